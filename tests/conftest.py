@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from megarl.testing import RankPool
 
 INSTALLS_SLURM = "launch/test.sh --install-slurm installs Slurm (as root, by apt-get)"
-OWN_JOB = "gpu_environment"
+OWN_JOBS = ("gpu_environment", "standin_gpu")
 TIERS = ("end_to_end", "cluster", "distributed", "types", "fast")
 """Markers, each test has one. A test without one has the tier that its fixtures declare, by using one of the fixtures
 `cluster_tier` and `distributed_tier`, or else `fast`. The fixtures' first in this order counts."""
@@ -93,13 +93,12 @@ def _put_long_files_first(items: list[pytest.Item]) -> None:
 
 
 def _leave_out_own_jobs(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests that install an environment run where `-m` names their marker alone."""
-    if OWN_JOB in config.getoption("markexpr"):
-        return
-    left_out = [item for item in items if item.get_closest_marker(OWN_JOB)]
+    """Tests that need an environment of their own run where `-m` names their marker alone."""
+    own_jobs = [job for job in OWN_JOBS if job not in config.getoption("markexpr")]
+    left_out = [item for item in items if any(map(item.get_closest_marker, own_jobs))]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker(OWN_JOB)]
+        items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_keyboard_interrupt() -> None:

@@ -29,7 +29,8 @@ _OF_LIBRARIES = re.compile(r"torchinductor_.*|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a
 """Temporary files that are removed at the end but are nobody's fault: torch's cache, vLLM's sockets, W&B's folders."""
 _TRIAL = re.compile(r"[a-z0-9_]{8}")
 """A file that `tempfile` writes and removes when it is first asked for a folder."""
-_SHARED_MEMORY = re.compile(rb"/dev/shm/(\S+)")
+_SHARED_MEMORY = re.compile(rb"/dev/shm/(?!standin_gpu-)(\S+)")
+"""Shared memory without that of an imitated GPU: tools/standin_gpu/run.py, which has started pytest, removes it."""
 
 
 class Process(NamedTuple):

@@ -1,88 +1,135 @@
-"""torch's NCCL process group between two processes of the stand-in, each with a device of its own."""
+"""torch's NCCL process group between two processes, each with a device of its own: gloo's numbers, and named faults."""
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
+import ctypes
+import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-pytestmark = [
-    pytest.mark.standin_gpu,
-    pytest.mark.skipif("STANDIN_GPU_STATE" not in os.environ, reason="no stand-in for a GPU: launch/test.sh --cuda"),
-]
+from tests.standin_gpu.collectives import COLLECTIVES
 
-START = """
-import os, torch, torch.distributed as dist
+pytestmark = pytest.mark.standin_gpu
+PROGRAM = Path(__file__).with_name("collectives.py")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return {}
+
+
+@pytest.fixture
+def found(
+    results: dict[str, Any], run_ranks: Callable[..., list[str]], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    """What each collective gave: by backend and rank, then by name."""
+    if not results:
+        folder = tmp_path_factory.mktemp("collectives")
+        for backend in ("gloo", "nccl"):
+            outputs = run_ranks(str(PROGRAM), backend, str(folder))
+            for rank, output in enumerate(outputs):
+                file = folder / f"{backend}-{rank}.json"
+                assert file.exists(), output
+                results[f"{backend}-{rank}"] = json.loads(file.read_text())
+    return results
+
+
+@pytest.mark.parametrize("name", [collective.__name__ for collective in COLLECTIVES])
+def test_numbers_are_those_of_gloo(found: dict[str, Any], name: str) -> None:
+    for rank in range(2):
+        assert found[f"nccl-{rank}"][name] == found[f"gloo-{rank}"][name]
+        assert not isinstance(found[f"gloo-{rank}"][name], str)
+
+
+FAULTS = {
+    "lengths": (
+        "dist.all_reduce(torch.ones(2 + rank, device='cuda'), group=group)",
+        "ncclAllReduce of 2 float32, reduction 0 at <string>:1, rank 1 calls ncclAllReduce of 3 float32",
+    ),
+    "types": (
+        "dist.all_reduce(torch.ones(2, device='cuda', dtype=[torch.int32, torch.float32][rank]), group=group)",
+        "ncclAllReduce of 2 int32, reduction 0 at <string>:1, rank 1 calls ncclAllReduce of 2 float32",
+    ),
+    "reductions": (
+        "dist.all_reduce(torch.ones(2, device='cuda'), [dist.ReduceOp.SUM, dist.ReduceOp.MAX][rank], group=group)",
+        "ncclAllReduce of 2 float32, reduction 0 at <string>:1, rank 1 calls ncclAllReduce of 2 float32, reduction 2",
+    ),
+    "calls": (
+        "dist.broadcast(ones, 0, group=group) if rank else dist.all_reduce(ones, group=group)",
+        "ncclAllReduce of 2 float32, reduction 0 at <string>:1, rank 1 calls ncclBroadcast of 2 float32, root 0",
+    ),
+    "a receive longer than its send": (
+        "dist.send(ones, 1, group=group) if rank == 0 else dist.recv(torch.ones(3, device='cuda'), 0, group=group)",
+        "ncclRecv of 3 float32 at <string>:1, rank 0 calls ncclSend of 2 float32 at <string>:1",
+    ),
+    "no call": (
+        "rank or dist.all_reduce(ones, group=group)",
+        "rank 0 waits for rank 1 in ncclAllReduce of 2 float32, reduction 0 at <string>:1, for more than 3 s",
+    ),
+}
+"""What two ranks call, and the error of one of them."""
+
+FAULTY_RANK = """
+import json, os, sys, torch, torch.distributed as dist
+from datetime import timedelta
 rank = int(os.environ["RANK"])
 torch.cuda.set_device(rank)
-dist.init_process_group("cpu:gloo,cuda:nccl")
-def values(*numbers, **options):
-    return torch.tensor(numbers, device="cuda", **options)
-"""
-
-COLLECTIVES = """
-total = values(rank + 1.0, 10.0 * rank)
-dist.all_reduce(total)
-assert total.tolist() == [3, 10], total
-mean = values(rank + 1.0, dtype=torch.bfloat16)
-dist.all_reduce(mean, op=dist.ReduceOp.AVG)
-assert mean.tolist() == [1.5], mean
-largest = values(5 - rank, dtype=torch.int64)
-dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-assert largest.tolist() == [5]
-gathered = torch.empty(4, device="cuda")
-dist.all_gather_into_tensor(gathered, values(2.0 * rank, 2.0 * rank + 1))
-assert gathered.tolist() == [0, 1, 2, 3]
-part = torch.empty(2, device="cuda")
-dist.reduce_scatter_tensor(part, torch.arange(4.0, device="cuda"))
-assert part.tolist() == [[0, 2], [4, 6]][rank]
-dist.barrier()
-dist.destroy_process_group()
-print("done")
-"""
-
-DIFFERENT_LENGTHS = """
-try:
-    dist.all_reduce(torch.ones(2 + rank, device="cuda"))
-except RuntimeError as error:
-    print(error, flush=True)
+dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timedelta(seconds=60))
+ones = torch.ones(2, device="cuda")
+caught = {}
+for name, call in json.loads(sys.argv[1]).items():
+    # A group of its own, whose communicator exists before the fault.
+    group = dist.new_group([0, 1])
+    dist.all_reduce(ones.clone(), group=group)
+    torch.cuda.synchronize()
+    dist.barrier(group=dist.new_group([0, 1], backend="gloo"))
+    caught[name] = ""
+    try:
+        eval(call)
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        caught[name] = str(error)
+print(json.dumps(caught), flush=True)
 os._exit(0)
 """
 
 
-def run_ranks(tmp_path: Path, program: str) -> list[str]:
-    """Run a program as two ranks and return the output of each."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "TMPDIR": str(tmp_path)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", START + program],
-            env={**os.environ, **place, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        return [rank.communicate(timeout=120)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
+@pytest.fixture(scope="module")
+def errors() -> list[dict[str, str]]:
+    return []
 
 
-def test_collectives_move_the_data(tmp_path: Path) -> None:
-    outputs = run_ranks(tmp_path, COLLECTIVES)
-    assert [output.splitlines()[-1:] for output in outputs] == [["done"], ["done"]], "\n".join(outputs)
+@pytest.mark.parametrize("name", FAULTS)
+def test_calls_that_differ_are_named(
+    errors: list[dict[str, str]], run_ranks: Callable[..., list[str]], name: str
+) -> None:
+    if not errors:
+        calls = json.dumps({name: call for name, (call, _) in FAULTS.items()})
+        outputs = run_ranks("-c", FAULTY_RANK, calls, STANDIN_GPU_WAIT_SECONDS="3")
+        errors += [json.loads(output.splitlines()[-1]) for output in outputs]
+    message = FAULTS[name][1]
+    assert message in errors[0][name] or message in errors[1][name], errors
 
 
-def test_different_lengths_are_an_error(tmp_path: Path) -> None:
-    outputs = run_ranks(tmp_path, DIFFERENT_LENGTHS)
-    assert "rank 0 expects 8 bytes, rank 1 sent 12" in outputs[0]
-    assert "rank 1 expects 12 bytes, rank 0 sent 8" in outputs[1]
+def test_memory_of_the_host_and_of_another_device_is_an_error(capfd: pytest.CaptureFixture[str]) -> None:
+    nccl, invalid = ctypes.CDLL("libnccl.so.2"), 4
+    communicator, identity = ctypes.c_void_p(), (ctypes.c_char * 128)()
+    assert nccl.ncclGetUniqueId(identity) == 0
+
+    class Identity(ctypes.Structure):
+        _fields_ = (("internal", ctypes.c_char * 128),)
+
+    nccl.ncclCommInitRank.argtypes = [ctypes.c_void_p, ctypes.c_int, Identity, ctypes.c_int]
+    torch.cuda.set_device(0)
+    assert nccl.ncclCommInitRank(ctypes.byref(communicator), 1, Identity.from_buffer(identity), 0) == 0
+    for tensor, message in (
+        (torch.ones(2), "ncclAllReduce with memory of the host"),
+        (torch.ones(2, device="cuda:1"), "ncclAllReduce of a communicator on device 0 with memory of device 1"),
+    ):
+        address = ctypes.c_void_p(tensor.data_ptr())
+        assert nccl.ncclAllReduce(address, address, ctypes.c_size_t(2), 7, 0, communicator, None) == invalid
+        assert message in capfd.readouterr().err

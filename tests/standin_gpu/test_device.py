@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import subprocess
 import sys
 
 import pytest
 import torch
 
-pytestmark = [
-    pytest.mark.standin_gpu,
-    pytest.mark.skipif("STANDIN_GPU_STATE" not in os.environ, reason="no stand-in for a GPU: launch/test.sh --cuda"),
-]
+pytestmark = pytest.mark.standin_gpu
 
 GIB = 1 << 30
 
@@ -93,11 +89,29 @@ def test_a_graph_computes_again_at_replay() -> None:
         assert result.tolist() == [2 * value + 5, 2 * value + 3, 2 * value + 1]
 
 
-def test_a_synchronisation_in_a_capture_is_an_error() -> None:
-    values = torch.ones(3, device="cuda")
-    with pytest.raises(RuntimeError, match="capture"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-        values.sum().item()
-    assert values.sum().item() == 3
+def test_a_capture_changes_no_memory() -> None:
+    counter, graph = torch.zeros(3, device="cuda"), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        counter.add_(1)
+        counter[0] = counter[1] * 10
+    assert counter.tolist() == [0, 0, 0]
+    for _ in range(2):
+        graph.replay()
+    assert counter.tolist() == [20, 2, 2]
+
+
+@pytest.mark.parametrize("call", ["values.sum().item()", "values.nonzero()", "values[values > 0]", "values.cpu()"])
+def test_a_synchronisation_in_a_capture_is_an_error(call: str) -> None:
+    # In a process of its own: torch's allocator counts a capture that failed as under way until its end.
+    program = f"""
+import torch
+values = torch.ones(3, device="cuda")
+with torch.cuda.graph(torch.cuda.CUDAGraph()):
+    {call}
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "graph capture" in done.stderr or "stream is captured" in done.stderr, done.stderr
 
 
 def test_memory_that_was_freed_is_an_error() -> None:

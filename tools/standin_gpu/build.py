@@ -16,7 +16,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 SOURCE = HERE / "source"
-CORE = ("faults", "devices", "memory", "virtual_memory", "streams", "driver")
+CORE = ("faults", "devices", "accesses", "memory", "virtual_memory", "streams", "driver")
 # torch's own headers ask for C++ 20 from 2.13 on; 2.11 compiles with it, too.
 COMPILER = ("g++", "-std=c++20", "-O1", "-fPIC", "-Wall", "-Wno-attributes", "-Wno-deprecated-declarations")
 START = "import standin_gpu_start\n"
@@ -131,8 +131,12 @@ def link_environment(environment: Path, folder: Path, libraries: Path) -> None:
         place.unlink(missing_ok=True)
         place.symlink_to(libraries / name)
     # Copies: a link would write through to the environment.
-    for name, origin in (("standin_gpu_start.py", HERE / "start.py"), ("nvidia-smi", HERE / "nvidia_smi.py")):
-        place = (folder / "bin" if name == "nvidia-smi" else packages) / name
+    copies = {
+        packages / "standin_gpu_start.py": HERE / "start.py",
+        packages / "standin_gpu_kernels.py": HERE / "kernels.py",
+        folder / "bin/nvidia-smi": HERE / "nvidia_smi.py",
+    }
+    for place, origin in copies.items():
         place.unlink(missing_ok=True)
         shutil.copy(origin, place)
     (packages / "standin_gpu.pth").write_text(START)

@@ -1,6 +1,7 @@
-"""Run a program on the stand-in: `run.py FOLDER [--devices h200] [--count 2] -- PROGRAM ARGUMENTS`.
+"""Run a program on the stand-in: `run.py FOLDER [--devices h200] [--count 2] [--strict] -- PROGRAM ARGUMENTS`.
 
-FOLDER is what build.py made. `--devices` names a file of `devices/`, or any JSON file with the same fields.
+FOLDER is what build.py made. `--devices` names a file of `devices/`, or any JSON file with the same fields. `--strict`
+adds the checks between streams.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def read_devices(name: str, count: int | None = None) -> dict[str, Any]:
     return found
 
 
-def environment_variables(folder: Path, state: Path) -> dict[str, str]:
+def environment_variables(folder: Path, state: Path, is_strict: bool = False) -> dict[str, str]:
     """Return the variables for programs of the built folder, of a run whose files are in `state`."""
     libraries = f"{folder}/standin_gpu/libraries"
     earlier = os.environ.get("LD_LIBRARY_PATH")
@@ -64,13 +65,18 @@ def environment_variables(folder: Path, state: Path) -> dict[str, str]:
         "STANDIN_GPU_STATE": str(state),
         "LD_LIBRARY_PATH": f"{libraries}:{earlier}" if earlier else libraries,
         "PATH": f"{folder}/bin:{os.environ['PATH']}",
-        # No compiler's output runs here: Triton interprets its kernels, FlashInfer's samplers are left out.
+        # No compiler's output runs here: Triton interprets its kernels, torch.compile and FlashInfer's samplers are
+        # left out.
         "TRITON_INTERPRET": "1",
+        "TORCHDYNAMO_DISABLE": "1",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        # A host loop that leaves its memory ends in a signal: Python then prints its stack.
+        "PYTHONFAULTHANDLER": "1",
+        **({"STANDIN_GPU_STRICT": "1"} if is_strict else {}),
     }
 
 
-def run(folder: Path, properties: dict[str, Any], program: list[str]) -> int:
+def run(folder: Path, properties: dict[str, Any], program: list[str], is_strict: bool = False) -> int:
     """Run the program and return its exit code. All its processes share the devices' memory limit."""
     # Shared memory where there is some: counters and NCCL's messages are files.
     place = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
@@ -78,7 +84,7 @@ def run(folder: Path, properties: dict[str, Any], program: list[str]) -> int:
     try:
         lines = [f"{field}={value}" for field, value in properties.items()]
         (state / "properties").write_text("\n".join(lines) + "\n")
-        return subprocess.run(program, env=environment_variables(folder, state)).returncode
+        return subprocess.run(program, env=environment_variables(folder, state, is_strict)).returncode
     finally:
         shutil.rmtree(state, ignore_errors=True)
 
@@ -88,6 +94,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     parser.add_argument("--devices", default="h200")
     parser.add_argument("--count", type=int)
+    parser.add_argument("--strict", action="store_true")
     # argparse would take the options of the program as its own.
     end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     program = sys.argv[end + 1 :]
@@ -101,7 +108,7 @@ def main() -> None:
         properties = read_devices(arguments.devices, arguments.count)
     except PropertyError as error:
         sys.exit(f"tools/standin_gpu/run.py: {error}")
-    sys.exit(run(folder, properties, program))
+    sys.exit(run(folder, properties, program, arguments.strict))
 
 
 if __name__ == "__main__":

@@ -5,10 +5,12 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
+#include <sstream>
 #include <vector>
 
 #include "standin.h"
@@ -43,7 +45,28 @@ Properties read_properties() {
     return result;
 }
 
-// CUDA_VISIBLE_DEVICES: numbers only; as with CUDA, the first invalid entry ends the list.
+std::string uuid_text(int number) {
+    char text[48];
+    snprintf(text, sizeof text, "GPU-7374616e-6469-6e5f-6770-7500000000%02x", number);
+    return text;
+}
+
+// The number of an entry of CUDA_VISIBLE_DEVICES: a number, or the beginning of one device's UUID. -1: no such device.
+int device_named(const std::string& entry, int count) {
+    if (!entry.empty() && entry.find_first_not_of("0123456789") == std::string::npos) {
+        const int number = atoi(entry.c_str());
+        return number < count ? number : -1;
+    }
+    int found = -1;
+    for (int number = 0; number < count; number++) {
+        if (entry.size() < 5 || uuid_text(number).compare(0, entry.size(), entry)) continue;
+        if (found >= 0) return -1;
+        found = number;
+    }
+    return found;
+}
+
+// As with CUDA, the first entry of CUDA_VISIBLE_DEVICES that names no device ends the list.
 std::vector<int> read_visible() {
     std::vector<int> result;
     const int count = properties().count;
@@ -52,12 +75,14 @@ std::vector<int> read_visible() {
         for (int device = 0; device < count; device++) result.push_back(device);
         return result;
     }
-    while (*text) {
-        char* end = nullptr;
-        const long device = strtol(text, &end, 10);
-        if (end == text || device < 0 || device >= count) break;
-        result.push_back(static_cast<int>(device));
-        text = *end == ',' ? end + 1 : end;
+    std::istringstream entries(text);
+    for (std::string entry; std::getline(entries, entry, ',');) {
+        entry.erase(std::remove(entry.begin(), entry.end(), ' '), entry.end());
+        const int device = device_named(entry, count);
+        if (device < 0) break;
+        // A device that is named twice makes CUDA see none.
+        if (std::find(result.begin(), result.end(), device) != result.end()) return {};
+        result.push_back(device);
     }
     return result;
 }
@@ -150,6 +175,19 @@ void uuid_of(int device, unsigned char bytes[16]) {
     memset(bytes, 0, 16);
     memcpy(bytes, "standin_gpu", 11);
     bytes[15] = static_cast<unsigned char>(physical_index(device));
+}
+
+// The newest CUDA of each driver branch. Source: NVIDIA's CUDA Toolkit release notes, table of driver versions.
+int driver_cuda_version() {
+    static const struct {
+        int branch;
+        int version;
+    } kNewest[] = {{580, 13000}, {575, 12090}, {570, 12080}, {560, 12060}, {555, 12050}, {550, 12040},
+                   {545, 12030}, {535, 12020}, {530, 12010}, {525, 12000}, {450, 11000}};
+    const int branch = atoi(properties().driver_version.c_str());
+    for (const auto& entry : kNewest)
+        if (branch >= entry.branch) return entry.version;
+    return 10000;
 }
 
 bool take_bytes(int device, size_t bytes) {

@@ -47,7 +47,7 @@ void* standin_driver_function(const char* name) { return function_named(name); }
 CUresult cuInit(unsigned) { return device_count() ? CUDA_SUCCESS : CUDA_ERROR_NO_DEVICE; }
 
 CUresult cuDriverGetVersion(int* version) {
-    *version = CUDA_VERSION;
+    *version = driver_cuda_version();
     return CUDA_SUCCESS;
 }
 
@@ -148,7 +148,10 @@ CUresult cuMemAlloc(CUdeviceptr* address, size_t bytes) {
     return result(allocate(reinterpret_cast<void**>(address), bytes, current_device()));
 }
 
-CUresult cuMemFree(CUdeviceptr address) { return result(deallocate(host(address))); }
+CUresult cuMemFree(CUdeviceptr address) {
+    if (const int code = synchronize_device()) return result(code);
+    return result(deallocate(host(address)));
+}
 
 CUresult cuMemGetInfo(size_t* unused, size_t* total) {
     *unused = free_bytes(current_device());
@@ -157,15 +160,17 @@ CUresult cuMemGetInfo(size_t* unused, size_t* total) {
 }
 
 CUresult cuMemcpyHtoD(CUdeviceptr target, const void* source, size_t bytes) {
-    return result(copy_now(host(target), source, bytes));
+    if (const int code = copy(host(target), source, bytes, nullptr)) return result(code);
+    return result(synchronize_stream(nullptr));
 }
 
 CUresult cuMemcpyDtoH(void* target, CUdeviceptr source, size_t bytes) {
-    return result(copy_now(target, host(source), bytes));
+    if (const int code = copy(target, host(source), bytes, nullptr)) return result(code);
+    return result(synchronize_stream(nullptr));
 }
 
 CUresult cuMemcpyDtoD(CUdeviceptr target, CUdeviceptr source, size_t bytes) {
-    return result(copy_now(host(target), host(source), bytes));
+    return result(copy(host(target), host(source), bytes, nullptr));
 }
 
 CUresult cuMemcpyAsync(CUdeviceptr target, CUdeviceptr source, size_t bytes, CUstream stream) {

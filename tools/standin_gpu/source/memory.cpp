@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <cstring>
 
+#include "accesses.h"
 #include "regions.h"
 
 namespace standin {
@@ -100,6 +101,7 @@ int deallocate(void* address) {
                         found->second.physical == 0;
     if (!is_own) return fault(kInvalidValue, "free of %p, which is not the start of an allocation", address);
     const Region region = found->second;
+    forget_accesses(address, region.bytes);
     // The addresses stay reserved: no later allocation gets them, and a late use faults.
     remove_pages(address, region.bytes);
     if (region.file >= 0) close(region.file);
@@ -160,23 +162,60 @@ int copy_now(void* target, const void* source, size_t bytes) {
     return kSuccess;
 }
 
-int copy(void* target, const void* source, size_t bytes, void* stream) {
-    if (!capture_status(stream, nullptr, nullptr)) return copy_now(target, source, bytes);
+namespace {
+
+// Host memory that a copy may still read or write after the call returns.
+bool is_pinned(const void* address) {
     Region region;
-    if (!find_region(target, &region) || !find_region(source, &region))
+    return find_region(address, &region) && (region.kind == Kind::kPinned || region.kind == Kind::kRegistered);
+}
+
+bool is_known(const void* address) {
+    Region region;
+    return find_region(address, &region);
+}
+
+// Pageable host memory has no history: the copy is done when the call returns.
+std::vector<Access> accesses_of_copy(void* target, const void* source, size_t bytes) {
+    std::vector<Access> result;
+    if (is_known(source)) result.push_back({source, bytes, false, "a copy"});
+    if (is_known(target)) result.push_back({target, bytes, true, "a copy"});
+    return result;
+}
+
+}  // namespace
+
+int copy(void* target, const void* source, size_t bytes, void* stream) {
+    if (bytes == 0) return kSuccess;
+    const bool is_captured = capture_status(stream, nullptr, nullptr);
+    if (is_captured && (!is_known(target) || !is_known(source)))
         return fault(kCaptureForbids, "copy of pageable host memory while a stream is captured");
-    record_operation(stream, [=] { copy_now(target, source, bytes); });
-    return kSuccess;
+    if (const int code = check_range(target, bytes, "copy to")) return code;
+    if (const int code = check_range(source, bytes, "copy from")) return code;
+    const bool is_late = is_strict() && (is_pinned(target) || is_pinned(source));
+    if (const int code = begin_work(stream, "a copy", is_late)) return code;
+    if (const int code = note_accesses(stream, accesses_of_copy(target, source, bytes))) return code;
+    const auto operation = [=] { return copy_now(target, source, bytes); };
+    if (is_captured) keep_until_capture_ends(stream, target, bytes);
+    if (is_captured || is_late) enqueue(stream, operation);
+    return is_late && !is_captured ? int{kSuccess} : operation();
 }
 
 int fill(void* target, int value, size_t bytes, void* stream) {
     if (bytes == 0) return kSuccess;
     if (const int code = check_range(target, bytes, "fill of")) return code;
-    if (capture_status(stream, nullptr, nullptr))
-        record_operation(stream, [=] { memset(target, value, bytes); });
-    else
+    if (const int code = begin_work(stream, "a fill")) return code;
+    if (const int code = note_accesses(stream, {{target, bytes, true, "a fill"}})) return code;
+    const auto operation = [=] {
+        if (const int code = check_range(target, bytes, "fill of")) return code;
         memset(target, value, bytes);
-    return kSuccess;
+        return int{kSuccess};
+    };
+    if (capture_status(stream, nullptr, nullptr)) {
+        keep_until_capture_ends(stream, target, bytes);
+        enqueue(stream, operation);
+    }
+    return operation();
 }
 
 // A handle names the process and its file; the other process opens the same pages.
@@ -203,9 +242,7 @@ int import_handle(void** address, const void* handle) {
     if (file < 0) return fault(201, "the memory of process %d is gone", process);
     MemoryLock lock(memory_mutex());
     // Shared pages count for their owner alone.
-    const int code = place(address, bytes, Kind::kDevice, current_device(), file);
-    if (code == kSuccess) take_bytes(current_device(), 0);
-    return code;
+    return place(address, bytes, Kind::kDevice, current_device(), file);
 }
 
 }  // namespace standin

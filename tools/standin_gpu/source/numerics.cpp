@@ -6,6 +6,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/copy_native.h>
 #include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <torch/library.h>
 
@@ -13,6 +14,7 @@
 #include <string>
 #include <unordered_map>
 
+#include "accesses.h"
 #include "standin.h"
 
 namespace {
@@ -38,6 +40,41 @@ const std::set<std::string>& mixing_operators() {
     static const std::set<std::string> names{"aten::index", "aten::_index_put_impl_", "aten::index_put_",
                                              "aten::_index_put_impl", "aten::_foreach_copy_"};
     return names;
+}
+
+// Operators that wait for the device, since a number or a shape of theirs depends on values. `.item()` is torch's own.
+bool waits_for_device(const std::string& name, const std::vector<IValue>& arguments) {
+    static const std::set<std::string> names{"aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim",
+                                             "aten::unique_consecutive", "aten::equal", "aten::bincount"};
+    if (names.count(name)) return true;
+    if (name == "aten::repeat_interleave") return arguments.size() > 1 && arguments[1].isNone();
+    const bool takes_masks = name == "aten::index" || name == "aten::_index_put_impl_";
+    if (!takes_masks || !arguments[1].isOptionalTensorList()) return false;
+    for (const std::optional<Tensor>& index : arguments[1].toOptionalTensorVector())
+        if (index && (index->scalar_type() == at::kBool || index->scalar_type() == at::kByte)) return true;
+    return false;
+}
+
+void check(int code, const std::string& operation) {
+    TORCH_CHECK(!code, "CUDA error: ",
+                code == standin::kIllegalAddress ? "an illegal memory access was encountered" : "the operator failed",
+                " (stand-in: ", operation, ": ", standin::fault_text(code), ")");
+}
+
+// A range of device memory that an operator reads or writes.
+struct Range {
+    const void* address;
+    size_t bytes;
+};
+
+Range range_of(const Tensor& tensor) {
+    if (tensor.numel() == 0) return {nullptr, 0};
+    int64_t first = tensor.storage_offset();
+    int64_t last = first;
+    for (int64_t k = 0; k < tensor.dim(); k++) last += (tensor.size(k) - 1) * tensor.stride(k);
+    const auto size = static_cast<int64_t>(tensor.element_size());
+    return {static_cast<const char*>(tensor.storage().data()) + first * size,
+            static_cast<size_t>((last - first + 1) * size)};
 }
 
 // CPU tensors over the memory of one call's CUDA tensors.
@@ -120,9 +157,10 @@ private:
         standin::Region region;
         TORCH_CHECK(standin::find_region(start, &region), "CUDA error: an illegal memory access was encountered "
                     "(stand-in: an operand of ", operation_, " is in no allocation)");
-        const int code = standin::check_range(start, end, operation_.c_str());
-        TORCH_CHECK(!code, "CUDA error: an illegal memory access was encountered (stand-in: ",
-                    standin::fault_text(code), ")");
+        TORCH_CHECK(region.kind != standin::Kind::kDevice || region.device == tensor.device().index(),
+                    "CUDA error: an illegal memory access was encountered (stand-in: an operand of ", operation_,
+                    " on device ", tensor.device().index(), " lies in memory of device ", region.device, ")");
+        check(standin::check_range(start, end, "an operand"), operation_);
     }
 
     const c10::Storage& storage_of(const Tensor& tensor) {
@@ -146,6 +184,25 @@ private:
     std::unordered_map<c10::StorageImpl*, c10::Storage> aliases_;
     std::unordered_map<c10::StorageImpl*, c10::Storage> originals_;
 };
+
+void* current_stream(int device) {
+    return c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(device)).stream();
+}
+
+void add_accesses(const IValue& value, bool is_write, const std::string& operation,
+                  std::vector<standin::Access>* accesses) {
+    const auto add = [&](const Tensor& tensor) {
+        if (!tensor.defined() || !tensor.is_cuda() || tensor.layout() != at::kStrided) return;
+        const Range range = range_of(tensor);
+        accesses->push_back({range.address, range.bytes, is_write, operation});
+    };
+    if (value.isTensor()) add(value.toTensor());
+    if (value.isTensorList())
+        for (const Tensor& tensor : value.toTensorVector()) add(tensor);
+    if (value.isOptionalTensorList())
+        for (const std::optional<Tensor>& tensor : value.toOptionalTensorVector())
+            if (tensor) add(*tensor);
+}
 
 std::string full_name(const c10::OperatorHandle& operation) {
     const auto& name = operation.operator_name();
@@ -200,12 +257,17 @@ int argument_returned(const c10::FunctionSchema& schema, size_t number) {
 // A graph computes the operator again, on the memory of the capture.
 void record_for_replay(const c10::OperatorHandle& operation, const std::vector<IValue>& arguments,
                        const std::vector<Tensor>& results, void* stream) {
-    Aliases aliases(full_name(operation), false);
+    const std::string name = full_name(operation);
+    Aliases aliases(name, false);
     Stack inputs;
     std::vector<Tensor> outputs;
     for (const IValue& argument : arguments) inputs.push_back(aliases.of(argument));
     for (const Tensor& result : results) outputs.push_back(aliases.of(result));
-    standin::record_operation(stream, [operation, inputs, outputs] {
+    std::vector<standin::Access> used;
+    for (const IValue& argument : arguments) add_accesses(argument, false, name, &used);
+    standin::record_operation(stream, [operation, inputs, outputs, used, name] {
+        for (const standin::Access& access : used)
+            if (const int code = standin::check_range(access.address, access.bytes, name.c_str())) return code;
         at::AutoDispatchBelowADInplaceOrView guard;
         Stack stack = inputs;
         operation.callBoxed(&stack);
@@ -219,7 +281,14 @@ void record_for_replay(const c10::OperatorHandle& operation, const std::vector<I
             if (value.isTensorList())
                 for (const Tensor& element : value.toTensorVector()) store(element);
         }
+        return int{standin::kSuccess};
     });
+}
+
+// Keeps the memory that an operator writes while its stream is captured, since a capture changes none in the end.
+void keep_written(void* stream, const std::vector<standin::Access>& accesses) {
+    for (const standin::Access& access : accesses)
+        if (access.is_write) standin::keep_until_capture_ends(stream, access.address, access.bytes);
 }
 
 void compute_on_host(const c10::OperatorHandle& operation, c10::DispatchKeySet, Stack* stack) {
@@ -235,6 +304,21 @@ void compute_on_host(const c10::OperatorHandle& operation, c10::DispatchKeySet, 
     TORCH_CHECK(!aliases.mixes_cpu_and_cuda() || mixing_operators().count(schema.name()),
                 "Expected all tensors to be on the same device, but found at least two devices, cuda:",
                 aliases.device(), " and cpu! (stand-in, ", name, ")");
+    const auto is_written = [&](size_t i) {
+        const auto* information = schema.arguments()[i].alias_info();
+        return information && information->isWrite();
+    };
+    const c10::cuda::CUDAGuard device_guard(static_cast<c10::DeviceIndex>(aliases.device()));
+    void* stream = current_stream(aliases.device());
+    const bool is_captured = standin::capture_status(stream, nullptr, nullptr);
+    check(standin::begin_work(stream, name.c_str()), name);
+    if (standin::is_strict() || is_captured) {
+        std::vector<standin::Access> accesses;
+        for (size_t i = 0; i < count; i++) add_accesses(arguments[i], is_written(i), name, &accesses);
+        check(standin::note_accesses(stream, accesses), name);
+        if (is_captured) keep_written(stream, accesses);
+    }
+    if (waits_for_device(schema.name(), arguments)) check(standin::synchronize_stream(stream), name);
     const std::vector<IValue> host_arguments(on_host.begin(), on_host.end());
     {
         at::AutoDispatchBelowADInplaceOrView guard;
@@ -242,11 +326,9 @@ void compute_on_host(const c10::OperatorHandle& operation, c10::DispatchKeySet, 
             c10::DispatchKeySet({c10::DispatchKey::AutocastCPU, c10::DispatchKey::AutocastCUDA}));
         operation.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &on_host);
     }
-    for (size_t i = 0; i < count; i++) {
-        const auto* information = schema.arguments()[i].alias_info();
-        if (information && information->isWrite() && arguments[i].isTensor())
+    for (size_t i = 0; i < count; i++)
+        if (is_written(i) && arguments[i].isTensor())
             write_back(aliases, arguments[i].toTensor(), host_arguments[i].toTensor(), name);
-    }
     // One entry a tensor returned; undefined where the operator itself writes an argument.
     std::vector<Tensor> results;
     for (size_t number = 0; number < on_host.size(); number++) {
@@ -269,8 +351,13 @@ void compute_on_host(const c10::OperatorHandle& operation, c10::DispatchKeySet, 
             stack->push_back(value);
         }
     }
-    void* stream = c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(aliases.device())).stream();
-    if (standin::capture_status(stream, nullptr, nullptr)) record_for_replay(operation, arguments, results, stream);
+    if (standin::is_strict()) {
+        std::vector<standin::Access> accesses;
+        for (const Tensor& result : results)
+            if (result.defined()) add_accesses(result, true, name, &accesses);
+        check(standin::note_accesses(stream, accesses), name);
+    }
+    if (is_captured) record_for_replay(operation, arguments, results, stream);
 }
 
 bool is_plain_copy(const Tensor& target, const Tensor& source) {
@@ -285,14 +372,30 @@ Tensor& copy_tensor(Tensor& target, const Tensor& source, bool non_blocking) {
     if (target.numel() == 0 || target.is_same(source)) return target;
     if (is_plain_copy(target, source)) return at::native::copy_(target, source, non_blocking);
     // Two devices are allowed here: each side gets aliases of its own.
-    copy_on_host(Aliases("aten::copy_").of(target), Aliases("aten::copy_").of(source));
+    const Tensor to = Aliases("aten::copy_").of(target);
+    const Tensor from = Aliases("aten::copy_").of(source);
     const auto device = target.is_cuda() ? target.device().index() : source.device().index();
-    void* stream = c10::cuda::getCurrentCUDAStream(device).stream();
-    if (standin::capture_status(stream, nullptr, nullptr)) {
-        const Tensor to = Aliases("aten::copy_", false).of(target);
-        const Tensor from = Aliases("aten::copy_", false).of(source);
-        standin::record_operation(stream, [to, from] { copy_on_host(to, from); });
-    }
+    const c10::cuda::CUDAGuard device_guard(device);
+    void* stream = current_stream(device);
+    check(standin::begin_work(stream, "aten::copy_"), "aten::copy_");
+    std::vector<standin::Access> accesses;
+    add_accesses(source, false, "aten::copy_", &accesses);
+    add_accesses(target, true, "aten::copy_", &accesses);
+    check(standin::note_accesses(stream, accesses), "aten::copy_");
+    // torch converts in device memory and then waits for a copy from or to the host.
+    if (target.is_cpu() || source.is_cpu()) check(standin::synchronize_stream(stream), "aten::copy_");
+    const bool is_captured = standin::capture_status(stream, nullptr, nullptr);
+    if (is_captured) keep_written(stream, accesses);
+    copy_on_host(to, from);
+    if (!is_captured) return target;
+    const Tensor to_replay = Aliases("aten::copy_", false).of(target);
+    const Tensor from_replay = Aliases("aten::copy_", false).of(source);
+    standin::record_operation(stream, [to_replay, from_replay, accesses] {
+        for (const standin::Access& access : accesses)
+            if (const int code = standin::check_range(access.address, access.bytes, "aten::copy_")) return code;
+        copy_on_host(to_replay, from_replay);
+        return int{standin::kSuccess};
+    });
     return target;
 }
 
@@ -307,6 +410,20 @@ bool is_replaced(const c10::OperatorName& name, const c10::OperatorHandle& opera
 struct Silence : c10::WarningHandler {
     void process(const c10::Warning&) override {}
 };
+
+// Lets an operator of any library compute on the host; its CPU kernel must be registered. Raises where it is unknown.
+void replace_operator(std::string name, std::string overload) {
+    Silence silence;
+    c10::WarningUtils::WarningHandlerGuard quiet(&silence);
+    c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str());
+    // Never destroyed, as the one of torch's own operators.
+    auto* library = new torch::Library(torch::Library::IMPL, name.substr(0, name.find("::")), c10::DispatchKey::CUDA,
+                                       __FILE__, __LINE__);
+    const std::string full = overload.empty() ? name : name + "." + overload;
+    library->impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&compute_on_host>());
+}
+
+void* torch_stream(int device) { return current_stream(device); }
 
 // Never destroyed: the dispatcher is, before it, at exit.
 torch::Library* replace_kernels() {
@@ -324,9 +441,12 @@ torch::Library* replace_kernels() {
     at::globalContext().setSDPUseFlash(false);
     at::globalContext().setSDPUseMemEfficient(false);
     at::globalContext().setSDPUseCuDNN(false);
+    standin::set_torch_stream_query(torch_stream);
     return library;
 }
 
 torch::Library* const replaced = replace_kernels();
 
 }  // namespace
+
+TORCH_LIBRARY(standin_gpu, library) { library.def("replace_operator(str name, str overload) -> ()", replace_operator); }

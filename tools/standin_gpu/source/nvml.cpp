@@ -67,7 +67,7 @@ int nvmlSystemGetDriverVersion(char* text, unsigned length) {
 }
 
 int nvmlSystemGetCudaDriverVersion_v2(int* version) {
-    *version = 13000;
+    *version = driver_cuda_version();
     return kNvmlSuccess;
 }
 

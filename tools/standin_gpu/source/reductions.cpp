@@ -68,6 +68,22 @@ size_t element_bytes(ncclDataType_t type) {
     }
 }
 
+const char* type_name(ncclDataType_t type) {
+    switch (type) {
+        case ncclInt8: return "int8";
+        case ncclUint8: return "uint8";
+        case ncclInt32: return "int32";
+        case ncclUint32: return "uint32";
+        case ncclInt64: return "int64";
+        case ncclUint64: return "uint64";
+        case ncclFloat16: return "float16";
+        case ncclFloat32: return "float32";
+        case ncclFloat64: return "float64";
+        case ncclBfloat16: return "bfloat16";
+        default: return "float8";
+    }
+}
+
 ncclResult_t reduce(const std::vector<std::vector<char>>& all, size_t offset, size_t count, ncclDataType_t type,
                     ncclRedOp_t operation, void* target) {
     if (operation >= ncclNumOps) {

@@ -8,6 +8,7 @@
 namespace standin {
 
 size_t element_bytes(ncclDataType_t type);
+const char* type_name(ncclDataType_t type);
 
 // Reduces `count` elements of each rank's bytes, from the offset in bytes on, in the order of the ranks.
 ncclResult_t reduce(const std::vector<std::vector<char>>& all, size_t offset, size_t count, ncclDataType_t type,

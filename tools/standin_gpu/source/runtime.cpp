@@ -32,9 +32,12 @@ static const char* documented_text(int code) {
         case cudaErrorInvalidValue: return "invalid argument";
         case cudaErrorMemoryAllocation: return "out of memory";
         case cudaErrorInvalidDeviceFunction: return "invalid device function";
+        case cudaErrorInsufficientDriver: return "CUDA driver version is insufficient for CUDA runtime version";
+        case cudaErrorLaunchFailure: return "unspecified launch failure";
         case cudaErrorNoDevice: return "no CUDA-capable device is detected";
         case cudaErrorInvalidDevice: return "invalid device ordinal";
         case cudaErrorInvalidResourceHandle: return "invalid resource handle";
+        case cudaErrorNotReady: return "device not ready";
         case cudaErrorIllegalAddress: return "an illegal memory access was encountered";
         case cudaErrorNotSupported: return "operation not supported";
         case cudaErrorStreamCaptureUnsupported: return "operation not permitted when stream is capturing";
@@ -65,8 +68,12 @@ cudaError_t cudaPeekAtLastError() { return static_cast<cudaError_t>(last_error);
 // ---- devices
 
 cudaError_t cudaGetDeviceCount(int* count) {
+    *count = 0;
+    // CUDA promises that a driver runs all minor versions of its major one.
+    if (driver_cuda_version() / 1000 < CUDART_VERSION / 1000)
+        return result(fault(kOldDriver, "driver %s", properties().driver_version.c_str()));
     *count = device_count();
-    return *count ? cudaSuccess : result(kNoDevice);
+    return *count ? cudaSuccess : result(fault(kNoDevice, "0 of %d devices are visible", properties().count));
 }
 
 cudaError_t cudaGetDevice(int* device) {
@@ -78,7 +85,7 @@ cudaError_t cudaSetDevice(int device) { return result(set_device(device)); }
 cudaError_t cudaDeviceSynchronize() { return result(synchronize_device()); }
 
 cudaError_t cudaDriverGetVersion(int* version) {
-    *version = CUDART_VERSION;
+    *version = driver_cuda_version();
     return cudaSuccess;
 }
 
@@ -177,6 +184,8 @@ cudaError_t cudaMalloc(void** address, size_t bytes) {
 cudaError_t cudaFree(void* address) {
     if (!address) return cudaSuccess;
     if (const int code = check_capture_allows("cudaFree")) return result(code);
+    // As CUDA does: work that still uses the memory ends first.
+    if (const int code = synchronize_device()) return result(code);
     return result(deallocate(address));
 }
 
@@ -211,7 +220,8 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* known, const void* a
 
 cudaError_t cudaMemcpy(void* target, const void* source, size_t bytes, cudaMemcpyKind) {
     if (const int code = check_capture_allows("cudaMemcpy")) return result(code);
-    return result(copy_now(target, source, bytes));
+    if (const int code = copy(target, source, bytes, nullptr)) return result(code);
+    return result(synchronize_stream(nullptr));
 }
 
 cudaError_t cudaMemcpyAsync(void* target, const void* source, size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
@@ -266,7 +276,7 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
 }
 
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) { return result(synchronize_stream(stream)); }
-cudaError_t cudaStreamQuery(cudaStream_t stream) { return result(synchronize_stream(stream)); }
+cudaError_t cudaStreamQuery(cudaStream_t stream) { return result(query_stream(stream)); }
 
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
     return result(wait_for_event(stream, event));
@@ -293,16 +303,19 @@ cudaError_t cudaStreamGetDevice(cudaStream_t stream, int* device) {
 }
 
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* argument) {
-    if (capture_status(stream, nullptr, nullptr))
-        record_operation(stream, [=] { function(argument); });
-    else
+    const auto operation = [=] {
         function(argument);
-    return cudaSuccess;
+        return int{kSuccess};
+    };
+    return result(enqueue(stream, operation));
 }
 
 cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t function, void* argument, unsigned) {
-    function(stream, cudaSuccess, argument);
-    return cudaSuccess;
+    const auto operation = [=] {
+        function(stream, cudaSuccess, argument);
+        return int{kSuccess};
+    };
+    return result(enqueue(stream, operation));
 }
 
 cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, 0); }
@@ -324,7 +337,7 @@ cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, uns
 }
 
 cudaError_t cudaEventSynchronize(cudaEvent_t event) { return result(synchronize_event(event)); }
-cudaError_t cudaEventQuery(cudaEvent_t event) { return result(synchronize_event(event)); }
+cudaError_t cudaEventQuery(cudaEvent_t event) { return result(query_event(event)); }
 
 cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t begin, cudaEvent_t end) {
     return result(elapsed_milliseconds(begin, end, milliseconds));
@@ -383,9 +396,10 @@ cudaError_t cudaGraphExecDestroy(cudaGraphExec_t instance) {
     return cudaSuccess;
 }
 
-// torch warns of an empty graph by this count alone.
-cudaError_t cudaGraphGetNodes(cudaGraph_t, cudaGraphNode_t*, size_t* count) {
-    *count = 1;
+// torch asks for the count alone, to warn of an empty graph.
+cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t* nodes, size_t* count) {
+    if (nodes) return result(fault(kNotSupported, "nodes of a graph are not imitated"));
+    *count = graph_size(graph);
     return cudaSuccess;
 }
 

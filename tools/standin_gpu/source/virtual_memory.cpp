@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include "accesses.h"
 #include "regions.h"
 
 namespace standin {
@@ -133,6 +134,7 @@ CUresult cuMemUnmap(CUdeviceptr address, size_t bytes) {
         drop_use(region.physical);
         region = reserved(region.base, region.bytes);
     }
+    forget_accesses(reinterpret_cast<void*>(address), bytes);
     remove_pages(reinterpret_cast<void*>(address), bytes);
     return CUDA_SUCCESS;
 }
