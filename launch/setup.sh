@@ -12,6 +12,8 @@
 #   TORCH_BUILD    `any` takes the registry's CUDA build of torch (4 GB) where no CPU build is found; it runs on CPUs.
 #   MEGARL_WHEELS  folder that a cluster shares, for the built extension of Transformer Engine (default:
 #                  ~/.cache/megarl/wheels)
+#   TRANSFORMER_ENGINE  `build` (default) builds that extension where the folder has none: 3 to 5 minutes on 16 cores,
+#                  an hour on two. `cached` leaves Transformer Engine out then, as tests without a GPU do.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -19,6 +21,11 @@ venv="${VENV:-.venv}"
 set="${VERSIONS:-stable}"
 if [ "$set" != stable ] && [ "$set" != next ]; then
     echo "launch/setup.sh: VERSIONS = $set: no such version set; choose stable (the default) or next" >&2
+    exit 1
+fi
+engine_source="${TRANSFORMER_ENGINE:-build}"
+if [ "$engine_source" != build ] && [ "$engine_source" != cached ]; then
+    echo "launch/setup.sh: TRANSFORMER_ENGINE = $engine_source: choose build (the default) or cached" >&2
     exit 1
 fi
 asked="${1:-}"
@@ -70,9 +77,12 @@ if [ "${#found[@]}" -gt 0 ]; then
 fi
 
 # What was installed is stamped by what it was made from, so that an unchanged checkout installs nothing.
+without_engine=" without Transformer Engine"
 stamp="$(cat pyproject.toml launch/setup.sh launch/requirements-*.txt launch/versions-libraries.txt "launch/versions-$set.txt" | sha256sum | cut -c1-16) $extra"
 for made in "$venv/.installed-$extra,dev" "$venv/.installed-$extras"; do
-    if [ -x "$venv/bin/python" ] && [ "$(cat "$made" 2>/dev/null)" = "$stamp" ]; then exit 0; fi
+    if [ ! -x "$venv/bin/python" ]; then continue; fi
+    if [ "$(cat "$made" 2>/dev/null)" = "$stamp" ]; then exit 0; fi
+    if [ "$engine_source" = cached ] && [ "$(cat "$made" 2>/dev/null)" = "$stamp$without_engine" ]; then exit 0; fi
 done
 
 # Each of these has lock files. Megatron-Core 0.19 declares 3.12 as the least.
@@ -157,10 +167,21 @@ if [ "$extra" = cpu ]; then
     "${locked[@]}" --overrides <(echo "$torch") \
         --excludes <(printf 'torchvision\ntorchaudio\ntorchcodec\ntriton\n') -e ".[$pinned]"
 else
+    engine="$(sed -n 's/^gpu = .*"transformer-engine\[[^]]*\]==\([^"]*\)".*/\1/p' pyproject.toml)"
+    tag="$("$venv/bin/python" -c 'import sys; print("cp%d%d" % sys.version_info[:2])')"
+    wheels="${MEGARL_WHEELS:-${XDG_CACHE_HOME:-$HOME/.cache}/megarl/wheels}"
     # The registry's metadata of Transformer Engine asks for the core of CUDA 12 beside a torch of CUDA 13, and its torch
     # extension would be compiled against the newest torch: the first is left out, the second built here.
-    "${locked[@]}" --excludes <(printf 'transformer-engine-cu12\ntransformer-engine-torch\n') -e ".[$extras]"
-    engine="$(sed -n 's/^gpu = .*"transformer-engine\[[^]]*\]==\([^"]*\)".*/\1/p' pyproject.toml)"
+    left_out=()
+    if [ "$engine_source" = cached ] &&
+        ! compgen -G "$wheels/torch-*-$(uname -m)/transformer_engine_torch-$engine-$tag-*.whl" >/dev/null; then
+        echo "launch/setup.sh: no built extension of Transformer Engine $engine in $wheels: left out"
+        # The core alone could not be imported, which megarl reports as a broken installation.
+        left_out=(transformer-engine transformer-engine-cu13)
+        engine=""
+    fi
+    "${locked[@]}" --excludes <(printf 'transformer-engine-cu12\ntransformer-engine-torch\n') \
+        --excludes <(printf '%s\n' "${left_out[@]}") -e ".[$extras]"
     nvidia="$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia"
     # The wheels' compiler and libraries as a toolkit has them, for what is compiled at run time and linked: names
     # without versions, in lib64, and the driver's library as a stub of its name.
@@ -171,14 +192,19 @@ else
     if command -v gcc >/dev/null; then
         gcc -shared -Wl,-soname,libcuda.so.1 -o "$venv/cuda/lib64/stubs/libcuda.so" -x c /dev/null
     fi
+    # FlashInfer compiles with ninja at run time.
+    if [ -z "$engine" ]; then
+        "${locked[@]}" ninja
+        echo "$stamp$without_engine" > "$venv/.installed-$extras"
+        exit 0
+    fi
     # What the extension is built with; the last three its import needs, too.
     "${locked[@]}" wheel ninja pybind11 setuptools einops onnx onnxscript
     if ! "$venv/bin/python" -c "import sys, importlib.metadata as m; sys.exit(m.version('transformer-engine-torch') != '$engine')" 2>/dev/null; then
         torch="$("$venv/bin/python" -c "import importlib.metadata as m; print(m.version('torch'))")"
         # A wheel fits the torch and the architecture that it was built for.
-        wheels="${MEGARL_WHEELS:-${XDG_CACHE_HOME:-$HOME/.cache}/megarl/wheels}/torch-$torch-$(uname -m)"
+        wheels="$wheels/torch-$torch-$(uname -m)"
         mkdir -p "$wheels"
-        tag="$("$venv/bin/python" -c 'import sys; print("cp%d%d" % sys.version_info[:2])')"
         if ! compgen -G "$wheels/transformer_engine_torch-$engine-$tag-*.whl" >/dev/null; then
             echo "launch/setup.sh: building Transformer Engine $engine's extension for torch $torch (3 to 5 minutes on 16 cores)"
             # The compiler and the headers are those of the wheels that torch itself came with. Built aside, then moved:

@@ -201,3 +201,19 @@ def test_the_gpu_environment_can_be_asked_for_without_a_driver(tmp_path: Path) -
     assert any(line.endswith("-e .[gpu,dev]") for line in lines)
     lines = set_up(tmp_path / "not", tmp_path / "wheels", "dev", has_driver=False)
     assert any(line.endswith("-e .[cpu,dev]") for line in lines)
+
+
+def test_setup_leaves_the_extension_out_where_none_was_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TRANSFORMER_ENGINE=cached: neither the core nor a build, until the folder of wheels has the extension."""
+    monkeypatch.setenv("TRANSFORMER_ENGINE", "cached")
+    first, wheels = tmp_path / "first", tmp_path / "wheels"
+    lines = set_up(first, wheels, "gpu,dev", has_driver=False)
+    assert "excludes transformer-engine transformer-engine-cu13 " in lines
+    assert not any("pip wheel" in line or "import transformer_engine" in line for line in lines)
+    assert (first / ".venv/.installed-gpu,dev").read_text().endswith(" without Transformer Engine\n")
+    name = f"transformer_engine_torch-{engine_version()}-cp311-cp311-linux_x86_64.whl"
+    wheel = wheels / f"torch-2.13.0+cu130-{platform.machine()}" / name
+    wheel.parent.mkdir(parents=True)
+    wheel.touch()
+    lines = set_up(tmp_path / "second", wheels, "gpu,dev", has_driver=False)
+    assert f"uv pip install --quiet --no-deps {wheel}" in lines
