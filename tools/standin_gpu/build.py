@@ -126,12 +126,17 @@ def link_environment(environment: Path, folder: Path, libraries: Path) -> None:
     """Fill the folder with links to the environment, the libraries of the device instead of the wheels'."""
     call("cp", "-rs", environment, folder)
     packages = site_packages(folder)
-    for part, name in (("cu13", "libcudart.so.13"), ("nccl", "libnccl.so.2")):
-        place = packages / "nvidia" / part / "lib" / name
+    replaced = {packages / "nvidia/nccl/lib/libnccl.so.2": "libnccl.so.2"}
+    # torchvision has a copy of the runtime under another name. vLLM uses the first runtime that the process has loaded.
+    runtimes = (*packages.glob("nvidia/cu13/lib/libcudart.so.13"), *packages.glob("*.libs/libcudart*.so.13"))
+    replaced |= dict.fromkeys(runtimes, "libcudart.so.13")
+    for place, name in replaced.items():
         place.unlink(missing_ok=True)
         place.symlink_to(libraries / name)
     # Copies: a link would write through to the environment.
     copies = {
+        # torch loads these by their real path, beside which they find their libraries.
+        **{place: place.resolve() for place in packages.glob("torchvision/*.so")},
         packages / "standin_gpu_start.py": HERE / "start.py",
         packages / "standin_gpu_kernels.py": HERE / "kernels.py",
         folder / "bin/nvidia-smi": HERE / "nvidia_smi.py",
@@ -163,9 +168,9 @@ def build(environment: Path, folder: Path) -> None:
     whole = partial / "environment"
     link_environment(environment, whole, partial / "standin_gpu/libraries")
     (partial / "standin_gpu").rename(whole / "standin_gpu")
-    for link in (whole / "lib").glob("python3*/site-packages/nvidia/*/lib/*"):
+    for link in (whole / "lib").glob("python3*/site-packages/**/lib*.so.*"):
         if link.is_symlink() and link.readlink().parent == partial / "standin_gpu/libraries":
-            name = link.name
+            name = link.readlink().name
             link.unlink()
             link.symlink_to(libraries / name)
     whole.rename(folder)

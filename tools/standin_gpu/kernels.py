@@ -296,3 +296,28 @@ def after_gumbel(module: ModuleType) -> None:
         return language.tensor(TensorHandle(numpy.log1p(x.handle.data), x.handle.dtype), x.type)
 
     module.__dict__["tldevice"] = SimpleNamespace(log1p=log1p)
+
+
+def after_warmup(module: ModuleType) -> None:
+    # vLLM 0.30 compiles its Triton kernels at an engine's start. Interpreted ones have nothing to compile.
+    module._DecoratedTritonJitKernel.get_warmup_keys = lambda self, *, vllm_config=None, **_: []
+
+
+def after_interpreter(module: ModuleType) -> None:
+    # Triton's interpreter (3.7) copies each argument to the host and back, also those that a kernel only reads. Device
+    # memory is the host's here, so the kernel gets the tensors themselves.
+    def tensors_of(values: Any) -> list[Tensor]:
+        found = []
+        for value in values:
+            if isinstance(value, tuple):
+                found += tensors_of(value)
+            elif isinstance(value, Tensor):
+                found.append(value)
+        return found
+
+    def pass_on(self: Any, arguments: Any, named: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        torch.ops.standin_gpu.use(tensors_of([*arguments, *named.values()]), f"Triton's {self.fn.__name__}")
+        return list(arguments), dict(named)
+
+    module.GridExecutor._init_args_hst = pass_on
+    module.GridExecutor._restore_args_dev = lambda *_: None

@@ -17,10 +17,12 @@ from types import ModuleType
 
 AFTER_IMPORT = {
     "torch": "after_torch",
+    "triton.runtime.interpreter": "after_interpreter",
     "vllm._C_stable_libtorch": "after_vllm_kernels",
     "vllm.vllm_flash_attn._vllm_fa3_C": "after_flash_attention",
     "vllm.v1.sample.ops.topk_topp_sampler": "after_top_k",
     "vllm.v1.worker.gpu.sample.gumbel": "after_gumbel",
+    "vllm.model_executor.warmup.jit_warmup_triton_helper": "after_warmup",
 }
 """Functions of kernels.py, by the module that they follow."""
 

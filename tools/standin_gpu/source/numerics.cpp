@@ -423,6 +423,22 @@ void replace_operator(std::string name, std::string overload) {
     library->impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&compute_on_host>());
 }
 
+// Checks tensors that host code, such as Triton's interpreter, reads and writes through their addresses. What it writes
+// is not known, so the tensors count as read.
+void use_tensors(at::TensorList tensors, std::string name) {
+    Aliases aliases(name);
+    std::vector<standin::Access> accesses;
+    for (const Tensor& tensor : tensors) {
+        aliases.of(tensor);
+        add_accesses(tensor, false, name, &accesses);
+    }
+    const c10::cuda::CUDAGuard device_guard(static_cast<c10::DeviceIndex>(aliases.device()));
+    void* stream = current_stream(aliases.device());
+    TORCH_CHECK(!standin::capture_status(stream, nullptr, nullptr), name, " in a capture is not imitated (stand-in)");
+    check(standin::begin_work(stream, name.c_str()), name);
+    check(standin::note_accesses(stream, accesses), name);
+}
+
 void* torch_stream(int device) { return current_stream(device); }
 
 // Never destroyed: the dispatcher is, before it, at exit.
@@ -449,4 +465,7 @@ torch::Library* const replaced = replace_kernels();
 
 }  // namespace
 
-TORCH_LIBRARY(standin_gpu, library) { library.def("replace_operator(str name, str overload) -> ()", replace_operator); }
+TORCH_LIBRARY(standin_gpu, library) {
+    library.def("replace_operator(str name, str overload) -> ()", replace_operator);
+    library.def("use(Tensor[] tensors, str name) -> ()", use_tensors);
+}
