@@ -62,7 +62,8 @@ def on_devices(tmp_path: Path, tool: Callable[[str], ModuleType]) -> Callable[..
         file = tmp_path / "devices.json"
         file.write_text(json.dumps({**tool("standin_gpu.run").read_devices("h200"), **properties}))
         start = [sys.executable, str(ROOT / "tools/standin_gpu/run.py"), sys.prefix, "--devices", str(file), "--"]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), **(variables or {})}
+        # Libraries keep temporary files that outlive them.
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path), **(variables or {})}
         return subprocess.run([*start, sys.executable, *arguments], capture_output=True, text=True, env=environment)
 
     return run

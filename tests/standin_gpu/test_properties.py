@@ -41,7 +41,7 @@ def test_megarl_sees_the_devices_of_the_variable(on_devices: Run) -> None:
     all_of_them = on_devices("-c", program, count=3)
     assert all_of_them.stdout.count("NVIDIA H200") == 3, all_of_them.stderr
     one = on_devices("-c", program, count=3, variables={"CUDA_VISIBLE_DEVICES": "2"})
-    assert one.stdout.count("Gpu(name='NVIDIA H200', capability=(9, 0), gib=140.3") == 1, one.stdout + one.stderr
+    assert one.stdout.count("Gpu(name='NVIDIA H200', capability=(9, 0), gib=140.4") == 1, one.stdout + one.stderr
     unknown = on_devices("-c", program, count=3, variables={"CUDA_VISIBLE_DEVICES": "5"})
     assert unknown.stdout == "()\n"
 
@@ -61,14 +61,18 @@ print(torch.cuda.is_available(), fault("cuda"))
     )
 
 
+# One line a finding.
+WIDE = {"COLUMNS": "250"}
+
+
 def test_an_old_driver_is_a_fault_of_doctor(on_devices: Run) -> None:
-    done = on_devices("-m", "megarl", "doctor", driver_version="550.54.15")
+    done = on_devices("-m", "megarl", "doctor", driver_version="550.54.15", variables=WIDE)
     assert "driver 550.54.15 is too old" in done.stdout + done.stderr
     assert done.returncode != 0
 
 
 def test_doctor_names_the_devices(on_devices: Run) -> None:
-    done = on_devices("-m", "megarl", "doctor", count=4)
+    done = on_devices("-m", "megarl", "doctor", count=4, variables=WIDE)
     assert "4: NVIDIA H200, 140 GiB, sm_90; driver 580.95.05" in done.stdout, done.stdout + done.stderr
 
 
