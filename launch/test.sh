@@ -34,8 +34,14 @@ if [ "${1-}" = --cuda ]; then
     fi
     # Its extension takes an hour to build on two cores: it is tested where a wheel of it is there.
     VENV="$venv" TRANSFORMER_ENGINE=cached launch/setup.sh gpu,dev
-    rm -rf "$standin"
-    "$venv/bin/python" tools/standin_gpu/build.py "$venv" "$standin"
+    # Built again after a change of its sources or of the environment.
+    libraries="$standin/standin_gpu/libraries"
+    sources=(tools/standin_gpu "$venv"/.installed-*)
+    if [ ! -d "$libraries" ] ||
+        [ -n "$(find "${sources[@]}" -type f ! -name '*.pyc' -newer "$libraries" -print -quit)" ]; then
+        rm -rf "$standin"
+        "$venv/bin/python" tools/standin_gpu/build.py "$venv" "$standin"
+    fi
     exec "$venv/bin/python" tools/standin_gpu/run.py "$standin" --strict -- \
         "$standin/bin/python" -m pytest -m standin_gpu tests/standin_gpu "$@"
 fi
