@@ -6,6 +6,7 @@ Most functions run on a rank of a pool. Log-probs are in nats, for the sequences
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,8 +82,9 @@ def routed_logprobs(folder: str, dtype: str, replayed: np.ndarray | None) -> tup
     Experts are int64 [tokens, layers with experts, top_k], ascending. With `replayed`, of the same shape, the model
     uses these experts instead of its routers' choices.
     """
-    import torch
     from megatron.core.transformer.moe.router import TopKRouter
+
+    from megarl.training.routed_experts import ExpertExchange, StoredExperts
 
     model = model_shard(folder, ONE_RANK, dtype, router_replay=replayed is not None)
     chosen: list[np.ndarray] = []
@@ -90,9 +92,16 @@ def routed_logprobs(folder: str, dtype: str, replayed: np.ndarray | None) -> tup
     for router in (module for module in chunk.modules() if isinstance(module, TopKRouter)):
         # A router returns probabilities and a mask of the chosen experts, both [tokens, experts].
         router.register_forward_hook(lambda _module, _inputs, output: chosen.append(chosen_experts(output[1])))
+    batch = TokenBatch.from_sequences(sequences(model.shape.vocab_size))
     if replayed is not None:
-        chunk.replay_routes(torch.from_numpy(replayed), model.expert_layers)
-    found = model.forward([TokenBatch.from_sequences(sequences(model.shape.vocab_size))])
+        # Stored experts have an entry for each layer of the model.
+        of_layers = np.zeros((len(replayed), model.shape.num_layers, replayed.shape[2]), np.int64)
+        of_layers[:, model.expert_layers] = replayed
+        stored = StoredExperts(0, 1)
+        handles = [stored.keep(experts) for experts in np.split(of_layers, np.cumsum(LENGTHS)[:-1])]
+        batch = replace(batch, experts=np.array(handles))
+        model.expert_exchange = ExpertExchange(stored, model.expert_layers, model.shape.top_k)
+    found = model.forward([batch])
     assert found is not None
     return np.split(found[0], np.cumsum(LENGTHS)[:-1]), np.stack(chosen, axis=1)
 

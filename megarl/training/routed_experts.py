@@ -171,11 +171,12 @@ def count_by_expert(
         chosen = (row + first_of_layer).ravel()
         counts.copy_(torch.bincount(chosen, minlength=num_layers * num_experts).view_as(counts))
     # Megatron orders these ranks by ep, then etp. Ranks that split experts among them own the same experts.
-    etp = group.size() // ep
-    by_owner = sent.view(num_rows, num_layers, ep, 1, -1).expand(-1, -1, -1, etp, -1)
+    etp, num_own = group.size() // ep, num_experts // ep
+    by_owner = sent.view(num_rows, num_layers, ep, 1, num_own).expand(-1, -1, -1, etp, -1)
     outgoing = by_owner.permute(2, 3, 0, 1, 4).contiguous().to(device)
     received = torch.empty_like(outgoing)
-    if outgoing.numel():
+    # A pipeline stage may have no layer with experts.
+    if num_layers:
         dist.all_to_all_single(received, outgoing, group=group)
-    by_row = received.cpu().view(group.size(), num_rows, num_layers, -1).permute(1, 2, 0, 3).contiguous()
+    by_row = received.cpu().view(group.size(), num_rows, num_layers, num_own).permute(1, 2, 0, 3).contiguous()
     return [[ExpertCounts(*layer) for layer in zip(*row, strict=True)] for row in zip(sent, by_row, strict=True)]

@@ -5,6 +5,7 @@ The numbers are symptoms, and a reader is the proof: `tools/read_aloud.py` print
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -69,4 +70,4 @@ def test_texts_are_drawn_for_a_reader(
     tool("read_aloud").main()
     printed = capsys.readouterr().out
     assert [printed.count(f"[{kind}]") for kind in ("docstring", "field", "message")] == [2, 2, 2]
-    assert ".py:" not in printed
+    assert not re.search(r"\.py:\d", printed)

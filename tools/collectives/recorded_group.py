@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -42,8 +42,6 @@ class Recorder:
         self._calls: list[Call] = []
         self._steps: list[int] = []
         self._batch: _Batch | None = None
-        self.answer: Callable[[int, Tensor], None] | None = None
-        """Function that fills a received tensor [*any] from a peer, given by its place in the group."""
 
     def program(self) -> Program:
         """Return the calls since the last `forget`."""
@@ -266,8 +264,6 @@ class RecordedGroup(ProcessGroup):
         return self._message(tensors[0], peer, is_send=True)
 
     def recv(self, tensors: Sequence[Tensor], peer: int, tag: int = 0) -> RecordedWork:
-        if self._recorder.answer is not None:
-            self._recorder.answer(peer, tensors[0])
         return self._message(tensors[0], peer, is_send=False)
 
     def _message(self, tensor: Tensor, peer: int, *, is_send: bool) -> RecordedWork:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -104,23 +103,6 @@ class _BalancedExperts:
         return np.broadcast_to(chosen.astype(np.int16).reshape(-1, 1, self._top_k), shape)
 
 
-class _StageShapes:
-    """Answers with the shapes of hidden states, which stages send before the states if rows differ in length."""
-
-    def __init__(self, work: Work, rows: Sequence[TokenBatch]) -> None:
-        layout = work.layout
-        parts = layout.cp * (layout.tp if work.recipe.trainer.sequence_parallel is not False else 1)
-        self._shapes = [[len(row.token_ids) // parts, 1, work.shape.hidden_size] for row in rows]
-        self._num_received: Counter[int] = Counter()
-
-    def __call__(self, peer: int, tensor: Tensor) -> None:
-        if tensor.dtype == torch.int64 and tensor.numel() == 3:
-            # Both passes receive the rows in their order, from each of the two neighbours.
-            shape = self._shapes[self._num_received[peer] % len(self._shapes)]
-            self._num_received[peer] += 1
-            tensor.copy_(torch.tensor(shape))
-
-
 class _KnownLayers(ExpertExchange):
     """Megarl's exchange of routed experts, without the first exchange of layer numbers: this rank asks itself only."""
 
@@ -155,7 +137,6 @@ def trace(work: Work, rank: int) -> Trace:
             stored = _BalancedExperts(shape)
             engine.expert_exchange = _KnownLayers(stored, engine.expert_layers, shape.top_k, layout.world_size)
         rows = work.rows(rank)
-        recorder.answer = _StageShapes(work, rows)
         if recipe.is_on_policy:
             engine.forward(rows)
         engine.update(rows)
