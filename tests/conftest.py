@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
-# OpenMP's threads busy-wait by default. With several workers and ranks on two cores, a loop of torch's small operations
-# then took 60 s instead of 2. Set before torch is imported.
+# OpenMP's threads busy-wait by default. With three processes on two cores, a loop of small torch operations took 60 s;
+# with this setting it takes 2 s. torch's OpenMP reads the variable at import, so it is set first.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # On a GPU torch compiles in processes that live as long as pytest: they would count as left behind.
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"

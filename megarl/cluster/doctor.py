@@ -175,9 +175,9 @@ def versions(installed: Mapping[str, str], requires: Mapping[str, Sequence[str]]
 
 
 def cpu_extra(installed: Mapping[str, str], requires: Mapping[str, Sequence[str]]) -> str:
-    """Return the extra of megarl for CPUs whose exact versions are installed: `cpu` or `cpu-next`.
+    """Return megarl's extra for CPUs with the most pinned versions installed: `cpu` or `cpu-next`.
 
-    The arguments are those of `versions`. It is `cpu` if neither fits better.
+    The arguments are those of `versions`. If both have as many, the result is `cpu`.
     """
 
     def num_met(extra: str) -> int:

@@ -11,10 +11,10 @@ from torch import Tensor
 
 
 class ExpertCounts(NamedTuple):
-    """Numbers of tokens in one row and one layer, int64 in host memory.
+    """Token counts of one row and one layer, int64 in host memory. A token counts once for each expert it is routed to.
 
-    `sent` [experts]: tokens of this rank by expert. `received` [ranks of the expert group, own experts]: tokens of
-    each rank for this rank's experts. The expert group has ep * etp ranks.
+    `sent` [experts]: the tokens that this rank sends to each expert. `received` [ranks of the expert group, own
+    experts]: the tokens that each rank sends to each expert of this rank. The expert group has ep * etp ranks.
     """
 
     sent: Tensor
@@ -32,10 +32,11 @@ def takes_known_counts(config: TransformerConfig) -> bool:
 
 
 class KnownCountsDispatcher(MoEAlltoAllTokenDispatcher):
-    """Megatron's all-to-all dispatcher, without its waits for the device if `counts` are set.
+    """Megatron's all-to-all dispatcher. If `counts` is set, the host does not wait for the device.
 
-    Megatron-Core 0.16.1 counts tokens on the device in each layer and pass, and the host waits for the sizes. Router
-    replay knows the experts before the pass. None counts as Megatron does.
+    Megatron-Core 0.16.1 counts tokens on the device in each layer and pass. The host waits for these counts, because
+    they are the sizes of the exchange. With router replay the experts are known earlier, so `counts` is computed before
+    the pass. If `counts` is None, Megatron counts the tokens.
     """
 
     counts: ExpertCounts | None = None
@@ -52,7 +53,8 @@ class KnownCountsDispatcher(MoEAlltoAllTokenDispatcher):
         num_counted = int(sent.sum())
         if num_counted != self.num_out_tokens:
             raise AssertionError(
-                f"router replay: {num_counted} choices were counted before the pass, {self.num_out_tokens} are routed"
+                f"router replay: {num_counted} pairs of token and expert were counted before the pass, but the pass "
+                f"routes {self.num_out_tokens}"
             )
         # Megatron orders the expert group's ranks by ep, then etp; it sorts received tokens by etp, then ep.
         by_rank = received.view(self.ep_size, self.tp_size, self.num_local_experts).transpose(0, 1).contiguous()

@@ -35,7 +35,10 @@ class _Absent(ModuleType):
 
 
 def hide_broken() -> None:
-    """Make those libraries unfindable whose import fails. Call it before the first import of vLLM."""
+    """Hide torchvision, torchaudio and torchcodec if they fail to import. Other libraries then take them for absent.
+
+    Call it before the first import of vLLM.
+    """
     for library in ("torchvision", "torchaudio", "torchcodec"):
         if library in sys.modules or importlib.util.find_spec(library) is None:
             continue
@@ -46,7 +49,7 @@ def hide_broken() -> None:
                 del sys.modules[name]
             # Python then takes the module for one that does not exist.
             sys.modules[library] = None  # pyright: ignore[reportArgumentType]  (a documented value)
-            logging.getLogger(__name__).warning("%s does not work with this torch and is left out: %s", library, error)
+            logging.getLogger(__name__).warning("%s fails to import with this torch and is hidden: %s", library, error)
 
 
 def provide_torchvision() -> None:

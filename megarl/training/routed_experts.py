@@ -159,10 +159,10 @@ def fetch_routes(exchange: ExpertExchange, rows: Sequence[OwnTokens]) -> list[to
 def count_by_expert(
     routes: Sequence[torch.Tensor], num_experts: int, ep: int, group: dist.ProcessGroup, device: torch.device
 ) -> list[list[ExpertCounts]]:
-    """Count the tokens for each expert: one `ExpertCounts` for each row and each of this rank's layers.
+    """Count the tokens for each expert. The result is indexed by row, then by this rank's layer.
 
-    `routes`: int16 [own tokens, own layers, top_k] of each row. A collective over `group`, the ep * etp ranks sharing
-    the experts. The host waits once for the device, for all rows and layers.
+    `routes` has one int16 tensor [own tokens, own layers, top_k] for each row. All ranks of `group` must call this
+    function: the ep * etp ranks sharing the experts. The host waits for the device once in total.
     """
     num_rows, num_layers = len(routes), routes[0].shape[1]
     sent = torch.empty(num_rows, num_layers, num_experts, dtype=torch.int64)

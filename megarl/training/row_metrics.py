@@ -14,9 +14,9 @@ from megarl.tracking.metrics import Max, Mean, Metric, Sum
 
 @dataclass(frozen=True, slots=True)
 class RowMetric:
-    """A metric of one row that was not read from the device yet. `number` [] and `count` [] are on the device.
+    """A metric of one row, not yet read from the device. `number` [] and `count` [] are device tensors.
 
-    A metric with `needs_tokens` is left out of a row without counted tokens.
+    `count` is the number of values in a mean or maximum. If it is 0, a metric with `needs_tokens` is not reported.
     """
 
     kind: type[Mean | Sum | Max]

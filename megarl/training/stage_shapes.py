@@ -19,10 +19,10 @@ Shape = tuple[int, int, int]
 class StageCommunicator(P2PCommunicator):
     """Sends hidden states and gradients between pipeline stages. Their shapes are computed on the host.
 
-    Packed rows differ in length. Megatron-Core 0.16.1 sends each shape before its tensor, and the host waits for the
-    device to read it. Each rank knows the lengths of all rows, so no shape is sent here.
+    Packed rows differ in length. Megatron-Core 0.16.1 sends each shape before its tensor. The host then waits until it
+    can read that shape from the device. Each rank knows the lengths of all rows, so this class sends no shapes.
 
-    `shapes` [microbatches] are those of one pass. An object serves one pass of Megatron's schedules.
+    `shapes` [microbatches] has one shape for each row. Use a new object for each call of a Megatron schedule.
     """
 
     def __init__(self, config: ModelParallelConfig, shapes: Sequence[Shape], num_chunks: int) -> None:
