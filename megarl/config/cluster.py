@@ -84,8 +84,8 @@ class ClusterConfig(Section):
     """Device of the ranks. auto (default): cuda on nodes with NVIDIA GPUs, else cpu. If torch cannot use a GPU (because
     of an old driver, for example), the start fails; megarl does not fall back to the CPU."""
     bind_to_numa: bool = True
-    """Bind each rank to its share of the cores of its GPU's NUMA node, and NCCL to network adapters on NUMA nodes of
-    ranks' GPUs, unless NCCL_IB_HCA is set (`megarl doctor` prints the map). Default: true. No effect on a CPU."""
+    """Bind each rank to its share of the cores of its GPU's NUMA node (`megarl doctor` prints the map). Default: true.
+    No effect on a CPU."""
     start_timeout_seconds: PositiveFloat = 300.0
     """Deadline in seconds for all ranks to connect."""
     build_timeout_seconds: PositiveFloat = 3600.0

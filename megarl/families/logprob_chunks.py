@@ -57,7 +57,10 @@ def chosen_chunk_tokens(
     of_block = head_seconds(1, hidden_size, vocabulary_rows, 1, has_kernels=has_kernels) - without
     most_tokens = max(1, LIMIT_BYTES // (vocabulary_rows * logit_bytes(itemsize, has_kernels=has_kernels)))
     num_blocks = max(1, int(BLOCK_SHARE * without / of_block), -(-num_tokens // most_tokens))
-    while (chunk := _even_chunk(num_tokens, vocabulary_rows, num_blocks)) > most_tokens > 1:
+    # The smallest blocks have 64 rows. More of them would not make the chunk smaller.
+    while (chunk := _even_chunk(num_tokens, vocabulary_rows, num_blocks)) > most_tokens:
+        if num_blocks * 64 >= vocabulary_rows:
+            break
         num_blocks += 1
     return min(chunk, most_tokens)
 

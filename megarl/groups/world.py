@@ -23,7 +23,7 @@ def initialize(timeout_seconds: float) -> None:
     if here.type == "cuda":
         # Before the groups exist: NCCL takes the current device of each rank.
         torch.cuda.set_device(here)
-        numa.bind_rank(numa.gpu_addresses())
+        numa.bind_rank()
         # More threads than cores would wait for each other. The driver counted threads by its own cores.
         torch.set_num_threads(min(torch.get_num_threads(), len(os.sched_getaffinity(0))))
     world_size = int(os.environ["WORLD_SIZE"])

@@ -1,4 +1,7 @@
-"""Binding of ranks to the cores next to their GPUs, and of NCCL to the network adapters next to them, read from /sys.
+"""Binding of ranks to the cores next to their GPUs, read from /sys.
+
+NCCL itself chooses the network adapter nearest to each GPU. Its choice must be the same on all ranks of a machine
+(NVIDIA/nccl issue 1478), and a rank may see only its own GPUs. So NCCL's variables are left alone.
 
 Memory follows the cores. Linux allocates a page on the NUMA node of the core that first writes to it. All threads of a
 rank are bound before it allocates its buffers. A memory policy (set_mempolicy) would add nothing to this. Docker's
@@ -8,7 +11,7 @@ default seccomp profile also denies that system call.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -18,9 +21,6 @@ SYS = Path("/sys")
 
 VARIABLE = "MEGARL_RANKS_TO_BIND"
 """Environment variable giving ranks the number of ranks on their node. A rank without it is not bound."""
-
-NCCL_ADAPTERS = "NCCL_IB_HCA"
-"""NCCL's environment variable with the InfiniBand and RoCE adapters to use. A leading = asks for exact names."""
 
 UNKNOWN = (
     "/sys does not name the NUMA nodes of their GPUs (numa_node is -1 or missing); cluster.bind_to_numa=false ends "
@@ -82,21 +82,6 @@ def places(
         cores = tuple(sorted(usable)) if is_allowed_to_one else _share(physical_cores(usable, root), turn, count)
         found.append(Place(gpu, node, cores, near))
     return found
-
-
-def nccl_adapters(found: Sequence[Place], root: Path = SYS) -> str | None:
-    """Return the value of NCCL_IB_HCA for all ranks of a machine; None: NCCL shall use all adapters.
-
-    The value excludes adapters on NUMA nodes without a rank's GPU. It is the same for all ranks of the machine: NCCL
-    plans its rings from the machine's adapters, and fails if ranks see different ones (NVIDIA/nccl issue 1478). Among
-    the adapters, NCCL itself chooses the nearest of each GPU.
-    """
-    adapters = adapter_nodes(numa_nodes(root), root)
-    used = {place.node for place in found}
-    kept = [name for name, node in adapters.items() if node is None or node in used]
-    if None in used or len(kept) == len(adapters) or used.isdisjoint(adapters.values()):
-        return None
-    return f"={','.join(kept)}"
 
 
 def numa_nodes(root: Path = SYS) -> dict[int, frozenset[int]]:
@@ -187,11 +172,13 @@ def gpu_addresses() -> list[str]:
 
 
 def has_own_cores(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether Slurm gave the tasks of this node different cores.
+    """Return whether Slurm gave each task of this node cores of its own.
 
-    SLURM_CPU_BIND_LIST has the mask of each task on the node. Equal masks mean that all tasks share the cores.
+    SLURM_CPU_BIND_LIST has the mask of each task on the node. Equal masks mean that all tasks share the cores. A single
+    mask is that of the only task.
     """
-    return len(set(environment.get("SLURM_CPU_BIND_LIST", "").split(","))) > 1
+    masks = [mask for mask in environment.get("SLURM_CPU_BIND_LIST", "").split(",") if mask]
+    return len(masks) == 1 or len(set(masks)) > 1
 
 
 def rank_places(gpus: Sequence[str], root: Path = SYS) -> list[Place]:
@@ -210,25 +197,27 @@ class _Outcome:
     """Reason why the rank was not bound; None: it was, or it was not to be bound."""
 
 
-def bind_rank(gpus: Sequence[str], root: Path = SYS) -> None:
-    """Bind this rank to the cores of its place, and NCCL to the adapters of all places of the node.
+def bind_rank(gpus: Callable[[], Sequence[str]] = gpu_addresses, root: Path = SYS) -> None:
+    """Bind this rank to the cores of its place. Ranks with cluster.bind_to_numa=false stay as they are.
 
-    `gpus` are the PCI addresses of the visible GPUs. Call it before NCCL starts, because NCCL reads its variables only
-    once. Ranks with cluster.bind_to_numa=false stay as they are.
+    `gpus` returns the PCI addresses of the visible GPUs. A rank that cannot be bound goes on, with a notice: it is
+    slower, but works.
     """
-    found, rank = rank_places(gpus, root), int(os.environ["LOCAL_RANK"])
-    if rank >= len(found):
+    if VARIABLE not in os.environ:
         return
-    names = nccl_adapters(found, root)
-    if names is not None and not _names_adapters():
-        os.environ[NCCL_ADAPTERS] = names
-    _Outcome.fault = found[rank].fault
-    if found[rank].fault is None:
-        try:
+    try:
+        found, rank = rank_places(gpus(), root), int(os.environ.get("LOCAL_RANK", "0"))
+        if rank >= len(found):
+            return
+        _Outcome.fault = found[rank].fault
+        if found[rank].fault is None:
             bind_threads(found[rank].cores)
-        except OSError as error:
-            # A sandbox may deny the call. An unbound rank is slower, but works.
-            _Outcome.fault = f"the system refuses to bind threads to cores ({error.strerror})"
+    except OSError as error:
+        # A sandbox may deny the call.
+        _Outcome.fault = f"the system refuses to bind threads to cores ({error.strerror})"
+    except (ValueError, AttributeError) as error:
+        # An unknown kernel's /sys, or a torch that does not name PCI addresses.
+        _Outcome.fault = f"the places of GPUs cannot be read ({error})"
 
 
 def bind_threads(cores: Collection[int]) -> None:
@@ -240,19 +229,6 @@ def bind_threads(cores: Collection[int]) -> None:
         # A thread may have ended since it was listed.
         with suppress(ProcessLookupError):
             os.sched_setaffinity(int(thread.name), cores)
-
-
-def _names_adapters() -> bool:
-    """Return whether the user or the site chose NCCL's adapters, by variable or in NCCL's configuration files."""
-    if NCCL_ADAPTERS in os.environ:
-        return True
-    # NCCL reads these files at its start. A variable would override them.
-    files = (os.environ.get("NCCL_CONF_FILE") or os.path.expanduser("~/.nccl.conf"), "/etc/nccl.conf")
-    for file in files:
-        with suppress(OSError):
-            if NCCL_ADAPTERS in Path(file).read_text():
-                return True
-    return False
 
 
 def notices() -> list[str]:

@@ -227,12 +227,15 @@ class ModelShard:
         return fetch_routes(self.expert_exchange, own)
 
     def _count_by_expert(self, routes: Sequence[Tensor | None]) -> Sequence[Counts]:
-        """Count the tokens of each row for each expert and own layer, if replayed experts determine the counts."""
+        """Count the tokens of each row for each expert and own layer, if replayed experts determine the counts.
+
+        A collective over the ranks sharing the experts in this case.
+        """
         replayed = [experts for experts in routes if experts is not None]
         if not replayed or not takes_known_counts(self.config):
             return [[None] * len(self.expert_layers)] * len(routes)
         group: Any = parallel_state.get_expert_tensor_and_model_parallel_group()
-        return count_by_expert(replayed, self.shape.num_experts, self.layout.ep, group, self.device)
+        return count_by_expert(replayed, self.shape.num_experts, self.layout.ep, group)
 
     def _fetch_targets(
         self, rows: Sequence[TokenBatch], batches: Sequence[Microbatch]

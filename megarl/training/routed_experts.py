@@ -157,12 +157,12 @@ def fetch_routes(exchange: ExpertExchange, rows: Sequence[OwnTokens]) -> list[to
 
 
 def count_by_expert(
-    routes: Sequence[torch.Tensor], num_experts: int, ep: int, group: dist.ProcessGroup, device: torch.device
+    routes: Sequence[torch.Tensor], num_experts: int, ep: int, group: dist.ProcessGroup
 ) -> list[list[ExpertCounts]]:
     """Count the tokens for each expert. The result is indexed by row, then by this rank's layer.
 
     `routes` has one int16 tensor [own tokens, own layers, top_k] for each row. All ranks of `group` must call this
-    function: the ep * etp ranks sharing the experts. The host waits for the device once in total.
+    function: the ep * etp ranks sharing the experts. They exchange counts from host to host.
     """
     num_rows, num_layers = len(routes), routes[0].shape[1]
     sent = torch.empty(num_rows, num_layers, num_experts, dtype=torch.int64)
@@ -171,12 +171,14 @@ def count_by_expert(
         chosen = (row + first_of_layer).ravel()
         counts.copy_(torch.bincount(chosen, minlength=num_layers * num_experts).view_as(counts))
     # Megatron orders these ranks by ep, then etp. Ranks that split experts among them own the same experts.
-    etp, num_own = group.size() // ep, num_experts // ep
-    by_owner = sent.view(num_rows, num_layers, ep, 1, num_own).expand(-1, -1, -1, etp, -1)
-    outgoing = by_owner.permute(2, 3, 0, 1, 4).contiguous().to(device)
+    size = group.size()
+    by_owner = sent.view(num_rows, num_layers, ep, 1, num_experts // ep).expand(-1, -1, -1, size // ep, -1)
+    outgoing = by_owner.permute(2, 3, 0, 1, 4).contiguous()
     received = torch.empty_like(outgoing)
-    # A pipeline stage may have no layer with experts.
+    # By gloo, which the group has besides NCCL. NCCL would connect every pair of these ranks, at up to 0.4 GiB of GPU
+    # memory each. A pipeline stage may have no layer with experts.
     if num_layers:
         dist.all_to_all_single(received, outgoing, group=group)
-    by_row = received.cpu().view(group.size(), num_rows, num_layers, num_own).permute(1, 2, 0, 3).contiguous()
+    by_row = received.view(size, num_rows, num_layers, num_experts // ep)
+    by_row = by_row.permute(1, 2, 0, 3).contiguous()
     return [[ExpertCounts(*layer) for layer in zip(*row, strict=True)] for row in zip(sent, by_row, strict=True)]

@@ -130,3 +130,9 @@ def _printed(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
     with pytest.raises(SystemExit, match=r"^0$"):
         main(arguments)
     return capsys.readouterr().out
+
+
+def test_a_row_far_too_long_gets_the_chunk_of_the_limit() -> None:
+    """Blocks of 64 rows are the smallest, and this row's logits do not fit even then."""
+    chunk = chosen_chunk_tokens(1_700_000, 2560, 151_936, 2, has_kernels=False)
+    assert chunk == LIMIT_BYTES // (151_936 * logit_bytes(2, has_kernels=False))

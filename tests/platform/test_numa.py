@@ -64,8 +64,6 @@ def test_two_sockets_with_four_gpus_and_adapters_each(tmp_path: Path) -> None:
     assert found[4].described == (
         "GPU 0000:89:00.0, NUMA node 1, cores 16-19,48-51, adapters mlx5_4, mlx5_5, mlx5_6, mlx5_7"
     )
-    # Every GPU has a rank, so NCCL may use every adapter.
-    assert numa.nccl_adapters(found, tmp_path) is None
 
 
 def test_ranks_follow_the_order_of_their_gpus(tmp_path: Path) -> None:
@@ -73,20 +71,6 @@ def test_ranks_follow_the_order_of_their_gpus(tmp_path: Path) -> None:
     found = numa.places(order, ALL, machine(tmp_path))
     assert [place.node for place in found] == [1, 0, 0]
     assert cores_of(found) == ["16-31,48-63", "0-7,32-39", "8-15,40-47"]
-
-
-def test_adapters_far_from_all_ranks_are_excluded(tmp_path: Path) -> None:
-    nics = {"mlx5_10": 1, "mlx5_9": 1, "mlx5_2": 0, "bond0": -1}
-    root = machine(tmp_path, nics=nics)
-    far = numa.places(GPUS[4:6], ALL, root)
-    # The adapter with an unknown node stays.
-    assert numa.nccl_adapters(far, root) == "=bond0,mlx5_9,mlx5_10"
-    assert numa.nccl_adapters(numa.places(GPUS[3:5], ALL, root), root) is None
-
-
-def test_adapters_all_far_stay_in_use(tmp_path: Path) -> None:
-    root = machine(tmp_path, nics={"mlx5_0": 1})
-    assert numa.nccl_adapters(numa.places(GPUS[:4], ALL, root), root) is None
 
 
 @pytest.mark.parametrize("node", [0, -1])
@@ -97,7 +81,6 @@ def test_one_node_is_that_of_all_gpus(tmp_path: Path, node: int) -> None:
     assert [place.node for place in found] == [0, 0, 0] and found[0].adapters == ("mlx5_0",)
     # Disjoint, all cores used, sizes differ by at most one.
     assert cores_of(found) == ["0-1", "2-4", "5-7"]
-    assert numa.nccl_adapters(found, root) is None
 
 
 def test_an_unknown_node_binds_nobody_else_wrongly(tmp_path: Path) -> None:
@@ -108,7 +91,6 @@ def test_an_unknown_node_binds_nobody_else_wrongly(tmp_path: Path) -> None:
     assert cores_of(found) == ["0-15,32-47", "", "16-31,48-63", ""]
     assert [place.fault for place in found] == [None, numa.UNKNOWN, None, numa.UNKNOWN]
     assert "NUMA node unknown, not bound: /sys does not name" in found[1].described
-    assert numa.nccl_adapters(found, root) is None
 
 
 def test_a_kernel_without_numa_nodes(tmp_path: Path) -> None:
@@ -141,6 +123,7 @@ def test_cores_that_slurm_gave_to_one_task_are_not_shared_again(tmp_path: Path) 
     [*_, found] = numa.places(GPUS[:3], own, root, is_allowed_to_one=True)
     assert numa.core_ranges(found.cores) == "4-7"
     assert numa.has_own_cores({"SLURM_CPU_BIND_LIST": "0x000F,0x00F0"})
+    assert numa.has_own_cores({"SLURM_CPU_BIND_LIST": "0x000F"})
     assert not numa.has_own_cores({"SLURM_CPU_BIND_LIST": "0xFFFF,0xFFFF"})
     assert not numa.has_own_cores({})
 
@@ -157,14 +140,13 @@ from megarl.platform import numa
 
 ended = threading.Event()
 threading.Thread(target=ended.wait).start()
-numa.bind_rank(sys.argv[2:], Path(sys.argv[1]))
+numa.bind_rank(lambda: sys.argv[2:], Path(sys.argv[1]))
 masks = [sorted(os.sched_getaffinity(int(task.name))) for task in Path("/proc/self/task").iterdir()]
 ended.set()
 # The second call must not share the first one's cores again.
-numa.bind_rank(sys.argv[2:], Path(sys.argv[1]))
+numa.bind_rank(lambda: sys.argv[2:], Path(sys.argv[1]))
 print(json.dumps({
-    "masks": masks, "again": sorted(os.sched_getaffinity(0)),
-    "adapters": os.environ.get("NCCL_IB_HCA"), "notices": numa.notices(),
+    "masks": masks, "again": sorted(os.sched_getaffinity(0)), "notices": numa.notices(),
 }))
 """
 
@@ -195,24 +177,25 @@ def test_all_threads_of_a_rank_are_bound(small: Path) -> None:
     found = bound(small, GPUS[:2], MEGARL_RANKS_TO_BIND="2")
     assert len(found["masks"]) > 1 and all(mask == half for mask in found["masks"]), found
     assert found["again"] == half
-    assert (found["adapters"], found["notices"]) == ("=mlx5_0", [])
-
-
-def test_adapters_that_the_user_or_the_site_chose_stay(small: Path) -> None:
-    chosen = {"MEGARL_RANKS_TO_BIND": "2"}
-    assert bound(small, GPUS[:2], NCCL_IB_HCA="mlx5_7", **chosen)["adapters"] == "mlx5_7"
-    write(small / ".nccl.conf", "NCCL_IB_HCA=mlx5")
-    assert bound(small, GPUS[:2], **chosen)["adapters"] is None
+    assert found["notices"] == []
 
 
 def test_ranks_that_are_not_to_be_bound_stay_as_they_are(small: Path) -> None:
     found = bound(small, GPUS[:2])
     assert found["again"] == sorted(os.sched_getaffinity(0))
-    assert (found["adapters"], found["notices"]) == (None, [])
+    assert found["notices"] == []
 
 
 def test_a_rank_that_cannot_be_bound_goes_on_with_a_notice(small: Path) -> None:
     write(small / f"bus/pci/devices/{GPUS[0]}/numa_node", "-1")
     found = bound(small, GPUS[:2], MEGARL_RANKS_TO_BIND="2")
-    assert found["again"] == sorted(os.sched_getaffinity(0)) and found["adapters"] is None
+    assert found["again"] == sorted(os.sched_getaffinity(0))
     assert found["notices"] == [f"ranks are not bound to NUMA nodes: {numa.UNKNOWN}"]
+
+
+def test_what_cannot_be_read_is_a_notice(small: Path) -> None:
+    write(small / "devices/system/node/node0/cpulist", "all")
+    found = bound(small, GPUS[:2], MEGARL_RANKS_TO_BIND="2")
+    assert found["again"] == sorted(os.sched_getaffinity(0))
+    [notice] = found["notices"]
+    assert notice.startswith("ranks are not bound to NUMA nodes: the places of GPUs cannot be read (")

@@ -88,6 +88,7 @@ OF_THE_HOST = {
     "moe/moe_utils.py:sort_chunks_by_idxs": "sizes of chunks are in host memory with known counts",
     "moe/moe_utils.py:permute": "only without Transformer Engine's fused permutation",
     "models/expert_dispatch.py:preprocess": "known counts are in host memory",
+    "training/routed_experts.py:count_by_expert": "counts of all rows and layers are in host memory",
     "optimizer/optimizer.py:step_with_ready_grads": "torch's Adam counts steps in host memory",
     "tensor_parallel/random.py:fork": "checks the state of the CPU's random numbers",
 }
@@ -95,10 +96,8 @@ OF_THE_HOST = {
 OF_A_PASS = {
     ("cpu", "training/model.py:_outputs"): "log-probs of all rows",
     ("numpy", "training/model.py:_outputs"): "the same",
-    ("cpu", "training/routed_experts.py:count_by_expert"): "counts of all rows and layers from the other ranks",
 }
 OF_AN_UPDATE = {
-    ("cpu", "training/routed_experts.py:count_by_expert"): "counts of all rows and layers from the other ranks",
     ("tolist", "training/row_metrics.py:read"): "metrics of all rows",
     ("item", "training/training_engine.py:_on_all_ranks"): "whether the loss is finite on all ranks",
     ("item", "optimizer/clip_grads.py:get_grad_norm_fp32"): "norm of the dense gradients and of the experts'",
