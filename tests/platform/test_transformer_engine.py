@@ -121,6 +121,7 @@ while [ $# -gt 0 ]; do
         *sysconfig*) echo /site ;;
         *"m.version('torch'))") echo 2.13.0+cu130 ;;
         *cp%d%d*) echo cp311 ;;
+        *version_info*) echo 3.11 ;;
         *m.version*transformer-engine-torch*) exit 1 ;;
     esac
     shift
@@ -134,7 +135,9 @@ def set_up(folder: Path, wheels: Path, *asked: str, has_driver: bool = True, bui
     It fails without `builds`, as the compiler then does.
     """
     (folder / "launch").mkdir(parents=True)
-    for name in ("launch/setup.sh", "launch/versions-stable.txt", "launch/versions-libraries.txt", "pyproject.toml"):
+    locks = [f"launch/requirements-{kind}-3.11.txt" for kind in ("cpu", "gpu")]
+    sets = ["launch/versions-stable.txt", "launch/versions-libraries.txt"]
+    for name in ("launch/setup.sh", "pyproject.toml", *locks, *sets):
         shutil.copy(ROOT / name, folder / name)
     for path in (".venv/bin/python", ".venv/bin/uv", "bin/nvidia-smi"):
         program = folder / path
