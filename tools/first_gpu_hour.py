@@ -98,7 +98,7 @@ STEPS = (
     Step("doctor", ["-m", "megarl", "doctor", "--json"], ["-m", "megarl", "doctor", "--json"], 5),
     Step("imports", imports((*CUDA_MODULES, *ENGINES)), imports(ENGINES), 6),
     gpu_tests("kernels", "attention or logprobs", "compares kernels of the GPU with float64", 5),
-    gpu_tests("lent_memory", "lent_memory", "frees memory of the GPU and takes it back", 2),
+    gpu_tests("memory", "lent_memory or segments", "frees memory of the GPU and takes it back", 2),
     gpu_tests("transformer_engine", "transformer_engine", "runs a layer of Transformer Engine", 3),
     gpu_tests("colocated_tests", "colocated", "puts an engine to sleep on a GPU and wakes it", 10),
     bench("reshard", "reshard_gpu.py", "", "--small --rounds 2"),
