@@ -1,4 +1,4 @@
-"""What the tests of the stand-in share. `launch/test.sh --cuda` starts them in its environment, on two H200."""
+"""Fixtures of the stand-in's tests. `launch/test.sh --cuda` starts them in its environment, on two H200."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def found(
     results: dict[str, Any], run_ranks: Callable[..., list[str]], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
-    """What each collective gave: by backend and rank, then by name."""
+    """Results of each collective, by backend and rank, then by name."""
     if not results:
         folder = tmp_path_factory.mktemp("collectives")
         for backend in ("gloo", "nccl"):
@@ -71,7 +71,7 @@ FAULTS = {
         "rank 0 waits for rank 1 in ncclAllReduce of 2 float32, reduction 0 at <string>:1, for more than 3 s",
     ),
 }
-"""What two ranks call, and the error of one of them."""
+"""The calls of two ranks, and the error of one of them."""
 
 FAULTY_RANK = """
 import json, os, sys, torch, torch.distributed as dist

@@ -40,7 +40,7 @@ _LIKE_CONSTANTS = {
 
 
 class _Kind(NamedTuple):
-    """What a function of torch does with its arguments: writes some, or returns views of some."""
+    """Effects of a torch function on its arguments: it writes some, or returns views of some."""
 
     is_mutable: bool
     is_view: bool

@@ -117,7 +117,7 @@ def build_libraries(packages: Path, target: Path, work: Path) -> None:
     parts.append(rest_of(set(re.findall(r" (nccl[A-Z]\w*)", exported)), parts, "rest_of_nccl"))
     linked("libnccl.so.2", parts, *device)
     libraries = ("-ltorch_cpu", "-ltorch_cuda", "-lc10", "-lc10_cuda", "-l:libcudart.so.13")
-    # torch's libraries are in the process already; they need the ones of the device, found beside this one.
+    # torch's libraries are in the process already; they need the ones of the device, in the same folder.
     allowed = (f"-L{torch}/lib", "-Wl,--allow-shlib-undefined")
     linked("libstandin_numerics.so", [objects["numerics"]], *allowed, *libraries, *device)
 
@@ -135,7 +135,7 @@ def link_environment(environment: Path, folder: Path, libraries: Path) -> None:
         place.symlink_to(libraries / name)
     # Copies: a link would write through to the environment.
     copies = {
-        # torch loads these by their real path, beside which they find their libraries.
+        # torch loads these by their real path. They find their libraries in the same folder.
         **{place: place.resolve() for place in packages.glob("torchvision/*.so")},
         packages / "standin_gpu_start.py": HERE / "start.py",
         packages / "standin_gpu_kernels.py": HERE / "kernels.py",

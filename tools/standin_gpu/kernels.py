@@ -1,4 +1,4 @@
-"""Kernels beside torch's own, computed on the host: those of vLLM, FlashAttention and torch's flash attention.
+"""Kernels of vLLM, FlashAttention and torch's flash attention, computed on the host.
 
 The functions `after_...` register kernels; start.py calls them after the import of the libraries. Each kernel is the
 CPU kernel of its operator; the CUDA tensors of a call reach it as CPU tensors over the same memory. Sums are taken in

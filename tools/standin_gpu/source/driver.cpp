@@ -1,4 +1,4 @@
-// The driver's functions beside virtual memory, under their documented names. The build adds the rest as unknown.
+// The driver's functions, without those of virtual memory, under their documented names. The build adds the rest as unknown.
 #include <cuda.h>
 #include <dlfcn.h>
 

@@ -35,7 +35,7 @@ const std::set<std::string>& kept_operators() {
     return names;
 }
 
-// Operators that take indices on the CPU beside a CUDA tensor.
+// Operators that take indices on the CPU together with a CUDA tensor.
 const std::set<std::string>& mixing_operators() {
     static const std::set<std::string> names{"aten::index", "aten::_index_put_impl_", "aten::index_put_",
                                              "aten::_index_put_impl", "aten::_foreach_copy_"};
