@@ -89,6 +89,12 @@ class PackedModel(GPTModel):
             )
         self.qkv_format = "thd" if uses_transformer_engine() and not has_sinks(config) else "packed"
 
+    @property
+    def routed_layers(self) -> list[Any]:
+        """The chunk's layers with a router, without MTP layers."""
+        layers: Any = self.decoder.layers
+        return [layer for layer in layers if has_router(layer)]
+
     def replay_routes(
         self, routes: Tensor, layer_numbers: Sequence[int], counts: Sequence[ExpertCounts | None]
     ) -> None:
@@ -97,8 +103,7 @@ class PackedModel(GPTModel):
         Shapes: routes int64 [tokens of this rank, layers, top_k]; layer_numbers [layers], from 0, all layers with
         experts of this rank, including this chunk's; counts [layers], None where the layer counts tokens itself.
         """
-        layers: Any = self.decoder.layers
-        for layer in (layer for layer in layers if has_router(layer)):
+        for layer in self.routed_layers:
             index = layer_numbers.index(layer.layer_number - 1)
             replay = layer.mlp.router.router_replay
             replay.target_topk_idx = routes[:, index]
@@ -107,8 +112,7 @@ class PackedModel(GPTModel):
 
     def choose_routes(self) -> None:
         """Let the routers choose the experts in the next forward pass, after passes with replayed ones."""
-        layers: Any = self.decoder.layers
-        for layer in (layer for layer in layers if has_router(layer)):
+        for layer in self.routed_layers:
             layer.mlp.router.router_replay.clear_router_replay_action()
             layer.mlp.token_dispatcher.counts = None
 

@@ -26,7 +26,6 @@ from megarl.groups.megatron_ranks import permuted_ranks
 from megarl.models.configuration import transformer_config
 from megarl.models.expert_balance import routers_of
 from megarl.models.expert_dispatch import ExpertCounts, takes_known_counts
-from megarl.models.layer_specs import has_router
 from megarl.models.policy import PackedModel, PolicyModel, ValueModel, evaluating
 from megarl.models.teacher_student import TeacherTargets
 from megarl.platform import device
@@ -209,8 +208,7 @@ class ModelShard:
     @property
     def expert_layers(self) -> list[int]:
         """Return the numbers, from 0, of the layers with experts on this rank."""
-        layers: list[Any] = [layer for chunk in self.chunks for layer in chunk.decoder.layers]
-        return [layer.layer_number - 1 for layer in layers if has_router(layer)]
+        return [layer.layer_number - 1 for chunk in self.chunks for layer in chunk.routed_layers]
 
     def _fetch_routes(self, rows: Sequence[TokenBatch], batches: Sequence[Microbatch]) -> Sequence[Tensor | None]:
         """Fetch the experts to replay for each row's tokens on this rank, int16 [tokens, own layers, top_k], or None.
@@ -260,6 +258,17 @@ class ModelShard:
             sample_as(batch.temperature, batch.support)
             predict_beyond_next: Any = get_attr_wrapped_model(chunk, "predict_beyond_next")
             predict_beyond_next(None if batch.mtp is None else batch.mtp.labels)
+
+    def _stage_arguments(self, batches: Sequence[Microbatch]) -> dict[str, Any]:
+        """Return the arguments of Megatron's schedules for exchanges between pipeline stages; none for one stage."""
+        if self.layout.pp == 1:
+            return {}
+        hidden_size = self.config.hidden_size
+        shapes = [(batch.input_ids.shape[1] // self._parts, 1, hidden_size) for batch in batches]
+        return {
+            "p2p_communicator": StageCommunicator(self.config, shapes, len(self.chunks)),
+            "pg_collection": stage_groups(),
+        }
 
     def passes(
         self, rows: Sequence[TokenBatch], of_row: Callable[..., Any], *, forward_only: bool = False
@@ -312,15 +321,7 @@ class ModelShard:
             )
             return output, partial(of_row, batch=batch)
 
-        stages: dict[str, Any] = {}
-        if self.layout.pp > 1:
-            hidden_size = self.config.hidden_size
-            shapes = [(batch.input_ids.shape[1] // self._parts, 1, hidden_size) for batch in batches]
-            stages = {
-                "p2p_communicator": StageCommunicator(self.config, shapes, len(self.chunks)),
-                "pg_collection": stage_groups(),
-            }
-        return stages | {
+        return self._stage_arguments(batches) | {
             "forward_step_func": forward_step,
             # An interleaved schedule (vpp) reads one iterator per chunk.
             "data_iterator": [zip(batches, routes, counts, targets, strict=True) for _ in self.models],

@@ -21,7 +21,7 @@ from megarl.algorithms.value_losses import clipped as clipped_values
 from megarl.config import AlgorithmConfig, CriticConfig, PreferenceConfig
 from megarl.files.import_path import function_of
 from megarl.training.microbatch import Microbatch, whole_row
-from megarl.training.row_metrics import RowMetric, max_of, mean_of, mean_of_all, sum_of
+from megarl.training.row_metrics import RowMetric, max_of, mean_of, mean_of_all, means_of, sum_of
 from megarl.types import ConfigError
 
 METRICS = {
@@ -303,7 +303,7 @@ def _weighted(loss: Tensor, metrics: Mapping[str, Tensor], batch: Microbatch, is
     # Selecting instead of multiplying: an untrained token's loss, even inf, must not reach the sum.
     total = (torch.where(batch.mask, loss, 0.0) * batch.per_token["token_weights"]).sum()
     logged = {"train/loss": sum_of(total), "train/tokens": sum_of(batch.mask)}
-    logged |= {name: mean_of(values, is_counted) for name, values in metrics.items()}
+    logged |= means_of(metrics, is_counted)
     # Megatron's schedules require a token count. It is not used: the token weights are already normalised.
     return total, torch.ones((), dtype=torch.int, device=total.device), logged
 
@@ -321,9 +321,8 @@ def _mismatch_metrics(trainer_logprobs: Tensor, rollout_logprobs: Tensor, is_cou
         "logprob_gap/measured": mean_of(is_sampled.double(), is_counted),
         "logprob_gap/max": max_of((trainer - engine).abs(), is_measured),
     }
-    for name, values in mismatch_moments(trainer, engine).items():
-        logged[f"logprob_gap/{name}"] = mean_of(values, is_measured, needs_tokens=True)
-    return logged
+    moments = {f"logprob_gap/{name}": values for name, values in mismatch_moments(trainer, engine).items()}
+    return logged | means_of(moments, is_measured, needs_tokens=True)
 
 
 def _pair_metrics(rewards: Tensor) -> dict[str, RowMetric]:

@@ -30,7 +30,16 @@ def mean_of(values: Tensor, is_counted: Tensor, *, needs_tokens: bool = False) -
 
     Values are selected, not multiplied: those not counted may be NaN.
     """
+    return _mean(values, is_counted, is_counted.sum(), needs_tokens)
+
+
+def means_of(metrics: Mapping[str, Tensor], is_counted: Tensor, *, needs_tokens: bool = False) -> dict[str, RowMetric]:
+    """Return the mean of each metric's counted values, as in `mean_of`; all tensors are [values]."""
     count = is_counted.sum()
+    return {name: _mean(values, is_counted, count, needs_tokens) for name, values in metrics.items()}
+
+
+def _mean(values: Tensor, is_counted: Tensor, count: Tensor, needs_tokens: bool) -> RowMetric:
     total = torch.where(is_counted, values.detach(), 0.0).sum(dtype=torch.float64)
     return RowMetric(Mean, total / count.clamp(min=1), count, needs_tokens)
 
@@ -58,17 +67,13 @@ def max_of(values: Tensor, is_counted: Tensor) -> RowMetric:
 
 def read(rows: Sequence[Mapping[str, RowMetric]]) -> list[dict[str, Metric]]:
     """Read the metrics of all rows from the device, in one copy. The host waits for the rows' passes here."""
-    found = [metric for row in rows for metric in row.values()]
-    if not found:
-        return [{} for _ in rows]
+    found: list[dict[str, Metric]] = [{} for _ in rows]
+    unread = [(into, name, metric) for into, row in zip(found, rows, strict=True) for name, metric in row.items()]
+    if not unread:
+        return found
     # float64 holds counts of tokens exactly.
-    numbers = torch.stack([number.double() for metric in found for number in (metric.number, metric.count)])
-    pairs = iter(numbers.view(-1, 2).tolist())
-    return [
-        {
-            name: Mean(number, count) if metric.kind is Mean else metric.kind(number)
-            for (name, metric), (number, count) in zip(row.items(), pairs, strict=False)
-            if count or not metric.needs_tokens
-        }
-        for row in rows
-    ]
+    numbers = torch.stack([number.double() for *_, metric in unread for number in (metric.number, metric.count)])
+    for (into, name, metric), (number, count) in zip(unread, numbers.view(-1, 2).tolist(), strict=True):
+        if count or not metric.needs_tokens:
+            into[name] = Mean(number, count) if metric.kind is Mean else metric.kind(number)
+    return found

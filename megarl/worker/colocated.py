@@ -9,7 +9,6 @@ from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.engine.engine import RolloutEngine
 from megarl.models.configuration import uses_transformer_engine
-from megarl.platform import numa
 from megarl.reshard.plan import RankTopology
 from megarl.tracking.metrics import Metric
 from megarl.types import Completion, Request
@@ -85,8 +84,7 @@ class Worker(TrainerWorker):
 
     def start_notices(self) -> list[str]:
         return (
-            numa.notices()
-            + self.kept_notices
+            super().start_notices()
             + (self.copier.notices if self.copier else [])
             + (self.engine.sleep_notices if self.engine else [])
         )
