@@ -44,12 +44,8 @@ class Recorder:
         self._batch: _Batch | None = None
 
     def program(self) -> Program:
-        """Return the calls since the last `forget`."""
+        """Return all calls."""
         return Program(self._calls, self._steps)
-
-    def forget(self) -> None:
-        """Forget all calls, not the groups. No call may be in progress."""
-        self._calls, self._steps = [], []
 
     def add_group(self, name: str, ranks: Sequence[int]) -> int:
         """Record a new group. Returns its number."""
