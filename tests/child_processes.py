@@ -48,8 +48,9 @@ def _name(process: int) -> str:
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether a process runs. A zombie does not."""
+    """Return whether a process runs. A zombie, or a process being reaped at this moment, does not."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        # proc(5): Z is a zombie, X a process between `waitpid` and the end of its entry.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
     except (FileNotFoundError, ProcessLookupError):
         return False
