@@ -5,7 +5,7 @@ Most functions run on a rank of a pool. Log-probs are in nats, for the sequences
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,8 +47,13 @@ def weighed(vocab_size: int) -> TokenBatch:
     return batch
 
 
-def model_shard(folder: str, layout: ParallelConfig, dtype: str, **settings: Any) -> ModelShard:
-    """Return this rank's shard of a trainer's model with the weights of a folder."""
+def model_shard(
+    folder: str, layout: ParallelConfig, dtype: str, trainer: Mapping[str, Any] | None = None, **settings: Any
+) -> ModelShard:
+    """Return this rank's shard of a trainer's model with the weights of a folder.
+
+    `trainer` are fields of the recipe's trainer section.
+    """
     import torch.distributed as dist
 
     from megarl.checkpoint import safetensors
@@ -56,7 +61,7 @@ def model_shard(folder: str, layout: ParallelConfig, dtype: str, **settings: Any
     from megarl.reshard.layouts.megatron import megatron_layouts
     from megarl.training.model import ModelShard
 
-    recipe = invariance.recipe_of(Path(folder), {})
+    recipe = invariance.recipe_of(Path(folder), trainer or {})
     recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"dtype": dtype})})
     shape = read_model_shape(folder)
     pieces = megatron_layouts(shape, layout, padded_vocab_size=padded_vocab_size(shape.vocab_size, layout.tp))

@@ -280,6 +280,22 @@ class Recipe(Section):
         return self.loop in ("rl", "distillation")
 
     @property
+    def logprob_gap_limit(self) -> float | None:
+        """Return the maximum mean distance of trainer and engine log-probs in nats; None without a limit.
+
+        Above it updates are skipped. With trainer.exact the limit is 0.
+        """
+        return 0.0 if self.exact_blocks else self.train.max_logprob_gap
+
+    @property
+    def exact_blocks(self) -> int:
+        """Return the number of blocks in which trainer and engine add row-parallel products; 0 without trainer.exact.
+
+        It is the larger one of their tensor-parallel sizes.
+        """
+        return max(self.trainer.tp, self.rollout.tp) if self.is_on_policy and self.trainer.exact else 0
+
+    @property
     def has_advantages(self) -> bool:
         """Return whether the loss multiplies sampled tokens by advantages. False for losses on whole distributions."""
         return self.loop == "rl" or (self.loop == "distillation" and self.distillation.loss == "sampled_token")

@@ -13,6 +13,10 @@ from math import prod
 
 FP8_BLOCK = 128
 """With block-scaled FP8, the tokens and hidden channels of one rank must be multiples of this."""
+EXACT_ROWS = 16
+"""Number of rows to whose multiple the input of an exact matrix product is padded. For other numbers of rows, oneDNN's
+kernels (torch 2.13) round some elements otherwise: on an AVX-512 processor for 1 row, with two threads also for 2, 3,
+33, 129 and 257."""
 
 RANK_ORDERS = ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp")
 """Values of trainer.rank_order: Megatron's default, and the order in which a replica's pipeline stages are

@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from megarl.config.annotations import Decides, Foreign, OnlyIf, UntriedOnGpu
-from megarl.config.conditions import COLOCATED, ENGINE, LOGPROBS, RL, one_of
+from megarl.config.conditions import COLOCATED, ENGINE, LOGPROBS, ON_POLICY, RL, one_of
+from megarl.config.parallel import EXACT_ROWS, FP8_BLOCK
 from megarl.config.section import Section
 
 RecomputedModule = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts"]
@@ -138,6 +139,11 @@ class TrainerConfig(Section):
     """Compute a prefix shared by several sequences of a microbatch only once, such as a group's prompt. off (default):
     each sequence is computed separately. auto: prefixes are shared in each microbatch where this saves more than 5 % of
     its FLOPs; results differ by rounding only. Sharing is untried on GPUs. See megarl/loops/README.md."""
+    # Every operator in which trainer and engine differ has the engine's arithmetic: `models.exact`.
+    exact: Annotated[bool, OnlyIf(ON_POLICY)] = False
+    """Compute log-probs in the engine's arithmetic, so that both are equal bit by bit. A step with a difference skips
+    its updates and ends the run. Needs a dense model in bfloat16 on CPUs; refused on GPUs, where it is untried.
+    Default: false. Metric: logprob_gap/bit_equal."""
     # Chosen by `families.logprob_chunks`: vocabulary and hidden size, type, tokens of a row.
     logprob_chunk_tokens: Annotated[PositiveInt | None, OnlyIf(LOGPROBS)] = None
     """Log-probs are computed for this many tokens at a time, to limit the memory of the logits. Default on GPUs: what
@@ -154,3 +160,10 @@ class TrainerConfig(Section):
     """Further fields of Megatron-Core's TransformerConfig, by Megatron's names. Balancing losses of experts are means
     over tokens: over all tokens of an update (`aux_loss`, `global_aux_loss`; they cost one more forward pass, to count
     each expert's tokens), or over each sequence (`seq_aux_loss`)."""
+
+    @property
+    def token_block(self) -> int:
+        """Return the number of tokens to whose multiple each rank's part of a packed row is padded."""
+        if self.fp8 == "blockwise":
+            return FP8_BLOCK
+        return EXACT_ROWS if self.exact else 1

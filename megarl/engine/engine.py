@@ -107,6 +107,7 @@ class RolloutEngine:
         override: Mapping[str, Any] | None = None,
         keep_experts: Callable[[NDArray[np.integer]], ExpertsHandle] | None = None,
         adapter: LoraConfig | None = None,
+        exact_blocks: int = 0,
         served: Mapping[str, ServedAdapter] | None = None,
     ) -> None:
         """Build the engine with dummy weights. `max_model_len` is in tokens.
@@ -114,7 +115,8 @@ class RolloutEngine:
         `override` replaces fields of the model's config.json. `keep_experts` stores the routed experts [tokens, layers,
         top_k] of a completion and returns their handle. If `config.sampling` has top-p, top-k or min-p, completions
         include the sets of tokens left to sample from. With `adapter`, all requests use the LoRA adapter in the
-        engine's `slots`. `served` are LoRA adapters that requests may name (`load_adapters`). Raises ConfigError for
+        engine's `slots`. `served` are LoRA adapters that requests may name (`load_adapters`). With `exact_blocks` above
+        0 row-parallel products are added in so many blocks, as `models.exact` adds them. Raises ConfigError for
         settings that vLLM refuses.
         """
         # First, because vLLM caches its environment variables while the engine is built.
@@ -142,7 +144,7 @@ class RolloutEngine:
         self._keeps_kv = not config.recompute_kv
         self.slots: AdapterSlots | None = None
         """The live slots of the LoRA adapter; None without one."""
-        self._adapter = adapter
+        self._adapter, self._exact_blocks = adapter, exact_blocks
         self._served = {
             name: LoRARequest(name, number, of.folder) for number, (name, of) in enumerate((served or {}).items(), 1)
         }
@@ -175,6 +177,8 @@ class RolloutEngine:
         if self._adapter is not None:
             # Before vLLM captures CUDA graphs, which hold the addresses of the slots.
             self.slots = AdapterSlots(self._worker.get_model(), self._adapter.rank)
+        if self._exact_blocks:
+            vllm_on_cpu.round_exactly(self._worker.get_model(), self._exact_blocks)
         self._engine: LLMEngine | None = None
         if self.is_leader:
             recorder = None

@@ -72,7 +72,7 @@ class StepChecks:
 
         With train.on_logprob_gap = skip, warn once.
         """
-        message = mismatch_exceeded_message(metrics, self._train, step)
+        message = mismatch_exceeded_message(metrics, self._recipe.logprob_gap_limit, step)
         if message is None:
             return None
         if self._train.on_logprob_gap == "stop":

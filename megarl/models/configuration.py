@@ -52,12 +52,14 @@ def transformer_config(
     router_replay: bool = False,
     moe_dispatcher: str = "alltoall",
     fp8: str = "none",
+    exact: bool = False,
     overrides: Mapping[str, Any],
 ) -> TransformerConfig:
     """Return the TransformerConfig of a rank's model.
 
-    Experts all on one rank always use the dispatcher `alltoall`. Raises ConfigError for an unknown override, an
-    override without effect, and an override determined by another field of the recipe.
+    `exact` models pass float32 hidden states from layer to layer. Experts all on one rank always use the dispatcher
+    `alltoall`. Raises ConfigError for an unknown override, an override without effect, and an override determined by
+    another field of the recipe.
     """
     kind = MLATransformerConfig if isinstance(shape.attention, Latent) else TransformerConfig
     known = {field.name for field in dataclasses.fields(kind)}
@@ -87,6 +89,8 @@ def transformer_config(
         balancing = "aux_loss" if overrides.get("moe_aux_loss_coeff") else "none"
         defaults |= {"moe_router_load_balancing_type": balancing, "moe_aux_loss_coeff": 0.0}
         defaults |= _fused_expert_kernels(router_replay)
+    if exact:
+        settings |= {"fp32_residual_connection": True, "pipeline_dtype": torch.float32}
     if fp8 == "blockwise":
         settings |= {"fp8": "e4m3", "fp8_recipe": "blockwise"}
     if settings.get("softmax_type", "vanilla") != "vanilla":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -18,6 +19,10 @@ from megarl.models import latent_attention
 from megarl.models.attention import PackedAttention, with_trees
 from megarl.models.configuration import uses_transformer_engine
 from megarl.models.delta_net import with_delta_net
+from megarl.models.exact.attention import ExactAttention
+from megarl.models.exact.residual import wide_addition
+from megarl.models.exact.rotary import RotaryTable
+from megarl.models.exact.row_parallel import BlockRowParallelLinear
 from megarl.models.expert_balance import UpdateRouter, needs_update_router
 from megarl.models.expert_dispatch import ReplayedMoELayer, takes_known_counts
 from megarl.models.experts import OwnOutput
@@ -25,12 +30,15 @@ from megarl.models.gated_attention import GatedAttention
 from megarl.models.norms import RMSNorm
 
 
-def block_spec(config: TransformerConfig, shape: ModelShape, vp_stage: int | None) -> Any:
-    """Return the spec of a chunk's layers: Transformer Engine's layers if usable, else Megatron's local ones."""
+def block_spec(config: TransformerConfig, shape: ModelShape, vp_stage: int | None, *, exact: bool = False) -> Any:
+    """Return the spec of a chunk's layers: Transformer Engine's layers if usable, else Megatron's local ones.
+
+    `exact` layers round as the engine does.
+    """
     offset = get_transformer_layer_offset(config, vp_stage=vp_stage)
     kinds = shape.layers[offset : offset + get_num_layers_to_build(config, vp_stage=vp_stage)]
     # Windows differ by layer number, not by spec.
-    made = {kind: layer_spec(config, kind) for kind in {kind._replace(window=0) for kind in kinds}}
+    made = {kind: layer_spec(config, kind, exact=exact) for kind in {kind._replace(window=0) for kind in kinds}}
     layers = [made[kind._replace(window=0)] for kind in kinds]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=final_norm())
 
@@ -45,11 +53,11 @@ def has_router(layer: Any) -> bool:
     return hasattr(layer.mlp, "router")
 
 
-def layer_spec(config: TransformerConfig, kind: LayerKind) -> Any:
+def layer_spec(config: TransformerConfig, kind: LayerKind, *, exact: bool = False) -> Any:
     """Return the spec of one kind of layer.
 
     The local spec gets this package's norm and attention. Routers with balancing losses or noise are replaced by
-    `UpdateRouter`.
+    `UpdateRouter`. An `exact` layer has the local spec, and the operators of `models.exact`.
     """
     num_experts = config.num_moe_experts if kind.has_experts else None
     common: dict[str, Any] = {
@@ -71,7 +79,10 @@ def layer_spec(config: TransformerConfig, kind: LayerKind) -> Any:
         modules: Any = layer.submodules
         modules.input_layernorm = modules.pre_mlp_layernorm = RMSNorm
         attention = modules.self_attention.submodules
-        attention.core_attention = PackedAttention
+        attention.core_attention = ExactAttention if exact else PackedAttention
+        if exact:
+            modules.self_attn_bda = modules.mlp_bda = wide_addition
+            attention.linear_proj = modules.mlp.submodules.linear_fc2 = BlockRowParallelLinear
         if config.multi_latent_attention:
             latent_attention.use_local_modules(layer, RMSNorm)
         elif config.qk_layernorm:
@@ -89,6 +100,13 @@ def layer_spec(config: TransformerConfig, kind: LayerKind) -> Any:
     if kind.has_experts and takes_known_counts(config):
         parts.mlp.module = ReplayedMoELayer
     return layer
+
+
+def complete_exact(layers: Iterable[Any], rotary: RotaryTable, num_blocks: int) -> None:
+    """Give live exact layers their rotary table, and the number of blocks that a rank's row-parallel products have."""
+    for layer in layers:
+        layer.self_attention.core_attention.rotary = rotary
+        layer.self_attention.linear_proj.num_blocks = layer.mlp.linear_fc2.num_blocks = num_blocks
 
 
 def final_norm() -> Any:

@@ -46,12 +46,12 @@ def vocab_parallel_logprobs(
     logits at once. The gradient of `hidden` is partial: the caller's tensor-parallel mapping all-reduces it. A detached
     entropy and a frozen weight cost nothing in the backward pass.
     """
-    return _VocabParallelLogprobs.apply(
+    return VocabParallelLogprobs.apply(
         hidden, weight, targets, first_token_id, group, temperature, chunk_tokens, support
     )
 
 
-class _VocabParallelLogprobs(torch.autograd.Function):
+class VocabParallelLogprobs(torch.autograd.Function):
     """Log-probs and entropies, computed in chunks of the vocabulary instead of tokens.
 
     Each row of the weight's gradient is then one matrix product, accumulated in full precision and written once. Chunks
@@ -73,7 +73,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         local = targets - first_token_id
         blocks = vocabulary_blocks(len(targets), weight.size(0), chunk)
-        cut = None if support is None else _Truncation(support, first_token_id, blocks)
+        cut = None if support is None else Truncation(support, first_token_id, blocks)
         wide = torch.promote_types(hidden.dtype, torch.float32)
         # For each block: the log of its sum of exponentials, and the entropy of the distribution within it.
         log_totals, entropies = torch.zeros(2, len(blocks), len(targets), dtype=wide, device=hidden.device)
@@ -146,7 +146,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         return *gradients.found(), *(None,) * 6
 
 
-def _kernels(hidden: Tensor, cut: _Truncation | None) -> Any:
+def _kernels(hidden: Tensor, cut: Truncation | None) -> Any:
     """Return the module of GPU kernels; None where torch's operations do the work: a CPU, float64, truncated sets."""
     if not hidden.is_cuda or hidden.dtype == torch.float64 or cut is not None:
         return None
@@ -186,7 +186,7 @@ class HeadGradients:
         return of_hidden, self._of_weight
 
 
-class _Truncation:
+class Truncation:
     """Mask of tokens outside the sets that distributions are renormalised over, by block of this rank's vocabulary."""
 
     def __init__(self, support: Support, first_token_id: int, blocks: list[range]) -> None:

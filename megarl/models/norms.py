@@ -26,11 +26,12 @@ class RMSNorm(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the normed values of `x` [..., hidden_size] in the weight's dtype; `x` may be wider."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         if self.is_zero_centered:
-            return (normed * (1.0 + self.weight.to(wide.dtype))).to(x.dtype)
-        return normed.to(x.dtype) * self.weight
+            return (normed * (1.0 + self.weight.to(wide.dtype))).to(self.weight.dtype)
+        return normed.to(self.weight.dtype) * self.weight
 
 
 class PlainRMSNorm(RMSNorm):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,9 +25,11 @@ from megarl.families.parts import Latent
 from megarl.families.shape import ModelShape, padded_vocab_size
 from megarl.models.attention import PackedRow
 from megarl.models.configuration import uses_transformer_engine
+from megarl.models.exact.logprobs import exact_logprobs
+from megarl.models.exact.rotary import RotaryTable
 from megarl.models.expert_dispatch import ExpertCounts
 from megarl.models.latent_attention import RowRotary, share_rotary
-from megarl.models.layer_specs import block_spec, has_router, has_sinks
+from megarl.models.layer_specs import block_spec, complete_exact, has_router, has_sinks
 from megarl.models.logprobs import Support, vocab_parallel_logprobs
 from megarl.models.mtp import build_mtp, embedded
 from megarl.models.rotary import frequencies
@@ -65,11 +68,18 @@ def evaluating(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
 class PackedModel(GPTModel):
     """A pipeline stage of a model over packed rows; with `vp_stage`, one virtual stage of it."""
 
-    def __init__(self, config: TransformerConfig, shape: ModelShape, *, vp_stage: int | None = None) -> None:
+    def __init__(
+        self, config: TransformerConfig, shape: ModelShape, *, exact_blocks: int = 0, vp_stage: int | None = None
+    ) -> None:
+        """Build the stage on all ranks together.
+
+        With `exact_blocks` above 0 it rounds as an engine that adds row-parallel products in so many blocks
+        (`models.exact`).
+        """
         tp = parallel_state.get_tensor_model_parallel_world_size()
         super().__init__(
             config,
-            block_spec(config, shape, vp_stage),
+            block_spec(config, shape, vp_stage, exact=exact_blocks > 0),
             vocab_size=padded_vocab_size(shape.vocab_size, tp),
             max_sequence_length=shape.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -87,6 +97,11 @@ class PackedModel(GPTModel):
             self.rotary_pos_emb.inv_freq = frequencies(shape.rotary, shape.rotary_channels).to(
                 self.rotary_pos_emb.inv_freq
             )
+        self.is_exact = exact_blocks > 0
+        if self.is_exact:
+            inv_freq = frequencies(shape.rotary, shape.rotary_channels)
+            table = RotaryTable(inv_freq, shape.max_position_embeddings, config.params_dtype)
+            complete_exact(self.decoder.layers, table, exact_blocks // tp)
         self.qkv_format = "thd" if uses_transformer_engine() and not has_sinks(config) else "packed"
 
     @property
@@ -124,7 +139,7 @@ class PackedModel(GPTModel):
         # One rotary angle per token. Without Transformer Engine's kernel, Megatron-Core 0.16.1 loops over the sequences
         # of a packed row in Python, in every layer.
         embedded = self.embedding(input_ids=input_ids, position_ids=position_ids) if self.pre_process else None
-        if self.config.multi_latent_attention:
+        if self.config.multi_latent_attention or self.is_exact:
             # The attention computes its angles itself.
             return embedded, None, None, None, None, None
         angles = self.rotary_pos_emb(self.max_sequence_length, packed_seq=True)[packed_seq_params.positions]
@@ -140,15 +155,17 @@ class PolicyModel(PackedModel):
         shape: ModelShape,
         *,
         logprob_chunk_tokens: int,
+        exact_blocks: int = 0,
         trains_entropy: bool = False,
         vp_stage: int | None = None,
     ) -> None:
-        super().__init__(config, shape, vp_stage=vp_stage)
+        super().__init__(config, shape, exact_blocks=exact_blocks, vp_stage=vp_stage)
         self.logprob_chunk_tokens = logprob_chunk_tokens
         self.trains_entropy = trains_entropy
         rows = self.vocab_size // parallel_state.get_tensor_model_parallel_world_size()
         self.first_token_id = parallel_state.get_tensor_model_parallel_rank() * rows
         self.num_local_tokens = max(0, min(rows, shape.vocab_size - self.first_token_id))
+        self.vocabulary = shape.vocab_size
         self._temperature: float | Tensor = 1.0
         self._support: Support | None = None
         if shape.num_mtp_layers and self.post_process:
@@ -253,7 +270,8 @@ class PolicyModel(PackedModel):
         `hidden` is [tokens, hidden_size], `weight` holds this rank's head rows, `labels` is [tokens]. With a tree,
         `hidden` is [stored tokens, hidden_size] and `labels` [edges].
         """
-        logprobs, entropies = vocab_parallel_logprobs(
+        compute = partial(exact_logprobs, vocabulary=self.vocabulary) if self.is_exact else vocab_parallel_logprobs
+        logprobs, entropies = compute(
             hidden if tree is None else gather(hidden, tree.edge_sources),
             weight,
             labels,

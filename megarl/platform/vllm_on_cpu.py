@@ -14,12 +14,13 @@ import functools
 import logging
 import os
 import warnings
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 
 from megarl.platform import delta_net_on_cpu, device, media_libraries, vllm_drafts_on_cpu
+from megarl.platform.block_products import block_product, row_product, sum_over_ranks
 from megarl.platform.imports import without
 from megarl.types import ConfigError
 
@@ -32,6 +33,11 @@ ENVIRONMENT = {
 """Environment variables set before vLLM is imported, unless the user has set them: offline, no compilation, few log
 messages.
 """
+
+
+BLOCK_TOKENS = 32
+"""Tokens in a block of the engine's KV cache. vLLM's default block on a CPU is longer than a short prompt, whose prefix
+would then never be reused."""
 
 
 def prepare() -> None:
@@ -51,6 +57,32 @@ def check_build() -> None:
         )
 
 
+def round_exactly(model: torch.nn.Module, num_blocks: int) -> None:
+    """Let the linear layers of a live vLLM model round each token as `models.exact` does.
+
+    Row-parallel layers add their products in blocks, `num_blocks` over all ranks.
+    """
+    from vllm.model_executor.layers.linear import RowParallelLinear
+
+    modules: list[Any] = list(model.modules())
+    for module in modules:
+        if hasattr(module, "cpu_linear"):
+            module.cpu_linear = row_product
+        if isinstance(module, RowParallelLinear):
+            cast(Any, module).forward = functools.partial(_in_blocks, module, num_blocks // module.tp_size)
+
+
+def _in_blocks(layer: Any, num_blocks: int, x: torch.Tensor) -> Any:
+    """Return the output [tokens, out] of a row-parallel layer without bias, for this rank's input [tokens, in].
+
+    vLLM's layer returns a pair of output and bias, unless `return_bias` is off.
+    """
+    from vllm.distributed import get_tp_group
+
+    total = sum_over_ranks(block_product(x, layer.weight, num_blocks), get_tp_group().device_group)
+    return (total.to(x.dtype), None) if layer.return_bias else total.to(x.dtype)
+
+
 def engine_arguments(max_model_len: int) -> dict[str, Any]:
     """Return the EngineArgs that vLLM needs on a CPU; an empty dict if CUDA is available."""
     if torch.cuda.is_available():
@@ -62,8 +94,7 @@ def engine_arguments(max_model_len: int) -> dict[str, Any]:
         # Prefill in one piece. After a partial prefill, seeded sampling rewinds its generator; CPU generators cannot.
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(max_model_len, 8192),
-        # vLLM's default block on a CPU is longer than a short prompt, so its prefix would never be reused.
-        "block_size": 32,
+        "block_size": BLOCK_TOKENS,
     }
 
 

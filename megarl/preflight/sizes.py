@@ -46,12 +46,11 @@ def layout_of(recipe: Recipe) -> ParallelConfig:
 def row_multiple(recipe: Recipe) -> int:
     """Return a number of tokens: a packed microbatch is padded to a multiple of it.
 
-    Each context-parallel rank gets two chunks, and tensor-parallel ranks get equal parts. With FP8 each part is a whole
-    number of blocks.
+    Each context-parallel rank gets two chunks, and tensor-parallel ranks get equal parts of whole blocks.
     """
     trainer = recipe.trainer
-    block = FP8_BLOCK if trainer.fp8 == "blockwise" else 1
-    return layout_of(recipe).sequence_multiple * (trainer.tp if trainer.sequence_parallel is not False else 1) * block
+    parts = trainer.tp if trainer.sequence_parallel is not False else 1
+    return layout_of(recipe).sequence_multiple * parts * trainer.token_block
 
 
 def aligned(recipe: Recipe, shape: ModelShape, layout: ParallelConfig) -> ParallelConfig:

@@ -126,7 +126,7 @@ def _first_needing(recipe: Recipe, count: int) -> int:
     if _needs_logprobs(recipe) or train.epochs_per_step > 1:
         # A later pass over the samples trains the first minibatch again, with other weights.
         return 0
-    if train.max_logprob_gap is not None and train.updates_per_step > 1:
+    if recipe.logprob_gap_limit is not None and train.updates_per_step > 1:
         # The mismatch of the whole step decides about its first update.
         return 0
     # `RLBatch.minibatches` keeps the order of the samples in its first pass.

@@ -11,7 +11,7 @@ import numpy as np
 
 from megarl.algorithms.importance import mismatch_metrics
 from megarl.cluster.rank_model import RankModel
-from megarl.config import Recipe, TrainConfig
+from megarl.config import Recipe
 from megarl.data.token_batch import TokenBatch
 from megarl.platform.spans import span
 from megarl.rollout.rl_batch import RLBatch
@@ -34,7 +34,7 @@ class PolicyUpdates:
     def __init__(self, batch: RLBatch, recipe: Recipe, step: int, conversations: TokenBatch | None = None) -> None:
         """Split a step's batch into minibatches, with `conversations` as in `RLBatch.minibatches`."""
         # A mismatch beyond the limit before the first update means no update at all in this step.
-        self._excess = excess_mismatch(batch, recipe.train)
+        self._excess = excess_mismatch(batch, recipe.logprob_gap_limit)
         self._minibatches = [] if self._excess else batch.minibatches(recipe, step, conversations)
         self._updates: list[Mapping[str, Metric]] = []
 
@@ -92,7 +92,8 @@ def update_metrics(updates: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
     }
     if "mean" in mismatch:
         found |= {f"logprob_gap/{name}": value for name, value in mismatch_metrics(mismatch).items()}
-    return found | {f"logprob_gap/{name}": mismatch[name] for name in ("max", "measured") if name in mismatch}
+    others = ("max", "measured", "bit_equal")
+    return found | {f"logprob_gap/{name}": mismatch[name] for name in others if name in mismatch}
 
 
 def mismatch_before_update(batch: RLBatch) -> float | None:
@@ -108,15 +109,15 @@ def mismatch_before_update(batch: RLBatch) -> float | None:
     return None if not len(distances) or np.isnan(distances).any() else float(distances.mean())
 
 
-def excess_mismatch(batch: RLBatch, train: TrainConfig) -> dict[str, float]:
+def excess_mismatch(batch: RLBatch, limit: float | None) -> dict[str, float]:
     """Return `train/gap_exceeded` = 1 and `logprob_gap/mean` if the mismatch of engine and trainer forbids an update.
 
-    The result is empty if the mismatch is small enough, or not yet known.
+    The result is empty if the mismatch is at most `limit`, in nats, or not yet known.
     """
-    if train.max_logprob_gap is None:
+    if limit is None:
         return {}
     distance = mismatch_before_update(batch)
-    if distance is None or distance <= train.max_logprob_gap:
+    if distance is None or distance <= limit:
         return {}
     return {"train/gap_exceeded": 1.0, "logprob_gap/mean": distance}
 
@@ -126,13 +127,19 @@ def _is_mismatch_exceeded(metrics: Mapping[str, Metric]) -> bool:
     return "train/gap_exceeded" in metrics and metrics["train/gap_exceeded"].number > 0
 
 
-def mismatch_exceeded_message(metrics: Mapping[str, float], train: TrainConfig, step: int) -> str | None:
+def mismatch_exceeded_message(metrics: Mapping[str, float], limit: float | None, step: int) -> str | None:
     """Return the message for a step with too different log-probs of engine and trainer; None for any other step."""
     # The limit may be missing although the step exceeded it: a resume can remove it before the step is logged.
-    if train.max_logprob_gap is None or not metrics.get("train/gap_exceeded"):
+    if limit is None or not metrics.get("train/gap_exceeded"):
         return None
+    if limit == 0:
+        return (
+            f"trainer.exact = True: the trainer's log-probs of step {step} were {metrics['logprob_gap/mean']:.3g} nats "
+            "from the engine's on average, so updates were skipped. `tools/check.py exact_operators` names the first "
+            "operator that differs; trainer.exact=false trains without equality"
+        )
     return (
-        f"train.max_logprob_gap = {train.max_logprob_gap:g}: the trainer's log-probs of step {step} were "
+        f"train.max_logprob_gap = {limit:g}: the trainer's log-probs of step {step} were "
         f"{metrics['logprob_gap/mean']:.3g} nats from the engine's on average, so updates were skipped. Look for the "
         "cause in rollout.vllm, model.dtype and logprob_gap/ of earlier steps; or raise the limit"
     )

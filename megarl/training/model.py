@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megarl.config import Recipe
-from megarl.config.parallel import FP8_BLOCK, ParallelConfig
+from megarl.config.parallel import ParallelConfig
 from megarl.data.token_batch import TokenBatch
 from megarl.families.logprob_chunks import logprob_chunk_tokens
 from megarl.families.shape import ModelShape
@@ -65,6 +65,8 @@ class ModelShard:
         self._replica = replica
         self.device = device.current()
         self.dtype = getattr(torch, recipe.model.dtype)
+        # A critic has no counterpart in the engine.
+        self.exact_blocks = 0 if shape.has_value_head else recipe.exact_blocks
         self.sequence_parallel = layout.tp > 1 and recipe.trainer.sequence_parallel is not False
         _join_ranks(recipe.seed, layout, shape)
         self.config = transformer_config(
@@ -77,6 +79,7 @@ class ModelShard:
             router_replay=router_replay,
             moe_dispatcher=recipe.trainer.moe_dispatcher,
             fp8=recipe.trainer.fp8,
+            exact=self.exact_blocks > 0,
             overrides=recipe.trainer.megatron,
         )
         self.chunks = [self._build(index).to(self.device) for index in range(layout.vpp)]
@@ -107,6 +110,7 @@ class ModelShard:
             logprob_chunk_tokens=logprob_chunk_tokens(
                 recipe, self.shape, self.layout, is_gpu=self.device.type == "cuda"
             ),
+            exact_blocks=self.exact_blocks,
             trains_entropy=recipe.loop == "rl" and recipe.algorithm.entropy_coefficient > 0,
             vp_stage=self._vp_stage(index),
             **settings,
@@ -194,7 +198,7 @@ class ModelShard:
     @property
     def _multiple(self) -> int:
         """Divisor of the number of tokens that a context-parallel rank has of a row."""
-        return self._parts * (FP8_BLOCK if self.recipe.trainer.fp8 == "blockwise" else 1)
+        return self._parts * self.recipe.trainer.token_block
 
     def forget_fp8_weights(self) -> None:
         """Free the FP8 copies of weights that Transformer Engine's layers cached. The next pass creates them again."""

@@ -53,6 +53,10 @@ METRICS = {
     ),
     "kl/capped": ("share", "fraction of tokens with an estimate limited by algorithm.k3_max"),
     "logprob_gap/max": ("nats", "largest difference between trainer and engine log-probs of one token"),
+    "logprob_gap/bit_equal": (
+        "share",
+        "fraction of compared tokens with equal log-probs in trainer and engine, bit by bit",
+    ),
     "logprob_gap/measured": ("share", "fraction of trained tokens with log-probs of both trainer and engine"),
     "preference/accuracy": (
         "share",
@@ -319,6 +323,7 @@ def _mismatch_metrics(trainer_logprobs: Tensor, rollout_logprobs: Tensor, is_cou
     trainer, engine = trainer_logprobs.double(), rollout_logprobs.double()
     logged = {
         "logprob_gap/measured": mean_of(is_sampled.double(), is_counted),
+        "logprob_gap/bit_equal": mean_of((trainer == engine).double(), is_measured),
         "logprob_gap/max": max_of((trainer - engine).abs(), is_measured),
     }
     moments = {f"logprob_gap/{name}": values for name, values in mismatch_moments(trainer, engine).items()}

@@ -79,7 +79,7 @@ def role_of_policy(recipe: Recipe) -> Role:
     steps, algorithm = recipe.train.steps, recipe.algorithm
     if recipe.is_on_policy:
         updates = (steps - recipe.frozen_steps) * recipe.train.num_updates
-        gap = recipe.train.max_logprob_gap
+        gap = recipe.logprob_gap_limit
         objective = policy_objective(algorithm) if recipe.has_advantages else divergence_objective
         return Role(objective, recipe.optimizer, updates, algorithm.skip_ratio, gap)
     objective = {

@@ -100,4 +100,5 @@ def build_engine(
         override=recipe.model.override_config,
         keep_experts=keep_experts,
         adapter=recipe.lora if recipe.sends_adapter else None,
+        exact_blocks=recipe.exact_blocks,
     )

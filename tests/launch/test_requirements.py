@@ -215,9 +215,14 @@ def test_a_version_set_that_does_not_fit_is_refused(
 ) -> None:
     folder = checkout(tmp_path / "checkout")
     release = "3, 11, 7" if asked == "dev" else "3, 12, 1"
-    version = f'sys.version_info = ({release}, "final", 0)'
+    version = f"import sys; sys.version_info = ({release}, 'final', 0)"
+    # Scripts come as an argument or by standard input.
     (folder / ".venv/bin/python").write_text(
-        f'#!/bin/bash\n{{ echo \'import sys; {version}\'; cat; }} | "{sys.executable}" "$@"\n'
+        f"""#!/bin/bash
+if [ "$1" = -c ]; then exec "{sys.executable}" -c "{version}
+$2" "${{@:3}}"; fi
+{{ echo "{version}"; cat; }} | "{sys.executable}" "$@"
+"""
     )
     done = set_up(folder, asked, **more)
     assert done.returncode == 1 and error_text in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr

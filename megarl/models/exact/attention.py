@@ -1,0 +1,77 @@
+"""Attention in the engine's arithmetic: vLLM's kernel in the forward pass, torch's in the backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarl.models.attention import PackedAttention, PackedRow, Part
+from megarl.models.exact.rotary import RotaryTable
+from megarl.platform import attention_on_cpu
+
+
+class ExactAttention(PackedAttention):
+    """Core attention for packed rows that rounds as the engine does. It also rotates queries and keys.
+
+    Set `rotary` before the first pass; Megatron must get no rotary angles then.
+    """
+
+    rotary: RotaryTable
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        packed_seq_params: PackedRow,
+        **others: Any,
+    ) -> Tensor:
+        """Rotate queries and keys, then attend within each sequence. Shapes as in `PackedAttention`."""
+        positions = packed_seq_params.positions
+        assert positions is not None
+        query, key = (self.rotary.rotate(x.flatten(0, -3), positions).view_as(x) for x in (query, key))
+        return super().forward(query, key, value, attention_mask, packed_seq_params=packed_seq_params, **others)
+
+    def _padded(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> Tensor:
+        """Return the attention of one part of a row, computed by the engine's kernel. Shapes as in `attend`."""
+
+        def kernel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            lengths = part.num_queries, part.num_keys
+            return attention_on_cpu.attend(q, k, v, *lengths, scale=self.scale, window=self.window)
+
+        def usual(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return PackedAttention._padded(self, q, k, v, part)
+
+        return _TwoKernels.apply(q, k, v, kernel, usual)
+
+
+class _TwoKernels(torch.autograd.Function):
+    """Attention with one kernel in the forward pass, and the gradient of another one.
+
+    The engine's kernel has no backward pass. The backward pass runs the usual kernel once more, with gradients.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        kernel: Callable[[Tensor, Tensor, Tensor], Tensor],
+        usual: Callable[[Tensor, Tensor, Tensor], Tensor],
+    ) -> Tensor:
+        ctx.save_for_backward(q, k, v)
+        ctx.usual = usual
+        return kernel(q, k, v)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+        with torch.enable_grad():
+            out = ctx.usual(*inputs)
+        return *torch.autograd.grad(out, inputs, grads[0]), None, None

@@ -1,0 +1,106 @@
+"""Log-probs and entropies in the engine's arithmetic: one `log_softmax` over the whole vocabulary of each token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from megarl.models.logprobs import Support, Truncation, VocabParallelLogprobs, vocabulary_blocks
+from megarl.platform.block_products import row_product
+
+
+def exact_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    vocabulary: int,
+    first_token_id: int,
+    group: dist.ProcessGroup | None,
+    temperature: float | Tensor,
+    chunk_tokens: int,
+    support: Support | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return what `vocab_parallel_logprobs` does, with the engine's rounding: float32 [tokens], log-probs and entropies
+    in nats.
+
+    `vocabulary` counts the tokens of all ranks of `group`. At most `chunk_tokens` tokens have logits of the whole
+    vocabulary at once. The other arguments are those of `vocab_parallel_logprobs`.
+    """
+    return _ExactLogprobs.apply(
+        hidden, weight, targets, first_token_id, group, temperature, chunk_tokens, support, vocabulary
+    )
+
+
+class _ExactLogprobs(torch.autograd.Function):
+    """Log-probs with the engine's rounding, and the backward pass of `VocabParallelLogprobs`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        first_token_id: int,
+        group: dist.ProcessGroup | None,
+        temperature: float | Tensor,
+        chunk: int,
+        support: Support | None,
+        vocabulary: int,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        blocks = vocabulary_blocks(len(targets), weight.size(0), chunk)
+        logprobs, log_totals, entropies = hidden.new_empty(3, len(targets), dtype=torch.float32)
+        for start in range(0, len(targets), chunk):
+            rows = slice(start, start + chunk)
+            logits = _of_all_ranks(row_product(hidden[rows], weight), vocabulary, group).float()
+            logits /= temperature[rows, None] if isinstance(temperature, Tensor) else temperature
+            if support is not None:
+                logits.masked_fill_(_outside(support, start, len(logits), vocabulary), -torch.inf)
+            of_vocabulary = logits.log_softmax(-1)
+            columns = targets[rows, None]
+            logprobs[rows] = of_vocabulary.gather(1, columns).squeeze(1)
+            log_totals[rows] = logits.gather(1, columns).squeeze(1) - logprobs[rows]
+            entropies[rows] = torch.special.entr(of_vocabulary.exp_()).sum(-1)
+        cut = None if support is None else Truncation(support, first_token_id, blocks)
+        ctx.save_for_backward(hidden, weight, targets - first_token_id, log_totals, entropies)
+        ctx.settings = (temperature, blocks, cut)
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        return *VocabParallelLogprobs.backward(ctx, *grads), None
+
+
+def _of_all_ranks(logits: Tensor, vocabulary: int, group: dist.ProcessGroup | None) -> Tensor:
+    """Return the logits [tokens, vocabulary] of all ranks from this rank's part [tokens, local_vocabulary].
+
+    Parts have the same length, except that the last ones may be shorter or empty.
+    """
+    if group is None or group.size() == 1:
+        return logits
+    width = torch.tensor(logits.size(1), device=logits.device)
+    dist.all_reduce(width, dist.ReduceOp.MAX, group=group)
+    padded = F.pad(logits, (0, int(width) - logits.size(1)))
+    parts = [torch.empty_like(padded) for _ in range(group.size())]
+    dist.all_gather(parts, padded, group=group)
+    return torch.cat(parts, dim=1)[:, :vocabulary]
+
+
+def _outside(support: Support, first: int, count: int, vocabulary: int) -> Tensor:
+    """Return bool [count, vocabulary] for the tokens from `first` on: True outside a token's set.
+
+    A token without a set has False everywhere.
+    """
+    ends = support.counts.long().cumsum(0)
+    counts = support.counts[first : first + count].long()
+    stop = int(ends[first + count - 1])
+    ids = support.token_ids[stop - int(counts.sum()) : stop].long()
+    outside = (counts > 0)[:, None].repeat(1, vocabulary)
+    tokens = torch.arange(count, device=ids.device).repeat_interleave(counts)
+    outside[tokens, ids] = False
+    return outside

@@ -1,0 +1,30 @@
+"""Rotary position embeddings in the engine's arithmetic."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class RotaryTable:
+    """Cosines and sines of all positions, rounded to the model's dtype as vLLM rounds them.
+
+    `frequencies` is float32 [rotary_channels / 2], in radians per position.
+    """
+
+    def __init__(self, frequencies: Tensor, num_positions: int, dtype: torch.dtype) -> None:
+        positions = torch.arange(num_positions, dtype=torch.float32, device=frequencies.device)
+        angles = torch.outer(positions, frequencies)
+        self._cosines, self._sines = angles.cos().to(dtype), angles.sin().to(dtype)
+
+    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Return queries or keys [tokens, heads, head_dim], rotated by their positions [tokens].
+
+        The first channels rotate, the other ones stay. Products and sums are float32, and are rounded once.
+        """
+        cosines, sines = (table[positions].float()[:, None] for table in (self._cosines, self._sines))
+        width = cosines.size(-1)
+        first, second, unrotated = x.split([width, width, x.size(-1) - 2 * width], dim=-1)
+        first, second = first.float(), second.float()
+        rotated = torch.cat([first * cosines - second * sines, second * cosines + first * sines], dim=-1)
+        return torch.cat([rotated.to(x.dtype), unrotated], dim=-1)

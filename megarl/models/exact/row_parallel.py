@@ -1,0 +1,65 @@
+"""Row-parallel linear layers whose sums do not depend on the tensor-parallel size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import RowParallelLinear
+from torch import Tensor
+
+from megarl.platform.block_products import block_product, sum_over_ranks
+
+
+class BlockRowParallelLinear(RowParallelLinear):
+    """A row-parallel layer without bias that adds its products as the engine does (`platform.block_products`)."""
+
+    num_blocks: int = 1
+    """Blocks of this rank. Set it after construction."""
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, None]:
+        """Return the output [tokens, 1, out] of all ranks for this rank's input [tokens, 1, in].
+
+        Under sequence parallelism the output has this rank's tokens only.
+        """
+        part = _BlockProduct.apply(input_, self.weight, self.num_blocks)
+        return _SumOverRanks.apply(part, self.tp_group, self.sequence_parallel, input_.dtype), None
+
+
+class _BlockProduct(torch.autograd.Function):
+    """`block_product` with the gradients of one matrix product."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, num_blocks: int) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return block_product(x, weight, num_blocks)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        gradient = grads[0].to(x.dtype)
+        of_x = gradient @ weight if ctx.needs_input_grad[0] else None
+        of_weight = gradient.flatten(0, -2).T @ x.flatten(0, -2) if ctx.needs_input_grad[1] else None
+        return of_x, of_weight, None
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """`sum_over_ranks`, rounded to a dtype. Under sequence parallelism each rank gets the sum of its own tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: Any, is_split: bool, dtype: torch.dtype) -> Tensor:
+        ctx.group, ctx.is_split = group, is_split
+        total = sum_over_ranks(part, group)
+        if is_split:
+            total = total.chunk(group.size())[group.rank()]
+        return total.to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        gradient = grads[0]
+        if ctx.is_split:
+            parts = [torch.empty_like(gradient) for _ in range(ctx.group.size())]
+            torch.distributed.all_gather(parts, gradient.contiguous(), group=ctx.group)
+            gradient = torch.cat(parts)
+        # The gradient of a part is that of the sum; autograd expects its dtype.
+        return gradient.float(), None, None, None

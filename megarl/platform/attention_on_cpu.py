@@ -1,0 +1,80 @@
+"""vLLM's attention kernel for CPUs on sequences without a KV cache of their own, for `trainer.exact`."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megarl.platform import vllm_on_cpu
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    num_queries: NDArray[np.int64],
+    num_keys: NDArray[np.int64],
+    *,
+    scale: float,
+    window: int,
+) -> Tensor:
+    """Return causal attention within sequences, bit-equal to that of an engine with the same keys in its cache.
+
+    Shapes: q [queries, heads, head_dim], k and v [keys, groups, head_dim]; `num_queries` and `num_keys` [sequences] are
+    lengths; a sequence's last query belongs to its last key. A query attends to `window` keys up to its own; 0: to all
+    of them. Returns [queries, heads, head_dim].
+    """
+    vllm_on_cpu.prepare()
+    from vllm import _custom_ops
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    block, (_, groups, width) = vllm_on_cpu.BLOCK_TOKENS, k.shape
+    blocks = -(-num_keys // block)
+    first_blocks = blocks.cumsum() - blocks
+    # Each sequence begins a block of its own, as in the engine's cache. Unused entries of the table are never read.
+    table = torch.from_numpy(first_blocks[:, None] + np.arange(blocks.max())).to(torch.int32)
+    starts = num_keys.cumsum() - num_keys
+    slots = torch.from_numpy(np.arange(len(k)) + np.repeat(first_blocks * block - starts, num_keys))
+    kernel = _get_attn_isa(q.dtype, block, width)
+    cache = q.new_zeros(int(blocks.sum()), groups, 2 * block, width)
+    key_cache, value_cache = cache.chunk(2, dim=2)
+    _custom_ops.cpu_attn_reshape_and_cache(
+        k.contiguous(), v.contiguous(), key_cache, value_cache, slots, kernel, 1.0, 1.0, "auto"
+    )
+    query_starts = torch.from_numpy(np.concatenate([[0], num_queries.cumsum()])).to(torch.int32)
+    key_lengths = torch.from_numpy(num_keys).to(torch.int32)
+    limit = window or -1
+    schedule = _custom_ops.cpu_attn_get_scheduler_metadata(
+        num_reqs=len(num_queries),
+        num_heads=q.size(1),
+        num_kv_heads=groups,
+        head_dim=width,
+        seq_lens=key_lengths,
+        dtype=q.dtype,
+        query_start_loc=query_starts,
+        causal=True,
+        sliding_window_size=limit,
+        isa=kernel,
+        # Split keys are summed in an order that depends on the number of threads and requests.
+        enable_kv_split=False,
+    )
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    _custom_ops.cpu_attention_with_kv_cache(
+        query=q.contiguous(),
+        key_cache=key_cache,
+        value_cache=value_cache,
+        output=out,
+        query_start_loc=query_starts,
+        seq_lens=key_lengths,
+        scale=scale,
+        causal=True,
+        alibi_slopes=None,
+        sliding_window=limit,
+        block_table=table,
+        softcap=0.0,
+        scheduler_metadata=schedule,
+        s_aux=None,
+    )
+    return out

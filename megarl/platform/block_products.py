@@ -1,0 +1,55 @@
+"""Matrix products that do not depend on the number of rows or of ranks, for `trainer.exact`.
+
+Rows are padded to a multiple, for which a row's result does not depend on the other rows. Row-parallel products are
+added in an order that does not depend on the number of ranks.
+The inner dimension is split into equal blocks. Each block's product is rounded once, and float32 sums of the products
+follow one tree. Trainer and engine may hold different numbers of blocks per rank: all sums are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from megarl.config.parallel import EXACT_ROWS
+
+
+def row_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return x @ weight.T + bias, [rows, out], with each row rounded as in any other batch.
+
+    Shapes: x [rows, in], weight [out, in], bias [out].
+    """
+    padding = -len(x) % EXACT_ROWS
+    return F.linear(F.pad(x, (0, 0, 0, padding)) if padding else x, weight, bias)[: len(x)]
+
+
+def block_product(x: Tensor, weight: Tensor, num_blocks: int) -> Tensor:
+    """Return this rank's part of x @ weight.T, float32 [..., out], added over its `num_blocks` blocks.
+
+    Shapes: x [..., in], weight [out, in]; `num_blocks` divides `in`.
+    """
+    parts = zip(x.flatten(0, -2).chunk(num_blocks, -1), weight.chunk(num_blocks, -1), strict=True)
+    total = _tree_sum([row_product(of_x, of_weight).float() for of_x, of_weight in parts])
+    return total.view(*x.shape[:-1], len(weight))
+
+
+def sum_over_ranks(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the sum of all ranks' parts, float32 [..., out] each, along the tree; a collective over the group."""
+    if group.size() == 1:
+        return part
+    parts = [torch.empty_like(part) for _ in range(group.size())]
+    dist.all_gather(parts, part.contiguous(), group=group)
+    return _tree_sum(parts)
+
+
+def _tree_sum(parts: Sequence[Tensor]) -> Tensor:
+    """Return the sum [*shape] of the parts [*shape]: neighbours are added in pairs, then these sums, and so on."""
+    level = list(parts)
+    while len(level) > 1:
+        pairs = [first + second for first, second in zip(level[::2], level[1::2], strict=False)]
+        level = pairs + level[len(pairs) * 2 :]
+    return level[0]

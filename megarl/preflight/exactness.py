@@ -1,0 +1,76 @@
+"""Checks of trainer.exact: models, layouts and settings in which trainer and engine cannot be bit-equal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megarl.config import Recipe
+from megarl.families.parts import Latent
+from megarl.families.shape import ModelShape
+from megarl.platform.cuda_extensions import runs_on_cpu
+from megarl.preflight.registry import checks
+
+
+@checks("trainer")
+def exactness_faults(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+    """Yield a reason for each model part, layout and setting that makes trainer and engine round differently."""
+    if not (recipe.is_on_policy and recipe.trainer.exact):
+        return
+    for reason in (*_of_machine(recipe), *_of_model(shape), *_of_layout(recipe), *_of_sampling(recipe)):
+        yield f"trainer.exact = True: {reason}, or leave trainer.exact out"
+
+
+def _of_machine(recipe: Recipe) -> Iterator[str]:
+    if not runs_on_cpu():
+        yield "the engine's arithmetic on GPUs was never measured; train on CPUs (cluster.device=cpu)"
+    if recipe.model.dtype != "bfloat16":
+        yield (
+            f"model.dtype is {recipe.model.dtype}, in which results of the engine's matrix products depend on the "
+            "number of tokens; set model.dtype=bfloat16"
+        )
+    if recipe.trainer.megatron:
+        yield "trainer.megatron may change Megatron's arithmetic; remove it"
+
+
+def _of_model(shape: ModelShape) -> Iterator[str]:
+    parts = {
+        "latent attention": isinstance(shape.attention, Latent),
+        "a mixture of experts": shape.router is not None,
+        "linear attention": shape.linear_attention is not None,
+        "zero-centred norms": shape.has_zero_centered_norms,
+        "attention windows": bool(shape.windows),
+        "a gate on the output of attention": getattr(shape.attention, "has_output_gate", False),
+        "biases in attention": getattr(shape.attention, "qkv_bias", False),
+        f"rotary scaling of type {shape.rotary.scaling}": shape.rotary.scaling not in ("default", "llama3"),
+    }
+    for part, is_there in parts.items():
+        if is_there:
+            yield f"the model has {part}, for which equality was not shown; choose another model"
+
+
+def _of_layout(recipe: Recipe) -> Iterator[str]:
+    trainer = recipe.trainer
+    small, large = sorted((trainer.tp, recipe.rollout.tp))
+    # Each rank of the smaller side adds whole branches of the tree.
+    if small > 1 and (large % small or (large // small).bit_count() > 1):
+        yield (
+            f"trainer.tp = {trainer.tp} and rollout.tp = {recipe.rollout.tp} have no common tree of sums; set one of "
+            "them to 1, or their ratio to a power of two"
+        )
+    if trainer.share_prefixes != "off":
+        yield "trees of prefixes have another attention kernel; set trainer.share_prefixes=off"
+    if trainer.mtp_loss_coefficient is not None:
+        yield "layers for multi-token prediction were not measured; leave out trainer.mtp_loss_coefficient"
+
+
+def _of_sampling(recipe: Recipe) -> Iterator[str]:
+    rollout = recipe.rollout
+    if recipe.lora.rank:
+        yield "merged adapters round otherwise than adapters in the trainer; set lora.rank=0"
+    if rollout.quantization != "none":
+        yield "the engine's weights are quantised; set rollout.quantization=none"
+    if rollout.kv_cache_dtype != "auto":
+        yield "keys and values in the engine's cache are rounded; set rollout.kv_cache_dtype=auto"
+    for name in ("speculative_config", "block_size"):
+        if rollout.vllm.get(name):
+            yield f"rollout.vllm.{name} changes the engine's kernels; remove it"

@@ -1,0 +1,77 @@
+"""trainer.exact refuses by name whatever makes trainer and engine round differently."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from megarl.config import Recipe
+from megarl.families.rotary import Rotary
+from megarl.preflight import check
+from megarl.preflight.exactness import exactness_faults
+from tests.shapes import small_shape, with_sizes
+
+EXACT = {"trainer": {"exact": True}, "model": {"dtype": "bfloat16"}}
+
+
+def faults(recipe: Recipe, family: str = "qwen3", **sizes: Any) -> list[str]:
+    return list(exactness_faults(recipe, with_sizes(small_shape(family), **sizes)))
+
+
+def with_sections(**sections: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: {**EXACT.get(name, {}), **sections.get(name, {})} for name in {*EXACT, *sections}}
+
+
+def test_a_dense_model_in_bfloat16_is_accepted(recipe: Callable[..., Recipe]) -> None:
+    check(recipe(**EXACT))
+    for trainer_tp, tp in ((1, 2), (2, 1), (2, 4), (4, 1), (1, 3), (3, 3)):
+        made = recipe(**with_sections(trainer={"tp": trainer_tp}, rollout={"tp": tp}))
+        assert made.exact_blocks == max(trainer_tp, tp)
+        assert faults(made) == []
+    assert faults(recipe(), "qwen3_moe") == []
+
+
+@pytest.mark.parametrize(
+    ("sections", "cause"),
+    [
+        ({"model": {"dtype": "float32"}}, "model.dtype is float32"),
+        ({"trainer": {"tp": 2}, "rollout": {"tp": 6}}, "trainer.tp = 2 and rollout.tp = 6"),
+        ({"trainer": {"tp": 3}, "rollout": {"tp": 2}}, "trainer.tp = 3 and rollout.tp = 2"),
+        ({"trainer": {"share_prefixes": "auto"}}, "share_prefixes=off"),
+        ({"trainer": {"megatron": {"softmax_scale": 0.1}}}, "trainer.megatron"),
+        ({"lora": {"rank": 8}}, "lora.rank=0"),
+        ({"rollout": {"quantization": "fp8"}}, "rollout.quantization=none"),
+        ({"rollout": {"kv_cache_dtype": "fp8"}}, "rollout.kv_cache_dtype=auto"),
+        ({"rollout": {"vllm": {"block_size": 64}}}, "rollout.vllm.block_size"),
+        ({"rollout": {"vllm": {"speculative_config": {"method": "ngram"}}}}, "rollout.vllm.speculative_config"),
+    ],
+)
+def test_settings_that_round_differently_are_named(
+    recipe: Callable[..., Recipe], sections: dict[str, Any], cause: str
+) -> None:
+    [fault] = faults(recipe(**with_sections(**sections)))
+    assert fault.startswith("trainer.exact = True: ") and cause in fault
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "part"),
+    [
+        ("qwen3_moe", {}, "a mixture of experts"),
+        ("deepseek_v3", {}, "latent attention"),
+        ("qwen3_next", {}, "linear attention"),
+        ("qwen2", {}, "biases in attention"),
+        ("qwen3", {"rotary": Rotary(1e4, scaling="yarn", factor=4.0)}, "rotary scaling of type yarn"),
+    ],
+)
+def test_models_without_proof_are_named(
+    recipe: Callable[..., Recipe], family: str, sizes: dict[str, Any], part: str
+) -> None:
+    assert any(f"the model has {part}" in fault for fault in faults(recipe(**EXACT), family, **sizes))
+
+
+def test_a_gpu_is_refused(recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.preflight.exactness.runs_on_cpu", lambda: False)
+    [fault] = faults(recipe(**EXACT))
+    assert "cluster.device=cpu" in fault
