@@ -31,7 +31,11 @@ class ExactAttention(PackedAttention):
         packed_seq_params: PackedRow,
         **others: Any,
     ) -> Tensor:
-        """Rotate queries and keys, then attend within each sequence. Shapes as in `PackedAttention`."""
+        """Rotate queries and keys, then attend within each sequence.
+
+        Shapes: query [tokens, 1, heads, head_dim], key and value [tokens, 1, groups, head_dim]; returns [tokens, 1,
+        heads * head_dim].
+        """
         positions = packed_seq_params.positions
         assert positions is not None
         query, key = (self.rotary.rotate(x.flatten(0, -3), positions).view_as(x) for x in (query, key))

@@ -8,10 +8,10 @@ from torch import Tensor
 
 
 def wide_addition(training: bool, fused: bool) -> Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]:
-    """Return the function adding a layer's output to its residual; Megatron calls this in each forward pass.
+    """Return the function adding a layer's output [tokens, 1, hidden_size] to its residual [tokens, 1, hidden_size].
 
-    The arguments are those of Megatron's `get_bias_dropout_add`; they have no effect, since exact models have neither
-    biases nor dropout.
+    Megatron calls this in each forward pass, as its own `get_bias_dropout_add`. The arguments have no effect, since
+    exact models have neither biases nor dropout.
     """
     return _add
 
