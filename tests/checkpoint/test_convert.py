@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -153,7 +154,7 @@ def test_manifest_lists_every_file(tmp_path: Path) -> None:
             assert entry == {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
         on_disk = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
         assert on_disk == {*manifest["files"], "manifest.json"}
-        assert manifest["versions"]["megatron-core"] == "0.16.1"
+        assert manifest["versions"]["megatron-core"] == version("megatron-core")
     manifest = json.loads((tmp_path / "megatron" / "manifest.json").read_text())
     assert manifest["layout"] == {"format": "torch_dist", "checkpoint": "release", "tp": 2, "pp": 2, "ep": 2, "etp": 1}
 

@@ -30,6 +30,8 @@ class Source:
     text: str
     why: str
     is_there: bool = True
+    newer_text: str = ""
+    """Text in the place of `text` in a newer version of `VERSIONS`, with the same consequence."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,8 @@ SOURCES = (
         "vllm", "device_allocator/cumem.py", "CuMemAllocator.use_memory_pool",
         'expandable_was_enabled = "expandable_segments:True" in conf',
         "the pool of a sleeping engine looks at the environment alone, so the engine is built before the setting",
+        # It looks at the live setting first: both orders work.
+        newer_text="expandable_was_enabled = conf_flag_enabled(prev_conf, EXPANDABLE_SEGMENTS)",
     ),
     Source(
         "flashinfer", "jit/cpp_ext.py", "get_cuda_path", 'os.environ.get("CUDA_HOME")',

@@ -78,7 +78,8 @@ def test_a_source_says_so(fact: Source) -> None:
     source = source_of(fact.library, fact.file)
     part = ast.get_source_segment(source, node_of(source, fact.scope)) if fact.scope else source
     assert part is not None
-    is_there = " ".join(fact.text.split()) in " ".join(part.split())
+    texts = [" ".join(text.split()) for text in (fact.text, fact.newer_text) if text]
+    is_there = any(text in " ".join(part.split()) for text in texts)
     assert is_there is fact.is_there, f"{fact.library} {fact.file} {fact.scope}: no longer true that {fact.why}"
 
 

@@ -316,7 +316,9 @@ def test_the_modules_of_a_recipe_are_megatrons() -> None:
     source = inspect.getsource(TransformerConfig.__post_init__)
     allowed = re.search(r"allowed_modules = (\{[^}]*\})", source)
     assert allowed is not None
-    assert ast.literal_eval(allowed[1]) == {*get_args(RecomputedModule), "mla_up_proj"}
+    # Megatron-Core 0.19 also knows the norm of its own delta-nets; those of megarl are other modules.
+    others = {"mla_up_proj", "gdn_norm_out"}
+    assert ast.literal_eval(allowed[1]) - others == set(get_args(RecomputedModule))
 
 
 @pytest.mark.parametrize(
