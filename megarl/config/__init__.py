@@ -289,9 +289,9 @@ class Recipe(Section):
 
     @property
     def exact_blocks(self) -> int:
-        """Return the number of blocks in which trainer and engine add row-parallel products; 0 without trainer.exact.
+        """Return the number of equal blocks, over all ranks, of the inner dimension of a product split over ranks.
 
-        It is the larger one of their tensor-parallel sizes.
+        It is the larger one of trainer.tp and rollout.tp; 0 without trainer.exact.
         """
         return max(self.trainer.tp, self.rollout.tp) if self.is_on_policy and self.trainer.exact else 0
 

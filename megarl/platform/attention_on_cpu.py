@@ -20,11 +20,12 @@ def attend(
     scale: float,
     window: int,
 ) -> Tensor:
-    """Return causal attention within sequences, bit-equal to that of an engine with the same keys in its cache.
+    """Return causal attention within packed sequences, bit-equal to an engine's with these keys in its cache.
 
-    Shapes: q [queries, heads, head_dim], k and v [keys, groups, head_dim]; `num_queries` and `num_keys` [sequences] are
-    lengths; a sequence's last query belongs to its last key. A query attends to `window` keys up to its own; 0: to all
-    of them. Returns [queries, heads, head_dim].
+    Shapes: q [queries, heads, head_dim], k and v [keys, key-value heads, head_dim]. Sequences lie end to end along the
+    first dimension; `num_queries` and `num_keys` [sequences] are their lengths. A sequence's last query and last key
+    have the same position. A query attends to the last `window` keys up to its own position, or to all of these if
+    `window` is 0. Returns [queries, heads, head_dim].
     """
     vllm_on_cpu.prepare()
     from vllm import _custom_ops

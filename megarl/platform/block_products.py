@@ -1,9 +1,10 @@
-"""Matrix products that do not depend on the number of rows or of ranks, for `trainer.exact`.
+"""Matrix products whose results depend neither on the number of rows nor on the number of ranks (`trainer.exact`).
 
-Rows are padded to a multiple, for which a row's result does not depend on the other rows. Row-parallel products are
-added in an order that does not depend on the number of ranks.
-The inner dimension is split into equal blocks. Each block's product is rounded once, and float32 sums of the products
-follow one tree. Trainer and engine may hold different numbers of blocks per rank: all sums are the same.
+The rows of an input are padded to a multiple of EXACT_ROWS. At such sizes the other rows do not change a row's result.
+A product split over tensor-parallel ranks has a fixed total number of equal blocks of the inner dimension. Each block's
+product is rounded to the input's dtype. The rounded products are added in float32, pairwise along a fixed binary tree,
+first within a rank and then over the ranks. Trainer and engine have the same total number of blocks, so both make the
+same additions, also if one of them has more blocks on a rank.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ def row_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 
 def block_product(x: Tensor, weight: Tensor, num_blocks: int) -> Tensor:
-    """Return this rank's part of x @ weight.T, float32 [..., out], added over its `num_blocks` blocks.
+    """Return this rank's partial sum of a product x @ weight.T that is split over ranks: float32 [..., out].
 
-    Shapes: x [..., in], weight [out, in]; `num_blocks` divides `in`.
+    This rank's share of the inner dimension, `in`, is split into `num_blocks` equal blocks. Shapes: x [..., in], weight
+    [out, in].
     """
     parts = zip(x.flatten(0, -2).chunk(num_blocks, -1), weight.chunk(num_blocks, -1), strict=True)
     total = _tree_sum([row_product(of_x, of_weight).float() for of_x, of_weight in parts])

@@ -17,7 +17,7 @@ def exactness_faults(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     if not (recipe.is_on_policy and recipe.trainer.exact):
         return
     for reason in (*_of_machine(recipe), *_of_model(shape), *_of_layout(recipe), *_of_sampling(recipe)):
-        yield f"trainer.exact = True: {reason}, or leave trainer.exact out"
+        yield f"trainer.exact = True: {reason}, or set trainer.exact=false"
 
 
 def _of_machine(recipe: Recipe) -> Iterator[str]:
@@ -26,7 +26,7 @@ def _of_machine(recipe: Recipe) -> Iterator[str]:
     if recipe.model.dtype != "bfloat16":
         yield (
             f"model.dtype is {recipe.model.dtype}, in which results of the engine's matrix products depend on the "
-            "number of tokens; set model.dtype=bfloat16"
+            "number of tokens in a batch; set model.dtype=bfloat16"
         )
     if recipe.trainer.megatron:
         yield "trainer.megatron may change Megatron's arithmetic; remove it"
@@ -54,8 +54,9 @@ def _of_layout(recipe: Recipe) -> Iterator[str]:
     # Each rank of the smaller side adds whole branches of the tree.
     if small > 1 and (large % small or (large // small).bit_count() > 1):
         yield (
-            f"trainer.tp = {trainer.tp} and rollout.tp = {recipe.rollout.tp} have no common tree of sums; set one of "
-            "them to 1, or their ratio to a power of two"
+            f"with trainer.tp = {trainer.tp} and rollout.tp = {recipe.rollout.tp}, trainer and engine cannot add the "
+            "ranks' products in the same order; set one of them to 1, both to the same size, or one to 2, 4, 8, ... "
+            "times the other"
         )
     if trainer.share_prefixes != "off":
         yield "trees of prefixes have another attention kernel; set trainer.share_prefixes=off"

@@ -135,8 +135,8 @@ def mismatch_exceeded_message(metrics: Mapping[str, float], limit: float | None,
     if limit == 0:
         return (
             f"trainer.exact = True: the trainer's log-probs of step {step} were {metrics['logprob_gap/mean']:.3g} nats "
-            "from the engine's on average, so updates were skipped. `tools/check.py exact_operators` names the first "
-            "operator that differs; trainer.exact=false trains without equality"
+            "from the engine's on average, and not equal, so updates were skipped. `tools/check.py exact_operators` "
+            "names the first operator that differs. trainer.exact=false goes on without this requirement"
         )
     return (
         f"train.max_logprob_gap = {limit:g}: the trainer's log-probs of step {step} were "

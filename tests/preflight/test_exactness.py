@@ -37,7 +37,7 @@ def test_a_dense_model_in_bfloat16_is_accepted(recipe: Callable[..., Recipe]) ->
     ("sections", "cause"),
     [
         ({"model": {"dtype": "float32"}}, "model.dtype is float32"),
-        ({"trainer": {"tp": 2}, "rollout": {"tp": 6}}, "trainer.tp = 2 and rollout.tp = 6"),
+        ({"trainer": {"tp": 2}, "rollout": {"tp": 6}}, "with trainer.tp = 2 and rollout.tp = 6"),
         ({"trainer": {"tp": 3}, "rollout": {"tp": 2}}, "trainer.tp = 3 and rollout.tp = 2"),
         ({"trainer": {"share_prefixes": "auto"}}, "share_prefixes=off"),
         ({"trainer": {"megatron": {"softmax_scale": 0.1}}}, "trainer.megatron"),

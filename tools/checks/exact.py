@@ -9,18 +9,30 @@ from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from megarl.config import AlgorithmConfig
+from megarl.data.token_batch import TokenBatch
+from megarl.rollout.rl_batch import assign_token_weights
+from megarl.testing import RankPool
+from megarl.types import TrainingSequence
+from tools.checks import invariance
+from tools.family_models import ONE_RANK
 from tools.make_dataset import make_dataset
 from tools.make_tiny_model import make_tiny_model
 from tools.make_tool_data import make_tool_data
 from tools.runs import DIGITS_REWARD, read_metrics, train
 
 DURATION = {"small": "80 s (three runs)", "full": "10 minutes (20 runs of 4 steps, not timed on quiet cores)"}
-SMALL = {"only": ["usual", "tp2 pp2 -> tp4", "tools"], "steps": 2}
+SMALL = {"only": ["usual", "tp2 pp2 -> tp4", "tools"], "steps": 2, "pairs": 2}
 
 RECIPE = """
 name: exact
@@ -34,6 +46,8 @@ reward: {functions: ["exact_reward:digits"]}
 algorithm: {kl_coefficient: 0.1}
 train: {prompts_per_step: 6, samples_per_prompt: 4}
 """
+MOST_TIME = 1.15
+"""Largest accepted ratio of an update's time with trainer.exact to that without."""
 MODELS: dict[str, dict[str, Any]] = {
     "small": dict(hidden_size=128, num_layers=4, num_heads=4, num_kv_heads=2),
     "llama": dict(family="llama", hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=4),
@@ -81,6 +95,7 @@ CASES: dict[str, tuple[int, Sequence[str], dict[str, str]]] = {
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=4, help="updates of each run")
     parser.add_argument("--only", action="append", choices=list(CASES), help="cases to run; default: all")
+    parser.add_argument("--pairs", type=int, default=6, help="timed updates with and without trainer.exact; 0: none")
 
 
 def make_inputs(folder: Path) -> None:
@@ -119,3 +134,47 @@ def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 "compared": min(step["logprob_gap/measured"] for step in steps),
                 "met": len(steps) == options.steps and is_equal == (name != "usual"),
             }
+        if options.pairs:
+            yield from update_times(folder / "models/wide", options.pairs)
+
+
+def update_times(model: Path, pairs: int) -> Iterator[dict[str, Any]]:
+    """Yield a row with the processor time of updates with trainer.exact over that of usual ones, in pairs."""
+    with RankPool(1) as pool:
+        [seconds] = pool.run(timed_updates, str(model), pairs)
+    ratio = statistics.median(exact / usual for exact, usual in seconds)
+    yield {
+        "case": "time of an update",
+        "steps": pairs,
+        "exact over usual": ratio,
+        "limit": MOST_TIME,
+        "met": ratio <= MOST_TIME,
+    }
+
+
+def timed_updates(folder: str, pairs: int) -> list[tuple[float, float]]:
+    """Return seconds of processor time of updates with and without trainer.exact, in turns, after one of each."""
+    # Imported on the rank: the check's own process needs no torch.
+    from megarl.training.objective import supervised
+
+    engines = []
+    for is_exact in (True, False):
+        recipe = invariance.recipe_of(Path(folder), {"exact": is_exact, "max_tokens_per_microbatch": 2048})
+        recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"dtype": "bfloat16"})})
+        engine, _, _ = invariance.build(recipe, ONE_RANK, False)
+        engine.role = replace(engine.role, objective=supervised)
+        engines.append(engine)
+    random = np.random.default_rng(0)
+    lengths = random.integers(100, 400, 8)
+    batch = TokenBatch.from_sequences(
+        [TrainingSequence(random.integers(1, 400, length), np.arange(length) > 0) for length in lengths]
+    )
+    assign_token_weights(batch, AlgorithmConfig(aggregation="token_mean"), int(max(lengths)))
+
+    def measure(engine: Any) -> float:
+        started = time.process_time()
+        engine.update([batch])
+        return time.process_time() - started
+
+    measured = [(measure(engines[0]), measure(engines[1])) for _ in range(pairs + 1)]
+    return measured[1:]

@@ -55,9 +55,10 @@ class ExactAttention(PackedAttention):
 
 
 class _TwoKernels(torch.autograd.Function):
-    """Attention with one kernel in the forward pass, and the gradient of another one.
+    """Attention with the engine's kernel in the forward pass, and the gradient of the trainer's own kernel.
 
-    The engine's kernel has no backward pass. The backward pass runs the usual kernel once more, with gradients.
+    The engine's kernel has no backward pass. The backward pass computes attention again, with the trainer's kernel, and
+    differentiates that.
     """
 
     @staticmethod

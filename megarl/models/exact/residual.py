@@ -17,11 +17,11 @@ def wide_addition(training: bool, fused: bool) -> Callable[[tuple[Tensor, Tensor
 
 
 def _add(output: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
-    """Return the sum of a layer's output [tokens, 1, hidden_size] and its residual, float32 and not rounded.
+    """Round the residual to the output's dtype, and return its sum with a layer's output, in float32 and not rounded.
 
-    The residual [tokens, 1, hidden_size] is float32, from an earlier addition or the embedding. vLLM normalises the
-    sum before it rounds it, and keeps the rounded sum as the next residual. So the sum stays wide for the norm, and
-    this function rounds it when it comes back as a residual.
+    All three are [tokens, 1, hidden_size]. The residual is float32: an earlier sum, or the embedding. vLLM
+    normalises the unrounded sum, but keeps the rounded sum as the next residual. Here the norm gets the float32 sum. It
+    is rounded when it is passed in as the next residual.
     """
     values, bias = output
     assert bias is None, "exact models have no biases in their linear layers"
