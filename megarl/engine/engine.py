@@ -116,11 +116,13 @@ class RolloutEngine:
         top_k] of a completion and returns their handle. If `config.sampling` has top-p, top-k or min-p, completions
         include the sets of tokens left to sample from. With `adapter`, all requests use the LoRA adapter in the
         engine's `slots`. `served` are LoRA adapters that requests may name (`load_adapters`). With `exact_blocks` above
-        0 row-parallel products are added in so many blocks, as `models.exact` adds them. Raises ConfigError for
-        settings that vLLM refuses.
+        0 the engine rounds as `models.exact` does, with so many blocks of a product split over ranks. Raises
+        ConfigError for settings that vLLM refuses.
         """
         # First, because vLLM caches its environment variables while the engine is built.
         compile_cache.use_own_folder()
+        if exact_blocks:
+            vllm_on_cpu.compute_exactly()
         vllm_on_cpu.check_build()
         with refusals_named(config, max_model_len, ValueError, TypeError, AssertionError, KeyError):
             arguments = engine_arguments(

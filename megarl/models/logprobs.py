@@ -109,13 +109,13 @@ class VocabParallelLogprobs(torch.autograd.Function):
         target_logit, total, surprise = sums
         log_total, entropy = top + total.log(), surprise / total + total.log()
         ctx.save_for_backward(hidden, weight, local, log_total, entropy)
-        ctx.settings = (temperature, blocks, cut)
+        ctx.settings = (temperature, blocks, cut, _logits)
         return target_logit - log_total, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         hidden, weight, local, log_total, entropy = ctx.saved_tensors
-        temperature, blocks, cut = ctx.settings
+        temperature, blocks, cut, logits_of = ctx.settings
         logprob_gradient, entropy_gradient = (None if grad is None else grad / temperature for grad in grads)
         logprob_gradient = torch.zeros_like(log_total) if logprob_gradient is None else logprob_gradient
         # d logprob / d logit = 1[target] - p;  d entropy / d logit = -p (log p + entropy).
@@ -124,7 +124,7 @@ class VocabParallelLogprobs(torch.autograd.Function):
         room = hidden.new_empty(len(local) * max(map(len, blocks), default=0))
         kernels = _kernels(hidden, cut)
         for index, block in enumerate(blocks):
-            logits = _logits(hidden, weight, block, temperature, room)
+            logits = logits_of(hidden, weight, block, temperature, room)
             if kernels is not None:
                 kernels.to_logit_gradients(
                     logits, log_total, constant, entropy_gradient, local - block.start, logprob_gradient
@@ -141,7 +141,8 @@ class VocabParallelLogprobs(torch.autograd.Function):
             columns, is_here = columns_of(local, block)
             grad_logits.scatter_add_(1, columns[:, None], (logprob_gradient * is_here)[:, None])
             if grad_logits.dtype != weight.dtype:
-                grad_logits = logits.copy_(grad_logits)
+                narrow = room[: grad_logits.numel()].view_as(grad_logits)
+                grad_logits = narrow.copy_(grad_logits)
             gradients.add(block, grad_logits)
         return *gradients.found(), *(None,) * 6
 

@@ -73,8 +73,8 @@ class PackedModel(GPTModel):
     ) -> None:
         """Build the stage on all ranks together.
 
-        With `exact_blocks` above 0 it rounds as an engine that adds row-parallel products in so many blocks
-        (`models.exact`).
+        With `exact_blocks` above 0 it rounds as the engine does (`models.exact`), with so many blocks, over all ranks,
+        of a product split over ranks.
         """
         tp = parallel_state.get_tensor_model_parallel_world_size()
         super().__init__(

@@ -57,6 +57,12 @@ def check_build() -> None:
         )
 
 
+def compute_exactly() -> None:
+    """Let the engine of this process sum a query's attention in one order. Call it before the engine is built."""
+    # By default vLLM 0.30 splits the keys of few queries over the threads, and adds the parts.
+    os.environ["VLLM_CPU_ATTN_SPLIT_KV"] = "0"
+
+
 def round_exactly(model: torch.nn.Module, num_blocks: int) -> None:
     """Let the linear layers of a live vLLM model round each token as `models.exact` does.
 
@@ -65,10 +71,13 @@ def round_exactly(model: torch.nn.Module, num_blocks: int) -> None:
     from vllm.model_executor.layers.linear import RowParallelLinear
 
     modules: list[Any] = list(model.modules())
+    linears = [module for module in modules if hasattr(module, "cpu_linear")]
+    assert linears, "vLLM's linear layers have no attribute cpu_linear any more"
+    for module in linears:
+        module.cpu_linear = row_product
     for module in modules:
-        if hasattr(module, "cpu_linear"):
-            module.cpu_linear = row_product
         if isinstance(module, RowParallelLinear):
+            assert module.bias is None and module.input_is_parallel and module.reduce_results
             cast(Any, module).forward = functools.partial(_in_blocks, module, num_blocks // module.tp_size)
 
 

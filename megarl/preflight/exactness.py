@@ -10,8 +10,11 @@ from megarl.families.shape import ModelShape
 from megarl.platform.cuda_extensions import runs_on_cpu
 from megarl.preflight.registry import checks
 
+ENGINE_OPTIONS = ("max_num_batched_tokens", "enable_prefix_caching", "disable_custom_all_reduce")
+"""Fields of rollout.vllm that change no arithmetic on a CPU."""
 
-@checks("trainer")
+
+@checks("trainer", training_only=True)
 def exactness_faults(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     """Yield a reason for each model part, layout and setting that makes trainer and engine round differently."""
     if not (recipe.is_on_policy and recipe.trainer.exact):
@@ -22,7 +25,10 @@ def exactness_faults(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 def _of_machine(recipe: Recipe) -> Iterator[str]:
     if not runs_on_cpu():
-        yield "the engine's arithmetic on GPUs was never measured; train on CPUs (cluster.device=cpu)"
+        yield (
+            "the engine's arithmetic on GPUs was never measured; train on CPUs, in an environment made by VENV=DIR "
+            "launch/setup.sh cpu"
+        )
     if recipe.model.dtype != "bfloat16":
         yield (
             f"model.dtype is {recipe.model.dtype}, in which results of the engine's matrix products depend on the "
@@ -51,7 +57,8 @@ def _of_model(shape: ModelShape) -> Iterator[str]:
 def _of_layout(recipe: Recipe) -> Iterator[str]:
     trainer = recipe.trainer
     small, large = sorted((trainer.tp, recipe.rollout.tp))
-    # Each rank of the smaller side adds whole branches of the tree.
+    # A rank of the smaller side adds its blocks in pairs. The sum is that of the other side's ranks only if their
+    # number is a power of two.
     if small > 1 and (large % small or (large // small).bit_count() > 1):
         yield (
             f"with trainer.tp = {trainer.tp} and rollout.tp = {recipe.rollout.tp}, trainer and engine cannot add the "
@@ -72,6 +79,9 @@ def _of_sampling(recipe: Recipe) -> Iterator[str]:
         yield "the engine's weights are quantised; set rollout.quantization=none"
     if rollout.kv_cache_dtype != "auto":
         yield "keys and values in the engine's cache are rounded; set rollout.kv_cache_dtype=auto"
-    for name in ("speculative_config", "block_size"):
-        if rollout.vllm.get(name):
-            yield f"rollout.vllm.{name} changes the engine's kernels; remove it"
+    for name in sorted(rollout.vllm.keys() - set(ENGINE_OPTIONS)):
+        yield f"rollout.vllm.{name} may change the engine's arithmetic; remove it"
+    if not rollout.recompute_kv:
+        yield "keys and values of earlier weights stay in the engine's cache; set rollout.recompute_kv=true"
+    if recipe.train.max_logprob_gap is not None:
+        yield f"it sets the limit 0, and train.max_logprob_gap is {recipe.train.max_logprob_gap:g}; leave that out"

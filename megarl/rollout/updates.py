@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megarl.algorithms.importance import mismatch_metrics
 from megarl.cluster.rank_model import RankModel
@@ -96,30 +97,36 @@ def update_metrics(updates: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
     return found | {f"logprob_gap/{name}": mismatch[name] for name in others if name in mismatch}
 
 
-def mismatch_before_update(batch: RLBatch) -> float | None:
-    """Return the mean absolute difference, in nats, of the trainer's and the engine's log-probs over trained tokens.
+def mismatch_before_update(batch: RLBatch) -> NDArray[np.float64] | None:
+    """Return the absolute difference, in nats, of the trainer's and the engine's log-prob of each trained token.
 
-    None if some log-probs of the trainer are computed only in the update.
+    Shape: [trained tokens]. None if some log-probs of the trainer are computed only in the update.
     """
     old_logprobs = batch.per_token.get("old_logprobs")
     if old_logprobs is None:
         return None
     # float64: a batch has millions of tokens, and float32 sums lose the small differences.
     distances = np.abs(old_logprobs - batch.per_token["rollout_logprobs"])[batch.loss_mask].astype(np.float64)
-    return None if not len(distances) or np.isnan(distances).any() else float(distances.mean())
+    return None if not len(distances) or np.isnan(distances).any() else distances
 
 
 def excess_mismatch(batch: RLBatch, limit: float | None) -> dict[str, float]:
-    """Return `train/gap_exceeded` = 1 and `logprob_gap/mean` if the mismatch of engine and trainer forbids an update.
+    """Return `train/gap_exceeded` = 1 and metrics `logprob_gap/` if the mismatch of engine and trainer forbids an
+    update.
 
     The result is empty if the mismatch is at most `limit`, in nats, or not yet known.
     """
     if limit is None:
         return {}
-    distance = mismatch_before_update(batch)
-    if distance is None or distance <= limit:
+    distances = mismatch_before_update(batch)
+    if distances is None or distances.mean() <= limit:
         return {}
-    return {"train/gap_exceeded": 1.0, "logprob_gap/mean": distance}
+    return {
+        "train/gap_exceeded": 1.0,
+        "logprob_gap/mean": float(distances.mean()),
+        "logprob_gap/max": float(distances.max()),
+        "logprob_gap/bit_equal": float((distances == 0).mean()),
+    }
 
 
 def _is_mismatch_exceeded(metrics: Mapping[str, Metric]) -> bool:
@@ -135,8 +142,8 @@ def mismatch_exceeded_message(metrics: Mapping[str, float], limit: float | None,
     if limit == 0:
         return (
             f"trainer.exact = True: the trainer's log-probs of step {step} were {metrics['logprob_gap/mean']:.3g} nats "
-            "from the engine's on average, and not equal, so updates were skipped. `tools/check.py exact_operators` "
-            "names the first operator that differs. trainer.exact=false goes on without this requirement"
+            "from the engine's on average, and not equal, so updates were skipped. `tools/check.py exact_operators "
+            "--model FOLDER` compares both operator by operator. trainer.exact=false goes on without this requirement"
         )
     return (
         f"train.max_logprob_gap = {limit:g}: the trainer's log-probs of step {step} were "

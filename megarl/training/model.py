@@ -48,7 +48,8 @@ class ModelShard:
 
     All ranks build it together; the first model also creates Megatron's process groups. Every method is a collective
     over the trainer's ranks. `load_weights` fills the parameters. With a `replica` (the ranks of a data-parallel
-    replica), only its first rank receives rows.
+    replica), only its first rank receives rows. With `exact_blocks` above 0 the model rounds as the engine does, with
+    so many blocks of a product split over ranks (`Recipe.exact_blocks`).
     """
 
     def __init__(
@@ -60,13 +61,13 @@ class ModelShard:
         *,
         replica: Replica | None = None,
         router_replay: bool = False,
+        exact_blocks: int = 0,
     ) -> None:
         self.recipe, self.layout, self.shape = recipe, layout, shape
         self._replica = replica
         self.device = device.current()
         self.dtype = getattr(torch, recipe.model.dtype)
-        # A critic has no counterpart in the engine.
-        self.exact_blocks = 0 if shape.has_value_head else recipe.exact_blocks
+        self._exact_blocks = exact_blocks
         self.sequence_parallel = layout.tp > 1 and recipe.trainer.sequence_parallel is not False
         _join_ranks(recipe.seed, layout, shape)
         self.config = transformer_config(
@@ -79,7 +80,7 @@ class ModelShard:
             router_replay=router_replay,
             moe_dispatcher=recipe.trainer.moe_dispatcher,
             fp8=recipe.trainer.fp8,
-            exact=self.exact_blocks > 0,
+            exact=exact_blocks > 0,
             overrides=recipe.trainer.megatron,
         )
         self.chunks = [self._build(index).to(self.device) for index in range(layout.vpp)]
@@ -110,7 +111,7 @@ class ModelShard:
             logprob_chunk_tokens=logprob_chunk_tokens(
                 recipe, self.shape, self.layout, is_gpu=self.device.type == "cuda"
             ),
-            exact_blocks=self.exact_blocks,
+            exact_blocks=self._exact_blocks,
             trains_entropy=recipe.loop == "rl" and recipe.algorithm.entropy_coefficient > 0,
             vp_stage=self._vp_stage(index),
             **settings,
@@ -352,8 +353,9 @@ class FrozenModel(ModelShard):
         load_weights: LoadWeights,
         *,
         replica: Replica | None = None,
+        exact_blocks: int = 0,
     ) -> None:
-        super().__init__(recipe, layout, shape, load_weights, replica=replica)
+        super().__init__(recipe, layout, shape, load_weights, replica=replica, exact_blocks=exact_blocks)
         self.has_moved = False
         for parameter in self._own_parameters():
             parameter.data = _host_copy(parameter.data)

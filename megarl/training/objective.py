@@ -323,7 +323,7 @@ def _mismatch_metrics(trainer_logprobs: Tensor, rollout_logprobs: Tensor, is_cou
     trainer, engine = trainer_logprobs.double(), rollout_logprobs.double()
     logged = {
         "logprob_gap/measured": mean_of(is_sampled.double(), is_counted),
-        "logprob_gap/bit_equal": mean_of((trainer == engine).double(), is_measured),
+        "logprob_gap/bit_equal": mean_of((trainer == engine).double(), is_measured, needs_tokens=True),
         "logprob_gap/max": max_of((trainer - engine).abs(), is_measured),
     }
     moments = {f"logprob_gap/{name}": values for name, values in mismatch_moments(trainer, engine).items()}

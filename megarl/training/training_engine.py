@@ -117,7 +117,16 @@ class TrainingEngine(ModelShard):
     ) -> None:
         trainer, is_policy = recipe.trainer, role == "policy"
         router_replay = trainer.router_replay and is_policy
-        super().__init__(recipe, layout, shape, load_weights, replica=replica, router_replay=router_replay)
+        super().__init__(
+            recipe,
+            layout,
+            shape,
+            load_weights,
+            replica=replica,
+            router_replay=router_replay,
+            # A critic has no counterpart in the engine.
+            exact_blocks=recipe.exact_blocks if is_policy else 0,
+        )
         self._memory_owner = memory_owner
         self.role = role_of_policy(recipe) if is_policy else role_of_critic(recipe)
         self.is_adapted = is_policy and recipe.lora.rank > 0
@@ -391,7 +400,8 @@ class TrainingEngine(ModelShard):
         sums = [(mean.number * mean.count, mean.count) for mean in means if isinstance(mean, Mean)]
         total = torch.tensor(sums or [(0.0, 0.0)], dtype=torch.float32, device=self.device).sum(0)
         torch.distributed.all_reduce(total)
-        return bool(total[0] > limit * total[1])
+        # Where equality is required (limit 0), a log-prob that is not a number differs.
+        return bool(total[0] > limit * total[1]) or (limit == 0 and bool(total[0].isnan()))
 
 
 class StartingPolicy:

@@ -82,7 +82,7 @@ class TrainerWorker:
         use_expandable_segments()
         self.reference: FrozenModel | StartingPolicy | None = None
         if recipe.has_reference and not recipe.lora.rank:
-            self.reference = self._build(FrozenModel, recipe.model.folder)
+            self.reference = self._build(partial(FrozenModel, exact_blocks=recipe.exact_blocks), recipe.model.folder)
         self.reward_model: FrozenModel | None = None
         if (reward_model := recipe.further_models.get("reward.model")) is not None:
             self.reward_model = self._build(FrozenModel, reward_model, has_value_head=True)

@@ -82,14 +82,15 @@ def test_rotations_are_those_of_the_engine(in_vllm: Any, rotated: int) -> None:
 
 @pytest.mark.parametrize("window", [0, 48], ids=["all keys", "window"])
 def test_attention_is_the_same_token_by_token(window: int) -> None:
-    """One pass over whole sequences gives what an engine computes in steps of one token, in batches of any size."""
-    lengths = np.array([3, 700, 64, 129])
+    """One pass over whole sequences gives what its steps of one token do, in batches of any size, on two threads."""
+    torch.set_num_threads(2)
+    lengths = np.array([3, 2100, 64, 129])
     q, k, v = (half(lengths.sum(), heads, WIDTH) for heads in (HEADS, GROUPS, GROUPS))
     settings: dict[str, Any] = {"scale": WIDTH**-0.5, "window": window}
     whole = attention_on_cpu.attend(q, k, v, lengths, lengths, **settings)
     starts = lengths.cumsum() - lengths
     for batch in ([1], [1, 2, 3], [0, 1, 2, 3]):
-        for back in (0, 1, 60, 400):
+        for back in (0, 1, 60, 1400):
             seen = np.maximum(lengths[batch] - back, 1)
             keys = ranges(starts[batch], seen)
             last = starts[batch] + seen - 1
@@ -135,6 +136,32 @@ def test_products_of_blocks_do_not_depend_on_the_ranks() -> None:
     torch.testing.assert_close(of_one_rank, x.float() @ weight.float().T, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
+def test_gradients_of_confident_tokens_are_those_of_float64(temperature: float) -> None:
+    """Where a probability is nearly 1, logits rounded otherwise than in the forward pass would dominate its slope."""
+    vocabulary, tokens = 500, 64
+    hidden = half(tokens, 64).requires_grad_()
+    targets = torch.arange(tokens)
+    with torch.no_grad():
+        # Each target's row of the head has a large logit for its own hidden state.
+        directions = hidden / hidden.float().square().sum(-1, keepdim=True)
+        weight = half(vocabulary, 64, scale=0.1)
+        weight[:tokens] += (torch.linspace(6, 16, tokens)[:, None] * directions).bfloat16()
+    found, _ = exact_logprobs(
+        hidden, weight, targets, vocabulary=vocabulary, first_token_id=0, group=None, temperature=temperature,
+        chunk_tokens=32,
+    )  # fmt: skip
+    [ours] = torch.autograd.grad(found.sum(), hidden)
+    wide = hidden.detach().double().requires_grad_()
+    logits = wide @ weight.double().T
+    # The forward pass rounds logits to bfloat16; the slope is taken at these values.
+    rounded = logits + (row_product(hidden.detach(), weight).double() - logits).detach()
+    expected = torch.autograd.grad((rounded / temperature).log_softmax(-1).gather(1, targets[:, None]).sum(), wide)[0]
+    errors = (ours.double() - expected).norm(dim=-1)
+    # float32 knows 1 - p to 1e-7 only.
+    assert (errors < 0.03 * expected.norm(dim=-1) + 1e-5).all()
+
+
 @pytest.mark.parametrize("is_truncated", [False, True], ids=["whole vocabulary", "sets"])
 def test_logprobs_are_those_of_the_engines_sampler(is_truncated: bool) -> None:
     vocabulary, tokens = 433, 70
@@ -163,3 +190,19 @@ def test_logprobs_are_those_of_the_engines_sampler(is_truncated: bool) -> None:
     ours, expected = (torch.autograd.grad(each, (hidden, weight), tuple(directions)) for each in (found, usual))
     for one, other in zip(ours, expected, strict=True):
         assert (one - other).float().norm() < 0.02 * other.float().norm()
+
+
+def test_padding_after_a_sequence_of_full_length_has_angles() -> None:
+    table = RotaryTable(frequencies(Rotary(1e4), WIDTH), 8, torch.bfloat16)
+    x = half(10, 2, WIDTH)
+    rotated = table.rotate(x, torch.arange(10))
+    assert torch.equal(rotated[:8], table.rotate(x[:8], torch.arange(8)))
+
+
+def test_an_exact_engine_does_not_split_keys_over_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CPU_ATTN_SPLIT_KV", "1")
+    vllm_on_cpu.prepare()
+    from vllm import envs
+
+    vllm_on_cpu.compute_exactly()
+    assert envs.VLLM_CPU_ATTN_SPLIT_KV is False

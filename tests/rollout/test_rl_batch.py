@@ -303,9 +303,13 @@ def test_a_mismatch_is_known_before_the_update_where_all_old_logprobs_are() -> N
     batch.per_token["rollout_logprobs"] = np.array([-9.0, -1.0, -2.0, -3.0], np.float32)
     assert mismatch_before_update(batch) is None
     batch.per_token["old_logprobs"] = np.array([0.0, -1.1, -1.8, -2.4], np.float32)
-    assert mismatch_before_update(batch) == pytest.approx(0.3)
+    distances = mismatch_before_update(batch)
+    assert distances is not None and distances.mean() == pytest.approx(0.3)
     assert excess_mismatch(batch, 0.31) == {}
-    expected = {"train/gap_exceeded": 1.0, "logprob_gap/mean": pytest.approx(0.3)}
+    expected = {
+        "train/gap_exceeded": 1.0, "logprob_gap/mean": pytest.approx(0.3), "logprob_gap/max": pytest.approx(0.6),
+        "logprob_gap/bit_equal": 0.0,
+    }  # fmt: skip
     assert excess_mismatch(batch, 0.29) == expected
     assert excess_mismatch(batch, None) == {}
     batch.per_token["old_logprobs"][2] = np.nan

@@ -36,6 +36,7 @@ OPERATORS = (
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", type=Path, help="folder of a dense model; default: a random one")
     parser.add_argument("--family", choices=("qwen3", "llama"), default="qwen3", help="family of the random model")
     parser.add_argument("--hidden-size", type=int, default=1024)
     parser.add_argument("--num-layers", type=int, default=4)
@@ -45,7 +46,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as made, RankPool(1) as pool:
-        folder = make_tiny_model(
+        folder = options.model or make_tiny_model(
             Path(made) / "model", family=options.family, hidden_size=options.hidden_size,
             num_layers=options.num_layers, num_heads=8, num_kv_heads=4, head_dim=HEAD, initializer_range=0.05,
             intermediate_size=3 * options.hidden_size,
@@ -87,7 +88,7 @@ def of_trainer(folder: str, tokens: Any, is_exact: bool) -> dict[str, Any]:
     from megarl.data.token_batch import TokenBatch
     from megarl.types import TrainingSequence
 
-    model = model_shard(folder, ONE_RANK, "bfloat16", trainer={"exact": is_exact})
+    model = model_shard(folder, ONE_RANK, "bfloat16", trainer={"exact": is_exact}, exact_blocks=int(is_exact))
     [chunk] = model.chunks
     found: dict[str, Any] = {}
     for name, module in _modules(chunk, "decoder.layers", "embedding", "decoder.final_layernorm", 1).items():

@@ -28,8 +28,8 @@ def exact_logprobs(
     """Return what `vocab_parallel_logprobs` does, with the engine's rounding: float32 [tokens], log-probs and entropies
     in nats.
 
-    `vocabulary` counts the tokens of all ranks of `group`. At most `chunk_tokens` tokens have logits of the whole
-    vocabulary at once. The other arguments are those of `vocab_parallel_logprobs`.
+    `vocabulary` counts the tokens of all ranks of `group`. A rank holds at most `chunk_tokens` * local_vocabulary
+    logits at once. The other arguments are those of `vocab_parallel_logprobs`.
     """
     return _ExactLogprobs.apply(
         hidden, weight, targets, first_token_id, group, temperature, chunk_tokens, support, vocabulary
@@ -55,20 +55,22 @@ class _ExactLogprobs(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         blocks = vocabulary_blocks(len(targets), weight.size(0), chunk)
         logprobs, log_totals, entropies = hidden.new_empty(3, len(targets), dtype=torch.float32)
-        for start in range(0, len(targets), chunk):
-            rows = slice(start, start + chunk)
-            logits = _of_all_ranks(row_product(hidden[rows], weight), vocabulary, group).float()
+        # Each rank has the logits of the whole vocabulary.
+        count = max(1, chunk // (1 if group is None else group.size()))
+        for start in range(0, len(targets), count):
+            rows = slice(start, start + count)
+            logits = _gather_vocabulary(row_product(hidden[rows], weight), vocabulary, group).float()
             logits /= temperature[rows, None] if isinstance(temperature, Tensor) else temperature
             if support is not None:
-                logits.masked_fill_(_outside(support, start, len(logits), vocabulary), -torch.inf)
-            of_vocabulary = logits.log_softmax(-1)
+                logits.masked_fill_(_excluded(support, start, len(logits), vocabulary), -torch.inf)
+            all_logprobs = logits.log_softmax(-1)
             columns = targets[rows, None]
-            logprobs[rows] = of_vocabulary.gather(1, columns).squeeze(1)
+            logprobs[rows] = all_logprobs.gather(1, columns).squeeze(1)
             log_totals[rows] = logits.gather(1, columns).squeeze(1) - logprobs[rows]
-            entropies[rows] = torch.special.entr(of_vocabulary.exp_()).sum(-1)
+            entropies[rows] = torch.special.entr(all_logprobs.exp_()).sum(-1)
         cut = None if support is None else Truncation(support, first_token_id, blocks)
         ctx.save_for_backward(hidden, weight, targets - first_token_id, log_totals, entropies)
-        ctx.settings = (temperature, blocks, cut)
+        ctx.settings = (temperature, blocks, cut, _logits)
         return logprobs, entropies
 
     @staticmethod
@@ -76,7 +78,17 @@ class _ExactLogprobs(torch.autograd.Function):
         return *VocabParallelLogprobs.backward(ctx, *grads), None
 
 
-def _of_all_ranks(logits: Tensor, vocabulary: int, group: dist.ProcessGroup | None) -> Tensor:
+def _logits(hidden: Tensor, weight: Tensor, block: range, temperature: float | Tensor, room: Tensor) -> Tensor:
+    """Return the logits of the forward pass for a block of this rank's vocabulary, float32 [tokens, block].
+
+    Shapes: hidden [tokens, hidden_size], weight [local_vocabulary, hidden_size]. `room` has no effect.
+    """
+    # Rounded before the temperature divides them: with other roundings, probabilities near 1 would exceed 1.
+    logits = row_product(hidden, weight[block.start : block.stop]).float()
+    return logits.div_(temperature[:, None] if isinstance(temperature, Tensor) else temperature)
+
+
+def _gather_vocabulary(logits: Tensor, vocabulary: int, group: dist.ProcessGroup | None) -> Tensor:
     """Return the logits [tokens, vocabulary] of all ranks from this rank's part [tokens, local_vocabulary].
 
     Parts have the same length, except that the last ones may be shorter or empty.
@@ -91,7 +103,7 @@ def _of_all_ranks(logits: Tensor, vocabulary: int, group: dist.ProcessGroup | No
     return torch.cat(parts, dim=1)[:, :vocabulary]
 
 
-def _outside(support: Support, first: int, count: int, vocabulary: int) -> Tensor:
+def _excluded(support: Support, first: int, count: int, vocabulary: int) -> Tensor:
     """Return bool [count, vocabulary] for the tokens from `first` on: True outside a token's set.
 
     A token without a set has False everywhere.
@@ -100,7 +112,7 @@ def _outside(support: Support, first: int, count: int, vocabulary: int) -> Tenso
     counts = support.counts[first : first + count].long()
     stop = int(ends[first + count - 1])
     ids = support.token_ids[stop - int(counts.sum()) : stop].long()
-    outside = (counts > 0)[:, None].repeat(1, vocabulary)
+    excluded = (counts > 0)[:, None].repeat(1, vocabulary)
     tokens = torch.arange(count, device=ids.device).repeat_interleave(counts)
-    outside[tokens, ids] = False
-    return outside
+    excluded[tokens, ids] = False
+    return excluded

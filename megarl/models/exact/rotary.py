@@ -22,6 +22,8 @@ class RotaryTable:
 
         The first channels rotate, the other ones stay. Products and sums are float32, and are rounded once.
         """
+        # Padding after a sequence of full length has positions beyond the table. Its angles have no effect.
+        positions = positions.clamp(max=len(self._cosines) - 1)
         cosines, sines = (table[positions].float()[:, None] for table in (self._cosines, self._sines))
         width = cosines.size(-1)
         first, second, unrotated = x.split([width, width, x.size(-1) - 2 * width], dim=-1)
