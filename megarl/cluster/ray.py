@@ -25,7 +25,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from megarl.cluster.connected import Address, ConnectedGroup, connect
 from megarl.cluster.topology import Introduction, NodeKind
 from megarl.cluster.worker_group import PartOfRun
-from megarl.platform import chosen_device
+from megarl.platform import chosen_device, numa
 from megarl.types import ConfigError, PeerLostError
 
 _SWITCHES_LABEL = "switches"
@@ -139,7 +139,7 @@ class RayGroup(ConnectedGroup):
             ray.remote(_Process)
             .options(
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._placed, rank // per_node),
-                runtime_env={"env_vars": dict(environment)},
+                runtime_env={"env_vars": self._rank_environment(environment)},
                 **own,
             )
             .remote()
@@ -147,6 +147,15 @@ class RayGroup(ConnectedGroup):
         ]
         for turn, actor in enumerate(self._actors):
             self._served.append(actor.serve.remote(os.getcwd(), address, key, turn))
+
+    def _rank_environment(self, environment: Mapping[str, str]) -> dict[str, str]:
+        """Return the environment variables of the actors. Ranks that are bound to cores share these with other groups.
+
+        Ray may place ranks of several groups on one node. Each group sees only its own GPUs there.
+        """
+        if numa.VARIABLE in environment and self.world_size < self.part.num_ranks:
+            return {**environment, numa.VARIABLE: numa.BY_GPU}
+        return dict(environment)
 
     async def await_end(self) -> str:
         ended, _ = await asyncio.to_thread(ray.wait, self._served)

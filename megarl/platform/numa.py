@@ -20,7 +20,10 @@ from typing import Any, NamedTuple
 SYS = Path("/sys")
 
 VARIABLE = "MEGARL_RANKS_TO_BIND"
-"""Environment variable giving ranks the number of ranks on their node. A rank without it is not bound."""
+"""Environment variable giving ranks the number of ranks on their node, or `BY_GPU`. A rank without it is not bound."""
+
+BY_GPU = "by GPU"
+"""Value of the variable if the ranks of other groups, unknown to a rank, may use further GPUs of its machine."""
 
 UNKNOWN = (
     "/sys does not name the NUMA nodes of their GPUs (numa_node is -1 or missing); cluster.bind_to_numa=false ends "
@@ -184,10 +187,28 @@ def has_own_cores(environment: Mapping[str, str] = os.environ) -> bool:
 def rank_places(gpus: Sequence[str], root: Path = SYS) -> list[Place]:
     """Return the places of this node's ranks, by local rank; none if the ranks are not to be bound.
 
-    `gpus` are the PCI addresses of the visible GPUs. Local rank r uses the GPU number r.
+    `gpus` are the PCI addresses of the visible GPUs. Local rank r uses the GPU number r. With `BY_GPU`, each GPU of the
+    machine has its share of the cores, so that ranks of different groups have different ones.
     """
-    count = int(os.environ.get(VARIABLE, "0"))
-    return places(gpus[:count], allowed_cores(), root, is_allowed_to_one=has_own_cores())
+    setting = os.environ.get(VARIABLE, "0")
+    if setting != BY_GPU:
+        return places(gpus[: int(setting)], allowed_cores(), root, is_allowed_to_one=has_own_cores())
+    every = sorted({*gpus, *machine_gpus(root)})
+    found = dict(zip(every, places(every, allowed_cores(), root, is_allowed_to_one=has_own_cores()), strict=True))
+    return [found[gpu] for gpu in gpus]
+
+
+def machine_gpus(root: Path = SYS) -> list[str]:
+    """Return the PCI addresses of all NVIDIA GPUs of this machine, also of those hidden from this process."""
+    found = []
+    for folder in (root / "bus/pci/devices").glob("*"):
+        # Containers may hide files of devices that they do not use.
+        with suppress(OSError):
+            vendor, kind = ((folder / name).read_text().strip() for name in ("vendor", "class"))
+            # 0x10de is NVIDIA. Classes 0x03.... are display controllers, of which GPUs without a display are a part.
+            if vendor == "0x10de" and kind.startswith("0x03"):
+                found.append(folder.name)
+    return found
 
 
 class _Outcome:

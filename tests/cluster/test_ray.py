@@ -19,8 +19,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from megarl.cluster.topology import NodeKind
+from megarl.cluster.worker_group import PartOfRun
 from megarl.config import RewardConfig
 from megarl.environments.environment_pool import EnvironmentPool, RaisedError, process_settings
+from megarl.platform import numa
 from megarl.rewards.calling import Sample
 from megarl.rewards.reward_pool import RewardPool
 from megarl.rewards.reward_process import worker_settings
@@ -162,6 +164,26 @@ async def test_a_rank_on_ray_that_is_lost_is_named_and_the_others_go_on(
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     try:
         await SCENES[scene](lambda size, part: RayGroup(size, cluster.address, NodeKind(0, 2, 2), part), tmp_path)
+    finally:
+        ray.shutdown()
+
+
+@pytest.mark.parametrize(("first", "expected"), [(None, "2"), (1, "by GPU")])
+async def test_groups_that_may_share_a_node_bind_their_ranks_by_gpu(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int | None, expected: str
+) -> None:
+    """A group that is the whole run counts its ranks. Part of a run does not know who else is on its node."""
+    from megarl.cluster.ray import RayGroup
+
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    part = None if first is None else PartOfRun(first, 2, b"key" * 11)
+    group = RayGroup(1, cluster.address, NodeKind(0, 1, 2), part)
+    try:
+        await group.start("probe:Probe", {}, log_folder=tmp_path, environment={numa.VARIABLE: "2"})
+        try:
+            assert await group.call("environment", [numa.VARIABLE]) == [[expected]]
+        finally:
+            await group.close()
     finally:
         ray.shutdown()
 

@@ -83,6 +83,33 @@ def test_one_node_is_that_of_all_gpus(tmp_path: Path, node: int) -> None:
     assert cores_of(found) == ["0-1", "2-4", "5-7"]
 
 
+def test_groups_of_one_machine_have_different_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under Ray two groups may share a machine. Each sees only its own GPUs, and counts its ranks from zero."""
+    root = machine(tmp_path)
+    for gpu in GPUS:
+        write(root / f"bus/pci/devices/{gpu}/vendor", "0x10de")
+        write(root / f"bus/pci/devices/{gpu}/class", "0x030200")
+    # A network adapter of NVIDIA, and another firm's display.
+    for device, vendor, kind in (("0000:01:00.0", "0x10de", "0x020000"), ("0000:02:00.0", "0x1a03", "0x030000")):
+        write(root / f"bus/pci/devices/{device}/vendor", vendor)
+        write(root / f"bus/pci/devices/{device}/class", kind)
+        write(root / f"bus/pci/devices/{device}/numa_node", "0")
+    monkeypatch.setattr(numa, "allowed_cores", lambda: frozenset(ALL))
+    monkeypatch.setattr(numa, "has_own_cores", lambda: False)
+    monkeypatch.setenv(numa.VARIABLE, numa.BY_GPU)
+    alone = cores_of(numa.places(GPUS, ALL, root))
+    trainers, engines = numa.rank_places(GPUS[:2], root), numa.rank_places([GPUS[3], GPUS[2], GPUS[7]], root)
+    assert cores_of(trainers) == alone[:2]
+    assert cores_of(engines) == [alone[3], alone[2], alone[7]]
+    # A sandbox that hides the files of other devices: only visible GPUs count.
+    for gpu in GPUS[2:]:
+        (root / f"bus/pci/devices/{gpu}/vendor").unlink()
+    assert cores_of(numa.rank_places(GPUS[:2], root)) == ["0-7,32-39", "8-15,40-47"]
+    # One group, which knows all ranks of the machine.
+    monkeypatch.setenv(numa.VARIABLE, "2")
+    assert cores_of(numa.rank_places(GPUS, root)) == ["0-7,32-39", "8-15,40-47"]
+
+
 def test_an_unknown_node_binds_nobody_else_wrongly(tmp_path: Path) -> None:
     gpus = {GPUS[0]: 0, GPUS[1]: -1, GPUS[4]: 1}
     root = machine(tmp_path, gpus=gpus)
