@@ -125,7 +125,7 @@ async def inspect(
     ranks.set_deadlines(lambda: Deadlines.same(cluster.start_timeout_seconds, "cluster.start_timeout_seconds"))
     nodes = [place[0] for place in ranks.topology]
     looked = await ranks.call("look", models, str(run_folder))
-    reports = {node: seen for node, seen in zip(nodes, looked, strict=True) if seen}
+    reports = joined_reports(nodes, looked)
     wrong = all_faults(reports, nodes, recipe, str(run_folder), planned)
     if len(reports) > 1 and not wrong:
         addresses = {node: (ranks.hosts[nodes.index(node)], seen["port"]) for node, seen in reports.items()}
@@ -143,6 +143,19 @@ async def inspect(
     return list(slow_links(topology, measured, cluster.min_bandwidth_fraction)), [summary(measured)]
 
 
+def joined_reports(nodes: Sequence[str], looked: Sequence[dict[str, Any] | None]) -> dict[str, dict[str, Any]]:
+    """Return the report of each node. `nodes` and `looked` have the node and the report of each rank.
+
+    Under Ray each group on a node has a report, and sees only its own GPUs: their usable GPUs are joined.
+    """
+    reports: dict[str, dict[str, Any]] = {}
+    for node, seen in zip(nodes, looked, strict=True):
+        if seen:
+            others = reports[node]["usable_gpus"] if node in reports else ()
+            reports[node] = {**seen, "usable_gpus": (*others, *seen["usable_gpus"])}
+    return reports
+
+
 def all_faults(
     reports: Mapping[str, Mapping[str, Any]],
     nodes: Sequence[str],
@@ -157,7 +170,7 @@ def all_faults(
     found = [
         fault
         for kind, asked in kinds_of_nodes(recipe, nodes)
-        for fault in faults({node: reports[node] for node in kind}, run_folder, max(kind.values()), asked)
+        for fault in faults({node: reports[node] for node in kind}, run_folder, kind, asked)
     ]
     return found if planned is None else [*found, *memory_shortages(reports, nodes, recipe.trainer_ranks, planned)]
 
@@ -185,12 +198,14 @@ async def _bandwidths(group: WorkerGroup, recipe: Recipe) -> list[dict[str, floa
 
 
 def faults(
-    reports: Mapping[str, Mapping[str, Any]], run_folder: str, ranks_per_node: int, asked: Mapping[str, Need]
+    reports: Mapping[str, Mapping[str, Any]], run_folder: str, num_ranks: Mapping[str, int], asked: Mapping[str, Need]
 ) -> Iterator[str]:
     """Yield the faults of nodes of one kind, found in their reports, and unmet requirements.
 
-    `reports` are results of `NodeReport.look` by node. `asked` are the ranks' requirements by recipe field.
+    `reports` are results of `NodeReport.look` by node, and `num_ranks` the numbers of ranks. `asked` are the ranks'
+    requirements by recipe field.
     """
+    ranks_per_node = max(num_ranks.values())
     most = max(len(report["gpus"]) for report in reports.values())
     drivers = {gpu for report in reports.values() for gpu in report["gpus"]}
     # The median clock is the reference, so that one wrong clock does not make all others look wrong.
@@ -210,6 +225,13 @@ def faults(
         # Nodes of one kind have the same number of GPUs. A node with fewer has lost one.
         if most and len(report["gpus"]) < max(ranks_per_node, most):
             yield f"node {node}: shows {len(report['gpus'])} GPUs, the run needs {ranks_per_node}; exclude the node"
+        elif most and 0 < len(report["usable_gpus"]) < num_ranks[node]:
+            # Without any visible GPU the device's own check reports the fault.
+            yield (
+                f"node {node}: CUDA_VISIBLE_DEVICES leaves {len(report['usable_gpus'])} of its {len(report['gpus'])} "
+                f"GPUs visible, but {num_ranks[node]} ranks run there; unset it, or use fewer ranks per node "
+                "(cluster.ranks_per_node)"
+            )
         for module, fault in report["broken"].items():
             is_engine = module == "transformer_engine.pytorch"
             remedy = transformer_engine.REMEDY if is_engine else cuda_extensions.REMEDY

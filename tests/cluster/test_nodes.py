@@ -11,7 +11,15 @@ import torch
 import torch.distributed as dist
 
 from megarl.cluster.bandwidth import ACROSS, WITHIN, Bandwidth, pairings, slow_links, summary
-from megarl.cluster.node_checks import NodeReport, all_faults, faults, kinds_of_nodes, memory_shortages, unreached
+from megarl.cluster.node_checks import (
+    NodeReport,
+    all_faults,
+    faults,
+    joined_reports,
+    kinds_of_nodes,
+    memory_shortages,
+    unreached,
+)
 from megarl.cluster.topology import Introduction, environments, in_order, rank_topology
 from megarl.config import Recipe
 from megarl.memory_plan.node_bytes import RankHostBytes
@@ -50,6 +58,11 @@ GOOD = {
             id="a driver that torch cannot use",
         ),
         pytest.param({"gpus": ["H200, 570"] * 7}, "node n2: shows 7 GPUs, the run needs 8", id="a GPU is gone"),
+        pytest.param(
+            {"usable_gpus": (Gpu("NVIDIA H200", (9, 0)),) * 4},
+            "node n2: CUDA_VISIBLE_DEVICES leaves 4 of its 8 GPUs visible, but 8 ranks run there; unset it",
+            id="GPUs are hidden",
+        ),
         pytest.param({"gpus": ["H200, 560"] * 8}, "different GPUs or drivers: H200, 560, H200, 570", id="drivers"),
         pytest.param(
             {"broken": {"transformer_engine.pytorch": "OSError: libcudnn.so"}},
@@ -77,7 +90,7 @@ GOOD = {
 )
 def test_a_bad_node_is_named(changed: dict[str, Any], error_text: str | None) -> None:
     reports = {"n1": GOOD, "n2": GOOD | changed, "n3": GOOD}
-    found = list(faults(reports, "/runs/a", 8, field_needs()))
+    found = list(faults(reports, "/runs/a", dict.fromkeys(reports, 8), field_needs()))
     assert found == [] if error_text is None else len(found) == 1 and error_text in found[0]
 
 
@@ -102,6 +115,18 @@ def test_the_checks_of_nodes_compare_memory() -> None:
     assert text.startswith("node n1: its 8 ranks need 488 GiB of host memory, but the node has 480")
 
 
+def test_groups_on_one_node_see_parts_of_its_gpus() -> None:
+    """Under Ray the first rank of each group reports, with the GPUs of its own group."""
+    shown = [(Gpu("NVIDIA H200", (9, 0)),) * count for count in (4, 2, 8)]
+    looked = [GOOD | {"usable_gpus": gpus} for gpus in shown]
+    nodes = ["a"] * 6 + ["b"] * 8
+    reports = joined_reports(nodes, [looked[0], *[None] * 3, looked[1], None, looked[2], *[None] * 7])
+    assert {node: len(report["usable_gpus"]) for node, report in reports.items()} == {"a": 6, "b": 8}
+    assert list(faults(reports, "/runs/a", {"a": 6, "b": 8}, {})) == []
+    (text,) = faults(reports, "/runs/a", {"a": 7, "b": 8}, {})
+    assert text.startswith("node a: CUDA_VISIBLE_DEVICES leaves 6 of its 8 GPUs visible, but 7 ranks")
+
+
 def test_nodes_of_two_kinds_are_compared_with_their_like() -> None:
     cluster = {"launcher": "slurm", "ranks_per_node": 8, "groups": {"engines": {"nodes": 2, "ranks_per_node": 4}}}
     rollout = {"placement": "separate", "quantization": "fp8"}
@@ -117,7 +142,7 @@ def test_nodes_of_two_kinds_are_compared_with_their_like() -> None:
     assert trainers[0] == {"a": 8} and [*trainers[1]] == ["trainer.fp8 = blockwise"]
     assert engines[0] == {"b": 4, "c": 4} and [*engines[1]] == ["rollout.quantization = fp8"]
     ada = GOOD | {"gpus": ["L40S, 570"] * 4, "usable_gpus": (Gpu("NVIDIA L40S", (8, 9)),) * 4}
-    assert list(faults({"b": ada, "c": ada}, "/runs/a", 4, engines[1])) == []
+    assert list(faults({"b": ada, "c": ada}, "/runs/a", engines[0], engines[1])) == []
 
 
 def test_a_node_looks_around_and_tries_to_reach_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
