@@ -146,6 +146,33 @@ def test_experts_of_what_was_trained_are_forgotten() -> None:
     assert held.retain([]) == 5 * NUM_LAYERS * TOP_K * 2 and held.retain([]) == 0
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_expert_that_a_route_names_twice_is_refused(ranks: RankPool, world_size: int) -> None:
+    for text in ranks.run(fetch_repeated, world_size=world_size):
+        assert text.startswith("router replay: the engine's route of a token names expert 7 twice, in MoE layer 1")
+        assert "set trainer.router_replay=false" in text
+
+
+def fetch_repeated() -> str:
+    """Fetch the route of one sequence; its fourth token has expert 7 twice in the third layer. Returns the error."""
+    from megarl.training.microbatch import pack_row
+
+    held = StoredExperts(dist.get_rank(), dist.get_world_size())
+    experts = experts_of(0, 8)
+    experts[3, 2] = 7, 3, 7
+    batch = TokenBatch.from_sequences([TrainingSequence(np.arange(9), np.ones(9, bool))])
+    batch.experts = np.array([held.keep(experts)])
+    row = pack_row(batch, multiple=1, qkv_format="packed", device=torch.device("cpu"), cp=1, cp_rank=0)
+    own = [OwnTokens(batch, row.padded, np.arange(9))]
+    # The first two layers have sound routes.
+    assert len(fetch_routes(ExpertExchange(held, [0, 1], TOP_K), own)) == 1
+    try:
+        fetch_routes(ExpertExchange(held, [1, 2], TOP_K), own)
+    except DataError as error:
+        return str(error)
+    return "no error"
+
+
 def fetch_for_trees(layout: ParallelConfig) -> bool:
     """Whether this rank's stored tokens get the experts of every token that they stand for."""
     from megarl.training.microbatch import pack_row, represented_tokens
