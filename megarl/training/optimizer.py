@@ -16,6 +16,7 @@ from megatron.core.optimizer import (
 )
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megarl.config import OptimizerConfig
@@ -82,8 +83,20 @@ def step_if_finite(optimizer: ChainedOptimizer, *, is_wanted: bool) -> tuple[flo
         if (parameters := part.get_parameters()) and part.config.clip_grad > 0:
             is_decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
             clip_grad_by_total_norm_fp32(list(parameters), part.config.clip_grad, grad_norm, is_decoupled)
-    optimizer.step_with_ready_grads()
+    _apply(optimizer.chained_optimizers)
     return grad_norm, True
+
+
+def _apply(parts: Sequence[MegatronOptimizer]) -> None:
+    """Update the parameters of all parts of an optimizer, then gather them once."""
+    distributed = [part for part in parts if isinstance(part, DistributedOptimizer)]
+    for part in parts:
+        if isinstance(part, DistributedOptimizer) and part is not distributed[-1]:
+            # A mixture of experts has one part for dense parameters and one for experts. In Megatron-Core 0.16.1 the
+            # step of each part gathers the parameters of both, so all were gathered twice.
+            super(DistributedOptimizer, part).step_with_ready_grads()
+        else:
+            part.step_with_ready_grads()
 
 
 def build_schedule(
