@@ -49,10 +49,31 @@ class Communicator:
 
 
 def communicators_of(
-    layout: ParallelConfig, ranks_per_node: int, *, has_trainer: bool, has_engine: bool, has_experts: bool
+    layout: ParallelConfig,
+    ranks_per_node: int,
+    *,
+    has_trainer: bool,
+    has_engine: bool,
+    has_experts: bool,
+    is_distributed: bool = True,
+    shares_embedding: bool = False,
+    balances_experts: bool = False,
 ) -> list[Communicator]:
-    """Return the communicators with several ranks of a rank that trains, samples, or both."""
-    found = list(_trainer(layout, ranks_per_node, has_experts=has_experts)) if has_trainer else []
+    """Return the communicators with several ranks of a rank that trains, samples, or both.
+
+    `is_distributed`: data-parallel ranks share the optimizer's states. `shares_embedding`: the rank's stage has a copy
+    of another stage's embedding. `balances_experts`: the model has losses that balance its experts.
+    """
+    found: list[Communicator] = []
+    if has_trainer:
+        found += _trainer(layout, ranks_per_node)
+        found += _gradient_norm(layout, has_experts=has_experts, is_distributed=is_distributed)
+        if shares_embedding:
+            found.append(Communicator("embedding", min(2, layout.pp)))
+        if has_experts:
+            found += _experts(layout, ranks_per_node)
+            # Without context parallelism too, Megatron makes this group besides the one for gradients.
+            found.append(Communicator("data parallelism", layout.dp * balances_experts))
     if has_engine:
         found.append(Communicator("engine's tensor parallelism", layout.rollout_tp))
         if not has_trainer:
@@ -62,11 +83,10 @@ def communicators_of(
     return [one for one in found if one.num_bytes]
 
 
-def _trainer(layout: ParallelConfig, ranks_per_node: int, *, has_experts: bool) -> Iterator[Communicator]:
+def _trainer(layout: ParallelConfig, ranks_per_node: int) -> Iterator[Communicator]:
     yield Communicator("tensor parallelism", layout.tp)
     yield Communicator("context parallelism", layout.cp)
     yield Communicator("data and context parallelism", layout.dp * layout.cp)
-    yield Communicator("tensor and pipeline parallelism", layout.tp * layout.pp)
     yield Communicator("all trainers", layout.world_size)
     # Megatron's order puts pipeline stages as far apart as it can; rank_order may bring them closer.
     is_near = layout.world_size <= ranks_per_node
@@ -77,18 +97,30 @@ def _trainer(layout: ParallelConfig, ranks_per_node: int, *, has_experts: bool) 
         num_peers=min(2, layout.pp - 1) if is_near else 0,
         spans_nodes=not is_near,
     )
+
+
+def _gradient_norm(layout: ParallelConfig, *, has_experts: bool, is_distributed: bool) -> Iterator[Communicator]:
+    """Yield the groups that add up the gradient's norm. A distributed optimizer has parts of it on all ranks."""
+    if is_distributed:
+        yield Communicator("gradient norm", layout.world_size)
+        return
+    yield Communicator("tensor and pipeline parallelism", layout.tp * layout.pp)
     if has_experts:
-        experts = layout.ep * layout.etp
-        yield Communicator(
-            "expert parallelism",
-            layout.ep,
-            has_collectives=False,
-            num_peers=min(layout.ep, max(1, ranks_per_node // layout.etp)) - 1,
-            spans_nodes=experts > ranks_per_node,
-        )
-        yield Communicator("expert tensor parallelism", layout.etp)
-        yield Communicator("expert and expert tensor parallelism", experts)
-        yield Communicator("data parallelism of experts", layout.world_size // (experts * layout.pp))
+        yield Communicator("experts and pipeline parallelism", layout.etp * layout.ep * layout.pp)
+
+
+def _experts(layout: ParallelConfig, ranks_per_node: int) -> Iterator[Communicator]:
+    experts = layout.ep * layout.etp
+    yield Communicator(
+        "expert parallelism",
+        layout.ep,
+        has_collectives=False,
+        num_peers=min(layout.ep, max(1, ranks_per_node // layout.etp)) - 1,
+        spans_nodes=experts > ranks_per_node,
+    )
+    yield Communicator("expert tensor parallelism", layout.etp)
+    yield Communicator("expert and expert tensor parallelism", experts)
+    yield Communicator("data parallelism of experts", layout.world_size // (experts * layout.pp))
 
 
 def _reshard(layout: ParallelConfig, ranks_per_node: int, *, has_experts: bool) -> Communicator:

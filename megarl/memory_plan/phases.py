@@ -33,6 +33,8 @@ from megarl.reshard.layouts.vllm_computed import VllmLayouts
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 TEMPORARY = ("activations", "pipeline", "backward", "logits", "engine step")
 """Uses of memory that torch's allocator takes and returns within a phase, in sizes that vary."""
+_BALANCING = ("moe_aux_loss_coeff", "moe_z_loss_coeff")
+"""Fields of trainer.megatron with the coefficients of losses that balance experts."""
 # States that may be offloaded, by the names in trainer.offload.
 _ALL = ("parameters", "gradients", "optimizer")
 
@@ -396,8 +398,10 @@ class RankMemory:
             yield Use("CUDA", CONTEXT_BYTES)
             yield Use("NCCL", sum(one.num_bytes for one in self.communicators))
             yield Use("CUDA graphs", self._graphs)
-            temporary = sum(use.device_bytes for use in uses if use.kind in TEMPORARY)
-            yield Use("fragmentation", int(FRAGMENTATION_SHARE * temporary))
+            if self.has_trainer:
+                # Only trainers turn expandable segments on. The waste of a rank that only samples is not known.
+                temporary = sum(use.device_bytes for use in uses if use.kind in TEMPORARY)
+                yield Use("fragmentation", int(FRAGMENTATION_SHARE * temporary))
             if self.has_trainer and self.recipe.trainer.moe_dispatcher == "flex":
                 yield Use("DeepEP", self._deep_ep)
         else:
@@ -430,7 +434,19 @@ class RankMemory:
             has_trainer=self.has_trainer,
             has_engine=self.has_engine,
             has_experts=bool(self.models.policy.shape.num_experts),
+            is_distributed=self.recipe.trainer.distributed_optimizer,
+            shares_embedding=self._shares_embedding,
+            balances_experts=any(self.recipe.trainer.megatron.get(name) for name in _BALANCING),
         )
+
+    @property
+    def _shares_embedding(self) -> bool:
+        """Return whether the first and the last pipeline stage have copies of one embedding, and this rank one of
+        them.
+        """
+        shape, last = self.models.policy.shape, self.layout.pp - 1
+        has_copy = shape.tie_word_embeddings or bool(shape.with_mtp(self.recipe.trains_mtp).num_mtp_layers)
+        return self.has_trainer and has_copy and last > 0 and self.layout.coordinates(self.rank).pp in (0, last)
 
     def _trained(self, built: Built, optimizer: str, lora_rank: int) -> TrainerStates:
         layouts = built.layouts

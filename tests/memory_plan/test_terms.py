@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from megarl.memory_plan.communicators import communicators_of
 from megarl.memory_plan.devices import GPU
 from megarl.memory_plan.engine_bytes import graph_bytes
 from megarl.memory_plan.node_bytes import DRIVER_BYTES, fullest_node, node_terms
-from megarl.memory_plan.phases import memory_table
+from megarl.memory_plan.phases import RankMemory, memory_table
 from megarl.memory_plan.terms import TERMS, explained
 from megarl.preflight.memory_fit import models_of
 from megarl.preflight.sizes import layout_of
@@ -41,8 +42,8 @@ def test_communicators_of_a_dense_model() -> None:
     assert sizes(ParallelConfig(tp=4, pp=1, dp=2, rollout_tp=2)) == {
         "tensor parallelism": 688,
         "data and context parallelism": 544,
-        "tensor and pipeline parallelism": 688,
         "all trainers": 688,
+        "gradient norm": 688,
         "engine's tensor parallelism": 544,
         # Half of an engine rank's weights come from one other trainer: 32 channels of 12 MiB.
         "reshard": 384,
@@ -62,6 +63,36 @@ def test_communicators_of_experts_and_of_several_nodes() -> None:
     assert far["expert parallelism"] == 7 * 24 + 512 and far["reshard"] == 7 * 24 + 512
     stages = sizes(ParallelConfig(tp=8, pp=2, dp=1, rollout_tp=8))
     assert stages["pipeline parallelism"] == 512
+
+
+def test_communicators_of_the_gradient_norm_the_embedding_and_balanced_experts() -> None:
+    layout = ParallelConfig(tp=2, pp=2, dp=2, rollout_tp=2, ep=2)
+    parts = {"tensor and pipeline parallelism": 688, "experts and pipeline parallelism": 688}
+    whole = sizes(layout, has_experts=True, is_distributed=False)
+    assert whole.items() >= parts.items() and "gradient norm" not in whole
+    further = {"embedding": 544, "data parallelism": 544, "gradient norm": 688}
+    found = sizes(layout, has_experts=True, shares_embedding=True, balances_experts=True)
+    assert found.items() >= further.items() and not found.keys() & parts.keys()
+    assert not sizes(layout, has_experts=True).keys() & {"embedding", "data parallelism"}
+
+
+@pytest.mark.parametrize(("tied", "stage", "has_group"), [(True, 0, True), (True, 1, False), (False, 0, False)])
+def test_stages_with_a_copy_of_the_embedding_have_a_group(
+    large: Callable[..., Recipe], tied: bool, stage: int, has_group: bool
+) -> None:
+    recipe = large("qwen3_14b_dapo_h200", "trainer.tp=1", "trainer.pp=4")
+    models = models_of(recipe, layout_of(recipe))
+    shape = dataclasses.replace(models.policy.shape, tie_word_embeddings=tied)
+    models = dataclasses.replace(models, policy=dataclasses.replace(models.policy, shape=shape))
+    memory = RankMemory(recipe, models, GPU, models.policy.layout.rank(tp=0, dp=0, pp=stage))
+    assert ("embedding" in {one.name for one in memory.communicators}) == has_group
+
+
+def test_only_ranks_that_train_have_expandable_segments(large: Callable[..., Recipe]) -> None:
+    recipe = large("qwen3_14b_dapo_h200", "cluster.nodes=2", "rollout.placement=separate", "rollout.ranks=8")
+    table = memory_table(recipe, models_of(recipe, layout_of(recipe)), GPU)
+    wasted = {phase.name: phase.use("fragmentation").device_bytes for phase in table.phases}
+    assert wasted["train"] > 0 and wasted["rollout"] == wasted["reshard engine"] == 0
 
 
 def test_a_rank_that_only_samples_has_the_engines_groups() -> None:
