@@ -17,9 +17,6 @@ from megarl.platform.visible_gpus import driver_version, installed_gpus
 VARIABLE = "MEGARL_DEVICE"
 """Environment variable giving ranks the value of `cluster.device`: auto, cpu or cuda."""
 
-IMAGINED = "meta"
-"""Value of the variable for a device without memory. No recipe may choose it; `tools/check.py collectives` does."""
-
 LEAST_DRIVERS = {12: "525.60.13", 13: "580.65.06"}
 """Oldest usable Linux driver of NVIDIA, by major version of CUDA. Source: NVIDIA's CUDA Toolkit release notes."""
 

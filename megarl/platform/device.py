@@ -19,11 +19,9 @@ if TYPE_CHECKING:
 
 
 def current() -> torch.device:
-    """Return the accelerator of this rank, or the CPU. A tool that needs no numbers may choose torch's meta device."""
+    """Return the accelerator of this rank, or the CPU."""
     import torch
 
-    if chosen_device.chosen() == chosen_device.IMAGINED:
-        return torch.device("meta")
     if chosen_device.chosen() != "cpu" and torch.cuda.is_available():
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     return torch.device("cpu")

@@ -43,7 +43,7 @@ def prepare() -> None:
     """Install the patches once, before Megatron is imported. No effect if CUDA is available."""
     if torch.cuda.is_available() or hasattr(torch.Tensor.cuda, _MARK):
         return
-    # The CPU, or torch's meta device.
+    # The CPU, unless a tool replaced `device.current`.
     here = device.current()
     # Megatron's jit_fuser is torch.compile. On a CPU it would compile C++ code for every tiny function.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")

@@ -15,14 +15,17 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.distributed
 def test_all_ranks_of_tiny_models_agree_and_faults_are_named(tmp_path: Path) -> None:
-    """A dense model and one with experts, on tp 2, pp 2, dp 2 and ep 2. All eight ranks are traced."""
+    """Dense models and experts, on tp, cp, pp, dp, ep and vpp of 1 to 4. All eight ranks are traced.
+
+    The check compares each rank with the first one of equal work. That proves the rule by which large jobs are traced.
+    """
     file = tmp_path / "rows.jsonl"
     # A process of its own: its Megatron is patched for the imagined device, this one's for the CPU.
     command = [sys.executable, "-W", "ignore", "tools/check.py", "collectives", "--size", "small", "--json", str(file)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stdout + done.stderr
     rows = {(row["case"], row["phase"]): row for row in map(json.loads, file.read_text().splitlines())}
-    for case in ("tiny dense", "tiny experts"):
+    for case in ("tiny dense", "tiny experts", "tiny chunks", "tiny spread experts"):
         step = rows[case, "step"]
         assert step["findings"] == 0 and step["traced"] == step["ranks"] == 8 and step["calls"] > 1000
         assert rows[case, "reshard"]["findings"] == 0 and rows[case, "reshard"]["calls"] > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 import pytest
@@ -9,7 +10,8 @@ import pytest
 from tools.collectives.agreement import mismatches
 from tools.collectives.links import link_bytes
 from tools.collectives.programs import MESSAGES, Call, Group, Job, Program, RankProgram
-from tools.collectives.waits import deadlocks
+from tools.collectives.symmetry import reduced
+from tools.collectives.waits import _Execution, deadlocks
 
 PAIRS = [Group("FIRST", (0, 1)), Group("SECOND", (0, 1)), Group("ALL", (0, 1, 2))]
 
@@ -142,6 +144,49 @@ def test_ranks_share_a_program_with_groups_of_their_own() -> None:
     ranks = [RankProgram(0), RankProgram(1, {2: 3}), RankProgram(1, {0: 1}), RankProgram(0, {0: 1, 2: 3})]
     [text] = deadlocks(Job(groups, orders, ranks))
     assert "these wait for each other" in text and [f"rank {rank} waits" in text for rank in range(4)] == [True] * 4
+
+
+def replicated(size: int, calls: Sequence[str]) -> Job:
+    """A grid of two stages and `size` replicas. A rank makes calls on its replica, its stage, or all ranks."""
+    groups = [Group("ALL", tuple(range(2 * size)))]
+    groups += [Group("PIPELINE", (rank, size + rank)) for rank in range(size)]
+    groups += [Group("STAGE", tuple(range(stage * size, stage * size + size))) for stage in range(2)]
+    programs = []
+    for stage in range(2):
+        message = [send(1, group=1, own=0), receive(0, group=1, own=1)][stage]
+        kinds = {"all": reduce(0), "stage": reduce(1 + size + stage), "sum": reduce(1), "message": message}
+        kinds["message"] = message if stage == 0 else message._replace(group=1)
+        programs.append(Program.blocking([kinds[call] for call in calls]))
+    ranks = [
+        RankProgram(rank // size, {1: 1 + rank % size, 1 + size + rank // size: 1 + size + rank // size})
+        for rank in range(2 * size)
+    ]
+    return Job(groups, programs, ranks)
+
+
+def test_one_rank_of_each_stage_stands_for_all_replicas() -> None:
+    whole = replicated(16, ["message", "stage", "sum", "all", "message"])
+    few = reduced(whole)
+    assert len(whole.ranks) == 32 and len(few.ranks) == 2
+    assert _Execution(whole).run() == _Execution(few).run() == []
+    assert [group.ranks for group in few.groups] == [(0, 1), (0, 1), (0,), (1,)]
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_ranks_that_stand_for_others_end_if_all_end(seed: int) -> None:
+    """Random programs of four stages, of which some ranks deviate. Reduced or not, the result is the same."""
+    chosen = random.Random(seed)
+    job = replicated(4, chosen.choices(["message", "stage", "sum", "all"], k=6))
+    programs, ranks = list(job.programs), list(job.ranks)
+    for rank in chosen.sample(range(8), chosen.choice([0, 1, 2, 8])):
+        own = programs[ranks[rank].program]
+        calls = list(own.calls)
+        here, there = chosen.sample(range(6), 2)
+        calls[here], calls[there] = calls[there], calls[here]
+        programs.append(Program.blocking(calls))
+        ranks[rank] = RankProgram(len(programs) - 1, ranks[rank].groups)
+    changed = Job(job.groups, programs, ranks)
+    assert bool(_Execution(changed).run()) == bool(_Execution(reduced(changed)).run()) == bool(deadlocks(changed))
 
 
 def test_bytes_are_counted_by_link() -> None:

@@ -8,7 +8,8 @@ engine replica. A row shows bytes by link: within a node, between GPUs of equal 
 
     python tools/check.py collectives launch/recipes/qwen3_32b_grpo.yaml [OVERRIDES of the recipe]
 
-Replicas share traces: their ranks have equal shards and rows. --every-rank traces all ranks and compares them instead.
+Ranks with equal work share traces: those of a pipeline stage, and apart from them the first of its tensor-parallel
+groups. The first and the last rank of each are traced and compared. --every-rank traces and compares all ranks.
 Layers are Megatron's own, because Transformer Engine needs a GPU. Rows of all replicas have equally many tokens, and
 all experts too. The broadcast of rows within a replica and the engines' own collectives are not recorded.
 """
@@ -34,9 +35,11 @@ if TYPE_CHECKING:
     from megarl.config.parallel import ParallelConfig
     from megarl.families.shape import ModelShape
 
-DURATION = {"small": "20 s: two tiny models on 8 ranks", "full": "minutes: the shipped recipes (not timed)"}
+DURATION = {"small": "40 s: four tiny layouts of 8 ranks", "full": "10 minutes: the shipped recipes at full size"}
 SMALL = {"cases": "tiny", "faults": True, "every_rank": True}
 
+_MOST_EXAMINED = 16
+"""Number of ranks whose own part of a reshard is compared with the sizes of all. A part takes up to 1 s."""
 RECIPES = Path(__file__).resolve().parents[2] / "launch/recipes"
 SEPARATE = ("rollout.placement=separate", "rollout.ranks=16")
 SHIPPED: dict[str, tuple[str, Sequence[str]]] = {
@@ -54,7 +57,7 @@ loop: rl
 model: {{path: {name}, dtype: bfloat16}}
 data: {{train: train.jsonl, max_prompt_tokens: 48}}
 cluster: {{ranks_per_node: 8}}
-trainer: {{tp: 2, pp: 2, {trainer}max_tokens_per_microbatch: 256}}
+trainer: {{tp: 2, {trainer}, max_tokens_per_microbatch: 256}}
 optimizer: {{learning_rate: 1e-3}}
 rollout: {{tp: 2, kv_cache_gib: 1, sampling: {{max_new_tokens: 48}}}}
 train: {{steps: 1, prompts_per_step: 8, samples_per_prompt: 2}}
@@ -69,7 +72,12 @@ _TINY_EXPERTS = _TINY_CONFIG | {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2,
     "norm_topk_prob": True, "moe_intermediate_size": 32, "tie_word_embeddings": False,
 }  # fmt: skip
-TINY = {"tiny dense": (_TINY_CONFIG, ""), "tiny experts": (_TINY_EXPERTS, "ep: 2, router_replay: true, ")}
+TINY = {
+    "tiny dense": (_TINY_CONFIG, "pp: 2"),
+    "tiny experts": (_TINY_EXPERTS, "pp: 2, ep: 2, router_replay: true"),
+    "tiny chunks": (_TINY_CONFIG, "pp: 2, cp: 2, vpp: 2"),
+    "tiny spread experts": (_TINY_EXPERTS, "cp: 2, ep: 4, router_replay: true"),
+}
 """Fields of config.json and of the recipe's trainer, by name."""
 
 
@@ -81,6 +89,13 @@ class Case:
     recipe: Recipe
     layout: ParallelConfig
     shape: ModelShape
+
+
+class _Clock:
+    """Start of a measurement in seconds: of the wall clock, and of this process's CPU time."""
+
+    def __init__(self) -> None:
+        self.wall, self.cpu = time.monotonic(), time.process_time()
 
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:
@@ -115,7 +130,7 @@ def check_step(case: Case, options: argparse.Namespace) -> Iterator[dict[str, An
     from tools.collectives.traced_rank import Work
     from tools.collectives.traced_ranks import trace_ranks
 
-    started = time.monotonic()
+    started = _Clock()
     layout = case.layout
     work = Work(case.recipe, layout, case.shape, options.rows or 2 * layout.pp)
     ranks = list(range(layout.world_size)) if options.every_rank else representatives(layout)
@@ -128,12 +143,10 @@ def check_step(case: Case, options: argparse.Namespace) -> Iterator[dict[str, An
     ]
     job, missing = shared_job(layout, groups, {rank: trace.program for rank, trace in traces.items()})
     if missing:
-        further = {trace.rank: trace for trace in trace_ranks(work, missing, options.processes)}
-        traces |= further
+        traces |= {trace.rank: trace for trace in trace_ranks(work, missing, options.processes)}
         job, _ = shared_job(layout, groups, {rank: trace.program for rank, trace in traces.items()})
-    if options.every_rank:
-        differing = differing_ranks(layout, groups, {rank: trace.program for rank, trace in traces.items()})
-        findings += [f"rank {rank}: its calls are not those of its coordinate's first rank" for rank in differing]
+    differing = differing_ranks(layout, groups, {rank: trace.program for rank, trace in traces.items()})
+    findings += [f"rank {rank}: its calls are not those of the first rank with the same work" for rank in differing]
     cpu_seconds = sum(trace.cpu_seconds for trace in traces.values())
     yield _row(case, "step", job, findings, traced=len(traces), started=started, cpu_seconds=cpu_seconds)
     if options.faults:
@@ -149,7 +162,7 @@ def check_faults(case: Case, job: Job) -> Iterator[dict[str, Any]]:
         ("a skipped call", faults.collective_in_the_middle, faults.with_skipped_call),
         ("swapped calls", faults.pair_in_the_middle, faults.with_swapped_calls),
     ):
-        started = time.monotonic()
+        started = _Clock()
         row = _row(case, name, changed(job, rank, place(job, rank)), [], traced=0, started=started)
         yield row | {"met": row["findings"] > 0 and f"rank {rank} " in row["first"]}
 
@@ -158,12 +171,16 @@ def check_reshard(case: Case, num_ranks: int, name: str) -> dict[str, Any]:
     """Return the row of the reshard over `num_ranks` ranks of a case."""
     import torch
 
-    from tools.collectives.reshard_calls import plan_of, reshard_job
+    from tools.collectives.reshard_calls import differing_ranks, exchanges, plan_of, reshard_job
 
-    started = time.monotonic()
+    started = _Clock()
     dtype = case.recipe.model.dtype
     plan = plan_of(case.recipe, case.layout, case.shape, num_ranks, getattr(torch, dtype).itemsize)
-    return _row(case, name, reshard_job(plan, dtype), [], traced=num_ranks, started=started)
+    found = exchanges(plan)
+    examined = sorted({*range(0, num_ranks, -(-num_ranks // _MOST_EXAMINED)), num_ranks - 1})
+    differing = differing_ranks(plan, found, examined)
+    findings = [f"rank {rank}: its own part of the reshard has other sizes than its peers expect" for rank in differing]
+    return _row(case, name, reshard_job(plan, found, dtype), findings, traced=len(examined), started=started)
 
 
 def _row(
@@ -173,7 +190,7 @@ def _row(
     findings: Sequence[str],
     *,
     traced: int,
-    started: float,
+    started: _Clock,
     cpu_seconds: float = 0.0,
 ) -> dict[str, Any]:
     findings = [*findings, *mismatches(job), *deadlocks(job)]
@@ -185,8 +202,8 @@ def _row(
         "traced": traced,
         "calls": job.num_calls,
         **{f"{link}_gb": num_bytes / 1e9 for link, num_bytes in links.items()},
-        "seconds": round(time.monotonic() - started),
-        "cpu_seconds": round(cpu_seconds),
+        "seconds": round(time.monotonic() - started.wall),
+        "cpu_seconds": round(time.process_time() - started.cpu + cpu_seconds),
         "findings": len(findings),
         "first": findings[0] if findings else "",
         "met": not findings,
@@ -204,8 +221,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    # Before torch and Megatron are imported.
-    os.environ["MEGARL_DEVICE"] = "meta"
+    from tools.collectives.imagined_device import choose_imagined_device
+
+    choose_imagined_device()
     for case in cases(options):
         if options.phase in ("step", "all"):
             yield from check_step(case, options)

@@ -9,8 +9,8 @@ from typing import NamedTuple
 from tools.collectives.programs import EVERY_OTHER, Call, Group, Job, Program
 
 
-class _Member(NamedTuple):
-    """A member of a group: its global rank, its program, and the group's number in the program."""
+class Member(NamedTuple):
+    """A member of a group: its global rank, its program, and the group's number in the program (-1: not called)."""
 
     rank: int
     program: int
@@ -25,7 +25,7 @@ def mismatches(job: Job) -> Iterator[str]:
     """
     calls = [_CallsByGroup(program) for program in job.programs]
     seen: dict[tuple[tuple[int, int], ...], bool] = {}
-    for number, members in _members(job).items():
+    for number, members in members_by_group(job).items():
         group = job.groups[number]
         # Groups whose members run the same programs give the same result.
         key = tuple((member.program, member.slot) for member in members)
@@ -38,7 +38,7 @@ def mismatches(job: Job) -> Iterator[str]:
         seen[key] = not found
 
 
-def _members(job: Job) -> dict[int, list[_Member]]:
+def members_by_group(job: Job) -> dict[int, list[Member]]:
     """Return the members of each group that any rank calls, in the order of their group ranks."""
     called = [sorted({call.group for call in program.calls}) for program in job.programs]
     slots: dict[int, dict[int, int]] = defaultdict(dict)
@@ -47,7 +47,7 @@ def _members(job: Job) -> dict[int, list[_Member]]:
             slots[own.group(slot)][rank] = slot
     return {
         number: [
-            _Member(rank, job.ranks[rank].program, slots[number].get(rank, -1)) for rank in job.groups[number].ranks
+            Member(rank, job.ranks[rank].program, slots[number].get(rank, -1)) for rank in job.groups[number].ranks
         ]
         for number in sorted(slots)
     }
@@ -84,7 +84,7 @@ _Sizes = dict[int, list[tuple[int, Call]]]
 """Numbers of elements of messages, with their calls, by the peer's group rank."""
 
 
-def _group_mismatches(group: Group, members: Sequence[_Member], calls: Sequence[_CallsByGroup]) -> Iterator[str]:
+def _group_mismatches(group: Group, members: Sequence[Member], calls: Sequence[_CallsByGroup]) -> Iterator[str]:
     for on_host in (False, True):
         sequences = [calls[member.program].signatures(member.slot, on_host) for member in members]
         if any(sequence != sequences[0] for sequence in sequences[1:]):
@@ -96,7 +96,7 @@ def _group_mismatches(group: Group, members: Sequence[_Member], calls: Sequence[
             yield from _unequal_messages(group, members, calls, (on_host, is_batch))
 
 
-def _first_difference(group: Group, members: Sequence[_Member], made: Sequence[Sequence[Call]]) -> str:
+def _first_difference(group: Group, members: Sequence[Member], made: Sequence[Sequence[Call]]) -> str:
     """Return a sentence about the first call that differs. The ranks with the rarer call are named."""
     place = next(
         place
@@ -117,7 +117,7 @@ def _first_difference(group: Group, members: Sequence[_Member], made: Sequence[S
 
 
 def _unequal_exchanges(
-    group: Group, members: Sequence[_Member], calls: Sequence[_CallsByGroup], on_host: bool
+    group: Group, members: Sequence[Member], calls: Sequence[_CallsByGroup], on_host: bool
 ) -> Iterator[str]:
     """Yield a sentence for the first exchange of all with all in which a pair sends and receives unequal sizes."""
     made = [calls[member.program].collectives(member.slot, on_host) for member in members]
@@ -146,7 +146,7 @@ def _expanded(parts: Sequence[tuple[int, int]], own: int, size: int) -> Iterator
 
 
 def _unequal_messages(
-    group: Group, members: Sequence[_Member], calls: Sequence[_CallsByGroup], kind: tuple[bool, bool]
+    group: Group, members: Sequence[Member], calls: Sequence[_CallsByGroup], kind: tuple[bool, bool]
 ) -> Iterator[str]:
     """Yield a sentence for each pair of ranks whose messages do not meet receives of the same size and type."""
     nothing: tuple[_Sizes, _Sizes] = {}, {}

@@ -12,9 +12,12 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from megarl.platform import device
 
 META = torch.device("meta")
 _MOST_NUMBERS = 1 << 21
@@ -37,6 +40,7 @@ _LIKE_CONSTANTS = {
     aten.new_ones.default, aten.new_full.default,
 }  # fmt: skip
 """Functions whose results follow from the shape of their first argument."""
+_ZEROS = {aten.zeros_like.default, aten.new_zeros.default}
 
 
 class _Kind(NamedTuple):
@@ -58,6 +62,11 @@ def _kind(func: Any) -> _Kind:
     return _Kind(bool(written), returned and not written, tuple(written))
 
 
+def choose_imagined_device() -> None:
+    """Let all code of megarl in this process compute on the imagined device. Call it before the trainer is imported."""
+    device.current = lambda: META
+
+
 def values_of(tensor: Tensor) -> Tensor | None:
     """Return the known values of an imagined tensor [*shape], a view in host memory; None if they are unknown."""
     stored = getattr(tensor.untyped_storage(), _VALUES, None)
@@ -77,10 +86,24 @@ def _keep(tensor: Tensor, values: Tensor) -> None:
     storage = tensor.untyped_storage()
     stored = getattr(storage, _VALUES, None)
     if stored is None:
-        stored = torch.zeros(storage.nbytes(), dtype=torch.uint8, device="cpu").untyped_storage()
+        is_whole = tensor.numel() * tensor.element_size() == storage.nbytes()
+        stored = _host_memory(storage.nbytes(), is_zero=not is_whole)
         setattr(storage, _VALUES, stored)
     flat = torch.empty(0, dtype=tensor.dtype, device="cpu").set_(stored)
     flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).copy_(values)
+
+
+def _keep_zeros(tensor: Tensor) -> None:
+    """Store zeros as the values of a new imagined tensor [*shape]."""
+    storage = tensor.untyped_storage()
+    setattr(storage, _VALUES, _host_memory(storage.nbytes(), is_zero=True))
+
+
+def _host_memory(num_bytes: int, *, is_zero: bool) -> torch.UntypedStorage:
+    # numpy takes zeros from calloc, which leaves large blocks untouched. torch.zeros would write each byte: an
+    # optimizer's states then took half of a trace's time.
+    make = np.zeros if is_zero else np.empty
+    return torch.from_numpy(make(num_bytes, np.uint8)).untyped_storage()
 
 
 def _forget(tensor: Tensor) -> None:
@@ -131,6 +154,11 @@ class ImaginedDevice(TorchDispatchMode):
         super().__init__()
         self._results: dict[Any, Callable[[Any, Any], Any] | None] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Nothing is compiled here. torch 2.13 would otherwise wrap each call, for 10 % of a trace's time.
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = [*_tensors(args), *_tensors(kwargs.values())]
@@ -145,7 +173,11 @@ class ImaginedDevice(TorchDispatchMode):
             return made
         if func in _LIKE_CONSTANTS:
             made = self._run(func, args, kwargs)
-            if _is_small(made):
+            if not _is_small(made):
+                return made
+            if func in _ZEROS:
+                _keep_zeros(made)
+            else:
                 host = {name: _to_host(value) for name, value in kwargs.items()}
                 stand_in = torch.empty(args[0].shape, dtype=args[0].dtype, device="cpu")
                 _keep(made, func(stand_in, *args[1:], **host))

@@ -1,4 +1,4 @@
-"""The programs of all ranks of a job, from the traces of some: replicas share traces."""
+"""The programs of all ranks of a job, from the traces of some: ranks that do the same work share traces."""
 
 from __future__ import annotations
 
@@ -8,41 +8,57 @@ from collections.abc import Mapping, Sequence
 from megarl.config.parallel import ParallelConfig
 from tools.collectives.programs import Call, Group, Job, Program, RankProgram
 
+_OwnGroups = list[dict[str, list[int]]]
+"""For each rank, the numbers of its groups by name, in the order of their creation."""
 
-def coordinate(layout: ParallelConfig, rank: int) -> tuple[int, ...]:
-    """Return the coordinates of a rank without those of its replica: tp, cp, pp, etp, ep.
 
-    Ranks with equal ones have equal shards of the model, equally many rows, and equal places in all their groups except
-    those over replicas. Collectives over replicas have equal sizes on all members.
+def part(layout: ParallelConfig, rank: int) -> tuple[int, bool]:
+    """Return a rank's pipeline stage, and whether it is the first of its tensor-parallel group.
+
+    Ranks with equal parts have equal shards of the model, equally many rows, and equal places in their pipeline's
+    group. All their other collectives have equal sizes on all members. So they make the same calls, each on its own
+    groups. The first tensor-parallel ranks of the last stage make further calls: they gather and report results.
     """
     at = layout.coordinates(rank)
-    return at.tp, at.cp, at.pp, at.etp, at.ep
+    return at.pp, at.tp == 0
 
 
 def representatives(layout: ParallelConfig) -> list[int]:
-    """Return one rank for each distinct coordinate: the first one."""
-    first: dict[tuple[int, ...], int] = {}
+    """Return the first and the last rank of each part.
+
+    They differ in all coordinates with more than one value in the part. A comparison of their traces tests the rule.
+    """
+    ends: dict[tuple[int, bool], tuple[int, int]] = {}
     for rank in range(layout.world_size):
-        first.setdefault(coordinate(layout, rank), rank)
-    return sorted(first.values())
+        own = part(layout, rank)
+        ends[own] = ends.get(own, (rank, rank))[0], rank
+    return sorted({rank for pair in ends.values() for rank in pair})
 
 
-def own_groups(groups: Sequence[Group], traced: int, rank: int) -> dict[int, int]:
+def _own_groups(groups: Sequence[Group]) -> _OwnGroups:
+    """Return the groups of each rank. The first of `groups` is the world."""
+    found: _OwnGroups = [defaultdict(list) for _ in groups[0].ranks]
+    for number, group in enumerate(groups):
+        for rank in group.ranks:
+            found[rank][group.name].append(number)
+    return found
+
+
+def _moved_groups(own: _OwnGroups, traced: int, rank: int) -> dict[int, int]:
     """Return the numbers of a rank's groups by the numbers of a traced rank's groups.
 
     Groups correspond if they have the same name, in the order of their creation.
     """
-    found: dict[int, dict[str, list[int]]] = {}
-    for member in (traced, rank):
-        found[member] = defaultdict(list)
-        for number, group in enumerate(groups):
-            if member in group.ranks:
-                found[member][group.name].append(number)
     return {
         here: there
-        for name, numbers in found[traced].items()
-        for here, there in zip(numbers, found[rank][name], strict=True)
+        for name, numbers in own[traced].items()
+        for here, there in zip(numbers, own[rank][name], strict=True)
     }
+
+
+def _first_traced(layout: ParallelConfig, programs: Mapping[int, Program]) -> dict[tuple[int, bool], int]:
+    """Return the first traced rank of each part."""
+    return {part(layout, rank): rank for rank in sorted(programs, reverse=True)}
 
 
 def shared_job(
@@ -50,46 +66,38 @@ def shared_job(
 ) -> tuple[Job, list[int]]:
     """Return the job of all ranks, given the programs of some by rank, and the ranks without any program.
 
-    A rank takes the program of a traced rank with its coordinate. It needs one of its own if the program names peers by
-    places that differ on the two ranks.
+    A rank takes the program of the first traced rank of its part. It needs one of its own if the program names peers
+    by places that differ on the two ranks.
     """
-    traced = {coordinate(layout, rank): rank for rank in sorted(programs, reverse=True)}
-    order = sorted(programs)
+    traced, own = _first_traced(layout, programs), _own_groups(groups)
+    order = {rank: number for number, rank in enumerate(sorted(programs))}
+    named = {rank: {call.group for call in program.calls if call.names_peers} for rank, program in programs.items()}
     ranks, missing = [], []
     for rank in range(layout.world_size):
-        source = rank if rank in programs else traced[coordinate(layout, rank)]
-        own = {} if source == rank else own_groups(groups, source, rank)
-        if source != rank and not _has_equal_places(groups, programs[source], own, source, rank):
+        source = rank if rank in programs else traced[part(layout, rank)]
+        moved = {} if source == rank else _moved_groups(own, source, rank)
+        if moved and not all(
+            groups[slot].ranks.index(source) == groups[moved[slot]].ranks.index(rank) for slot in named[source]
+        ):
             missing.append(rank)
-        ranks.append(RankProgram(order.index(source), own))
+        ranks.append(RankProgram(order[source], moved))
     return Job(groups, [programs[rank] for rank in order], ranks), missing
 
 
-def _has_equal_places(
-    groups: Sequence[Group], program: Program, own: Mapping[int, int], source: int, rank: int
-) -> bool:
-    """Return whether all groups in which the program names peers have the two ranks at the same place."""
-    named = {call.group for call in program.calls if call.names_peers}
-    return all(groups[slot].ranks.index(source) == groups[own[slot]].ranks.index(rank) for slot in named)
-
-
 def differing_ranks(layout: ParallelConfig, groups: Sequence[Group], programs: Mapping[int, Program]) -> list[int]:
-    """Return the ranks whose program is not that of the first rank with their coordinate, after translation.
-
-    `programs` are those of all ranks.
-    """
-    first = {coordinate(layout, rank): rank for rank in sorted(programs, reverse=True)}
+    """Return the traced ranks whose program is not that of their part's first one, after translation of the groups."""
+    first, own = _first_traced(layout, programs), _own_groups(groups)
     found = []
     for rank, program in programs.items():
-        source = first[coordinate(layout, rank)]
+        source = first[part(layout, rank)]
         if source == rank:
             continue
-        own = own_groups(groups, source, rank)
-        translated = [_moved(call, own) for call in programs[source].calls]
+        moved = _moved_groups(own, source, rank)
+        translated = [_translated(call, moved) for call in programs[source].calls]
         if translated != list(program.calls) or list(programs[source].steps) != list(program.steps):
             found.append(rank)
     return found
 
 
-def _moved(call: Call, groups: Mapping[int, int]) -> Call:
+def _translated(call: Call, groups: Mapping[int, int]) -> Call:
     return call._replace(group=groups.get(call.group, call.group))

@@ -31,6 +31,10 @@ _BACKEND = "recorded_gloo_nccl"
 and a group on GPUs is `cpu:gloo,cuda:nccl`."""
 
 
+_STAGES = "PIPELINE_MODEL_PARALLEL_GROUP"
+"""Name that Megatron gives to groups of pipeline stages."""
+
+
 class Recorder:
     """The calls of one rank, in their order, and all process groups of its world."""
 
@@ -50,7 +54,24 @@ class Recorder:
     def add_group(self, name: str, ranks: Sequence[int]) -> int:
         """Record a new group. Returns its number."""
         self.groups.append(Group(name, tuple(ranks)))
-        return len(self.groups) - 1
+        number = len(self.groups) - 1
+        if name == _STAGES:
+            self.groups.append(Group("WORLD, between stages", tuple(ranks)))
+        return number
+
+    def end_of_message(self, number: int, peer: int) -> tuple[int, int, int]:
+        """Return, for a message on a group, the group that is recorded, and the places of this rank and the peer in it.
+
+        Megatron-Core 0.16.1 sends one direction between two virtual stages on the world, so that both directions
+        overlap. torch gives each pair of a single message a communicator of its own, so the other ranks take no part.
+        The message is recorded on a group of the pipeline's ranks. Ranks of all replicas then make the same call.
+        """
+        ranks = self.groups[number].ranks
+        if number == 0:
+            for place, group in enumerate(self.groups[:-1]):
+                if group.name == _STAGES and self.rank in group.ranks and ranks[peer] in group.ranks:
+                    return place + 1, group.ranks.index(self.rank), group.ranks.index(ranks[peer])
+        return number, ranks.index(self.rank), peer
 
     def start(self, call: Call) -> RecordedWork:
         """Record the start of a call. A message within a batch belongs to the batch's call."""
@@ -141,11 +162,13 @@ class RecordedGroup(ProcessGroup):
     def getBackendName(self) -> str:  # noqa: N802  (torch's name)
         return _BACKEND
 
-    def _start(self, operation: str, tensor: Tensor, size: int, **details: Any) -> RecordedWork:
+    def _start(
+        self, operation: str, tensor: Tensor, size: int, group: int | None = None, **details: Any
+    ) -> RecordedWork:
         return self._recorder.start(
             Call(
                 operation,
-                self._number,
+                self._number if group is None else group,
                 tensor.device.type == "cpu",
                 str(tensor.dtype).removeprefix("torch."),
                 size,
@@ -263,12 +286,13 @@ class RecordedGroup(ProcessGroup):
         return self._message(tensors[0], peer, is_send=False)
 
     def _message(self, tensor: Tensor, peer: int, *, is_send: bool) -> RecordedWork:
+        group, own, peer = self._recorder.end_of_message(self._number, peer)
         end = ((peer, tensor.numel()),)
-        own = self.rank()
         return self._start(
             MESSAGES,
             tensor,
             0,
+            group,
             sends=end if is_send else (),
             receives=() if is_send else end,
             lane=(min(own, peer), max(own, peer)),

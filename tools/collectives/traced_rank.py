@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -109,12 +108,6 @@ class _KnownLayers(ExpertExchange):
     def __init__(self, stored: Any, layers: Sequence[int], top_k: int, world_size: int) -> None:
         self._stored, self._num_layers, self._top_k = stored, len(layers), top_k
         self._layers_by_rank = [list(layers)] * world_size
-
-
-def prepare() -> None:
-    """Choose the imagined device for this process. Call it before megarl's trainer is imported."""
-    os.environ["MEGARL_DEVICE"] = "meta"
-    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
 
 
 def trace(work: Work, rank: int) -> Trace:
