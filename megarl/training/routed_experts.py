@@ -163,7 +163,7 @@ def _refuse_repeated(routes: NDArray[np.int16]) -> None:
 
     Megatron would send the token to that expert once, but counts of tokens include it twice.
     """
-    # Compared pair by pair: for 8 experts a token this is ten times faster than sorting.
+    # Compared pair by pair: for 8 experts a token this takes 0.4 of the time of sorting.
     places = np.ascontiguousarray(np.moveaxis(routes, -1, 0))
     for first, second in combinations(places, 2):
         if (equal := first == second).any():
