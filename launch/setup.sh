@@ -13,7 +13,8 @@
 #   MEGARL_WHEELS  folder that a cluster shares, for the built extension of Transformer Engine (default:
 #                  ~/.cache/megarl/wheels)
 #   TRANSFORMER_ENGINE  `build` (default) builds that extension where the folder has none: 3 to 5 minutes on 16 cores,
-#                  an hour on two. `cached` leaves Transformer Engine out then, as tests without a GPU do.
+#                  an hour on two. `cached` leaves Transformer Engine out then, as tests without a GPU do. The folder
+#                  of a wheel names the torch that it was built for; wheels for another torch do not count.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -173,9 +174,12 @@ else
     # The registry's metadata of Transformer Engine asks for the core of CUDA 12 beside a torch of CUDA 13, and its torch
     # extension would be compiled against the newest torch: the first is left out, the second built here.
     left_out=()
-    if [ "$engine_source" = cached ] &&
-        ! compgen -G "$wheels/torch-*-$(uname -m)/transformer_engine_torch-$engine-$tag-*.whl" >/dev/null; then
-        echo "launch/setup.sh: no built extension of Transformer Engine $engine in $wheels: left out"
+    # An extension fits only the torch that it was built for. The label after `+` is that of torch's package index.
+    torch="$(sed -n 's/^ *"torch==\([^"]*\)",$/\1/p' pyproject.toml)"
+    wheel="transformer_engine_torch-$engine-$tag-*.whl"
+    if [ "$engine_source" = cached ] && ! compgen -G "$wheels/torch-$torch-$(uname -m)/$wheel" >/dev/null &&
+        ! compgen -G "$wheels/torch-$torch+*-$(uname -m)/$wheel" >/dev/null; then
+        echo "launch/setup.sh: no extension of Transformer Engine $engine for torch $torch in $wheels: left out"
         # The core alone could not be imported, which megarl reports as a broken installation.
         left_out=(transformer-engine transformer-engine-cu13)
         engine=""

@@ -210,11 +210,16 @@ def test_setup_leaves_the_extension_out_where_none_was_built(tmp_path: Path, mon
     """TRANSFORMER_ENGINE=cached: neither the core nor a build, until the folder of wheels has the extension."""
     monkeypatch.setenv("TRANSFORMER_ENGINE", "cached")
     first, wheels = tmp_path / "first", tmp_path / "wheels"
+    name = f"transformer_engine_torch-{engine_version()}-cp311-cp311-linux_x86_64.whl"
+    # Built for other versions of torch, so they could not be imported here.
+    for torch in ("2.12.0+cu130", "2.13.1"):
+        older = wheels / f"torch-{torch}-{platform.machine()}" / name
+        older.parent.mkdir(parents=True)
+        older.touch()
     lines = set_up(first, wheels, "gpu,dev", has_driver=False)
     assert "excludes transformer-engine transformer-engine-cu13 " in lines
     assert not any("pip wheel" in line or "import transformer_engine" in line for line in lines)
     assert (first / ".venv/.installed-gpu,dev").read_text().endswith(" without Transformer Engine\n")
-    name = f"transformer_engine_torch-{engine_version()}-cp311-cp311-linux_x86_64.whl"
     wheel = wheels / f"torch-2.13.0+cu130-{platform.machine()}" / name
     wheel.parent.mkdir(parents=True)
     wheel.touch()

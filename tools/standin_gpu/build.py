@@ -1,7 +1,7 @@
 """Build the stand-in for a GPU: `build.py ENVIRONMENT FOLDER`, with a CUDA environment of `launch/setup.sh gpu`.
 
 FOLDER becomes a Python environment of links to ENVIRONMENT. Only the libraries of the device are its own: the CUDA
-runtime and driver, NVML and NCCL. ENVIRONMENT stays as it is.
+runtime and driver, NVML, NCCL and, if it is installed, Transformer Engine's. ENVIRONMENT stays as it is.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ CORE = ("faults", "devices", "accesses", "memory", "virtual_memory", "streams", 
 # torch's own headers ask for C++ 20 from 2.13 on; 2.11 compiles with it, too.
 COMPILER = ("g++", "-std=c++20", "-O1", "-fPIC", "-Wall", "-Wno-attributes", "-Wno-deprecated-declarations")
 START = "import standin_gpu_start\n"
+ENGINE = "transformer_engine/wheel_lib/libtransformer_engine.so"
+"""Transformer Engine's own library in an environment, optional."""
 
 
 class BuildError(Exception):
@@ -54,16 +56,27 @@ def declared(header: Path, prefix: str, include: Path) -> set[str]:
     return set(re.findall(rf"\b({prefix}[A-Z]\w*) *\(", call("gcc", *options)))
 
 
+def declared_operators(headers: Path) -> set[str]:
+    """Return the names of Transformer Engine's functions that work on a stream."""
+    # As text: some headers include files that the wheel (2.11) leaves out.
+    text = "".join(header.read_text() for header in sorted(headers.glob("*.h")))
+    functions = re.findall(r"^void (nvte_\w+)\(([^()]*)\);", text, re.MULTILINE)
+    return {name for name, arguments in functions if "cudaStream_t" in arguments}
+
+
 def defined(objects: list[Path]) -> set[str]:
     """Return the names of the functions that object files define."""
     lines = call("nm", "--defined-only", *objects).splitlines()
     return {fields[2] for fields in map(str.split, lines) if len(fields) == 3 and fields[1] in "TW"}
 
 
-def unknown_functions(names: set[str], file: Path, has_table: bool = False) -> None:
-    """Write C++ whose functions only report their own names. The table lists them for look-ups by name."""
-    lines = ["namespace standin { int unknown_function(const char* name); }"]
-    lines += [f'extern "C" int {name}() {{ return standin::unknown_function("{name}"); }}' for name in sorted(names)]
+def unknown_functions(names: set[str], file: Path, report: str, has_table: bool = False) -> None:
+    """Write C++ whose functions only report their own names. The table lists them for look-ups by name.
+
+    `report` is the stand-in's function that gets the name.
+    """
+    lines = [f"namespace standin {{ int {report}(const char* name); }}"]
+    lines += [f'extern "C" int {name}() {{ return standin::{report}("{name}"); }}' for name in sorted(names)]
     if has_table:
         listed = "".join(f'"{name}", ' for name in sorted(names))
         lines.append(f'extern "C" const char* const standin_unknown_names[] = {{{listed}nullptr}};')
@@ -85,8 +98,12 @@ def build_libraries(packages: Path, target: Path, work: Path) -> None:
     of_torch = (f"-I{torch}/include", f"-I{torch}/include/torch/csrc/api/include", "-Wno-all")
     others = (*CORE, "runtime", "kernels", "nvml", "nccl", "reductions")
     sources = dict.fromkeys(others, (f"-I{cuda}", f"-I{nccl}"))
-    # The largest first: it takes as long as all others together.
-    sources = {"numerics": (f"-I{cuda}", *of_torch), **sources}
+    # The largest first: each takes as long as all others together.
+    largest = {"numerics": (f"-I{cuda}", *of_torch)}
+    engine, engine_headers = packages / ENGINE, packages / "transformer_engine/common/include"
+    if engine.exists():
+        largest["transformer_engine"] = (f"-I{cuda}", f"-I{engine_headers}", *of_torch)
+    sources = {**largest, **sources}
     with ThreadPoolExecutor(4) as pool:
         tasks = {
             name: pool.submit(compiled, SOURCE / f"{name}.cpp", work, *options) for name, options in sources.items()
@@ -97,8 +114,8 @@ def build_libraries(packages: Path, target: Path, work: Path) -> None:
         own = ("-shared", f"-Wl,-soname,{library}", "-Wl,-rpath,$ORIGIN", f"-L{target}")
         call("g++", *own, *parts, *options, "-o", target / library)
 
-    def rest_of(names: set[str], parts: list[Path], name: str) -> Path:
-        unknown_functions(names - defined(parts), work / f"{name}.cpp", has_table=name == "rest_of_driver")
+    def rest_of(names: set[str], parts: list[Path], name: str, report: str = "unknown_function") -> Path:
+        unknown_functions(names - defined(parts), work / f"{name}.cpp", report, has_table=name == "rest_of_driver")
         return compiled(work / f"{name}.cpp", work)
 
     core = [objects[name] for name in CORE]
@@ -120,6 +137,12 @@ def build_libraries(packages: Path, target: Path, work: Path) -> None:
     # torch's libraries are in the process already; they need the ones of the device, in the same folder.
     allowed = (f"-L{torch}/lib", "-Wl,--allow-shlib-undefined")
     linked("libstandin_numerics.so", [objects["numerics"]], *allowed, *libraries, *device)
+    if engine.exists():
+        # The loader finds the wheel's own library under its name, after this one.
+        (target / engine.name).symlink_to(engine)
+        parts = [objects["transformer_engine"]]
+        parts.append(rest_of(declared_operators(engine_headers / "transformer_engine"), parts, "rest_of_engine", "unknown_operator"))
+        linked("libstandin_transformer_engine.so", parts, *allowed, *libraries, f"-l:{engine.name}", *device)
 
 
 def link_environment(environment: Path, folder: Path, libraries: Path) -> None:
@@ -130,6 +153,8 @@ def link_environment(environment: Path, folder: Path, libraries: Path) -> None:
     # torchvision has a copy of the runtime under another name. vLLM uses the first runtime that the process has loaded.
     runtimes = (*packages.glob("nvidia/cu13/lib/libcudart.so.13"), *packages.glob("*.libs/libcudart*.so.13"))
     replaced |= dict.fromkeys(runtimes, "libcudart.so.13")
+    if (packages / ENGINE).exists():
+        replaced[packages / ENGINE] = "libstandin_transformer_engine.so"
     for place, name in replaced.items():
         place.unlink(missing_ok=True)
         place.symlink_to(libraries / name)
@@ -168,7 +193,7 @@ def build(environment: Path, folder: Path) -> None:
     whole = partial / "environment"
     link_environment(environment, whole, partial / "standin_gpu/libraries")
     (partial / "standin_gpu").rename(whole / "standin_gpu")
-    for link in (whole / "lib").glob("python3*/site-packages/**/lib*.so.*"):
+    for link in (whole / "lib").glob("python3*/site-packages/**/lib*.so*"):
         if link.is_symlink() and link.readlink().parent == partial / "standin_gpu/libraries":
             name = link.readlink().name
             link.unlink()
