@@ -1,4 +1,4 @@
-"""Functions run on real gloo ranks, for tests and tools."""
+"""Functions run on real ranks, over gloo and, on GPUs, NCCL; for tests and tools."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _ENDS_OF_WORLD = (
 
 
 class RankPool(AbstractContextManager["RankPool"]):
-    """Pool of `world_size` processes running one function after another, each in a fresh gloo world. A context manager.
+    """Pool of `world_size` processes running one function after another, each in a fresh world. A context manager.
 
     Processes start at the first `run`, and again after a failure. Module globals set by a function stay. Closing the
     pool ends every process.
@@ -123,7 +123,7 @@ class FunctionRunner:
         self._function: Any = operator.attrgetter(qualname)(sys.modules[module_name])
 
     def run(self, args: Sequence[Any], timeout_seconds: float, world_size: int) -> Any:
-        """Call the loaded function in its own gloo world of the first `world_size` ranks."""
+        """Call the loaded function in its own world of the first `world_size` ranks."""
         import torch
         import torch.distributed as dist
         from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
@@ -135,8 +135,12 @@ class FunctionRunner:
         torch.manual_seed(0)
         # A prefix per run: keys of an earlier world in the same store would be taken for this one's.
         store = PrefixStore(f"run{self._num_runs}", self._store)
+        here = device.current()
+        if here.type == "cuda":
+            torch.cuda.set_device(here)
         dist.init_process_group(
-            "gloo",
+            # As in `world.initialize`: Megatron sums gradients where they are.
+            "cpu:gloo,cuda:nccl" if here.type == "cuda" else "gloo",
             store=store,
             rank=self._rank,
             world_size=world_size,

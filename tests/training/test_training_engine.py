@@ -105,12 +105,18 @@ def retained_sets(token_ids: np.ndarray, vocab_size: int) -> RetainedSets:
 def build(recipe: Recipe, layout: ParallelConfig) -> tuple[Any, Any, Any]:
     from megarl.checkpoint import safetensors
     from megarl.families.shape import padded_vocab_size
+    from megarl.models.configuration import uses_transformer_engine
     from megarl.reshard.layouts.megatron import megatron_layouts
     from megarl.training.model import FrozenModel
     from megarl.training.training_engine import TrainingEngine
 
     shape = read_model_shape(recipe.model.path)
-    layouts = megatron_layouts(shape, layout, padded_vocab_size=padded_vocab_size(shape.vocab_size, layout.tp))
+    layouts = megatron_layouts(
+        shape,
+        layout,
+        padded_vocab_size=padded_vocab_size(shape.vocab_size, layout.tp),
+        transformer_engine=uses_transformer_engine(),
+    )
     pieces = layouts[dist.get_rank()]
 
     def load(parameters: Mapping[str, torch.Tensor]) -> None:

@@ -42,6 +42,9 @@ class Imports(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
+        if fullname == "transformer_engine.common":
+            # It loads a library that computes with torch's kernels here, and (2.11) loads it before it imports torch.
+            importlib.import_module("torch")
         if fullname not in AFTER_IMPORT:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path)
