@@ -25,6 +25,8 @@ _READS = {
     torch.Tensor.__int__: "int",
     torch.Tensor.__float__: "float",
     torch.Tensor.__index__: "index",
+    torch.equal: "equal",
+    torch.Tensor.equal: "equal",
     torch.unique: "unique",
     torch.Tensor.unique: "unique",
 }

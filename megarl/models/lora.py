@@ -58,7 +58,9 @@ class Adapter(nn.Module):
         )
         # With a fused norm, the layer's input is not yet normalised, but the weight sees normalised values. So must the
         # adapter. The norm belongs to the layer and is not registered here.
-        self.norm = (linear.layer_norm_weight, linear.eps) if hasattr(linear, "layer_norm_weight") else None
+        self.norm = None
+        if hasattr(linear, "layer_norm_weight"):
+            self.norm = (linear.layer_norm_weight, linear.eps, linear.zero_centered_gamma)
         rows, columns = linear.weight.shape
         splits, place = self.group.size(), self.group.rank()
         # Each rank draws the full matrix and cuts its part: the start is the same in every layout.
@@ -86,7 +88,10 @@ class Adapter(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the adapter's output [..., local out] for the layer's input `x` [..., local in]."""
         if self.norm is not None:
-            x = F.rms_norm(x, x.shape[-1:], *self.norm)
+            weight, epsilon, is_zero_centered = self.norm
+            # In float32, as in the fused kernel: adding 1 to the stored weight would lose bits.
+            factor = weight.float() + is_zero_centered
+            x = F.rms_norm(x.float(), x.shape[-1:], factor, epsilon).to(x.dtype)
         if self.dropout and self.training:
             # Ranks must drop the same elements only if they see the same features of the same tokens.
             is_alike = self.is_column and not self.sequence_parallel

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
+from transformers import AutoModelForCausalLM
 
+from megarl.config import Recipe
+from megarl.config.parallel import ParallelConfig
 from megarl.platform import transformer_engine
+from megarl.testing import RankPool
+from megarl.types import TrainingSequence
+from tests.host_waits import host_waits
+from tests.token_batches import row_batches
+from tests.training import test_lora as lora
+from tests.training import test_training_engine as training
+from tests.training.test_host_waits import OF_A_PASS, OF_AN_UPDATE, waits
 
 pytestmark = [
     pytest.mark.standin_gpu,
@@ -23,6 +35,7 @@ pytestmark = [
 LENGTHS = [5, 1, 12]
 LIMITS = {torch.bfloat16: 2e-2, torch.float32: 1e-5}
 """Allowed distance of results from float64, relative to their norm."""
+VOCAB_SIZE = 431
 DTYPES = pytest.mark.parametrize("dtype", LIMITS, ids=str)
 
 
@@ -92,9 +105,7 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float, is_zero_centered: bool) 
 def test_rms_norm(dtype: torch.dtype, is_zero_centered: bool) -> None:
     import transformer_engine.pytorch as te
 
-    layer = te.RMSNorm(
-        32, eps=1e-3, dtype=dtype, device="cuda", zero_centered_gamma=is_zero_centered
-    )  # pyright: ignore[reportCallIssue]
+    layer = te.RMSNorm(32, eps=1e-3, dtype=dtype, device="cuda", zero_centered_gamma=is_zero_centered)  # pyright: ignore[reportCallIssue]
     torch.nn.init.normal_(layer.weight)
     leaves, gradient = [random(5, 3, 32, dtype=dtype), layer.weight], random(5, 3, 32, dtype=dtype)
     found = outputs_and_gradients(lambda x, _: layer(x), leaves, gradient)
@@ -106,9 +117,7 @@ def test_rms_norm(dtype: torch.dtype, is_zero_centered: bool) -> None:
 def test_norm_and_linear_in_one_layer(dtype: torch.dtype) -> None:
     import transformer_engine.pytorch as te
 
-    layer = te.LayerNormLinear(
-        32, 48, eps=1e-3, bias=False, normalization="RMSNorm", params_dtype=dtype, device="cuda"
-    )
+    layer = te.LayerNormLinear(32, 48, eps=1e-3, bias=False, normalization="RMSNorm", params_dtype=dtype, device="cuda")
     torch.nn.init.normal_(layer.layer_norm_weight)
     leaves = [random(7, 32, dtype=dtype), layer.layer_norm_weight, layer.weight]
     gradient = random(7, 48, dtype=dtype)
@@ -136,7 +145,8 @@ def test_swiglu(dtype: torch.dtype) -> None:
 @DTYPES
 @pytest.mark.parametrize("is_interleaved", [False, True])
 @pytest.mark.parametrize(
-    ("tensor_format", "cp_size", "cp_rank"), [("sbhd", 1, 0), ("bshd", 1, 0), ("thd", 1, 0), ("thd", 2, 0), ("thd", 2, 1)]
+    ("tensor_format", "cp_size", "cp_rank"),
+    [("sbhd", 1, 0), ("bshd", 1, 0), ("thd", 1, 0), ("thd", 2, 0), ("thd", 2, 1)],
 )
 def test_rotary_embedding(
     tensor_format: str, cp_size: int, cp_rank: int, is_interleaved: bool, dtype: torch.dtype
@@ -252,7 +262,11 @@ def test_norms_and_factors_of_many_tensors() -> None:
     flag = torch.zeros(1, dtype=torch.int32, device="cuda")
     given = [torch.randn(5, 7, device="cuda"), torch.randn(3, device="cuda")]
     total, each = multi_tensor_applier(tex.multi_tensor_l2norm, flag, [given], True)
-    check([total, each], [torch.cat([x.flatten() for x in given]).norm()[None], torch.stack([x.norm() for x in given])], 1e-6)
+    check(
+        [total, each],
+        [torch.cat([x.flatten() for x in given]).norm()[None], torch.stack([x.norm() for x in given])],
+        1e-6,
+    )
     results = [torch.empty_like(x) for x in given]
     multi_tensor_applier(tex.multi_tensor_scale, flag, [given, results], 0.25)
     check(results, [x / 4 for x in given], 1e-6)
@@ -279,3 +293,132 @@ def test_positions_beyond_the_frequencies_are_an_error() -> None:
         apply_rotary_pos_emb(
             random(sum(LENGTHS), 2, 16), angles, tensor_format="thd", fused=True, cu_seqlens=cumulative(LENGTHS)
         )
+
+
+# ---- megarl's trainer with these layers
+
+
+@pytest.fixture(scope="module")
+def two_ranks(distributed_tier: None) -> Iterator[RankPool]:
+    """Two processes, each with an imitated GPU."""
+    with RankPool(2) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_model: Callable[..., Path]) -> Path:
+    sizes = {"hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 48}
+    return tiny_model(family="qwen3", num_layers=4, vocab_size=VOCAB_SIZE, initializer_range=0.15, **sizes)
+
+
+def recipe(folder: Path, dtype: str, **trainer: Any) -> Recipe:
+    """A recipe of supervised training whose batch fills several rows of several sequences."""
+    made = training.recipe_of(folder, "sft", **({"distributed_optimizer": False} | trainer))
+    return made.model_copy(update={"model": made.model.model_copy(update={"dtype": dtype})})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sizes", "limit"),
+    [
+        pytest.param("float32", (1, 1, 1), 1e-5, id="float32"),
+        # 8 bits of mantissa, over four layers forth and back.
+        pytest.param("bfloat16", (1, 1, 1), 5e-2, id="bfloat16"),
+        pytest.param("float32", (2, 1, 1), 1e-5, id="float32 tp2"),
+    ],
+)
+def test_updates_are_those_of_transformers(
+    two_ranks: RankPool, folder: Path, dtype: str, sizes: tuple[int, int, int], limit: float
+) -> None:
+    """Losses, log-probs and gradients of packed rows against transformers in float64."""
+    made = recipe(folder, dtype, max_tokens_per_microbatch=40)
+    updates = training.make_updates(made, VOCAB_SIZE)
+    got, expected = training.trained(two_ranks, made, sizes), training.transformers_training(made, updates)
+    assert got["num_rows"] == [3] * sizes[0]
+    losses, norms = ([step[f"train/{name}"] for step in got["metrics"]] for name in ("loss", "grad_norm"))
+    assert losses == pytest.approx(expected["loss"], rel=limit)
+    assert norms == pytest.approx(expected["grad_norm"], rel=limit)
+    assert training.distance(got["gradient"], expected["gradient"]) <= limit
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    for sequence, logprobs in zip(updates[0], got["before"], strict=True):
+        tokens = torch.from_numpy(sequence.token_ids)
+        with torch.no_grad():
+            logits = model(tokens[None]).logits[0, :-1]
+        correct = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+        np.testing.assert_allclose(logprobs[1:], correct.numpy(), rtol=0, atol=limit)
+
+
+def count_waits(made: Recipe, sequences: list[TrainingSequence]) -> dict[str, Any]:
+    """Return one rank's kinds of layers and attention, and the reads of tensors' values in a pass and an update."""
+    from transformer_engine.pytorch.attention.dot_product_attention import dot_product_attention
+
+    engine, _, _ = training.build(made, ParallelConfig(1, 1, 1, 1))
+    rows = row_batches(sequences, training.rows_of(made, ParallelConfig(1, 1, 1, 1), sequences))
+    # The first pass fills caches, such as the chosen backend of the attention.
+    engine.forward(rows)
+    with host_waits() as passed:
+        engine.forward(rows)
+    with host_waits() as updated:
+        engine.update(rows)
+    layer: Any = engine.chunks[0].decoder.layers[0]
+    return {
+        "layers": [type(layer.self_attention.linear_qkv).__name__, type(layer.mlp.linear_fc2).__name__],
+        "is_fused": dot_product_attention._attention_backends["use_fused_attention"],
+        # The stand-in reads the lengths of sequences, where a GPU's kernel does.
+        **{
+            name: {at: number for at, number in waits(places).items() if "standin_gpu_kernels.py" not in at[1]}
+            for name, places in (("pass", passed), ("update", updated))
+        },
+        "num_rows": len(rows),
+    }
+
+
+def test_the_host_waits_for_no_layer(two_ranks: RankPool, folder: Path) -> None:
+    made = recipe(folder, "bfloat16", max_tokens_per_microbatch=40, distributed_optimizer=True)
+    sequences = training.make_updates(made, VOCAB_SIZE)[0]
+    [found] = two_ranks.run(count_waits, made, sequences, world_size=1)
+    assert found["layers"] == ["TELayerNormColumnParallelLinear", "TERowParallelLinear"] and found["is_fused"]
+    assert found["num_rows"] == 3
+    assert found["pass"].keys() <= OF_A_PASS.keys() and set(found["pass"].values()) <= {1}
+    assert found["update"].keys() <= OF_AN_UPDATE.keys() and set(found["update"].values()) <= {1}
+
+
+def adapted(is_zero_centered: bool) -> tuple[Tensor, Tensor]:
+    """Return the outputs of a layer with a fused norm, and of the adapter that has its weight, on the CPU."""
+    from megatron.core import parallel_state
+    from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer import TransformerConfig
+
+    from megarl.models.lora import Adapter
+
+    parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(0)
+    config = TransformerConfig(
+        num_layers=1, hidden_size=32, num_attention_heads=4, normalization="RMSNorm", add_bias_linear=False,
+        layernorm_zero_centered_gamma=is_zero_centered, params_dtype=torch.float32,
+    )  # fmt: skip
+    options: dict[str, Any] = {"gather_output": False, "bias": False, "skip_bias_add": False, "is_expert": False}
+    linear = TELayerNormColumnParallelLinear(32, 48, config=config, init_method=config.init_method, **options)
+    torch.nn.init.normal_(linear.layer_norm_weight)
+    adapter = Adapter(linear, "layers.0.linear_qkv", rank=32, scale=1.0, dropout=0.0, seed=0)
+    adapter.a.data.copy_(torch.eye(32))
+    adapter.b.data.copy_(linear.weight.data)
+    x = torch.randn(5, 1, 32, device="cuda")
+    return linear(x)[0].detach().cpu(), adapter(x).detach().cpu()
+
+
+@pytest.mark.parametrize("is_zero_centered", [False, True])
+def test_an_adapter_sees_the_values_of_a_fused_norm(two_ranks: RankPool, is_zero_centered: bool) -> None:
+    [(layer, adapter)] = two_ranks.run(adapted, is_zero_centered, world_size=1)
+    torch.testing.assert_close(adapter, layer)
+
+
+def test_adapters_learn_alike_over_context_ranks(two_ranks: RankPool, folder: Path) -> None:
+    """Transformer Engine's exchange of keys between two ranks against one rank, up to the rounding of 16 bits."""
+    made = lora.lora_recipe(folder, max_tokens_per_microbatch=40)
+    made = made.model_copy(update={"model": made.model.model_copy(update={"dtype": "bfloat16"})})
+    split, alone = (lora.trained(two_ranks, made, {"cp": size}) for size in (2, 1))
+    for name in ("before", "reference"):
+        for mine, theirs in zip(split[name], alone[name], strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=0, atol=5e-2)
+    assert training.distance(split["gradient"], alone["gradient"]) <= 5e-2

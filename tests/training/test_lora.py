@@ -37,13 +37,19 @@ def lora_recipe(folder: Path, *, lora: Mapping[str, Any] | None = None, loop: st
 def build(recipe: Recipe, layout: ParallelConfig, filled: bool = True) -> tuple[Any, Any, Any]:
     """An engine, all ranks' layouts and those of its adapters. Their B is random if `filled`: zeros would hide A."""
     from megarl.checkpoint import safetensors
+    from megarl.models.configuration import uses_transformer_engine
     from megarl.models.lora import adapters_of
     from megarl.reshard.layouts.lora import adapter_layouts
     from megarl.reshard.layouts.megatron import check_against, megatron_layouts, parameter_shapes
     from megarl.training.training_engine import TrainingEngine
 
     shape, rank = read_model_shape(recipe.model.path), dist.get_rank()
-    layouts = megatron_layouts(shape, layout, padded_vocab_size=padded_vocab_size(shape.vocab_size, layout.tp))
+    layouts = megatron_layouts(
+        shape,
+        layout,
+        padded_vocab_size=padded_vocab_size(shape.vocab_size, layout.tp),
+        transformer_engine=uses_transformer_engine(),
+    )
 
     def load(parameters: Mapping[str, torch.Tensor]) -> None:
         check_against(parameter_shapes(layouts, layout.coordinates(rank)), parameters)

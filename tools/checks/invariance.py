@@ -303,7 +303,9 @@ def cut_out(pieces: Any, stored: Mapping[str, Any]) -> dict[str, list[Cut]]:
     for piece in pieces:
         flat = stored[piece.storage].detach().reshape(-1)
         value = flat.as_strided(piece.box.shape, piece.strides, flat.storage_offset() + piece.offset)
-        cuts.setdefault(piece.box.name, []).append((piece.box.start, piece.box.stop, value.clone().float().cpu().numpy()))
+        cuts.setdefault(piece.box.name, []).append(
+            (piece.box.start, piece.box.stop, value.clone().float().cpu().numpy())
+        )
     return cuts
 
 

@@ -141,7 +141,11 @@ def build_libraries(packages: Path, target: Path, work: Path) -> None:
         # The loader finds the wheel's own library under its name, after this one.
         (target / engine.name).symlink_to(engine)
         parts = [objects["transformer_engine"]]
-        parts.append(rest_of(declared_operators(engine_headers / "transformer_engine"), parts, "rest_of_engine", "unknown_operator"))
+        parts.append(
+            rest_of(
+                declared_operators(engine_headers / "transformer_engine"), parts, "rest_of_engine", "unknown_operator"
+            )
+        )
         linked("libstandin_transformer_engine.so", parts, *allowed, *libraries, f"-l:{engine.name}", *device)
 
 

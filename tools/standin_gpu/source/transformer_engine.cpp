@@ -304,6 +304,25 @@ void check_lengths(const char* name, NVTE_Mask_Type type, int64_t queries, int64
 
 Tensor ends_of(int64_t length) { return at::tensor({int64_t{0}, length}, at::kInt); }
 
+// ---- attention over context-parallel ranks
+
+// Packed sequences, each of an even number of tokens. `half` tensors hold one half of each sequence.
+struct Halves {
+    std::vector<int64_t> ends;
+
+    explicit Halves(NVTETensor cu_seqlens) : ends(numbers(cu_seqlens)) {}
+
+    // Calls `work(whole, half)` with a half of each sequence (0 or 1) of a tensor of all tokens, and the place in a
+    // tensor of halves. Both tensors have the tokens in the dimension `dim`, counted from the front.
+    template <class Work>
+    void each(const Tensor& whole, const Tensor& half, int64_t which, int64_t dim, Work work) const {
+        for (size_t n = 0; n + 1 < ends.size(); n++) {
+            const int64_t size = (ends[n + 1] - ends[n]) / 2;
+            work(whole.narrow(dim, ends[n] + which * size, size), half.narrow(dim, ends[n] / 2, size));
+        }
+    }
+};
+
 // ---- optimizers
 
 std::vector<std::vector<NVTETensor>> lists_of(NVTETensor** lists, size_t num_lists, size_t num_tensors) {
@@ -512,6 +531,75 @@ void nvte_fused_attn_bwd(const NVTETensor Q, const NVTETensor K, const NVTETenso
         queries.tokens(of_q, n).copy_(std::get<0>(found));
         keys.tokens(of_k, n).copy_(std::get<1>(found));
         keys.tokens(of_v, n).copy_(std::get<2>(found));
+    }
+}
+
+// Softmax statistics of packed rows are [heads, tokens], outputs and gradients [tokens, heads, channels].
+
+void nvte_cp_thd_read_half_tensor(const NVTETensor& tensor, const NVTETensor& cu_seqlens, NVTETensor half, int half_idx,
+                                  cudaStream_t stream) {
+    const Call call("nvte_cp_thd_read_half_tensor", stream, {tensor, cu_seqlens}, {half});
+    const Tensor whole = view(tensor);
+    const auto copy = [](Tensor from, Tensor to) { to.copy_(from); };
+    Halves(cu_seqlens).each(whole, view(half), half_idx, whole.dim() - 3, copy);
+}
+
+void nvte_cp_thd_second_half_lse_correction(NVTETensor lse, const NVTETensor& lse_per_step,
+                                            const NVTETensor& cu_seqlens, int lse_packed, cudaStream_t stream) {
+    const char* name = "nvte_cp_thd_second_half_lse_correction";
+    refuse_if(!lse_packed, name, "padded statistics");
+    const Call call(name, stream, {lse_per_step, cu_seqlens}, {lse});
+    const auto add = [](Tensor sums, Tensor step) { sums.copy_(at::logaddexp(sums, step)); };
+    Halves(cu_seqlens).each(view(lse), view(lse_per_step), 1, 1, add);
+}
+
+void nvte_cp_thd_read_second_half_lse(const NVTETensor& lse, const NVTETensor& cu_seqlens, NVTETensor half_lse,
+                                      int lse_packed, int second_half_lse_seqlen, cudaStream_t stream) {
+    const char* name = "nvte_cp_thd_read_second_half_lse";
+    refuse_if(!lse_packed, name, "padded statistics");
+    const Call call(name, stream, {lse, cu_seqlens}, {half_lse});
+    Halves(cu_seqlens).each(view(lse), view(half_lse), 1, 1, [](Tensor from, Tensor to) { to.copy_(from); });
+}
+
+void nvte_cp_thd_out_correction(NVTETensor out, const NVTETensor& out_per_step, const NVTETensor& lse,
+                                const NVTETensor& lse_per_step, const NVTETensor& cu_seqlens, int only_second_half,
+                                int lse_packed, cudaStream_t stream) {
+    const char* name = "nvte_cp_thd_out_correction";
+    refuse_if(!lse_packed, name, "padded statistics");
+    const Call call(name, stream, {out_per_step, lse, lse_per_step, cu_seqlens}, {out});
+    const Tensor sums = view(lse), step = view(lse_per_step), values = wide(out_per_step), target = view(out);
+    if (!only_second_half) {
+        target.copy_(target + values * (step - sums).exp().t().unsqueeze(-1));
+        return;
+    }
+    const Halves halves(cu_seqlens);
+    // The share of this step's keys, for the second halves' queries: [heads, tokens / 2].
+    const Tensor share = at::empty_like(step);
+    halves.each(sums, share, 1, 1, [](Tensor all, Tensor place) { place.copy_(all); });
+    const Tensor part = values * (step - share).exp().t().unsqueeze(-1);
+    halves.each(target, part, 1, 0, [](Tensor place, Tensor more) { place.copy_(place + more); });
+}
+
+void nvte_cp_thd_grad_correction(NVTETensor grad, const NVTETensor& grad_per_step, const NVTETensor& cu_seqlens,
+                                 const char* first_half, const char* second_half, cudaStream_t stream) {
+    const Call call("nvte_cp_thd_grad_correction", stream, {grad_per_step, cu_seqlens}, {grad});
+    const std::string verbs[] = {first_half, second_half};
+    const Tensor target = view(grad), step = view(grad_per_step);
+    const bool has_halves = verbs[0] == "none" || verbs[1] == "none";
+    const Halves halves(cu_seqlens);
+    for (int64_t which : {0, 1}) {
+        const auto correct = [&](Tensor place, Tensor more) {
+            place.copy_(verbs[which] == "add" ? place + more : more);
+        };
+        if (verbs[which] == "none") continue;
+        if (has_halves) {
+            halves.each(target, step, which, 0, correct);
+        } else {
+            for (size_t n = 0; n + 1 < halves.ends.size(); n++) {
+                const int64_t size = (halves.ends[n + 1] - halves.ends[n]) / 2, first = halves.ends[n] + which * size;
+                correct(target.narrow(0, first, size), step.narrow(0, first, size));
+            }
+        }
     }
 }
 
