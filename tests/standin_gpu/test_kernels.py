@@ -46,6 +46,20 @@ def test_varlen_attention_and_its_gradients() -> None:
         torch.testing.assert_close(got.double(), correct, rtol=0, atol=3e-2)
 
 
+@pytest.mark.parametrize("shape", [(32,), (4, 8)])
+def test_gradients_of_an_rms_norm(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    leaves = [torch.randn(5, 3, *shape, device="cuda").requires_grad_(), torch.randn(shape, device="cuda")]
+    leaves[1].requires_grad_()
+    gradient = torch.randn(5, 3, *shape, device="cuda")
+    found = torch.autograd.grad(functional.rms_norm(leaves[0], shape, leaves[1], 1e-3), leaves, gradient)
+    x, weight = wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    dims = tuple(range(-len(shape), 0))
+    plain = x * torch.rsqrt(x.square().mean(dims, keepdim=True) + 1e-3) * weight
+    for got, correct in zip(found, torch.autograd.grad(plain, wide, gradient.double()), strict=True):
+        torch.testing.assert_close(got.double(), correct, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("is_captured", [False, True])
 def test_paged_attention(is_captured: bool) -> None:
     """Two sequences, their keys in pages of another order; a captured call reads the new lengths at each replay."""

@@ -1,5 +1,8 @@
 """Transformer Engine on the stand-in: its operators against torch, then megarl's trainer with its layers."""
 
+# The environment of the checks has no Transformer Engine.
+# pyright: reportMissingImports=false
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
@@ -105,7 +108,7 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float, is_zero_centered: bool) 
 def test_rms_norm(dtype: torch.dtype, is_zero_centered: bool) -> None:
     import transformer_engine.pytorch as te
 
-    layer = te.RMSNorm(32, eps=1e-3, dtype=dtype, device="cuda", zero_centered_gamma=is_zero_centered)  # pyright: ignore[reportCallIssue]
+    layer = te.RMSNorm(32, eps=1e-3, dtype=dtype, device="cuda", zero_centered_gamma=is_zero_centered)
     torch.nn.init.normal_(layer.weight)
     leaves, gradient = [random(5, 3, 32, dtype=dtype), layer.weight], random(5, 3, 32, dtype=dtype)
     found = outputs_and_gradients(lambda x, _: layer(x), leaves, gradient)
@@ -398,6 +401,7 @@ def adapted(is_zero_centered: bool) -> tuple[Tensor, Tensor]:
         layernorm_zero_centered_gamma=is_zero_centered, params_dtype=torch.float32,
     )  # fmt: skip
     options: dict[str, Any] = {"gather_output": False, "bias": False, "skip_bias_add": False, "is_expert": False}
+    assert config.init_method is not None
     linear = TELayerNormColumnParallelLinear(32, 48, config=config, init_method=config.init_method, **options)
     torch.nn.init.normal_(linear.layer_norm_weight)
     adapter = Adapter(linear, "layers.0.linear_qkv", rank=32, scale=1.0, dropout=0.0, seed=0)

@@ -147,6 +147,22 @@ def torch_settings(
     return Settings(scale or query.size(-1) ** -0.5, width, 0 if is_causal else -1 if right is None else right)
 
 
+def rms_norm_backward(
+    gradient: Tensor, x: Tensor, shape: list[int], rstd: Tensor, weight: Tensor | None, output_mask: list[bool]
+) -> tuple[Tensor, Tensor]:
+    """Compute `aten::_fused_rms_norm_backward`: the gradients of x [..., *shape] and weight [*shape].
+
+    `rstd` holds one over the root mean square, [..., 1]. torch has no kernel of this operator for the CPU.
+    """
+    normed_dims = tuple(range(x.dim() - len(shape), x.dim()))
+    normed, of_normed = x.float() * rstd, gradient.float()
+    of_weight = (of_normed * normed).sum(tuple(range(x.dim() - len(shape))))
+    if weight is not None:
+        of_normed = of_normed * weight.float()
+    of_x = rstd * (of_normed - normed * (of_normed * normed).mean(normed_dims, keepdim=True))
+    return of_x.to(x.dtype), of_weight.to(x.dtype if weight is None else weight.dtype)
+
+
 def flash_attention_3(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute `fwd` of vLLM's FlashAttention 3 for packed queries, with packed or paged keys.
 
@@ -266,6 +282,7 @@ VLLM_KERNELS = {
 def after_torch(module: ModuleType) -> None:
     register("aten::_flash_attention_forward", torch_forward)
     register("aten::_flash_attention_backward", torch_backward)
+    register("aten::_fused_rms_norm_backward", rms_norm_backward)
 
 
 def after_vllm_kernels(module: ModuleType) -> None:
