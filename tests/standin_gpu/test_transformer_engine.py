@@ -418,11 +418,19 @@ def test_an_adapter_sees_the_values_of_a_fused_norm(two_ranks: RankPool, is_zero
 
 
 def test_adapters_learn_alike_over_context_ranks(two_ranks: RankPool, folder: Path) -> None:
-    """Transformer Engine's exchange of keys between two ranks against one rank, up to the rounding of 16 bits."""
+    """Transformer Engine's exchange of keys adds no more error to 16 bits than their rounding on one rank."""
     made = lora.lora_recipe(folder, max_tokens_per_microbatch=40)
-    made = made.model_copy(update={"model": made.model.model_copy(update={"dtype": "bfloat16"})})
-    split, alone = (lora.trained(two_ranks, made, {"cp": size}) for size in (2, 1))
-    for name in ("before", "reference"):
-        for mine, theirs in zip(split[name], alone[name], strict=True):
-            np.testing.assert_allclose(mine, theirs, rtol=0, atol=5e-2)
-    assert training.distance(split["gradient"], alone["gradient"]) <= 5e-2
+
+    def trained(dtype: str, cp: int) -> dict[str, Any]:
+        model = made.model.model_copy(update={"dtype": dtype})
+        return lora.trained(two_ranks, made.model_copy(update={"model": model}), {"cp": cp})
+
+    exact = trained("float32", 1)
+    gaps, distances = [], []
+    for found in (trained("bfloat16", 2), trained("bfloat16", 1)):
+        gaps.append(np.linalg.norm(np.concatenate(found["before"]) - np.concatenate(exact["before"])))
+        distances.append(training.distance(found["gradient"], exact["gradient"]))
+    for split, alone in (gaps, distances):
+        assert 0 < split < 1.5 * alone, (gaps, distances)
+    # A gradient of another direction has a distance of 1.4.
+    assert distances[1] < 0.15, distances
