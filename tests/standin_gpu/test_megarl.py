@@ -79,12 +79,8 @@ def test_megarl_trains_on_one_device(model: Path, tmp_path: Path) -> None:
         "rollout.vllm.enforce_eager=true", "evaluation.every_steps=0", "weights.verify_every=1",
     ]  # fmt: skip
     environment = {name: value for name, value in os.environ.items() if name != "STANDIN_GPU_STRICT"}
-    # Transformer Engine then logs the attention that it chooses.
-    environment |= {"NVTE_DEBUG": "1", "NVTE_DEBUG_LEVEL": "1"}
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
-    log = (tmp_path / "runs/run/logs/latest/rank_0000.log").read_text()
-    assert ("Running with FusedAttention backend" in log) == HAS_ENGINE
     lines = [json.loads(line) for line in (tmp_path / "runs/run/metrics.jsonl").read_text().splitlines()]
     [gap] = [line["logprob_gap/mean"] for line in lines if "logprob_gap/mean" in line]
     assert 0 < gap < 5e-3
