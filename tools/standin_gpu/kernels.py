@@ -267,11 +267,28 @@ def reshape_and_cache_flash(
         cache[used // block_tokens, used % block_tokens] = values[: slots.size(0)][is_stored].to(cache.dtype)
 
 
+def vocab_parallel_embedding(
+    result: Tensor, token_ids: Tensor, weight: Tensor, org_start: int, org_end: int, num_org_padding: int,
+    added_start: int, added_end: int,
+) -> None:  # fmt: skip
+    """Write the rows of this rank's tokens to `result` [tokens, dim], zeros for the tokens of other ranks.
+
+    `weight` [rows, dim] has the rows of the model's own tokens from `org_start` on, padding, and the rows of added
+    tokens from `added_start` on.
+    """
+    is_own = (token_ids >= org_start) & (token_ids < org_end)
+    is_added = (token_ids >= added_start) & (token_ids < added_end)
+    added_row = token_ids - added_start + org_end - org_start + num_org_padding
+    row = torch.where(is_own, token_ids - org_start, torch.where(is_added, added_row, 0))
+    result.copy_(weight[row.long()] * (is_own | is_added)[:, None])
+
+
 VLLM_KERNELS = {
     "_C::rms_norm": rms_norm,
     "_C::fused_add_rms_norm": fused_add_rms_norm,
     "_C::silu_and_mul": silu_and_mul,
     "_C::rotary_embedding": rotary_embedding,
+    "_C::vocab_parallel_embedding": vocab_parallel_embedding,
     "_C_cache_ops::reshape_and_cache_flash": reshape_and_cache_flash,
 }
 

@@ -13,8 +13,23 @@
 
 namespace standin {
 namespace {
-thread_local int last_code = 0;
-thread_local char last_text[512];
+
+struct Text {
+    int code = 0;  // 0: none
+    char text[512];
+};
+
+// One text a code: a library may report an error after later calls failed with other codes.
+constexpr size_t kTexts = 16;
+thread_local Text texts[kTexts];
+thread_local size_t oldest = 0;
+
+Text* text_of(int code) {
+    for (Text& known : texts)
+        if (known.code == code) return &known;
+    return nullptr;
+}
+
 }  // namespace
 
 void log_line(const char* format, ...) {
@@ -28,14 +43,19 @@ void log_line(const char* format, ...) {
 
 int fault(int code, const char* format, ...) {
     va_list arguments;
+    Text* known = text_of(code);
+    if (!known) known = &texts[oldest++ % kTexts];
+    known->code = code;
     va_start(arguments, format);
-    vsnprintf(last_text, sizeof last_text, format, arguments);
+    vsnprintf(known->text, sizeof known->text, format, arguments);
     va_end(arguments);
-    last_code = code;
     return code;
 }
 
-const char* fault_text(int code) { return code == last_code ? last_text : ""; }
+const char* fault_text(int code) {
+    const Text* known = text_of(code);
+    return known ? known->text : "";
+}
 
 int unknown_function(const char* name) {
     static std::mutex mutex;

@@ -37,6 +37,15 @@ struct MemoryV2 {
     unsigned long long used;
 };
 
+// The first fields, common to all versions of the structure.
+struct FabricInfo {
+    unsigned version;
+    unsigned char cluster[16];
+    int status;
+    unsigned clique;
+    unsigned char state;
+};
+
 char handles[kMaxDevices];
 
 // NVML numbers all devices: CUDA_VISIBLE_DEVICES does not hold for it.
@@ -155,6 +164,13 @@ int nvmlDeviceGetComputeRunningProcesses(void*, unsigned* count, void*) {
 // torch looks these up with the others and goes on where they are not supported.
 int nvmlDeviceGetNvLinkRemoteDeviceType(void*, unsigned, int*) { return kNvmlNotSupported; }
 int nvmlDeviceGetNvLinkRemotePciInfo_v2(void*, unsigned, PciInfo*) { return kNvmlNotSupported; }
-int nvmlDeviceGetGpuFabricInfoV(void*, void*) { return kNvmlNotSupported; }
+
+// torch asks before it reserves addresses for expandable segments. State 0: the device is in no fabric of nodes.
+int nvmlDeviceGetGpuFabricInfoV(void*, FabricInfo* info) {
+    const unsigned version = info->version;
+    memset(info, 0, sizeof *info);
+    info->version = version;
+    return kNvmlSuccess;
+}
 
 }  // extern "C"
