@@ -132,10 +132,10 @@ async def inspect(
         tried = await ranks.call("reach", addresses)
         wrong = list(unreached({node: why for node, why in zip(nodes, tried, strict=True) if why}))
     await ranks.call("close")
-    # Bandwidths are measured only where ranks have links: not for one rank, nor on one node without GPUs.
-    if wrong or len(nodes) == 1 or (len(reports) == 1 and not reports[nodes[0]]["gpus"]):
-        return wrong, []
+    # Bandwidths are measured only where ranks have links: not for groups of one rank, nor on one node without GPUs.
     linked = [group for group in ranks.groups if group.world_size > 1]
+    if wrong or not linked or (len(reports) == 1 and not reports[nodes[0]]["gpus"]):
+        return wrong, []
     measured = [
         speeds for found in await together([_bandwidths(group, recipe) for group in linked]) for speeds in found
     ]
