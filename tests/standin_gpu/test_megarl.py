@@ -6,8 +6,10 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -64,24 +66,111 @@ def test_an_engine_generates_sleeps_and_wakes(model: Path, tmp_path: Path, runne
         assert (logits.log_softmax(-1).max(-1).values - expected).max() < 5e-2
 
 
-def test_megarl_trains_on_one_device(model: Path, tmp_path: Path) -> None:
-    """One step of GRPO: rollout, sleep, training, reshard with verification, export; log-probs of both sides agree."""
+REWARD = """
+from megarl.types import Reward
+
+
+def share_of_digits(completion_text, answer, correct_score):
+    share = sum(c.isdigit() for c in completion_text) / max(1, len(completion_text))
+    return Reward(share, True, share > 0.1)
+"""
+"""A model with random weights solves no problem, but its answers differ in their digits: gradients are not zero."""
+
+
+@pytest.fixture
+def start(model: Path, tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
+    """`start(setting, ...)` begins a short run of GRPO, tmp_path/runs/run, with verified reshards."""
     sums = [
         {"messages": [{"role": "user", "content": f"{n} + {n + 7} ="}], "gt_answer": str(2 * n + 7)} for n in range(64)
     ]
-    data = tmp_path / "sums.jsonl"
+    data, heldout = tmp_path / "sums.jsonl", tmp_path / "heldout.jsonl"
     data.write_text("".join(json.dumps(one) + "\n" for one in sums))
-    command = [
-        sys.executable, "-m", "megarl", "train", str(ROOT / "launch/recipes/quickstart.yaml"), f"model.path={model}",
-        f"runs_folder={tmp_path / 'runs'}", "name=run", f"data.train={data}", f"data.validation.heldout={data}",
-        "model.dtype=bfloat16", "cluster.ranks_per_node=1", "train.steps=1", "train.prompts_per_step=4",
-        "train.samples_per_prompt=4", "rollout.sampling.max_new_tokens=8", "rollout.max_concurrent_requests=16",
-        "rollout.vllm.enforce_eager=true", "evaluation.every_steps=0", "weights.verify_every=1",
-    ]  # fmt: skip
+    (tmp_path / "digits.py").write_text(REWARD)
+    # Each run evaluates at its start and its end.
+    heldout.write_text(json.dumps(sums[0]) + "\n")
+    # The newer model runner's warm-up cannot be strict, see above.
     environment = {name: value for name, value in os.environ.items() if name != "STANDIN_GPU_STRICT"}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
-    lines = [json.loads(line) for line in (tmp_path / "runs/run/metrics.jsonl").read_text().splitlines()]
-    [gap] = [line["logprob_gap/mean"] for line in lines if "logprob_gap/mean" in line]
-    assert 0 < gap < 5e-3
-    assert (tmp_path / "runs/run/hf/model.safetensors").exists()
+
+    def begin(*settings: str) -> subprocess.Popen[str]:
+        command = [
+            sys.executable, "-m", "megarl", "train", str(ROOT / "launch/recipes/quickstart.yaml"),
+            f"model.path={model}", f"runs_folder={tmp_path / 'runs'}", "name=run", f"data.train={data}",
+            f"data.validation.heldout={heldout}", "model.dtype=bfloat16", "train.steps=1", "train.prompts_per_step=4",
+            "train.samples_per_prompt=4", "rollout.sampling.max_new_tokens=8", "rollout.max_concurrent_requests=16",
+            "rollout.vllm.enforce_eager=true", "evaluation.every_steps=0", "weights.verify_every=1",
+            f"reward.functions=[{tmp_path / 'digits.py'}:share_of_digits]", *settings,
+        ]  # fmt: skip
+        return subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=environment
+        )
+
+    return begin
+
+
+def finished(run: subprocess.Popen[str]) -> str:
+    """Wait for the end of a run. Returns its output."""
+    output, _ = run.communicate(timeout=500)
+    assert run.returncode == 0, output[-9000:]
+    return output
+
+
+def steps(folder: Path) -> dict[int, dict[str, Any]]:
+    """Return the metrics of a run's training steps so far, by number."""
+    file = folder / "runs/run/metrics.jsonl"
+    # The last line may be incomplete while the run writes it.
+    lines = (
+        [json.loads(line) for line in file.read_text().splitlines(True) if line.endswith("\n")] if file.exists() else []
+    )
+    return {line["step"]: line for line in lines if "logprob_gap/mean" in line}
+
+
+def assert_trained(folder: Path, num_steps: int) -> None:
+    """Log-probs of both sides agree at each step, and the model was exported."""
+    found = steps(folder)
+    assert sorted(found) == list(range(1, num_steps + 1))
+    assert all(0 < step["logprob_gap/mean"] < 5e-3 for step in found.values())
+    assert all(step["train/grad_norm"] > 0 for step in found.values())
+    assert all(step["time/reshard_verify_seconds"] > 0 for step in found.values())
+    assert (folder / "runs/run/hf/model.safetensors").exists()
+
+
+LAYOUTS = {
+    "one device": ("cluster.ranks_per_node=1",),
+    "dp 2": ("cluster.ranks_per_node=2",),
+    # vLLM's custom all-reduce has kernels of its own, and they are not imitated.
+    "tp 2": (
+        "cluster.ranks_per_node=2", "trainer.tp=2", "rollout.tp=2", "rollout.vllm.disable_custom_all_reduce=true",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_megarl_trains(start: Callable[..., subprocess.Popen[str]], tmp_path: Path, layout: str) -> None:
+    """One step of GRPO: rollout, sleep, training, reshard with verification, export."""
+    finished(start(*LAYOUTS[layout]))
+    assert_trained(tmp_path, 1)
+
+
+def test_a_killed_run_with_separate_engines_goes_on(
+    start: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    """Trainer and engine on a device each. After a kill in step 3 the checkpoint of step 2 leads to the same step 3."""
+    settings = (
+        "cluster.ranks_per_node=2", "rollout.placement=separate", "rollout.ranks=1", "train.steps=3",
+        "checkpoint.every_steps=2", "checkpoint.asynchronous=false",
+    )  # fmt: skip
+    run = start(*settings)
+    try:
+        while 3 not in steps(tmp_path):
+            assert run.poll() is None, run.communicate()[0][-9000:]
+            time.sleep(0.01)
+        before = steps(tmp_path)[3]
+    finally:
+        run.kill()
+        run.communicate()
+    output = finished(start(*settings, "--resume"))
+    assert "step_000002" in output
+    assert_trained(tmp_path, 3)
+    after = steps(tmp_path)[3]
+    for name in ("train/loss", "train/grad_norm", "logprob_gap/mean", "reshard/sent_bytes"):
+        assert after[name] == before[name] != 0, name

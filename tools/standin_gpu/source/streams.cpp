@@ -245,7 +245,9 @@ int check_capture_allows(const char* call) {
     if (thread_mode == kRelaxed) return kSuccess;
     for (Graph* graph : captures()) {
         const bool is_own = graph->thread == syscall(SYS_gettid);
-        if (graph->mode == kGlobal || (graph->mode == kThreadLocal && is_own)) return break_capture(graph, call);
+        // Modes of the capture and of the calling thread: cudaThreadExchangeStreamCaptureMode sets the latter.
+        const bool is_forbidden = is_own ? graph->mode != kRelaxed : graph->mode == kGlobal && thread_mode == kGlobal;
+        if (is_forbidden) return break_capture(graph, call);
     }
     return kSuccess;
 }

@@ -1,0 +1,134 @@
+"""Paths of megarl's code between two ranks with a GPU each. test_seeded_faults.py runs them, and copies with faults.
+
+python gpu_paths.py PATH=FOLDER...     ranks of PATH with the modules of FOLDER, and output in FOLDER/rank_N.log
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import runpy
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+SHAPE = (64, 32)
+
+
+def reshard(rank: int) -> None:
+    """Exchange two weights between the ranks twice, into memory of a vLLM engine, and compare checksums."""
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    from megarl.reshard.boxes import dense_piece
+    from megarl.reshard.plan import make_plan
+    from megarl.reshard.transport import Transport
+    from megarl.reshard.verify import verify
+
+    held = [(dense_piece(name, SHAPE, name, 0),) for name in ("first", "second")]
+    plan = make_plan(held, held[::-1], itemsize=2, bucket_bytes=1 << 20).for_rank(rank)
+    allocator = CuMemAllocator.get_instance()
+    sources = {held[rank][0].storage: torch.randn(SHAPE, device="cuda").bfloat16()}
+    with allocator.use_memory_pool(tag="weights"):
+        destinations = {held[1 - rank][0].storage: torch.zeros(SHAPE, device="cuda", dtype=torch.bfloat16)}
+    transport = Transport(plan, sources, destinations, dtype=torch.bfloat16)
+    steps: list[Callable[[], object]] = [
+        transport.reshard,
+        transport.reshard,
+        lambda: verify(plan, sources, destinations, dtype=torch.bfloat16),
+        torch.cuda.synchronize,
+        lambda: allocator.sleep(offload_tags=()),
+    ]
+    for step in steps:
+        step()
+
+
+def logprobs(rank: int) -> None:
+    """Compute log-probs over a vocabulary split between the ranks, then once more from a CUDA graph."""
+    from megarl.models.logprobs import Support, vocab_parallel_logprobs
+
+    hidden = torch.randn(6, 16, device="cuda", dtype=torch.float64)
+    weight = torch.randn(40, 16, device="cuda", dtype=torch.float64)
+    targets = torch.arange(0, 72, 12, device="cuda")
+    support = Support(targets.int(), torch.ones(6, dtype=torch.int32, device="cuda"))
+
+    def compute() -> torch.Tensor:
+        return vocab_parallel_logprobs(
+            hidden, weight, targets, first_token_id=40 * rank, group=dist.group.WORLD, temperature=1.0,
+            chunk_tokens=3, support=support,
+        )[0]  # fmt: skip
+
+    found = compute()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        again = compute()
+    graph.replay()
+    assert torch.equal(found, again)
+
+
+def engine_all_reduce(rank: int) -> None:
+    """Sum over the ranks through the communicator of a tensor-parallel vLLM engine."""
+    from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+
+    communicator = PyNcclCommunicator(dist.new_group(backend="gloo"), torch.device("cuda", rank))
+    values = torch.full(SHAPE, 1.0 + rank, device="cuda")
+    total = communicator.all_reduce(values, torch.empty(SHAPE, device="cuda"), stream=torch.cuda.current_stream())
+    torch.cuda.synchronize()
+    assert total.unique().tolist() == [3.0]
+
+
+PATHS = {path.__name__: path for path in (reshard, logprobs, engine_all_reduce)}
+
+
+LIBRARIES = ("torch", "vllm.device_allocator.cumem", "vllm.distributed.device_communicators.pynccl")
+"""Imported once, before the ranks are forked. They take longer than all the paths."""
+RANK_SECONDS = 60
+
+
+def run_rank(rank: int, path: str, folder: Path) -> None:
+    """Be one of two ranks of a path, with the modules of the folder. Ends the process: 0, or 1 after an exception."""
+    with (folder / f"rank_{rank}.log").open("w") as log:
+        os.dup2(log.fileno(), sys.stdout.fileno())
+        os.dup2(log.fileno(), sys.stderr.fileno())
+    code = 1
+    try:
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+        sys.path.insert(0, str(folder))
+        from megarl.groups import rendezvous, world
+
+        rendezvous.settle(rendezvous.Rendezvous(key=bytes(32), file=str(folder / "meeting"), world="paths"))
+        world.initialize(RANK_SECONDS)
+        runpy.run_path(str(folder / "gpu_paths.py"))["PATHS"][path](rank)
+        torch.cuda.synchronize()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Without destructors: after an error the other rank may never answer them.
+        os._exit(code)
+
+
+def main() -> None:
+    # FlashInfer 0.6.18 asks torch for the devices at its import, and CUDA must not be used before the forks.
+    os.environ["FLASHINFER_CUDA_ARCH_LIST"] = "9.0a"
+    for name in LIBRARIES:
+        importlib.import_module(name)
+    for argument in sys.argv[1:]:
+        path, _, folder = argument.partition("=")
+        ranks = []
+        for rank in range(2):
+            ranks.append(os.fork())
+            if not ranks[-1]:
+                run_rank(rank, path, Path(folder))
+        codes = [os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks]
+        (Path(folder) / "codes.json").write_text(json.dumps(codes))
+
+
+if __name__ == "__main__":
+    main()
