@@ -74,7 +74,9 @@ def engine_all_reduce(rank: int) -> None:
     """Sum over the ranks through the communicator of a tensor-parallel vLLM engine."""
     from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
 
-    communicator = PyNcclCommunicator(dist.new_group(backend="gloo"), torch.device("cuda", rank))
+    group = dist.new_group(backend="gloo")
+    assert isinstance(group, dist.ProcessGroup)
+    communicator = PyNcclCommunicator(group, torch.device("cuda", rank))
     values = torch.full(SHAPE, 1.0 + rank, device="cuda")
     total = communicator.all_reduce(values, torch.empty(SHAPE, device="cuda"), stream=torch.cuda.current_stream())
     torch.cuda.synchronize()

@@ -283,10 +283,23 @@ def vocab_parallel_embedding(
     result.copy_(weight[row.long()] * (is_own | is_added)[:, None])
 
 
+def per_token_group_fp8_quant(
+    x: Tensor, result: Tensor, scales: Tensor, group_size: int, epsilon: float, least: float, most: float,
+    scale_ue8m0: bool, *_: bool,
+) -> None:  # fmt: skip
+    """Quantise each token of x [*tokens, dim] to FP8 `result`, with float32 `scales` [*tokens, dim / group_size]."""
+    refuse("per_token_group_fp8_quant", scale_ue8m0=scale_ue8m0)
+    groups = x.float().unflatten(-1, (-1, group_size))
+    found = groups.abs().amax(-1).clamp_min(epsilon) / most
+    scales.copy_(found)
+    result.copy_((groups / found[..., None]).clamp(least, most).flatten(-2))
+
+
 VLLM_KERNELS = {
     "_C::rms_norm": rms_norm,
     "_C::fused_add_rms_norm": fused_add_rms_norm,
     "_C::silu_and_mul": silu_and_mul,
+    "_C::per_token_group_fp8_quant": per_token_group_fp8_quant,
     "_C::rotary_embedding": rotary_embedding,
     "_C::vocab_parallel_embedding": vocab_parallel_embedding,
     "_C_cache_ops::reshape_and_cache_flash": reshape_and_cache_flash,
