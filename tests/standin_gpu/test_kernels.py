@@ -120,3 +120,16 @@ def test_layers_of_vllm(name: str) -> None:
         expected = layer.forward_native(*(x.clone() for x in given))
     for got, correct in zip(*(x if isinstance(x, tuple) else (x,) for x in (found, expected)), strict=True):
         torch.testing.assert_close(got.float(), correct.float(), rtol=0, atol=3e-2)
+
+
+def test_quantisation_to_fp8() -> None:
+    """Groups of 128 values have a scale each, so that the largest of them is FP8's largest number, 448."""
+    fp8 = pytest.importorskip("vllm.model_executor.layers.quantization.utils.fp8_utils")
+    torch.manual_seed(0)
+    x = random(5, 256) * torch.tensor([1.0, 100.0], device="cuda").bfloat16().repeat_interleave(128)
+    quantised, scales = fp8.per_token_group_quant_fp8(x, 128)
+    assert quantised.dtype == torch.float8_e4m3fn and scales.shape == (5, 2)
+    groups = quantised.float().unflatten(-1, (2, 128))
+    assert (groups.abs().amax(-1) == 448).all()
+    # Three bits of mantissa: half a unit in the last place is a sixteenth.
+    torch.testing.assert_close((groups * scales[..., None]).flatten(-2), x.float(), rtol=1 / 16, atol=1e-2)
