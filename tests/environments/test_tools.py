@@ -122,7 +122,7 @@ async def test_schemas_are_of_signature_and_docstring_or_given() -> None:
 
     def uncalled(self: Any, x: Callable[[], None]) -> None: ...
 
-    for function, word in ((untyped, "x needs a type"), (odd, "allocate_lock"), (uncalled, "unknown to JSON")):
+    for function, word in ((untyped, "x needs a type"), (odd, "unknown to JSON .*lock"), (uncalled, "unknown to JSON")):
         with pytest.raises(TypeError, match=word):
             tool(function)
 
