@@ -149,9 +149,10 @@ class RayGroup(ConnectedGroup):
             self._served.append(actor.serve.remote(os.getcwd(), address, key, turn))
 
     def _rank_environment(self, environment: Mapping[str, str]) -> dict[str, str]:
-        """Return the environment variables of the actors. Ranks that are bound to cores share these with other groups.
+        """Return the environment variables of the actors.
 
-        Ray may place ranks of several groups on one node. Each group sees only its own GPUs there.
+        Ray may place ranks of several groups on one node, where each group sees only its own GPUs. Ranks of such runs
+        get their cores by GPU, so that groups have different ones.
         """
         if numa.VARIABLE in environment and self.world_size < self.part.num_ranks:
             return {**environment, numa.VARIABLE: numa.BY_GPU}

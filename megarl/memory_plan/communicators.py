@@ -61,8 +61,8 @@ def communicators_of(
 ) -> list[Communicator]:
     """Return the communicators with several ranks of a rank that trains, samples, or both.
 
-    `is_distributed`: data-parallel ranks share the optimizer's states. `shares_embedding`: the rank's stage has a copy
-    of another stage's embedding. `balances_experts`: the model has losses that balance its experts.
+    `is_distributed`: data-parallel ranks share the optimizer's states. `shares_embedding`: the rank is on the
+    first or last stage, and both have the embedding. `balances_experts`: the model has losses that balance its experts.
     """
     found: list[Communicator] = []
     if has_trainer:

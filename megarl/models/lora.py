@@ -89,9 +89,11 @@ class Adapter(nn.Module):
         """Return the adapter's output [..., local out] for the layer's input `x` [..., local in]."""
         if self.norm is not None:
             weight, epsilon, is_zero_centered = self.norm
-            # In float32, as in the fused kernel: adding 1 to the stored weight would lose bits.
-            factor = weight.float() + is_zero_centered
-            x = F.rms_norm(x.float(), x.shape[-1:], factor, epsilon).to(x.dtype)
+            if is_zero_centered:
+                # In float32, as in the fused kernel: adding 1 to the stored weight would lose bits.
+                x = F.rms_norm(x.float(), x.shape[-1:], 1.0 + weight.float(), epsilon).to(x.dtype)
+            else:
+                x = F.rms_norm(x, x.shape[-1:], weight, epsilon)
         if self.dropout and self.training:
             # Ranks must drop the same elements only if they see the same features of the same tokens.
             is_alike = self.is_column and not self.sequence_parallel

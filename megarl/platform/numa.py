@@ -23,7 +23,7 @@ VARIABLE = "MEGARL_RANKS_TO_BIND"
 """Environment variable giving ranks the number of ranks on their node, or `BY_GPU`. A rank without it is not bound."""
 
 BY_GPU = "by GPU"
-"""Value of the variable if the ranks of other groups, unknown to a rank, may use further GPUs of its machine."""
+"""Value of the variable that divides cores by all GPUs of the machine, since other groups may use some of them."""
 
 UNKNOWN = (
     "/sys does not name the NUMA nodes of their GPUs (numa_node is -1 or missing); cluster.bind_to_numa=false ends "
@@ -194,7 +194,8 @@ def rank_places(gpus: Sequence[str], root: Path = SYS) -> list[Place]:
     if setting != BY_GPU:
         return places(gpus[: int(setting)], allowed_cores(), root, is_allowed_to_one=has_own_cores())
     every = sorted({*gpus, *machine_gpus(root)})
-    found = dict(zip(every, places(every, allowed_cores(), root, is_allowed_to_one=has_own_cores()), strict=True))
+    # Allowed cores are those of all groups here: a worker of Ray inherits the mask of its node's only Slurm task.
+    found = dict(zip(every, places(every, allowed_cores(), root, is_allowed_to_one=False), strict=True))
     return [found[gpu] for gpu in gpus]
 
 

@@ -105,6 +105,7 @@ class ExpertExchange:
 
     def __init__(self, stored: StoredExperts, layers: Sequence[int], top_k: int) -> None:
         self._stored, self._num_layers, self._top_k = stored, len(layers), top_k
+        self.layers = tuple(layers)
         self._layers_by_rank = signed.gather(list(layers), purpose="layers")
 
     def fetch(self, runs: NDArray[np.int64]) -> NDArray[np.int16]:
@@ -146,7 +147,7 @@ def fetch_routes(exchange: ExpertExchange, rows: Sequence[OwnTokens]) -> list[to
     Padding is routed to the first top_k experts. Raises DataError if a token's route names an expert twice.
     """
     found = exchange.fetch(np.concatenate([row.runs for row in rows]))
-    _refuse_repeated(found)
+    _refuse_repeated(found, exchange.layers)
     ends = np.cumsum([row.is_token.sum() for row in rows])
     routes = []
     for row, experts in zip(rows, np.split(found, ends[:-1]), strict=True):
@@ -158,10 +159,11 @@ def fetch_routes(exchange: ExpertExchange, rows: Sequence[OwnTokens]) -> list[to
     return routes
 
 
-def _refuse_repeated(routes: NDArray[np.int16]) -> None:
+def _refuse_repeated(routes: NDArray[np.int16], layers: Sequence[int]) -> None:
     """Raise DataError if the route of any token [tokens, layers, top_k] names an expert twice.
 
-    Megatron would send the token to that expert once, but counts of tokens include it twice.
+    Megatron would send the token once, and `count_by_expert` would count two, so buffers would have wrong sizes.
+    `layers` are the numbers, from 0, of the layers of `routes`.
     """
     # Compared pair by pair: for 8 experts a token this takes 0.4 of the time of sorting.
     places = np.ascontiguousarray(np.moveaxis(routes, -1, 0))
@@ -169,8 +171,8 @@ def _refuse_repeated(routes: NDArray[np.int16]) -> None:
         if (equal := first == second).any():
             token, layer = np.argwhere(equal)[0]
             raise DataError(
-                f"router replay: the engine's route of a token names expert {first[token, layer]} twice, in MoE layer "
-                f"{layer} of this rank; set trainer.router_replay=false"
+                f"router replay: the engine's route of a token names expert {first[token, layer]} twice, in layer "
+                f"{layers[layer]} of the model (from 0); set trainer.router_replay=false"
             )
 
 

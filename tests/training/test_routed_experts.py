@@ -149,7 +149,7 @@ def test_experts_of_what_was_trained_are_forgotten() -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_an_expert_that_a_route_names_twice_is_refused(ranks: RankPool, world_size: int) -> None:
     for text in ranks.run(fetch_repeated, world_size=world_size):
-        assert text.startswith("router replay: the engine's route of a token names expert 7 twice, in MoE layer 1")
+        assert text.startswith("router replay: the engine's route of a token names expert 7 twice, in layer 2 of")
         assert "set trainer.router_replay=false" in text
 
 
