@@ -104,8 +104,7 @@ class ExpertExchange:
     """
 
     def __init__(self, stored: StoredExperts, layers: Sequence[int], top_k: int) -> None:
-        self._stored, self._num_layers, self._top_k = stored, len(layers), top_k
-        self.layers = tuple(layers)
+        self._stored, self.layers, self._top_k = stored, tuple(layers), top_k
         self._layers_by_rank = signed.gather(list(layers), purpose="layers")
 
     def fetch(self, runs: NDArray[np.int64]) -> NDArray[np.int16]:
@@ -113,7 +112,7 @@ class ExpertExchange:
 
         `runs` [runs, 4] lists, for each span of consecutive tokens: storing rank, number, first token and end.
         """
-        nothing = np.zeros((0, self._num_layers, self._top_k), np.int16)
+        nothing = np.zeros((0, len(self.layers), self._top_k), np.int16)
         return fetch_values(runs[:, 1:], runs[:, 0] % dist.get_world_size(), self._stored_for, nothing)
 
     def _stored_for(self, rank: int, number: int, first: int, end: int) -> NDArray[np.int16]:

@@ -106,7 +106,7 @@ class _KnownLayers(ExpertExchange):
     """Megarl's exchange of routed experts, without the first exchange of layer numbers: this rank asks itself only."""
 
     def __init__(self, stored: Any, layers: Sequence[int], top_k: int, world_size: int) -> None:
-        self._stored, self._num_layers, self._top_k = stored, len(layers), top_k
+        self._stored, self.layers, self._top_k = stored, tuple(layers), top_k
         self._layers_by_rank = [list(layers)] * world_size
 
 
