@@ -33,6 +33,7 @@ def vocab_parallel_logprobs(
     temperature: float | Tensor,
     chunk_tokens: int,
     support: Support | None = None,
+    function: type[VocabParallelLogprobs] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the log-prob of each target, and the entropy of its distribution.
 
@@ -44,9 +45,10 @@ def vocab_parallel_logprobs(
     token `first_token_id`; targets [tokens], global ids. Returns two [tokens], in nats, equal on all ranks of
     `group`: float32, or float64 if `hidden` is. Forward and backward hold at most `chunk_tokens` * local_vocabulary
     logits at once. The gradient of `hidden` is partial: the caller's tensor-parallel mapping all-reduces it. A detached
-    entropy and a frozen weight cost nothing in the backward pass.
+    entropy and a frozen weight cost nothing in the backward pass. `function` rounds in its own way, and may gather the
+    logits of whole tokens.
     """
-    return VocabParallelLogprobs.apply(
+    return (function or VocabParallelLogprobs).apply(
         hidden, weight, targets, first_token_id, group, temperature, chunk_tokens, support
     )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from megarl.families.parts import Latent
 from megarl.families.shape import ModelShape, padded_vocab_size
 from megarl.models.attention import PackedRow
 from megarl.models.configuration import uses_transformer_engine
-from megarl.models.exact.logprobs import exact_logprobs
+from megarl.models.exact.logprobs import ExactLogprobs
 from megarl.models.exact.rotary import RotaryTable
 from megarl.models.expert_dispatch import ExpertCounts
 from megarl.models.latent_attention import RowRotary, share_rotary
@@ -165,7 +164,6 @@ class PolicyModel(PackedModel):
         rows = self.vocab_size // parallel_state.get_tensor_model_parallel_world_size()
         self.first_token_id = parallel_state.get_tensor_model_parallel_rank() * rows
         self.num_local_tokens = max(0, min(rows, shape.vocab_size - self.first_token_id))
-        self.vocabulary = shape.vocab_size
         self._temperature: float | Tensor = 1.0
         self._support: Support | None = None
         if shape.num_mtp_layers and self.post_process:
@@ -270,8 +268,7 @@ class PolicyModel(PackedModel):
         `hidden` is [tokens, hidden_size], `weight` holds this rank's head rows, `labels` is [tokens]. With a tree,
         `hidden` is [stored tokens, hidden_size] and `labels` [edges].
         """
-        compute = partial(exact_logprobs, vocabulary=self.vocabulary) if self.is_exact else vocab_parallel_logprobs
-        logprobs, entropies = compute(
+        logprobs, entropies = vocab_parallel_logprobs(
             hidden if tree is None else gather(hidden, tree.edge_sources),
             weight,
             labels,
@@ -280,6 +277,7 @@ class PolicyModel(PackedModel):
             temperature=self._temperature,
             chunk_tokens=self.logprob_chunk_tokens,
             support=self._support,
+            function=ExactLogprobs if self.is_exact else None,
         )
         # Entropies for metrics only are detached: this saves their part of the backward pass.
         outputs = torch.stack([logprobs, entropies if self.trains_entropy else entropies.detach()])

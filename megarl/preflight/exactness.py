@@ -17,7 +17,7 @@ ENGINE_OPTIONS = ("max_num_batched_tokens", "enable_prefix_caching", "disable_cu
 @checks("trainer", training_only=True)
 def exactness_faults(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     """Yield a reason for each model part, layout and setting that makes trainer and engine round differently."""
-    if not (recipe.is_on_policy and recipe.trainer.exact):
+    if not recipe.exact_blocks:
         return
     for reason in (*_of_machine(recipe), *_of_model(shape), *_of_layout(recipe), *_of_sampling(recipe)):
         yield f"trainer.exact = True: {reason}, or set trainer.exact=false"

@@ -14,7 +14,7 @@ from megarl.data.token_batch import ranges
 from megarl.families.rotary import Rotary
 from megarl.models.attention import PackedAttention, PackedRow
 from megarl.models.exact.attention import ExactAttention
-from megarl.models.exact.logprobs import exact_logprobs
+from megarl.models.exact.logprobs import ExactLogprobs
 from megarl.models.exact.residual import wide_addition
 from megarl.models.exact.rotary import RotaryTable
 from megarl.models.logprobs import Support, vocab_parallel_logprobs
@@ -147,9 +147,9 @@ def test_gradients_of_confident_tokens_are_those_of_float64(temperature: float) 
         directions = hidden / hidden.float().square().sum(-1, keepdim=True)
         weight = half(vocabulary, 64, scale=0.1)
         weight[:tokens] += (torch.linspace(6, 16, tokens)[:, None] * directions).bfloat16()
-    found, _ = exact_logprobs(
-        hidden, weight, targets, vocabulary=vocabulary, first_token_id=0, group=None, temperature=temperature,
-        chunk_tokens=32,
+    found, _ = vocab_parallel_logprobs(
+        hidden, weight, targets, first_token_id=0, group=None, temperature=temperature, chunk_tokens=32,
+        function=ExactLogprobs,
     )  # fmt: skip
     [ours] = torch.autograd.grad(found.sum(), hidden)
     wide = hidden.detach().double().requires_grad_()
@@ -181,7 +181,7 @@ def test_logprobs_are_those_of_the_engines_sampler(is_truncated: bool) -> None:
     settings: dict[str, Any] = dict(
         first_token_id=0, group=None, temperature=temperature, chunk_tokens=32, support=support
     )
-    found = exact_logprobs(hidden, weight, targets, vocabulary=vocabulary, **settings)
+    found = vocab_parallel_logprobs(hidden, weight, targets, **settings, function=ExactLogprobs)
     assert torch.equal(found[0], engine)
     usual = vocab_parallel_logprobs(hidden, weight, targets, **settings)
     for ours, expected in zip(found, usual, strict=True):

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
@@ -115,15 +116,11 @@ def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         make_inputs(folder)
         for number, name in enumerate(options.only or CASES):
             ranks, overrides, environment = CASES[name]
-            before = dict(os.environ)
-            os.environ.update(environment)
-            train(
-                "recipe.yaml", f"name=run_{number}", f"train.steps={options.steps}", "trainer.exact=true",
-                f"cluster.ranks_per_node={ranks}", *overrides, folder=folder,
-            )  # fmt: skip
-            for variable in environment:
-                del os.environ[variable]
-            os.environ.update(before)
+            with patch.dict(os.environ, environment):
+                train(
+                    "recipe.yaml", f"name=run_{number}", f"train.steps={options.steps}", "trainer.exact=true",
+                    f"cluster.ranks_per_node={ranks}", *overrides, folder=folder,
+                )  # fmt: skip
             steps = [step for step in read_metrics(folder / f"runs/run_{number}") if "logprob_gap/max" in step]
             gap = max(step["logprob_gap/max"] for step in steps)
             equal = min(step["logprob_gap/bit_equal"] for step in steps)
@@ -135,6 +132,8 @@ def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 "largest gap": gap,
                 "bit-equal": equal,
                 "compared": compared,
+                # A column of the last row: the table takes its columns from the first one.
+                "time": "-",
                 "met": len(steps) == options.steps and is_equal == (name != "usual") and compared > 0,
             }
         if options.pairs:
@@ -149,8 +148,7 @@ def update_times(model: Path, pairs: int) -> Iterator[dict[str, Any]]:
     yield {
         "case": "time of an update",
         "steps": pairs,
-        "exact over usual": ratio,
-        "limit": MOST_TIME,
+        "time": ratio,
         "met": ratio <= MOST_TIME,
     }
 

@@ -21,16 +21,7 @@ class ExactAttention(PackedAttention):
 
     rotary: RotaryTable
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        *,
-        packed_seq_params: PackedRow,
-        **others: Any,
-    ) -> Tensor:
+    def forward(self, query: Tensor, key: Tensor, *others: Any, packed_seq_params: PackedRow, **named: Any) -> Tensor:
         """Rotate queries and keys, then attend within each sequence.
 
         Shapes: query [tokens, 1, heads, head_dim], key and value [tokens, 1, groups, head_dim]; returns [tokens, 1,
@@ -39,7 +30,7 @@ class ExactAttention(PackedAttention):
         positions = packed_seq_params.positions
         assert positions is not None
         query, key = (self.rotary.rotate(x.flatten(0, -3), positions).view_as(x) for x in (query, key))
-        return super().forward(query, key, value, attention_mask, packed_seq_params=packed_seq_params, **others)
+        return super().forward(query, key, *others, packed_seq_params=packed_seq_params, **named)
 
     def _padded(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> Tensor:
         """Return the attention of one part of a row, computed by the engine's kernel. Shapes as in `attend`."""

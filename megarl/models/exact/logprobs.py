@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,31 +14,11 @@ from megarl.models.logprobs import Support, Truncation, VocabParallelLogprobs, v
 from megarl.platform.block_products import row_product
 
 
-def exact_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    vocabulary: int,
-    first_token_id: int,
-    group: dist.ProcessGroup | None,
-    temperature: float | Tensor,
-    chunk_tokens: int,
-    support: Support | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return what `vocab_parallel_logprobs` does, with the engine's rounding: float32 [tokens], log-probs and entropies
-    in nats.
+class ExactLogprobs(VocabParallelLogprobs):
+    """Log-probs and entropies with the engine's rounding, always float32. The gradient has the same logits.
 
-    `vocabulary` counts the tokens of all ranks of `group`. A rank holds at most `chunk_tokens` * local_vocabulary
-    logits at once. The other arguments are those of `vocab_parallel_logprobs`.
+    A rank holds at most `chunk` * local_vocabulary logits at once.
     """
-    return _ExactLogprobs.apply(
-        hidden, weight, targets, first_token_id, group, temperature, chunk_tokens, support, vocabulary
-    )
-
-
-class _ExactLogprobs(torch.autograd.Function):
-    """Log-probs with the engine's rounding, and the backward pass of `VocabParallelLogprobs`."""
 
     @staticmethod
     def forward(
@@ -50,19 +31,19 @@ class _ExactLogprobs(torch.autograd.Function):
         temperature: float | Tensor,
         chunk: int,
         support: Support | None,
-        vocabulary: int,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         blocks = vocabulary_blocks(len(targets), weight.size(0), chunk)
         logprobs, log_totals, entropies = hidden.new_empty(3, len(targets), dtype=torch.float32)
+        widths = _widths(weight, group)
         # Each rank has the logits of the whole vocabulary.
-        count = max(1, chunk // (1 if group is None else group.size()))
+        count = max(1, chunk // len(widths))
         for start in range(0, len(targets), count):
             rows = slice(start, start + count)
-            logits = _gather_vocabulary(row_product(hidden[rows], weight), vocabulary, group).float()
+            logits = _gather_vocabulary(row_product(hidden[rows], weight), widths, group).float()
             logits /= temperature[rows, None] if isinstance(temperature, Tensor) else temperature
             if support is not None:
-                logits.masked_fill_(_excluded(support, start, len(logits), vocabulary), -torch.inf)
+                logits.masked_fill_(_excluded(support, start, *logits.shape), -torch.inf)
             all_logprobs = logits.log_softmax(-1)
             columns = targets[rows, None]
             logprobs[rows] = all_logprobs.gather(1, columns).squeeze(1)
@@ -72,10 +53,6 @@ class _ExactLogprobs(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, targets - first_token_id, log_totals, entropies)
         ctx.settings = (temperature, blocks, cut, _logits)
         return logprobs, entropies
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        return *VocabParallelLogprobs.backward(ctx, *grads), None
 
 
 def _logits(hidden: Tensor, weight: Tensor, block: range, temperature: float | Tensor, room: Tensor) -> Tensor:
@@ -88,19 +65,27 @@ def _logits(hidden: Tensor, weight: Tensor, block: range, temperature: float | T
     return logits.div_(temperature[:, None] if isinstance(temperature, Tensor) else temperature)
 
 
-def _gather_vocabulary(logits: Tensor, vocabulary: int, group: dist.ProcessGroup | None) -> Tensor:
-    """Return the logits [tokens, vocabulary] of all ranks from this rank's part [tokens, local_vocabulary].
-
-    Parts have the same length, except that the last ones may be shorter or empty.
+def _widths(weight: Tensor, group: dist.ProcessGroup | None) -> list[int]:
+    """Return the number of tokens that each rank's part of the vocabulary has; `weight` is [local_vocabulary,
+    hidden_size].
     """
     if group is None or group.size() == 1:
+        return [weight.size(0)]
+    own = torch.tensor([weight.size(0)], device=weight.device)
+    found = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(found, own, group=group)
+    return torch.cat(found).tolist()
+
+
+def _gather_vocabulary(logits: Tensor, widths: Sequence[int], group: dist.ProcessGroup | None) -> Tensor:
+    """Return the logits [tokens, vocabulary] of all ranks from this rank's part [tokens, local_vocabulary]."""
+    if len(widths) == 1:
         return logits
-    width = torch.tensor(logits.size(1), device=logits.device)
-    dist.all_reduce(width, dist.ReduceOp.MAX, group=group)
-    padded = F.pad(logits, (0, int(width) - logits.size(1)))
-    parts = [torch.empty_like(padded) for _ in range(group.size())]
+    # A collective needs equal sizes. The last ranks' parts may be shorter, or empty.
+    padded = F.pad(logits, (0, max(widths) - logits.size(1)))
+    parts = [torch.empty_like(padded) for _ in widths]
     dist.all_gather(parts, padded, group=group)
-    return torch.cat(parts, dim=1)[:, :vocabulary]
+    return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1)
 
 
 def _excluded(support: Support, first: int, count: int, vocabulary: int) -> Tensor:
