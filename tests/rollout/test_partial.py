@@ -455,12 +455,17 @@ def test_case_n8_a_surplus_that_hangs_is_given_up_at_once(
 
             run = await Run.begin(group, model_path, lambda: Deaf(gate), score=score, stragglers="abort")
             try:
-                async with asyncio.timeout(30.0):
+                # Seven processes import the judge meanwhile, on cores shared with other tests.
+                async with asyncio.timeout(120.0):
                     groups = await run.step()
             except TimeoutError:
                 # The environment ignores its cancellation: it would hold the end of the tests up.
                 gate.set()
-                raise
+                done = {draw: sorted(group.finished) for draw, group in run.state.started.items()}
+                raise AssertionError(
+                    f"no step in 120 s: judges {pids()} sleep, attempts {done} ended, "
+                    f"{len(run.state.waiting)} groups wait"
+                ) from None
             assert set(draws(groups)) <= {0, 1, 2, 5}
             assert run.buffer.metrics()["rollout/aborted"] == 3 and not run.state.started and not run.state.waiting
             without = [t for one in groups for t in one if t.reward is None]
