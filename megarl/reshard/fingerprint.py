@@ -1,0 +1,142 @@
+"""Fingerprints of tensors. Fingerprints of disjoint boxes add up to the whole tensor's, whatever the layout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+NUM_PROJECTIONS = 8
+"""Number of projections in a sketch. An estimated distance has a relative error of about 1 / sqrt(2 * 8) = 0.25."""
+
+_CHUNK = 1 << 20
+"""Maximum number of elements in a block. Its int64 and float64 copies take 16 MiB."""
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """Checksum and sketch of a tensor, or of a part of it.
+
+    `checksum` is a 64-bit integer. It changes with each single element, and with the order of the elements. `sketch`
+    [NUM_PROJECTIONS] are sums of all elements with random signs. `squares` is the sum of the squared elements, `numel`
+    their number.
+    """
+
+    checksum: int = 0
+    sketch: tuple[float, ...] = (0.0,) * NUM_PROJECTIONS
+    squares: float = 0.0
+    numel: int = 0
+
+    def __add__(self, other: Fingerprint) -> Self:
+        """Return the fingerprint of two disjoint parts together."""
+        return type(self)(
+            (self.checksum + other.checksum) & _MASK,
+            tuple(a + b for a, b in zip(self.sketch, other.sketch, strict=True)),
+            self.squares + other.squares,
+            self.numel + other.numel,
+        )
+
+    def distance(self, other: Fingerprint) -> float:
+        """Return the estimated Euclidean distance of two tensors, relative to the larger norm. 0 for equal tensors.
+
+        NaN or infinity if a tensor has elements that are not finite.
+        """
+        if (self.checksum, self.numel) == (other.checksum, other.numel):
+            return 0.0
+        # The expected square of one projection of a difference is the squared norm of the difference.
+        squares = [(a - b) ** 2 for a, b in zip(self.sketch, other.sketch, strict=True)]
+        estimate = math.sqrt(sum(squares) / NUM_PROJECTIONS)
+        norm = math.sqrt(max(self.squares, other.squares))
+        return estimate / norm if norm else estimate
+
+
+@torch.no_grad()
+def fingerprint(values: Tensor, start: Sequence[int] | None = None) -> Fingerprint:
+    """Return the fingerprint of a box `values` [*shape] of a larger tensor.
+
+    `start` [dims] is the index of the box's first element in the larger tensor; None: zeros.
+    """
+    total = checksum(values, start)
+    sketch = torch.zeros(NUM_PROJECTIONS, dtype=torch.float64, device=values.device)
+    squares = torch.zeros((), dtype=torch.float64, device=values.device)
+    for block, rows, columns in _blocks(values, start):
+        wide = block.to(torch.float64)
+        sketch += ((wide @ _signs(columns)) * _signs(rows)).sum(0)
+        squares += wide.square().sum()
+    return Fingerprint(int(total.item()) & _MASK, tuple(sketch.tolist()), float(squares.item()), values.numel())
+
+
+@torch.no_grad()
+def checksum(values: Tensor, start: Sequence[int] | None = None) -> Tensor:
+    """Return the 64-bit checksum, an int64 scalar on the device, of a box `values` [*shape] of a larger tensor.
+
+    `start` [dims] is the index of the box's first element in the larger tensor; None: zeros. Checksums of disjoint
+    boxes add up, with wrap-around, to that of the whole tensor.
+    """
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    for block, rows, columns in _blocks(values, start):
+        bits = block.view(_INTEGERS[values.dtype.itemsize]).to(torch.int64)
+        # Products of odd numbers are odd, so each element counts in all 64 bits. Overflow wraps around.
+        total += ((bits * (columns | 1)).sum(1) * (rows | 1)).sum()
+    return total
+
+
+def _blocks(values: Tensor, start: Sequence[int] | None) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield blocks [rows, columns] of a box [*shape] with at most _CHUNK elements.
+
+    With each come the random numbers of its places: int64 [rows] of the leading indices, int64 [columns] of the last
+    index.
+    """
+    shape = values.shape or torch.Size((1,))
+    places = [
+        _random(first, size, dim, values.device)
+        for dim, (first, size) in enumerate(zip(start or (0,) * len(shape), shape, strict=True), -len(shape))
+    ]
+    rows = torch.ones(1, dtype=torch.int64, device=values.device)
+    for place in places[:-1]:
+        # Numbers of a place come from each index alone: a box need not know the larger tensor's shape.
+        rows = ((rows | 1)[:, None] * (place | 1)[None, :]).flatten()
+    matrix = values.detach().reshape(len(rows), shape[-1])
+    width = min(shape[-1], _CHUNK)
+    height = max(1, _CHUNK // max(width, 1))
+    for row in range(0, len(rows), height):
+        for column in range(0, shape[-1], max(width, 1)):
+            block = matrix[row : row + height, column : column + width]
+            # A view as integers needs elements of a row side by side.
+            yield block.contiguous(), rows[row : row + height], places[-1][column : column + width]
+
+
+def _random(first: int, count: int, dim: int, device: torch.device) -> Tensor:
+    """Return a random number for each index `first` to `first + count` of a dimension, int64 [count].
+
+    The function is SplitMix64 (Steele, Lea and Flood, 2014). `dim` counts from the last dimension, -1.
+    """
+    # 2^40 indices fit between the seeds of two dimensions.
+    numbers = torch.arange(first, first + count, dtype=torch.int64, device=device) + (-dim << 40)
+    numbers = numbers * _signed(0x9E3779B97F4A7C15)
+    numbers = (numbers ^ _shifted(numbers, 30)) * _signed(0xBF58476D1CE4E5B9)
+    numbers = (numbers ^ _shifted(numbers, 27)) * _signed(0x94D049BB133111EB)
+    return numbers ^ _shifted(numbers, 31)
+
+
+def _signs(numbers: Tensor) -> Tensor:
+    """Return NUM_PROJECTIONS random signs of each random number [count]: float64 [count, NUM_PROJECTIONS]."""
+    # The high bits: products of the numbers, as in `_blocks`, have the best distribution there.
+    bits = torch.arange(63 - NUM_PROJECTIONS, 63, device=numbers.device)
+    return ((numbers[:, None] >> bits) & 1).to(torch.float64) * 2 - 1
+
+
+def _shifted(numbers: Tensor, count: int) -> Tensor:
+    """Return int64 numbers [count] shifted to the right, with zeros from the left."""
+    return (numbers >> count) & ((1 << (64 - count)) - 1)
+
+
+def _signed(number: int) -> int:
+    """Return an unsigned 64-bit number as the signed one with the same bits."""
+    return number - (1 << 64) if number >> 63 else number
