@@ -19,12 +19,17 @@ if TYPE_CHECKING:
     from megarl.config.parallel import ParallelConfig
     from megarl.data.survey import Survey
     from megarl.layout_search.found import SearchResult
+    from megarl.loops.replaying import Bisection, Effect, StepComparison
     from megarl.memory_plan.memory_table import MemoryTable
     from megarl.report.evaluations import RecordedEvaluation
     from megarl.report.recorded import RecordedRun
     from megarl.rollout.evaluate import EvaluatedSet
     from megarl.sandbox.check import Examination
     from megarl.tracking.metric_table import Row
+
+
+_SHOWN_DIFFERENCES = 8
+"""Number of differences to print for a replayed step. The first one matters; the others follow from it."""
 
 
 def print_error(error: MegarlError) -> None:
@@ -196,11 +201,11 @@ def print_metrics(rows: Sequence[Row]) -> None:
 
     from megarl.terminal import Console
 
-    # Tabs without a terminal, so that cut and awk can read the table.
+    # Tabs without a terminal, so that cut and awk can read the table. rich would expand them.
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
         for row in rows:
-            console.print(row.name, row.unit, row.meaning, sep="\t", soft_wrap=True)
+            print(row.name, row.unit, row.meaning, sep="\t")
         return
     table = Table(title="words in capitals are placeholders", title_justify="left", box=None, padding=(0, 2, 0, 0))
     table.add_column("metric", no_wrap=True)
@@ -289,6 +294,60 @@ def print_plan(recipe: Recipe, layout: ParallelConfig, counted: dict[str, Any], 
             f"with the rank order {name}: {size_text(sum(more), '+')} received from other ranks, "
             f"{size_text(more[1], '+')} of it from other nodes, {other['seconds'] * 1e3:.1f} ms"
         )
+
+
+def print_step_comparisons(found: Sequence[StepComparison]) -> None:
+    """Print a line per replayed step: equal to its record, or its first differences."""
+    for one in found:
+        agreement = "bit-equal to" if one.is_same_layout else "within 1e-5 of"
+        if not one.differences:
+            print_lines([f"step {one.step}: {agreement} its record ({one.num_tokens} tokens)"])
+            continue
+        shown = [f"  {difference}" for difference in one.differences[:_SHOWN_DIFFERENCES]]
+        if (hidden := len(one.differences) - len(shown)) > 0:
+            shown.append(f"  and {hidden} more")
+        print_lines([f"step {one.step}: differs from its record, first in {one.differences[0].tensor}", *shown])
+
+
+def print_effect(effect: Effect, changes: Sequence[str]) -> None:
+    """Print the effect of a change on a replayed step: metrics of its updates, and a table of its samples."""
+    from rich.table import Table
+
+    from megarl.terminal import Console
+
+    print_lines([f"changed for this step: {', '.join(changes)}"])
+    print_lines([f"  {name}: {before:.6g} -> {now:.6g}" for name, (before, now) in effect.metrics.items()])
+    columns = ("prompt", "attempt", "reward", "advantage", "log-prob after, nats per token", "largest at token")
+    rows = [
+        (
+            str(one.prompt),
+            str(one.attempt),
+            *(f"{pair[0]:.4g} -> {pair[1]:.4g}" for pair in (one.reward, one.advantage)),
+            f"{one.logprob[0]:.5g} {one.logprob[1] - one.logprob[0]:+.2g}",
+            str(one.largest_token),
+        )
+        for one in effect.samples
+    ]
+    console = Console(highlight=False, markup=False)
+    # Tabs without a terminal, so that cut and awk can read the table. rich would expand them.
+    if not console.is_terminal:
+        print("\n".join("\t".join(row) for row in (columns, *rows)))
+        return
+    table = Table(*columns, box=None, padding=(0, 2, 0, 0))
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+def print_bisection(found: Bisection, runs: tuple[Path, Path]) -> None:
+    """Print the first recorded step in which two runs differ, with its first differences."""
+    names = f"{runs[0]} and {runs[1]}"
+    read = f"{found.num_read} of each run's records were read"
+    if found.step is None:
+        print_lines([f"{names}: equal up to step {found.last_step}, the last recorded one of both ({read})"])
+        return
+    shown = [f"  {difference}" for difference in found.differences[:_SHOWN_DIFFERENCES]]
+    print_lines([f"{names}: differ first in step {found.step}, in {found.differences[0].tensor} ({read})", *shown])
 
 
 def print_lines(lines: Sequence[str]) -> None:

@@ -32,6 +32,7 @@ from megarl.cli.layouts import (
 )
 from megarl.cli.reading import metrics, report, samples, watch
 from megarl.cli.recipes import recipes
+from megarl.cli.replay import replay
 from megarl.console import (
     print_error,
     print_findings,
@@ -61,6 +62,7 @@ for group in (sandbox, data, slurm, kubernetes, convert):
     app.add_typer(group.app)
 app.command()(recipes)
 app.command()(export)
+app.command(cls=RecipeCommand)(replay)
 
 
 def _print_version(is_asked: bool) -> None:

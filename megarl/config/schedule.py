@@ -80,6 +80,10 @@ class TrainConfig(Section):
     """Means of profiling. spans (default): time spans of driver and ranks, step_NNNNNN.json, for ui.perfetto.dev.
     torch: torch.profiler with NVTX ranges, a trace per rank in step_NNNNNN/; slows the step. memory: snapshots of the
     CUDA allocator per rank, for pytorch.org/memory_viz."""
+    record: Annotated[Literal["tokens", "all"] | None, OnlyIf(RL, left_out("trainer.router_replay"))] = None
+    """Record each step in the run folder's records/, for `megarl replay` (loop rl). tokens: trajectories, checksums of
+    log-probs and advantages, fingerprints of the weights. all: also their values, and fingerprints of the optimizer's
+    state. Default: no records. Metrics: record/."""
     max_logprob_gap: Annotated[PositiveFloat | None, OnlyIf(ON_POLICY, UNPACED)] = None
     """Maximum mean distance between trainer and engine log-probs, in nats (metric logprob_gap/mean; rl, distillation).
     If it is larger, the step's remaining updates are skipped. Default: none. Metric: train/gap_exceeded."""

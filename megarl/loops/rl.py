@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
+from megarl.cluster.rank_model import RankModel
+from megarl.config import Recipe
 from megarl.data.sampler import DataOrder
 from megarl.data.token_batch import TokenBatch
 from megarl.loops.models import move_reference, retain_experts
 from megarl.loops.on_policy import on_policy_run
 from megarl.loops.session import Session
-from megarl.preflight import kept_kv, read_conversations, uncorrected, uncorrected_fp8
+from megarl.preflight import Dropped, kept_kv, read_conversations, uncorrected, uncorrected_fp8
 from megarl.rollout.advantages import weigh
+from megarl.rollout.rl_batch import RLBatch
 from megarl.rollout.scoring import score
 from megarl.rollout.updates import PolicyUpdates, update_critic
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
 
 
 async def train(session: Session) -> None:
@@ -24,7 +31,7 @@ async def train(session: Session) -> None:
     recipe, models, phase = session.recipe, session.models, session.tracker.phase
     policy, needs_entropies = models["policy"], recipe.algorithm.entropy_top_share is not None
     forward = policy.forward_with_entropies if needs_entropies else policy.forward
-    conversations_at = _conversations(session)
+    conversations_at = conversations_of(recipe, session.tokenizer, session.dropped)
     for warning in (*uncorrected(recipe), *uncorrected_fp8(recipe), *kept_kv(recipe)):
         session.tracker.notice(warning)
 
@@ -32,7 +39,7 @@ async def train(session: Session) -> None:
         await run.resume_or_evaluate()
         for number in session.steps.remaining:
             async with session.steps.step(number, run.state) as step:
-                groups = await run.sample(step)
+                sampled = groups = await run.sample(step)
                 with phase("logprobs"):
                     groups = await run.buffer.add_old_logprobs(groups, forward)
                     groups, batch, scores = await score(groups, models, recipe, weight_version=number)
@@ -45,13 +52,10 @@ async def train(session: Session) -> None:
 
                 # From here on a stop signal must save this step and not the previous one: the weights change.
                 step.is_trained = True
+                kl_coefficient = run.state.kl_coefficient
                 with phase("train"):
-                    if "critic" in models:
-                        step.log(await update_critic(batch, models["critic"], recipe))
-                    updates = PolicyUpdates(batch, recipe, number, conversations_at(number))
-                    for minibatch in updates:
-                        updates.add(await policy.update(minibatch, run.state.kl_coefficient))
-                step.log(updates.metrics())
+                    step.log(await update(batch, models, recipe, number, kl_coefficient, conversations_at(number)))
+                step.log(await session.recorder.write(number, sampled, batch, step.metrics, kl_coefficient))
                 run.log_samples(step, groups)
                 step.log(run.state.adapt_kl(step.metrics, num_samples=len(batch.rewards)))
                 # Before the save: the checkpoint contains the moved reference.
@@ -66,14 +70,35 @@ async def train(session: Session) -> None:
                     step.log(await session.evaluate(number))
 
 
-def _conversations(session: Session) -> Callable[[int], TokenBatch | None]:
+async def update(
+    batch: RLBatch,
+    models: Mapping[str, RankModel],
+    recipe: Recipe,
+    step: int,
+    kl_coefficient: float,
+    conversations: TokenBatch | None = None,
+) -> dict[str, float]:
+    """Make all updates of a step on its weighed batch: first the critic's, then the policy's. Returns their metrics.
+
+    `kl_coefficient` is the step's. `conversations` are learned together with the batch (algorithm.ptx_coefficient).
+    """
+    metrics: dict[str, float] = {}
+    if "critic" in models:
+        metrics |= await update_critic(batch, models["critic"], recipe)
+    updates = PolicyUpdates(batch, recipe, step, conversations)
+    for minibatch in updates:
+        updates.add(await models["policy"].update(minibatch, kl_coefficient))
+    return metrics | updates.metrics()
+
+
+def conversations_of(recipe: Recipe, tokenizer: Tokenizer, dropped: Dropped) -> Callable[[int], TokenBatch | None]:
     """Return a function from a step's number to its conversations (algorithm.ptx_coefficient), if any.
 
-    The policy learns these conversations together with the step's minibatches.
+    The policy learns these conversations together with the step's minibatches. Records that are too long are counted
+    in `dropped`.
     """
-    recipe = session.recipe
     if not recipe.data.ptx:
         return lambda number: None
-    conversations = read_conversations(recipe, session.tokenizer, recipe.data.ptx, session.dropped)
+    conversations = read_conversations(recipe, tokenizer, recipe.data.ptx, dropped)
     order = DataOrder(len(conversations), recipe.algorithm.ptx_conversations, recipe.seed, recipe.data.shuffle)
     return lambda number: TokenBatch.from_sequences([conversations[index] for index in order.batch(number - 1)])

@@ -25,6 +25,7 @@ from megarl.loops.checkpointing import Checkpoints
 from megarl.loops.models import export, models_of, sharing_notices
 from megarl.loops.monitoring import start_monitor
 from megarl.loops.performance import Performance, Profiles
+from megarl.loops.recording import StepRecorder
 from megarl.loops.reshards import Reshards
 from megarl.loops.resume import Origin, Resume, find_origin
 from megarl.loops.sample_writer import SampleWriter
@@ -165,6 +166,7 @@ async def _started(
             reshards=steps.reshards,
             checkpoints=steps.checkpoints,
             samples=SampleWriter(recipe, tracker, tokenizer, models["policy"]),
+            recorder=StepRecorder(recipe, layout, folder.path, models["policy"]),
             steps=steps,
         )
         if origin.checkpoint:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from megarl.cluster.rank_model import RankModel
 from megarl.config import Recipe
 from megarl.loops.checkpointing import Checkpoints
+from megarl.loops.recording import StepRecorder
 from megarl.loops.reshards import Reshards
 from megarl.loops.resume import Origin
 from megarl.loops.sample_writer import SampleWriter
@@ -44,6 +45,7 @@ class Session:
     reshards: Reshards
     checkpoints: Checkpoints
     samples: SampleWriter
+    recorder: StepRecorder
     steps: Steps
 
     async def evaluate(self, step: int) -> dict[str, float]:

@@ -160,7 +160,7 @@ def stage(folder: Path, models: Mapping[str, Model], layout: str, **driver: Any)
     Random numbers are restored only with the same layout. Raises DiskFullError.
     """
     moved = _changed_models(models)
-    state = _sharded_states(_models_to_save(models, moved), is_loading=False)
+    state = sharded_states(_models_to_save(models, moved), is_loading=False)
     state |= {"random": _random_states(), "layout": layout, "driver": driver, "moved": moved}
     # The queue of Megatron-Core 0.16.1 is a `multiprocessing.Manager`, a process of its own. A thread needs only a
     # simple queue.
@@ -193,7 +193,7 @@ def restore(folder: Path, models: Mapping[str, Model], layout: str) -> dict[str,
         for model in saved.values():
             if isinstance(model, FrozenModel):
                 stack.enter_context(model.in_memory(is_changed=True))
-        request = _sharded_states(saved, is_loading=True)
+        request = sharded_states(saved, is_loading=True)
         if common["layout"] == layout:
             request["random"] = _random_states()
         state = dist_checkpointing.load(request, str(folder))
@@ -254,7 +254,8 @@ def _named_chunks(model: Model) -> dict[str, Any]:
     return {f"model{index}": chunk for index, chunk in enumerate(model.chunks)}
 
 
-def _sharded_states(models: Mapping[str, Model], *, is_loading: bool) -> dict[str, Any]:
+def sharded_states(models: Mapping[str, Model], *, is_loading: bool) -> dict[str, Any]:
+    """Return Megatron's descriptions of the tensors that a checkpoint of these models holds, with the live tensors."""
     states: dict[str, Any] = {}
     for name, model in models.items():
         state = _sharded_state(model, is_loading=is_loading)

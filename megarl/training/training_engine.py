@@ -128,14 +128,13 @@ class TrainingEngine(ModelShard):
             exact_blocks=recipe.exact_blocks if is_policy else 0,
         )
         self._memory_owner = memory_owner
-        self.role = role_of_policy(recipe) if is_policy else role_of_critic(recipe)
+        self._role_of = role_of_policy if is_policy else role_of_critic
+        self.role = self._role_of(recipe)
         self.is_adapted = is_policy and recipe.lora.rank > 0
         if self.is_adapted:
             self._attach_adapters()
         if shape.num_mtp_layers:
-            coefficient = trainer.mtp_loss_coefficient
-            assert coefficient is not None
-            self.role = replace(self.role, objective=with_mtp_loss(self.role.objective, coefficient))
+            self.role = self._with_mtp_loss(self.role)
             for name, parameter in self.parameters.items():
                 if name.partition("mtp.layers.")[1]:
                     # Megatron leaves parameters with this mark out of the gradient's norm. Otherwise MTP layers would
@@ -168,6 +167,18 @@ class TrainingEngine(ModelShard):
             "gradients": Offloadable(self._gradients, keeps_values=False),
             "optimizer": Offloadable(self._optimizer_state),
         }
+
+    def change_objective(self, recipe: Recipe) -> None:
+        """Use the objective and the limits of another recipe in later updates. The optimizer stays."""
+        self.recipe = recipe
+        role = self._role_of(recipe)
+        self.role = self._with_mtp_loss(role) if self.shape.num_mtp_layers else role
+
+    def _with_mtp_loss(self, role: Role) -> Role:
+        """Return the role with the loss of the layers for multi-token prediction added to its objective."""
+        coefficient = self.recipe.trainer.mtp_loss_coefficient
+        assert coefficient is not None
+        return replace(role, objective=with_mtp_loss(role.objective, coefficient))
 
     @property
     def models(self) -> list[DistributedDataParallel]:

@@ -25,6 +25,7 @@ from megarl.models.configuration import refusals_named, uses_transformer_engine
 from megarl.models.teacher_student import StudentModel, target_bytes
 from megarl.platform import device, numa
 from megarl.platform.allocator import use_expandable_segments
+from megarl.reshard.fingerprint import Fingerprint
 from megarl.reshard.layouts.lora import adapter_layouts
 from megarl.reshard.layouts.megatron import MegatronLayouts, check_against, megatron_layouts, parameter_shapes
 from megarl.reshard.plan import RankTopology
@@ -33,6 +34,7 @@ from megarl.training.distillation_targets import StoredTargets, TargetFetcher
 from megarl.training.model import FrozenModel, ModelShard
 from megarl.training.replica import Replica
 from megarl.training.routed_experts import ExpertExchange, StoredExperts
+from megarl.training.state_fingerprints import state_fingerprints
 from megarl.training.teacher import ModelInOwnGroups, Teacher
 from megarl.training.training_engine import Snapshot, StartingPolicy, TrainingEngine
 from megarl.types import ExpertsHandle
@@ -233,6 +235,20 @@ class TrainerWorker:
         with self._everything_saved() as models:
             driver = checkpoint.restore(folder, models, str(self.layout))
         self.weight_version = driver["weight_version"]
+
+    def state_fingerprints(self, with_optimizer: bool) -> dict[str, Fingerprint]:
+        """Return fingerprints of this rank's part of all that a checkpoint holds, by tensor name.
+
+        Without `with_optimizer` only weights are included, not main weights and moments.
+        """
+        with self._everything_saved() as models, checkpoint.changed_models_loaded(models):
+            return state_fingerprints(models, with_optimizer=with_optimizer)
+
+    def change_objective(self, recipe: Recipe) -> None:
+        """Use the objective of another recipe in later updates. Models, layout and optimizer stay."""
+        self.policy.change_objective(recipe)
+        if self.critic is not None:
+            self.critic.change_objective(recipe)
 
     def retain_experts(self, handles: Sequence[ExpertsHandle]) -> int:
         """Delete all stored routed experts (MoE) except those with these handles. Returns the bytes stored before."""

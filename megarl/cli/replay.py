@@ -1,0 +1,60 @@
+"""The command `megarl replay`: execute a recorded step again, or find the first difference of two runs."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megarl.cli.arguments import Overrides
+from megarl.console import print_bisection, print_effect, print_lines, print_step_comparisons
+from megarl.types import ConfigError, MegarlError
+
+
+def replay(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run (runs/NAME) with train.record.")],
+    overrides: Overrides = None,
+    step: Annotated[int | None, typer.Option(min=1, help="Step to execute again.", show_default=False)] = None,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="SECTION.FIELD=VALUE",
+            help="A change of this step alone (algorithm.*, reward.*): print its effect on each sample. May be "
+            "repeated.",
+        ),
+    ] = None,
+    other: Annotated[
+        Path | None,
+        typer.Option(
+            "--bisect",
+            metavar="RUN",
+            help="Find the first recorded step in which both runs differ. Starts no ranks.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Execute a recorded step again and compare it with its record, from log-probs to the optimizer's state.
+
+    The run must have train.record. The trainer's ranks start from the newest checkpoint before the step. In the run's
+    layout all values must be bit-equal; with an override of the layout (trainer.tp=2) they may differ by 1e-5. The exit
+    code is 70 if they differ.
+    """
+    from megarl.loops import replaying
+
+    if other is not None:
+        if step is not None or changes or overrides:
+            raise ConfigError("--bisect: compares two runs' records; leave out --step, --set and overrides")
+        print_bisection(replaying.bisect(run, other), (run, other))
+        return
+    if step is None:
+        raise ConfigError("--step: is required; give the number of a recorded step, or compare runs with --bisect")
+    prepared = replaying.prepare(run, step, overrides or (), changes or ())
+    found, effect = asyncio.run(replaying.replay(prepared, lambda text: print_lines([text])))
+    print_step_comparisons(found)
+    if effect is not None:
+        print_effect(effect, prepared.changes)
+    if any(one.differences for one in found):
+        raise MegarlError(f"{run}: step {found[-1].step} differs from its record; the table names where")

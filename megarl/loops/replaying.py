@@ -1,0 +1,395 @@
+"""Replay of a recorded step (`megarl replay`): trainer ranks execute it again and compare it with its record.
+
+Engines do not start. The ranks load the newest checkpoint before the step, or the initial weights, and repeat the
+recorded steps since then. A change of the recipe applies to the replayed step alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megarl.checkpoint.manifest import check_hashes, check_sizes
+from megarl.checkpoint.torch_dist_reader import check_harmless
+from megarl.cluster.deadlines import run_deadlines
+from megarl.cluster.launchers import start_ranks
+from megarl.cluster.rank_model import RankModel
+from megarl.cluster.worker_group import WorkerGroup
+from megarl.config import Recipe
+from megarl.config.override_text import override_text
+from megarl.config.parallel import ParallelConfig
+from megarl.config.recipe import load, recipe_changes
+from megarl.data.chat import tokenizer_of
+from megarl.data.token_batch import TokenBatch
+from megarl.loops.checkpointing import plain_recipe
+from megarl.loops.models import models_of, move_reference
+from megarl.loops.recording import RECORDS, make_record
+from megarl.loops.rl import conversations_of, update
+from megarl.loops.sources import read_data, start_rewards
+from megarl.preflight import Dropped, layout_of
+from megarl.report.recorded import refuse_other_folders
+from megarl.rewards.calling import Sample
+from megarl.rewards.reward_pool import RewardPool
+from megarl.rollout.advantages import weigh
+from megarl.rollout.rl_batch import RLBatch
+from megarl.rollout.scoring import complete_logprobs, score
+from megarl.rollout.state import flatten, problem_lookup
+from megarl.rollout.step_record import COMPARED_METRICS, Difference, StepRecord, differences, read_results
+from megarl.tracking.earlier_run import EarlierRun, checkpoint_step
+from megarl.types import ConfigError, FindProblem, Group, Trajectory
+
+OTHER_LAYOUT_TOLERANCE = 1e-5
+"""Relative tolerance for values computed with other parallel sizes: float32 sums have another order there."""
+
+CHANGEABLE = ("algorithm.", "reward.", "train.updates_per_step", "train.epochs_per_step")
+"""Beginnings of the fields that `--set` may change for a replayed step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """A checked replay. `recipe` is the run's, `changed` that of the replayed step. `steps` are executed in order."""
+
+    run: Path
+    recipe: Recipe
+    changed: Recipe
+    changes: tuple[str, ...]
+    checkpoint: Path | None
+    steps: range
+
+    @property
+    def step(self) -> int:
+        """Number of the step to look at, the last one."""
+        return self.steps[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class StepComparison:
+    """Differences of one replayed step and its record, in the order of computation. Empty: equal."""
+
+    step: int
+    num_tokens: int
+    is_same_layout: bool
+    differences: tuple[Difference, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SampleEffect:
+    """Values of a sample in the run and with the change: reward, mean advantage of its trained tokens, and log-prob.
+
+    `logprob` is the mean log-prob, in nats per trained token, after the step's updates.
+    """
+
+    prompt: int
+    attempt: int
+    reward: tuple[float, float]
+    advantage: tuple[float, float]
+    logprob: tuple[float, float]
+    largest_token: int
+    """Trained token with the largest difference of log-probs, counted from the sample's first token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """Effect of a change on the replayed step. `metrics` are those of its updates: (in the run, with the change)."""
+
+    metrics: Mapping[str, tuple[float, float]]
+    samples: tuple[SampleEffect, ...]
+
+
+def prepare(run: Path, step: int, overrides: Sequence[str] = (), changes: Sequence[str] = ()) -> Replay:
+    """Check the inputs of a replay. Starts no process.
+
+    `overrides` change the recipe of all executed steps, usually its layout. `changes` apply to `step` alone. Raises
+    ConfigError or DataError if a record is missing, a checkpoint is damaged, or a field cannot be changed.
+    """
+    refuse_other_folders(run)
+    earlier = EarlierRun.read(run)
+    earlier.refuse_newer_version()
+    place = run.absolute()
+    own = [override_text("runs_folder", str(place.parent)), override_text("name", place.name)]
+    recipe = load(run / "config.yaml", [*own, *overrides], is_of_run=True)
+    if recipe.loop != "rl":
+        raise ConfigError(f"{run}: loop = {recipe.loop}; steps of the loop rl can be recorded and replayed")
+    changed = load(run / "config.yaml", [*own, *overrides, *changes], is_of_run=True) if changes else recipe
+    changed_fields = tuple(recipe_changes(plain_recipe(recipe), changed))
+    for text in changed_fields:
+        if not text.startswith(CHANGEABLE):
+            raise ConfigError(
+                f"--set {text}: a replayed step can change {', '.join(CHANGEABLE)} only; use an override "
+                "(SECTION.FIELD=VALUE without --set) for the layout, or `megarl fork` for other changes"
+            )
+    if changes and not changed_fields:
+        raise ConfigError(f"--set {changes[0]}: the run already has this value; give another one")
+    if any(text.startswith("reward.") for text in changed_fields):
+        _refuse_unscorable(changed)
+    before = [folder for folder in earlier.checkpoints if checkpoint_step(folder) < step]
+    first = checkpoint_step(before[0]) + 1 if before else 1
+    if before:
+        if expected := check_sizes(before[0]):
+            check_hashes(before[0], expected)
+        check_harmless(before[0])
+    recorded = _recorded_steps(run)
+    if missing := sorted(set(range(first, step + 1)) - recorded):
+        known = f"it has records of the steps {min(recorded)} to {max(recorded)}" if recorded else "it has no records"
+        start = f"the checkpoint of step {first - 1}" if before else "the initial weights"
+        raise ConfigError(
+            f"--step {step}: needs the records of all steps after {start}, and {run / RECORDS} has none of step "
+            f"{missing[0]}; {known}. Runs with train.record=tokens or all write them"
+        )
+    return Replay(run, recipe, changed, changed_fields, before[0] if before else None, range(first, step + 1))
+
+
+def _refuse_unscorable(recipe: Recipe) -> None:
+    """Raise ConfigError if rewards of a step cannot be computed again from its record."""
+    if recipe.mixture:
+        raise ConfigError("--set reward: the run has a mixture; rewards of one source can be replayed")
+    if recipe.rollout.environment != "single_turn":
+        raise ConfigError(
+            f"--set reward: rollout.environment = {recipe.rollout.environment} gives rewards of its own; rewards of "
+            "the environment single_turn can be replayed"
+        )
+
+
+async def replay(prepared: Replay, notify: Callable[[str], object]) -> tuple[list[StepComparison], Effect | None]:
+    """Execute the steps on trainer ranks. Returns a comparison per step, and the effect of the changes, if any.
+
+    `notify` gets a line for each executed step.
+    """
+    recipe = prepared.recipe
+    layout = layout_of(recipe)
+    async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="megarl_replay_")))
+        tokenizer = tokenizer_of(recipe.model)
+        dropped: Dropped = Counter()
+        data = read_data(recipe, tokenizer, dropped, folder)
+        conversations_at = conversations_of(recipe, tokenizer, dropped)
+        find = problem_lookup({source: problems for source, (problems, _) in data.items()})
+        trainers = await _start_trainers(recipe, layout, folder / "logs", stack)
+        steps = _Steps(prepared, layout, trainers, conversations_at, find)
+        if prepared.checkpoint is not None:
+            await trainers.call("load_checkpoint", prepared.checkpoint)
+        found = []
+        for number in prepared.steps[:-1]:
+            found.append(await steps.compare(number))
+            notify(f"step {number}: executed")
+        if not prepared.changes:
+            found.append(await steps.compare(prepared.step))
+            return found, None
+        pools = start_rewards(prepared.changed, stack, folder / "logs", notify)
+        compared, effect = await steps.compare_changed(prepared.step, folder / "state", pools)
+        return [*found, compared], effect
+
+
+async def _start_trainers(recipe: Recipe, layout: ParallelConfig, logs: Path, stack: AsyncExitStack) -> WorkerGroup:
+    """Start the run's ranks, and construct workers without engines on the training ranks."""
+    logs.mkdir()
+    # Ranks of separate engines start too, and stay empty: CPU cores and threads are then divided as in the run.
+    replicas = [layout.rollout_tp] * (layout.rollout_ranks // layout.rollout_tp)
+    ranks = await start_ranks(recipe.cluster, logs, replicas)
+    stack.push_async_callback(ranks.close)
+    ranks.set_deadlines(lambda: run_deadlines(recipe.cluster))
+    settings = {"recipe": recipe, "layout": layout, "teacher_layout": None}
+    await ranks.trainers.construct("megarl.worker.trainer_worker:TrainerWorker", settings)
+    return ranks.trainers
+
+
+class _Steps:
+    """Executes recorded steps one after another on trainer ranks."""
+
+    def __init__(
+        self,
+        prepared: Replay,
+        layout: ParallelConfig,
+        trainers: WorkerGroup,
+        conversations_at: Callable[[int], TokenBatch | None],
+        find: FindProblem,
+    ) -> None:
+        self._prepared, self._layout, self._trainers = prepared, layout, trainers
+        self._models = models_of(prepared.recipe, layout, trainers)
+        self._conversations_at, self._find = conversations_at, find
+
+    @property
+    def _policy(self) -> RankModel:
+        return self._models["policy"]
+
+    async def compare(self, number: int) -> StepComparison:
+        """Execute a step and compare it with its record."""
+        record = StepRecord.load(self._prepared.run / RECORDS, number, self._find)
+        batch, _, metrics = await self._execute(record, self._prepared.recipe, record.groups)
+        compared = await self._compared(record, batch, metrics)
+        # After the fingerprints, as in a run.
+        await move_reference(self._models, self._prepared.recipe, number)
+        return compared
+
+    async def compare_changed(
+        self, number: int, state: Path, pools: Mapping[str, RewardPool]
+    ) -> tuple[StepComparison, Effect]:
+        """Execute a step twice from the same state: as in the run, then with the changed recipe.
+
+        `state` is a folder for the trainer's state in between. `pools` score completions with the changed rewards.
+        """
+        prepared = self._prepared
+        record = StepRecord.load(prepared.run / RECORDS, number, self._find)
+        state.mkdir()
+        await self._trainers.call("save_checkpoint", state, False, False)
+        await self._trainers.call("finish_checkpoint", True)
+        batch, groups, metrics = await self._execute(record, prepared.recipe, record.groups)
+        compared = await self._compared(record, batch, metrics)
+        logprobs = await self._policy.forward(batch)
+        await self._trainers.call("load_checkpoint", state)
+        await self._trainers.call("change_objective", prepared.changed)
+        rescored = record.groups
+        if any(text.startswith("reward.") for text in prepared.changes):
+            rescored = await _rescored(record.groups, pools)
+        changed = prepared.changed
+        if any(text.startswith("algorithm.kl_coefficient:") for text in prepared.changes):
+            # A record has the coefficient of its step, because algorithm.kl_target may adapt it.
+            record = replace(record, kl_coefficient=changed.algorithm.kl_coefficient)
+        other, others, other_metrics = await self._execute(record, changed, rescored)
+        other_logprobs = await self._policy.forward(other)
+        effect = Effect(
+            {name: (metrics[name], other_metrics[name]) for name in COMPARED_METRICS if name in metrics},
+            tuple(_sample_effects((groups, others), (batch, other), (logprobs, other_logprobs))),
+        )
+        return compared, effect
+
+    async def _execute(
+        self, record: StepRecord, recipe: Recipe, groups: Sequence[Group]
+    ) -> tuple[RLBatch, list[Group], dict[str, float]]:
+        """Execute a step from log-probs to updates. Returns its batch, its groups and the metrics of its updates."""
+        policy = self._policy
+        forward = policy.forward
+        if recipe.algorithm.entropy_top_share is not None:
+            forward = policy.forward_with_entropies
+        completed, _ = await complete_logprobs(groups, [], recipe, forward)
+        scored, batch, _ = await score(completed, self._models, recipe, weight_version=record.step)
+        weigh(batch, recipe, record.step, record.kl_coefficient)
+        conversations = self._conversations_at(record.step)
+        metrics = await update(batch, self._models, recipe, record.step, record.kl_coefficient, conversations)
+        return batch, scored, metrics
+
+    async def _compared(self, record: StepRecord, batch: RLBatch, metrics: Mapping[str, float]) -> StepComparison:
+        is_complete = bool(record.arrays)
+        now = await make_record(
+            self._policy, self._layout, record.step, record.groups, batch, metrics, record.kl_coefficient,
+            is_complete=is_complete,
+        )  # fmt: skip
+        is_same = now.layout == record.layout
+        tolerance = 0.0 if is_same else OTHER_LAYOUT_TOLERANCE
+        found = tuple(differences(record, now, tolerance))
+        return StepComparison(record.step, record.num_tokens, is_same, found)
+
+
+async def _rescored(groups: Sequence[Group], pools: Mapping[str, RewardPool]) -> list[Group]:
+    """Return the groups with rewards computed again from the completions. Failed attempts keep their failure."""
+
+    async def rescore(trajectory: Trajectory) -> Trajectory:
+        if len(trajectory.texts) != 1:
+            return trajectory
+        sample = Sample(
+            trajectory.text,
+            trajectory.problem.answer,
+            trajectory.messages[0] if trajectory.messages else trajectory.problem.messages,
+            trajectory.problem.record,
+            "stop" if trajectory.ended == "done" else trajectory.ended,
+            trajectory.num_sampled,
+        )
+        [pool] = pools.values()
+        scored = await pool.score(sample)
+        return replace(trajectory, reward=None if scored.is_left_out else scored.reward, failure=scored.failure)
+
+    scored = iter(await asyncio.gather(*map(rescore, flatten(groups))))
+    return [[next(scored) for _ in group] for group in groups]
+
+
+def _sample_effects(
+    groups: tuple[Sequence[Group], Sequence[Group]],
+    batches: tuple[RLBatch, RLBatch],
+    logprobs: tuple[NDArray[np.float32], NDArray[np.float32]],
+) -> list[SampleEffect]:
+    """Return the effect of a change on each sample; `logprobs` [tokens] are those after the updates."""
+    found = []
+    before, now = batches
+    mask = before.loss_mask
+    for number, (one, other) in enumerate(zip(*map(flatten, groups), strict=True)):
+        first, last = before.cu_samples[number : number + 2]
+        places = first + mask[first:last].nonzero()[0]
+        if not len(places):
+            continue
+        distances = np.abs(logprobs[1][places] - logprobs[0][places])
+
+        def mean(values: NDArray[np.float32], chosen: NDArray[np.int64] = places) -> float:
+            return float(values[chosen].mean())
+
+        found.append(
+            SampleEffect(
+                prompt=one.group,
+                attempt=one.number,
+                reward=(_score(one), _score(other)),
+                advantage=(mean(before.per_token["advantages"]), mean(now.per_token["advantages"])),
+                logprob=(mean(logprobs[0]), mean(logprobs[1])),
+                largest_token=int(places[distances.argmax()] - first),
+            )
+        )
+    return found
+
+
+def _score(trajectory: Trajectory) -> float:
+    return float("nan") if trajectory.reward is None else trajectory.reward.score
+
+
+@dataclass(frozen=True, slots=True)
+class Bisection:
+    """First recorded step in which two runs differ, None if they are equal. `num_read` records of each were read."""
+
+    step: int | None
+    differences: tuple[Difference, ...]
+    last_step: int
+    num_read: int
+
+
+def bisect(first: Path, second: Path) -> Bisection:
+    """Return the first recorded step in which two runs differ, found with log2(steps) comparisons of records.
+
+    Runs with a difference in one step differ in all later steps, because the weights do. Raises DataError if a record
+    is missing.
+    """
+    for run in (first, second):
+        refuse_other_folders(run)
+        EarlierRun.read(run).refuse_newer_version()
+    numbers = [_recorded_steps(run) for run in (first, second)]
+    common = sorted(numbers[0] & numbers[1])
+    if not common:
+        raise ConfigError(f"{first} and {second}: have no recorded step in common; record both with train.record")
+    compared: dict[int, tuple[Difference, ...]] = {}
+
+    def compare(number: int) -> tuple[Difference, ...]:
+        if number not in compared:
+            one, other = (read_results(run / RECORDS, number) for run in (first, second))
+            tolerance = 0.0 if one.layout == other.layout else OTHER_LAYOUT_TOLERANCE
+            compared[number] = tuple(differences(one, other, tolerance))
+        return compared[number]
+
+    if not compare(common[-1]):
+        return Bisection(None, (), common[-1], len(compared))
+    low, high = 0, len(common) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if compare(common[middle]):
+            high = middle
+        else:
+            low = middle + 1
+    return Bisection(common[low], compare(common[low]), common[-1], len(compared))
+
+
+def _recorded_steps(run: Path) -> set[int]:
+    """Return the numbers of a run's recorded steps."""
+    return {int(folder.name.removeprefix("step_")) for folder in (run / RECORDS).glob("step_*") if folder.is_dir()}
