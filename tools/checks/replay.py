@@ -98,7 +98,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def make_inputs(folder: Path) -> None:
     """Write models, data, reward and recipe into a folder."""
-    make_tiny_model(folder / "models/small", hidden_size=64, num_layers=4, num_heads=4, num_kv_heads=2)
+    make_tiny_model(folder / "models/small", hidden_size=128, num_layers=4, num_heads=4, num_kv_heads=2)
     make_tiny_model(folder / "models/moe", family="qwen3_moe", num_layers=2)
     make_dataset(folder / "data", sft=8, train=64, heldout=8)
     (folder / "replay_reward.py").write_text(DIGITS_REWARD)
