@@ -296,17 +296,19 @@ def print_plan(recipe: Recipe, layout: ParallelConfig, counted: dict[str, Any], 
         )
 
 
-def print_step_comparisons(found: Sequence[StepComparison]) -> None:
-    """Print a line per replayed step: equal to its record, or its first differences."""
+def comparison_lines(found: Sequence[StepComparison]) -> list[str]:
+    """Return a line per replayed step: equal to its record, or its first differences in lines of their own."""
+    lines = []
     for one in found:
         agreement = "bit-equal to" if one.is_same_layout else "within 1e-5 of"
         if not one.differences:
-            print_lines([f"step {one.step}: {agreement} its record ({one.num_tokens} tokens)"])
+            lines.append(f"step {one.step}: {agreement} its record ({one.num_tokens} tokens)")
             continue
-        shown = [f"  {difference}" for difference in one.differences[:_SHOWN_DIFFERENCES]]
-        if (hidden := len(one.differences) - len(shown)) > 0:
-            shown.append(f"  and {hidden} more")
-        print_lines([f"step {one.step}: differs from its record, first in {one.differences[0].tensor}", *shown])
+        lines.append(f"step {one.step}: differs from its record, first in {one.differences[0].tensor}")
+        lines += [f"  {difference}" for difference in one.differences[:_SHOWN_DIFFERENCES]]
+        if (hidden := len(one.differences) - _SHOWN_DIFFERENCES) > 0:
+            lines.append(f"  and {hidden} more")
+    return lines
 
 
 def print_effect(effect: Effect, changes: Sequence[str]) -> None:

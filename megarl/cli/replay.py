@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from megarl.cli.arguments import Overrides
-from megarl.console import print_bisection, print_effect, print_lines, print_step_comparisons
+from megarl.console import comparison_lines, print_bisection, print_effect, print_lines, print_report
 from megarl.types import ConfigError, MegarlError
 
 
@@ -35,6 +35,9 @@ def replay(
             show_default=False,
         ),
     ] = None,
+    html: Annotated[
+        bool, typer.Option("--html", help="Also write the results into the run's report.html, part Replays.")
+    ] = False,
 ) -> None:
     """Execute a recorded step again and compare it with its record, from log-probs to the optimizer's state.
 
@@ -45,16 +48,26 @@ def replay(
     from megarl.loops import replaying
 
     if other is not None:
-        if step is not None or changes or overrides:
-            raise ConfigError("--bisect: compares two runs' records; leave out --step, --set and overrides")
+        if step is not None or changes or overrides or html:
+            raise ConfigError("--bisect: compares two runs' records; leave out --step, --set, --html and overrides")
         print_bisection(replaying.bisect(run, other), (run, other))
         return
     if step is None:
         raise ConfigError("--step: is required; give the number of a recorded step, or compare runs with --bisect")
     prepared = replaying.prepare(run, step, overrides or (), changes or ())
     found, effect = asyncio.run(replaying.replay(prepared, lambda text: print_lines([text])))
-    print_step_comparisons(found)
+    lines = comparison_lines(found)
+    print_lines(lines)
     if effect is not None:
         print_effect(effect, prepared.changes)
+    if html:
+        from megarl.report.page import write_report
+        from megarl.report.replays import write_replay
+
+        if effect is None:
+            write_replay(run, step, lines)
+        else:
+            write_replay(run, step, lines, prepared.changes, effect.metrics, [one.row() for one in effect.samples])
+        print_report(*write_report([run]))
     if any(one.differences for one in found):
         raise MegarlError(f"{run}: step {found[-1].step} differs from its record; the table names where")

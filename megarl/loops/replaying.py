@@ -95,6 +95,17 @@ class SampleEffect:
     largest_token: int
     """Trained token with the largest difference of log-probs, counted from the sample's first token."""
 
+    def row(self) -> dict[str, int | tuple[float, float]]:
+        """Return the values by the names of a table's columns."""
+        return {
+            "prompt": self.prompt,
+            "attempt": self.attempt,
+            "reward": self.reward,
+            "advantage": self.advantage,
+            "log-prob after, nats per token": self.logprob,
+            "largest at token": self.largest_token,
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class Effect:

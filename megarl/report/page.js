@@ -745,6 +745,21 @@ addEventListener("error", (event) => { document.documentElement.dataset.error = 
     });
     return section("faults", "Faults and restarts", "What was counted as wrong, and how each start of a run ended.", h("div", { class: "samples" }, body));
   }
+  function replaysPart() {
+    const having = RUNS.map((run, index) => [run, index]).filter(([run]) => run.replays && run.replays.length);
+    if (!having.length) return null;
+    const row = (cells) => h("tr", {}, cells.map((cell, i) => h("td", { class: i > 1 ? "num" : null }, cell)));
+    const cards = having.flatMap(([run, index]) => run.replays.map((replay) => h("div", { class: "card scroll" },
+      h("h3", {}, RUNS.length > 1 && chip(index), replay.title + (replay.changes.length ? ", changed: " + replay.changes.join(", ") : "")),
+      h("p", { class: "soft" }, replay.made),
+      replay.lines.map((line) => h("p", {}, line)),
+      replay.metrics.length > 0 && h("table", {}, h("thead", {}, h("tr", {}, ["metric", "in the run", "with the change"].map((name) => h("th", {}, name)))),
+        h("tbody", {}, replay.metrics.map(([name, before, now]) => h("tr", {}, h("td", { class: "name" }, name),
+          h("td", { class: "num" }, before), h("td", { class: "num" }, now))))),
+      replay.rows.length > 0 && h("table", {}, h("thead", {}, h("tr", {}, replay.columns.map((name) => h("th", {}, name)))),
+        h("tbody", {}, replay.rows.map(row))))));
+    return section("replays", "Replays", "Steps that megarl replay executed again, and the effect of changes on each sample.", h("div", { class: "samples" }, cards));
+  }
   function environmentPart() {
     const newest = RUNS.map((run) => {
       const known = run.attempts.filter((attempt) => Object.keys(attempt.environment).length);
@@ -861,7 +876,7 @@ addEventListener("error", (event) => { document.documentElement.dataset.error = 
     "made " + DATA.made,
   ].filter(Boolean).join(" · ");
   const parts = isOfEvaluations ? [accuraciesPart(), differencePart(), changedPart(), answersPart(), recipePart()]
-    : [overview(), curvesPart(), timePart(), spreadPart(), samplesPart(), recipePart(), faultsPart(), environmentPart(), allMetrics()];
+    : [overview(), curvesPart(), timePart(), spreadPart(), samplesPart(), recipePart(), faultsPart(), replaysPart(), environmentPart(), allMetrics()];
   document.getElementById("page").append(
     h("header", {}, h("div", {}, h("h1", {}, RUNS.map((run, index) =>
       [index > 0 && h("span", { class: "soft" }, " vs "), RUNS.length > 1 && chip(index), run.label])),

@@ -17,6 +17,7 @@ from megarl.report import curves, samples
 from megarl.report.evaluation_page import evaluation_content
 from megarl.report.evaluations import RecordedEvaluation, is_evaluation, read_evaluation, refuse_mixed
 from megarl.report.recorded import Attempt, RecordedRun, distinct_labels, now_text, read_run
+from megarl.report.replays import replay_contents
 from megarl.report.sample_text import shortened_text
 from megarl.types import ConfigError
 
@@ -213,6 +214,7 @@ def _run(run: RecordedRun, label: str, rows: curves.Rows, points: int) -> dict[s
         "earlier": list(run.earlier),
         "config": [[shortened_text(name, 120), _value(run.config, name)] for name in run.config],
         "samples": samples.summary(run),
+        "replays": replay_contents(run.path),
     }
 
 

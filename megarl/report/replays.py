@@ -1,0 +1,92 @@
+"""Replays of a run's steps (`megarl replay --html`): their files in the run folder, and their part of a report."""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megarl.files.atomic import replace_text, storage_faults_named
+from megarl.report.recorded import now_text
+from megarl.report.sample_text import shortened_text
+
+REPLAYS = "replays"
+"""Folder of the replays' results in a run folder."""
+
+_MOST = 20
+"""Maximum number of replays on a page. Later steps are shown first."""
+_MOST_SAMPLES = 512
+"""Maximum number of samples of a replay on a page."""
+_LINE = 400
+"""Maximum number of characters of a line on the page."""
+
+
+def write_replay(
+    run: Path,
+    step: int,
+    lines: Sequence[str],
+    changes: Sequence[str] = (),
+    metrics: Mapping[str, tuple[float, float]] | None = None,
+    samples: Sequence[Mapping[str, Any]] = (),
+) -> Path:
+    """Write the results of a replay into the run's `replays/`. Another replay with the same changes replaces them.
+
+    `lines` say for each executed step whether it was equal. `metrics` are pairs (in the run, with the changes).
+    `samples` have the same keys, with numbers or such pairs. Returns the file. Raises StorageError.
+    """
+    folder = run / REPLAYS
+    number = zlib.crc32("\n".join(changes).encode())
+    file = folder / (f"step_{step:06d}_{number:08x}.json" if changes else f"step_{step:06d}.json")
+    content = {
+        "step": step, "made": now_text(), "lines": list(lines), "changes": list(changes),
+        "metrics": {name: _finite(pair) for name, pair in (metrics or {}).items()},
+        "samples": [{name: _finite(value) for name, value in sample.items()} for sample in samples],
+    }  # fmt: skip
+    with storage_faults_named(folder):
+        folder.mkdir(exist_ok=True)
+        replace_text(file, json.dumps(content, indent=1) + "\n")
+    return file
+
+
+def replay_contents(run: Path) -> list[dict[str, Any]]:
+    """Return the page's content about a run's replays, later steps first. Unreadable files are left out."""
+    found = []
+    for file in sorted((run / REPLAYS).glob("step_*.json"), reverse=True)[:_MOST]:
+        try:
+            found.append(_content(json.loads(file.read_text(encoding="utf-8"))))
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            continue
+    return found
+
+
+def _content(recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the texts of one replay. Raises an error if the file has another structure."""
+    samples = recorded["samples"][:_MOST_SAMPLES]
+    columns = [shortened_text(str(name), 80) for name in (samples[0] if samples else {})]
+    return {
+        "title": f"Step {int(recorded['step'])}",
+        "made": shortened_text(str(recorded["made"]), 80),
+        "lines": [shortened_text(str(line), _LINE) for line in recorded["lines"]],
+        "changes": [shortened_text(str(change), _LINE) for change in recorded["changes"]],
+        "metrics": [[shortened_text(str(name), 80), *map(_text, pair)] for name, pair in recorded["metrics"].items()],
+        "columns": columns,
+        "rows": [[_text(value) for value in sample.values()] for sample in samples],
+    }
+
+
+def _text(value: Any) -> str:
+    """Return a number, or a pair of numbers before and after a change, as text."""
+    if isinstance(value, list):
+        first, second = value
+        return _text(first) if first == second else f"{_text(first)} → {_text(second)}"
+    return "no number" if value is None else f"{float(value):.5g}"
+
+
+def _finite(value: Any) -> Any:
+    """Return numbers unchanged, and None for those that JSON does not have."""
+    if isinstance(value, tuple | list):
+        return [_finite(one) for one in value]
+    return value if math.isfinite(value) else None
