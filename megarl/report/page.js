@@ -753,10 +753,10 @@ addEventListener("error", (event) => { document.documentElement.dataset.error = 
       h("h3", {}, RUNS.length > 1 && chip(index), replay.title + (replay.changes.length ? ", changed: " + replay.changes.join(", ") : "")),
       h("p", { class: "soft" }, replay.made),
       replay.lines.map((line) => h("p", {}, line)),
-      replay.metrics.length > 0 && h("table", {}, h("thead", {}, h("tr", {}, ["metric", "in the run", "with the change"].map((name) => h("th", {}, name)))),
+      replay.metrics.length > 0 && h("table", {}, h("thead", {}, h("tr", {}, ["metric", "in the run", "with the change"].map((name, i) => h("th", { class: i ? "num" : null }, name)))),
         h("tbody", {}, replay.metrics.map(([name, before, now]) => h("tr", {}, h("td", { class: "name" }, name),
           h("td", { class: "num" }, before), h("td", { class: "num" }, now))))),
-      replay.rows.length > 0 && h("table", {}, h("thead", {}, h("tr", {}, replay.columns.map((name) => h("th", {}, name)))),
+      replay.rows.length > 0 && h("table", {}, h("thead", {}, h("tr", {}, replay.columns.map((name, i) => h("th", { class: i > 1 ? "num" : null }, name)))),
         h("tbody", {}, replay.rows.map(row))))));
     return section("replays", "Replays", "Steps that megarl replay executed again, and the effect of changes on each sample.", h("div", { class: "samples" }, cards));
   }
