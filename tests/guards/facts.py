@@ -12,8 +12,8 @@ VERSIONS = {
     "vllm": ("0.30.0", "0.32.0"),
     "torch": ("2.13.0",),
     "megatron": ("0.16.1", "0.19.2"),
-    "transformer_engine": ("2.11.0",),
-    "flashinfer": ("0.6.18",),
+    "transformer_engine": ("2.11.0", "2.20.2"),
+    "flashinfer": ("0.6.18", "0.7.0"),
 }
 """By the name of the imported package: those of launch/versions-*.txt. vLLM's build for the CPU has the same Python
 sources.
@@ -157,7 +157,9 @@ SOURCES = (
     Source(
         "transformer_engine", "pytorch/attention/dot_product_attention/dot_product_attention.py",
         "DotProductAttention.forward", "cu_seqlens_q_padded is not None and not torch.equal(",
-        "padded lengths cost a synchronisation in each layer: none are given at cp 1",
+        "padded lengths cost no synchronisation: none are given at cp 1, and newer versions compare identities",
+        newer_text="if ( cu_seqlens_q_padded is cu_seqlens_q and cu_seqlens_kv_padded is cu_seqlens_kv ): "
+        "pad_between_seqs = False",
     ),
     *(
         Source(
@@ -173,15 +175,18 @@ SOURCES = (
         "transformer_engine", "pytorch/module/base.py", "TransformerEngineBaseModule.set_extra_state",
         "if state.numel() == 0: return # Default format: byte tensor with pickled data state = pickle.loads(",
         "an empty tensor is not unpickled: training.checkpoint.without_pickles",
+        newer_text="if state.numel() == 0: return state_bytes = state.detach()",
     ),
     Source(
         "transformer_engine", "pytorch/tensor/float8_blockwise_tensor.py", "Float8BlockQuantizer.is_quantizable",
         "if math.prod(inp.shape[:-1]) % self.block_len != 0: return False",
         "what is gathered in FP8 is made of whole blocks: config.parallel.FP8_BLOCK",
+        newer_text="if math.prod(shape[:-1]) % self.block_len != 0: return False",
     ),
     Source(
-        "transformer_engine", "pytorch/module/base.py", "TransformerEngineBaseModule.get_weight_workspace",
-        "self._fp8_workspaces", "copies of the weights in FP8 are freed by this name: training.model",
+        "transformer_engine", "pytorch/module/base.py", "TransformerEngineBaseModule.__init__",
+        "self._fp8_workspaces: Dict[str, QuantizedTensor] = {}",
+        "copies of the weights in FP8 are freed by this name: training.model",
     ),
     # Megatron-Core
     Source(

