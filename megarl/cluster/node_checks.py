@@ -146,14 +146,26 @@ async def inspect(
 def joined_reports(nodes: Sequence[str], looked: Sequence[dict[str, Any] | None]) -> dict[str, dict[str, Any]]:
     """Return the report of each node. `nodes` and `looked` have the node and the report of each rank.
 
-    Under Ray each group on a node has a report, and sees only its own GPUs: their usable GPUs are joined.
+    Under Ray each group on a node has a report, and sees only its own GPUs. Reports of one node are joined.
     """
     reports: dict[str, dict[str, Any]] = {}
     for node, seen in zip(nodes, looked, strict=True):
         if seen:
-            others = reports[node]["usable_gpus"] if node in reports else ()
-            reports[node] = {**seen, "usable_gpus": (*others, *seen["usable_gpus"])}
+            reports[node] = _joined(reports[node], seen) if node in reports else seen
     return reports
+
+
+def _joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """Return one report of two groups on a node: the usable GPUs of both, and what either group found wrong."""
+    return {
+        **second,
+        "usable_gpus": (*first["usable_gpus"], *second["usable_gpus"]),
+        "unread": [*dict.fromkeys((*first["unread"], *second["unread"]))],
+        "is_writable": first["is_writable"] and second["is_writable"],
+        "broken": first["broken"] | second["broken"],
+        **{name: min(first[name], second[name]) for name in ("free_bytes", "memory")},
+        **{name: first[name] or second[name] for name in ("shared_memory", "device", "compiler")},
+    }
 
 
 def all_faults(

@@ -86,7 +86,7 @@ _UNREAD = {
     "moe_per_layer_logging": "the metrics train/moe_* are means over layers",
 }
 
-_BALANCING, _COEFFICIENT = "moe_router_load_balancing_type", "moe_aux_loss_coeff"
+_BALANCING, _COEFFICIENT, _Z_COEFFICIENT = "moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff"
 _UNBALANCED = ("none", "sinkhorn")
 
 
@@ -100,6 +100,20 @@ def without_effect(settings: Mapping[str, Any], *, has_experts: bool) -> Iterato
             yield f"{shown}: has no effect: the model has no experts; remove it"
     if has_experts:
         yield from _unbalanced(settings)
+
+
+def balance_losses(settings: Mapping[str, Any]) -> dict[str, float]:
+    """Return the balancing losses of a model's MoE routers, with their coefficients, which are not zero.
+
+    `settings` are fields of Megatron's configuration. A coefficient without a type is that of the loss `aux_loss`.
+    """
+    kinds, coefficients = settings.get(_BALANCING) or "aux_loss", settings.get(_COEFFICIENT) or 0.0
+    if isinstance(kinds, str):
+        kinds = [kinds]
+    if not isinstance(coefficients, list | tuple):
+        coefficients = [coefficients]
+    found = dict(zip(kinds, coefficients, strict=False)) | {"z_loss": settings.get(_Z_COEFFICIENT) or 0.0}
+    return {name: coefficient for name, coefficient in found.items() if coefficient}
 
 
 def _unbalanced(settings: Mapping[str, Any]) -> Iterator[str]:

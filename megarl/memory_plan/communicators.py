@@ -7,7 +7,7 @@ Sources are measurements in NVIDIA/nccl's issues; nothing was measured with mega
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from megarl.config.parallel import ParallelConfig
@@ -57,12 +57,12 @@ def communicators_of(
     has_experts: bool,
     is_distributed: bool = True,
     shares_embedding: bool = False,
-    balances_experts: bool = False,
+    balance_losses: Collection[str] = (),
 ) -> list[Communicator]:
     """Return the communicators with several ranks of a rank that trains, samples, or both.
 
     `is_distributed`: data-parallel ranks share the optimizer's states. `shares_embedding`: the rank is on the
-    first or last stage, and both have the embedding. `balances_experts`: the model has losses that balance its experts.
+    first or last stage, and both have the embedding. `balance_losses` are the losses that balance the model's experts.
     """
     found: list[Communicator] = []
     if has_trainer:
@@ -72,8 +72,7 @@ def communicators_of(
             found.append(Communicator("embedding", min(2, layout.pp)))
         if has_experts:
             found += _experts(layout, ranks_per_node)
-            # Without context parallelism too, Megatron makes this group besides the one for gradients.
-            found.append(Communicator("data parallelism", layout.dp * balances_experts))
+            found += _balance(layout, balance_losses)
     if has_engine:
         found.append(Communicator("engine's tensor parallelism", layout.rollout_tp))
         if not has_trainer:
@@ -121,6 +120,16 @@ def _experts(layout: ParallelConfig, ranks_per_node: int) -> Iterator[Communicat
     yield Communicator("expert tensor parallelism", layout.etp)
     yield Communicator("expert and expert tensor parallelism", experts)
     yield Communicator("data parallelism of experts", layout.world_size // (experts * layout.pp))
+
+
+def _balance(layout: ParallelConfig, losses: Collection[str]) -> Iterator[Communicator]:
+    """Yield the groups that add up what balancing losses need. Megatron makes each besides others of equal ranks."""
+    if losses:
+        yield Communicator("data parallelism", layout.dp)
+    if "seq_aux_loss" in losses:
+        yield Communicator("tensor and context parallelism", layout.tp * layout.cp)
+    if not {"aux_loss", "global_aux_loss"}.isdisjoint(losses):
+        yield Communicator("tensor, data and context parallelism", layout.world_size // layout.pp)
 
 
 def _reshard(layout: ParallelConfig, ranks_per_node: int, *, has_experts: bool) -> Communicator:

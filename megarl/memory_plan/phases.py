@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Literal
 
 from megarl.config import Recipe
+from megarl.config.library_settings import balance_losses
 from megarl.config.parallel import ParallelConfig
 from megarl.families.logprob_chunks import has_logit_kernels, logprob_chunk_tokens
 from megarl.families.shape import ModelShape
@@ -33,8 +34,6 @@ from megarl.reshard.layouts.vllm_computed import VllmLayouts
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 TEMPORARY = ("activations", "pipeline", "backward", "logits", "engine step")
 """Uses of memory that torch's allocator takes and returns within a phase, in sizes that vary."""
-_BALANCING = ("moe_aux_loss_coeff", "moe_z_loss_coeff")
-"""Fields of trainer.megatron with the coefficients of losses that balance experts."""
 # States that may be offloaded, by the names in trainer.offload.
 _ALL = ("parameters", "gradients", "optimizer")
 
@@ -398,10 +397,10 @@ class RankMemory:
             yield Use("CUDA", CONTEXT_BYTES)
             yield Use("NCCL", sum(one.num_bytes for one in self.communicators))
             yield Use("CUDA graphs", self._graphs)
-            if self.has_trainer:
-                # Only trainers turn expandable segments on. The waste of a rank that only samples is not known.
-                temporary = sum(use.device_bytes for use in uses if use.kind in TEMPORARY)
-                yield Use("fragmentation", int(FRAGMENTATION_SHARE * temporary))
+            # The share was simulated with expandable segments, which only trainers turn on. A rank that only samples
+            # wastes more: how much is not known.
+            temporary = sum(use.device_bytes for use in uses if use.kind in TEMPORARY)
+            yield Use("fragmentation", int(FRAGMENTATION_SHARE * temporary))
             if self.has_trainer and self.recipe.trainer.moe_dispatcher == "flex":
                 yield Use("DeepEP", self._deep_ep)
         else:
@@ -436,7 +435,7 @@ class RankMemory:
             has_experts=bool(self.models.policy.shape.num_experts),
             is_distributed=self.recipe.trainer.distributed_optimizer,
             shares_embedding=self._shares_embedding,
-            balances_experts=any(self.recipe.trainer.megatron.get(name) for name in _BALANCING),
+            balance_losses=balance_losses(self.recipe.trainer.megatron),
         )
 
     @property

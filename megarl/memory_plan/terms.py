@@ -119,7 +119,7 @@ TERMS = {
         "vLLM pull request 11349, issue 50722; sizes of vLLM 0.30",
     ),
     "fragmentation": Term(
-        "2.6 % of activations, pipeline, backward, logits and engine step, on ranks that train",
+        "2.6 % of activations, pipeline, backward, logits and engine step; at least so much on ranks that only sample",
         "tools/check.py allocator, a simulation",
     ),
     "DeepEP": Term(

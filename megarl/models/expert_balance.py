@@ -15,6 +15,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, comput
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
+from megarl.config.library_settings import balance_losses
 from megarl.models.tree_attention import gather
 
 METRICS = {
@@ -72,7 +73,7 @@ class UpdateRouter(TopKRouter):
         super().__init__(config, pg_collection)
         assert config.num_moe_experts is not None
         self.expert_count = config.num_moe_experts
-        self.losses = balance_losses(config)
+        self.losses = balance_losses(vars(config))
         self.row: RowTokens | None = None
         """The row of tokens (`RowTokens`) in the next forward pass."""
         self.num_tokens = 0
@@ -202,20 +203,9 @@ class UpdateRouter(TopKRouter):
             self._current = self._recomputed.popleft() if self._recomputed else self.row
 
 
-def balance_losses(config: TransformerConfig) -> dict[str, float]:
-    """Return the balancing losses that a model's MoE routers have, with their coefficients."""
-    kinds, coefficients = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
-    if isinstance(kinds, str):
-        kinds = [kinds]
-    if not isinstance(coefficients, list):
-        coefficients = [coefficients]
-    found = dict(zip(kinds, coefficients, strict=False)) | {"z_loss": config.moe_z_loss_coeff or 0.0}
-    return {name: coefficient for name, coefficient in found.items() if coefficient}
-
-
 def needs_update_router(config: TransformerConfig) -> bool:
     """Return whether a model's MoE routers have balancing losses or noise, and so need `UpdateRouter`."""
-    return config.num_moe_experts is not None and bool(balance_losses(config) or config.moe_input_jitter_eps)
+    return config.num_moe_experts is not None and bool(balance_losses(vars(config)) or config.moe_input_jitter_eps)
 
 
 class ExpertBalance:
@@ -223,7 +213,7 @@ class ExpertBalance:
     metrics."""
 
     def __init__(self, config: TransformerConfig, chunks: Sequence[nn.Module]) -> None:
-        self._losses = balance_losses(config) if config.num_moe_experts is not None else {}
+        self._losses = balance_losses(vars(config)) if config.num_moe_experts is not None else {}
         self._routers = routers_of(*chunks)
 
     @property

@@ -19,6 +19,9 @@ from typing import Any, NamedTuple
 
 SYS = Path("/sys")
 
+DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")
+"""Folder of NVIDIA's driver with a folder for each GPU, named by its PCI address."""
+
 VARIABLE = "MEGARL_RANKS_TO_BIND"
 """Environment variable giving ranks the number of ranks on their node, or `BY_GPU`. A rank without it is not bound."""
 
@@ -184,23 +187,30 @@ def has_own_cores(environment: Mapping[str, str] = os.environ) -> bool:
     return len(masks) == 1 or len(set(masks)) > 1
 
 
-def rank_places(gpus: Sequence[str], root: Path = SYS) -> list[Place]:
+def rank_places(gpus: Sequence[str], root: Path = SYS, driver: Path = DRIVER_GPUS) -> list[Place]:
     """Return the places of this node's ranks, by local rank; none if the ranks are not to be bound.
 
     `gpus` are the PCI addresses of the visible GPUs. Local rank r uses the GPU number r. With `BY_GPU`, each GPU of the
-    machine has its share of the cores, so that ranks of different groups have different ones.
+    machine or container has its share of the cores, so that ranks of different groups have different ones.
     """
     setting = os.environ.get(VARIABLE, "0")
     if setting != BY_GPU:
         return places(gpus[: int(setting)], allowed_cores(), root, is_allowed_to_one=has_own_cores())
-    every = sorted({*gpus, *machine_gpus(root)})
+    every = sorted({*gpus, *machine_gpus(root, driver)})
     # Allowed cores are those of all groups here: a worker of Ray inherits the mask of its node's only Slurm task.
     found = dict(zip(every, places(every, allowed_cores(), root, is_allowed_to_one=False), strict=True))
     return [found[gpu] for gpu in gpus]
 
 
-def machine_gpus(root: Path = SYS) -> list[str]:
-    """Return the PCI addresses of all NVIDIA GPUs of this machine, also of those hidden from this process."""
+def machine_gpus(root: Path = SYS, driver: Path = DRIVER_GPUS) -> list[str]:
+    """Return the PCI addresses of all NVIDIA GPUs of this machine, also of those hidden by CUDA_VISIBLE_DEVICES.
+
+    GPUs that this container does not have are left out, if `driver` shows only the others.
+    """
+    if driver.is_dir():
+        # /sys shows a container all devices of the machine. libnvidia-container mounts folders of its own GPUs here
+        # (mount_procfs_gpu in nvc_mount.c; read, not tried).
+        return [folder.name.lower() for folder in driver.iterdir()]
     found = []
     for folder in (root / "bus/pci/devices").glob("*"):
         # Containers may hide files of devices that they do not use.

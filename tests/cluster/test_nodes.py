@@ -33,6 +33,7 @@ GOOD = {
     "unread": [],
     "is_writable": True,
     "free_bytes": 1 << 40,
+    "memory": 1 << 40,
     "shared_memory": None,
     "device": None,
     "gpus": ["H200, 570"] * 8,
@@ -125,6 +126,26 @@ def test_groups_on_one_node_see_parts_of_its_gpus() -> None:
     assert list(faults(reports, "/runs/a", {"a": 6, "b": 8}, {})) == []
     (text,) = faults(reports, "/runs/a", {"a": 7, "b": 8}, {})
     assert text.startswith("node a: CUDA_VISIBLE_DEVICES leaves 6 of its 8 GPUs visible, but 7 ranks")
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_fault_that_one_group_of_a_node_finds_is_reported(order: tuple[int, int]) -> None:
+    """Groups may run in containers of their own, with different files, libraries and limits."""
+    wrong = {
+        "unread": ["/models/a"],
+        "is_writable": False,
+        "memory": 1 << 30,
+        "shared_memory": "/dev/shm is full",
+        "device": "GPU 0 is broken",
+        "broken": {"vllm": "no"},
+        "compiler": "gcc is missing",
+    }
+    looked = [GOOD | {"memory": 8 << 30}, GOOD | wrong]
+    reports = joined_reports(["a", "a"], [looked[n] for n in order])
+    assert reports["a"] == looked[1] | {"usable_gpus": (*GOOD["usable_gpus"], *GOOD["usable_gpus"])}
+    texts = "\n".join(faults(reports, "/runs/a", {"a": 2}, {}))
+    for part in ("/models/a does", "/runs/a cannot be written", "/dev/shm is full", "GPU 0 is broken", "vllm", "gcc"):
+        assert part in texts
 
 
 def test_nodes_of_two_kinds_are_compared_with_their_like() -> None:

@@ -101,6 +101,12 @@ def test_groups_of_one_machine_have_different_cores(tmp_path: Path, monkeypatch:
     trainers, engines = numa.rank_places(GPUS[:2], root), numa.rank_places([GPUS[3], GPUS[2], GPUS[7]], root)
     assert cores_of(trainers) == alone[:2]
     assert cores_of(engines) == [alone[3], alone[2], alone[7]]
+    # A container with two groups of one GPU each. /sys still shows it the machine's eight.
+    driver = tmp_path / "proc/driver/nvidia/gpus"
+    for gpu in GPUS[:2]:
+        (driver / gpu.upper()).mkdir(parents=True)
+    contained = [cores_of(numa.rank_places([gpu], root, driver)) for gpu in GPUS[:2]]
+    assert contained == [["0-7,32-39"], ["8-15,40-47"]]
     # A sandbox that hides the files of other devices: only visible GPUs count.
     for gpu in GPUS[2:]:
         (root / f"bus/pci/devices/{gpu}/vendor").unlink()
