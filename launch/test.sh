@@ -7,6 +7,7 @@
 # environment of its own (an hour or more on two cores, and 9 GB).
 # --cuda runs the CUDA builds without a GPU, on the stand-in of tools/standin_gpu: first it makes the CUDA environment
 # (8.6 GB, minutes) in the folder GPU_VENV, by default ~/.cache/megarl/gpu_venv, then the stand-in (under a minute).
+# VERSIONS, PYTHON and MEGARL_WHEELS are those of launch/setup.sh.
 # All tiers take about 20 minutes on two quiet cores, `--tier fast` two. Nothing is installed outside
 # .venv unless --install-slurm asks for it: Slurm, and shellcheck for the scripts (Debian, Ubuntu; as root).
 # The last lines say which tests are left out here and why; pytest's own closing line is the very last.

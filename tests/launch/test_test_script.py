@@ -139,12 +139,15 @@ def test_ci_calls_the_test_command_of_the_readme() -> None:
     assert (ROOT / ".ci/run").read_text().endswith('/../launch/test.sh" --install-slurm\n')
 
 
-def test_the_cuda_environment_is_checked_once_a_week() -> None:
+def test_the_cuda_environments_are_checked_once_a_week() -> None:
     workflow = yaml.safe_load((ROOT / ".github/workflows/gpu_environment.yml").read_text())
     # YAML 1.1 reads the key `on` as true.
     [schedule] = workflow[True]["schedule"]
     assert re.fullmatch(r"\d+ \d+ \* \* [0-6]", schedule["cron"])
-    commands = [step["run"] for step in workflow["jobs"]["guards"]["steps"] if "run" in step]
+    job = workflow["jobs"]["guards"]
+    assert job["strategy"]["matrix"]["versions"] == ["stable", "next"]
+    assert job["env"]["VERSIONS"] == "${{ matrix.versions }}"
+    commands = [step["run"] for step in job["steps"] if "run" in step]
     assert commands[-2:] == ["launch/setup.sh dev", ".venv/bin/pytest -m gpu_environment tests/guards"]
 
 
