@@ -17,8 +17,7 @@ from importlib.metadata import version
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, cast
 
-from megarl.checkpoint.safetensors import replace_folder
-from megarl.files.atomic import replace_text, storage_faults_named
+from megarl.files.atomic import replace_folder, replace_text, storage_faults_named
 from megarl.types import ConfigError, DataError
 
 MANIFEST = "manifest.json"

@@ -29,6 +29,7 @@ from megarl.config.override import overridden
 from megarl.families import checkpoint_name, float32_tensors
 from megarl.families.llama import EMBEDDING, HEAD, VALUE_HEAD
 from megarl.families.shape import ModelShape, read_model_shape, value_head_fields
+from megarl.files.atomic import replace_folder
 from megarl.files.model_folder import CARD, INDEX, SINGLE, HeaderEntry, companions, safetensors_header
 from megarl.reshard.boxes import Box, Layout, Piece, dense_piece
 from megarl.reshard.layouts.packed import checkpoint_tensors, unpacked
@@ -391,18 +392,6 @@ def index_text(files: Mapping[str, Iterable[str]], total_bytes: int) -> str:
     """Return the index of several safetensors files: the file of each tensor, and the total bytes."""
     weight_map = {name: file for file, tensors in files.items() for name in tensors}
     return json.dumps({"metadata": {"total_size": total_bytes}, "weight_map": weight_map}, indent=2) + "\n"
-
-
-def replace_folder(partial: Path, folder: Path) -> None:
-    """Rename a complete folder to its final name, replacing an older one."""
-    # A folder with files cannot be renamed over, so the older one is moved away first. Its deletion is slow and comes
-    # last.
-    replaced = folder.with_name(f".{folder.name}.replaced")
-    shutil.rmtree(replaced, ignore_errors=True)
-    if folder.exists():
-        folder.rename(replaced)
-    partial.rename(folder)
-    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _barrier() -> None:

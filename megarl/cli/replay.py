@@ -42,8 +42,8 @@ def replay(
     """Execute a recorded step again and compare it with its record, from log-probs to the optimizer's state.
 
     The run must have train.record. The trainer's ranks start from the newest checkpoint before the step. In the run's
-    layout all values must be bit-equal; with an override of the layout (trainer.tp=2) they may differ by 1e-5. The exit
-    code is 70 if they differ.
+    layout all values must be bit-equal. Runs in float32 can be replayed in another layout (trainer.tp=2); values may
+    then differ by 1e-5. The exit code is 70 if they differ.
     """
     from megarl.loops import replaying
 
@@ -69,5 +69,5 @@ def replay(
         else:
             write_replay(run, step, lines, prepared.changes, effect.metrics, [one.row() for one in effect.samples])
         print_report(*write_report([run]))
-    if any(one.differences for one in found):
-        raise MegarlError(f"{run}: step {found[-1].step} differs from its record; the table names where")
+    if wrong := [one for one in found if one.differences]:
+        raise MegarlError(f"{run}: step {wrong[0].step} differs from its record, first in {wrong[0].differences[0]}")

@@ -80,7 +80,8 @@ class TrainConfig(Section):
     """Means of profiling. spans (default): time spans of driver and ranks, step_NNNNNN.json, for ui.perfetto.dev.
     torch: torch.profiler with NVTX ranges, a trace per rank in step_NNNNNN/; slows the step. memory: snapshots of the
     CUDA allocator per rank, for pytorch.org/memory_viz."""
-    record: Annotated[Literal["tokens", "all"] | None, OnlyIf(RL, left_out("trainer.router_replay"))] = None
+    record: Annotated[Literal["tokens", "all"] | None, OnlyIf(RL, left_out("trainer.router_replay")),
+        UntriedOnGpu("tokens, all")] = None  # fmt: skip
     """Record each step in the run folder's records/, for `megarl replay` (loop rl). tokens: trajectories, checksums of
     log-probs and advantages, fingerprints of the weights. all: also their values, and fingerprints of the optimizer's
     state. Default: no records. Metrics: record/."""

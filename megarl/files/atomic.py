@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -58,6 +59,18 @@ def replace_bytes(path: Path, content: bytes) -> None:
         raise
     # The rename itself is durable only after an fsync of the folder.
     sync(path.parent)
+
+
+def replace_folder(partial: Path, folder: Path) -> None:
+    """Rename a complete folder to its final name, replacing an older one."""
+    # A folder with files cannot be renamed over, so the older one is moved away first. Its deletion is slow and comes
+    # last.
+    replaced = folder.with_name(f".{folder.name}.replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if folder.exists():
+        folder.rename(replaced)
+    partial.rename(folder)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def sync(path: Path) -> None:

@@ -6,12 +6,10 @@ makes the same attempts.
 
 from __future__ import annotations
 
-import asyncio
 import json
-import signal
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing, contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +28,7 @@ from megarl.data.chat import tokenizer_of
 from megarl.files.atomic import append_whole, replace_text, storage_faults_named
 from megarl.files.model_folder import found_folder
 from megarl.loops.sources import Data, make_sources, read_heldout, start_rewards
-from megarl.loops.stopping import stop_signals
+from megarl.loops.stopping import leaving_on_signals
 from megarl.preflight import (
     Dropped,
     check,
@@ -50,7 +48,7 @@ from megarl.terminal import FirstOfEachKind
 from megarl.tracking.display import Display
 from megarl.tracking.earlier_run import EarlierRun
 from megarl.tracking.tracker import json_line
-from megarl.types import ConfigError, StoppedError
+from megarl.types import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -198,7 +196,7 @@ async def run(evaluation: Evaluation) -> list[EvaluatedSet]:
         replace_text(folder / "config.yaml", to_yaml(recipe))
     found: list[EvaluatedSet] = []
     tool_use = ToolUse()
-    with _leaving_on_signals(folder):
+    with leaving_on_signals(f"the evaluation was stopped before its end; {folder} has the finished sets"):
         async with AsyncExitStack() as stack:
             tokenizer = tokenizer_of(recipe.model)
             sources = await _sources(evaluation, tokenizer, stack)
@@ -254,34 +252,6 @@ class _Screen:
         display = Display()
         self.info, self.notice = display.info, display.warn
         self.notice_once = FirstOfEachKind(display.warn).tell
-
-
-@contextmanager
-def _leaving_on_signals(folder: Path) -> Iterator[None]:
-    """Context: a stop signal cancels the code inside it, and StoppedError is raised."""
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    assert task is not None
-    received: list[str] = []
-
-    def leave(number: signal.Signals) -> None:
-        if not received:
-            task.cancel()
-        received.append(number.name)
-
-    numbers = stop_signals()
-    for number in numbers:
-        loop.add_signal_handler(number, leave, number)
-    try:
-        yield
-    except asyncio.CancelledError:
-        if not received:
-            raise
-        raise StoppedError(
-            f"{received[0]}: the evaluation was stopped before its end;  {folder} has the finished sets"
-        ) from None
-    finally:
-        for number in numbers:
-            loop.remove_signal_handler(number)
 
 
 def _summary(evaluation: Evaluation, found: Sequence[EvaluatedSet]) -> dict[str, Any]:

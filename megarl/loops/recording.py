@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megarl.cluster.rank_model import RankModel
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
+from megarl.config.recipe import to_yaml
 from megarl.platform.spans import span
 from megarl.reshard.fingerprint import Fingerprint
 from megarl.rollout.rl_batch import RLBatch
 from megarl.rollout.step_record import COMPARED_METRICS, StepRecord, batch_arrays, digests_of
+from megarl.tracking.run_folder import RECORDS
 from megarl.types import Group
 
 METRICS = {
@@ -22,11 +27,8 @@ METRICS = {
 }
 """Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
 
-LAYOUT_FIELDS = ("tp", "pp", "dp", "cp", "vpp", "ep", "etp", "order")
-"""Fields of a layout that can change the trainer's rounding."""
-
-RECORDS = "records"
-"""Folder of the records in a run folder."""
+_LAYOUT_FIELDS = ("tp", "pp", "dp", "cp", "vpp", "ep", "etp", "order", "rank_permutation")
+"""Fields of a layout that decide which rank has which part of the trainer."""
 
 
 class StepRecorder:
@@ -39,28 +41,18 @@ class StepRecorder:
     async def write(
         self,
         step: int,
-        groups: Sequence[Group],
+        sampled: Sampled,
         batch: RLBatch,
         metrics: Mapping[str, float],
-        kl_coefficient: float,
     ) -> dict[str, float]:
-        """Record a step after its updates. Returns the metrics of this module; empty without train.record.
-
-        `groups` are the sampled trajectories, before the trainer's log-probs. `kl_coefficient` is that of the step.
-        """
+        """Record a step after its updates. Returns the metrics of this module; empty without train.record."""
         if self._recipe.train.record is None:
             return {}
         began = time.monotonic()
         with span("record"):
+            is_complete = self._recipe.train.record == "all"
             record = await make_record(
-                self._policy,
-                self._layout,
-                step,
-                groups,
-                batch,
-                metrics,
-                kl_coefficient,
-                is_complete=self._recipe.train.record == "all",
+                self._policy, self._recipe, self._layout, step, sampled, batch, metrics, is_complete=is_complete
             )
             # A thread: the driver answers other calls while a large record is written.
             num_bytes = await asyncio.to_thread(record.save, self._folder)
@@ -70,14 +62,26 @@ class StepRecorder:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """Inputs of a step: its groups before the trainer's log-probs, waiting groups, and the KL coefficient.
+
+    `waiting` are groups of later steps. A synchronous step computes their log-probs in the same batch as its own.
+    """
+
+    groups: Sequence[Group]
+    waiting: Sequence[Group]
+    kl_coefficient: float
+
+
 async def make_record(
     policy: RankModel,
+    recipe: Recipe,
     layout: ParallelConfig,
     step: int,
-    groups: Sequence[Group],
+    sampled: Sampled,
     batch: RLBatch,
     metrics: Mapping[str, float],
-    kl_coefficient: float,
     *,
     is_complete: bool,
 ) -> StepRecord:
@@ -94,12 +98,23 @@ async def make_record(
             state.setdefault(name, {})[rank] = one
     return StepRecord(
         step=step,
-        layout={name: getattr(layout, name) for name in LAYOUT_FIELDS},
-        kl_coefficient=kl_coefficient,
-        groups=groups,
+        recipe=to_yaml(recipe),
+        layout=layout_values(recipe, layout),
+        kl_coefficient=sampled.kl_coefficient,
+        groups=sampled.groups,
+        waiting=sampled.waiting,
         arrays=arrays if is_complete else {},
         digests=digests_of({"token_ids": batch.token_ids, **arrays}, borders),
         borders=borders,
         metrics={name: metrics[name] for name in COMPARED_METRICS if name in metrics},
         state=state,
+    )
+
+
+def layout_values(recipe: Recipe, layout: ParallelConfig) -> dict[str, Any]:
+    """Return all that decides the trainer's rounding, as JSON values: parallel sizes and the section trainer."""
+    # Through JSON, so that they equal those read from a record.
+    sizes = {name: getattr(layout, name) for name in _LAYOUT_FIELDS}
+    return json.loads(
+        json.dumps({**sizes, "dtype": recipe.model.dtype, "trainer": recipe.trainer.model_dump(mode="json")})
     )

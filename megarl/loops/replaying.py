@@ -7,7 +7,9 @@ recorded steps since then. A change of the recipe applies to the replayed step a
 from __future__ import annotations
 
 import asyncio
+import shutil
 import tempfile
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -31,10 +33,11 @@ from megarl.data.chat import tokenizer_of
 from megarl.data.token_batch import TokenBatch
 from megarl.loops.checkpointing import plain_recipe
 from megarl.loops.models import models_of, move_reference
-from megarl.loops.recording import RECORDS, make_record
+from megarl.loops.recording import Sampled, layout_values, make_record
 from megarl.loops.rl import conversations_of, update
 from megarl.loops.sources import read_data, start_rewards
-from megarl.preflight import Dropped, layout_of
+from megarl.loops.stopping import leaving_on_signals
+from megarl.preflight import Dropped, check, with_memory_defaults, with_steps
 from megarl.report.recorded import refuse_other_folders
 from megarl.rewards.calling import Sample
 from megarl.rewards.reward_pool import RewardPool
@@ -42,8 +45,17 @@ from megarl.rollout.advantages import weigh
 from megarl.rollout.rl_batch import RLBatch
 from megarl.rollout.scoring import complete_logprobs, score
 from megarl.rollout.state import flatten, problem_lookup
-from megarl.rollout.step_record import COMPARED_METRICS, Difference, StepRecord, differences, read_results
+from megarl.rollout.step_record import (
+    COMPARED_METRICS,
+    RECIPE,
+    Difference,
+    StepRecord,
+    differences,
+    record_folder,
+    recorded_steps,
+)
 from megarl.tracking.earlier_run import EarlierRun, checkpoint_step
+from megarl.tracking.run_folder import RECORDS
 from megarl.types import ConfigError, FindProblem, Group, Trajectory
 
 OTHER_LAYOUT_TOLERANCE = 1e-5
@@ -52,6 +64,9 @@ OTHER_LAYOUT_TOLERANCE = 1e-5
 CHANGEABLE = ("algorithm.", "reward.", "train.updates_per_step", "train.epochs_per_step")
 """Beginnings of the fields that `--set` may change for a replayed step."""
 
+LOGS = "logs/replay"
+"""Folder in a run folder with the output of the newest replay's ranks."""
+
 
 @dataclass(frozen=True, slots=True)
 class Replay:
@@ -59,6 +74,7 @@ class Replay:
 
     run: Path
     recipe: Recipe
+    layout: ParallelConfig
     changed: Recipe
     changes: tuple[str, ...]
     checkpoint: Path | None
@@ -118,36 +134,42 @@ class Effect:
 def prepare(run: Path, step: int, overrides: Sequence[str] = (), changes: Sequence[str] = ()) -> Replay:
     """Check the inputs of a replay. Starts no process.
 
-    `overrides` change the recipe of all executed steps, usually its layout. `changes` apply to `step` alone. Raises
-    ConfigError or DataError if a record is missing, a checkpoint is damaged, or a field cannot be changed.
+    The recipe is the recorded one of `step`. `overrides` change it for all executed steps, usually its layout.
+    `changes` apply to `step` alone. Raises ConfigError or DataError if a record is missing, a checkpoint is damaged, or
+    a field cannot be changed.
     """
     refuse_other_folders(run)
     earlier = EarlierRun.read(run)
     earlier.refuse_newer_version()
+    checkpoint, steps = _executed_steps(earlier, step)
     place = run.absolute()
     own = [override_text("runs_folder", str(place.parent)), override_text("name", place.name)]
-    recipe = load(run / "config.yaml", [*own, *overrides], is_of_run=True)
-    if recipe.loop != "rl":
-        raise ConfigError(f"{run}: loop = {recipe.loop}; steps of the loop rl can be recorded and replayed")
-    changed = load(run / "config.yaml", [*own, *overrides, *changes], is_of_run=True) if changes else recipe
+    # The run's config.yaml may be newer: a resumed run can change its recipe.
+    file = record_folder(run / RECORDS, step) / RECIPE
+    recipe = with_memory_defaults(with_steps(load(file, [*own, *overrides], is_of_run=True)), is_start=True)
+    layout = check(recipe)
+    _refuse_another_rounding(run, step, recipe, layout)
+    if not changes:
+        return Replay(run, recipe, layout, recipe, (), checkpoint, steps)
+    changed = with_memory_defaults(with_steps(load(file, [*own, *overrides, *changes], is_of_run=True)), is_start=True)
     changed_fields = tuple(recipe_changes(plain_recipe(recipe), changed))
-    for text in changed_fields:
-        if not text.startswith(CHANGEABLE):
-            raise ConfigError(
-                f"--set {text}: a replayed step can change {', '.join(CHANGEABLE)} only; use an override "
-                "(SECTION.FIELD=VALUE without --set) for the layout, or `megarl fork` for other changes"
-            )
-    if changes and not changed_fields:
+    if not changed_fields:
         raise ConfigError(f"--set {changes[0]}: the run already has this value; give another one")
-    if any(text.startswith("reward.") for text in changed_fields):
-        _refuse_unscorable(changed)
+    check(changed)
+    _refuse_other_models(recipe, changed, changed_fields)
+    return Replay(run, recipe, layout, changed, changed_fields, checkpoint, steps)
+
+
+def _executed_steps(earlier: EarlierRun, step: int) -> tuple[Path | None, range]:
+    """Return the checkpoint to start from (None: the initial weights), and the steps to execute.
+
+    Raises ConfigError if a step has no record, or if its recipe is not that of the last step. Raises DataError for a
+    damaged checkpoint.
+    """
+    run = earlier.path
     before = [folder for folder in earlier.checkpoints if checkpoint_step(folder) < step]
     first = checkpoint_step(before[0]) + 1 if before else 1
-    if before:
-        if expected := check_sizes(before[0]):
-            check_hashes(before[0], expected)
-        check_harmless(before[0])
-    recorded = _recorded_steps(run)
+    recorded = recorded_steps(run / RECORDS)
     if missing := sorted(set(range(first, step + 1)) - recorded):
         known = f"it has records of the steps {min(recorded)} to {max(recorded)}" if recorded else "it has no records"
         start = f"the checkpoint of step {first - 1}" if before else "the initial weights"
@@ -155,7 +177,53 @@ def prepare(run: Path, step: int, overrides: Sequence[str] = (), changes: Sequen
             f"--step {step}: needs the records of all steps after {start}, and {run / RECORDS} has none of step "
             f"{missing[0]}; {known}. Runs with train.record=tokens or all write them"
         )
-    return Replay(run, recipe, changed, changed_fields, before[0] if before else None, range(first, step + 1))
+    recipes = {number: StepRecord.load(run / RECORDS, number).recipe for number in range(first, step + 1)}
+    if other := [number for number in recipes if recipes[number] != recipes[step]]:
+        raise ConfigError(
+            f"--step {step}: the run was resumed with another recipe after step {other[-1]}, and has no checkpoint "
+            f"between that and step {step}; replay a step up to {other[-1]}"
+        )
+    if not before:
+        return None, range(first, step + 1)
+    if expected := check_sizes(before[0]):
+        check_hashes(before[0], expected)
+    check_harmless(before[0])
+    return before[0], range(first, step + 1)
+
+
+def _refuse_another_rounding(run: Path, step: int, recipe: Recipe, layout: ParallelConfig) -> None:
+    """Raise ConfigError for another layout in a precision whose rounding differs by more than the tolerance."""
+    recorded = StepRecord.load(run / RECORDS, step).layout
+    if layout_values(recipe, layout) != recorded and recipe.model.dtype != "float32":
+        raise ConfigError(
+            f"--step {step}: model.dtype = {recipe.model.dtype} rounds by far more than {OTHER_LAYOUT_TOLERANCE:g} "
+            "otherwise in another layout, so only the run's own layout can be compared; leave out the overrides of "
+            "trainer and cluster"
+        )
+
+
+def _refuse_other_models(recipe: Recipe, changed: Recipe, fields: Sequence[str]) -> None:
+    """Raise ConfigError for changes of more than a step's objective and rewards, `fields` as `field: old -> new`."""
+    for text in fields:
+        if not text.startswith(CHANGEABLE) or text.startswith(("algorithm.ptx", "reward.model")):
+            raise ConfigError(
+                f"--set {text}: a replayed step can change algorithm.*, reward.* (not reward.model), "
+                "train.updates_per_step and train.epochs_per_step; use an override (SECTION.FIELD=VALUE without --set) "
+                "for the layout, or `megarl fork` for other changes"
+            )
+    facts: dict[str, Callable[[Recipe], bool]] = {
+        "a reference model": lambda one: one.has_reference,
+        "a critic": lambda one: one.has_critic,
+        "a loss of entropies": lambda one: one.algorithm.entropy_coefficient > 0,
+    }
+    for part, needs in facts.items():
+        if needs(recipe) != needs(changed):
+            verb = "needs" if needs(changed) else "has no use for"
+            raise ConfigError(
+                f"--set {fields[0]}: it {verb} {part}, and the recorded run is built the other way; use `megarl fork`"
+            )
+    if any(text.startswith("reward.") for text in fields):
+        _refuse_unscorable(changed)
 
 
 def _refuse_unscorable(recipe: Recipe) -> None:
@@ -174,17 +242,19 @@ async def replay(prepared: Replay, notify: Callable[[str], object]) -> tuple[lis
 
     `notify` gets a line for each executed step.
     """
-    recipe = prepared.recipe
-    layout = layout_of(recipe)
+    recipe, layout, run = prepared.recipe, prepared.layout, prepared.run
     async with AsyncExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="megarl_replay_")))
+        stack.enter_context(leaving_on_signals("the replay was stopped before its end; the run is unchanged"))
+        # In the run folder: its disk has room for checkpoints, and all nodes see it.
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".replay_", dir=run)))
         tokenizer = tokenizer_of(recipe.model)
         dropped: Dropped = Counter()
-        data = read_data(recipe, tokenizer, dropped, folder)
+        data = read_data(recipe, tokenizer, dropped, folder, with_validation=False)
         conversations_at = conversations_of(recipe, tokenizer, dropped)
-        find = problem_lookup({source: problems for source, (problems, _) in data.items()})
-        trainers = await _start_trainers(recipe, layout, folder / "logs", stack)
-        steps = _Steps(prepared, layout, trainers, conversations_at, find)
+        problems = {source: found for source, (found, _) in data.items()}
+        find = problem_lookup(problems, "the record", "restore the run's data")
+        trainers = await _start_trainers(recipe, layout, run / LOGS, stack)
+        steps = _Steps(prepared, trainers, conversations_at, find)
         if prepared.checkpoint is not None:
             await trainers.call("load_checkpoint", prepared.checkpoint)
         found = []
@@ -194,15 +264,18 @@ async def replay(prepared: Replay, notify: Callable[[str], object]) -> tuple[lis
         if not prepared.changes:
             found.append(await steps.compare(prepared.step))
             return found, None
-        pools = start_rewards(prepared.changed, stack, folder / "logs", notify)
+        pools: Mapping[str, RewardPool] = {}
+        if any(text.startswith("reward.") for text in prepared.changes):
+            pools = start_rewards(prepared.changed, stack, run / LOGS, notify)
         compared, effect = await steps.compare_changed(prepared.step, folder / "state", pools)
         return [*found, compared], effect
 
 
 async def _start_trainers(recipe: Recipe, layout: ParallelConfig, logs: Path, stack: AsyncExitStack) -> WorkerGroup:
     """Start the run's ranks, and construct workers without engines on the training ranks."""
-    logs.mkdir()
-    # Ranks of separate engines start too, and stay empty: CPU cores and threads are then divided as in the run.
+    shutil.rmtree(logs, ignore_errors=True)
+    logs.mkdir(parents=True)
+    # Ranks of separate engines start too, and stay empty: cores and threads are then divided as in the run.
     replicas = [layout.rollout_tp] * (layout.rollout_ranks // layout.rollout_tp)
     ranks = await start_ranks(recipe.cluster, logs, replicas)
     stack.push_async_callback(ranks.close)
@@ -218,13 +291,12 @@ class _Steps:
     def __init__(
         self,
         prepared: Replay,
-        layout: ParallelConfig,
         trainers: WorkerGroup,
         conversations_at: Callable[[int], TokenBatch | None],
         find: FindProblem,
     ) -> None:
-        self._prepared, self._layout, self._trainers = prepared, layout, trainers
-        self._models = models_of(prepared.recipe, layout, trainers)
+        self._prepared, self._trainers = prepared, trainers
+        self._models = models_of(prepared.recipe, prepared.layout, trainers)
         self._conversations_at, self._find = conversations_at, find
 
     @property
@@ -234,7 +306,7 @@ class _Steps:
     async def compare(self, number: int) -> StepComparison:
         """Execute a step and compare it with its record."""
         record = StepRecord.load(self._prepared.run / RECORDS, number, self._find)
-        batch, _, metrics = await self._execute(record, self._prepared.recipe, record.groups)
+        batch, _, metrics = await self._execute(record, self._prepared.recipe, self._models, record.groups)
         compared = await self._compared(record, batch, metrics)
         # After the fingerprints, as in a run.
         await move_reference(self._models, self._prepared.recipe, number)
@@ -252,46 +324,51 @@ class _Steps:
         state.mkdir()
         await self._trainers.call("save_checkpoint", state, False, False)
         await self._trainers.call("finish_checkpoint", True)
-        batch, groups, metrics = await self._execute(record, prepared.recipe, record.groups)
+        batch, groups, metrics = await self._execute(record, prepared.recipe, self._models, record.groups)
         compared = await self._compared(record, batch, metrics)
         logprobs = await self._policy.forward(batch)
         await self._trainers.call("load_checkpoint", state)
         await self._trainers.call("change_objective", prepared.changed)
-        rescored = record.groups
-        if any(text.startswith("reward.") for text in prepared.changes):
-            rescored = await _rescored(record.groups, pools)
+        rescored = await _rescored(record.groups, pools) if pools else record.groups
         changed = prepared.changed
         if any(text.startswith("algorithm.kl_coefficient:") for text in prepared.changes):
             # A record has the coefficient of its step, because algorithm.kl_target may adapt it.
             record = replace(record, kl_coefficient=changed.algorithm.kl_coefficient)
-        other, others, other_metrics = await self._execute(record, changed, rescored)
+        # Some objectives need all segments of a sample in one microbatch.
+        models = models_of(changed, prepared.layout, self._trainers)
+        other, others, other_metrics = await self._execute(record, changed, models, rescored)
         other_logprobs = await self._policy.forward(other)
         effect = Effect(
-            {name: (metrics[name], other_metrics[name]) for name in COMPARED_METRICS if name in metrics},
+            {
+                name: (metrics[name], other_metrics[name])
+                for name in COMPARED_METRICS
+                if name in metrics and name in other_metrics
+            },
             tuple(_sample_effects((groups, others), (batch, other), (logprobs, other_logprobs))),
         )
         return compared, effect
 
     async def _execute(
-        self, record: StepRecord, recipe: Recipe, groups: Sequence[Group]
+        self, record: StepRecord, recipe: Recipe, models: Mapping[str, RankModel], groups: Sequence[Group]
     ) -> tuple[RLBatch, list[Group], dict[str, float]]:
         """Execute a step from log-probs to updates. Returns its batch, its groups and the metrics of its updates."""
-        policy = self._policy
+        policy = models["policy"]
         forward = policy.forward
         if recipe.algorithm.entropy_top_share is not None:
             forward = policy.forward_with_entropies
-        completed, _ = await complete_logprobs(groups, [], recipe, forward)
-        scored, batch, _ = await score(completed, self._models, recipe, weight_version=record.step)
+        completed, _ = await complete_logprobs(groups, record.waiting, recipe, forward)
+        scored, batch, _ = await score(completed, models, recipe, weight_version=record.step)
         weigh(batch, recipe, record.step, record.kl_coefficient)
         conversations = self._conversations_at(record.step)
-        metrics = await update(batch, self._models, recipe, record.step, record.kl_coefficient, conversations)
+        metrics = await update(batch, models, recipe, record.step, record.kl_coefficient, conversations)
         return batch, scored, metrics
 
     async def _compared(self, record: StepRecord, batch: RLBatch, metrics: Mapping[str, float]) -> StepComparison:
-        is_complete = bool(record.arrays)
+        sampled = Sampled(record.groups, record.waiting, record.kl_coefficient)
+        prepared = self._prepared
         now = await make_record(
-            self._policy, self._layout, record.step, record.groups, batch, metrics, record.kl_coefficient,
-            is_complete=is_complete,
+            self._policy, prepared.recipe, prepared.layout, record.step, sampled, batch, metrics,
+            is_complete=bool(record.arrays),
         )  # fmt: skip
         is_same = now.layout == record.layout
         tolerance = 0.0 if is_same else OTHER_LAYOUT_TOLERANCE
@@ -300,22 +377,23 @@ class _Steps:
 
 
 async def _rescored(groups: Sequence[Group], pools: Mapping[str, RewardPool]) -> list[Group]:
-    """Return the groups with rewards computed again from the completions. Failed attempts keep their failure."""
+    """Return the groups with rewards computed again from the completions. Attempts that failed stay unscored."""
 
     async def rescore(trajectory: Trajectory) -> Trajectory:
-        if len(trajectory.texts) != 1:
+        # Reward functions did not see attempts that ended with an error or a limit of their environment.
+        if trajectory.reward is None and trajectory.failure and ":" in trajectory.failure:
             return trajectory
         sample = Sample(
             trajectory.text,
             trajectory.problem.answer,
             trajectory.messages[0] if trajectory.messages else trajectory.problem.messages,
             trajectory.problem.record,
-            "stop" if trajectory.ended == "done" else trajectory.ended,
+            "length" if trajectory.ended == "length" else "stop",
             trajectory.num_sampled,
         )
         [pool] = pools.values()
         scored = await pool.score(sample)
-        return replace(trajectory, reward=None if scored.is_left_out else scored.reward, failure=scored.failure)
+        return replace(trajectory, reward=scored.trajectory_reward, failure=scored.failure)
 
     scored = iter(await asyncio.gather(*map(rescore, flatten(groups))))
     return [[next(scored) for _ in group] for group in groups]
@@ -368,39 +446,47 @@ class Bisection:
 
 
 def bisect(first: Path, second: Path) -> Bisection:
-    """Return the first recorded step in which two runs differ, found with log2(steps) comparisons of records.
+    """Return the first recorded step in which two runs differ.
 
-    Runs with a difference in one step differ in all later steps, because the weights do. Raises DataError if a record
-    is missing.
+    In one layout log2(steps) records are read, because each has a checksum of all earlier ones (`StepRecord.chain`).
+    In different layouts all records are compared. Raises ConfigError if the runs cannot be compared, DataError for a
+    damaged record.
     """
     for run in (first, second):
         refuse_other_folders(run)
         EarlierRun.read(run).refuse_newer_version()
-    numbers = [_recorded_steps(run) for run in (first, second)]
-    common = sorted(numbers[0] & numbers[1])
+    common = sorted(recorded_steps(first / RECORDS) & recorded_steps(second / RECORDS))
     if not common:
         raise ConfigError(f"{first} and {second}: have no recorded step in common; record both with train.record")
-    compared: dict[int, tuple[Difference, ...]] = {}
+    read: dict[int, tuple[StepRecord, StepRecord]] = {}
+
+    def records_of(number: int) -> tuple[StepRecord, StepRecord]:
+        if number not in read:
+            read[number] = StepRecord.load(first / RECORDS, number), StepRecord.load(second / RECORDS, number)
+        return read[number]
 
     def compare(number: int) -> tuple[Difference, ...]:
-        if number not in compared:
-            one, other = (read_results(run / RECORDS, number) for run in (first, second))
-            tolerance = 0.0 if one.layout == other.layout else OTHER_LAYOUT_TOLERANCE
-            compared[number] = tuple(differences(one, other, tolerance))
-        return compared[number]
+        one, other = records_of(number)
+        is_same = one.layout == other.layout
+        if not is_same and one.layout.get("dtype") != "float32":
+            raise ConfigError(
+                f"{first} and {second}: have different layouts, and only runs in float32 can be compared then"
+            )
+        return tuple(differences(one, other, 0.0 if is_same else OTHER_LAYOUT_TOLERANCE))
 
-    if not compare(common[-1]):
-        return Bisection(None, (), common[-1], len(compared))
-    low, high = 0, len(common) - 1
-    while low < high:
-        middle = (low + high) // 2
-        if compare(common[middle]):
-            high = middle
-        else:
-            low = middle + 1
-    return Bisection(common[low], compare(common[low]), common[-1], len(compared))
+    def has_parted(number: int) -> bool:
+        one, other = records_of(number)
+        return one.chain != other.chain
 
-
-def _recorded_steps(run: Path) -> set[int]:
-    """Return the numbers of a run's recorded steps."""
-    return {int(folder.name.removeprefix("step_")) for folder in (run / RECORDS).glob("step_*") if folder.is_dir()}
+    one, other = records_of(common[-1])
+    if one.layout == other.layout:
+        place = bisect_left(common, True, key=has_parted)
+        if place == len(common):
+            return Bisection(None, (), common[-1], len(read))
+        if found := compare(common[place]):
+            return Bisection(common[place], found, common[-1], len(read))
+    # Chains also differ if one run began to record later, or records other contents.
+    for number in common:
+        if found := compare(number):
+            return Bisection(number, found, common[-1], len(read))
+    return Bisection(None, (), common[-1], len(read))

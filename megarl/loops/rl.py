@@ -11,6 +11,7 @@ from megarl.data.sampler import DataOrder
 from megarl.data.token_batch import TokenBatch
 from megarl.loops.models import move_reference, retain_experts
 from megarl.loops.on_policy import on_policy_run
+from megarl.loops.recording import Sampled
 from megarl.loops.session import Session
 from megarl.preflight import Dropped, kept_kv, read_conversations, uncorrected, uncorrected_fp8
 from megarl.rollout.advantages import weigh
@@ -39,7 +40,10 @@ async def train(session: Session) -> None:
         await run.resume_or_evaluate()
         for number in session.steps.remaining:
             async with session.steps.step(number, run.state) as step:
-                sampled = groups = await run.sample(step)
+                groups = await run.sample(step)
+                # Waiting groups of a synchronous step get their log-probs in the same batch.
+                waiting = list(run.state.waiting) if run.buffer.policy.is_synchronous else []
+                sampled = Sampled(groups, waiting, run.state.kl_coefficient)
                 with phase("logprobs"):
                     groups = await run.buffer.add_old_logprobs(groups, forward)
                     groups, batch, scores = await score(groups, models, recipe, weight_version=number)
@@ -52,10 +56,10 @@ async def train(session: Session) -> None:
 
                 # From here on a stop signal must save this step and not the previous one: the weights change.
                 step.is_trained = True
-                kl_coefficient = run.state.kl_coefficient
                 with phase("train"):
-                    step.log(await update(batch, models, recipe, number, kl_coefficient, conversations_at(number)))
-                step.log(await session.recorder.write(number, sampled, batch, step.metrics, kl_coefficient))
+                    conversations = conversations_at(number)
+                    step.log(await update(batch, models, recipe, number, sampled.kl_coefficient, conversations))
+                step.log(await session.recorder.write(number, sampled, batch, step.metrics))
                 run.log_samples(step, groups)
                 step.log(run.state.adapt_kl(step.metrics, num_samples=len(batch.rewards)))
                 # Before the save: the checkpoint contains the moved reference.

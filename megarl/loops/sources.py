@@ -51,7 +51,9 @@ class Screen(Protocol):
         ...
 
 
-def read_data(recipe: Recipe, tokenizer: Tokenizer, dropped: Dropped, folder: Path) -> dict[str, Data]:
+def read_data(
+    recipe: Recipe, tokenizer: Tokenizer, dropped: Dropped, folder: Path, *, with_validation: bool = True
+) -> dict[str, Data]:
     """Read the training problems and validation sets of each source, as far as its loop samples them.
 
     Dropped problems are counted in `dropped`. On-disk records are indexed in `folder`.
@@ -65,7 +67,8 @@ def read_data(recipe: Recipe, tokenizer: Tokenizer, dropped: Dropped, folder: Pa
             train = read_problems(
                 own, tokenizer, own.data.train, dropped, name=source.name, collect=collect_for(own, folder)
             )
-        found[source.name] = train, read_heldout(own, tokenizer, dropped) if own.has_engine else {}
+        needs_heldout = own.has_engine and with_validation
+        found[source.name] = train, read_heldout(own, tokenizer, dropped) if needs_heldout else {}
     return found
 
 

@@ -31,6 +31,32 @@ def stop_signals() -> list[signal.Signals]:
     return [signal.SIGUSR1, signal.SIGTERM, *kept]
 
 
+@contextmanager
+def leaving_on_signals(message: str) -> Iterator[None]:
+    """Context: a stop signal cancels the code inside it, and StoppedError with this message is raised."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    received: list[str] = []
+
+    def leave(number: signal.Signals) -> None:
+        if not received:
+            task.cancel()
+        received.append(number.name)
+
+    numbers = stop_signals()
+    for number in numbers:
+        loop.add_signal_handler(number, leave, number)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not received:
+            raise
+        raise StoppedError(f"{received[0]}: {message}") from None
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+
+
 class StopRequest:
     """Request to save and stop a run, with the name of the signal.
 

@@ -20,6 +20,8 @@ _MOST = 20
 """Maximum number of replays on a page. Later steps are shown first."""
 _MOST_SAMPLES = 512
 """Maximum number of samples of a replay on a page."""
+_MOST_LINES = 200
+"""Maximum number of lines about executed steps on a page."""
 _LINE = 400
 """Maximum number of characters of a line on the page."""
 
@@ -57,7 +59,8 @@ def replay_contents(run: Path) -> list[dict[str, Any]]:
     for file in sorted((run / REPLAYS).glob("step_*.json"), reverse=True)[:_MOST]:
         try:
             found.append(_content(json.loads(file.read_text(encoding="utf-8"))))
-        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        # Anybody may have written the file: infinite numbers and deep nesting are refused too.
+        except (OSError, ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError):
             continue
     return found
 
@@ -65,11 +68,14 @@ def replay_contents(run: Path) -> list[dict[str, Any]]:
 def _content(recorded: Mapping[str, Any]) -> dict[str, Any]:
     """Return the texts of one replay. Raises an error if the file has another structure."""
     samples = recorded["samples"][:_MOST_SAMPLES]
+    hidden = (
+        [] if samples == recorded["samples"] else [f"the first {_MOST_SAMPLES} of {len(recorded['samples'])} samples"]
+    )
     columns = [shortened_text(str(name), 80) for name in (samples[0] if samples else {})]
     return {
         "title": f"Step {int(recorded['step'])}",
         "made": shortened_text(str(recorded["made"]), 80),
-        "lines": [shortened_text(str(line), _LINE) for line in recorded["lines"]],
+        "lines": [shortened_text(str(line), _LINE) for line in recorded["lines"][:_MOST_LINES]] + hidden,
         "changes": [shortened_text(str(change), _LINE) for change in recorded["changes"]],
         "metrics": [[shortened_text(str(name), 80), *map(_text, pair)] for name, pair in recorded["metrics"].items()],
         "columns": columns,

@@ -138,10 +138,14 @@ class RLState:
         self.started = {group.draw: group for group in started}
 
 
-def problem_lookup(problems: Mapping[str, Sequence[Problem]]) -> FindProblem:
+def problem_lookup(
+    problems: Mapping[str, Sequence[Problem]],
+    origin: str = "the checkpoint",
+    remedy: str = "keep the source with a small weight, or start over with --restart",
+) -> FindProblem:
     """Return a function looking up problems by source and index.
 
-    It raises ConfigError if the recipe no longer has the problem.
+    It raises ConfigError if the recipe no longer has the problem, with the samples' `origin` and a `remedy`.
     """
     # An index of places once: problems of a streamed data set must not be scanned per lookup.
     places = {source: Places(found) for source, found in problems.items()}
@@ -150,8 +154,8 @@ def problem_lookup(problems: Mapping[str, Sequence[Problem]]) -> FindProblem:
         place = places[source].get(index) if source in places else None
         if place is None:
             raise ConfigError(
-                f"mixture.{source}: the checkpoint has unused samples for problem {index} of this source, but the "
-                "recipe no longer has the problem; keep the source with a small weight, or start over with --restart"
+                f"mixture.{source}: {origin} has samples for problem {index} of this source, but the recipe no longer "
+                f"has the problem; {remedy}"
             )
         return problems[source][place]
 

@@ -6,29 +6,36 @@ of its updates, fingerprints of the trainer's state after it.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 import shutil
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
-from megarl.files.atomic import storage_faults_named, sync
+from megarl.files.atomic import replace_folder, storage_faults_named, sync
 from megarl.reshard.fingerprint import Fingerprint
 from megarl.rollout.rl_batch import RLBatch
 from megarl.rollout.state import flatten
 from megarl.types import Archive, DataError, FindProblem, Group, Trajectory
 
-RECORD, ARRAYS = "record.json", "record.safetensors"
+RECORD, ARRAYS, RECIPE = "record.json", "record.safetensors", "recipe.yaml"
 """Files of a record in `records/step_NNNNNN/` of the run folder."""
 
-COMPARED_METRICS = ("train/loss", "train/grad_norm", "train/learning_rate", "critic/loss", "critic/grad_norm")
-"""Metrics of a step's updates that a record holds, in the order in which they are computed."""
+LOSSES = ("critic/loss", "train/loss")
+"""Metrics of a step's updates that a record holds, computed before the gradients."""
+NORMS = ("critic/grad_norm", "train/grad_norm", "train/learning_rate")
+"""Metrics of a step's updates that a record holds, computed after the gradients."""
+COMPARED_METRICS = (*LOSSES, *NORMS)
 
 _FIRST_ARRAYS = (
     "token_ids",
@@ -42,6 +49,8 @@ _FIRST_ARRAYS = (
 )
 """Arrays of a batch in the order in which a step computes them. Others are compared after these."""
 
+_MISSING, _ADDED = "recorded, but not there now", "there now only"
+
 StateParts = Mapping[str, Mapping[int, Fingerprint]]
 """Fingerprints of the trainer's state: by tensor name, then by the rank that stores the part."""
 
@@ -50,21 +59,27 @@ StateParts = Mapping[str, Mapping[int, Fingerprint]]
 class StepRecord:
     """Inputs and results of a training step.
 
-    `groups` are the trajectories as sampled, before the step computes log-probs. `arrays` are those of the batch,
+    `groups` are the trajectories as sampled, before the step computes log-probs. `waiting` are those of later steps,
+    whose log-probs it computes in the same batch. `arrays` are those of the step's batch,
     [tokens] or [samples]; empty with train.record = tokens. `digests` [samples] are CRC-32 numbers of each sample's
     part of an array. `borders` int64 [samples + 1] are the samples' first tokens.
     """
 
     step: int
-    layout: Mapping[str, int | str]
-    """Parallel sizes of the trainer by name, as in the recipe's section trainer."""
+    recipe: str
+    """The step's recipe as YAML, with secrets as references."""
+    layout: Mapping[str, Any]
+    """What decides the trainer's rounding: parallel sizes and the recipe's section trainer. JSON values."""
     kl_coefficient: float
     groups: Sequence[Group]
+    waiting: Sequence[Group]
     arrays: Mapping[str, NDArray[Any]]
     digests: Mapping[str, NDArray[np.int64]]
     borders: NDArray[np.int64]
     metrics: Mapping[str, float]
     state: StateParts
+    chain: str = ""
+    """sha256 over the results of all recorded steps up to this one, in hexadecimal. It is set by `save`."""
 
     @property
     def num_tokens(self) -> int:
@@ -78,12 +93,15 @@ class StepRecord:
         StorageError.
         """
         archive = Archive()
-        trajectories = [one.to_json(archive, f"{place}.") for place, one in enumerate(flatten(self.groups))]
+        everything = flatten([*self.groups, *self.waiting])
+        trajectories = [one.to_json(archive, f"{place}.") for place, one in enumerate(everything)]
         values = {
             "step": self.step,
             "layout": self.layout,
             "kl_coefficient": self.kl_coefficient,
             "sizes": [len(group) for group in self.groups],
+            "waiting": [len(group) for group in self.waiting],
+            "chain": self._chain(_chain_of(records, self.step - 1)),
             "trajectories": trajectories,
             "times": archive.times,
             "metrics": dict(self.metrics),
@@ -102,40 +120,77 @@ class StepRecord:
         with storage_faults_named(folder):
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-            for name, content in ((RECORD, text), (ARRAYS, tensors)):
+            for name, content in ((RECORD, text), (ARRAYS, tensors), (RECIPE, self.recipe.encode())):
                 (partial / name).write_bytes(content)
                 sync(partial / name)
-            shutil.rmtree(folder, ignore_errors=True)
-            partial.rename(folder)
-        return len(text) + len(tensors)
+            replace_folder(partial, folder)
+            sync(records)
+        return len(text) + len(tensors) + len(self.recipe.encode())
+
+    def _chain(self, previous: str) -> str:
+        """Return the sha256 of the previous step's chain and this step's results."""
+        digest = hashlib.sha256(previous.encode())
+        for name in sorted(self.digests):
+            digest.update(f"{name} {self.digests[name].tolist()}".encode())
+        digest.update(json.dumps(dict(self.metrics), sort_keys=True).encode())
+        for name in sorted(self.state):
+            checksums = {rank: one.checksum for rank, one in sorted(self.state[name].items())}
+            digest.update(f"{name} {checksums}".encode())
+        return digest.hexdigest()
 
     @classmethod
-    def load(cls, records: Path, step: int, find_problem: FindProblem) -> StepRecord:
-        """Read the record of a step. `find_problem` looks up problems by source and index.
+    def load(cls, records: Path, step: int, find_problem: FindProblem | None = None) -> StepRecord:
+        """Read the record of a step. `find_problem` looks up problems by source and index; None: no trajectories.
 
         Raises DataError naming the file if it is missing or damaged.
         """
         folder = record_folder(records, step)
-        values, arrays = _read(folder)
-        try:
-            archive = Archive(_named(arrays, "sampled."), values["times"])
-            trajectories = iter(
-                Trajectory.from_json(one, archive, f"{place}.", find_problem)
-                for place, one in enumerate(values["trajectories"])
-            )
-            return cls(
-                step=values["step"],
-                layout=values["layout"],
-                kl_coefficient=values["kl_coefficient"],
-                groups=[[next(trajectories) for _ in range(size)] for size in values["sizes"]],
+        with _damage_named(folder):
+            values = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+            arrays = load_file(folder / ARRAYS)
+            record = cls(
+                step=int(values["step"]),
+                recipe=(folder / RECIPE).read_text(encoding="utf-8"),
+                layout=dict(values["layout"]),
+                kl_coefficient=float(values["kl_coefficient"]),
+                groups=(),
+                waiting=(),
                 arrays=_named(arrays, "array."),
                 digests=_named(arrays, "digest."),
                 borders=arrays["borders"],
-                metrics=values["metrics"],
+                metrics={name: float(value) for name, value in values["metrics"].items()},
                 state=_state_of(values["state"]),
+                chain=str(values["chain"]),
             )
-        except (KeyError, TypeError, ValueError, StopIteration) as error:
-            raise DataError(f"{folder}: is no complete record of a step ({error!r}); replay another step") from None
+            record._check_sizes(step)
+            if find_problem is None:
+                return record
+            archive = Archive(_named(arrays, "sampled."), values["times"])
+            trajectories = iter(
+                [
+                    Trajectory.from_json(one, archive, f"{place}.", find_problem)
+                    for place, one in enumerate(values["trajectories"])
+                ]
+            )
+            groups, waiting = (
+                [[next(trajectories) for _ in range(size)] for size in values[name]] for name in ("sizes", "waiting")
+            )
+            return replace(record, groups=groups, waiting=waiting)
+
+    def _check_sizes(self, step: int) -> None:
+        """Raise ValueError if the arrays do not fit together, or if the record is that of another step."""
+        if self.step != step:
+            raise ValueError(f"it is the record of step {self.step}")
+        num_samples = len(self.borders) - 1
+        if self.borders.ndim != 1 or num_samples < 0 or (np.diff(self.borders) < 0).any():
+            raise ValueError("the samples' borders are not ascending")
+        wrong = [name for name, array in self.digests.items() if array.shape != (num_samples,)]
+        wrong += [
+            name for name, array in self.arrays.items() if array.shape not in ((num_samples,), (self.num_tokens,))
+        ]
+        wrong += [name for name in self.arrays if name not in self.digests]
+        if wrong:
+            raise ValueError(f"the array {wrong[0]} does not fit the number of samples or tokens")
 
 
 def record_folder(records: Path, step: int) -> Path:
@@ -143,36 +198,38 @@ def record_folder(records: Path, step: int) -> Path:
     return records / f"step_{step:06d}"
 
 
-def read_results(records: Path, step: int) -> StepRecord:
-    """Read a step's record without its trajectories, so that the data need not be read. Raises DataError."""
-    folder = record_folder(records, step)
-    values, arrays = _read(folder)
-    try:
-        return StepRecord(
-            step=values["step"],
-            layout=values["layout"],
-            kl_coefficient=values["kl_coefficient"],
-            groups=(),
-            arrays=_named(arrays, "array."),
-            digests=_named(arrays, "digest."),
-            borders=arrays["borders"],
-            metrics=values["metrics"],
-            state=_state_of(values["state"]),
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise DataError(f"{folder}: is no complete record of a step ({error!r}); compare other runs") from None
+def recorded_steps(records: Path) -> set[int]:
+    """Return the numbers of the recorded steps."""
+    names = [re.fullmatch(r"step_(\d+)", folder.name) for folder in records.glob("step_*") if folder.is_dir()]
+    return {int(name[1]) for name in names if name}
 
 
-def _read(folder: Path) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+@contextmanager
+def _damage_named(folder: Path) -> Iterator[None]:
+    """Context whose errors of reading become a DataError with the record's folder."""
     if not (folder / RECORD).is_file():
         raise DataError(
             f"{folder}: there is no record of this step; records are written by runs with train.record=tokens or all"
         )
-    with storage_faults_named(folder):
-        try:
-            return json.loads((folder / RECORD).read_text(encoding="utf-8")), load_file(folder / ARRAYS)
-        except (ValueError, UnicodeDecodeError) as error:
-            raise DataError(f"{folder}: the record cannot be read ({error}); replay another step") from None
+    try:
+        with storage_faults_named(folder):
+            yield
+    except _DAMAGE as error:
+        raise DataError(f"{folder}: is no complete record of a step ({error!r}); replay another step") from None
+
+
+# What readers of JSON and safetensors, and the reading of unexpected values, raise.
+_DAMAGE = (ValueError, TypeError, LookupError, AttributeError, OverflowError, StopIteration, RecursionError,
+           SafetensorError, FileNotFoundError)  # fmt: skip
+
+
+def _chain_of(records: Path, step: int) -> str:
+    """Return the chain of a recorded step, empty if it has no readable record."""
+    file = record_folder(records, step) / RECORD
+    try:
+        return str(json.loads(file.read_text(encoding="utf-8"))["chain"])
+    except (OSError, *_DAMAGE):
+        return ""
 
 
 def _named(arrays: Mapping[str, NDArray[Any]], prefix: str) -> dict[str, NDArray[Any]]:
@@ -231,6 +288,8 @@ class Difference:
     place: str
     amount: str
     samples: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    distance: float = 0.0
+    """Relative distance of a state tensor, estimated."""
 
     def __str__(self) -> str:
         """Return a text for the terminal."""
@@ -245,23 +304,53 @@ def differences(recorded: StepRecord, replayed: StepRecord, tolerance: float) ->
     records hold their values.
     """
     yield from _array_differences(recorded, replayed, tolerance)
-    for name in COMPARED_METRICS:
-        if name in recorded.metrics and name in replayed.metrics:
-            before, now = recorded.metrics[name], replayed.metrics[name]
-            if not _is_close(np.array([before]), np.array([now]), tolerance)[0]:
-                yield Difference(name, "", f"{before:.9g} recorded, {now:.9g} now")
+    yield from _metric_differences(LOSSES, recorded.metrics, replayed.metrics, tolerance)
     # First moments of Adam hold the gradients, so they come before what follows from them.
-    for name in sorted(recorded.state.keys() & replayed.state.keys(), key=_place_in_step):
-        yield from _state_differences(name, recorded.state[name], replayed.state[name], tolerance)
+    gradients, rest = _shared_state(recorded.state, replayed.state, tolerance)
+    # Clipping changes all gradients if one is wrong: the wrong one has the largest distance.
+    found = [one for name in gradients for one in _state_differences(name, recorded, replayed, tolerance)]
+    yield from sorted(found, key=lambda one: -one.distance)
+    yield from _metric_differences(NORMS, recorded.metrics, replayed.metrics, tolerance)
+    for name in rest:
+        yield from _state_differences(name, recorded, replayed, tolerance)
+
+
+def _shared_state(before: StateParts, now: StateParts, tolerance: float) -> tuple[list[str], list[str]]:
+    """Return the names of the gradients' tensors (first moments) to compare, and of all others."""
+    names = before.keys() | now.keys()
+    if not all(any("optimizer." in name for name in state) for state in (before, now)):
+        # A record of train.record = tokens has weights only.
+        names = {name for name in names if "optimizer." not in name}
+    if tolerance:
+        # Other parallel sizes may need another optimizer, with other names.
+        names &= before.keys() & now.keys()
+    ordered = sorted(names, key=_place_in_step)
+    return [name for name in ordered if ".exp_avg." in name], [name for name in ordered if ".exp_avg." not in name]
+
+
+def _metric_differences(
+    names: Sequence[str], before: Mapping[str, float], now: Mapping[str, float], tolerance: float
+) -> Iterator[Difference]:
+    for name in names:
+        if (name in before) != (name in now):
+            yield Difference(name, "", _MISSING if name in before else _ADDED)
+        elif name in before:
+            # A learning rate is no sum of rounded values, and smaller than any absolute tolerance.
+            limit = 0.0 if name == "train/learning_rate" else tolerance
+            if not _is_close(np.array([before[name]]), np.array([now[name]]), limit)[0]:
+                yield Difference(name, "", f"{before[name]:.9g} recorded, {now[name]:.9g} now")
 
 
 def _array_differences(recorded: StepRecord, replayed: StepRecord, tolerance: float) -> Iterator[Difference]:
     if not np.array_equal(recorded.borders, replayed.borders):
         yield Difference("token_ids", "", "the numbers of tokens or samples differ")
         return
-    common = recorded.digests.keys() & replayed.digests.keys()
-    first = [name for name in _FIRST_ARRAYS if name in common]
-    for name in [*first, *sorted(common - set(first))]:
+    names = recorded.digests.keys() | replayed.digests.keys()
+    first = [name for name in _FIRST_ARRAYS if name in names]
+    for name in [*first, *sorted(names - set(first))]:
+        if not (name in recorded.digests and name in replayed.digests):
+            yield Difference(name, "", _MISSING if name in recorded.digests else _ADDED)
+            continue
         has_values = name in recorded.arrays and name in replayed.arrays
         if has_values:
             before, now = recorded.arrays[name], replayed.arrays[name]
@@ -292,23 +381,26 @@ def _is_close(before: NDArray[Any], now: NDArray[Any], tolerance: float) -> NDAr
     return np.isclose(now, before, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
-def _state_differences(
-    name: str, before: Mapping[int, Fingerprint], now: Mapping[int, Fingerprint], tolerance: float
-) -> Iterator[Difference]:
+def _state_differences(name: str, recorded: StepRecord, replayed: StepRecord, tolerance: float) -> Iterator[Difference]:
+    before, now = recorded.state.get(name, {}), replayed.state.get(name, {})
+    if not before or not now:
+        yield Difference(name, "", _MISSING if before else _ADDED, distance=1.0)
+        return
     if tolerance == 0 and before.keys() == now.keys():
-        for rank in sorted(before):
-            if before[rank].checksum != now[rank].checksum:
-                distance = before[rank].distance(now[rank])
-                yield Difference(name, f"on rank {rank}", f"relative distance about {distance:.2g}")
-                return
+        wrong = [rank for rank in sorted(before) if before[rank].checksum != now[rank].checksum]
+        if wrong:
+            distance = max(before[rank].distance(now[rank]) for rank in wrong)
+            yield Difference(name, f"on rank {wrong[0]}", f"relative distance about {distance:.2g}", distance=distance)
         return
     distance = sum(before.values(), Fingerprint()).distance(sum(now.values(), Fingerprint()))
     # Written so that NaN counts as a difference.
     if not distance <= tolerance:
-        yield Difference(name, "", f"relative distance about {distance:.2g}")
+        yield Difference(name, "", f"relative distance about {distance:.2g}", distance=distance)
 
 
-def _place_in_step(name: str) -> tuple[int, str]:
-    """Return a sort key of a state tensor: gradients (first moments), second moments, weights."""
+def _place_in_step(name: str) -> tuple[int, list[str | int]]:
+    """Return a sort key of a state tensor: first moments, second moments, main weights, weights; then by layer."""
     order = (".exp_avg.", ".exp_avg_sq.", ".param.", ".fp32_param.")
-    return next((place for place, part in enumerate(order) if part in name), len(order)), name
+    place = next((place for place, part in enumerate(order) if part in name), len(order))
+    words = re.split(r"(\d+)", name)
+    return place, [int(word) if word.isdigit() else word for word in words]

@@ -32,6 +32,8 @@ from megarl.types import ConfigError, EndedError, MegarlError, RunFolderLockedEr
 
 State = Literal["starting", "running", "done", "failed", "interrupted", "stopped"]
 
+RECORDS = "records"
+"""Folder of the steps' records (train.record) in a run folder."""
 _STATUS_BYTES = 512
 """Size in bytes to which status.json is padded with spaces, so a final status fits even on a full disk."""
 
@@ -42,7 +44,8 @@ class RunFolder:
     Files: `lock`; `config.yaml` (the complete recipe of the newest attempt with a trained step, secrets hidden);
     `status.json`; `metrics.jsonl`; in a fork `parent.json`, the run and step from which it was made.
 
-    Folders: `tensorboard/`; `samples/`; `tokens/` (a few samples token by token); `profiles/` (Chrome traces of steps);
+    Folders: `tensorboard/`; `samples/`; `tokens/` (a few samples token by token); `records/` (steps for `megarl
+    replay`); `replays/` (its results); `profiles/` (Chrome traces of steps);
     `checkpoints/`; `hf/` (the trained model); `hf_best/` (the model of the best evaluation); `earlier/` (runs moved
     aside by --restart); `logs/`, with one folder per attempt and a link to the latest.
 
@@ -210,8 +213,10 @@ class RunFolder:
             path.rename(target / path.name)
 
     def _forget_after(self, step: int | None) -> int:
-        """Remove metrics and samples of steps after `step`, or all of them. Return the number of unreadable metrics
-        lines."""
+        """Remove metrics, samples and records of steps after `step`, or all of them.
+
+        Returns the number of unreadable lines of metrics.
+        """
         last = -1 if step is None else step
         unreadable = 0
         if self.metrics_file.exists():
@@ -226,6 +231,9 @@ class RunFolder:
         for path in (*self.samples_folder.glob("step_*.jsonl"), *self.tokens_folder.glob("step_*.jsonl")):
             if (number := re.fullmatch(r"step_(\d+)", path.stem)) and int(number[1]) > last:
                 path.unlink()
+        for path in (self.path / RECORDS).glob("step_*"):
+            if (number := re.fullmatch(r"step_(\d+)", path.name)) and int(number[1]) > last:
+                shutil.rmtree(path)
         if step is None:
             # A resumed run keeps the event files; TensorBoard purges their later steps itself (`purge_step`).
             shutil.rmtree(self.tensorboard_folder, ignore_errors=True)

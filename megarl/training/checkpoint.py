@@ -147,7 +147,7 @@ def changed_models_loaded(models: Mapping[str, Model]) -> Iterator[None]:
     background.
     """
     with ExitStack() as stack:
-        for name in _changed_models(models):
+        for name in changed_models(models):
             stack.enter_context(models[name].in_memory())
         yield
 
@@ -159,8 +159,8 @@ def stage(folder: Path, models: Mapping[str, Model], layout: str, **driver: Any)
     their weights changed, within `changed_models_loaded`. `layout` describes in words how ranks divide the state.
     Random numbers are restored only with the same layout. Raises DiskFullError.
     """
-    moved = _changed_models(models)
-    state = sharded_states(_models_to_save(models, moved), is_loading=False)
+    moved = changed_models(models)
+    state = sharded_states(models_to_save(models, moved), is_loading=False)
     state |= {"random": _random_states(), "layout": layout, "driver": driver, "moved": moved}
     # The queue of Megatron-Core 0.16.1 is a `multiprocessing.Manager`, a process of its own. A thread needs only a
     # simple queue.
@@ -188,7 +188,7 @@ def restore(folder: Path, models: Mapping[str, Model], layout: str) -> dict[str,
     """
     common = dist_checkpointing.load_common_state_dict(str(folder))
     # Older checkpoints have no such list: references could not change then.
-    saved = _models_to_save(models, common.get("moved", ()))
+    saved = models_to_save(models, common.get("moved", ()))
     with ExitStack() as stack:
         for model in saved.values():
             if isinstance(model, FrozenModel):
@@ -205,11 +205,12 @@ def restore(folder: Path, models: Mapping[str, Model], layout: str) -> dict[str,
     return state["driver"]
 
 
-def _changed_models(models: Mapping[str, Model]) -> list[str]:
+def changed_models(models: Mapping[str, Model]) -> list[str]:
+    """Return the names of frozen models whose weights changed (an updated reference)."""
     return [name for name, model in models.items() if isinstance(model, FrozenModel) and model.has_moved]
 
 
-def _models_to_save(models: Mapping[str, Model], moved: Collection[str]) -> dict[str, Model]:
+def models_to_save(models: Mapping[str, Model], moved: Collection[str]) -> dict[str, Model]:
     """Return the models whose weights differ from their folders: all trained models, and frozen ones that changed."""
     return {name: model for name, model in models.items() if isinstance(model, TrainingEngine) or name in moved}
 

@@ -9,29 +9,33 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import apply_factories, is_main_replica
 
 from megarl.reshard.fingerprint import Fingerprint, fingerprint
-from megarl.training.checkpoint import Model, sharded_states
+from megarl.training.checkpoint import Model, changed_models, models_to_save, sharded_states
 
 
 def state_fingerprints(models: Mapping[str, Model], *, with_optimizer: bool) -> dict[str, Fingerprint]:
     """Return the fingerprints of this rank's parts of the state's tensors, by name.
 
-    `models` are those of a checkpoint, by the prefix of their tensors. The sum over all ranks does not depend on the
-    layout, because of several equal copies only the main one counts. Megatron stacks equal layers in one tensor; here
-    each layer has a name of its own, as in `decoder.layers.mlp.linear_fc1.weight[3]`. `with_optimizer` adds main
-    weights and moments.
+    `models` are those of a checkpoint, by the prefix of their tensors; frozen models with their first weights are left
+    out. The sum over all ranks does not depend on the layout: each element counts on one rank only. Megatron stacks
+    equal layers in one tensor; here each layer has a name of its own, as in `decoder.layers.mlp.linear_fc1.weight[3]`.
+    `with_optimizer` adds main weights and moments.
     """
-    state = sharded_states(models, is_loading=False)
-    # A fused parameter (gate and up) is stored in parts, under separate names.
-    apply_factories(state)
     found: dict[str, Fingerprint] = {}
-    for part in nested_values(state):
-        if not isinstance(part, ShardedTensor) or not is_main_replica(part.replica_id):
-            continue
-        if part.data is None or not (with_optimizer or "optimizer." not in part.key):
-            continue
-        name = _name(part)
-        values = part.data.reshape((1,) * part.prepend_axis_num + part.local_shape)
-        found[name] = found.get(name, Fingerprint()) + fingerprint(values, part.global_offset)
+    for prefix, model in models_to_save(models, changed_models(models)).items():
+        state = sharded_states({prefix: model}, is_loading=False)
+        # A fused parameter (gate and up) is stored in parts, under separate names.
+        apply_factories(state)
+        for part in nested_values(state):
+            if not isinstance(part, ShardedTensor) or not is_main_replica(part.replica_id) or part.data is None:
+                continue
+            if not with_optimizer and "optimizer." in part.key:
+                continue
+            values = part.data.reshape((1,) * part.prepend_axis_num + part.local_shape)
+            if part.allow_shape_mismatch:
+                # Rows that only pad the vocabulary have random values, which differ between layouts and are never used.
+                values = values[: max(model.shape.vocab_size - part.global_offset[0], 0)]
+            name = _name(part)
+            found[name] = found.get(name, Fingerprint()) + fingerprint(values, part.global_offset)
     return found
 
 

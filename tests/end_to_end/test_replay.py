@@ -53,6 +53,7 @@ def test_a_step_is_bit_equal_and_a_changed_record_is_named(folder: Path) -> None
     moment = "optimizer.state.exp_avg.decoder.layers.mlp.linear_fc2.weight[1]"
     part = record["state"][moment][-1]
     part[1] = f"{int(part[1], 16) ^ 1:016x}"
+    record["chain"] = record["chain"][::-1]
     file.write_text(json.dumps(record))
     done = megarl(folder, "replay", "runs/changed", "--step", "3")
     assert done.returncode == 70, done.stdout + done.stderr
@@ -83,7 +84,7 @@ def test_another_layout_agrees_and_a_change_has_an_effect_on_each_sample(folder:
     ("step", "changes", "message"),
     [
         (4, (), "has none of step 4; it has records of the steps 1 to 3"),
-        (2, ("optimizer.learning_rate=1",), r"a replayed step can change algorithm\., reward\."),
+        (2, ("optimizer.learning_rate=1",), r"a replayed step can change algorithm\.\*, reward\.\*"),
         (2, ("algorithm.kl_coefficient=0.1",), "the run already has this value"),
     ],
 )

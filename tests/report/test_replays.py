@@ -35,6 +35,9 @@ def test_files_of_another_structure_are_left_out(tmp_path: Path) -> None:
     (folder / "step_000001.json").write_text("{")
     (folder / "step_000002.json").write_text(json.dumps({"step": 2, "samples": [3]}))
     (folder / "step_000004.json").write_text("[]")
+    text = (folder / "step_000003.json").read_text()
+    (folder / "step_000006.json").write_text(text.replace('"step": 3', '"step": Infinity'))
+    (folder / "step_000007.json").write_text("[" * 100_000)
     (folder / "step_000005.json").write_bytes(b"\xff\xfe")
     assert [one["lines"] for one in replay_contents(tmp_path)] == [["kept"]]
     assert replay_contents(tmp_path / "none") == []

@@ -9,11 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file, save
 
 from megarl.reshard.fingerprint import fingerprint
 from megarl.rollout.rl_batch import RLBatch
 from megarl.rollout.state import flatten
-from megarl.rollout.step_record import StepRecord, batch_arrays, differences, digests_of, read_results, record_folder
+from megarl.rollout.step_record import StepRecord, batch_arrays, differences, digests_of, record_folder
 from megarl.types import DataError
 from tests.rollout.batches import segmented
 
@@ -31,9 +32,11 @@ def record_of(step: int = 3, *, is_complete: bool = True, seed: int = 0) -> Step
     parts = {0: fingerprint(weights[:2]), 1: fingerprint(weights[2:], (2, 0))}
     return StepRecord(
         step=step,
+        recipe="name: test\n",
         layout=LAYOUT,
         kl_coefficient=0.1,
         groups=groups,
+        waiting=[[segmented(2, 0, 0.0, ".xx")]],
         arrays=arrays if is_complete else {},
         digests=digests_of({"token_ids": batch.token_ids, **arrays}, batch.cu_samples),
         borders=batch.cu_samples,
@@ -43,7 +46,8 @@ def record_of(step: int = 3, *, is_complete: bool = True, seed: int = 0) -> Step
 
 
 def loaded(record: StepRecord, records: Path) -> StepRecord:
-    problems = {(t.problem.source, t.problem.index): t.problem for t in flatten(record.groups)}
+    everything = flatten([*record.groups, *record.waiting])
+    problems = {(t.problem.source, t.problem.index): t.problem for t in everything}
     return StepRecord.load(records, record.step, lambda source, index: problems[source, index])
 
 
@@ -61,12 +65,14 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path, is_complete: bool) -
         0.1,
     )
     assert (found.arrays.keys() == record.arrays.keys()) and found.num_tokens == record.num_tokens
-    for one, other in zip(flatten(record.groups), flatten(found.groups), strict=True):
+    everything = (flatten([*one.groups, *one.waiting]) for one in (record, found))
+    assert [len(group) for group in found.waiting] == [1]
+    for one, other in zip(*everything, strict=True):
         assert (one.group, one.number, one.reward) == (other.group, other.number, other.reward)
         for mine, its in zip(one.segments, other.segments, strict=True):
             np.testing.assert_array_equal(mine.token_ids, its.token_ids)
             np.testing.assert_array_equal(mine.rollout_logprobs, its.rollout_logprobs)
-    assert list(differences(read_results(tmp_path, 3), found, 0.0)) == []
+    assert list(differences(StepRecord.load(tmp_path, 3), found, 0.0)) == []
 
 
 def test_a_later_record_of_a_step_replaces_the_earlier_one(tmp_path: Path) -> None:
@@ -93,12 +99,12 @@ def test_differences_come_in_the_order_of_the_step() -> None:
     other.arrays["advantages"][4] += 0.5
     found = list(differences(first, other, 0.0))
     assert [one.tensor for one in found] == [
-        "advantages", "train/grad_norm", "optimizer.state.exp_avg.layer[0]", "layer[0]",
+        "advantages", "optimizer.state.exp_avg.layer[0]", "train/grad_norm", "layer[0]",
     ]  # fmt: skip
     # Sample 0 has three tokens, so token 4 of the batch is the second of sample 1.
     assert found[0].place == "of sample 1, token 1" and found[0].samples.tolist() == [1]
     assert "1 of 3 samples differ" in str(found[0])
-    assert [one.place for one in found[2:]] == ["on rank 0", "on rank 1"]
+    assert [found[1].place, found[3].place] == ["on rank 0", "on rank 1"]
 
 
 def test_without_values_the_sample_is_named_by_its_checksum() -> None:
@@ -133,7 +139,43 @@ def test_nan_agrees_with_nan_alone() -> None:
     assert [one.tensor for one in differences(first, unknown, 0.0)] == ["old_logprobs"]
 
 
-@pytest.mark.parametrize("damage", ["missing", "cut", "field"])
+def test_of_wrong_gradients_the_most_different_one_comes_first() -> None:
+    first = record_of()
+    parts = [{0: fingerprint(torch.full((4, 6), value))} for value in (1.0, 1.001, 2.0)]
+    names = [f"optimizer.state.exp_avg.layer[{layer}]" for layer in (2, 10)]
+    before = replace(first, state=dict.fromkeys(names, parts[0]))
+    after = replace(first, state=dict(zip(names, parts[1:], strict=True)))
+    assert [one.tensor for one in differences(before, after, 0.0)] == names[::-1]
+
+
+def test_what_only_one_execution_has_is_a_difference() -> None:
+    first = record_of()
+    other = replace(
+        first,
+        arrays={name: array for name, array in first.arrays.items() if name != "advantages"},
+        digests={name: array for name, array in first.digests.items() if name != "advantages"},
+        metrics={"train/loss": 0.25},
+        state={},
+    )
+    for one, two in ((first, other), (other, first)):
+        found = [each.tensor for each in differences(one, two, 0.0)]
+        assert found == ["advantages", "train/grad_norm", "layer[0]"]
+    # A record of train.record = tokens has neither values nor the optimizer's state.
+    small = replace(first, arrays={}, state={"layer[0]": first.state["layer[0]"]})
+    assert not list(differences(first, small, 0.0)) and not list(differences(small, first, 0.0))
+
+
+def test_a_chain_differs_from_the_first_different_step_on(tmp_path: Path) -> None:
+    chains = []
+    for name, changed in (("one", 0), ("other", 3)):
+        for step in range(1, 5):
+            record_of(step, seed=int(step == changed)).save(tmp_path / name)
+        chains.append([StepRecord.load(tmp_path / name, step).chain for step in range(1, 5)])
+    assert [one == other for one, other in zip(*chains, strict=True)] == [True, True, False, False]
+    assert len(set(chains[0])) == 4
+
+
+@pytest.mark.parametrize("damage", ["missing", "cut", "field", "deep", "list", "tensors", "borders", "other step"])
 def test_a_damaged_record_is_refused_with_its_file(tmp_path: Path, damage: str) -> None:
     record = record_of()
     record.save(tmp_path)
@@ -143,9 +185,17 @@ def test_a_damaged_record_is_refused_with_its_file(tmp_path: Path, damage: str) 
         file.unlink()
     elif damage == "cut":
         file.write_text(text[:-20])
+    elif damage == "deep":
+        file.write_text("[" * 100_000)
+    elif damage == "tensors":
+        tensors = file.with_name("record.safetensors")
+        tensors.write_bytes(tensors.read_bytes()[:-30])
+    elif damage == "borders":
+        tensors = file.with_name("record.safetensors")
+        tensors.write_bytes(save({**load_file(tensors), "borders": np.array([0, 2])}))
     else:
         values = json.loads(text)
-        del values["sizes"]
-        file.write_text(json.dumps(values))
+        changes = {"field": {"sizes": None}, "list": {"state": []}, "other step": {"step": 4}}
+        file.write_text(json.dumps(values | changes[damage]))
     with pytest.raises(DataError, match="step_000003"):
         loaded(record, tmp_path)
