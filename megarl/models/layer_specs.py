@@ -20,6 +20,7 @@ from megarl.models.attention import PackedAttention, with_trees
 from megarl.models.configuration import uses_transformer_engine
 from megarl.models.delta_net import with_delta_net
 from megarl.models.exact.attention import ExactAttention
+from megarl.models.exact.experts import ExactExperts, ExactMoELayer, ExactRouter
 from megarl.models.exact.residual import wide_addition
 from megarl.models.exact.rotary import RotaryTable
 from megarl.models.exact.row_parallel import BlockRowParallelLinear
@@ -82,7 +83,13 @@ def layer_spec(config: TransformerConfig, kind: LayerKind, *, exact: bool = Fals
         attention.core_attention = ExactAttention if exact else PackedAttention
         if exact:
             modules.self_attn_bda = modules.mlp_bda = wide_addition
-            attention.linear_proj = modules.mlp.submodules.linear_fc2 = BlockRowParallelLinear
+            attention.linear_proj = BlockRowParallelLinear
+            products = modules.mlp.submodules
+            if kind.has_experts:
+                modules.mlp.module, products.router = ExactMoELayer, ExactRouter
+                products.experts.module = ExactExperts
+                products = products.experts.submodules
+            products.linear_fc2 = BlockRowParallelLinear
         if config.multi_latent_attention:
             latent_attention.use_local_modules(layer, RMSNorm)
         elif config.qk_layernorm:
@@ -102,11 +109,21 @@ def layer_spec(config: TransformerConfig, kind: LayerKind, *, exact: bool = Fals
     return layer
 
 
-def complete_exact(layers: Iterable[Any], rotary: RotaryTable, num_blocks: int) -> None:
-    """Give live exact layers their rotary table, and the number of blocks that a rank's row-parallel products have."""
+def complete_exact(layers: Iterable[Any], config: TransformerConfig, rotary: RotaryTable, num_blocks: int) -> None:
+    """Give live exact layers their rotary table, and the number of blocks of a rank's row-parallel products.
+
+    `num_blocks` is the number over all ranks.
+    """
+    own_blocks = num_blocks // config.tensor_model_parallel_size
+    expert_blocks = num_blocks // (config.expert_tensor_parallel_size or 1)
     for layer in layers:
         layer.self_attention.core_attention.rotary = rotary
-        layer.self_attention.linear_proj.num_blocks = layer.mlp.linear_fc2.num_blocks = num_blocks
+        layer.self_attention.linear_proj.num_blocks = own_blocks
+        if has_router(layer):
+            for expert in layer.mlp.experts.local_experts:
+                expert.linear_fc2.num_blocks = expert_blocks
+        else:
+            layer.mlp.linear_fc2.num_blocks = own_blocks
 
 
 def final_norm() -> Any:

@@ -100,7 +100,7 @@ class PackedModel(GPTModel):
         if self.is_exact:
             inv_freq = frequencies(shape.rotary, shape.rotary_channels)
             table = RotaryTable(inv_freq, shape.max_position_embeddings, config.params_dtype)
-            complete_exact(self.decoder.layers, table, exact_blocks // tp)
+            complete_exact(self.decoder.layers, config, table, exact_blocks)
         self.qkv_format = "thd" if uses_transformer_engine() and not has_sinks(config) else "packed"
 
     @property

@@ -21,6 +21,7 @@ import torch.nn.functional as F  # noqa: N812
 
 from megarl.platform import delta_net_on_cpu, device, media_libraries, vllm_drafts_on_cpu
 from megarl.platform.block_products import block_product, row_product, sum_over_ranks
+from megarl.platform.exact_experts import round_experts
 from megarl.platform.imports import without
 from megarl.types import ConfigError
 
@@ -64,7 +65,7 @@ def compute_exactly() -> None:
 
 
 def round_exactly(model: torch.nn.Module, num_blocks: int) -> None:
-    """Let the linear layers of a live vLLM model round each token as `models.exact` does.
+    """Let the linear layers and experts of a live vLLM model round each token as `models.exact` does.
 
     Row-parallel layers add their products in blocks, `num_blocks` over all ranks.
     """
@@ -79,6 +80,7 @@ def round_exactly(model: torch.nn.Module, num_blocks: int) -> None:
         if isinstance(module, RowParallelLinear):
             assert module.bias is None and module.input_is_parallel and module.reduce_results
             cast(Any, module).forward = functools.partial(_in_blocks, module, num_blocks // module.tp_size)
+    round_experts(modules, num_blocks)
 
 
 def _in_blocks(layer: Any, num_blocks: int, x: torch.Tensor) -> Any:

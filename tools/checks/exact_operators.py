@@ -31,13 +31,17 @@ OPERATORS = (
     ("second norm", "pre_mlp_layernorm", "post_attention_layernorm"),
     ("gate and up", "mlp.linear_fc1", "mlp.gate_up_proj"),
     ("down", "mlp.linear_fc2", "mlp.down_proj"),
+    ("router", "mlp.router", "mlp.gate"),
+    ("experts", "mlp", "mlp.experts"),
 )
 """Name, trainer's module and engine's module of each operator of a layer, in the order of the forward pass."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", type=Path, help="folder of a dense model; default: a random one")
-    parser.add_argument("--family", choices=("qwen3", "llama"), default="qwen3", help="family of the random model")
+    parser.add_argument("--model", type=Path, help="folder of a model; default: a random one")
+    parser.add_argument(
+        "--family", choices=("qwen3", "llama", "qwen3_moe"), default="qwen3", help="family of the random model"
+    )
     parser.add_argument("--hidden-size", type=int, default=1024)
     parser.add_argument("--num-layers", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=300, help="length of the sequence")
@@ -92,7 +96,11 @@ def of_trainer(folder: str, tokens: Any, is_exact: bool) -> dict[str, Any]:
     [chunk] = model.chunks
     found: dict[str, Any] = {}
     for name, module in _modules(chunk, "decoder.layers", "embedding", "decoder.final_layernorm", 1).items():
-        module.register_forward_hook(_keep(found, name, len(tokens)))
+        keep = _keep(found, name, len(tokens))
+        if name.endswith("router"):
+            _call_with_output(module, "gating", keep)
+        else:
+            module.register_forward_hook(keep)
     batch = TokenBatch.from_sequences([TrainingSequence(tokens, np.arange(len(tokens)) > 0)])
     outputs = model.forward([batch])
     assert outputs is not None
@@ -141,6 +149,18 @@ def _modules(model: Any, layers: str, embedding: str, norm: str, column: int) ->
             if module is not None and type(module).__name__ != "IdentityOp":
                 found[f"layer {number} {operator[0]}"] = module
     return found | {"last norm": known[norm]}
+
+
+def _call_with_output(module: Any, method: str, hook: Any) -> None:
+    """Call the forward hook with the output of a module's method. Megatron's router has no module for its logits."""
+    original = getattr(module, method)
+
+    def wrapped(*inputs: Any) -> Any:
+        output = original(*inputs)
+        hook(module, inputs, output)
+        return output
+
+    setattr(module, method, wrapped)
 
 
 def _keep(found: dict[str, Any], name: str, num_tokens: int) -> Any:

@@ -17,12 +17,17 @@ class BlockRowParallelLinear(RowParallelLinear):
     num_blocks: int = 1
     """Blocks of this rank. Set it after construction."""
 
-    def forward(self, input_: Tensor) -> tuple[Tensor, None]:
+    def forward(self, input_: Tensor, weight: Tensor | None = None) -> tuple[Tensor, None]:
         """Return the output [tokens, 1, out] of all ranks for this rank's input [tokens, 1, in].
 
-        Under sequence parallelism the output has this rank's tokens only.
+        Under sequence parallelism the output has this rank's tokens only. A layer of an expert takes and returns
+        [tokens, in] and [tokens, out]; if the expert is split, the output is this rank's product, float32. `weight`
+        [out, in] replaces the layer's own.
         """
-        part = _BlockProduct.apply(input_, self.weight, self.num_blocks)
+        part = _BlockProduct.apply(input_, self.weight if weight is None else weight, self.num_blocks)
+        if self.is_expert:
+            # The dispatcher adds the products of the ranks.
+            return (part if self.tp_group.size() > 1 else part.to(input_.dtype)), None
         return _SumOverRanks.apply(part, self.tp_group, self.sequence_parallel, input_.dtype), None
 
 

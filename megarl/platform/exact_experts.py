@@ -1,0 +1,87 @@
+"""Experts of an engine on a CPU whose results depend neither on the other tokens nor on the ranks (`trainer.exact`).
+
+An expert's products are those of `block_products`, rounded to the model's dtype. A token's experts are weighted and
+added in float32, in ascending order of their numbers, and the sum is rounded once. The trainer does the same.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from megarl.platform.block_products import block_product, row_product, sum_over_ranks
+
+
+def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
+    """Return the sum of each token's experts, [tokens, hidden_size], in the dtype of `values`.
+
+    Shapes: values [tokens, top_k, hidden_size], weights float32 [tokens, top_k]; ascending numbers of experts.
+    """
+    total, *others = (values.float() * weights[..., None]).unbind(1)
+    for other in others:
+        total = total + other
+    return total.to(values.dtype)
+
+
+def round_experts(modules: Sequence[Any], num_blocks: int) -> None:
+    """Let the experts among the modules of a live vLLM model compute as described above.
+
+    Products over the intermediate channels have `num_blocks` blocks over all ranks.
+    """
+    from vllm.distributed import get_tp_group
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    # vLLM 0.30 has plain objects, not modules, between a layer and its kernel.
+    kernels = [getattr(getattr(module, "quant_method", None), "moe_kernel", None) for module in modules]
+    for kernel in kernels:
+        if kernel is None:
+            continue
+        experts = kernel.fused_experts
+        assert isinstance(experts, CPUUnquantizedExperts), type(experts).__name__
+        assert experts.w1_bias is None and experts.w2_bias is None
+        # Whole experts (expert parallelism) have all blocks on their rank.
+        own_blocks = num_blocks // experts.moe_config.tp_size
+        experts.apply = functools.partial(_apply, own_blocks, get_tp_group().device_group)
+        kernel.output_is_reduced = lambda: True
+
+
+def _apply(
+    num_blocks: int,
+    group: dist.ProcessGroup,
+    output: Tensor,
+    hidden_states: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: Any,
+    global_num_experts: int,
+    expert_map: Tensor | None,
+    *args: Any,
+    apply_router_weight_on_input: bool = False,
+    **kwargs: Any,
+) -> None:
+    """Write the output of a layer of experts, complete over all ranks of the group, into `output`.
+
+    Shapes: output and hidden_states [tokens, hidden_size], w1 [experts, 2 * intermediate, hidden_size], w2 [experts,
+    hidden_size, intermediate], topk_weights and topk_ids [tokens, top_k]. A rank may have a part of the experts
+    (`expert_map` holds -1 for the others) or of their intermediate channels.
+    """
+    assert activation.value == "silu" and not apply_router_weight_on_input
+    chosen, order = topk_ids.sort(dim=1)
+    products = hidden_states.new_zeros(*chosen.shape, w2.size(1), dtype=torch.float32)
+    for expert in chosen.unique().tolist():
+        local = expert if expert_map is None else int(expert_map[expert])
+        if local < 0:
+            continue
+        tokens, slots = torch.where(chosen == expert)
+        gate, up = row_product(hidden_states[tokens], w1[local]).chunk(2, dim=-1)
+        products[tokens, slots] = block_product(F.silu(gate) * up, w2[local], num_blocks)
+    values = sum_over_ranks(products, group).to(hidden_states.dtype)
+    output.copy_(weighted_sum(values, topk_weights.gather(1, order)))
