@@ -291,9 +291,11 @@ class Recipe(Section):
     def exact_blocks(self) -> int:
         """Return the number of equal blocks, over all ranks, of the inner dimension of a product split over ranks.
 
-        It is the larger one of trainer.tp and rollout.tp; 0 without trainer.exact.
+        It is the largest of trainer.tp, trainer.etp and rollout.tp; 0 without trainer.exact.
         """
-        return max(self.trainer.tp, self.rollout.tp) if self.is_on_policy and self.trainer.exact else 0
+        return (
+            max(self.trainer.tp, self.trainer.etp, self.rollout.tp) if self.is_on_policy and self.trainer.exact else 0
+        )
 
     @property
     def has_advantages(self) -> bool:

@@ -142,8 +142,8 @@ class TrainerConfig(Section):
     # Every operator in which trainer and engine differ has the engine's arithmetic: `models.exact`.
     exact: Annotated[bool, OnlyIf(ON_POLICY)] = False
     """Compute the trainer's log-probs with the engine's arithmetic, so that they equal the engine's bit by bit. If a
-    token differs, the step's updates are skipped and the run ends. Needs a dense model in bfloat16, with trainer and
-    engine on CPUs; refused on GPUs, where it is untried. Default: false. Metric: logprob_gap/bit_equal."""
+    token differs, the step's updates are skipped and the run ends. Needs bfloat16, with trainer and engine on CPUs;
+    refused on GPUs, where it is untried, and for some models. Default: false. Metric: logprob_gap/bit_equal."""
     # Chosen by `families.logprob_chunks`: vocabulary and hidden size, type, tokens of a row.
     logprob_chunk_tokens: Annotated[PositiveInt | None, OnlyIf(LOGPROBS)] = None
     """Log-probs are computed for this many tokens at a time, to limit the memory of the logits. Default on GPUs: what

@@ -3,7 +3,8 @@
 y = W x + alpha / rank * B A dropout(x). A linear layer keeps its weight and its name. Its adapter is a submodule and
 adds to its output by a forward hook, in Megatron's local layers and in Transformer Engine's. (Transformer Engine's were
 not run yet.) The linear layer is split on its input or its output side. The matrix on this side, A or B, is split too;
-the other is replicated.
+the other is replicated. Exact models multiply by the merged weights, which the engine receives too; A and B have the
+same gradients.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor, nn
 
+from megarl.models.exact.gradients import with_gradient_of
 from megarl.models.policy import PackedModel
 from megarl.types import ConfigError
 
@@ -156,7 +158,11 @@ def attach(chunk: PackedModel, linears: Collection[str], *, rank: int, scale: fl
                 name = name.replace(found[0], str(first_expert + int(found[1])))
             key = f"decoder.layers.{layer.layer_number - 1}.{name}"
             linear.adapter = Adapter(linear, key, rank=rank, scale=scale, dropout=dropout, seed=seed).eval()
-            linear.register_forward_hook(_add)
+            if chunk.is_exact:
+                linear.register_forward_pre_hook(_with_merged_weight, with_kwargs=True)
+                linear.register_forward_hook(_add_gradient)
+            else:
+                linear.register_forward_hook(_add)
     if chunk.pre_process:
         # torch's activation checkpointing computes gradients only if an input requires one; frozen embeddings do not.
         chunk.embedding.register_forward_hook(lambda _, __, embedded: embedded.requires_grad_(torch.is_grad_enabled()))
@@ -210,6 +216,23 @@ def _add(linear: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor |
     if not linear.adapter.is_on:
         return None
     return output[0] + linear.adapter(inputs[0]), output[1]
+
+
+def _with_merged_weight(linear: Any, inputs: tuple[Tensor, ...], named: dict[str, Any]) -> Any:
+    """Let an exact linear layer multiply its inputs by the weight of the next reshard."""
+    if not linear.adapter.is_on:
+        return None
+    merged = torch.empty_like(linear.weight, requires_grad=False)
+    with torch.no_grad():
+        linear.adapter.merge_into(linear.weight, merged)
+    return inputs, {**named, "weight": merged}
+
+
+def _add_gradient(linear: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor | None]) -> Any:
+    """Give A and B their gradients. The output has the gradient of the inputs already, through the merged weight."""
+    if not linear.adapter.is_on or not torch.is_grad_enabled():
+        return None
+    return with_gradient_of(linear.adapter(inputs[0].detach()), output[0]), output[1]
 
 
 def _random_values(shape: tuple[int, int], name: str) -> Tensor:

@@ -10,7 +10,9 @@ from megarl.families.shape import ModelShape
 from megarl.platform.cuda_extensions import runs_on_cpu
 from megarl.preflight.registry import checks
 
-ENGINE_OPTIONS = ("max_num_batched_tokens", "enable_prefix_caching", "disable_custom_all_reduce")
+ENGINE_OPTIONS = (
+    "max_num_batched_tokens", "enable_prefix_caching", "disable_custom_all_reduce", "enable_expert_parallel",
+)  # fmt: skip
 """Fields of rollout.vllm that change no arithmetic on a CPU."""
 
 
@@ -19,7 +21,14 @@ def exactness_faults(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     """Yield a reason for each model part, layout and setting that makes trainer and engine round differently."""
     if not recipe.exact_blocks:
         return
-    for reason in (*_of_machine(recipe), *_of_model(shape), *_of_layout(recipe), *_of_sampling(recipe)):
+    reasons = (
+        *_of_machine(recipe),
+        *_of_model(shape),
+        *_of_layout(recipe),
+        *_of_experts(recipe, shape),
+        *_of_sampling(recipe),
+    )
+    for reason in reasons:
         yield f"trainer.exact = True: {reason}, or set trainer.exact=false"
 
 
@@ -41,7 +50,6 @@ def _of_machine(recipe: Recipe) -> Iterator[str]:
 def _of_model(shape: ModelShape) -> Iterator[str]:
     parts = {
         "latent attention": isinstance(shape.attention, Latent),
-        "a mixture of experts": shape.router is not None,
         "linear attention": shape.linear_attention is not None,
         "zero-centred norms": shape.has_zero_centered_norms,
         "attention windows": bool(shape.windows),
@@ -49,6 +57,14 @@ def _of_model(shape: ModelShape) -> Iterator[str]:
         "biases in attention": getattr(shape.attention, "qkv_bias", False),
         f"rotary scaling of type {shape.rotary.scaling}": shape.rotary.scaling not in ("default", "llama3"),
     }
+    if (router := shape.router) is not None:
+        parts |= {
+            "shared experts": router.shared_intermediate_size > 0,
+            f"a router with {router.score} scores": router.score != "softmax",
+            "a router with biases": router.has_bias,
+            "a router with groups of experts": router.num_groups > 1,
+            f"routing weights scaled by {router.scale:g}": router.scale != 1.0,
+        }
     for part, is_there in parts.items():
         if is_there:
             yield f"the model has {part}, for which equality was not shown; choose another model"
@@ -56,10 +72,7 @@ def _of_model(shape: ModelShape) -> Iterator[str]:
 
 def _of_layout(recipe: Recipe) -> Iterator[str]:
     trainer = recipe.trainer
-    small, large = sorted((trainer.tp, recipe.rollout.tp))
-    # A rank of the smaller side adds its blocks in pairs. The sum is that of the other side's ranks only if their
-    # number is a power of two.
-    if small > 1 and (large % small or (large // small).bit_count() > 1):
+    if not _adds_alike(trainer.tp, recipe.rollout.tp):
         yield (
             f"with trainer.tp = {trainer.tp} and rollout.tp = {recipe.rollout.tp}, trainer and engine cannot add the "
             "ranks' products in the same order; set one of them to 1, both to the same size, or one to 2, 4, 8, ... "
@@ -71,10 +84,39 @@ def _of_layout(recipe: Recipe) -> Iterator[str]:
         yield "layers for multi-token prediction were not measured; leave out trainer.mtp_loss_coefficient"
 
 
+def _adds_alike(size: int, other: int) -> bool:
+    """Return whether groups of these sizes can add products of ranks in the same order."""
+    small, large = sorted((size, other))
+    # A rank of the smaller side adds its blocks in pairs. The sum is that of the other side's ranks only if their
+    # number is a power of two.
+    return small == 1 or (large % small == 0 and (large // small).bit_count() == 1)
+
+
+def _of_experts(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+    if shape.router is None:
+        return
+    trainer, blocks = recipe.trainer, recipe.exact_blocks
+    sizes = f"trainer.tp = {trainer.tp} and rollout.tp = {recipe.rollout.tp}"
+    if not (_adds_alike(trainer.etp, trainer.tp) and _adds_alike(trainer.etp, recipe.rollout.tp)):
+        yield (
+            f"with trainer.etp = {trainer.etp}, {sizes}, trainer and engine cannot add the products of an expert's "
+            "ranks in the same order; set trainer.etp=1"
+        )
+    if shape.moe_intermediate_size % blocks:
+        yield (
+            f"with {sizes}, the products of an expert need {blocks} equal blocks, and its "
+            f"{shape.moe_intermediate_size} channels cannot be divided so; lower the larger size"
+        )
+    if trainer.router_replay:
+        yield "the trainer chooses the engine's experts without replay; set trainer.router_replay=false"
+
+
 def _of_sampling(recipe: Recipe) -> Iterator[str]:
     rollout = recipe.rollout
-    if recipe.lora.rank:
-        yield "merged adapters round otherwise than adapters in the trainer; set lora.rank=0"
+    if recipe.sends_adapter:
+        yield "an engine with separate adapters rounds otherwise than with merged ones; set lora.sync=merged"
+    if recipe.lora.rank and recipe.lora.dropout:
+        yield "the engine's adapters have no dropout; set lora.dropout=0"
     if rollout.quantization != "none":
         yield "the engine's weights are quantised; set rollout.quantization=none"
     if rollout.kv_cache_dtype != "auto":

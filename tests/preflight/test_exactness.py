@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from megarl.config import Recipe
+from megarl.families.parts import Router
 from megarl.families.rotary import Rotary
 from megarl.preflight import check
 from megarl.preflight.exactness import exactness_faults
@@ -30,7 +31,19 @@ def test_a_dense_model_in_bfloat16_is_accepted(recipe: Callable[..., Recipe]) ->
         made = recipe(**with_sections(trainer={"tp": trainer_tp}, rollout={"tp": tp}))
         assert made.exact_blocks == max(trainer_tp, tp)
         assert faults(made) == []
-    assert faults(recipe(), "qwen3_moe") == []
+    assert faults(recipe(), "qwen2_moe") == []
+
+
+def test_experts_and_adapters_are_accepted(recipe: Callable[..., Recipe]) -> None:
+    lora = {"rank": 8}
+    for trainer, rollout in (
+        ({"tp": 2, "ep": 2}, {"tp": 2}),
+        ({"etp": 2, "dp": 2}, {"tp": 1}),
+        ({"tp": 2, "etp": 2}, {"tp": 4, "vllm": {"enable_expert_parallel": True}}),
+    ):
+        made = recipe(**with_sections(trainer=trainer, rollout=rollout, lora=lora))
+        assert made.exact_blocks == max(trainer.get("tp", 1), trainer.get("etp", 1), rollout["tp"])
+        assert faults(made, "qwen3_moe") == []
 
 
 @pytest.mark.parametrize(
@@ -41,7 +54,8 @@ def test_a_dense_model_in_bfloat16_is_accepted(recipe: Callable[..., Recipe]) ->
         ({"trainer": {"tp": 3}, "rollout": {"tp": 2}}, "trainer.tp = 3 and rollout.tp = 2"),
         ({"trainer": {"share_prefixes": "auto"}}, "share_prefixes=off"),
         ({"trainer": {"megatron": {"softmax_scale": 0.1}}}, "trainer.megatron"),
-        ({"lora": {"rank": 8}}, "lora.rank=0"),
+        ({"lora": {"rank": 8, "sync": "adapter"}}, "lora.sync=merged"),
+        ({"lora": {"rank": 8, "dropout": 0.1}}, "lora.dropout=0"),
         ({"rollout": {"quantization": "fp8"}}, "rollout.quantization=none"),
         ({"rollout": {"kv_cache_dtype": "fp8"}}, "rollout.kv_cache_dtype=auto"),
         ({"rollout": {"recompute_kv": False}}, "rollout.recompute_kv=true"),
@@ -61,7 +75,11 @@ def test_settings_that_round_differently_are_named(
 @pytest.mark.parametrize(
     ("family", "sizes", "part"),
     [
-        ("qwen3_moe", {}, "a mixture of experts"),
+        ("qwen2_moe", {}, "shared experts"),
+        ("glm4_moe", {}, "a router with sigmoid scores"),
+        ("glm4_moe", {}, "a router with biases"),
+        ("glm4_moe", {}, "routing weights scaled by 2.5"),
+        ("qwen3_moe", {"router": Router(8, 2, 64, num_groups=4)}, "a router with groups of experts"),
         ("deepseek_v3", {}, "latent attention"),
         ("qwen3_next", {}, "linear attention"),
         ("qwen2", {}, "biases in attention"),
@@ -72,6 +90,18 @@ def test_models_without_proof_are_named(
     recipe: Callable[..., Recipe], family: str, sizes: dict[str, Any], part: str
 ) -> None:
     assert any(f"the model has {part}" in fault for fault in faults(recipe(**EXACT), family, **sizes))
+
+
+@pytest.mark.parametrize(
+    ("sections", "cause"),
+    [
+        ({"trainer": {"etp": 3, "tp": 2}}, "set trainer.etp=1"),
+        ({"rollout": {"tp": 3}}, "channels cannot be divided so"),
+        ({"trainer": {"router_replay": True}}, "set trainer.router_replay=false"),
+    ],
+)
+def test_settings_of_experts_are_named(recipe: Callable[..., Recipe], sections: dict[str, Any], cause: str) -> None:
+    assert any(cause in fault for fault in faults(recipe(**with_sections(**sections)), "qwen3_moe"))
 
 
 def test_a_gpu_is_refused(recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,8 +32,12 @@ from tools.make_tiny_model import make_tiny_model
 from tools.make_tool_data import make_tool_data
 from tools.runs import DIGITS_REWARD, read_metrics, train
 
-DURATION = {"small": "80 s (three runs)", "full": "10 minutes (23 runs of 4 steps, not timed on quiet cores)"}
-SMALL = {"only": ["usual", "tp2 pp2 -> tp4", "tools"], "steps": 2, "pairs": 2}
+DURATION = {"small": "4 minutes (five runs)", "full": "20 minutes (35 runs of 4 steps, not timed on quiet cores)"}
+SMALL = {
+    "only": ["usual", "tp2 pp2 -> tp4", "tools", "experts, tp2 etp2 -> tp1", "lora, experts, dp2 ep2"],
+    "steps": 2,
+    "pairs": 2,
+}
 
 RECIPE = """
 name: exact
@@ -52,6 +56,9 @@ MOST_TIME = 1.15
 MODELS: dict[str, dict[str, Any]] = {
     "small": dict(hidden_size=128, num_layers=4, num_heads=4, num_kv_heads=2),
     "llama": dict(family="llama", hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=4),
+    "experts": dict(
+        family="qwen3_moe", hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=2, experts_per_token=4
+    ),
     # The inner dimensions at which one row's product differs from that of many rows.
     "wide": dict(hidden_size=1024, num_layers=2, num_heads=16, num_kv_heads=8, head_dim=64, intermediate_size=3072),
 }
@@ -65,6 +72,8 @@ PACED = (
     "rollout.max_concurrent_requests=4", "weights.overlap=false",
 )  # fmt: skip
 PARKED = ("rollout.stragglers=park", "algorithm.oversampling=1.5", "algorithm.importance_sampling=tis")
+EXPERTS = "model.path=models/experts"
+LORA = ("lora.rank=8", "lora.alpha=32")
 CASES: dict[str, tuple[int, Sequence[str], dict[str, str]]] = {
     "usual": (1, ["trainer.exact=false"], {}),
     "one rank": (1, [], {}),
@@ -89,6 +98,22 @@ CASES: dict[str, tuple[int, Sequence[str], dict[str, str]]] = {
     "engines ahead": (2, PACED, {}),
     "parked": (1, PARKED, {}),
     "tools": (1, TOOLS, {}),
+    "experts, dp2": (2, [EXPERTS], {}),
+    "experts, tp2 -> tp2": (2, [EXPERTS, "trainer.tp=2", "rollout.tp=2"], {}),
+    "experts, tp2 etp2 -> tp1": (2, [EXPERTS, "trainer.tp=2", "trainer.etp=2"], {}),
+    "experts, ep2": (2, [EXPERTS, "trainer.ep=2"], {}),
+    "experts, ep2 -> ep2": (
+        2,
+        [EXPERTS, "trainer.ep=2", "rollout.tp=2", "rollout.vllm.enable_expert_parallel=true"],
+        {},
+    ),
+    "experts, pp2": (2, [EXPERTS, "trainer.pp=2"], {}),
+    "experts, cp2": (2, [EXPERTS, "trainer.cp=2"], {}),
+    "experts, tp2 ep2 etp2 -> tp4": (4, [EXPERTS, "trainer.tp=2", "trainer.ep=2", "trainer.etp=2", "rollout.tp=4"], {}),
+    "lora": (1, LORA, {}),
+    "lora, tp2 -> tp2": (2, [*LORA, "trainer.tp=2", "rollout.tp=2"], {}),
+    "lora, experts, dp2 ep2": (2, [EXPERTS, *LORA, "trainer.ep=2"], {}),
+    "lora, experts, tp2 etp2 -> tp2": (2, [EXPERTS, *LORA, "trainer.tp=2", "trainer.etp=2", "rollout.tp=2"], {}),
 }
 """Ranks, overrides and environment variables by name."""
 
