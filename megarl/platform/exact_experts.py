@@ -37,11 +37,11 @@ def round_experts(modules: Sequence[Any], num_blocks: int) -> None:
     from vllm.distributed import get_tp_group
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
-    # vLLM 0.30 has plain objects, not modules, between a layer and its kernel.
-    kernels = [getattr(getattr(module, "quant_method", None), "moe_kernel", None) for module in modules]
-    for kernel in kernels:
-        if kernel is None:
+    for layer in modules:
+        if not hasattr(layer, "w13_weight"):
             continue
+        # vLLM 0.30 has plain objects, not modules, between a layer's weights and the code using them.
+        kernel = layer.quant_method.moe_kernel
         experts = kernel.fused_experts
         assert isinstance(experts, CPUUnquantizedExperts), type(experts).__name__
         assert experts.w1_bias is None and experts.w2_bias is None

@@ -53,6 +53,17 @@ def test_split_trainers_and_engines_are_bit_equal(train: Callable[..., Any]) -> 
         assert step["train/grad_norm"] > 0 and not step["train/update_skipped"]
 
 
+def test_experts_with_adapters_are_bit_equal(train: Callable[..., Any], tiny_model: Callable[..., Path]) -> None:
+    model = tiny_model(family="qwen3_moe", num_layers=2, num_heads=4, num_kv_heads=2, experts_per_token=4)
+    layout = ("trainer.tp=2", "trainer.etp=2", "rollout.tp=1", "cluster.ranks_per_node=2")
+    done, steps = train("experts", f"model.path={model}", "lora.rank=4", *layout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(steps) == 2
+    for step in steps:
+        assert (step["logprob_gap/max"], step["logprob_gap/bit_equal"], step["logprob_gap/measured"]) == (0, 1, 1)
+        assert step["train/grad_norm"] > 0
+
+
 def test_an_operator_that_rounds_otherwise_ends_the_run(train: Callable[..., Any], tmp_path: Path) -> None:
     """The copy's trainer rounds each residual sum before the norm, as Megatron does."""
     # The working folder comes first on the import path.

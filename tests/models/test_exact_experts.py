@@ -17,6 +17,7 @@ from torch import Tensor
 from megarl.config.parallel import ParallelConfig
 from megarl.platform.exact_experts import weighted_sum
 from megarl.testing import RankPool
+from tools.checks.invariance import layout_of
 
 TOKENS, EXPERTS, TOP_K, BLOCKS = 64, 8, 4, 2
 LAYOUTS = {
@@ -125,7 +126,7 @@ def float64_gradients(weights: Mapping[str, Tensor], chosen: Tensor) -> dict[str
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
 def test_experts_are_those_of_the_engine(ranks: RankPool, folder: Path, layout: dict[str, int]) -> None:
-    sizes = ParallelConfig(**{"tp": 1, "pp": 1, "dp": 1, "rollout_tp": 1, **layout})
+    sizes = layout_of(layout)
     weights = weights_of(folder)
     [(output, _, chosen)] = ranks.run(of_engine, weights, True, list(range(TOKENS)), world_size=1)
     found = in_one(ranks.run(of_trainer, str(folder), sizes, world_size=sizes.world_size), sizes)

@@ -16,6 +16,7 @@ from megarl.types import TrainingSequence
 from tests.token_batches import row_batches
 from tests.training.test_lora import DENSE, SETTINGS, build, lora_recipe, rows_of
 from tests.training.test_training_engine import make_updates
+from tools.checks.invariance import layout_of
 
 LAYOUTS = [
     pytest.param("qwen3", {"tp": 2}, {}, id="tp2"),
@@ -61,7 +62,8 @@ def compared(
     plain.update(rows)
     errors = {}
     for name, (adapter, a, b) in own.items():
-        gradient = plain.parameters[name.removesuffix("adapter") + "weight"].main_grad.double()
+        weight: Any = plain.parameters[name.removesuffix("adapter") + "weight"]
+        gradient = weight.main_grad.double()
         expected = {
             "a": adapter.scale * b.flatten(0, -2).double().T @ gradient,
             "b": (adapter.scale * gradient @ a.double().T).view(b.shape),
@@ -87,7 +89,7 @@ def test_merged_weights_give_values_and_gradients(
     experts = {"num_experts": 4} if family == "qwen3_moe" else {}
     folder = tiny_model(family=family, head_dim=32, **(SETTINGS | DENSE | experts))
     recipe = exact_recipe(folder, sizes, **trainer)
-    layout = ParallelConfig(**{"tp": 1, "pp": 1, "dp": 1, "rollout_tp": 1, **sizes})
+    layout = layout_of(sizes)
     [sequences, *_] = make_updates(recipe, 431)
     for is_equal, errors in ranks.run(compared, recipe, layout, sequences, world_size=layout.world_size):
         assert is_equal

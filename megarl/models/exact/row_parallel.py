@@ -25,10 +25,11 @@ class BlockRowParallelLinear(RowParallelLinear):
         [out, in] replaces the layer's own.
         """
         part = _BlockProduct.apply(input_, self.weight if weight is None else weight, self.num_blocks)
+        group: Any = self.tp_group
         if self.is_expert:
             # The dispatcher adds the products of the ranks.
-            return (part if self.tp_group.size() > 1 else part.to(input_.dtype)), None
-        return _SumOverRanks.apply(part, self.tp_group, self.sequence_parallel, input_.dtype), None
+            return (part if group.size() > 1 else part.to(input_.dtype)), None
+        return _SumOverRanks.apply(part, group, self.sequence_parallel, input_.dtype), None
 
 
 class _BlockProduct(torch.autograd.Function):
