@@ -8,7 +8,7 @@ before it. So entry 0 is never trained.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -253,6 +253,20 @@ class ToolCall:
     name: str
     arguments: Mapping[str, Any] | None
     error: str | None = None
+
+
+Judging = Literal["declared", "by_value", "none"]
+"""How answers are judged right or wrong.
+
+declared: each answer has a verdict. by_value: score 1 means right and 0 wrong, until another score appears. none: there
+is no verdict.
+"""
+
+
+def strongest(found: Iterable[Judging]) -> Judging:
+    """Return how several reward functions judge together. One with verdicts is enough."""
+    kinds = set(found)
+    return "declared" if "declared" in kinds else "by_value" if "by_value" in kinds else "none"
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,19 +6,14 @@ rewards wrong answers. A score counts as a verdict only if the recipe or the fun
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from megarl.types import Judging, strongest
 
 if TYPE_CHECKING:
     from megarl.config import Recipe
     from megarl.config.rewards import RewardFunctionConfig
-
-Judging = Literal["declared", "by_value", "none"]
-"""How answers are judged right or wrong.
-
-declared: each answer has a verdict. by_value: score 1 means right and 0 wrong, until another score appears. none: there
-is no verdict.
-"""
 
 JUDGES = frozenset(
     {
@@ -78,12 +73,6 @@ def accuracy_needs(recipe: Recipe) -> list[str]:
 def _curriculum_need(recipe: Recipe) -> list[str]:
     band = recipe.data.curriculum.band
     return [] if band is None else [f"data.curriculum.band = {list(band)}"]
-
-
-def strongest(found: Iterable[Judging]) -> Judging:
-    """Return how several reward functions judge together. One with verdicts is enough."""
-    kinds = set(found)
-    return "declared" if "declared" in kinds else "by_value" if "by_value" in kinds else "none"
 
 
 def _judging_of(function: RewardFunctionConfig, *, is_only: bool) -> Judging:

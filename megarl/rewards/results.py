@@ -18,9 +18,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from megarl.config.judges import Judging, strongest
 from megarl.rewards import metric_name
-from megarl.types import Reward
+from megarl.types import Judging, Reward, strongest
 
 METRICS = {
     "reward/NAME/mean": (

@@ -5,14 +5,13 @@ from __future__ import annotations
 import traceback
 from typing import Any, NamedTuple
 
-from megarl.config.judges import Judging
 from megarl.processes.frames import MAX_ERROR_CHARACTERS, Answer, RefusedError
 from megarl.rewards import resolve
 from megarl.rewards.calling import BoundFunction, bind
 from megarl.rewards.results import FunctionScore, checked, combined
 from megarl.sandbox.sandbox import SandboxError, SandboxSettings
 from megarl.sandbox.sandbox_fusion import AnySandbox, open_sandbox
-from megarl.types import ConfigError
+from megarl.types import ConfigError, Judging
 
 
 def start(settings: dict[str, Any]) -> tuple[dict[str, Any], Answer]:

@@ -11,13 +11,13 @@ from importlib.machinery import PathFinder
 from typing import Any, Literal
 
 from megarl.config import RewardConfig, SandboxConfig
-from megarl.config.judges import Judging, judging, strongest
+from megarl.config.judges import judging
 from megarl.config.rewards import RewardFunctionConfig
 from megarl.processes.server_process import RequestLimits, ServerSettings
 from megarl.rewards import locate, served_kind
 from megarl.rewards.results import read_reply
 from megarl.sandbox.sandbox import SandboxSettings
-from megarl.types import ConfigError, Reward
+from megarl.types import ConfigError, Judging, Reward, strongest
 
 _MEMORY_BYTES = 4 << 30
 """Limit of the address space of a reward process, in bytes."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megarl.config import Recipe
-from megarl.config.judges import REMEDY, Judging, judges_answers
-from megarl.types import Trajectory
+from megarl.config.judges import REMEDY, judges_answers
+from megarl.types import Judging, Trajectory
 
 REMEDY_TEXT = f"{REMEDY[0].upper()}{REMEDY[1:]}"
 """The text of `REMEDY` (how to get a verdict on every answer), capitalised for use as a sentence of its own."""

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megarl.config import RewardConfig
-from megarl.config.judges import Judging, judging
+from megarl.config.judges import judging
 from megarl.rewards.results import (
     FunctionScore,
     accuracy_metrics,
@@ -21,7 +21,7 @@ from megarl.rewards.results import (
     source_metrics,
     with_served,
 )
-from megarl.types import Reward
+from megarl.types import Judging, Reward
 
 
 @pytest.mark.parametrize(
