@@ -92,7 +92,7 @@ async def served(play: Callable[[Server, str], Awaitable[None]]) -> None:
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     try:
-        await asyncio.wait_for(play(server, f"http://127.0.0.1:{runner.addresses[0][1]}"), 30)
+        await asyncio.wait_for(play(server, f"http://127.0.0.1:{runner.addresses[0][1]}"), 120)
     finally:
         await close_shared()
         await runner.cleanup()

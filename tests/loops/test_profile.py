@@ -45,7 +45,7 @@ async def test_steps_do_not_wait_for_weights_that_are_under_way(tmp_path: Path) 
         ranks = Ranks()
         profiles = profiles_of(ranks, tmp_path)
         for number in (1, 2):
-            async with asyncio.timeout(20), profiles.record_step(number):
+            async with asyncio.timeout(120), profiles.record_step(number):
                 await asyncio.sleep(0)
         assert not (tmp_path / "profiles").exists() and ranks.asked == [True]
         ranks.has_weights.set()

@@ -96,7 +96,7 @@ def test_the_first_signal_ends_a_run_with_75(
     with start(tmp_path, phase) as driver:
         assert driver.stdout is not None and driver.stdout.readline() == b"listening\n"
         driver.send_signal(number)
-        output, errors = driver.communicate(timeout=60)
+        output, errors = driver.communicate(timeout=120)
     cause = f"{number.name}: {saved}; go on with: megarl train {tmp_path / 'a'} --resume"
     assert driver.returncode == 75, (output, errors)
     assert errors.decode() == f"error: {cause}\n"
@@ -124,7 +124,7 @@ def test_a_run_outlives_its_terminal_until_it_has_saved(tmp_path: Path, terminal
         assert os.read(ours, 100).startswith(b"listening")
         os.close(ours)  # the window is closed: what is printed now fails
         driver.send_signal(signal.SIGHUP)
-        assert driver.wait(timeout=60) == 75
+        assert driver.wait(timeout=120) == 75
     assert status(tmp_path)["state"] == "stopped"
 
 
@@ -134,7 +134,7 @@ def test_what_was_ignored_at_the_start_stays_ignored(tmp_path: Path) -> None:
         assert driver.stdout is not None and driver.stdout.readline() == b"listening\n"
         driver.send_signal(signal.SIGHUP)
         driver.send_signal(signal.SIGINT)
-        _, errors = driver.communicate(timeout=60)
+        _, errors = driver.communicate(timeout=120)
     assert driver.returncode == 75 and b"error: SIGINT: saved after step 3" in errors, errors
 
 
@@ -149,7 +149,7 @@ def test_sigquit_writes_stacks_and_the_run_goes_on(tmp_path: Path) -> None:
             assert log.count("Current thread") == count and "in run_until_complete" in log
         assert status(tmp_path)["state"] == "running"
         driver.send_signal(signal.SIGTERM)
-        driver.communicate(timeout=60)
+        driver.communicate(timeout=120)
     assert driver.returncode == 75
 
 
@@ -160,5 +160,5 @@ def test_a_reader_that_leaves_does_not_end_a_run(tmp_path: Path) -> None:
         driver.stdout.close()
         driver.send_signal(signal.SIGINT)  # which it tells
         errors = driver.stderr.read()
-        assert driver.wait(timeout=60) == 75, errors
+        assert driver.wait(timeout=120) == 75, errors
     assert status(tmp_path)["state"] == "stopped"

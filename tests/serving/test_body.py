@@ -20,7 +20,7 @@ async def raw_status(s: Served, request: bytes, body: bytes = b"") -> int:
     address = urlsplit(s.endpoint.base_url)
     reader, writer = await asyncio.open_connection(address.hostname, address.port)
     writer.write(request + body)
-    line = await asyncio.wait_for(reader.readline(), 20)
+    line = await asyncio.wait_for(reader.readline(), 120)
     writer.close()
     return int(line.split()[1]) if line else 0
 
