@@ -23,6 +23,7 @@ from megarl.families.shape import ModelShape
 from megarl.groups.cross_world import rank_in
 from megarl.groups.peer_errors import replica_collectives_marked
 from megarl.reshard.boxes import Layout, dense_piece
+from megarl.reshard.fingerprint import checksum
 from megarl.reshard.layouts.packed import checkpoint_tensors, unpacked
 from megarl.reshard.layouts.vllm import DirectWriteError, record_layout, zero_padding
 from megarl.reshard.layouts.vllm_quantised import QuantisedModule, is_spoilt, quantised_modules, spoil
@@ -31,7 +32,7 @@ from megarl.reshard.plan import Plan, RankTopology, Transfer, make_plan
 from megarl.reshard.quantised import WaitingRoom
 from megarl.reshard.staging import gathered
 from megarl.reshard.transport import Transport, device_of, transfer_view
-from megarl.reshard.verify import checksum, verify
+from megarl.reshard.verify import verify
 from megarl.types import MegarlError
 
 LoadTensors = Callable[[Iterable[tuple[str, Tensor]]], None]
@@ -201,7 +202,7 @@ class Reshard:
         def take(transfer: Transfer) -> None:
             storage = destinations[transfer.destination.storage]
             view = transfer_view(storage, transfer.destination, transfer, self._dtype)
-            taken[transfer] = checksum(view, self._dtype)
+            taken[transfer] = checksum(view.to(self._dtype))
 
         for bucket in self._plan.buckets:
             for transfer in (*bucket.local, *bucket.receives):

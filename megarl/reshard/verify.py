@@ -8,22 +8,16 @@ on arrival, quantises them again and compares the result with its live parameter
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megarl.groups import cross_world, signed
+from megarl.reshard.fingerprint import checksum
 from megarl.reshard.plan import RankPlan, Transfer
 from megarl.reshard.transport import device_of, transfer_view
 from megarl.types import MegarlError
-
-# Checksums need int64 copies of the elements: chunks of 1 Mi elements limit this to 16 MiB. The radix is Knuth's
-# multiplier of the MMIX linear congruential generator: odd, so multiplication loses no bits.
-_CHUNK = 1 << 20
-_RADIX = 6364136223846793005
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def verify(
@@ -77,12 +71,12 @@ def copy_checksums(
     """
 
     def at_source(t: Transfer) -> Tensor:
-        return checksum(transfer_view(sources[t.source.storage], t.source, t, dtype), dtype)
+        return checksum(transfer_view(sources[t.source.storage], t.source, t, dtype).to(dtype))
 
     def at_destination(t: Transfer) -> Tensor:
         if taken is not None and t in taken:
             return taken[t]
-        return checksum(transfer_view(destinations[t.destination.storage], t.destination, t, dtype), dtype)
+        return checksum(transfer_view(destinations[t.destination.storage], t.destination, t, dtype).to(dtype))
 
     device = device_of([*sources.values(), *destinations.values()])
     local = [t for bucket in plan.buckets for t in bucket.local]
@@ -93,26 +87,6 @@ def copy_checksums(
     incoming = _exchange(plan, sends, receives, _stacked(map(at_source, sends), device), group)
     expected = torch.cat([_stacked(map(at_source, local), device), incoming])
     return [*local, *receives], expected, _stacked(map(at_destination, [*local, *receives]), device)
-
-
-def checksum(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a 64-bit checksum, int64 scalar, of `values` [*shape] cast to `dtype`.
-
-    It is sensitive to each element and to the order of the elements.
-    """
-    bits = values.to(dtype).contiguous().flatten().view(_INTEGERS[dtype.itemsize])
-    total = torch.zeros((), dtype=torch.int64, device=values.device)
-    for part in bits.split(_CHUNK):
-        # Integer overflow wraps around. Odd multipliers make every element count in all 64 bits.
-        multipliers = _multipliers(values.device).narrow(0, 0, len(part))
-        total = total * _RADIX + (part.to(torch.int64) * multipliers).sum()
-    return total
-
-
-@cache
-def _multipliers(device: torch.device) -> Tensor:
-    # The odd numbers, times the radix in hexadecimal, spread small differences over all 64 bits.
-    return torch.arange(1, 2 * _CHUNK, 2, device=device) * 0x5851F42D4C957F2D
 
 
 def _exchange(

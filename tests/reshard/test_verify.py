@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megarl.platform import device
-from megarl.reshard import transport, verify
+from megarl.reshard import fingerprint, transport
 from megarl.reshard.boxes import Layout, dense_piece
 from megarl.reshard.plan import make_plan
 from megarl.reshard.transport import Transport
@@ -42,10 +42,10 @@ def cuda_world(cuda_factories: None, monkeypatch: pytest.MonkeyPatch) -> Iterato
     monkeypatch.setattr(device, "current", lambda: CUDA)
     monkeypatch.setattr(transport, "is_one_machine", lambda *_: False)
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    verify._multipliers.cache_clear()
+    fingerprint._random.cache_clear()
     with FakeTensorMode():
         yield
-    verify._multipliers.cache_clear()
+    fingerprint._random.cache_clear()
     dist.destroy_process_group()
 
 
