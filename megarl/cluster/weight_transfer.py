@@ -27,8 +27,9 @@ _SLACK_SECONDS = 20.0
 _MEET_SECONDS = 60.0
 """Seconds for the last ranks to join a new process group after the others. A rank absent by then counts as missing."""
 
-Reports = list[dict[str, float]]
-"""Seconds and bytes of a weight transfer by metric name, one mapping for each rank."""
+Reports = list[dict[str, Any]]
+"""Reports of a weight transfer, one mapping for each rank: seconds and bytes by metric name, and `checksums` and
+`changes` of an engine's weights."""
 Calls = list[Coroutine[Any, Any, list[Any]]]
 """Calls of one attempt at a weight transfer: the trainers' first, then one for each replica."""
 

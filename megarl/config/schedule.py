@@ -156,9 +156,18 @@ class WeightsConfig(Section):
     """Check the engines' weights against the trainer's before training and after the reshard of every n-th step, by
     checksums. If the engine converts its weights (to FP8, for example): by log-probs of a prompt. 0: only before
     training."""
+    # A check needs two checksums of the trainer's weights and two of the engines', each a pass over the memory.
+    check_every: NonNegativeInt = 0
+    """Compute checksums of the weights after every n-th step, in trainer and engines, and compare them before and after
+    each use. A changed bit ends the run, and the message names tensor and rank. 0 (default): never. Metric:
+    time/weight_check_seconds; file: versions.jsonl (megarl/reshard/README.md#checksums-of-each-version)."""
     probe_tolerance: Annotated[PositiveFloat | None, OnlyIf(*ENGINE)] = None
     """Maximum mean difference between trainer and engine log-probs after a reshard, in nats (metric reshard/probe_gap).
     If it is larger, the run ends. Default: 0.001 in float32, 0.1 in bfloat16. Quantised weights may need more."""
+
+    def is_checked(self, version: int) -> bool:
+        """Return whether checksums of a version are computed. The update of step n makes version n + 1."""
+        return self.check_every > 0 and (version - 1) % self.check_every == 0
 
 
 class CheckpointConfig(Section):

@@ -42,9 +42,19 @@ class Checkpoints:
     """
 
     def __init__(
-        self, recipe: Recipe, folder: RunFolder, tracker: Tracker, ranks: WorkerGroup, inputs: Mapping[str, Any]
+        self,
+        recipe: Recipe,
+        folder: RunFolder,
+        tracker: Tracker,
+        ranks: WorkerGroup,
+        inputs: Mapping[str, Any],
+        checksum_after: Callable[[int], str | None],
     ) -> None:
-        """Prepare the saves of a run. `inputs` identifies models and data; a resumed run compares it with its own."""
+        """Prepare the saves of a run. `inputs` identifies models and data; a resumed run compares it with its own.
+
+        `checksum_after` returns the checksum of the weights after a step, None if it was not computed.
+        """
+        self._checksum_after = checksum_after
         self._recipe, self._folder, self._tracker, self._ranks = recipe, folder, tracker, ranks
         self._inputs = inputs
         self._unlogged: Mapping[str, float] | None = None
@@ -131,7 +141,7 @@ class Checkpoints:
         unlogged = {name: float(value) for name, value in (self._unlogged or {}).items()}
         driver = {
             "schema": SCHEMA, "step": step, "recipe": plain_recipe(self._recipe), **self._inputs,
-            "unlogged": None if self._unlogged is None else unlogged,
+            "unlogged": None if self._unlogged is None else unlogged, "checksum": self._checksum_after(step),
         }  # fmt: skip
         replace_text(partial / DRIVER, json.dumps(driver, indent=2) + "\n")
         for path in partial.iterdir():

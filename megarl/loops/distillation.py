@@ -42,9 +42,7 @@ async def train(session: Session) -> None:
                 # Before the update, so that the records show the weights that sampled and trained these tokens.
                 token_records = await session.samples.token_records(number, groups, batch) if has_advantages else []
 
-                # From here on a stop signal must save this step and not the previous one: the weights change.
-                step.is_trained = True
-                with phase("train"):
+                async with session.steps.updating(step):
                     updates = PolicyUpdates(batch, recipe, number)
                     for minibatch in updates:
                         if not has_advantages:

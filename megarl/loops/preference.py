@@ -43,7 +43,7 @@ async def train(session: Session) -> None:
             is_judged = recipe.sequences_per_example == 1
             # Computed before the update, so that it measures the policy that the update starts from.
             kto_kl = await _divergence(session, batch) if is_judged else None
-            with tracker.phase("train"):
+            async with session.steps.updating(step):
                 assign_token_weights(
                     batch, recipe.algorithm.model_copy(update={"aggregation": "sequence_mean_token_sum"})
                 )

@@ -12,6 +12,7 @@ from megarl.cluster.run_ranks import RunRanks
 from megarl.cluster.weight_transfer import Reports, WeightTransfer
 from megarl.config import Recipe
 from megarl.loops.performance import Performance
+from megarl.loops.weight_checks import WeightChecks
 from megarl.platform.spans import span
 from megarl.rollout.pool import EnginePool
 
@@ -61,8 +62,10 @@ class Reshards:
         replacements: Replacements,
         pool: EnginePool,
         performance: Performance,
+        checks: WeightChecks,
     ) -> None:
         """Prepare the reshards. `replacements` restarts separate engine replicas after a loss."""
+        self._checks = checks
         self._recipe, self._ranks, self._transfer, self._replacements = recipe, ranks, transfer, replacements
         self._pool, self._performance = pool, performance
         self._sending: asyncio.Task[dict[str, float]] | None = None
@@ -78,7 +81,7 @@ class Reshards:
             return
         with span("sleep engines"):
             await self._pool.pause()
-            await self._ranks.trainers.call("sleep_engine")
+            self._checks.refuse_changes(await self._ranks.trainers.call("sleep_engine"))
 
     async def run(self, step: int) -> dict[str, float]:
         """Copy the weights and wait. Returns the slowest rank's seconds and the bytes of all ranks, as metrics.
@@ -93,6 +96,7 @@ class Reshards:
         else:
             # Colocated engines hold no requests now: they were paused before they slept.
             reports, pause = await self._transfer.run(self._is_verified(step), step + 1), {}
+        await self._checks.check_engines(reports)
         self._pool.resume()
         return _with_earlier(before, _measured(reports) | pause)
 
@@ -128,6 +132,7 @@ class Reshards:
             metrics = await self._sending
             trainer_reports = await self._transfer.collect_reports()
         self._sending = None
+        await self._checks.check_engines(self._reports)
         return (
             metrics
             | _measured([*trainer_reports, *self._reports])

@@ -79,12 +79,14 @@ class Inputs:
 class Origin:
     """Where a run starts: at a checkpoint, or (None) from the beginning.
 
-    `unlogged` are the metrics of the checkpoint's step if a signal interrupted its evaluation.
+    `unlogged` are the metrics of the checkpoint's step if a signal interrupted its evaluation. `checksum` is that of
+    the policy's weights; None if the saving run computed none (weights.check_every).
     """
 
     checkpoint: Path | None
     inputs: Inputs
     unlogged: Mapping[str, float] | None = None
+    checksum: str | None = None
 
 
 def find_origin(recipe: Recipe, folder: RunFolder, resume: Resume | None, kept: Kept | None = None) -> Origin:
@@ -127,7 +129,7 @@ def find_origin(recipe: Recipe, folder: RunFolder, resume: Resume | None, kept: 
         _warn(console, [f"{folder.metrics_file}: {unreadable} lines are not readable and are skipped"])
     # The step's metrics may have been logged after the save. Logging them again would duplicate the step.
     unlogged = None if folder.has_logged_resumed_step else earlier.get("unlogged")
-    return Origin(found.good, inputs, unlogged)
+    return Origin(found.good, inputs, unlogged, earlier.get("checksum"))
 
 
 def _refuse_other_models(earlier: Mapping[str, Any], recipe: Recipe, inputs: Inputs) -> None:

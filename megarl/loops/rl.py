@@ -54,9 +54,7 @@ async def train(session: Session) -> None:
                 # Before the update, so that the records show the weights that sampled and trained these tokens.
                 token_records = await session.samples.token_records(number, groups, batch)
 
-                # From here on a stop signal must save this step and not the previous one: the weights change.
-                step.is_trained = True
-                with phase("train"):
+                async with session.steps.updating(step):
                     conversations = conversations_at(number)
                     step.log(await update(batch, models, recipe, number, sampled.kl_coefficient, conversations))
                 step.log(await session.recorder.write(number, sampled, batch, step.metrics))

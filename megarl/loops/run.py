@@ -34,6 +34,7 @@ from megarl.loops.sources import make_sources, read_data, start_rewards
 from megarl.loops.step_checks import StepChecks
 from megarl.loops.steps import Steps
 from megarl.loops.stopping import DRIVER_LOG, StackRequest, StopRequest, stacks_on_quit, stopping_at_once
+from megarl.loops.weight_checks import WeightChecks
 from megarl.platform import device
 from megarl.preflight import Dropped, Kept, layout_of, planned_host_bytes, predicted_memory
 from megarl.report.model_card import write_card
@@ -87,6 +88,7 @@ async def _export(session: Session, display: Display) -> None:
         return
     with display.phase("exporting the model", is_printed=True):
         await session.reshards.sleep_engines()
+        await session.steps.weight_checks.check_trainer()
         await export(session.models, session.folder)
         write_card(session.folder.path, session.folder.model_folder, session.recipe.train.steps)
 
@@ -153,6 +155,7 @@ async def _started(
         for notice in sharing_notices(models):
             tracker.notice(notice)
         steps = start.steps(ranks, transfer, replacements, pool, models, checks, dropped)
+        await steps.weight_checks.begin()
         session = Session(
             recipe=recipe,
             folder=folder,
@@ -173,6 +176,7 @@ async def _started(
             with display.phase("loading the checkpoint", is_printed=True):
                 await session.reshards.sleep_engines()
                 await ranks.trainers.call("load_checkpoint", origin.checkpoint)
+                await steps.weight_checks.resume(folder.resumed_step, origin.checksum)
         # Last: until here a signal ends the run at once, because there is no progress to save.
         stop.steps_begin()
         yield session
@@ -278,7 +282,8 @@ class _Start:
         """Return the run's steps, with their measurements, reshards and saves."""
         recipe, folder, tracker = self.recipe, self.folder, self.tracker
         performance = Performance(recipe, ranks, models, predicted_memory(recipe))
-        reshards = Reshards(recipe, ranks, transfer, replacements, pool, performance)
+        weight_checks = WeightChecks(recipe, ranks, folder)
+        reshards = Reshards(recipe, ranks, transfer, replacements, pool, performance, weight_checks)
         self.stack.push_async_callback(reshards.close)
         profiles = Profiles(ranks, folder, tracker, recipe.train.profile_with)
         self.stack.push_async_callback(profiles.close)
@@ -286,12 +291,20 @@ class _Start:
             recipe=recipe,
             folder=folder,
             tracker=tracker,
-            checkpoints=Checkpoints(recipe, folder, tracker, ranks.trainers, self.origin.inputs.as_json()),
+            checkpoints=Checkpoints(
+                recipe,
+                folder,
+                tracker,
+                ranks.trainers,
+                self.origin.inputs.as_json(),
+                checksum_after=weight_checks.checksum_after,
+            ),
             reshards=reshards,
             stop=self.stop,
             performance=performance,
             profiles=profiles,
             checks=checks,
+            weight_checks=weight_checks,
             dropped=dropped,
         )
 

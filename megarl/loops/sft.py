@@ -46,9 +46,7 @@ async def train(session: Session) -> None:
             with span("batch"):
                 batch = TokenBatch.from_sequences([conversations[index] for index in order.batch(number - 1)])
                 assign_token_weights(batch, recipe.algorithm)
-            # From here on a stop signal must save this step and not the previous one: the weights change.
-            step.is_trained = True
-            with session.tracker.phase("train"):
+            async with session.steps.updating(step):
                 step.log(values(await session.models["policy"].update(batch)))
             await session.checkpoints.begin(number)
             if recipe.evaluates_at(number):

@@ -12,6 +12,7 @@ from megarl.loops.performance import Performance, Profiles
 from megarl.loops.reshards import Reshards
 from megarl.loops.step_checks import StepChecks
 from megarl.loops.stopping import StopRequest
+from megarl.loops.weight_checks import WeightChecks
 from megarl.platform.spans import span
 from megarl.preflight import Dropped
 from megarl.rollout.pool import AbandonedError
@@ -55,6 +56,7 @@ class Steps:
     performance: Performance
     profiles: Profiles
     checks: StepChecks
+    weight_checks: WeightChecks
     dropped: Dropped
     """Number of records dropped because they are too long, by data source."""
 
@@ -80,6 +82,7 @@ class Steps:
             async with self.saving_on_stop(step, state):
                 yield step
             with span("log"):
+                step.log(self.weight_checks.take_metrics())
                 step.log(await self.performance.measure_step(self.tracker.seconds, step.metrics))
                 fault = self._log(step)
                 self.folder.set_status(step=number)
@@ -90,6 +93,15 @@ class Steps:
             await self._save(number, state)
             raise fault
         await self._stop_if_asked(number, state)
+
+    @asynccontextmanager
+    async def updating(self, step: Step) -> AsyncIterator[None]:
+        """Enter a context for a step's updates. From then on a stop signal saves this step, not the previous one."""
+        with self.tracker.phase("train"):
+            await self.weight_checks.check_trainer()
+            step.is_trained = True
+            yield
+            await self.weight_checks.end_update(step.number)
 
     def finish(self, step: Step) -> None:
         """Log a step made outside `step`, and end the run on its fault. A checkpoint of its state exists already."""
@@ -155,6 +167,7 @@ class Steps:
     async def _save(self, step: int, state: RLState | None, unlogged: Mapping[str, float] | None = None) -> None:
         """Save a checkpoint outside of the regular steps, with the engines asleep."""
         await self.reshards.sleep_engines()
+        await self.weight_checks.check_trainer()
         await self.checkpoints.save(step, state and state.save, unlogged)
         # The run ends after this save, so pending traces are written now.
         await self.profiles.finish()

@@ -42,7 +42,8 @@ class RunFolder:
     """Folder `RUNS_FOLDER/NAME/`, locked by this process until it closes the folder or dies.
 
     Files: `lock`; `config.yaml` (the complete recipe of the newest attempt with a trained step, secrets hidden);
-    `status.json`; `metrics.jsonl`; in a fork `parent.json`, the run and step from which it was made.
+    `status.json`; `metrics.jsonl`; `versions.jsonl` (checksums of the weights); in a fork `parent.json`, the run and
+    step from which it was made.
 
     Folders: `tensorboard/`; `samples/`; `tokens/` (a few samples token by token); `records/` (steps for `megarl
     replay`); `replays/` (its results); `profiles/` (Chrome traces of steps);
@@ -64,6 +65,7 @@ class RunFolder:
         """
         self.path = run_path(recipe)
         self.metrics_file = self.path / "metrics.jsonl"
+        self.versions_file = self.path / "versions.jsonl"
         self.tensorboard_folder = self.path / "tensorboard"
         self.samples_folder = self.path / "samples"
         self.tokens_folder = self.path / "tokens"
@@ -178,6 +180,11 @@ class RunFolder:
             for line in file:
                 yield json.loads(line)
 
+    def add_version(self, version: int, step: int, checksum: str) -> None:
+        """Append a version of the weights, made by a step, to versions.jsonl. Raises OSError."""
+        line = json.dumps({"version": version, "step": step, "checksum": checksum})
+        append_whole(self.versions_file, line.encode() + b"\n")
+
     def note(self, text: str, step: int | None) -> None:
         """Append a warning to the attempt's notices.jsonl. If that fails, the warning is only on the screen."""
         if self._has_begun:
@@ -218,16 +225,10 @@ class RunFolder:
         Returns the number of unreadable lines of metrics.
         """
         last = -1 if step is None else step
-        unreadable = 0
-        if self.metrics_file.exists():
-            # A killed process may leave half a line at the end. This is expected, so it is not counted.
-            *lines, cut_short = self.metrics_file.read_bytes().split(b"\n")
-            steps = [_step(line) for line in lines]
-            unreadable = steps.count(None)
-            kept = [line for line, of in zip(lines, steps, strict=True) if of is not None and of <= last]
-            if len(kept) < len(lines) or cut_short:
-                replace_bytes(self.metrics_file, b"".join(line + b"\n" for line in kept))
-            self.has_logged_resumed_step = last in steps
+        steps = _forget_lines(self.metrics_file, last)
+        unreadable = steps.count(None)
+        self.has_logged_resumed_step = last in steps
+        _forget_lines(self.versions_file, last)
         for path in (*self.samples_folder.glob("step_*.jsonl"), *self.tokens_folder.glob("step_*.jsonl")):
             if (number := re.fullmatch(r"step_(\d+)", path.stem)) and int(number[1]) > last:
                 path.unlink()
@@ -372,6 +373,22 @@ def _unused(path: Path) -> Path:
         number += 1
         free = path.with_name(f"{path.name}_{number}")
     return free
+
+
+def _forget_lines(file: Path, last: int) -> list[float | None]:
+    """Remove the lines of steps after `last` from a JSON Lines file. Return the steps of all lines, None if unreadable.
+
+    Unreadable lines are removed too. The list is empty if there is no such file.
+    """
+    if not file.exists():
+        return []
+    # A killed process may leave half a line at the end. This is expected, so it is not counted.
+    *lines, cut_short = file.read_bytes().split(b"\n")
+    steps = [_step(line) for line in lines]
+    kept = [line for line, step in zip(lines, steps, strict=True) if step is not None and step <= last]
+    if len(kept) < len(lines) or cut_short:
+        replace_bytes(file, b"".join(line + b"\n" for line in kept))
+    return steps
 
 
 def _step(line: bytes) -> float | None:

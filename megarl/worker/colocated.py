@@ -9,6 +9,7 @@ from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.engine.engine import RolloutEngine
 from megarl.models.configuration import uses_transformer_engine
+from megarl.reshard.ledger import RankChanges
 from megarl.reshard.plan import RankTopology
 from megarl.tracking.metrics import Metric
 from megarl.types import Completion, Request
@@ -89,12 +90,20 @@ class Worker(TrainerWorker):
             + (self.engine.sleep_notices if self.engine else [])
         )
 
-    def sleep_engine(self) -> None:
-        """Free the engine's device memory for the trainer, until the next reshard."""
+    def sleep_engine(self) -> RankChanges | None:
+        """Free the engine's device memory for the trainer, until the next reshard.
+
+        Returns the changes of the engine's weights since the last reshard; None if they have no checksums.
+        """
+        changes = None
         if self.engine:
+            assert self.copier is not None
+            # Before the sleep, which frees the weights.
+            changes = self.copier.compare_weights()
             self.engine.sleep()
         # After the engine's sleep: the device has no room for both.
         self.policy.onload()
+        return changes
 
     def load_checkpoint(self, folder: Path) -> None:
         """Load the trainer's checkpoint. Unlike the base class, also set the engine's weight version."""

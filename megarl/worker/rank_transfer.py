@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from megarl.training.training_engine import Snapshot, TrainingEngine
 
 Report = Mapping[str, Any]
-"""Report of a weight transfer: seconds and bytes by name. If a peer was lost, it has instead `lost`, the reason, and
-`missing`, the ranks that never joined.
+"""Report of a weight transfer: seconds and bytes by name, and `checksums` and `changes` of an engine's weights. If a
+peer was lost, it has instead `lost`, the reason, and `missing`, the ranks that never joined.
 """
 
 
@@ -64,7 +64,7 @@ class RankTransfer:
         self._group: dist.ProcessGroup | None = None
         self.copier: WeightCopier | None = None
         """Object executing this rank's share of the copies; None without a process group."""
-        self._sending: Future[dict[str, float]] | None = None
+        self._sending: Future[dict[str, Any]] | None = None
 
     def join(self, meeting: Meeting, topology: RankTopology, version: int) -> Report:
         """Join a process group of trainers and engines, and send or receive the weights of this version.
@@ -102,7 +102,7 @@ class RankTransfer:
         assert self.copier is not None and self._snapshot is not None and self._sending is None
         self._snapshot.take(version)
 
-        def send() -> dict[str, float]:
+        def send() -> dict[str, Any]:
             assert self.copier is not None
             try:
                 return self.copier.run(verify=verify, version=version)

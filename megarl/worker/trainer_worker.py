@@ -28,6 +28,7 @@ from megarl.platform.allocator import use_expandable_segments
 from megarl.reshard.fingerprint import Fingerprint
 from megarl.reshard.layouts.lora import adapter_layouts
 from megarl.reshard.layouts.megatron import MegatronLayouts, check_against, megatron_layouts, parameter_shapes
+from megarl.reshard.ledger import Ledger, RankChanges, RankChecksums
 from megarl.reshard.plan import RankTopology
 from megarl.training import checkpoint
 from megarl.training.distillation_targets import StoredTargets, TargetFetcher
@@ -111,6 +112,12 @@ class TrainerWorker:
             self.critic = self._build(critic, self._critic_source, has_value_head=True)
             self.critic.offload()
             self.policy.onload(("parameters",))
+        self.ledger = Ledger(
+            f"trainer rank {self.rank}", self._layouts(self.policy.shape)[self.rank], self.policy.weights
+        )
+        """Checksums of the policy's weights, as exported."""
+        if recipe.weights.check_every:
+            self.take_checksums(version=1)
         self.transfer = RankTransfer(
             recipe,
             layout,
@@ -141,6 +148,24 @@ class TrainerWorker:
     def finish_reshard(self) -> Report:
         """Wait until the sending that `start_reshard` began is complete, and return its report."""
         return self.transfer.finish()
+
+    def take_checksums(self, version: int) -> RankChecksums:
+        """Compute, store and return the checksums of the policy's weights, which are of this version."""
+        with self.policy.merged():
+            return self.ledger.take(version)
+
+    def newest_checksums(self) -> RankChecksums | None:
+        """Return the checksums taken last; None if the newest version has none."""
+        return self.ledger.newest
+
+    def forget_checksums(self) -> None:
+        """Drop the checksums of a version that has changed since."""
+        self.ledger.forget()
+
+    def compare_weights(self) -> RankChanges | None:
+        """Return the policy's weights changed since their checksums were taken; None if they have none."""
+        with self.policy.merged():
+            return self.ledger.compare()
 
     def _note_version(self, version: int, report: Report) -> Report:
         """Record the version of the engines' weights after a transfer, unless a peer was lost. Returns the transfer's

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,7 +24,8 @@ from megarl.platform.spans import span
 from megarl.reshard.adapters import AdapterReshard
 from megarl.reshard.boxes import Layout
 from megarl.reshard.layouts.placed import Ends, reshard_ends
-from megarl.reshard.layouts.vllm_slots import AdapterSlots, without_adapters
+from megarl.reshard.layouts.vllm_slots import AdapterSlots, live_parameters, without_adapters
+from megarl.reshard.ledger import Ledger, RankChanges
 from megarl.reshard.live import GatheredReshard, Reshard, record, record_slots
 from megarl.reshard.plan import RankTopology
 from megarl.reshard.probe import TOLERANCES, check_logprobs, probe_prompt
@@ -82,8 +83,10 @@ class WeightCopier:
         with self._in_memory(version):
             # Inside the context: planning and self-test need the live weights of both sides in memory.
             self.resharding = self._planned()
-            self.first_report = self.resharding.self_test()
-            """Seconds and bytes of the first copy, by stage."""
+            self.first_report: dict[str, Any] = self.resharding.self_test()
+            """Seconds and bytes of the first copy, by stage, and the checksums as `run` returns them."""
+            self._ledger = self._engine_ledger()
+            self._take_checksums(self.first_report, version or 1)
             trainer_logprobs = self._probe_trainer() if self._is_probed else None
         if self._is_probed:
             started = time.perf_counter()
@@ -91,18 +94,25 @@ class WeightCopier:
             self.first_report["probe_gap"] = self._check_probe(trainer_logprobs)
             self.first_report["verify_seconds"] = time.perf_counter() - started
 
-    def run(self, *, verify: bool = False, version: int | None = None) -> dict[str, float]:
+    def run(self, *, verify: bool = False, version: int | None = None) -> dict[str, Any]:
         """Copy the trainer's weights into the engines. With `verify`, compare them. Returns seconds and bytes by stage.
 
-        The comparison uses checksums. If an engine stores converted (such as quantised) weights, log-probs of a probe
-        prompt are compared, and `probe_gap` is their mean distance in nats. Raises MegarlError with the first differing
-        parameter, or with the rank of differing log-probs.
+        With `weights.check_every`, an engine's report has its new weights' `checksums`. A separate engine's also has
+        the `changes` of its old weights.
+
+        The comparison of `verify` uses checksums. If an engine stores converted (such as quantised) weights, log-probs
+        of a probe prompt are compared, and `probe_gap` is their mean distance in nats. Raises MegarlError with the
+        first differing parameter, or with the rank of differing log-probs.
         """
         trainer_logprobs = None
+        # The old weights of colocated engines are gone: they were compared before the engines slept.
+        changes = self.compare_weights() if self._group is not None else None
         meet_seconds = self._meet()
         with self._in_memory(version):
             with span("move weights"):
-                report = self.resharding.run() | meet_seconds
+                report: dict[str, Any] = self.resharding.run() | meet_seconds
+            if changes is not None:
+                report["changes"] = changes
             started = time.perf_counter()
             # Checksums need the weights in memory on both sides; converted weights have no equal bytes, so they are
             # probed.
@@ -111,6 +121,7 @@ class WeightCopier:
             elif verify:
                 trainer_logprobs = self._probe_trainer()
             seconds = time.perf_counter() - started
+            self._take_checksums(report, version or 1)
         if not verify:
             return report
         if self._is_probed:
@@ -119,6 +130,35 @@ class WeightCopier:
             seconds += time.perf_counter() - started
         report["verify_seconds"] = seconds
         return report
+
+    def compare_weights(self) -> RankChanges | None:
+        """Return the changes of this rank's engine since the last copy, and drop its checksums. None without checksums.
+
+        The engine must be awake.
+        """
+        if self._ledger is None:
+            return None
+        changes = self._ledger.compare()
+        self._ledger.forget()
+        return changes
+
+    def _engine_ledger(self) -> Ledger | None:
+        """Return the ledger of this rank's engine; None without an engine or without `weights.check_every`."""
+        engine = self._engine
+        if engine is None or not self._recipe.weights.check_every:
+            return None
+        first_rank = 0 if self._group is None else self._layout.leaders()[self._replica]
+        who = f"engine rank {first_rank + dist.get_rank()}"
+        live = live_parameters(engine.model)
+        if isinstance(self.resharding, Reshard) and not self.resharding.quantises:
+            return Ledger(who, self._recorded, live)
+        slots = engine.slots.tensors if self._recipe.sends_adapter and engine.slots is not None else {}
+        return Ledger.of_parameters(who, {**live, **slots})
+
+    def _take_checksums(self, report: dict[str, Any], version: int) -> None:
+        """Add the checksums of this rank's engine to a report, if those of this version are due."""
+        if self._ledger is not None and self._recipe.weights.is_checked(version):
+            report["checksums"] = self._ledger.take(version)
 
     def _meet(self) -> dict[str, float]:
         """Wait on the host until all ranks of the group are ready. Returns the waiting time as `meet_seconds`; empty
@@ -151,6 +191,7 @@ class WeightCopier:
         parameters = source.weights if source is not None else {}
         model = engine.model if engine is not None else None
         recorded, refusal = record(model, self._engine_shape, dtype, self._group)
+        self._recorded: Layout = recorded or ()
         if recorded is None and self._recipe.drafts_with_mtp:
             raise ConfigError(
                 "rollout.vllm.speculative_config: the engine's weights, with those of its MTP layers, cannot be "

@@ -14,6 +14,7 @@ import pytest
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.loops.reshards import Reshards
+from megarl.loops.weight_checks import WeightChecks
 from megarl.rollout import pool as pool_module
 from megarl.rollout.pool import EnginePool
 from megarl.types import MegarlError, Request, SamplingSettings
@@ -85,7 +86,8 @@ class Run:
         self.ranks, self.asked = Ranks(), 0
         self.replacements = SimpleNamespace(has_started=False, take=list)
         self.pool = EnginePool(self.ranks, LAYOUT, max_running=1)
-        self.reshards = Reshards(recipe, self.ranks, self.ranks, self.replacements, self.pool, self)  # type: ignore[arg-type]
+        checks = WeightChecks(recipe, self.ranks, None)  # type: ignore[arg-type]
+        self.reshards = Reshards(recipe, self.ranks, self.ranks, self.replacements, self.pool, self, checks)  # type: ignore[arg-type]
 
     def ask_engines(self) -> asyncio.Future[None]:
         self.asked += 1

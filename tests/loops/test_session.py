@@ -15,6 +15,7 @@ from megarl.config import Recipe
 from megarl.loops.reshards import Reshards
 from megarl.loops.sample_writer import SampleWriter
 from megarl.loops.step_checks import StepChecks
+from megarl.loops.weight_checks import WeightChecks
 
 
 @pytest.mark.parametrize(
@@ -117,7 +118,8 @@ def test_engines_are_held_while_they_sleep() -> None:
     engines: Any = Engines()
     recipe = Recipe.model_validate({"name": "r", "loop": "rl", "model": {"path": "m"}, "data": {"train": "t"}})
     unused: Any = None
-    reshards = Reshards(recipe, engines, engines, unused, engines, unused)
+    checks = WeightChecks(recipe, engines, unused)
+    reshards = Reshards(recipe, engines, engines, unused, engines, unused, checks)
 
     async def play() -> None:
         await reshards.sleep_engines()

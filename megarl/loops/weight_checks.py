@@ -1,0 +1,151 @@
+"""Checks that no weight changes unless an update or a reshard writes it: a flipped bit is named by tensor and rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from megarl.cluster.run_ranks import RunRanks
+from megarl.config import Recipe
+from megarl.reshard.boxes import Box
+from megarl.reshard.ledger import RankChanges, RankChecksums
+from megarl.reshard.version_checksums import Difference, by_tensor, engine_differences, merge, version_checksum
+from megarl.tracking.run_folder import RunFolder
+from megarl.types import DataError, MegarlError
+
+METRICS = {
+    "time/weight_check_seconds": (
+        "seconds",
+        "with weights.check_every: the step's checksums of trainer and engine weights, slowest ranks",
+    ),
+}
+"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
+
+_MOST_NAMED = 3
+"""Maximum number of tensors in a message. A flipped bit changes one; a lost device changes all."""
+
+
+class WeightChecks:
+    """Checksums of the weights of a run's versions (weights.check_every), by which changed weights are found.
+
+    Version n + 1 is made by the update of step n. Its checksums are taken after the update, on every trainer rank, and
+    after the reshard, on every engine rank. They are compared with each other, and with the same weights after their
+    last use. A difference raises MegarlError.
+    """
+
+    def __init__(self, recipe: Recipe, ranks: RunRanks, folder: RunFolder) -> None:
+        self._weights, self._ranks, self._folder = recipe.weights, ranks, folder
+        self._boxes: dict[int, Mapping[Box, int]] = {}
+        """Checksums of the trainer's boxes in the newest versions, by version."""
+        self._checksums: dict[int, str] = {}
+        self._seconds = 0.0
+
+    def checksum_after(self, step: int) -> str | None:
+        """Return the checksum of the weights after a step, 16 hexadecimal digits. None if it was not computed."""
+        return self._checksums.get(step + 1)
+
+    async def begin(self) -> None:
+        """Fetch the checksums of the initial weights, which the trainer ranks took when they had built the model."""
+        if self._weights.check_every:
+            ranks = await self._ranks.trainers.call("newest_checksums")
+            self._add(0, ranks, is_new=self._folder.resumed_step == 0)
+
+    async def resume(self, step: int, saved: str | None) -> None:
+        """Take the checksums of weights loaded from the checkpoint of a step. `saved` is the one it was saved with.
+
+        Raises DataError if the loaded weights differ from the saved ones.
+        """
+        if not self._weights.check_every:
+            return
+        self._add(step, await self._ranks.trainers.call("take_checksums", step + 1), is_new=False)
+        loaded = self._checksums[step + 1]
+        if saved is not None and loaded != saved:
+            raise DataError(
+                f"the weights loaded from the checkpoint of step {step} have the checksum {loaded}, but were saved "
+                f"with {saved}: they were damaged before they were written, or while they were loaded. Remove the "
+                f"checkpoint, then resume from an earlier one: megarl train {self._folder.path} --resume"
+            )
+
+    async def check_trainer(self) -> None:
+        """Compare the trainer's weights with those after the last update. Raises MegarlError if they changed."""
+        if self._weights.check_every:
+            self.refuse_changes(await self._ranks.trainers.call("compare_weights"))
+
+    async def end_update(self, step: int) -> None:
+        """Take the checksums of the weights made by a step's updates. Raises MegarlError if trainer ranks differ."""
+        if not self._weights.check_every:
+            return
+        if self._weights.is_checked(step + 1):
+            self._add(step, await self._ranks.trainers.call("take_checksums", step + 1))
+        else:
+            await self._ranks.trainers.call("forget_checksums")
+
+    def refuse_changes(self, answers: Iterable[RankChanges | None]) -> None:
+        """Raise MegarlError if one of the ranks' answers lists changed weights."""
+        found = [answer for answer in answers if answer is not None]
+        self._seconds += max((answer.seconds for answer in found), default=0.0)
+        for answer in found:
+            if answer.boxes:
+                made = "the update" if answer.holder.startswith("trainer") else "the reshard"
+                raise self._error(
+                    f"weights of version {answer.version} changed in the memory of {answer.holder} after {made} of "
+                    f"step {answer.version - 1}",
+                    answer.boxes,
+                )
+
+    async def check_engines(self, reports: Sequence[Mapping[str, Any]]) -> None:
+        """Compare the engines' weights before and after a reshard, from its reports. Raises MegarlError for changes."""
+        self.refuse_changes(report.get("changes") for report in reports)
+        engines: list[RankChecksums] = [report["checksums"] for report in reports if "checksums" in report]
+        self._seconds += max((engine.seconds for engine in engines), default=0.0)
+        for version in {engine.version for engine in engines}.intersection(self._boxes):
+            mine = [engine for engine in engines if engine.version == version]
+            if differences := list(engine_differences(self._boxes[version], mine)):
+                # The trainer's weights may have changed before they were sent. Its ranks can tell.
+                if not self._ranks.is_separate:
+                    await self._ranks.trainers.call("sleep_engine")
+                await self.check_trainer()
+                raise self._error_of(version, "after the reshard", differences)
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return the seconds of the checks since the last call, as metrics."""
+        seconds, self._seconds = self._seconds, 0.0
+        return {"time/weight_check_seconds": seconds} if self._weights.check_every else {}
+
+    def _add(self, step: int, ranks: Sequence[RankChecksums], *, is_new: bool = True) -> None:
+        """Compare the trainer ranks' checksums of the version made by a step, and store them."""
+        self._seconds += max(rank.seconds for rank in ranks)
+        version = step + 1
+        boxes, differences = merge(ranks)
+        if differences:
+            raise self._error_of(version, "after the update", differences)
+        # A reshard in the background may deliver the version before the newest one.
+        self._boxes = {older: self._boxes[older] for older in self._boxes if older >= version - 1} | {version: boxes}
+        self._checksums[version] = version_checksum(by_tensor(boxes))
+        if is_new:
+            self._folder.add_version(version, step, self._checksums[version])
+
+    def _error_of(self, version: int, when: str, differences: Sequence[Difference]) -> MegarlError:
+        first = differences[0]
+        holders = list(dict.fromkeys(holder for difference in differences for holder in difference.holders))
+        doubt = "" if first.is_certain else "one of "
+        return self._error(
+            f"weights of version {version} {when} of step {version - 1} differ from the others' on {doubt}"
+            f"{', '.join(holders)}",
+            [difference.box for difference in differences],
+        )
+
+    def _error(self, what: str, boxes: Sequence[Box]) -> MegarlError:
+        named = ", ".join(_text_of(box) for box in boxes[:_MOST_NAMED])
+        more = f" and {len(boxes) - _MOST_NAMED} more" if len(boxes) > _MOST_NAMED else ""
+        return MegarlError(
+            f"weights.check_every = {self._weights.check_every}: {what}: {named}{more}. These weights are not saved. "
+            "The memory of that rank's device or node is probably faulty: leave the node out, then go on from the last "
+            f"checkpoint with: megarl train {self._folder.path} --resume"
+        )
+
+
+def _text_of(box: Box) -> str:
+    """Return a box as text, like `model.norm.weight[0:64]`."""
+    ranges = ", ".join(f"{start}:{stop}" for start, stop in zip(box.start, box.stop, strict=True))
+    return f"{box.name}[{ranges}]"

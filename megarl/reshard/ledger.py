@@ -1,0 +1,103 @@
+"""Checksums of a rank's weights: taken when a version is complete, and compared while the version is in use."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megarl.reshard.boxes import Box, Layout, dense_piece
+from megarl.reshard.fingerprint import checksum
+from megarl.reshard.plan import View
+from megarl.reshard.transport import strided_view
+
+
+@dataclass(frozen=True, slots=True)
+class RankChecksums:
+    """Checksums of one rank's weights of a version: int64 [boxes], in the order of `boxes`.
+
+    `holder` names rank and node in messages. `is_converted`: the boxes are those of an engine's own parameters, which
+    cannot be compared with the trainer's.
+    """
+
+    holder: str
+    version: int
+    boxes: tuple[Box, ...]
+    values: NDArray[np.int64]
+    is_converted: bool
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class RankChanges:
+    """Boxes of one rank whose weights changed although no update or reshard wrote them. None: `boxes` is empty."""
+
+    holder: str
+    version: int
+    boxes: tuple[Box, ...]
+    seconds: float
+
+
+class Ledger:
+    """Checksums of a rank's weights. `layout` says which boxes of Hugging Face tensors are stored in `tensors`.
+
+    `tensors` maps storages to tensors [*shape], which keep their addresses. `who` names the rank, like "trainer rank
+    0". The methods need the weights in device memory.
+    """
+
+    def __init__(self, who: str, layout: Layout, tensors: Mapping[str, Tensor], *, is_converted: bool = False) -> None:
+        self._holder = f"{who} on {socket.gethostname()}"
+        self._layout, self._tensors, self._is_converted = layout, tensors, is_converted
+        self.newest: RankChecksums | None = None
+        """The checksums taken last; None if the newest version has none."""
+
+    @classmethod
+    def of_parameters(cls, who: str, tensors: Mapping[str, Tensor]) -> Ledger:
+        """Return a ledger of converted weights. Its boxes are whole `tensors` [*shape] by their own names."""
+        layout = tuple(dense_piece(name, tuple(value.shape), name, 0) for name, value in tensors.items())
+        return cls(who, layout, tensors, is_converted=True)
+
+    @torch.no_grad()
+    def take(self, version: int) -> RankChecksums:
+        """Compute, store and return the checksums of a new version."""
+        started = time.perf_counter()
+        values = self._compute()
+        boxes = tuple(piece.box for piece in self._layout)
+        seconds = time.perf_counter() - started
+        self.newest = RankChecksums(self._holder, version, boxes, values, self._is_converted, seconds)
+        return self.newest
+
+    @torch.no_grad()
+    def compare(self) -> RankChanges | None:
+        """Return the boxes that changed since the checksums were taken. None if the newest version has none."""
+        if self.newest is None:
+            return None
+        started = time.perf_counter()
+        changed = np.flatnonzero(self._compute() != self.newest.values)
+        boxes = tuple(self.newest.boxes[index] for index in changed)
+        return RankChanges(self._holder, self.newest.version, boxes, time.perf_counter() - started)
+
+    def forget(self) -> None:
+        """Drop the checksums, before the weights change."""
+        self.newest = None
+
+    def _compute(self) -> NDArray[np.int64]:
+        """Return the checksum of each piece, int64 [pieces]."""
+        if not self._layout:
+            return np.zeros(0, np.int64)
+        found = []
+        for piece in self._layout:
+            storage = self._tensors[piece.storage]
+            if self._is_converted:
+                found.append(checksum(storage.detach()))
+            else:
+                view = View(piece.storage, piece.offset, piece.strides)
+                found.append(checksum(strided_view(storage, view, piece.box.shape, piece.box.name), piece.box.start))
+        # One copy to the host: each would wait for the device.
+        return torch.stack(found).cpu().numpy()

@@ -1,0 +1,89 @@
+"""Comparison of the ranks' checksums of one version of the weights, whatever their layouts."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from megarl.reshard.boxes import Box
+from megarl.reshard.ledger import RankChecksums
+
+_MASK = (1 << 64) - 1
+
+Checksums = Mapping[Box, int]
+"""Checksum of each different box of one version, as stored by some rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Weights that differ from the other copies of the same version. `holders` are the ranks with the wrong copy.
+
+    If no majority shows the wrong copy, all ranks with a copy are listed, and `is_certain` is false.
+    """
+
+    box: Box
+    holders: tuple[str, ...]
+    is_certain: bool
+
+
+def merge(ranks: Sequence[RankChecksums], trusted: Checksums | None = None) -> tuple[dict[Box, int], list[Difference]]:
+    """Return the checksum of each box over all ranks, and the boxes whose copies differ between ranks.
+
+    A copy is wrong if it differs from the one in `trusted`, else if it differs from the majority.
+    """
+    found: dict[Box, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for rank in ranks:
+        for box, value in zip(rank.boxes, rank.values.tolist(), strict=True):
+            found[box][value].append(rank.holder)
+    merged: dict[Box, int] = {}
+    differences: list[Difference] = []
+    for box, copies in found.items():
+        ranked = sorted(copies, key=lambda value: -len(copies[value]))
+        right = (trusted or {}).get(box, ranked[0])
+        merged[box] = right
+        if list(copies) == [right]:
+            continue
+        is_certain = box in (trusted or {}) or len(copies[ranked[0]]) > len(copies[ranked[1]])
+        wrong = [who for value, holders in copies.items() if not is_certain or value != right for who in holders]
+        differences.append(Difference(box, tuple(wrong), is_certain))
+    return merged, differences
+
+
+def by_tensor(boxes: Checksums) -> dict[str, int]:
+    """Return the checksum of each whole tensor by name, from those of its disjoint boxes."""
+    total: dict[str, int] = defaultdict(int)
+    for box, value in boxes.items():
+        total[box.name] = (total[box.name] + value) & _MASK
+    return dict(total)
+
+
+def version_checksum(tensors: Mapping[str, int]) -> str:
+    """Return the checksum of a whole model, 16 hexadecimal digits, from those of its tensors by name."""
+    lines = "".join(f"{name} {value:016x}\n" for name, value in sorted(tensors.items()))
+    return hashlib.sha256(lines.encode()).hexdigest()[:16]
+
+
+def engine_differences(trainer: Checksums, engines: Sequence[RankChecksums]) -> Iterator[Difference]:
+    """Yield the weights of engines that differ from the trainer's of the same version.
+
+    Engines may lack tensors of the trainer. Boxes that only one rank stores are compared by whole tensors.
+    """
+    comparable = [engine for engine in engines if not engine.is_converted]
+    merged, differences = merge(comparable, trainer)
+    yield from differences
+    named = {difference.box.name for difference in differences}
+    expected, found = by_tensor(trainer), by_tensor(merged)
+    for name in found:
+        if name in named or found[name] == expected.get(name):
+            continue
+        boxes = [box for box in merged if box.name == name]
+        holders = [engine.holder for engine in comparable if not set(boxes).isdisjoint(engine.boxes)]
+        yield Difference(_hull(boxes), tuple(holders), len(holders) == 1)
+
+
+def _hull(boxes: Sequence[Box]) -> Box:
+    """Return the smallest box with all these boxes of one tensor."""
+    starts, stops = zip(*((box.start, box.stop) for box in boxes), strict=True)
+    return Box(boxes[0].name, tuple(map(min, zip(*starts, strict=True))), tuple(map(max, zip(*stops, strict=True))))

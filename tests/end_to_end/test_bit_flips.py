@@ -1,0 +1,103 @@
+"""weights.check_every: a flipped bit in trainer, engine or checkpoint ends the run, and the message names it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tests.end_to_end.test_layouts import RECIPE, REWARD
+
+pytestmark = pytest.mark.end_to_end
+
+ROOT = Path(__file__).resolve().parents[2]
+FLIP = """
+        if self.weight_version == 2 and self.rank == {rank}:
+            tensors = {tensors}
+            name = [name for name in tensors if name.endswith("{name}")][0]
+            tensors[name].detach().view(torch.int32).view(-1)[5] ^= 1 << 3
+"""
+"""Statements that flip a bit once the weights have version 2."""
+
+
+@pytest.fixture
+def train(
+    tmp_path: Path, tiny_model: Callable[..., Path], tool: Callable[[str], ModuleType]
+) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """`train("NAME", "field=value", ...)` trains with checks at every step, and returns the ended program."""
+    tool("make_dataset").make_dataset(tmp_path / "data", sft=8, train=32, heldout=8)
+    (tmp_path / "flip_reward.py").write_text(REWARD)
+    model = tiny_model(num_layers=2, num_heads=4, num_kv_heads=2)
+    (tmp_path / "recipe.yaml").write_text(RECIPE.format(model=model, reward="flip_reward"))
+
+    def run(*overrides: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "megarl", "train", "recipe.yaml", "weights.check_every=1", *overrides]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=900)
+
+    return run
+
+
+def flip_in_copy(folder: Path, file: str, before: str, statements: str) -> None:
+    """Make a copy of megarl that executes `statements` before the line `before` of a file."""
+    # The working folder comes first on the import path.
+    shutil.copytree(ROOT / "megarl", folder / "megarl", ignore=shutil.ignore_patterns("__pycache__"))
+    path = folder / "megarl" / file
+    text = path.read_text()
+    assert text.count(before) == 1
+    path.write_text(text.replace(before, statements + before).replace("from pathlib", "import torch\nfrom pathlib"))
+
+
+def versions(folder: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / f"runs/{name}/versions.jsonl").read_text().splitlines()]
+
+
+def test_layouts_give_each_version_the_same_checksum(
+    train: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    """Without an update the weights are equal; later versions differ in rounding only."""
+    layouts = {
+        "one": ["cluster.ranks_per_node=1"],
+        "many": ["trainer.tp=2", "trainer.pp=2", "rollout.tp=2", "cluster.ranks_per_node=4"],
+        "separate": ["rollout.placement=separate", "rollout.ranks=2", "rollout.tp=2", "cluster.ranks_per_node=3"],
+    }
+    found = {}
+    for name, overrides in layouts.items():
+        done = train(f"name={name}", *overrides)
+        assert done.returncode == 0, done.stdout + done.stderr
+        found[name] = versions(tmp_path, name)
+        assert [(line["version"], line["step"]) for line in found[name]] == [(1, 0), (2, 1), (3, 2)]
+        assert len({line["checksum"] for line in found[name]}) == 3
+    assert len({lines[0]["checksum"] for lines in found.values()}) == 1
+    assert found["one"] == found["separate"]
+    steps = [json.loads(line) for line in (tmp_path / "runs/one/metrics.jsonl").read_text().splitlines()]
+    assert all(step["time/weight_check_seconds"] > 0 for step in steps if step["step"])
+
+
+def test_a_flip_in_the_trainer_is_named_before_the_update(
+    train: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    flip = FLIP.format(rank=1, tensors="self.policy.tensors", name="linear_fc2.weight")
+    flip_in_copy(tmp_path, "worker/colocated.py", "        return changes\n", flip)
+    done = train("name=flip", "trainer.tp=2", "cluster.ranks_per_node=2", "checkpoint.every_steps=1")
+    assert done.returncode == 70, done.stdout + done.stderr
+    assert "weights of version 2 changed in the memory of trainer rank 1 on " in done.stderr
+    assert "after the update of step 1: model.layers.0.mlp.down_proj.weight[" in done.stderr
+    assert [path.name for path in (tmp_path / "runs/flip/checkpoints").glob("step_*")] in ([], ["step_000001"])
+
+
+def test_a_flip_in_an_engine_is_named_before_its_samples_are_trained(
+    train: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    flip = FLIP.format(rank=0, tensors="dict(self.engine.model.named_parameters())", name="qkv_proj.weight")
+    flip_in_copy(tmp_path, "worker/colocated.py", "        changes = None\n", flip)
+    done = train("name=flip", "trainer.dp=2", "rollout.tp=1", "cluster.ranks_per_node=2")
+    assert done.returncode == 70, done.stdout + done.stderr
+    assert "weights of version 2 changed in the memory of engine rank 0 on " in done.stderr
+    assert "after the reshard of step 1: model.layers.0.self_attn.q_proj.weight[" in done.stderr
