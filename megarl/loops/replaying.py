@@ -192,8 +192,13 @@ def _executed_steps(earlier: EarlierRun, step: int) -> tuple[Path | None, range]
 
 
 def _refuse_another_rounding(run: Path, step: int, recipe: Recipe, layout: ParallelConfig) -> None:
-    """Raise ConfigError for another layout in a precision whose rounding differs by more than the tolerance."""
+    """Raise ConfigError for another optimizer, or another layout in a precision with too different rounding."""
     recorded = StepRecord.load(run / RECORDS, step).layout
+    if recipe.trainer.distributed_optimizer != recorded["trainer"]["distributed_optimizer"]:
+        raise ConfigError(
+            f"--step {step}: trainer.distributed_optimizer = {recipe.trainer.distributed_optimizer}: the run's "
+            "checkpoints have the state of the other optimizer; leave this override out"
+        )
     if layout_values(recipe, layout) != recorded and recipe.model.dtype != "float32":
         raise ConfigError(
             f"--step {step}: model.dtype = {recipe.model.dtype} rounds by far more than {OTHER_LAYOUT_TOLERANCE:g} "

@@ -50,7 +50,7 @@ LAYOUTS: dict[str, tuple[int, Sequence[str], Sequence[str]]] = {
     "pp2 vpp2": (2, ["trainer.pp=2", "trainer.vpp=2"], ["trainer.pp=1", "trainer.vpp=1"]),
     "cp2": (2, ["trainer.cp=2"], ["trainer.cp=1"]),
     "tp2 pp2": (4, ["trainer.tp=2", "trainer.pp=2"], ["trainer.pp=1", "trainer.cp=2"]),
-    "dp2, plain optimizer": (2, ["trainer.distributed_optimizer=false"], ["trainer.distributed_optimizer=true"]),
+    "dp2, plain optimizer": (2, ["trainer.distributed_optimizer=false"], ["trainer.tp=2"]),
     "moe ep2": (2, [*MOE, "trainer.ep=2"], ["trainer.ep=1"]),
     "lora": (2, ["lora.rank=4"], ["trainer.tp=2"]),
     "ppo": (2, ["algorithm.preset=ppo", "algorithm.kl_coefficient=0.1"], ["trainer.tp=2"]),
