@@ -8,6 +8,7 @@ from megarl.config import Recipe
 from megarl.families.parts import Latent
 from megarl.families.shape import ModelShape
 from megarl.platform.cuda_extensions import runs_on_cpu
+from megarl.preflight.exactness_on_gpus import gpu_faults
 from megarl.preflight.registry import checks
 
 ENGINE_OPTIONS = (
@@ -22,7 +23,8 @@ def exactness_faults(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     if not recipe.exact_blocks:
         return
     reasons = (
-        *_of_machine(recipe),
+        *(() if runs_on_cpu() else gpu_faults(recipe, shape)),
+        *_of_dtype(recipe),
         *_of_model(shape),
         *_of_layout(recipe),
         *_of_experts(recipe, shape),
@@ -32,12 +34,7 @@ def exactness_faults(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
         yield f"trainer.exact = True: {reason}, or set trainer.exact=false"
 
 
-def _of_machine(recipe: Recipe) -> Iterator[str]:
-    if not runs_on_cpu():
-        yield (
-            "the engine's arithmetic on GPUs was never measured; train on CPUs, in an environment made by VENV=DIR "
-            "launch/setup.sh cpu"
-        )
+def _of_dtype(recipe: Recipe) -> Iterator[str]:
     if recipe.model.dtype != "bfloat16":
         yield (
             f"model.dtype is {recipe.model.dtype}, in which results of the engine's matrix products depend on the "

@@ -32,6 +32,8 @@ class Source:
     is_there: bool = True
     newer_text: str = ""
     """Text in the place of `text` in a newer version of `VERSIONS`, with the same consequence."""
+    versions: tuple[str, ...] = ()
+    """Versions of the library that have this fact. Empty: all in `VERSIONS`."""
 
 
 @dataclass(frozen=True)

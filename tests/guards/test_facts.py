@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.guards import batch_invariance
 from tests.guards.facts import SIGNATURES, SOURCES, VERSIONS, Signature, Source
 
 DISTRIBUTIONS = {"megatron": "megatron_core", "vllm": "vllm(_cpu)?", "flashinfer": "flashinfer_python"}
@@ -61,21 +62,28 @@ def parameters_of(node: ast.AST) -> set[str]:
     return {argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
 
 
-@pytest.mark.parametrize("library", VERSIONS)
-def test_the_facts_are_those_of_the_installed_version(library: str) -> None:
+def version_of(library: str) -> str:
+    """Return the version of an installed library. Skips the test if it is not installed."""
     folder = folder_of(library)
     if folder is None or not folder.is_dir():
         pytest.skip(f"{library} is not installed here")
     pattern = DISTRIBUTIONS.get(library, library)
     found = [re.fullmatch(rf"(?:{pattern})-([0-9.]+).*\.dist-info", path.name) for path in folder.parent.iterdir()]
-    versions = {match[match.lastindex or 1].rstrip(".") for match in found if match}
-    [version] = versions
+    [version] = {match[match.lastindex or 1].rstrip(".") for match in found if match}
+    return version
+
+
+@pytest.mark.parametrize("library", VERSIONS)
+def test_the_facts_are_those_of_the_installed_version(library: str) -> None:
+    version = version_of(library)
     assert version in VERSIONS[library], f"read the facts about {library} anew (tests/guards/facts.py)"
 
 
-@pytest.mark.parametrize("fact", SOURCES, ids=lambda fact: f"{fact.library}: {fact.why}")
+@pytest.mark.parametrize("fact", (*SOURCES, *batch_invariance.SOURCES), ids=lambda fact: f"{fact.library}: {fact.why}")
 def test_a_source_says_so(fact: Source) -> None:
     source = source_of(fact.library, fact.file)
+    if fact.versions and version_of(fact.library) not in fact.versions:
+        pytest.skip(f"a fact of {fact.library} {', '.join(fact.versions)}")
     part = ast.get_source_segment(source, node_of(source, fact.scope)) if fact.scope else source
     assert part is not None
     texts = [" ".join(text.split()) for text in (fact.text, fact.newer_text) if text]

@@ -12,6 +12,7 @@ from megarl.families.parts import Router
 from megarl.families.rotary import Rotary
 from megarl.preflight import check
 from megarl.preflight.exactness import exactness_faults
+from megarl.preflight.exactness_on_gpus import OPERATORS
 from tests.shapes import small_shape, with_sizes
 
 EXACT = {"trainer": {"exact": True}, "model": {"dtype": "bfloat16"}}
@@ -104,7 +105,44 @@ def test_settings_of_experts_are_named(recipe: Callable[..., Recipe], sections: 
     assert any(cause in fault for fault in faults(recipe(**with_sections(**sections)), "qwen3_moe"))
 
 
-def test_a_gpu_is_refused(recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
+def faults_on_gpus(made: Recipe, monkeypatch: pytest.MonkeyPatch, **sizes: Any) -> list[str]:
     monkeypatch.setattr("megarl.preflight.exactness.runs_on_cpu", lambda: False)
-    [fault] = faults(recipe(**EXACT))
-    assert "launch/setup.sh cpu" in fault
+    return faults(made, **sizes)
+
+
+def test_a_gpu_is_refused_by_operator(recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
+    found = faults_on_gpus(recipe(**EXACT), monkeypatch)
+    causes = [*OPERATORS, "vLLM compiles the model", "have never run on a GPU"]
+    assert len(found) == len(causes)
+    for fault, cause in zip(found, causes, strict=True):
+        assert fault.startswith("trainer.exact = True: ") and cause in fault
+    assert "launch/setup.sh cpu" in found[-1]
+
+
+def test_sums_over_ranks_are_refused_on_gpus(recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
+    made = recipe(**with_sections(trainer={"tp": 2}, rollout={"tp": 2}))
+    assert any("trainer.tp = 2 and rollout.tp = 2" in fault for fault in faults_on_gpus(made, monkeypatch))
+
+
+@pytest.mark.parametrize(
+    ("tp", "layers"),
+    [
+        (1, {"gate_up_proj": "hopper", "down_proj": "ada, hopper, blackwell", "lm_head": "hopper",
+             "qkv_proj": "hopper, blackwell, sm120", "o_proj": "hopper, blackwell, sm120"}),
+        (2, {"down_proj": "sm120", "qkv_proj": "hopper, blackwell, sm120"}),
+        (16, {}),
+    ],
+)  # fmt: skip
+def test_products_with_other_blocks_are_named(
+    recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch, tp: int, layers: dict[str, str]
+) -> None:
+    # Qwen3-1.7B, for which vLLM's table was tuned.
+    sizes = {
+        "hidden_size": 2048, "intermediate_size": 6144, "vocab_size": 151936,
+        "num_heads": 16, "num_kv_heads": 8, "head_dim": 128,
+    }  # fmt: skip
+    found = faults_on_gpus(recipe(**with_sections(rollout={"tp": tp})), monkeypatch, **sizes)
+    named = {layer: kinds for layer in ("gate_up_proj", "down_proj", "lm_head", "qkv_proj", "o_proj")
+             for kinds in [fault.partition("of type ")[2].partition(", vLLM's")[0] for fault in found
+                           if f"vLLM's {layer} " in fault]}  # fmt: skip
+    assert named == layers
