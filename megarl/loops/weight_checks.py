@@ -101,7 +101,7 @@ class WeightChecks:
         for version in {engine.version for engine in engines}.intersection(self._boxes):
             mine = [engine for engine in engines if engine.version == version]
             if differences := list(engine_differences(self._boxes[version], mine)):
-                # The trainer's weights may have changed before they were sent. Its ranks can tell.
+                # Perhaps the trainer's weights changed before they were sent. Then this check names its rank.
                 if not self._ranks.is_separate:
                     await self._ranks.trainers.call("sleep_engine")
                 await self.check_trainer()

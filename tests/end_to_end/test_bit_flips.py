@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from megarl.checkpoint.manifest import file_record
 from tests.end_to_end.test_layouts import RECIPE, REWARD
 
 pytestmark = pytest.mark.end_to_end
@@ -101,3 +102,28 @@ def test_a_flip_in_an_engine_is_named_before_its_samples_are_trained(
     assert done.returncode == 70, done.stdout + done.stderr
     assert "weights of version 2 changed in the memory of engine rank 0 on " in done.stderr
     assert "after the reshard of step 1: model.layers.0.self_attn.q_proj.weight[" in done.stderr
+
+
+def test_a_checkpoint_of_other_weights_is_refused_on_resume(
+    train: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    """The weights loaded in another layout have the saved checksum; a checkpoint with another one is refused."""
+    done = train("name=saved", "cluster.ranks_per_node=1", "checkpoint.every_steps=1", "train.steps=1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    saved = tmp_path / "runs/saved/checkpoints/step_000001"
+    driver = json.loads((saved / "driver.json").read_text())
+    assert driver["checksum"] == versions(tmp_path, "saved")[-1]["checksum"]
+    split = ["trainer.tp=2", "rollout.tp=2", "cluster.ranks_per_node=2", "train.steps=2", "--resume"]
+    shutil.copytree(tmp_path / "runs/saved", tmp_path / "runs/copy")
+    done = train("name=saved", *split)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [line["version"] for line in versions(tmp_path, "saved")] == [1, 2, 3]
+
+    folder = tmp_path / "runs/copy/checkpoints/step_000001"
+    (folder / "driver.json").write_text(json.dumps(driver | {"checksum": "0123456789abcdef"}))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"]["driver.json"] = file_record(folder / "driver.json")
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    done = train("name=copy", *split)
+    assert done.returncode == 65, done.stdout + done.stderr
+    assert "the weights loaded from the checkpoint of step 1 have the checksum " + driver["checksum"] in done.stderr

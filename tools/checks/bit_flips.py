@@ -1,0 +1,223 @@
+"""Random bit flips in weights of trainer, engine and checkpoint are named, by tensor and rank or by file.
+
+A trainer (tp 2, dp 2) shares four ranks with engines (tp 2). Each flip changes one bit of a weight after the checksums
+of a version were taken. The comparison before the next use must name exactly this rank and a box with the element. A
+flip in a file of a checkpoint must be named by its manifest. Further rows have the cost: the time of all comparisons of
+a step, relative to an update and a reshard. A GPU's step also samples, so its share is smaller.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megarl.checkpoint.manifest import check_hashes, check_sizes, file_record, write_manifest
+from megarl.config import Recipe
+from megarl.config.parallel import ParallelConfig
+from megarl.testing import RankPool
+from megarl.types import DataError
+from tools.make_tiny_model import make_tiny_model
+
+DURATION = {"small": "30 s (6 flips)", "full": "minutes: 100 flips, a model of width 512 (not timed)"}
+SMALL = {"flips": 6, "hidden_size": 128, "tokens": 64}
+LAYOUT = ParallelConfig(tp=2, pp=1, dp=2, rollout_tp=2)
+PLACES = ("trainer", "engine", "checkpoint")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--flips", type=int, default=100, help="in all places together")
+    parser.add_argument("--hidden-size", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=2048, help="trained by an update, on each replica")
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    draw = random.Random(options.seed)
+    places = [PLACES[index % len(PLACES)] for index in range(options.flips)]
+    # Rank, and numbers from which the rank draws tensor, element and bit.
+    wanted = [
+        (place, draw.randrange(LAYOUT.world_size), draw.random(), draw.random(), draw.random()) for place in places
+    ]
+    with tempfile.TemporaryDirectory(prefix="megarl-flips-") as name, RankPool(LAYOUT.world_size) as pool:
+        folder = Path(name)
+        make_tiny_model(
+            folder / "model", hidden_size=options.hidden_size, num_layers=options.layers, num_heads=8, num_kv_heads=4,
+            intermediate_size=3 * options.hidden_size,
+        )  # fmt: skip
+        recipe = recipe_of(folder / "model", options.tokens)
+        saved = folder / "checkpoint"
+        saved.mkdir()
+        found = pool.run(flipped, recipe, wanted, str(saved), options.tokens)
+        for place in PLACES[:2]:
+            yield row_of(place, [outcome for outcome in found[0]["outcomes"] if outcome["place"] == place])
+        files = {path.name: file_record(path) for path in saved.iterdir()}
+        write_manifest(saved, files, {"format": "torch_dist"})
+        yield row_of(
+            "checkpoint", [flip_file(saved, numbers) for place, _, *numbers in wanted if place == "checkpoint"]
+        )
+    seconds = {name: max(rank[name] for rank in found) for name in ("checks", "step")}
+    yield {
+        "place": "cost of a step",
+        "flips": 0,
+        "named": 0,
+        "checks ms": 1e3 * seconds["checks"],
+        "step ms": 1e3 * seconds["step"],
+        "share": seconds["checks"] / seconds["step"],
+    }
+
+
+def row_of(place: str, outcomes: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the table's row of one place: the number of flips, and of those named correctly."""
+    named = sum(outcome["is_named"] for outcome in outcomes)
+    return {
+        "place": place,
+        "flips": len(outcomes),
+        "named": named,
+        "checks ms": 0.0,
+        "step ms": 0.0,
+        "share": 0.0,
+        "met": bool(outcomes) and named == len(outcomes),
+    }
+
+
+def recipe_of(model: Path, num_tokens: int) -> Recipe:
+    """Return the recipe of the trainer and the engines."""
+    return Recipe.model_validate(
+        {
+            "name": "flips", "loop": "sft", "model": {"path": str(model), "dtype": "bfloat16"},
+            "data": {"train": "unused", "validation": {"unused": "unused"}, "max_prompt_tokens": 32},
+            "cluster": {"ranks_per_node": LAYOUT.world_size},
+            "trainer": {"tp": LAYOUT.tp, "max_tokens_per_microbatch": num_tokens},
+            "optimizer": {"learning_rate": 1e-3},
+            "rollout": {"tp": LAYOUT.rollout_tp, "kv_cache_gib": 0.05, "sampling": {"max_new_tokens": 16}},
+            "weights": {"check_every": 1},
+        }
+    )  # fmt: skip
+
+
+def flip_file(folder: Path, numbers: list[float]) -> dict[str, Any]:
+    """Flip a bit in a file of a checkpoint, and undo it after the check. Return whether the error names the file."""
+    files = sorted(path for path in folder.glob("*.distcp"))
+    # Large files hold most of the state, so each byte is equally likely.
+    byte = int(numbers[0] * sum(path.stat().st_size for path in files))
+    for file in files:
+        if byte < file.stat().st_size:
+            break
+        byte -= file.stat().st_size
+    flip_byte(file, byte, int(numbers[1] * 8))
+    try:
+        check_hashes(folder, check_sizes(folder))
+    except DataError as error:
+        is_named = file.name in str(error)
+    else:
+        is_named = False
+    flip_byte(file, byte, int(numbers[1] * 8))
+    return {"place": "checkpoint", "is_named": is_named}
+
+
+def flip_byte(file: Path, byte: int, bit: int) -> None:
+    with file.open("r+b") as stream:
+        stream.seek(byte)
+        [value] = stream.read(1)
+        stream.seek(byte)
+        stream.write(bytes([value ^ (1 << bit)]))
+
+
+def flipped(recipe: Recipe, wanted: list[tuple[Any, ...]], saved: str, num_tokens: int) -> dict[str, Any]:
+    """Make the flips of trainer and engine on a rank. Return the outcomes, on rank 0, and the seconds of a step."""
+    import torch.distributed as dist
+
+    from megarl.groups import signed
+    from megarl.worker.colocated import Worker
+
+    rank = dist.get_rank()
+    worker = Worker(rank, LAYOUT.world_size, recipe, LAYOUT, [("here",)] * LAYOUT.world_size)
+    assert worker.copier is not None
+    worker.sleep_engine()
+    seconds = [train(worker, num_tokens) for _ in range(4)]
+    # The first update also initialises libraries.
+    own = {"step": sorted(step for step, _ in seconds[1:])[1], "checks": sorted(check for _, check in seconds[1:])[1]}
+    worker.save_checkpoint(Path(saved), False, False)
+    worker.finish_checkpoint(True)
+    outcomes = []
+    engine = worker.copier._ledger
+    for place, at, *numbers in wanted:
+        if place == "checkpoint":
+            continue
+        worker.take_checksums(2)
+        assert engine is not None
+        engine.take(2)
+        ledger = worker.ledger if place == "trainer" else engine
+        target = flip(ledger, numbers) if rank == at else None
+        changes = [worker.compare_weights(), engine.compare()]
+        named = [(change.holder, box) for change in changes if change is not None for box in change.boxes]
+        everywhere = signed.gather((target, named), None, purpose="flips")
+        [wanted_box] = [one for one, _ in everywhere if one is not None]
+        found = [box for _, boxes in everywhere for box in boxes]
+        is_named = wanted_box in [(holder.split(" on ")[0], box) for holder, box in found] and len(found) == 1
+        outcomes.append({"place": place, "is_named": is_named})
+        if rank == at:
+            flip(ledger, numbers)
+    worker.close()
+    return own | {"outcomes": outcomes if rank == 0 else []}
+
+
+def flip(ledger: Any, numbers: list[float]) -> tuple[str, Any]:
+    """Flip the bit of a weight drawn from three numbers in [0, 1). Return holder and box. A second call undoes it."""
+    import torch
+
+    from megarl.reshard.plan import View
+    from megarl.reshard.transport import strided_view
+
+    # Large boxes are hit more often, as by a particle.
+    sizes = [piece.box.numel for piece in ledger._layout]
+    element = int(numbers[0] * sum(sizes))
+    number = 0
+    while element >= sizes[number]:
+        element -= sizes[number]
+        number += 1
+    piece = ledger._layout[number]
+    view = View(piece.storage, piece.offset, piece.strides)
+    values = strided_view(ledger._tensors[piece.storage], view, piece.box.shape, piece.box.name)
+    bits = {2: torch.int16, 4: torch.int32}[values.element_size()]
+    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(element), piece.box.shape))
+    one = values[index].clone().reshape(1).view(bits)
+    one ^= torch.tensor(1, dtype=bits) << int(numbers[1] * 8 * values.element_size())
+    values[index] = one.view(values.dtype)[0]
+    return ledger._holder.split(" on ")[0], piece.box
+
+
+def train(worker: Any, num_tokens: int) -> tuple[float, float]:
+    """Update, reshard and compare as a step does. Return the seconds of update and reshard, and of the checks."""
+    import numpy as np
+
+    from megarl.data.token_batch import TokenBatch
+    from megarl.types import TrainingSequence
+
+    rng = np.random.default_rng(worker.rank // LAYOUT.tp)
+    trained = np.arange(num_tokens) > 0
+    row = TokenBatch.from_sequences(
+        [
+            TrainingSequence(
+                token_ids=rng.integers(0, worker.policy.shape.vocab_size, num_tokens),
+                loss_mask=trained,
+                token_weights=np.where(trained, 1 / num_tokens, 0).astype(np.float32),
+                advantages=trained.astype(np.float32),
+            )
+        ]
+    )
+    started = time.perf_counter()
+    before = worker.compare_weights()
+    worker.policy.update([row])
+    after = worker.take_checksums(worker.weight_version + 1)
+    report = worker.reshard(False, worker.weight_version + 1)
+    slept = worker.sleep_engine()
+    whole = time.perf_counter() - started
+    found = [before, after, report["checksums"], slept]
+    return whole, sum(one.seconds for one in found if one is not None)
