@@ -23,7 +23,7 @@ from megarl.testing import RankPool
 from megarl.types import DataError
 from tools.make_tiny_model import make_tiny_model
 
-DURATION = {"small": "30 s (6 flips)", "full": "minutes: 100 flips, a model of width 512 (not timed)"}
+DURATION = {"small": "40 s (6 flips)", "full": "60 s (100 flips, a model of width 512)"}
 SMALL = {"flips": 6, "hidden_size": 128, "tokens": 64}
 LAYOUT = ParallelConfig(tp=2, pp=1, dp=2, rollout_tp=2)
 PLACES = ("trainer", "engine", "checkpoint")
@@ -106,10 +106,11 @@ def flip_file(folder: Path, numbers: list[float]) -> dict[str, Any]:
     files = sorted(path for path in folder.glob("*.distcp"))
     # Large files hold most of the state, so each byte is equally likely.
     byte = int(numbers[0] * sum(path.stat().st_size for path in files))
-    for file in files:
-        if byte < file.stat().st_size:
-            break
-        byte -= file.stat().st_size
+    number = 0
+    while byte >= files[number].stat().st_size:
+        byte -= files[number].stat().st_size
+        number += 1
+    file = files[number]
     flip_byte(file, byte, int(numbers[1] * 8))
     try:
         check_hashes(folder, check_sizes(folder))
