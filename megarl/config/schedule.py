@@ -160,7 +160,7 @@ class WeightsConfig(Section):
     check_every: NonNegativeInt = 0
     """Compute checksums of the weights after every n-th step, in trainer and engines, and compare them before and after
     each use. A changed bit ends the run, and the message names tensor and rank. 0 (default): never. Metric:
-    time/weight_check_seconds; file: versions.jsonl (megarl/loops/README.md#checksums-of-each-version)."""
+    time/weight_check_seconds; file: versions.jsonl (megarl/training/README.md#checksums-of-each-version)."""
     probe_tolerance: Annotated[PositiveFloat | None, OnlyIf(*ENGINE)] = None
     """Maximum mean difference between trainer and engine log-probs after a reshard, in nats (metric reshard/probe_gap).
     If it is larger, the run ends. Default: 0.001 in float32, 0.1 in bfloat16. Quantised weights may need more."""

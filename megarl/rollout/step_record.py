@@ -69,7 +69,7 @@ class StepRecord:
     recipe: str
     """The step's recipe as YAML, with secrets as references."""
     layout: Mapping[str, Any]
-    """What decides the trainer's rounding: parallel sizes and the recipe's section trainer. JSON values."""
+    """Parallel sizes and the recipe's section trainer, which decide the rounding. JSON values."""
     kl_coefficient: float
     groups: Sequence[Group]
     waiting: Sequence[Group]
