@@ -8,6 +8,7 @@ sockets, locks and CUDA context. It would also outlive a killed rank and write i
 
 from __future__ import annotations
 
+import inspect
 import io
 import queue
 import random
@@ -168,10 +169,13 @@ def stage(folder: Path, models: Mapping[str, Model], layout: str, **driver: Any)
     replicas: Any = parallel_state.get_data_parallel_group(with_context_parallel=True)
     one_file = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
     strategy = FullyParallelSaveStrategyWrapper(one_file, replicas)
+    # Megatron-Core 0.19 needs the package nvidia-resiliency-ext unless its own writer is chosen. 0.16.1 has no other.
+    has_choice = "async_strategy" in inspect.signature(dist_checkpointing.save).parameters
+    own_writer: dict[str, Any] = {"async_strategy": "mcore"} if has_choice else {}
     try:
         with disk_full_named(folder, _OVERHEAD_BYTES):  # Rank 0 already writes the state common to all ranks.
             request = dist_checkpointing.save(
-                state, str(folder), strategy, async_sharded_save=True, content_metadata=dict(_FORMAT)
+                state, str(folder), strategy, async_sharded_save=True, content_metadata=dict(_FORMAT), **own_writer
             )
     finally:
         filesystem_async._results_queue = None
