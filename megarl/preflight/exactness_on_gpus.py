@@ -34,7 +34,7 @@ name of the GPU architecture.
 
 OPERATORS = {
     "RMSNorm": "vLLM computes 1 / sqrt(mean + eps), Megatron-Core rsqrt(mean + eps)",
-    "the residual addition": "vLLM normalises the unrounded sum in a CUDA kernel, Megatron-Core rounds it before",
+    "the residual addition": "vLLM has one CUDA kernel for sum and norm, Megatron-Core rounds the sum",
     "the rotary embedding": "vLLM's CUDA kernel has rounded cosines and sines, Transformer Engine's float32 angles",
     "attention": (
         "vLLM reads pages of its cache by its own build of FlashAttention, the trainer has another kernel without pages"
