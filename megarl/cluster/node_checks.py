@@ -163,7 +163,9 @@ def _joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
         "unread": [*dict.fromkeys((*first["unread"], *second["unread"]))],
         "is_writable": first["is_writable"] and second["is_writable"],
         "broken": first["broken"] | second["broken"],
-        **{name: min(first[name], second[name]) for name in ("free_bytes", "memory")},
+        "free_bytes": min(first["free_bytes"], second["free_bytes"]),
+        # The need is that of all groups together. A small container must not refuse what the node has.
+        "memory": max(first["memory"], second["memory"]),
         **{name: first[name] or second[name] for name in ("shared_memory", "device", "compiler")},
     }
 

@@ -11,7 +11,7 @@ import math
 import re
 import shutil
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,12 +49,14 @@ class Checkpoints:
         ranks: WorkerGroup,
         inputs: Mapping[str, Any],
         checksum_after: Callable[[int], str | None],
+        check_weights: Callable[[], Awaitable[None]],
     ) -> None:
         """Prepare the saves of a run. `inputs` identifies models and data; a resumed run compares it with its own.
 
-        `checksum_after` returns the checksum of the weights after a step, None if it was not computed.
+        `checksum_after` returns the checksum of the weights after a step, None if it was not computed. `check_weights`
+        is called before weights are saved or exported; it raises an error if a bit of them changed.
         """
-        self._checksum_after = checksum_after
+        self._checksum_after, self._check_weights = checksum_after, check_weights
         self._recipe, self._folder, self._tracker, self._ranks = recipe, folder, tracker, ranks
         self._inputs = inputs
         self._unlogged: Mapping[str, float] | None = None
@@ -67,16 +69,19 @@ class Checkpoints:
 
         `save_driver` writes the driver's state into the checkpoint folder. Raises DiskFullError.
         """
-        settings = self._recipe.checkpoint
+        settings, last = self._recipe.checkpoint, self._recipe.train.steps
+        is_exported = bool(settings.export_every_steps) and step % settings.export_every_steps == 0
+        is_saved = bool(settings.every_steps) and (step % settings.every_steps == 0 or step == last)
+        if is_exported or is_saved:
+            await self._check_weights()
         # Exports wait for the ranks, so they are not part of an asynchronous save.
-        if settings.export_every_steps and step % settings.export_every_steps == 0:
+        if is_exported:
             with self._tracker.phase("export"):
                 await self._ranks.call("export", self._step_folder(step))
             self._exported_at = step
         # Before the checkpoint: both need the engines asleep, and the evaluation follows only after the reshard.
         await self._best.take(step)
-        every = settings.every_steps
-        if every and (step % every == 0 or step == self._recipe.train.steps):
+        if is_saved:
             await self._begin(step, save_driver, settings.asynchronous, is_resharded=False)
 
     def judge(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -298,6 +298,7 @@ class _Start:
                 ranks.trainers,
                 self.origin.inputs.as_json(),
                 checksum_after=weight_checks.checksum_after,
+                check_weights=weight_checks.check_trainer,
             ),
             reshards=reshards,
             stop=self.stop,

@@ -37,7 +37,10 @@ class WeightChecks:
         self._weights, self._ranks, self._folder = recipe.weights, ranks, folder
         self._boxes: dict[int, Mapping[Box, int]] = {}
         """Checksums of the trainer's boxes in the newest versions, by version."""
+        self._dtypes: dict[str, str] = {}
+        """Data types of the trainer's tensors by name. Engines have some tensors, such as routers, in another one."""
         self._checksums: dict[int, str] = {}
+        self._has_adapters = recipe.lora.rank > 0
         self._seconds = 0.0
 
     def checksum_after(self, step: int) -> str | None:
@@ -59,7 +62,8 @@ class WeightChecks:
             return
         self._add(step, await self._ranks.trainers.call("take_checksums", step + 1), is_new=False)
         loaded = self._checksums[step + 1]
-        if saved is not None and loaded != saved:
+        # The checksum is of merged weights: a resume may change lora.alpha, and other processors merge otherwise.
+        if saved is not None and loaded != saved and not self._has_adapters:
             raise DataError(
                 f"the weights loaded from the checkpoint of step {step} have the checksum {loaded}, but were saved "
                 f"with {saved}: they were damaged before they were written, or while they were loaded. Remove the "
@@ -99,7 +103,7 @@ class WeightChecks:
         engines: list[RankChecksums] = [report["checksums"] for report in reports if "checksums" in report]
         self._seconds += max((engine.seconds for engine in engines), default=0.0)
         for version in {engine.version for engine in engines}.intersection(self._boxes):
-            mine = [engine for engine in engines if engine.version == version]
+            mine = [engine.of_dtypes(self._dtypes) for engine in engines if engine.version == version]
             if differences := list(engine_differences(self._boxes[version], mine)):
                 # Perhaps the trainer's weights changed before they were sent. Then this check names its rank.
                 if not self._ranks.is_separate:
@@ -115,6 +119,7 @@ class WeightChecks:
     def _add(self, step: int, ranks: Sequence[RankChecksums], *, is_new: bool = True) -> None:
         """Compare the trainer ranks' checksums of the version made by a step, and store them."""
         self._seconds += max(rank.seconds for rank in ranks)
+        self._dtypes = {box.name: dtype for rank in ranks for box, dtype in zip(rank.boxes, rank.dtypes, strict=True)}
         version = step + 1
         boxes, differences = merge(ranks)
         if differences:
@@ -139,7 +144,7 @@ class WeightChecks:
         named = ", ".join(_text_of(box) for box in boxes[:_MOST_NAMED])
         more = f" and {len(boxes) - _MOST_NAMED} more" if len(boxes) > _MOST_NAMED else ""
         return MegarlError(
-            f"weights.check_every = {self._weights.check_every}: {what}: {named}{more}. These weights are not saved. "
+            f"weights.check_every = {self._weights.check_every}: {what}: {named}{more}. "
             "The memory of that rank's device or node is probably faulty: leave the node out, then go on from the last "
             f"checkpoint with: megarl train {self._folder.path} --resume"
         )

@@ -207,7 +207,8 @@ def machine_gpus(root: Path = SYS, driver: Path = DRIVER_GPUS) -> list[str]:
 
     GPUs that this container does not have are left out, if `driver` shows only the others.
     """
-    if driver.is_dir():
+    # A container runtime may show the folder empty.
+    if driver.is_dir() and any(driver.iterdir()):
         # /sys shows a container all devices of the machine. NVIDIA's container runtime shows the container's
         # own GPUs here. This was not tried in a container with some of the GPUs.
         return [folder.name.lower() for folder in driver.iterdir()]

@@ -93,16 +93,16 @@ def _of_experts(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     if shape.router is None:
         return
     trainer, blocks = recipe.trainer, recipe.exact_blocks
-    sizes = f"trainer.tp = {trainer.tp} and rollout.tp = {recipe.rollout.tp}"
+    sizes = f"trainer.tp = {trainer.tp}, trainer.etp = {trainer.etp} and rollout.tp = {recipe.rollout.tp}"
     if not (_adds_alike(trainer.etp, trainer.tp) and _adds_alike(trainer.etp, recipe.rollout.tp)):
         yield (
-            f"with trainer.etp = {trainer.etp}, {sizes}, trainer and engine cannot add the products of an expert's "
+            f"with {sizes}, trainer and engine cannot add the products of an expert's "
             "ranks in the same order; set trainer.etp=1"
         )
     if shape.moe_intermediate_size % blocks:
         yield (
             f"with {sizes}, the products of an expert need {blocks} equal blocks, and its "
-            f"{shape.moe_intermediate_size} channels cannot be divided so; lower the larger size"
+            f"{shape.moe_intermediate_size} channels cannot be divided so; lower the largest size"
         )
     if trainer.router_replay:
         yield "the trainer chooses the engine's experts without replay; set trainer.router_replay=false"

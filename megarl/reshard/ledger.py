@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -30,8 +30,20 @@ class RankChecksums:
     version: int
     boxes: tuple[Box, ...]
     values: NDArray[np.int64]
+    dtypes: tuple[str, ...]
+    """Data type of each box, such as `torch.bfloat16`. Equal values in another type have another checksum."""
     is_converted: bool
     seconds: float
+
+    def of_dtypes(self, dtypes: Mapping[str, str]) -> RankChecksums:
+        """Return the checksums of the tensors with the data types `dtypes`, by name, and without all others."""
+        places = [
+            place
+            for place, (box, dtype) in enumerate(zip(self.boxes, self.dtypes, strict=True))
+            if dtypes.get(box.name, dtype) == dtype
+        ]
+        boxes, found = (tuple(values[place] for place in places) for values in (self.boxes, self.dtypes))
+        return replace(self, boxes=boxes, values=self.values[places], dtypes=found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +81,9 @@ class Ledger:
         started = time.perf_counter()
         values = self._compute()
         boxes = tuple(piece.box for piece in self._layout)
+        dtypes = tuple(str(self._tensors[piece.storage].dtype) for piece in self._layout)
         seconds = time.perf_counter() - started
-        self.newest = RankChecksums(self._holder, version, boxes, values, self._is_converted, seconds)
+        self.newest = RankChecksums(self._holder, version, boxes, values, dtypes, self._is_converted, seconds)
         return self.newest
 
     @torch.no_grad()

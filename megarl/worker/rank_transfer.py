@@ -15,6 +15,7 @@ from megarl.groups.cross_world import join_group, leave_group
 from megarl.groups.peer_errors import loss_report
 from megarl.groups.rendezvous import Meeting
 from megarl.platform import background
+from megarl.reshard.ledger import RankChanges
 from megarl.reshard.plan import RankTopology
 from megarl.worker.weight_copier import WeightCopier
 
@@ -65,6 +66,8 @@ class RankTransfer:
         self.copier: WeightCopier | None = None
         """Object executing this rank's share of the copies; None without a process group."""
         self._sending: Future[dict[str, Any]] | None = None
+        self._unreported: RankChanges | None = None
+        """Changes of the engine's weights, found before a transfer that a lost peer ended."""
 
     def join(self, meeting: Meeting, topology: RankTopology, version: int) -> Report:
         """Join a process group of trainers and engines, and send or receive the weights of this version.
@@ -72,6 +75,7 @@ class RankTransfer:
         `topology` places the group's ranks in the network. An earlier group is left first. A collective of all ranks in
         the group.
         """
+        self._note_changes()
         self.leave()
         if self._snapshot is not None:
             self._snapshot.take(version)
@@ -80,17 +84,18 @@ class RankTransfer:
             self.copier = WeightCopier(topology=topology, group=self._group, version=version, **self._ends)
         except Exception as error:
             return self._report_loss(error)
-        return self.copier.first_report
+        return self._with_changes(self.copier.first_report)
 
     def run(self, verify: bool, version: int) -> Report:
         """Send or receive the weights of this version. With `verify` they are compared afterwards. Returns seconds and
         bytes.
         """
         assert self.copier is not None
+        self._note_changes()
         if self._snapshot is not None:
             self._snapshot.take(version)
         try:
-            return self.copier.run(verify=verify, version=version)
+            return self._with_changes(self.copier.run(verify=verify, version=version))
         except Exception as error:
             return self._report_loss(error)
 
@@ -123,6 +128,18 @@ class RankTransfer:
             return background.finish(sending)
         except Exception as error:
             return self._report_loss(error)
+
+    def _note_changes(self) -> None:
+        """Compare the engine's weights with their checksums before they are overwritten."""
+        changes = self.copier.compare_weights() if self.copier is not None else None
+        # Changes that were not reported yet are the earlier ones.
+        if changes is not None and not (self._unreported and self._unreported.boxes):
+            self._unreported = changes
+
+    def _with_changes(self, report: Report) -> Report:
+        """Return the report of a complete transfer, with the changes of the engine's old weights, if compared."""
+        changes, self._unreported = self._unreported, None
+        return report if changes is None else {**report, "changes": changes}
 
     def leave(self) -> None:
         """Leave the process group of trainers and engines, if there is one."""

@@ -97,22 +97,17 @@ class WeightCopier:
     def run(self, *, verify: bool = False, version: int | None = None) -> dict[str, Any]:
         """Copy the trainer's weights into the engines. With `verify`, compare them. Returns seconds and bytes by stage.
 
-        With `weights.check_every`, an engine's report has its new weights' `checksums`. A separate engine's also has
-        the `changes` of its old weights.
+        With `weights.check_every`, an engine's report has its new weights' `checksums`.
 
         The comparison of `verify` uses checksums. If an engine stores converted (such as quantised) weights, log-probs
         of a probe prompt are compared, and `probe_gap` is their mean distance in nats. Raises MegarlError with the
         first differing parameter, or with the rank of differing log-probs.
         """
         trainer_logprobs = None
-        # The old weights of colocated engines are gone: they were compared before the engines slept.
-        changes = self.compare_weights() if self._group is not None else None
         meet_seconds = self._meet()
         with self._in_memory(version):
             with span("move weights"):
                 report: dict[str, Any] = self.resharding.run() | meet_seconds
-            if changes is not None:
-                report["changes"] = changes
             started = time.perf_counter()
             # Checksums need the weights in memory on both sides; converted weights have no equal bytes, so they are
             # probed.
