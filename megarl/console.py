@@ -300,8 +300,8 @@ def comparison_lines(found: Sequence[StepComparison]) -> list[str]:
     """Return a line per replayed step: equal to its record, or its first differences in lines of their own."""
     lines = []
     for one in found:
-        agreement = "bit-equal to" if one.is_same_layout else "within 1e-5 of"
         if not one.differences:
+            agreement = "bit-equal to" if one.is_same_layout else "within 1e-5 (state tensors 1e-4) of"
             lines.append(f"step {one.step}: {agreement} its record ({one.num_tokens} tokens)")
             continue
         lines.append(f"step {one.step}: differs from its record, first in {one.differences[0].tensor}")

@@ -43,7 +43,7 @@ def replay(
 
     The run must have train.record. The trainer's ranks start from the newest checkpoint before the step. In the run's
     layout all values must be bit-equal. Runs in float32 can be replayed in another layout (trainer.tp=2); values may
-    then differ by 1e-5. The exit code is 70 if they differ.
+    then differ by 1e-5, state tensors by 1e-4 of their norm. The exit code is 70 if they differ.
     """
     from megarl.loops import replaying
 

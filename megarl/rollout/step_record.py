@@ -49,6 +49,11 @@ _FIRST_ARRAYS = (
 )
 """Arrays of a batch in the order in which a step computes them. Others are compared after these."""
 
+STATE_FACTOR = 10
+"""Tolerance of state tensors, divided by that of all other values. Gradients of small tensors, such as norms, are sums
+that cancel, and Adam divides by their size. Distances up to 2.2e-5 were measured between dp 2 and tp 2 in float32.
+"""
+
 _MISSING, _ADDED = "recorded, but not there now", "there now only"
 
 StateParts = Mapping[str, Mapping[int, Fingerprint]]
@@ -299,7 +304,8 @@ class Difference:
 def differences(recorded: StepRecord, replayed: StepRecord, tolerance: float) -> Iterator[Difference]:
     """Yield the differences of two executions of a step, in the order in which the step computes the values.
 
-    `tolerance` is relative to the larger of 1 and the value, for state tensors to their norm. With 0 all values must be
+    `tolerance` is relative to the larger of 1 and the value. For state tensors STATE_FACTOR times as much is allowed,
+    relative to their norm. With 0 all values must be
     bit-equal; state tensors are then compared for each rank. With another tolerance, arrays are compared only if both
     records hold their values.
     """
@@ -394,7 +400,7 @@ def _state_differences(name: str, recorded: StepRecord, replayed: StepRecord, to
         return
     distance = sum(before.values(), Fingerprint()).distance(sum(now.values(), Fingerprint()))
     # Written so that NaN counts as a difference.
-    if not distance <= tolerance:
+    if not distance <= STATE_FACTOR * tolerance:
         yield Difference(name, "", f"relative distance about {distance:.2g}", distance=distance)
 
 

@@ -1,4 +1,4 @@
-"""Recorded steps are executed again: bit-equal in their layout, within 1e-5 in another, and seeded bugs are found.
+"""Recorded steps are executed again: bit-equal in their layout, within 1e-5 in another; seeded bugs are found.
 
 Each row of a layout is a run of six steps with train.record=all. Some of its steps are replayed, in the run's layout
 and in another one. A replay starts from the initial weights or a checkpoint. In the last rows a copy of the package has
