@@ -39,11 +39,13 @@ def replay(
         bool, typer.Option("--html", help="Also write the results into the run's report.html, part Replays.")
     ] = False,
 ) -> None:
-    """Execute a recorded step again and compare it with its record, from log-probs to the optimizer's state.
+    """Execute a recorded step again and compare it with its record: log-probs, advantages, loss, gradients, weights.
 
-    The run must have train.record. The trainer's ranks start from the newest checkpoint before the step. In the run's
-    layout all values must be bit-equal. Runs in float32 can be replayed in another layout (trainer.tp=2); values may
-    then differ by 1e-5, state tensors by 1e-4 of their norm. The exit code is 70 if they differ.
+    The run must have been made with train.record; train.record=all adds the optimizer's state. Nothing is sampled. The
+    trainer starts from the newest checkpoint before the step and uses the recorded trajectories. In the run's parallel
+    layout all values must be bit-equal. Runs in float32 can be replayed in another layout, for example with
+    trainer.tp=2. Values may then differ by 1e-5, relative to the larger of 1 and the value, and weights by 1e-4 of
+    their norm. Exit code 70: there is a larger difference.
     """
     from megarl.loops import replaying
 

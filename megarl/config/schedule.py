@@ -82,9 +82,9 @@ class TrainConfig(Section):
     CUDA allocator per rank, for pytorch.org/memory_viz."""
     record: Annotated[Literal["tokens", "all"] | None, OnlyIf(RL, left_out("trainer.router_replay")),
         UntriedOnGpu("tokens, all")] = None  # fmt: skip
-    """Record each step in the run folder's records/, for `megarl replay` (loop rl). tokens: trajectories, checksums of
-    log-probs and advantages, fingerprints of the weights. all: also their values, and fingerprints of the optimizer's
-    state. Default: no records. Metrics: record/."""
+    """Record each step in the run folder's records/, for `megarl replay`. Only in loop rl. tokens: trajectories,
+    checksums of log-probs and advantages, and fingerprints (checksum and sketch) of the weights. all: also the values
+    of log-probs and advantages, and fingerprints of the optimizer's state. Default: no records. Metrics: record/."""
     max_logprob_gap: Annotated[PositiveFloat | None, OnlyIf(ON_POLICY, UNPACED)] = None
     """Maximum mean distance between trainer and engine log-probs, in nats (metric logprob_gap/mean; rl, distillation).
     If it is larger, the step's remaining updates are skipped. Default: none. Metric: train/gap_exceeded."""
@@ -158,9 +158,10 @@ class WeightsConfig(Section):
     training."""
     # A check needs two checksums of the trainer's weights and two of the engines', each a pass over the memory.
     check_every: NonNegativeInt = 0
-    """Compute checksums of the weights after every n-th step, in trainer and engines, and compare them before and after
-    each use. A changed bit ends the run, and the message names tensor and rank. 0 (default): never. Metric:
-    time/weight_check_seconds; file: versions.jsonl (megarl/training/README.md#checksums-of-each-version)."""
+    """Compute checksums of the weights after every n-th step, in trainer and engines. They are compared before the next
+    update, save and export, after each reshard, and before engines get new weights. A changed bit ends the run, and the
+    message names tensor and rank. 0 (default): never. Metric: time/weight_check_seconds. The checksums are in
+    versions.jsonl (megarl/training/README.md#checksums-of-each-version)."""
     probe_tolerance: Annotated[PositiveFloat | None, OnlyIf(*ENGINE)] = None
     """Maximum mean difference between trainer and engine log-probs after a reshard, in nats (metric reshard/probe_gap).
     If it is larger, the run ends. Default: 0.001 in float32, 0.1 in bfloat16. Quantised weights may need more."""

@@ -64,9 +64,10 @@ class StepRecorder:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """Inputs of a step: its groups before the trainer's log-probs, waiting groups, and the KL coefficient.
+    """Inputs of a step: its groups without the trainer's log-probs, the waiting groups, and the KL coefficient.
 
-    `waiting` are groups of later steps. A synchronous step computes their log-probs in the same batch as its own.
+    `waiting` are groups left for later steps. A synchronous step computes the log-probs of both in one batch, and the
+    rounding depends on the batch. Asynchronous steps have none here.
     """
 
     groups: Sequence[Group]

@@ -171,11 +171,12 @@ def _executed_steps(earlier: EarlierRun, step: int) -> tuple[Path | None, range]
     first = checkpoint_step(before[0]) + 1 if before else 1
     recorded = recorded_steps(run / RECORDS)
     if missing := sorted(set(range(first, step + 1)) - recorded):
-        known = f"it has records of the steps {min(recorded)} to {max(recorded)}" if recorded else "it has no records"
+        known = f"it has steps {min(recorded)} to {max(recorded)}" if recorded else "it has no records"
         start = f"the checkpoint of step {first - 1}" if before else "the initial weights"
         raise ConfigError(
-            f"--step {step}: needs the records of all steps after {start}, and {run / RECORDS} has none of step "
-            f"{missing[0]}; {known}. Runs with train.record=tokens or all write them"
+            f"--step {step}: a replay starts from {start} and needs the records of steps {first} to {step}, but "
+            f"{run / RECORDS} has none of step {missing[0]}; {known}. Choose another step; steps are recorded only "
+            "with train.record=tokens or all"
         )
     recipes = {number: StepRecord.load(run / RECORDS, number).recipe for number in range(first, step + 1)}
     if other := [number for number in recipes if recipes[number] != recipes[step]]:
@@ -201,9 +202,9 @@ def _refuse_another_rounding(run: Path, step: int, recipe: Recipe, layout: Paral
         )
     if layout_values(recipe, layout) != recorded and recipe.model.dtype != "float32":
         raise ConfigError(
-            f"--step {step}: model.dtype = {recipe.model.dtype} rounds by far more than {OTHER_LAYOUT_TOLERANCE:g} "
-            "otherwise in another layout, so only the run's own layout can be compared; leave out the overrides of "
-            "trainer and cluster"
+            f"--step {step}: with model.dtype = {recipe.model.dtype}, rounding in another parallel layout differs by "
+            f"far more than the tolerance of {OTHER_LAYOUT_TOLERANCE:g}, so the step can be replayed only in the run's "
+            "own layout; remove the overrides of trainer.* and cluster.*"
         )
 
 
@@ -223,9 +224,10 @@ def _refuse_other_models(recipe: Recipe, changed: Recipe, fields: Sequence[str])
     }
     for part, needs in facts.items():
         if needs(recipe) != needs(changed):
-            verb = "needs" if needs(changed) else "has no use for"
+            verb, has = ("needs", "has none") if needs(changed) else ("runs without", "has one")
             raise ConfigError(
-                f"--set {fields[0]}: it {verb} {part}, and the recorded run is built the other way; use `megarl fork`"
+                f"--set {fields[0]}: the new value {verb} {part}, and the recorded run {has}; to try it, use `megarl "
+                "fork`"
             )
     if any(text.startswith("reward.") for text in fields):
         _refuse_unscorable(changed)
@@ -451,11 +453,11 @@ class Bisection:
 
 
 def bisect(first: Path, second: Path) -> Bisection:
-    """Return the first recorded step in which two runs differ.
+    """Return the first recorded step in which two runs differ; its `step` is None if they are equal.
 
-    In one layout log2(steps) records are read, because each has a checksum of all earlier ones (`StepRecord.chain`).
-    In different layouts all records are compared. Raises ConfigError if the runs cannot be compared, DataError for a
-    damaged record.
+    If both have the same parallel layout, a binary search reads about log2(steps) records: each record has a checksum
+    of all earlier ones (`StepRecord.chain`). Otherwise all records are compared. Raises ConfigError if the runs cannot
+    be compared, DataError for a damaged record.
     """
     for run in (first, second):
         refuse_other_folders(run)

@@ -92,8 +92,8 @@ class WeightChecks:
             if answer.boxes:
                 made = "the update" if answer.holder.startswith("trainer") else "the reshard"
                 raise self._error(
-                    f"weights of version {answer.version} changed in the memory of {answer.holder} after {made} of "
-                    f"step {answer.version - 1}",
+                    f"weights changed in the memory of {answer.holder} after {made} of step {answer.version - 1} "
+                    f"(version {answer.version})",
                     answer.boxes,
                 )
 
@@ -145,8 +145,8 @@ class WeightChecks:
         more = f" and {len(boxes) - _MOST_NAMED} more" if len(boxes) > _MOST_NAMED else ""
         return MegarlError(
             f"weights.check_every = {self._weights.check_every}: {what}: {named}{more}. "
-            "The memory of that rank's device or node is probably faulty: leave the node out, then go on from the last "
-            f"checkpoint with: megarl train {self._folder.path} --resume"
+            "The memory of that rank's GPU or node is probably faulty. Exclude the node (Slurm: --exclude), then go on "
+            f"from the last checkpoint with: megarl train {self._folder.path} --resume"
         )
 
 

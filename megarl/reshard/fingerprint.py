@@ -24,9 +24,9 @@ _MASK = (1 << 64) - 1
 class Fingerprint:
     """Checksum and sketch of a tensor, or of a part of it.
 
-    `checksum` is a 64-bit integer. It changes with each single element, and with the order of the elements. `sketch`
-    [NUM_PROJECTIONS] are sums of all elements with random signs. `squares` is the sum of the squared elements, `numel`
-    their number.
+    `checksum` is a 64-bit integer. It changes if any element changes, or their order. Each entry of `sketch`, shape
+    [NUM_PROJECTIONS], is the sum of all elements with random signs. Two sketches give an estimate of the distance of
+    their tensors. `squares` is the sum of the squared elements, `numel` their number.
     """
 
     checksum: int = 0

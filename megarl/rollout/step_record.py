@@ -302,12 +302,11 @@ class Difference:
 
 
 def differences(recorded: StepRecord, replayed: StepRecord, tolerance: float) -> Iterator[Difference]:
-    """Yield the differences of two executions of a step, in the order in which the step computes the values.
+    """Yield the differences between two executions of a step, in the order in which the step computes the values.
 
-    `tolerance` is relative to the larger of 1 and the value. For state tensors STATE_FACTOR times as much is allowed,
-    relative to their norm. With 0 all values must be
-    bit-equal; state tensors are then compared for each rank. With another tolerance, arrays are compared only if both
-    records hold their values.
+    A value may differ by tolerance * max(1, |value|). A state tensor (weights, moments) may differ by STATE_FACTOR *
+    tolerance * its norm. With tolerance 0 all must be bit-equal, and state tensors are compared rank by rank, otherwise
+    as whole tensors. With another tolerance, arrays of the batch are compared only if both records hold their values.
     """
     yield from _array_differences(recorded, replayed, tolerance)
     yield from _metric_differences(LOSSES, recorded.metrics, replayed.metrics, tolerance)

@@ -83,7 +83,7 @@ def test_another_layout_agrees_and_a_change_has_an_effect_on_each_sample(folder:
 @pytest.mark.parametrize(
     ("step", "changes", "message"),
     [
-        (4, (), "has none of step 4; it has records of the steps 1 to 3"),
+        (4, (), "has none of step 4; it has steps 1 to 3"),
         (2, ("optimizer.learning_rate=1",), r"a replayed step can change algorithm\.\*, reward\.\*"),
         (2, ("algorithm.kl_coefficient=0.1",), "the run already has this value"),
     ],
