@@ -34,7 +34,7 @@ from megarl.data.token_batch import TokenBatch
 from megarl.loops.checkpointing import plain_recipe
 from megarl.loops.models import models_of, move_reference
 from megarl.loops.recording import Sampled, layout_values, make_record
-from megarl.loops.rl import conversations_of, update
+from megarl.loops.rl import conversations_of
 from megarl.loops.sources import read_data, start_rewards
 from megarl.loops.stopping import leaving_on_signals
 from megarl.preflight import Dropped, check, with_memory_defaults, with_steps
@@ -54,6 +54,7 @@ from megarl.rollout.step_record import (
     record_folder,
     recorded_steps,
 )
+from megarl.rollout.updates import PolicyUpdates, update_critic
 from megarl.tracking.earlier_run import EarlierRun, checkpoint_step
 from megarl.tracking.run_folder import RECORDS
 from megarl.types import ConfigError, FindProblem, Group, Trajectory
@@ -366,9 +367,13 @@ class _Steps:
         completed, _ = await complete_logprobs(groups, record.waiting, recipe, forward)
         scored, batch, _ = await score(completed, models, recipe, weight_version=record.step)
         weigh(batch, recipe, record.step, record.kl_coefficient)
-        conversations = self._conversations_at(record.step)
-        metrics = await update(batch, models, recipe, record.step, record.kl_coefficient, conversations)
-        return batch, scored, metrics
+        metrics: dict[str, float] = {}
+        if "critic" in models:
+            metrics |= await update_critic(batch, models["critic"], recipe)
+        updates = PolicyUpdates(batch, recipe, record.step, self._conversations_at(record.step))
+        for minibatch in updates:
+            updates.add(await policy.update(minibatch, record.kl_coefficient))
+        return batch, scored, metrics | updates.metrics()
 
     async def _compared(self, record: StepRecord, batch: RLBatch, metrics: Mapping[str, float]) -> StepComparison:
         sampled = Sampled(record.groups, record.waiting, record.kl_coefficient)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from megarl.cluster.rank_model import RankModel
 from megarl.config import Recipe
 from megarl.data.sampler import DataOrder
 from megarl.data.token_batch import TokenBatch
@@ -15,7 +14,6 @@ from megarl.loops.recording import Sampled
 from megarl.loops.session import Session
 from megarl.preflight import Dropped, kept_kv, read_conversations, uncorrected, uncorrected_fp8
 from megarl.rollout.advantages import weigh
-from megarl.rollout.rl_batch import RLBatch
 from megarl.rollout.scoring import score
 from megarl.rollout.updates import PolicyUpdates, update_critic
 
@@ -55,8 +53,12 @@ async def train(session: Session) -> None:
                 token_records = await session.samples.token_records(number, groups, batch)
 
                 async with session.steps.updating(step):
-                    conversations = conversations_at(number)
-                    step.log(await update(batch, models, recipe, number, sampled.kl_coefficient, conversations))
+                    if "critic" in models:
+                        step.log(await update_critic(batch, models["critic"], recipe))
+                    updates = PolicyUpdates(batch, recipe, number, conversations_at(number))
+                    for minibatch in updates:
+                        updates.add(await policy.update(minibatch, sampled.kl_coefficient))
+                step.log(updates.metrics())
                 step.log(await session.recorder.write(number, sampled, batch, step.metrics))
                 run.log_samples(step, groups)
                 step.log(run.state.adapt_kl(step.metrics, num_samples=len(batch.rewards)))
@@ -70,27 +72,6 @@ async def train(session: Session) -> None:
                 await run.write_samples(step, groups, token_records)
                 if recipe.evaluates_at(number):
                     step.log(await session.evaluate(number))
-
-
-async def update(
-    batch: RLBatch,
-    models: Mapping[str, RankModel],
-    recipe: Recipe,
-    step: int,
-    kl_coefficient: float,
-    conversations: TokenBatch | None = None,
-) -> dict[str, float]:
-    """Make all updates of a step on its weighed batch: first the critic's, then the policy's. Returns their metrics.
-
-    `kl_coefficient` is the step's. `conversations` are learned together with the batch (algorithm.ptx_coefficient).
-    """
-    metrics: dict[str, float] = {}
-    if "critic" in models:
-        metrics |= await update_critic(batch, models["critic"], recipe)
-    updates = PolicyUpdates(batch, recipe, step, conversations)
-    for minibatch in updates:
-        updates.add(await models["policy"].update(minibatch, kl_coefficient))
-    return metrics | updates.metrics()
 
 
 def conversations_of(recipe: Recipe, tokenizer: Tokenizer, dropped: Dropped) -> Callable[[int], TokenBatch | None]:
