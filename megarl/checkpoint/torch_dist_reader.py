@@ -47,6 +47,9 @@ _ALLOWED = {
 """Classes allowed in a `.metadata` file, in addition to torch's dtypes: plain records without behaviour."""
 
 
+_COMMON_OBJECT = "common_state"
+"""Name of the state common to all ranks in checkpoints without `common.pt`."""
+
 _SECONDS, _BYTES_PER_SECOND = 10, 1_000_000
 _MEMORY = 1 << 30
 """Limits for reading `.metadata`: seconds (plus 1 for each MB), and bytes of memory (plus 64 for each byte of the
@@ -219,7 +222,10 @@ def check_harmless(folder: Path) -> None:
     """
     metadata, path = read_metadata(folder / METADATA), folder / COMMON
     try:
-        torch.load(path, map_location="cpu", weights_only=True)
+        # Megatron-Core 0.19 stores the state common to all ranks as one of the objects below.
+        has_common_object = any(key.partition("/")[0] == _COMMON_OBJECT for key in metadata.state_dict_metadata)
+        if path.exists() or not has_common_object:
+            torch.load(path, map_location="cpu", weights_only=True)
         for index, place in metadata.storage_data.items():
             path = folder / place.relative_path
             if path.parent != folder or place.transform_descriptors or place.offset < 0:

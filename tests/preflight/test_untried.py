@@ -26,6 +26,7 @@ CASES = {
     "trainer.optimizer_offload_fraction": ("0.5", {"trainer": {"optimizer_offload_fraction": 0.5}}),
     "weights.overlap": ("true", {**ASYNCHRONOUS, "rollout": PLACED, "weights": {"overlap": True}}),
     "rollout.recompute_kv": ("false", {**ASYNCHRONOUS, "rollout": {**PLACED, "recompute_kv": False}}),
+    "train.record": ("all", {"train": {"record": "all"}}),
 }
 """By field: a value that no GPU has run, and sections of a recipe with it. tests/gpu/README.md lists what has run."""
 
