@@ -317,7 +317,7 @@ def test_a_source_that_is_gone_while_its_samples_wait_is_named(tmp_path: Path) -
     first.take()
     first.state.save(tmp_path)
     second = mixed()
-    with pytest.raises(ConfigError, match=r"mixture\.single_turn: the checkpoint has unused samples for problem"):
+    with pytest.raises(ConfigError, match=r"mixture\.single_turn: the checkpoint has samples for problem"):
         second.load(tmp_path)
 
 
