@@ -85,14 +85,15 @@ def until(driver: subprocess.Popen[str], folder: Path, is_reached: Callable[[], 
 
 def step_of(folder: Path) -> int:
     file = folder / "runs/run/metrics.jsonl"
-    lines = file.read_text().splitlines() if file.exists() else []
+    # The driver may be writing the last line at this moment.
+    lines = file.read_text().rpartition("\n")[0].splitlines() if file.exists() else []
     return json.loads(lines[-1])["step"] if lines else 0
 
 
 def steps_of(folder: Path) -> list[dict[str, float]]:
     """The lines of all steps, without that of the evaluation before them."""
-    lines = map(json.loads, (folder / "runs/run/metrics.jsonl").read_text().splitlines())
-    return [line for line in lines if line["step"]]
+    written = (folder / "runs/run/metrics.jsonl").read_text().rpartition("\n")[0]
+    return [line for line in map(json.loads, written.splitlines()) if line["step"]]
 
 
 def logged(folder: Path, text: str) -> list[str]:
