@@ -315,11 +315,11 @@ def print_effect(effect: Effect, changes: Sequence[str]) -> None:
     """Print the effect of a change on a replayed step: metrics of its updates, and a table of its samples."""
     from rich.table import Table
 
+    from megarl.loops.replaying import EFFECT_COLUMNS
     from megarl.terminal import Console
 
     print_lines([f"changed for this step: {', '.join(changes)}"])
     print_lines([f"  {name}: {before:.6g} -> {now:.6g}" for name, (before, now) in effect.metrics.items()])
-    columns = ("prompt", "attempt", "reward", "advantage", "log-prob after, nats per token", "largest at token")
     rows = [
         (
             str(one.prompt),
@@ -333,9 +333,9 @@ def print_effect(effect: Effect, changes: Sequence[str]) -> None:
     console = Console(highlight=False, markup=False)
     # Tabs without a terminal, so that cut and awk can read the table. rich would expand them.
     if not console.is_terminal:
-        print("\n".join("\t".join(row) for row in (columns, *rows)))
+        print("\n".join("\t".join(row) for row in (EFFECT_COLUMNS, *rows)))
         return
-    table = Table(*columns, box=None, padding=(0, 2, 0, 0))
+    table = Table(*EFFECT_COLUMNS, box=None, padding=(0, 2, 0, 0))
     for row in rows:
         table.add_row(*row)
     console.print(table)

@@ -118,6 +118,11 @@ class ParallelConfig:
         """Return the number of all ranks of the run."""
         return self.world_size + self.rollout_ranks
 
+    @property
+    def replica_sizes(self) -> list[int]:
+        """Return the number of ranks of each separate engine replica. Empty if trainer and engines share ranks."""
+        return [self.rollout_tp] * (self.rollout_ranks // self.rollout_tp)
+
     def coordinates(self, rank: int) -> Coordinates:
         """Return the coordinates of a rank in the trainer's grid."""
         at = self._place(self._dense, self.part(rank))

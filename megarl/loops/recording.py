@@ -28,7 +28,7 @@ METRICS = {
 """Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
 
 _LAYOUT_FIELDS = ("tp", "pp", "dp", "cp", "vpp", "ep", "etp", "order", "rank_permutation")
-"""Fields of a layout that decide which rank has which part of the trainer."""
+"""Fields of a layout that place the trainer's parts on ranks."""
 
 
 class StepRecorder:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,13 +44,14 @@ from megarl.rewards.calling import Sample
 from megarl.rewards.reward_pool import RewardPool
 from megarl.rollout.advantages import weigh
 from megarl.rollout.rl_batch import RLBatch
-from megarl.rollout.scoring import complete_logprobs, score
+from megarl.rollout.scoring import complete_logprobs, forward_of, score
 from megarl.rollout.state import flatten, problem_lookup
 from megarl.rollout.step_record import (
     COMPARED_METRICS,
     RECIPE,
     Difference,
     StepRecord,
+    chain_of,
     differences,
     record_folder,
     recorded_steps,
@@ -64,6 +66,9 @@ OTHER_LAYOUT_TOLERANCE = 1e-5
 
 CHANGEABLE = ("algorithm.", "reward.", "train.updates_per_step", "train.epochs_per_step")
 """Beginnings of the fields that `--set` may change for a replayed step."""
+
+EFFECT_COLUMNS = ("prompt", "attempt", "reward", "advantage", "log-prob after, nats per token", "largest at token")
+"""Columns of the table with a change's effect on each sample, in the order of the fields of `SampleEffect`."""
 
 LOGS = "logs/replay"
 """Folder in a run folder with the output of the newest replay's ranks."""
@@ -114,14 +119,8 @@ class SampleEffect:
 
     def row(self) -> dict[str, int | tuple[float, float]]:
         """Return the values by the names of a table's columns."""
-        return {
-            "prompt": self.prompt,
-            "attempt": self.attempt,
-            "reward": self.reward,
-            "advantage": self.advantage,
-            "log-prob after, nats per token": self.logprob,
-            "largest at token": self.largest_token,
-        }
+        values = (self.prompt, self.attempt, self.reward, self.advantage, self.logprob, self.largest_token)
+        return dict(zip(EFFECT_COLUMNS, values, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,17 +141,21 @@ def prepare(run: Path, step: int, overrides: Sequence[str] = (), changes: Sequen
     refuse_other_folders(run)
     earlier = EarlierRun.read(run)
     earlier.refuse_newer_version()
-    checkpoint, steps = _executed_steps(earlier, step)
+    checkpoint, steps, recorded_layout = _executed_steps(earlier, step)
     place = run.absolute()
     own = [override_text("runs_folder", str(place.parent)), override_text("name", place.name)]
-    # The run's config.yaml may be newer: a resumed run can change its recipe.
-    file = record_folder(run / RECORDS, step) / RECIPE
-    recipe = with_memory_defaults(with_steps(load(file, [*own, *overrides], is_of_run=True)), is_start=True)
+
+    def recipe_with(*given: str) -> Recipe:
+        # The run's config.yaml may be newer: a resumed run can change its recipe.
+        file = record_folder(run / RECORDS, step) / RECIPE
+        return with_memory_defaults(with_steps(load(file, [*own, *given], is_of_run=True)), is_start=True)
+
+    recipe = recipe_with(*overrides)
     layout = check(recipe)
-    _refuse_another_rounding(run, step, recipe, layout)
+    _refuse_another_rounding(step, recorded_layout, recipe, layout)
     if not changes:
         return Replay(run, recipe, layout, recipe, (), checkpoint, steps)
-    changed = with_memory_defaults(with_steps(load(file, [*own, *overrides, *changes], is_of_run=True)), is_start=True)
+    changed = recipe_with(*overrides, *changes)
     changed_fields = tuple(recipe_changes(plain_recipe(recipe), changed))
     if not changed_fields:
         raise ConfigError(f"--set {changes[0]}: the run already has this value; give another one")
@@ -161,8 +164,8 @@ def prepare(run: Path, step: int, overrides: Sequence[str] = (), changes: Sequen
     return Replay(run, recipe, layout, changed, changed_fields, checkpoint, steps)
 
 
-def _executed_steps(earlier: EarlierRun, step: int) -> tuple[Path | None, range]:
-    """Return the checkpoint to start from (None: the initial weights), and the steps to execute.
+def _executed_steps(earlier: EarlierRun, step: int) -> tuple[Path | None, range, Mapping[str, Any]]:
+    """Return the checkpoint to start from (None: the initial weights), the steps to execute, and the recorded layout.
 
     Raises ConfigError if a step has no record, or if its recipe is not that of the last step. Raises DataError for a
     damaged checkpoint.
@@ -170,8 +173,9 @@ def _executed_steps(earlier: EarlierRun, step: int) -> tuple[Path | None, range]
     run = earlier.path
     before = [folder for folder in earlier.checkpoints if checkpoint_step(folder) < step]
     first = checkpoint_step(before[0]) + 1 if before else 1
+    steps = range(first, step + 1)
     recorded = recorded_steps(run / RECORDS)
-    if missing := sorted(set(range(first, step + 1)) - recorded):
+    if missing := sorted(set(steps) - recorded):
         known = f"it has steps {min(recorded)} to {max(recorded)}" if recorded else "it has no records"
         start = f"the checkpoint of step {first - 1}" if before else "the initial weights"
         raise ConfigError(
@@ -179,23 +183,24 @@ def _executed_steps(earlier: EarlierRun, step: int) -> tuple[Path | None, range]
             f"{run / RECORDS} has none of step {missing[0]}; {known}. Choose another step; steps are recorded only "
             "with train.record=tokens or all"
         )
-    recipes = {number: StepRecord.load(run / RECORDS, number).recipe for number in range(first, step + 1)}
-    if other := [number for number in recipes if recipes[number] != recipes[step]]:
+    record = StepRecord.load(run / RECORDS, step)
+    # All records are read, so that a damaged one is found before the ranks start.
+    recipes = {number: StepRecord.load(run / RECORDS, number).recipe for number in steps[:-1]}
+    if other := [number for number in recipes if recipes[number] != record.recipe]:
         raise ConfigError(
             f"--step {step}: the run was resumed with another recipe after step {other[-1]}, and has no checkpoint "
             f"between that and step {step}; replay a step up to {other[-1]}"
         )
     if not before:
-        return None, range(first, step + 1)
+        return None, steps, record.layout
     if expected := check_sizes(before[0]):
         check_hashes(before[0], expected)
     check_harmless(before[0])
-    return before[0], range(first, step + 1)
+    return before[0], steps, record.layout
 
 
-def _refuse_another_rounding(run: Path, step: int, recipe: Recipe, layout: ParallelConfig) -> None:
+def _refuse_another_rounding(step: int, recorded: Mapping[str, Any], recipe: Recipe, layout: ParallelConfig) -> None:
     """Raise ConfigError for another optimizer, or another layout in a precision with too different rounding."""
-    recorded = StepRecord.load(run / RECORDS, step).layout
     if recipe.trainer.distributed_optimizer != recorded["trainer"]["distributed_optimizer"]:
         raise ConfigError(
             f"--step {step}: trainer.distributed_optimizer = {recipe.trainer.distributed_optimizer}: the run's "
@@ -284,8 +289,7 @@ async def _start_trainers(recipe: Recipe, layout: ParallelConfig, logs: Path, st
     shutil.rmtree(logs, ignore_errors=True)
     logs.mkdir(parents=True)
     # Ranks of separate engines start too, and stay empty: cores and threads are then divided as in the run.
-    replicas = [layout.rollout_tp] * (layout.rollout_ranks // layout.rollout_tp)
-    ranks = await start_ranks(recipe.cluster, logs, replicas)
+    ranks = await start_ranks(recipe.cluster, logs, layout.replica_sizes)
     stack.push_async_callback(ranks.close)
     ranks.set_deadlines(lambda: run_deadlines(recipe.cluster))
     settings = {"recipe": recipe, "layout": layout, "teacher_layout": None}
@@ -361,10 +365,7 @@ class _Steps:
     ) -> tuple[RLBatch, list[Group], dict[str, float]]:
         """Execute a step from log-probs to updates. Returns its batch, its groups and the metrics of its updates."""
         policy = models["policy"]
-        forward = policy.forward
-        if recipe.algorithm.entropy_top_share is not None:
-            forward = policy.forward_with_entropies
-        completed, _ = await complete_logprobs(groups, record.waiting, recipe, forward)
+        completed, _ = await complete_logprobs(groups, record.waiting, recipe, forward_of(policy, recipe))
         scored, batch, _ = await score(completed, models, recipe, weight_version=record.step)
         weigh(batch, recipe, record.step, record.kl_coefficient)
         metrics: dict[str, float] = {}
@@ -486,19 +487,21 @@ def bisect(first: Path, second: Path) -> Bisection:
             )
         return tuple(differences(one, other, 0.0 if is_same else OTHER_LAYOUT_TOLERANCE))
 
+    looked_at: set[int] = set()
+
     def has_parted(number: int) -> bool:
-        one, other = records_of(number)
-        return one.chain != other.chain
+        looked_at.add(number)
+        return chain_of(first / RECORDS, number) != chain_of(second / RECORDS, number)
 
     one, other = records_of(common[-1])
     if one.layout == other.layout:
         place = bisect_left(common, True, key=has_parted)
         if place == len(common):
-            return Bisection(None, (), common[-1], len(read))
+            return Bisection(None, (), common[-1], len(read.keys() | looked_at))
         if found := compare(common[place]):
-            return Bisection(common[place], found, common[-1], len(read))
+            return Bisection(common[place], found, common[-1], len(read.keys() | looked_at))
     # Chains also differ if one run began to record later, or records other contents.
     for number in common:
         if found := compare(number):
-            return Bisection(number, found, common[-1], len(read))
-    return Bisection(None, (), common[-1], len(read))
+            return Bisection(number, found, common[-1], len(read.keys() | looked_at))
+    return Bisection(None, (), common[-1], len(read.keys() | looked_at))

@@ -14,7 +14,7 @@ from megarl.loops.recording import Sampled
 from megarl.loops.session import Session
 from megarl.preflight import Dropped, kept_kv, read_conversations, uncorrected, uncorrected_fp8
 from megarl.rollout.advantages import weigh
-from megarl.rollout.scoring import score
+from megarl.rollout.scoring import forward_of, score
 from megarl.rollout.updates import PolicyUpdates, update_critic
 
 if TYPE_CHECKING:
@@ -28,8 +28,8 @@ async def train(session: Session) -> None:
     with a reshard. With rollout.sync_every they have an earlier one. Separate engines sample during the update.
     """
     recipe, models, phase = session.recipe, session.models, session.tracker.phase
-    policy, needs_entropies = models["policy"], recipe.algorithm.entropy_top_share is not None
-    forward = policy.forward_with_entropies if needs_entropies else policy.forward
+    policy = models["policy"]
+    forward = forward_of(policy, recipe)
     conversations_at = conversations_of(recipe, session.tokenizer, session.dropped)
     for warning in (*uncorrected(recipe), *uncorrected_fp8(recipe), *kept_kv(recipe)):
         session.tracker.notice(warning)

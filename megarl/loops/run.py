@@ -199,8 +199,7 @@ class _Start:
         """Start the processes of all ranks."""
         layout, folder = self.layout, self.folder
         with self.display.phase(f"starting {_count_of_ranks(self.recipe)}", is_printed=True):
-            replicas = [layout.rollout_tp] * (layout.rollout_ranks // layout.rollout_tp)
-            ranks = await start_ranks(self.recipe.cluster, folder.logs_folder, replicas)
+            ranks = await start_ranks(self.recipe.cluster, folder.logs_folder, layout.replica_sizes)
         self.stack.push_async_callback(ranks.close)
         ranks.on_asked(self.stop.ask)
         # From now on SIGQUIT prints the stacks of the ranks too.

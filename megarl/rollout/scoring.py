@@ -30,6 +30,11 @@ Forward = Callable[[TokenBatch], Awaitable[np.ndarray]]
 """Async function computing the trainer's log-probs of a batch: float32 [tokens], or [2, tokens] with entropies."""
 
 
+def forward_of(policy: RankModel, recipe: Recipe) -> Forward:
+    """Return the policy's function for log-probs; with algorithm.entropy_top_share it also returns entropies."""
+    return policy.forward if recipe.algorithm.entropy_top_share is None else policy.forward_with_entropies
+
+
 async def score(
     groups: Sequence[Group], models: Mapping[str, RankModel], recipe: Recipe, weight_version: int
 ) -> tuple[list[Group], RLBatch, dict[str, float]]:

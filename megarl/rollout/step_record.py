@@ -28,7 +28,7 @@ from megarl.rollout.rl_batch import RLBatch
 from megarl.rollout.state import flatten
 from megarl.types import Archive, DataError, FindProblem, Group, Trajectory
 
-RECORD, ARRAYS, RECIPE = "record.json", "record.safetensors", "recipe.yaml"
+RECORD, ARRAYS, RECIPE, CHAIN = "record.json", "record.safetensors", "recipe.yaml", "chain"
 """Files of a record in `records/step_NNNNNN/` of the run folder."""
 
 LOSSES = ("critic/loss", "train/loss")
@@ -106,7 +106,6 @@ class StepRecord:
             "kl_coefficient": self.kl_coefficient,
             "sizes": [len(group) for group in self.groups],
             "waiting": [len(group) for group in self.waiting],
-            "chain": self._chain(_chain_of(records, self.step - 1)),
             "trajectories": trajectories,
             "times": archive.times,
             "metrics": dict(self.metrics),
@@ -119,18 +118,25 @@ class StepRecord:
         arrays |= {f"digest.{name}": array for name, array in self.digests.items()} | {"borders": self.borders}
         # safetensors writes the underlying buffer: a strided view would be saved wrongly.
         tensors = save({name: np.ascontiguousarray(array) for name, array in arrays.items()})
-        text = json.dumps(values).encode()
+        # A file of its own: the next step and --bisect need nothing else of this record.
+        chain = self._chain(chain_of(records, self.step - 1))
+        contents = {
+            RECORD: json.dumps(values).encode(),
+            ARRAYS: tensors,
+            RECIPE: self.recipe.encode(),
+            CHAIN: chain.encode(),
+        }
         folder = record_folder(records, self.step)
         partial = folder.with_name(f".{folder.name}.partial")
         with storage_faults_named(folder):
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-            for name, content in ((RECORD, text), (ARRAYS, tensors), (RECIPE, self.recipe.encode())):
+            for name, content in contents.items():
                 (partial / name).write_bytes(content)
                 sync(partial / name)
             replace_folder(partial, folder)
             sync(records)
-        return len(text) + len(tensors) + len(self.recipe.encode())
+        return sum(map(len, contents.values()))
 
     def _chain(self, previous: str) -> str:
         """Return the sha256 of the previous step's chain and this step's results."""
@@ -165,7 +171,7 @@ class StepRecord:
                 borders=arrays["borders"],
                 metrics={name: float(value) for name, value in values["metrics"].items()},
                 state=_state_of(values["state"]),
-                chain=str(values["chain"]),
+                chain=chain_of(records, step),
             )
             record._check_sizes(step)
             if find_problem is None:
@@ -228,12 +234,11 @@ _DAMAGE = (ValueError, TypeError, LookupError, AttributeError, OverflowError, St
            SafetensorError, FileNotFoundError)  # fmt: skip
 
 
-def _chain_of(records: Path, step: int) -> str:
-    """Return the chain of a recorded step, empty if it has no readable record."""
-    file = record_folder(records, step) / RECORD
+def chain_of(records: Path, step: int) -> str:
+    """Return the chain of a recorded step (`StepRecord.chain`), empty if it has none."""
     try:
-        return str(json.loads(file.read_text(encoding="utf-8"))["chain"])
-    except (OSError, *_DAMAGE):
+        return (record_folder(records, step) / CHAIN).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
         return ""
 
 

@@ -53,7 +53,8 @@ def test_a_step_is_bit_equal_and_a_changed_record_is_named(folder: Path) -> None
     moment = "optimizer.state.exp_avg.decoder.layers.mlp.linear_fc2.weight[1]"
     part = record["state"][moment][-1]
     part[1] = f"{int(part[1], 16) ^ 1:016x}"
-    record["chain"] = record["chain"][::-1]
+    chain = file.with_name("chain")
+    chain.write_text(chain.read_text()[::-1])
     file.write_text(json.dumps(record))
     done = megarl(folder, "replay", "runs/changed", "--step", "3")
     assert done.returncode == 70, done.stdout + done.stderr
