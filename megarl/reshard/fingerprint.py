@@ -63,10 +63,11 @@ def fingerprint(values: Tensor, start: Sequence[int] | None = None) -> Fingerpri
 
     `start` [dims] is the index of the box's first element in the larger tensor; None: zeros.
     """
-    total = checksum(values, start)
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
     sketch = torch.zeros(NUM_PROJECTIONS, dtype=torch.float64, device=values.device)
     squares = torch.zeros((), dtype=torch.float64, device=values.device)
     for block, rows, columns in _blocks(values, start):
+        total += _checksum_of_block(block, rows, columns)
         wide = block.to(torch.float64)
         sketch += ((wide @ _signs(columns)) * _signs(rows)).sum(0)
         squares += wide.square().sum()
@@ -82,10 +83,15 @@ def checksum(values: Tensor, start: Sequence[int] | None = None) -> Tensor:
     """
     total = torch.zeros((), dtype=torch.int64, device=values.device)
     for block, rows, columns in _blocks(values, start):
-        bits = block.view(_INTEGERS[values.dtype.itemsize]).to(torch.int64)
-        # Products of odd numbers are odd, so each element counts in all 64 bits. Overflow wraps around.
-        total += ((bits * columns).sum(1) * rows).sum()
+        total += _checksum_of_block(block, rows, columns)
     return total
+
+
+def _checksum_of_block(block: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """Return the checksum, an int64 scalar, of a block [rows, columns] with the random numbers of its places."""
+    bits = block.view(_INTEGERS[block.dtype.itemsize]).to(torch.int64)
+    # Products of odd numbers are odd, so each element counts in all 64 bits. Overflow wraps around.
+    return ((bits * columns).sum(1) * rows).sum()
 
 
 def _blocks(values: Tensor, start: Sequence[int] | None) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
