@@ -105,6 +105,7 @@ class Checkpoints:
 
         `unlogged` are the step's metrics if its evaluation was interrupted. The resumed run logs them.
         """
+        await self._check_weights()
         self._unlogged = unlogged
         if self._begun != step and not self._published(step).exists():
             await self._begin(step, save_driver, False, is_resharded=True)

@@ -167,7 +167,6 @@ class Steps:
     async def _save(self, step: int, state: RLState | None, unlogged: Mapping[str, float] | None = None) -> None:
         """Save a checkpoint outside of the regular steps, with the engines asleep."""
         await self.reshards.sleep_engines()
-        await self.weight_checks.check_trainer()
         await self.checkpoints.save(step, state and state.save, unlogged)
         # The run ends after this save, so pending traces are written now.
         await self.profiles.finish()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -112,10 +112,6 @@ class TrainerWorker:
             self.critic = self._build(critic, self._critic_source, has_value_head=True)
             self.critic.offload()
             self.policy.onload(("parameters",))
-        self.ledger = Ledger(
-            f"trainer rank {self.rank}", self._layouts(self.policy.shape)[self.rank], self.policy.weights
-        )
-        """Checksums of the policy's weights, as exported."""
         if recipe.weights.check_every:
             self.take_checksums(version=1)
         self.transfer = RankTransfer(
@@ -148,6 +144,12 @@ class TrainerWorker:
     def finish_reshard(self) -> Report:
         """Wait until the sending that `start_reshard` began is complete, and return its report."""
         return self.transfer.finish()
+
+    @cached_property
+    def ledger(self) -> Ledger:
+        """Checksums of the policy's weights, as exported. It is made only for runs with weights.check_every."""
+        own = self._layouts(self.policy.shape)[self.rank]
+        return Ledger(f"trainer rank {self.rank}", own, self.policy.weights)
 
     def take_checksums(self, version: int) -> RankChecksums:
         """Compute, store and return the checksums of the policy's weights, which are of this version."""

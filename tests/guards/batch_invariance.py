@@ -22,7 +22,7 @@ refuses every operator in the rows "no" by name.
 | log_softmax of float32 logits | Triton, blocks of 1024, in the sampler too | the same kernel | yes |
 | sum over tensor-parallel ranks | NCCL with one channel: a tree, protocol Simple | NCCL as the process has it; reduce-scatter with sequence parallelism | no |
 | mixture of experts | Triton, tiles 64 x 64 x 32 | grouped products not replaced | no |
-| LoRA | no split of K, but blocks of 256 below 128 tokens, else 32 | in the weights or beside them | no |
+| LoRA | no split of K, but blocks of 256 below 128 tokens, else 32 | merged into the weights, or added to their products | no |
 | FP8 weights | converted to bfloat16, or CUTLASS | refused by the dtype check | no |
 | compiled model | custom operators off, so Inductor makes norms and SwiGLU | not compiled | no |
 Triton's interpreter ran three kernels of vLLM 0.30 and Megatron-Core 0.16.1 on a CPU. Products with equal blocks of K,
