@@ -22,7 +22,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from megarl.cluster import relay
 from megarl.cluster.connection import Connection
@@ -295,8 +295,12 @@ class ConnectedGroup(WorkerGroup):
             how = f"accepting connections failed: {task.exception()}" if is_done else ended.result()
             raise PeerLostError(f"{how} before all ranks connected\n{log_tail(log_folder / self.start_log)}")
 
-    async def _end(self) -> None:
-        await super()._end()
+    def _heir(self, world_size: int) -> Self:
+        # The checks of a recipe refuse cluster.recover with other launchers than `local`.
+        raise NotImplementedError(f"{type(self).__name__} cannot replace single processes")
+
+    async def _end(self, lost: Sequence[RankHandle] | None = None) -> None:
+        await super()._end(lost)
         self.end_processes()
         if self._ended is not None:
             # A scheduler that does not answer must not block the driver.

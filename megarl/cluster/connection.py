@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import socket
 import struct
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -72,6 +72,8 @@ class Connection(asyncio.Protocol):
         self._first = handles[0]
         self._batches: dict[RankHandle, _Batch] = {}
         """Call in progress by rank, until the rank's answer arrives."""
+        self._num_abandoned: Counter[RankHandle] = Counter()
+        """Number of answers still to come that nobody awaits any more, by rank."""
         self._ended: set[RankHandle] = set()
         self.is_lost = False
         self._losses: set[asyncio.Task[None]] = set()
@@ -100,6 +102,11 @@ class Connection(asyncio.Protocol):
             if self._unread:
                 self._take_answers()
         return batch.whole
+
+    def abandon(self, handle: RankHandle) -> None:
+        """Stop waiting for a rank's answer to the call in progress, if there is one. It is dropped when it arrives."""
+        if self._batches.pop(handle, None) is not None:
+            self._num_abandoned[handle] += 1
 
     def send(self, *parts: bytes) -> None:
         """Send a message after all earlier ones. Does nothing if the connection has ended."""
@@ -174,6 +181,10 @@ class Connection(asyncio.Protocol):
             if end > num_bytes:
                 break
             if size:
+                if self._num_abandoned[handle]:
+                    self._num_abandoned[handle] -= 1
+                    start = end
+                    continue
                 if (batch := batches.pop(handle, None)) is None:
                     break
                 batch.take(handle, view[end - size : end])

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import signal
 import socket
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Self
 
 from megarl.cluster.connection import Connection
 from megarl.cluster.rank_handle import RankHandle
@@ -29,6 +32,7 @@ class _LocalHandle(RankHandle):
     def __init__(self, rank: int, environment: Mapping[str, str], imports: Sequence[str], log_folder: Path) -> None:
         log = log_folder / f"rank_{rank:04d}.log"
         super().__init__(rank, log)
+        self.local_rank = int(environment["LOCAL_RANK"])
         with log.open("ab") as output:
             server = fork_server(environment, imports, output)
             self.process: ForkedProcess = server.fork(
@@ -96,25 +100,39 @@ class LocalGroup(WorkerGroup):
 
     async def _start_processes(self, log_folder: Path, environment: Mapping[str, str]) -> None:
         provide_open_files(2 * self.world_size, f"{self.world_size} ranks")
-        self._folder = PrivateFolder()
+        self._folder = self._folder or PrivateFolder()
         shared = {
             **_rank_variables(environment),
             "TMPDIR": str(self._folder.path),
             **{"WORLD_SIZE": str(self.world_size), "LOCAL_WORLD_SIZE": str(self.world_size)},
         }
+        used = {handle.local_rank for handle in self._inherited.values() if isinstance(handle, _LocalHandle)}
+        # A process that replaces a lost one gets the lost one's GPU.
+        free = [self.part.first_rank + n for n in range(self.world_size) if self.part.first_rank + n not in used]
         for rank in range(self.world_size):
-            number = self.part.first_rank + rank
+            if rank in self._inherited:
+                self._handles.append(self._inherited[rank])
+                continue
             # RANK counts within the group. LOCAL_RANK, the index of the GPU, counts over all groups on this machine.
-            own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(number)}
-            self._handles.append(_LocalHandle(number, own, self._imports, log_folder))
-        for handle in self._handles:
-            await handle.connection.open()
+            own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(free.pop(0))}
+            self._handles.append(_LocalHandle(self.part.first_rank + rank, own, self._imports, log_folder))
+        for rank, handle in enumerate(self._handles):
+            if rank not in self._inherited:
+                await handle.connection.open()
+
+    def _heir(self, world_size: int) -> Self:
+        part = replace(self.part, num_ranks=self.part.num_ranks + world_size - self.world_size)
+        heir = type(self)(world_size, part, imports=self._imports)
+        # Survivors have this folder in their environment (TMPDIR).
+        heir._folder, self._folder = self._folder, None
+        return heir
 
     def _rendezvous(self, port: int) -> Rendezvous:
         assert self._folder is not None
-        return Rendezvous(self.part.key, file=str(self._folder.path / "store"))
+        # A new name for each world: the file of a lost world still holds its keys.
+        return Rendezvous(self.part.key, file=str(self._folder.path / f"store_{secrets.token_hex(4)}"))
 
-    async def _end(self) -> None:
-        await super()._end()
-        if self._folder is not None:
+    async def _end(self, lost: Sequence[RankHandle] | None = None) -> None:
+        await super()._end(lost)
+        if self._folder is not None and not self.survivors:
             self._folder.remove()

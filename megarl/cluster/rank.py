@@ -68,6 +68,9 @@ class _Host:
 
     def __init__(self) -> None:
         self.worker: Any = None
+        self.legacy: Any = None
+        """Object that an abandoned worker leaves to the next one of this process."""
+        self.has_failed_construction = False
         self.activity = Activity()
         self.profile: TorchProfile | None = None
 
@@ -80,15 +83,35 @@ class _Host:
         # With the garbage collector on, a rank's imports take 8.5 s of CPU time instead of 6.3.
         with uncollected():
             imported = importlib.import_module(module)
+        # A worker that is half constructed cannot clean up after itself.
+        self.has_failed_construction = True
         self.worker = getattr(imported, name)(rank=rank, world_size=world_size, **kwargs)
+        self.has_failed_construction = False
+        if self.legacy is not None and hasattr(self.worker, "inherit"):
+            self.worker.inherit(self.legacy)
+            self.legacy = None
+
+    def abandon(self) -> None:
+        """Drop the worker and leave its torch world, after another rank was lost. This process continues.
+
+        Ranks that wait for this one in a collective fail, so they can leave too.
+        """
+        worker, self.worker = self.worker, None
+        if worker is None and self.has_failed_construction:
+            raise RuntimeError("this process was constructing its worker when a rank was lost; it cannot continue")
+        if worker is not None and hasattr(worker, "abandon"):
+            self.legacy = worker.abandon()
 
     def decode(self, command: bytes) -> tuple[str, Callable[[], Any]]:
         """Decode a command. Returns the method's name, and a function executing the call.
 
-        The method is one of the worker's, or `part.method` of one of its parts. The process itself has six:
+        The method is one of the worker's, or `part.method` of one of its parts. The process itself has nine:
 
         - `__init__` constructs the worker.
         - `__settle__` sets the rendezvous of the ranks.
+        - `__abandon__` drops the worker and its torch world, after another rank was lost.
+        - `__renumber__` gives this process its place in a new world.
+        - `__legacy__` lists the copies of training states that the abandoned worker left.
         - `__activity__` fetches the statistics of earlier calls.
         - `__spans__` starts or stops the recording of spans (timed sections of a profile).
         - `__profile__` starts a profile by torch, `__profile_end__` stops it and writes its files.
@@ -97,6 +120,9 @@ class _Host:
         own = {
             "__init__": self.construct,
             "__settle__": rendezvous.settle,
+            "__abandon__": self.abandon,
+            "__renumber__": _renumber,
+            "__legacy__": lambda: self.legacy.steps() if self.legacy else {},
             "__activity__": self.activity.take,
             "__spans__": _record_spans,
             "__profile__": self.begin_profile,
@@ -133,6 +159,11 @@ class _Host:
             return []
         profile, self.profile = self.profile, None
         return profile.stop(folder, first_rank + int(os.environ["RANK"]))
+
+
+def _renumber(rank: int, world_size: int) -> None:
+    """Set the place of this process in its next torch world. The index of its GPU (LOCAL_RANK) does not change."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
 
 
 def _record_spans(is_on: bool) -> tuple[float, list[Span]]:

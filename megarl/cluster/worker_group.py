@@ -41,6 +41,8 @@ _LEAVE_SECONDS = 10.0
 """Seconds for ranks to exit by themselves when the group closes."""
 _KILL_SECONDS = 10.0
 """Maximum seconds to wait for the end of killed processes."""
+_ABANDON_SECONDS = 30.0
+"""Seconds for surviving ranks to end the call in progress and leave their torch world, after a rank was lost."""
 _STACKS_SECONDS = 5.0
 """Seconds for ranks to write their stacks."""
 _LOOK_SECONDS = 0.1
@@ -169,6 +171,13 @@ class WorkerGroup(ABC):
         self._calls: set[_Call] = set()
         self._seconds_in_calls = self._in_calls_since = 0.0
         self._ending: asyncio.Task[Exception] | None = None
+        self.keeps_survivors = False
+        """Whether the other ranks keep their processes when a lost rank ends the group (see `successor`)."""
+        self.survivors: list[RankHandle] = []
+        """Ranks whose processes were kept when the group ended."""
+        self._inherited: dict[int, RankHandle] = {}
+        """Processes taken over from the group before this one, by their new rank."""
+        self._log_folder, self._environment = Path(), {}
         self.on_asked: Callable[[str], object] = lambda signal_name: None
 
     async def start(
@@ -187,23 +196,90 @@ class WorkerGroup(ABC):
         to `log_folder/rank_NNNN.log`. The ranks die with the calling thread. `start_timeout_seconds` limits the
         interpreters' start, then the worker's construction, and then every call until the group has other `deadlines`.
         """
+        self._log_folder, self._environment = log_folder, dict(environment or {})
+        self.start_timeout_seconds = start_timeout_seconds
         try:
-            log_folder.mkdir(parents=True, exist_ok=True)
-            self.start_timeout_seconds = start_timeout_seconds
-            self.deadlines = Deadlines.same(start_timeout_seconds, "cluster.start_timeout_seconds")
-            await self._start_processes(log_folder, environment or {})
-            everyone = range(self.world_size)
-            # Each rank answers once without a command, so the messages are empty.
-            ports = await self._exchange("start", everyone, [b""] * self.world_size)
-            # A fresh world name: messages signed in a lost group are not valid in its replacement.
-            self.meeting = replace(self._rendezvous(ports[0]), world=secrets.token_hex(16))
-            settle = pack(("__settle__", (self.meeting,), {}))
-            await self._exchange("settle", everyone, [settle] * self.world_size)
+            await self._start_ranks()
             await self.construct(worker, kwargs)
         except BaseException as error:
             await self._end_once(partial(self._abandon, "start", error))
             raise
         return self
+
+    async def _start_ranks(self) -> None:
+        """Start the missing processes, number the inherited ones, and let all ranks know where they meet."""
+        self._log_folder.mkdir(parents=True, exist_ok=True)
+        self.deadlines = Deadlines.same(self.start_timeout_seconds, "cluster.start_timeout_seconds")
+        await self._start_processes(self._log_folder, self._environment)
+        started = [rank for rank in range(self.world_size) if rank not in self._inherited]
+        ports: dict[int, Any] = {}
+        if started:
+            # Each new rank answers once without a command, so the messages are empty.
+            ports |= dict(zip(started, await self._exchange("start", started, [b""] * len(started)), strict=True))
+        if inherited := sorted(self._inherited):
+            places = [pack(("__renumber__", (rank, self.world_size), {})) for rank in inherited]
+            ports |= dict(zip(inherited, await self._exchange("renumber", inherited, places), strict=True))
+        # A fresh world name: messages signed in a lost group are not valid in its replacement.
+        self.meeting = replace(self._rendezvous(ports[0]), world=secrets.token_hex(16))
+        settle = pack(("__settle__", (self.meeting,), {}))
+        await self._exchange("settle", range(self.world_size), [settle] * self.world_size)
+
+    async def successor(self, sources: Sequence[int | None], log_folder: Path) -> Self:
+        """Return a new group from this ended one. Its rank i is the process of this group's rank `sources[i]`.
+
+        It is a new process for None, and for a rank without a process. Other processes are killed. No rank has a worker
+        yet (see `construct`). New processes write their logs to `log_folder`. Survivors that do not leave the lost
+        world within 30 s are killed and replaced too.
+        """
+        first = self.part.first_rank
+        ready = {handle.rank - first: handle for handle in await self._take_survivors()}
+        group = self._heir(len(sources))
+        group._log_folder, group._environment = log_folder, self._environment
+        group.start_timeout_seconds, group.keeps_survivors = self.start_timeout_seconds, self.keeps_survivors
+        group.on_asked = self.on_asked
+        for rank, source in enumerate(sources):
+            if source is not None and (handle := ready.pop(source, None)) is not None:
+                group._inherited[rank] = handle
+        await self._kill(list(ready.values()))
+        for rank, handle in group._inherited.items():
+            handle.rank = first + rank
+        try:
+            await group._start_ranks()
+        except BaseException as error:
+            await group._end_once(partial(group._abandon, "start", error))
+            raise
+        return group
+
+    async def inherited_steps(self) -> list[Any]:
+        """Return the copies of training states held by each inherited process: see `StateCopies.steps`."""
+        if not (ranks := sorted(self._inherited)):
+            return []
+        return await self._exchange("legacy", ranks, [pack(("__legacy__", (), {}))] * len(ranks))
+
+    async def set_apart(self) -> None:
+        """End the group without a loss, and keep all processes for a successor with another number of ranks."""
+
+        async def end() -> Exception:
+            self.keeps_survivors = True
+            await self._end(())
+            return types.PeerLostError("the rank processes were called after their group was replaced by another one")
+
+        await self._end_once(end)
+
+    @abstractmethod
+    def _heir(self, world_size: int) -> Self:
+        """Return a group object of `world_size` ranks, without processes. It takes over this group's resources."""
+
+    async def _take_survivors(self) -> list[RankHandle]:
+        """Make the survivors leave their torch world, and return those that did. Kill the others."""
+        survivors, self.survivors = self.survivors, []
+        if not survivors:
+            return []
+        answers, _ = self._ask(dict.fromkeys(survivors, pack(("__abandon__", (), {}))))
+        await asyncio.wait(answers.values(), timeout=_ABANDON_SECONDS)
+        ready = [h for h, answer in answers.items() if answer.done() and answer.exception() is None]
+        await self._kill([handle for handle in survivors if handle not in ready])
+        return ready
 
     async def construct(self, worker: str, kwargs: Mapping[str, Any]) -> None:
         """Construct another worker on every rank, from "package.module:Class" (`worker`) with the arguments `kwargs`.
@@ -302,9 +378,13 @@ class WorkerGroup(ABC):
     async def close(self) -> None:
         """Close the group: the ranks exit after the driver closes their connections.
 
-        A rank that is busy, or that has not exited after a few seconds, is killed.
+        A rank that is busy, or that has not exited after a few seconds, is killed. Kept survivors are killed too.
         """
         await self._end_once(self._leave)
+        if survivors := self.survivors:
+            self.survivors = []
+            await self._kill(survivors)
+            await self._end()
 
     @abstractmethod
     async def _start_processes(self, log_folder: Path, environment: Mapping[str, str]) -> None:
@@ -428,7 +508,8 @@ class WorkerGroup(ABC):
     async def _fail(self, method: str, first: RankError) -> Exception:
         """End the group because of a rank's error. Returns the error naming the first cause."""
         handle, report, is_dead = first.handle, first.report, first.handle.died.done()
-        await self._end()
+        is_lost = report is None or (report["lost"] and not report["megarl_class"])
+        await self._end([handle] if is_lost else None)
         where = f"rank {handle.rank} of {self.part.num_ranks}"
         if report is None:
             return RankLostError(
@@ -452,7 +533,7 @@ class WorkerGroup(ABC):
         `silent` ranks that only wait for a stopped one in a collective are listed as waiting.
         """
         stopped = [handle for handle in silent if not waits_in_collective(stacks[handle.rank])] or list(silent)
-        await self._end()
+        await self._end(stopped)
         cause = f"{_ranks(stopped)} of {self.part.num_ranks} {what}"
         if waiting := [handle for handle in silent if handle not in stopped]:
             cause += f"; {_ranks(waiting)} waited in a collective"
@@ -478,12 +559,23 @@ class WorkerGroup(ABC):
             if time.monotonic() > last_look or all(is_complete(stacks[h.rank]) or h.died.done() for h in awaited):
                 return stacks
 
-    async def _end(self) -> None:
-        """Kill all remaining rank processes, and free all resources of the group."""
+    async def _end(self, lost: Sequence[RankHandle] | None = None) -> None:
+        """Kill all remaining rank processes, and free all resources of the group.
+
+        If the cause is only the loss of the ranks `lost`, and the group keeps survivors, all other processes stay.
+        """
         handles, self._handles = self._handles, []
+        if lost is not None and self.keeps_survivors:
+            self.survivors = [handle for handle in handles if handle not in lost and not handle.died.done()]
         for call in self._calls:
             for future in (*call.answers.values(), *call.awaited):
                 future.cancel()
+        for handle in self.survivors:
+            handle.connection.abandon(handle)
+        await self._kill([handle for handle in handles if handle not in self.survivors])
+
+    async def _kill(self, handles: Sequence[RankHandle]) -> None:
+        """Kill rank processes and release their connections."""
         for handle in handles:
             handle.kill()
         if handles:

@@ -31,6 +31,13 @@ def permuted_ranks(rank_of_part: Sequence[int]) -> Iterator[None]:
         parallel_state.RankGenerator, dist.new_group = generator, new_group
 
 
+def forget_parallel_groups() -> None:
+    """Drop Megatron's parallel groups after their torch world was destroyed. The next world then makes its own."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+
+
 class RankGroups:
     """A second set of Megatron's parallel groups, for models with other parallel sizes than the policy. It is empty at
     first.

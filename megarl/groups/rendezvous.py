@@ -68,8 +68,8 @@ def listen(address: str) -> int:
 
 
 def settle(rendezvous: Rendezvous) -> None:
-    """Set this process's rendezvous."""
-    _Settled.rendezvous = rendezvous
+    """Set this process's rendezvous. A store of an earlier world is dropped."""
+    _Settled.rendezvous, _Settled.store = rendezvous, None
 
 
 def derived_key(purpose: str) -> bytes:

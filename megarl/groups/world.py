@@ -11,6 +11,11 @@ from megarl.groups import rendezvous
 from megarl.platform import device, numa
 
 
+def leave() -> None:
+    """Destroy this rank's torch world and all its groups. Ranks waiting for this one in a collective then fail."""
+    torch.distributed.destroy_process_group()
+
+
 def initialize(timeout_seconds: float) -> None:
     """Initialise `torch.distributed` from RANK and WORLD_SIZE at the run's rendezvous. Later calls do nothing.
 

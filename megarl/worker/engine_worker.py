@@ -67,6 +67,12 @@ class EngineWorker:
         """Receive the trainers' weights of this version. The engine is between two steps meanwhile."""
         return self._transfer.run(verify, version)
 
+    def abandon(self) -> None:
+        """Leave the replica's torch world after trainers were lost. The next worker joins another one."""
+        self._transfer.leave()
+        self._engine.close()
+        world.leave()
+
     def close(self) -> None:
         """Close the engine, leave the process group with the trainers, and destroy the replica's torch world."""
         # The cross-world group first: trainers then fail fast instead of waiting for this rank.
