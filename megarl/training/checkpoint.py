@@ -209,6 +209,73 @@ def restore(folder: Path, models: Mapping[str, Model], layout: str) -> dict[str,
     return state["driver"]
 
 
+def common_state(models: Mapping[str, Model], layout: str) -> dict[str, Any]:
+    """Return all that a checkpoint holds besides tensors, as plain values: step counts, and this rank's random numbers.
+
+    `layout` describes in words how ranks divide the state.
+    """
+    moved = changed_models(models)
+    trained = {name: model for name, model in models.items() if isinstance(model, TrainingEngine)}
+    return {
+        "layout": layout,
+        "moved": moved,
+        "random": _random_states().data,
+        "steps": {
+            name: [optimizer_step(leaf) for leaf in m.optimizer.chained_optimizers] for name, m in trained.items()
+        },
+        "schedules": {name: model.schedule.num_steps for name, model in trained.items()},
+    }
+
+
+@contextmanager
+def restore_common_state(
+    models: Mapping[str, Model], states: Mapping[int, Any], layout: str
+) -> Iterator[dict[str, Model]]:
+    """Yield the models whose tensors the caller restores, then restore the other values: the result of `common_state`.
+
+    `states` has the values of all ranks that had the state, by rank. Random numbers are restored if `layout` is the
+    same.
+    """
+    common = states[min(states)]
+    saved = models_to_save(models, common["moved"])
+    with ExitStack() as stack:
+        for model in saved.values():
+            if isinstance(model, FrozenModel):
+                stack.enter_context(model.in_memory(is_changed=True))
+                model.has_moved = True
+        yield saved
+    for name, model in saved.items():
+        if isinstance(model, TrainingEngine):
+            for leaf, step in zip(model.optimizer.chained_optimizers, common["steps"][name], strict=True):
+                set_optimizer_step(leaf, step)
+            model.schedule.num_steps = 0
+            model.schedule.step(increment=common["schedules"][name])
+    if common["layout"] == layout:
+        _set_random_states(states[dist.get_rank()]["random"])
+
+
+def optimizer_step(optimizer: Any) -> int | None:
+    """Return the number of steps that an optimizer has made, as Adam's bias correction counts them; None for SGD."""
+    if is_hybrid(optimizer):
+        return int(optimizer.state_dict()["optimizer"]["param_groups"][0]["step"])
+    inner = optimizer.optimizer
+    counters = list(inner.state.values()) if _is_torch(optimizer) else inner.param_groups
+    # A rank may hold no parameter of this part; then its state has no step to restore either.
+    return next((int(counter["step"]) for counter in counters if "step" in counter), None)
+
+
+def set_optimizer_step(optimizer: Any, step: int | None) -> None:
+    """Set the number of steps that an optimizer has made, wherever it stores it. None changes nothing."""
+    if step is None:
+        return
+    if is_hybrid(optimizer):
+        set_step(optimizer, step)
+        return
+    inner = optimizer.optimizer
+    for counter in inner.state.values() if _is_torch(optimizer) else inner.param_groups:
+        counter["step"] = torch.tensor(float(step)) if _is_torch(optimizer) else step
+
+
 def changed_models(models: Mapping[str, Model]) -> list[str]:
     """Return the names of frozen models whose weights changed (an updated reference)."""
     return [name for name, model in models.items() if isinstance(model, FrozenModel) and model.has_moved]
@@ -320,11 +387,7 @@ def _restore_optimizer(optimizer: Any, saved: dict[str, Any], chunks: Mapping[st
         for state in inner.state.values():
             state.pop("step", None)
         copy_into(optimizer, saved["param_state"], chunks)
-        if is_hybrid(optimizer):
-            set_step(optimizer, int(step))
-            return
-        for state in inner.state.values() if _is_torch(optimizer) else inner.param_groups:
-            state["step"] = torch.tensor(float(step)) if _is_torch(optimizer) else step
+        set_optimizer_step(optimizer, int(step))
         return
     # `load_state_dict` replaces the groups' settings by the saved ones, so the recipe's are put back.
     current = [{key: value for key, value in group.items() if key != "params"} for group in inner.param_groups]

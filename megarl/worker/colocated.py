@@ -12,6 +12,7 @@ from megarl.models.configuration import uses_transformer_engine
 from megarl.reshard.ledger import RankChanges
 from megarl.reshard.plan import RankTopology
 from megarl.tracking.metrics import Metric
+from megarl.training.state_copies import StateCopies
 from megarl.types import Completion, Request
 from megarl.worker.engine_worker import build_engine
 from megarl.worker.rank_transfer import Report
@@ -36,7 +37,7 @@ class Worker(TrainerWorker):
         `layout` and `teacher_layout` are the parallel sizes of the trainer and of teacher models. `topology` is the
         place of all ranks in the network.
         """
-        self._join_world(rank, world_size, recipe, layout)
+        self._join_world(rank, world_size, recipe, layout, topology)
         # The engine first: vLLM needs its memory to be free before the trainer takes a share. Then it sleeps, because
         # building the models needs that memory.
         self.engine: RolloutEngine | None = None
@@ -111,6 +112,17 @@ class Worker(TrainerWorker):
         if self.engine:
             # The next reshard adds 1 to it, so versions continue where the saved run stopped.
             self.engine.weight_version = self.weight_version
+
+    def abandon(self) -> StateCopies:
+        if self.engine:
+            self.engine.close()
+        return super().abandon()
+
+    def restore_copy(self, step: int) -> int:
+        received = super().restore_copy(step)
+        if self.engine:
+            self.engine.weight_version = self.weight_version
+        return received
 
     def close(self) -> None:
         if self.engine:

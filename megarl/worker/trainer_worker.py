@@ -19,7 +19,7 @@ from megarl.data.chat import own_template
 from megarl.families.shape import ModelShape, padded_vocab_size, read_model_shape
 from megarl.files.atomic import disk_full_named
 from megarl.groups import world
-from megarl.groups.megatron_ranks import RankGroups
+from megarl.groups.megatron_ranks import RankGroups, forget_parallel_groups
 from megarl.groups.rendezvous import Meeting
 from megarl.models.configuration import refusals_named, uses_transformer_engine
 from megarl.models.teacher_student import StudentModel, target_bytes
@@ -30,11 +30,12 @@ from megarl.reshard.layouts.lora import adapter_layouts
 from megarl.reshard.layouts.megatron import MegatronLayouts, check_against, megatron_layouts, parameter_shapes
 from megarl.reshard.ledger import Ledger, RankChanges, RankChecksums
 from megarl.reshard.plan import RankTopology
-from megarl.training import checkpoint
+from megarl.training import checkpoint, state_copies
 from megarl.training.distillation_targets import StoredTargets, TargetFetcher
 from megarl.training.model import FrozenModel, ModelShard
 from megarl.training.replica import Replica
 from megarl.training.routed_experts import ExpertExchange, StoredExperts
+from megarl.training.state_copies import StateCopier, StateCopies
 from megarl.training.state_fingerprints import state_fingerprints
 from megarl.training.teacher import ModelInOwnGroups, Teacher
 from megarl.training.training_engine import Snapshot, StartingPolicy, TrainingEngine
@@ -56,17 +57,21 @@ class TrainerWorker:
         world_size: int,
         recipe: Recipe,
         layout: ParallelConfig,
+        topology: RankTopology,
         teacher_layout: ParallelConfig | None = None,
     ) -> None:
         """Create the torch world and build the models.
 
         `layout` has the parallel sizes of the trainer, `teacher_layout` those of teacher models; None: the same.
+        `topology` is the place of the trainer's ranks in the network.
         """
-        self._join_world(rank, world_size, recipe, layout)
+        self._join_world(rank, world_size, recipe, layout, topology)
         self._build_models(teacher_layout)
         self.policy.onload()
 
-    def _join_world(self, rank: int, world_size: int, recipe: Recipe, layout: ParallelConfig) -> None:
+    def _join_world(
+        self, rank: int, world_size: int, recipe: Recipe, layout: ParallelConfig, topology: RankTopology
+    ) -> None:
         self.recipe, self.layout, self.rank = recipe, layout, rank
         world.initialize(recipe.cluster.collective_timeout_seconds)
         self.replica = Replica(layout)
@@ -76,6 +81,10 @@ class TrainerWorker:
         """
         self.held_experts = StoredExperts(rank, world_size)
         self.stored_targets = StoredTargets()
+        self.copies = StateCopies()
+        """Copies of the training state in this rank's host memory (checkpoint.replicate)."""
+        self.topology = topology
+        self.state_copier: StateCopier | None = None
         self.weight_version = 0
         """Version of the engines' weights: the number of reshards so far."""
 
@@ -263,6 +272,34 @@ class TrainerWorker:
             driver = checkpoint.restore(folder, models, str(self.layout))
         self.weight_version = driver["weight_version"]
 
+    def begin_copy(self, step: int, is_resharded: bool) -> int:
+        """Copy the state after a step to host memory, and start sending it to another node. Returns the bytes."""
+        if self.state_copier is None:
+            self.state_copier = StateCopier(self.copies, self.topology)
+        # As in `save_checkpoint`: the restored state is copied to the engines once more.
+        version = self.weight_version - is_resharded if self.recipe.has_engine else 0
+        with self._everything_saved() as models, checkpoint.changed_models_loaded(models):
+            return self.state_copier.begin(step, models, str(self.layout), weight_version=version)
+
+    def finish_copy(self, wait: bool) -> bool:
+        """Return whether the copy that `begin_copy` began is complete on this rank. `wait` blocks until it is."""
+        assert self.state_copier is not None
+        return self.state_copier.finish(wait=wait)
+
+    def copied_steps(self) -> dict[int, tuple[int, list[int]]]:
+        """Return the steps whose copies this rank holds, each with the number of ranks then, and the ranks copied."""
+        return self.copies.steps()
+
+    def restore_copy(self, step: int) -> int:
+        """Load the state after a step from copies in host memory. Afterwards the engines need the weights again.
+
+        Returns the bytes received from other ranks.
+        """
+        with self._everything_saved() as models:
+            driver, received = state_copies.restore(self.copies, step, models, str(self.layout), self.topology)
+        self.weight_version = driver["weight_version"]
+        return received
+
     def state_fingerprints(self, with_optimizer: bool) -> dict[str, Fingerprint]:
         """Return fingerprints of this rank's part of all that a checkpoint holds, by tensor name.
 
@@ -401,6 +438,20 @@ class TrainerWorker:
             padded_vocab_size=padded_vocab_size(shape.vocab_size, layout.tp),
             transformer_engine=uses_transformer_engine(),
         )
+
+    def abandon(self) -> StateCopies:
+        """Leave the torch world after another rank was lost. Ranks waiting for this one in a collective then fail too.
+
+        Returns the copies of the training state in this rank's memory, for the next worker of this process.
+        """
+        self.transfer.leave()
+        world.leave()
+        forget_parallel_groups()
+        return self.copies
+
+    def inherit(self, copies: StateCopies) -> None:
+        """Take over the copies of the training state that this process's earlier worker held."""
+        self.copies.held |= copies.held
 
     def close(self) -> None:
         """Leave the process group with separate engines, and destroy the torch world."""

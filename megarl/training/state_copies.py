@@ -1,0 +1,334 @@
+"""Copies of the training state in host memory: each rank holds its own part and that of a rank on another node.
+
+A lost node then costs the steps since the last copy, not those since the last checkpoint. Copies are restored by a
+plan, like reshards: the new ranks may have other parallel sizes, and each element travels once.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megarl.groups import signed
+from megarl.platform import background, device
+from megarl.reshard.boxes import Box, Layout, Piece, contiguous_strides
+from megarl.reshard.plan import RankTopology, make_plan
+from megarl.reshard.transport import Transport
+from megarl.training.checkpoint import Model, common_state, restore_common_state
+from megarl.training.state_parts import StatePart, state_parts
+from megarl.types import DataError
+
+_MESSAGE_BYTES = 1 << 28
+"""Bytes of one message to a partner. gloo's counters of bytes are 32 bits wide on some platforms."""
+_BUCKET_BYTES = 1 << 28
+"""Maximum bytes that a rank sends and receives at once while copies are restored."""
+
+Layouts = Mapping[str, Layout]
+"""Layout of a copy: its pieces by the name of their dtype, such as `float32`."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateCopy:
+    """Copy of one rank's part of the training state after a step.
+
+    `origin` is the rank that had the state, of `num_ranks`. `blocks` are flat uint8 tensors in host memory, by dtype.
+    `common` are values that are no tensors: step counts, random numbers. `checksum` is the CRC-32 of all blocks.
+    """
+
+    step: int
+    origin: int
+    num_ranks: int
+    layouts: Layouts
+    blocks: Mapping[str, Tensor]
+    common: Mapping[str, Any]
+    checksum: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(block.nbytes for block in self.blocks.values())
+
+
+@dataclass(slots=True)
+class StateCopies:
+    """Copies held by this rank: of its own state and of its partner's, after one or two steps."""
+
+    held: dict[tuple[int, int], StateCopy] = field(default_factory=dict)
+    """Complete copies by (step, rank that had the state)."""
+
+    def steps(self) -> dict[int, tuple[int, list[int]]]:
+        """Return the copied steps, each with the number of ranks at that time, and the ranks whose copies are here."""
+        found: dict[int, tuple[int, list[int]]] = {}
+        for (step, origin), copy in self.held.items():
+            found.setdefault(step, (copy.num_ranks, []))[1].append(origin)
+        return found
+
+    def keep_newest(self) -> list[StateCopy]:
+        """Drop the copies of all steps but the newest, and return the dropped ones."""
+        newest = max((step for step, _ in self.held), default=0)
+        dropped = [copy for copy in self.held.values() if copy.step < newest]
+        self.held = {key: copy for key, copy in self.held.items() if copy.step == newest}
+        return dropped
+
+
+def partners(topology: RankTopology) -> list[int]:
+    """Return, for each rank, the rank that receives its copies: on the next node, or on one node the next rank.
+
+    `topology` has each rank's node first. No two ranks have the same partner if all nodes have equally many ranks.
+    """
+    nodes = list(dict.fromkeys(place[0] for place in topology))
+    on_node = {node: [rank for rank, place in enumerate(topology) if place[0] == node] for node in nodes}
+    if len(nodes) == 1:
+        return [(rank + 1) % len(topology) for rank in range(len(topology))]
+    found = [0] * len(topology)
+    for number, node in enumerate(nodes):
+        others = on_node[nodes[(number + 1) % len(nodes)]]
+        for place, rank in enumerate(on_node[node]):
+            found[rank] = others[place % len(others)]
+    return found
+
+
+class StateCopier:
+    """Makes copies of this rank's state and exchanges them with partners, beside the next step.
+
+    The constructor is a collective over the trainer's world. `topology` places the ranks on nodes.
+    """
+
+    def __init__(self, copies: StateCopies, topology: RankTopology) -> None:
+        self.copies, self._rank = copies, dist.get_rank()
+        self._partners = partners(topology)
+        # A group of its own: its messages run in a thread, at any time between those of the training step.
+        group = dist.new_group(backend="gloo") if len(topology) > 1 else None
+        assert not isinstance(group, int)
+        self._group = group
+        self._layouts: list[Layouts] = []
+        self._exchange: Future[list[StateCopy]] | None = None
+
+    def begin(self, step: int, models: Mapping[str, Model], layout: str, **driver: Any) -> int:
+        """Copy the state after a step to host memory, and start sending the copy to this rank's partner. A collective.
+
+        `driver` are further values, returned by `restore`. Returns the bytes of the copy. Call `finish` before the next
+        one; until then the copies of the step before stay.
+        """
+        spare = {copy.origin: copy.blocks for copy in self.copies.keep_newest()}
+        parts = [part for part in state_parts(models) if part.is_main]
+        layouts, blocks = _packed(parts, spare.get(self._rank))
+        common = common_state(models, layout) | {"driver": driver}
+        own = StateCopy(step, self._rank, len(self._partners), layouts, blocks, common)
+        if not self._layouts:
+            # Parts stay where they are, so their places are exchanged once.
+            self._layouts = signed.gather(layouts, purpose="layouts of state copies")
+        everyone = signed.gather(common, purpose="values of state copies")
+        expected = [
+            StateCopy(
+                step,
+                origin,
+                own.num_ranks,
+                self._layouts[origin],
+                _blocks_for(self._layouts[origin], spare.get(origin)),
+                values,
+            )
+            for origin, values in enumerate(everyone)
+            if self._partners[origin] == self._rank and origin != self._rank
+        ]
+        self._exchange = background.begin(lambda: self._run(own, expected))
+        return own.num_bytes
+
+    def finish(self, *, wait: bool) -> bool:
+        """Return whether this rank's copies are complete. `wait` blocks until they are.
+
+        Raises the error that ended the exchange, such as the loss of a partner.
+        """
+        if self._exchange is None:
+            return True
+        if not wait and not self._exchange.done():
+            return False
+        exchange, self._exchange = self._exchange, None
+        for copy in background.finish(exchange):
+            self.copies.held[copy.step, copy.origin] = copy
+        return True
+
+    def _run(self, own: StateCopy, expected: Sequence[StateCopy]) -> list[StateCopy]:
+        """Exchange copies with the partners. Returns the complete ones, with their checksums."""
+        checksum = torch.tensor([_checksum(own.blocks)])
+        theirs = [torch.zeros(1, dtype=torch.int64) for _ in expected]
+        works: list[dist.Work | None] = []
+        if self._group is not None:
+            for message in (checksum, *_messages(own.blocks)):
+                works.append(dist.isend(message, self._partners[self._rank], group=self._group))
+            for number, copy in zip(theirs, expected, strict=True):
+                for message in (number, *_messages(copy.blocks)):
+                    works.append(dist.irecv(message, copy.origin, group=self._group))
+        for work in works:
+            assert work is not None
+            work.wait()
+        for number, copy in zip(theirs, expected, strict=True):
+            _check(copy, int(number))
+        received = [replace(copy, checksum=int(number)) for number, copy in zip(theirs, expected, strict=True)]
+        return [replace(own, checksum=int(checksum)), *received]
+
+
+def hand_over(copies: StateCopies, step: int, moves: Sequence[tuple[int, int, int]]) -> None:
+    """Send copies of a step to other ranks of the torch world. A collective.
+
+    Each move is (rank that had the state, sender, receiver). Receivers hold the copies in addition to their own.
+    """
+    rank = dist.get_rank()
+    # Descriptions alone: the blocks travel as tensors.
+    descriptions = {copy.origin: replace(copy, blocks={}) for copy in copies.held.values() if copy.step == step}
+    everyone = signed.gather(descriptions, purpose="handed over copies")
+    for origin, sender, receiver in moves:
+        if rank == sender:
+            for message in _messages(copies.held[step, origin].blocks):
+                dist.send(message, receiver)
+        elif rank == receiver:
+            description = everyone[sender][origin]
+            blocks = _blocks_for(description.layouts)
+            for message in _messages(blocks):
+                dist.recv(message, sender)
+            copies.held[step, origin] = replace(description, blocks=blocks)
+
+
+def restore(
+    copies: StateCopies, step: int, models: Mapping[str, Model], layout: str, topology: RankTopology
+) -> tuple[dict[str, Any], int]:
+    """Load the state after a step from the copies of all ranks into the models.
+
+    Returns the driver's values, and the bytes that this rank received from other ranks: those that it did not hold. A
+    collective over the trainer's world.
+
+    Each element comes from the nearest rank that holds it. Random numbers are restored if `layout`, the words for the
+    parallel sizes, is that of the copies. Raises DataError if a copy's bytes have changed since it was made.
+    """
+    held = [copy for (of_step, _), copy in copies.held.items() if of_step == step]
+    for copy in held:
+        _check(copy, copy.checksum)
+    common = {copy.origin: copy.common for copy in held}
+    everyone = {origin: values for found in signed.gather(common) for origin, values in found.items()}
+    # Before the tensors: it says which frozen models belong to the state.
+    with restore_common_state(models, everyone, layout) as saved:
+        parts = list(state_parts(saved))
+        own_sources = {
+            (dtype, copy.origin): pieces for copy in held for dtype, pieces in copy.layouts.items() if pieces
+        }
+        sources, destinations = signed.gather(own_sources), signed.gather(_live_layouts(parts))
+        dtypes = sorted({dtype for found in destinations for dtype in found})
+        received = sum(_move(dtype, sources, destinations, held, parts, topology) for dtype in dtypes)
+    return everyone[min(everyone)]["driver"], received
+
+
+def _move(
+    dtype: str,
+    sources: Sequence[Mapping[tuple[str, int], Layout]],
+    destinations: Sequence[Layouts],
+    held: Sequence[StateCopy],
+    parts: Sequence[StatePart],
+    topology: RankTopology,
+) -> int:
+    """Copy all parts of one dtype from the copies of all ranks into the live tensors. A collective.
+
+    Returns the bytes received from other ranks.
+    """
+    element = getattr(torch, dtype)
+    plan = make_plan(
+        [tuple(p for (kind, _), pieces in found.items() if kind == dtype for p in pieces) for found in sources],
+        [found.get(dtype, ()) for found in destinations],
+        itemsize=element.itemsize,
+        bucket_bytes=_BUCKET_BYTES,
+        topology=topology,
+    )
+    blocks = {_storage(copy.origin): copy.blocks[dtype].view(element) for copy in held if dtype in copy.blocks}
+    live = {_place(part): part.values for part in parts if _dtype(part) == dtype}
+    report = Transport(plan.for_rank(dist.get_rank()), blocks, live, dtype=element).reshard()
+    return int(report["received_bytes"])
+
+
+def _packed(parts: Sequence[StatePart], spare: Mapping[str, Tensor] | None) -> tuple[Layouts, dict[str, Tensor]]:
+    """Return the layouts of the parts, and host copies of their values: one flat uint8 block [bytes] per dtype.
+
+    Blocks of `spare` are overwritten and used where they have the right size.
+    """
+    origin, is_on_gpu = _storage(dist.get_rank()), device.current().type == "cuda"
+    placed: dict[str, list[tuple[StatePart, int]]] = {}
+    layouts: dict[str, Layout] = {}
+    for dtype in sorted({_dtype(part) for part in parts}):
+        own = [part for part in parts if _dtype(part) == dtype]
+        ends = list(accumulate((part.values.numel() for part in own), initial=0))
+        placed[dtype] = list(zip(own, ends[:-1], strict=True))
+        layouts[dtype] = tuple(_piece(part, origin, offset) for part, offset in placed[dtype])
+    blocks = _blocks_for(layouts, spare)
+    for dtype, block in blocks.items():
+        flat = block.view(getattr(torch, dtype))
+        for part, offset in placed[dtype]:
+            values = part.values.reshape(-1)
+            flat[offset : offset + values.numel()].copy_(values, non_blocking=is_on_gpu)
+    if is_on_gpu:
+        torch.cuda.synchronize()
+    return layouts, blocks
+
+
+def _blocks_for(layouts: Layouts, spare: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """Return blocks [bytes] for a copy with these layouts: those of `spare` that have the right size, else new ones."""
+    blocks = {}
+    for dtype, pieces in layouts.items():
+        num_bytes = sum(piece.box.numel for piece in pieces) * getattr(torch, dtype).itemsize
+        # Page-locked memory makes copies from a GPU fast. Allocating it is slow, so blocks are used again.
+        block = (spare or {}).get(dtype)
+        has_size = block is not None and block.nbytes == num_bytes
+        pin = device.current().type == "cuda"
+        blocks[dtype] = block if has_size else torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pin)
+    return blocks
+
+
+def _messages(blocks: Mapping[str, Tensor]) -> list[Tensor]:
+    """Return the blocks [bytes] cut into messages, in an order that sender and receiver share."""
+    return [part for dtype in sorted(blocks) for part in blocks[dtype].split(_MESSAGE_BYTES)]
+
+
+def _checksum(blocks: Mapping[str, Tensor]) -> int:
+    checksum = 0
+    for dtype in sorted(blocks):
+        checksum = zlib.crc32(blocks[dtype].numpy().data, checksum)
+    return checksum
+
+
+def _check(copy: StateCopy, expected: int) -> None:
+    if (found := _checksum(copy.blocks)) != expected:
+        raise DataError(
+            f"the copy of rank {copy.origin}'s state after step {copy.step} has the checksum {found:08x}, expected "
+            f"{expected:08x}: its memory or its transport is faulty"
+        )
+
+
+def _live_layouts(parts: Sequence[StatePart]) -> dict[str, Layout]:
+    found: dict[str, list[Piece]] = {}
+    for part in parts:
+        found.setdefault(_dtype(part), []).append(_piece(part, _place(part), 0))
+    return {dtype: tuple(pieces) for dtype, pieces in found.items()}
+
+
+def _piece(part: StatePart, storage: str, offset: int) -> Piece:
+    # Scalars, such as a temperature, have no index range; they count as tensors of one element.
+    start, shape = part.start or (0,), tuple(part.values.shape) or (1,)
+    box = Box(part.name, start, tuple(a + n for a, n in zip(start, shape, strict=True)))
+    return Piece(box, storage, offset, contiguous_strides(shape))
+
+
+def _place(part: StatePart) -> str:
+    """Return the name of a live part's storage, unique on this rank."""
+    return f"{part.name}@{part.start}"
+
+
+def _storage(origin: int) -> str:
+    return f"copy of rank {origin}"
+
+
+def _dtype(part: StatePart) -> str:
+    return str(part.values.dtype).removeprefix("torch.")

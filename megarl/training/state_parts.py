@@ -1,0 +1,56 @@
+"""Parts of a training state on this rank: the tensors that a checkpoint holds, each with its place in the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import apply_factories, is_main_replica
+from torch import Tensor
+
+from megarl.training.checkpoint import Model, changed_models, models_to_save, sharded_states
+
+
+class StatePart(NamedTuple):
+    """A box of a tensor of the state: `values` [*shape], the live memory, begin at the indices `start` [dimensions].
+
+    `is_main` is True on one rank only, for boxes that several ranks store. `key` is the tensor's name in checkpoints.
+    Megatron stacks equal layers and experts in one tensor there; here each has a `name` of its own, as in
+    `decoder.layers.mlp.linear_fc1.weight[3]`.
+    """
+
+    key: str
+    name: str
+    start: tuple[int, ...]
+    values: Tensor
+    is_main: bool
+
+
+def state_parts(models: Mapping[str, Model]) -> Iterator[StatePart]:
+    """Yield this rank's parts of the state. Rows that only pad the vocabulary are left out.
+
+    `models` are those of a checkpoint, by the prefix of their tensors; frozen models with their first weights are left
+    out. Moments that the optimizer has not allocated yet are allocated, as zeros.
+    """
+    for prefix, model in models_to_save(models, changed_models(models)).items():
+        state = sharded_states({prefix: model}, is_loading=False)
+        # A fused parameter (gate and up) is stored in parts, under separate names.
+        apply_factories(state)
+        for part in nested_values(state):
+            if not isinstance(part, ShardedTensor) or part.data is None:
+                continue
+            depth = part.prepend_axis_num
+            start, values = part.global_offset[depth:], part.data.detach().view(part.local_shape)
+            if part.allow_shape_mismatch:
+                # Rows that only pad the vocabulary have random values, which differ between layouts and are never used.
+                values = values[: max(model.shape.vocab_size - start[0], 0)]
+            if values.numel():
+                yield StatePart(part.key, _name(part), start, values, is_main_replica(part.replica_id))
+
+
+def _name(part: ShardedTensor) -> str:
+    """Return the name of a tensor, with the numbers of its layer and expert if Megatron stacks equal ones."""
+    stacked = part.global_offset[: part.prepend_axis_num]
+    return f"{part.key}[{','.join(map(str, stacked))}]" if stacked else part.key
