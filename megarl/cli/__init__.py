@@ -33,6 +33,7 @@ from megarl.cli.layouts import (
 from megarl.cli.reading import metrics, report, samples, watch
 from megarl.cli.recipes import recipes
 from megarl.cli.replay import replay
+from megarl.cli.resize import resize
 from megarl.console import (
     print_error,
     print_findings,
@@ -63,6 +64,7 @@ for group in (sandbox, data, slurm, kubernetes, convert):
 app.command()(recipes)
 app.command()(export)
 app.command(cls=RecipeCommand)(replay)
+app.command(cls=RecipeCommand)(resize)
 
 
 def _print_version(is_asked: bool) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic_core import PydanticCustomError
 
-from megarl.config.annotations import Foreign
+from megarl.config.annotations import Foreign, UntriedOnGpu
 from megarl.config.section import Section
 
 # Kinds known by name, so that a plan for another cluster needs no figures.
@@ -118,6 +118,9 @@ class ClusterConfig(Section):
     gpu_memory_gib: GpuKind | None = None
     """Memory of one GPU in GiB, or its kind (h100, h200, b200). A run whose predicted memory exceeds it does not start;
     the error suggests changes (see `megarl plan`). Default: read from this machine's GPUs; without GPUs, no check."""
+    recover: Annotated[Literal["stop", "restart", "shrink"], UntriedOnGpu("restart or shrink")] = "stop"
+    """After the loss of a trainer rank. stop (default): exit code 76. restart: only lost processes start again. shrink:
+    the others continue with fewer data-parallel replicas. Both continue from checkpoint.replicate or a checkpoint."""
     max_restarts: NonNegativeInt = 5
     """Maximum number of consecutive automatic restarts of a run without a completed training step in between."""
 

@@ -23,6 +23,7 @@ from megarl.config import Recipe
 from megarl.config.recipe import to_yaml
 from megarl.files.atomic import disk_full_named, replace_text, storage_faults_named, sync
 from megarl.files.model_folder import read_object
+from megarl.loops.state_replication import StateReplication
 from megarl.report.model_card import write_card
 from megarl.tracking.earlier_run import DRIVER, SCHEMA, EarlierRun, checkpoint_step
 from megarl.tracking.run_folder import RunFolder
@@ -50,12 +51,15 @@ class Checkpoints:
         inputs: Mapping[str, Any],
         checksum_after: Callable[[int], str | None],
         check_weights: Callable[[], Awaitable[None]],
+        copies: StateReplication,
     ) -> None:
         """Prepare the saves of a run. `inputs` identifies models and data; a resumed run compares it with its own.
 
         `checksum_after` returns the checksum of the weights after a step, None if it was not computed. `check_weights`
-        is called before weights are saved or exported; it raises an error if a bit of them changed.
+        is called before weights are saved or exported; it raises an error if a bit of them changed. `copies` are those
+        in host memory, made along with the saves.
         """
+        self.copies = copies
         self._checksum_after, self._check_weights = checksum_after, check_weights
         self._recipe, self._folder, self._tracker, self._ranks = recipe, folder, tracker, ranks
         self._inputs = inputs
@@ -83,6 +87,7 @@ class Checkpoints:
         await self._best.take(step)
         if is_saved:
             await self._begin(step, save_driver, settings.asynchronous, is_resharded=False)
+        await self.copies.begin(self._ranks, step, save_driver, self._checksum_after(step))
 
     def judge(self, step: int, metrics: Mapping[str, float]) -> None:
         """Move the step's model to `hf_best/` if its evaluation, part of `metrics`, is the best so far.
@@ -111,6 +116,14 @@ class Checkpoints:
             await self._begin(step, save_driver, False, is_resharded=True)
         await self.complete(wait=True)
 
+    async def copy(self, step: int, save_driver: Callable[[Path], None] | None) -> None:
+        """Copy the state after a step and its reshard to host memory, and wait until all ranks have the copies."""
+        await self._check_weights()
+        await self.copies.begin(
+            self._ranks, step, save_driver, self._checksum_after(step), is_forced=True, is_resharded=True
+        )
+        await self.copies.complete(self._ranks, wait=True)
+
     async def _begin(
         self, step: int, save_driver: Callable[[Path], None] | None, asynchronous: bool, *, is_resharded: bool
     ) -> None:
@@ -130,6 +143,7 @@ class Checkpoints:
 
         `wait`: wait until they have.
         """
+        await self.copies.complete(self._ranks, wait=wait)
         if self._begun is None:
             return
         with self._tracker.phase("checkpoint"):
@@ -302,11 +316,11 @@ class Survey:
                 replace_text(home / "latest", self.good.name + "\n")
 
 
-def survey(earlier: EarlierRun) -> Survey:
+def survey(earlier: EarlierRun, *, refuses_none: bool = True) -> Survey:
     """Find the newest checkpoint whose files match its manifest. Changes nothing.
 
     A checkpoint counts as damaged only if a file is proved wrong. Raises StorageError if a checkpoint cannot be read at
-    all. Raises DataError if there are checkpoints but no valid one.
+    all. Raises DataError if there are checkpoints but no valid one, unless `refuses_none` is False.
     """
     # Imported here because it loads torch's checkpoint code, which a run without checkpoints does not need.
     from megarl.checkpoint.torch_dist_reader import check_harmless
@@ -324,6 +338,8 @@ def survey(earlier: EarlierRun) -> Survey:
             damaged[folder.name] = str(error)
         else:
             return Survey(folder, damaged)
+    if not refuses_none:
+        return Survey(None, damaged)
     try:
         earlier.refuse_start_over()
     except DataError as error:

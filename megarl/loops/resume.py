@@ -80,13 +80,15 @@ class Origin:
     """Where a run starts: at a checkpoint, or (None) from the beginning.
 
     `unlogged` are the metrics of the checkpoint's step if a signal interrupted its evaluation. `checksum` is that of
-    the policy's weights; None if the saving run computed none (weights.check_every).
+    the policy's weights; None if the saving run computed none (weights.check_every). With `copied_step`, the ranks have
+    copies of the state after this step in memory; `checkpoint` is then a folder with the driver's part alone.
     """
 
     checkpoint: Path | None
     inputs: Inputs
     unlogged: Mapping[str, float] | None = None
     checksum: str | None = None
+    copied_step: int | None = None
 
 
 def find_origin(recipe: Recipe, folder: RunFolder, resume: Resume | None, kept: Kept | None = None) -> Origin:
@@ -130,6 +132,17 @@ def find_origin(recipe: Recipe, folder: RunFolder, resume: Resume | None, kept: 
     # The step's metrics may have been logged after the save. Logging them again would duplicate the step.
     unlogged = None if folder.has_logged_resumed_step else earlier.get("unlogged")
     return Origin(found.good, inputs, unlogged, earlier.get("checksum"))
+
+
+def begin_from_copy(origin: Origin, recipe: Recipe, folder: RunFolder) -> Origin:
+    """Register a new start of the run from copies of its state in memory, and return their origin.
+
+    Raises MegarlError if the run has started from this step too often. Raises StorageError for failed writes.
+    """
+    folder.begin(origin.copied_step, recipe.cluster.max_restarts)
+    # A save that the lost rank interrupted is incomplete.
+    survey(folder.earlier, refuses_none=False).settle(folder.checkpoints_folder)
+    return origin
 
 
 def _refuse_other_models(earlier: Mapping[str, Any], recipe: Recipe, inputs: Inputs) -> None:

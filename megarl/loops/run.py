@@ -7,9 +7,10 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from megarl.cluster.deadlines import run_deadlines
-from megarl.cluster.launchers import start_group, start_ranks
+from megarl.cluster.launchers import start_group
 from megarl.cluster.node_checks import gpus, inspect
 from megarl.cluster.rank_model import RankModel
 from megarl.cluster.replacements import Replacements
@@ -25,9 +26,11 @@ from megarl.loops.checkpointing import Checkpoints
 from megarl.loops.models import export, models_of, sharing_notices
 from megarl.loops.monitoring import start_monitor
 from megarl.loops.performance import Performance, Profiles
+from megarl.loops.rank_processes import RankProcesses
 from megarl.loops.recording import StepRecorder
 from megarl.loops.reshards import Reshards
-from megarl.loops.resume import Origin, Resume, find_origin
+from megarl.loops.resizing import ResizeAskedError
+from megarl.loops.resume import Origin, Resume, begin_from_copy, find_origin
 from megarl.loops.sample_writer import SampleWriter
 from megarl.loops.session import Session
 from megarl.loops.sources import make_sources, read_data, start_rewards
@@ -43,7 +46,7 @@ from megarl.rollout.stragglers import StragglerDetector
 from megarl.tracking.display import Display
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.tracker import Tracker
-from megarl.types import ConfigError
+from megarl.types import ConfigError, PeerLostError
 
 LOOPS: dict[str, Callable[[Session], Awaitable[None]]] = {
     "rl": rl.train,
@@ -70,16 +73,51 @@ async def run(
     display = display or Display()
     # Signals first, so that one arriving while the folder is opened raises StoppedError too.
     with stopping_at_once(), RunFolder(recipe, resume=resume is not None, restart=restart) as folder:
-        origin = find_origin(recipe, folder, resume, kept)
-        logs = folder.logs_folder
-        with display.live(), display.logged_to(logs / DRIVER_LOG), stacks_on_quit(logs) as stacks:
-            async with _started(recipe, layout, folder, origin, stacks, display) as session:
-                await LOOPS[recipe.loop](session)
-                # Complete all background work before the export, which needs the engines' memory.
-                await session.steps.complete_background_work()
-                await _export(session, display)
-                session.steps.checks.report_unused_tools()
-                session.tracker.summary(_next_commands(folder), has_model=recipe.train.steps > 0)
+        async with RankProcesses(recipe, layout) as processes:
+            origin = find_origin(recipe, folder, resume, kept)
+            while True:
+                try:
+                    await _attempt(processes.recipe, processes.layout, folder, origin, processes, display)
+                    return
+                except PeerLostError as error:
+                    await processes.recover(error, folder.logs_folder, partial(_warn, folder, display))
+                    folder.end_attempt(error)
+                except ResizeAskedError as asked:
+                    await processes.resize(asked, folder.logs_folder, partial(_warn, folder, display))
+                    folder.end_attempt(asked)
+                # An attempt leaves signals ignored.
+                with stopping_at_once():
+                    copied = processes.copied_origin(origin, folder.earlier)
+                    if copied is not None:
+                        origin = begin_from_copy(copied, processes.recipe, folder)
+                    else:
+                        origin = find_origin(processes.recipe, folder, "if-any", kept)
+
+
+def _warn(folder: RunFolder, display: Display, text: str) -> None:
+    """Print a warning between two attempts, and record it in the run folder."""
+    folder.note(text, None)
+    display.info(f"warning: {text}")
+
+
+async def _attempt(
+    recipe: Recipe,
+    layout: ParallelConfig,
+    folder: RunFolder,
+    origin: Origin,
+    processes: RankProcesses,
+    display: Display,
+) -> None:
+    """Run from the origin to the exported model. Raises PeerLostError if a rank is lost."""
+    logs = folder.logs_folder
+    with display.live(), display.logged_to(logs / DRIVER_LOG), stacks_on_quit(logs) as stacks:
+        async with _started(recipe, layout, folder, origin, processes, stacks, display) as session:
+            await LOOPS[recipe.loop](session)
+            # Complete all background work before the export, which needs the engines' memory.
+            await session.steps.complete_background_work()
+            await _export(session, display)
+            session.steps.checks.report_unused_tools()
+            session.tracker.summary(_next_commands(folder), has_model=recipe.train.steps > 0)
 
 
 async def _export(session: Session, display: Display) -> None:
@@ -108,6 +146,7 @@ async def _started(
     layout: ParallelConfig,
     folder: RunFolder,
     origin: Origin,
+    processes: RankProcesses,
     stacks: StackRequest,
     display: Display,
 ) -> AsyncIterator[Session]:
@@ -123,7 +162,7 @@ async def _started(
         stack.enter_context(stop.listening(tracker.notice, folder.path))
         # Before all heavy work: a port that another program took since the checks ends the run at once.
         monitor = await start_monitor(recipe, folder, tracker, stack)
-        start = _Start(recipe, layout, folder, origin, tracker, display, stop, stack)
+        start = _Start(recipe, layout, folder, origin, processes, tracker, display, stop, stack)
         checks = StepChecks(recipe, folder, tracker)
         checks.check_learning_rate()
         tokenizer = tokenizer_of(recipe.model)
@@ -175,7 +214,11 @@ async def _started(
         if origin.checkpoint:
             with display.phase("loading the checkpoint", is_printed=True):
                 await session.reshards.sleep_engines()
-                await ranks.trainers.call("load_checkpoint", origin.checkpoint)
+                if origin.copied_step is None:
+                    await ranks.trainers.call("load_checkpoint", origin.checkpoint)
+                else:
+                    received = await ranks.trainers.call("restore_copy", origin.copied_step)
+                    processes.note_received(sum(received))
                 await steps.weight_checks.resume(folder.resumed_step, origin.checksum)
         # Last: until here a signal ends the run at once, because there is no progress to save.
         stop.steps_begin()
@@ -190,17 +233,16 @@ class _Start:
     layout: ParallelConfig
     folder: RunFolder
     origin: Origin
+    processes: RankProcesses
     tracker: Tracker
     display: Display
     stop: StopRequest
     stack: AsyncExitStack
 
     async def ranks(self, stacks: StackRequest) -> RunRanks:
-        """Start the processes of all ranks."""
-        layout, folder = self.layout, self.folder
+        """Start the processes of all ranks, or after a loss only the missing ones."""
         with self.display.phase(f"starting {_count_of_ranks(self.recipe)}", is_printed=True):
-            ranks = await start_ranks(self.recipe.cluster, folder.logs_folder, layout.replica_sizes)
-        self.stack.push_async_callback(ranks.close)
+            ranks = await self.processes.ready(self.folder.logs_folder)
         ranks.on_asked(self.stop.ask)
         # From now on SIGQUIT prints the stacks of the ranks too.
         stacks.ask_others = ranks.show_stacks
@@ -217,8 +259,8 @@ class _Start:
         ranks.set_deadlines(lambda: run_deadlines(recipe.cluster))
         teachers = layout_of(recipe.for_teachers) if recipe.distillation.sizes else None
         settings = {"recipe": recipe, "layout": layout, "teacher_layout": teachers}
+        settings["topology"] = ranks.trainers.topology
         if not ranks.is_separate:
-            settings["topology"] = ranks.topology
             await ranks.trainers.construct("megarl.worker.colocated:Worker", settings)
             return
         replicas = [_construct_engine(group, recipe, layout) for group in ranks.replicas]
@@ -234,7 +276,8 @@ class _Start:
         uses_gpu = recipe.cluster.device != "cpu" and device.current().type == "cuda"
         if uses_gpu and (notice := device.toolkit_notice()) is not None:
             tracker.notice(notice)
-        if not recipe.cluster.preflight:
+        # After a loss the nodes are those that passed the checks before.
+        if not recipe.cluster.preflight or self.processes.num_recoveries:
             return
         wrong, lines = await inspect(ranks, recipe, self.folder.path.absolute(), planned_host_bytes(recipe))
         if wrong:
@@ -298,6 +341,7 @@ class _Start:
                 self.origin.inputs.as_json(),
                 checksum_after=weight_checks.checksum_after,
                 check_weights=weight_checks.check_trainer,
+                copies=self.processes.copies,
             ),
             reshards=reshards,
             stop=self.stop,
@@ -306,6 +350,7 @@ class _Start:
             checks=checks,
             weight_checks=weight_checks,
             dropped=dropped,
+            recovery_metrics=self.processes.take_metrics,
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 
@@ -10,6 +10,7 @@ from megarl.config import Recipe
 from megarl.loops.checkpointing import Checkpoints
 from megarl.loops.performance import Performance, Profiles
 from megarl.loops.reshards import Reshards
+from megarl.loops.resizing import take_request
 from megarl.loops.step_checks import StepChecks
 from megarl.loops.stopping import StopRequest
 from megarl.loops.weight_checks import WeightChecks
@@ -59,6 +60,8 @@ class Steps:
     weight_checks: WeightChecks
     dropped: Dropped
     """Number of records dropped because they are too long, by data source."""
+    recovery_metrics: Callable[[], Mapping[str, float]]
+    """Function returning the metrics of a recovery from a lost rank, once, in the first step after it."""
 
     @property
     def remaining(self) -> range:
@@ -75,6 +78,7 @@ class Steps:
         self.tracker.begin(number)
         # Before the step's first call to the ranks, so that start-up does not count.
         await self.performance.begin()
+        step.log(self.recovery_metrics())
         if self.dropped:
             step.log({"data/dropped": float(self.dropped.total())})
         is_profiled = number in self.recipe.train.profile_steps
@@ -83,6 +87,7 @@ class Steps:
                 yield step
             with span("log"):
                 step.log(self.weight_checks.take_metrics())
+                step.log(self.checkpoints.copies.take_metrics())
                 step.log(await self.performance.measure_step(self.tracker.seconds, step.metrics))
                 fault = self._log(step)
                 self.folder.set_status(step=number)
@@ -93,6 +98,7 @@ class Steps:
             await self._save(number, state)
             raise fault
         await self._stop_if_asked(number, state)
+        await self._resize_if_asked(number, state)
 
     @asynccontextmanager
     async def updating(self, step: Step) -> AsyncIterator[None]:
@@ -163,6 +169,20 @@ class Steps:
             await self._save(step, state, unlogged)
             saved = f"saved after step {step} of {self.recipe.train.steps}"
         raise StoppedError(f"{self.stop.by}: {saved}; go on with: megarl train {self.folder.path} --resume")
+
+    async def _resize_if_asked(self, step: int, state: RLState | None) -> None:
+        """Copy the state after `step` and raise ResizeAskedError, if `megarl resize` asked for other parallel sizes."""
+        try:
+            asked = take_request(self.folder.path, self.recipe)
+        except MegarlError as error:
+            self.tracker.notice(f"the run cannot be resized: {error}")
+            return
+        if asked is None:
+            return
+        await self.complete_background_work()
+        await self.reshards.sleep_engines()
+        await self.checkpoints.copy(step, state and state.save)
+        raise asked
 
     async def _save(self, step: int, state: RLState | None, unlogged: Mapping[str, float] | None = None) -> None:
         """Save a checkpoint outside of the regular steps, with the engines asleep."""

@@ -405,6 +405,9 @@ class RankMemory:
                 yield Use("DeepEP", self._deep_ep)
         else:
             yield from (Use(use.kind, 0, use.device_bytes + use.host_bytes) for use in uses)
+        if self.has_trainer and self.recipe.checkpoint.replicate and self.layout.world_size > 1:
+            # This rank's state and a partner's, after the newest copied step and while the next copy is made.
+            yield Use("copies of the state", 0, 4 * (self.policy + self.critic).saved)
         yield Use("libraries", 0, LIBRARY_BYTES)
 
     @property

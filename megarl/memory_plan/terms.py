@@ -105,6 +105,10 @@ TERMS = {
         "weights and optimizer written by the rank, in page-locked blocks of 1 GiB",
         "training/staging.py",
     ),
+    "copies of the state": Term(
+        "weights and optimizer of the rank and of its partner, after two steps (checkpoint.replicate)",
+        _OWN,
+    ),
     "CUDA": Term(
         "a constant: context, kernels, workspaces of cuBLAS, cuDNN and vLLM",
         "fitted to one run on an H200, tools/bench/results/h200.jsonl",

@@ -127,6 +127,14 @@ class RunFolder:
             self.describe({"machine": machine(), "versions": versions()})
         return unreadable
 
+    def end_attempt(self, error: BaseException) -> None:
+        """Record in attempt.json that an error ended this attempt. The same process may then `begin` another one."""
+        self._attempt |= {"ended": _now(), **self._status, "cause": f"{type(error).__name__}: {error}"}
+        self.describe({})
+        self.earlier = EarlierRun.read(self.path)
+        self._counted = self.earlier.status
+        self._is_restart = False
+
     def set_status(
         self,
         state: State | None = None,

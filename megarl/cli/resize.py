@@ -1,0 +1,44 @@
+"""The command `megarl resize`: change the parallel sizes of a running run between two steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megarl.cli.arguments import Overrides
+from megarl.console import print_lines
+from megarl.types import ConfigError
+
+
+def resize(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a running run (runs/NAME).")],
+    overrides: Overrides = None,
+) -> None:
+    """Change the parallel sizes of a running run after its current step. Weights and optimizer state move in memory.
+
+    Overrides give the new sizes, for example cluster.ranks_per_node=4 trainer.tp=2. Processes continue where they can.
+    The run's notices report the change. A refused change leaves the run as it is.
+    """
+    from megarl.config.recipe import load
+    from megarl.loops.resizing import FIELDS, request, resized
+    from megarl.tracking.earlier_run import EarlierRun
+
+    if not overrides:
+        raise ConfigError(f"megarl resize: give the new sizes as overrides; it can change {', '.join(FIELDS)}")
+    state = EarlierRun.read(run).status.get("state")
+    if state != "running":
+        raise ConfigError(f"{run}: the run is not running (status.json: {state}); start it with megarl train")
+    before = load(run / "config.yaml", ())
+    after = load(run / "config.yaml", overrides)
+    names = [text.partition("=")[0] for text in overrides]
+    values = {}
+    for name in names:
+        section, _, field = name.partition(".")
+        if name not in FIELDS:
+            raise ConfigError(f"{name}: a resize cannot change it; it can change {', '.join(FIELDS)}")
+        values[name] = getattr(getattr(after, section), field)
+    _, layout = resized(before, values)
+    request(run, values)
+    print_lines([f"{run}: changes to {layout} after its current step"])

@@ -1,0 +1,211 @@
+"""Rank processes of a run, and recovery from the loss of a trainer rank: the other processes continue."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from megarl.cluster.launchers import start_group, start_ranks
+from megarl.cluster.run_ranks import RunRanks
+from megarl.cluster.worker_group import WorkerGroup
+from megarl.config import Recipe
+from megarl.config.parallel import ParallelConfig
+from megarl.files.private_folder import PrivateFolder
+from megarl.loops.resizing import ResizeAskedError, shrunk
+from megarl.loops.resume import Origin
+from megarl.loops.state_replication import StateReplication
+from megarl.loops.stopping import leaving_on_signals
+from megarl.tracking.earlier_run import EarlierRun, checkpoint_step
+from megarl.types import MegarlError, PeerLostError
+
+METRICS = {
+    "fault/recoveries": ("count", "recoveries from lost trainer ranks since the start; logged after each recovery"),
+    "fault/recovery_seconds": (
+        "seconds",
+        "time from a trainer rank's loss, or a resize, to the next step: processes, models, engines, state",
+    ),
+    "fault/restored_bytes": (
+        "bytes",
+        "bytes that ranks received from other ranks to restore the state; 0 if it came from a checkpoint",
+    ),
+}
+"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
+
+
+class RankProcesses:
+    """All rank processes of a run. After the loss of a trainer rank, `recover` starts only the missing ones."""
+
+    def __init__(self, recipe: Recipe, layout: ParallelConfig) -> None:
+        self.recipe, self.layout = recipe, layout
+        """The recipe and the layout of the next attempt. A resize changes their parallel sizes."""
+        self._ranks: RunRanks | None = None
+        self._folder = PrivateFolder()
+        self._lost_at: float | None = None
+        self.copies = StateReplication(recipe.checkpoint.replicate, self._folder.path)
+        self.num_recoveries = 0
+        """Number of losses of trainer ranks that the run has survived."""
+        self._copied: int | None = None
+        self._received = 0.0
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        try:
+            if self._ranks is not None:
+                await self._ranks.close()
+        finally:
+            self._folder.remove()
+
+    async def ready(self, log_folder: Path) -> RunRanks:
+        """Return the ranks, without workers. The first call starts their processes, with logs in `log_folder`."""
+        if self._ranks is None:
+            cluster = self.recipe.cluster
+            self._ranks = await start_ranks(cluster, log_folder, self.layout.replica_sizes)
+            self._ranks.trainers.keeps_survivors = cluster.recover != "stop"
+        return self._ranks
+
+    async def recover(self, error: PeerLostError, log_folder: Path, notify: Callable[[str], object]) -> None:
+        """Replace the lost processes of the trainer. Raises the error if the run must end because of it.
+
+        `notify` is called with a message about the loss. New processes write their logs to `log_folder`.
+        """
+        lost = self._ranks.trainers if self._ranks is not None else None
+        if lost is None or not lost.survivors or self.recipe.cluster.recover == "stop":
+            raise error
+        self._lost_at = time.monotonic()
+        survivors = [handle.rank - lost.part.first_rank for handle in lost.survivors]
+        sources: Sequence[int | None] = range(lost.world_size)
+        then = "the others start again"
+        if self.recipe.cluster.recover == "shrink":
+            try:
+                self.recipe, self.layout, chosen = shrunk(self.recipe, self.layout, survivors)
+            except MegarlError as refusal:
+                raise error from refusal
+            sources, then = chosen, f"the run goes on with {self.layout}"
+        notify(f"{error}. {len(survivors)} of {lost.world_size} processes continue; {then}")
+        self.copies.forget_begun()
+        await self._replace(lost, sources, log_folder)
+        self.num_recoveries += 1
+
+    async def resize(self, asked: ResizeAskedError, log_folder: Path, notify: Callable[[str], object]) -> None:
+        """Continue with other parallel sizes. Processes stay; missing ones start, and superfluous ones end.
+
+        The state after the current step must have been copied.
+        """
+        assert self._ranks is not None
+        before, count = self._ranks.trainers, asked.layout.world_size
+        self._lost_at = time.monotonic()
+        notify(f"resize from {self.layout} to {asked.layout}")
+        self.recipe, self.layout = asked.recipe, asked.layout
+        await before.set_apart()
+        await self._replace(before, [rank if rank < before.world_size else None for rank in range(count)], log_folder)
+
+    async def _replace(self, group: WorkerGroup, sources: Sequence[int | None], log_folder: Path) -> None:
+        """Form the next group of trainer ranks from an ended one (see `WorkerGroup.successor`)."""
+        with leaving_on_signals("stopped while ranks were replaced; start it again with --resume"):
+            group, sources = await self._without_leavers(group, sources, log_folder)
+            replicas = self._ranks.replicas if self._ranks is not None else []
+            trainers = await group.successor(sources, log_folder)
+            # If a later start fails, these processes must end with the run.
+            self._ranks = RunRanks(trainers, replicas)
+            self._copied = _newest_complete(await trainers.inherited_steps())
+            if self.layout.replica_sizes:
+                self._ranks = RunRanks(trainers, await self._next_replicas(replicas, log_folder))
+
+    async def _next_replicas(self, replicas: Sequence[WorkerGroup], log_folder: Path) -> list[WorkerGroup]:
+        """Return the separate engine replicas without workers: processes that live, and new ones for lost replicas."""
+        assert self._ranks is not None
+        living = {group.part.first_rank: group for group in replicas}
+        found: list[WorkerGroup] = []
+        for first_rank, size in zip(self.layout.leaders(), self.layout.replica_sizes, strict=True):
+            if (group := living.get(first_rank)) is not None:
+                await group.set_apart()
+                found.append(await group.successor(list(range(size)), log_folder))
+            else:
+                key = self._ranks.trainers.part.key
+                found.append(await start_group(self.recipe.cluster, log_folder, size, first_rank, key))
+        return found
+
+    async def _without_leavers(
+        self, group: WorkerGroup, sources: Sequence[int | None], log_folder: Path
+    ) -> tuple[WorkerGroup, Sequence[int | None]]:
+        """Move copies of the state from processes that will end to those that stay.
+
+        Returns the ended group to succeed, and its rank for each new rank.
+        """
+        present = [handle.rank - group.part.first_rank for handle in group.survivors]
+        if not set(present) - set(sources):
+            return group, sources
+        between = await group.successor(present, log_folder)
+        self._ranks = RunRanks(between)
+        held = await between.inherited_steps()
+        stays = [number for number, rank in enumerate(present) if rank in sources]
+        if (step := _newest_complete(held)) is not None and (moves := _moves(held, step, stays)):
+            await between.construct(
+                "megarl.worker.copy_keeper:CopyKeeper",
+                {"timeout_seconds": self.recipe.cluster.collective_timeout_seconds},
+            )
+            await between.call("hand_over", step, moves)
+        await between.set_apart()
+        return between, [present.index(source) if source in present else None for source in sources]
+
+    def copied_origin(self, origin: Origin, earlier: EarlierRun) -> Origin | None:
+        """Return the copies in host memory as the run's origin; None if they are incomplete or older than a checkpoint.
+
+        `origin` is where the run started before. `earlier` lists the checkpoints on disk.
+        """
+        newest = self.copies.newest
+        if newest is None or self._copied != newest.step:
+            return None
+        if any(checkpoint_step(folder) > newest.step for folder in earlier.checkpoints):
+            return None
+        return Origin(newest.driver, origin.inputs, checksum=newest.checksum, copied_step=newest.step)
+
+    def note_received(self, num_bytes: int) -> None:
+        """Record the bytes that ranks received from other ranks to restore the state."""
+        self._received = float(num_bytes)
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return the metrics of a recovery, once, when its first step begins; else an empty dictionary."""
+        if self._lost_at is None:
+            return {}
+        seconds, self._lost_at = time.monotonic() - self._lost_at, None
+        return {
+            "fault/recoveries": float(self.num_recoveries),
+            "fault/recovery_seconds": seconds,
+            "fault/restored_bytes": self._received,
+        }
+
+
+def _moves(
+    held: Sequence[Mapping[int, tuple[int, list[int]]]], step: int, stays: Sequence[int]
+) -> list[tuple[int, int, int]]:
+    """Return the copies of a step that only leaving ranks hold: (rank that had the state, sender, receiver).
+
+    `held` has each rank's steps, as in `_newest_complete`; `stays` are the ranks that stay.
+    """
+    holders: dict[int, list[int]] = {}
+    for rank, steps in enumerate(held):
+        for origin in steps.get(step, (0, []))[1]:
+            holders.setdefault(origin, []).append(rank)
+    alone = [origin for origin, ranks in sorted(holders.items()) if not set(ranks) & set(stays)]
+    return [(origin, holders[origin][0], stays[number % len(stays)]) for number, origin in enumerate(alone)]
+
+
+def _newest_complete(held: list[Mapping[int, tuple[int, list[int]]]]) -> int | None:
+    """Return the newest step of which the ranks together hold all copies. `held` has each rank's steps, with the number
+    of ranks then and the ranks whose copies it holds.
+    """
+    origins: dict[int, set[int]] = {}
+    num_ranks: dict[int, int] = {}
+    for steps in held:
+        for step, (count, ranks) in steps.items():
+            num_ranks[step] = count
+            origins.setdefault(step, set()).update(ranks)
+    return max((step for step, found in origins.items() if len(found) == num_ranks[step]), default=None)

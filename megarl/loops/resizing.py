@@ -1,0 +1,90 @@
+"""Change of a running run's parallel sizes between two steps: `megarl resize`, and the smaller layout after a loss."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megarl.config import Recipe
+from megarl.config.parallel import ParallelConfig
+from megarl.files.atomic import replace_text
+from megarl.files.model_folder import read_object
+from megarl.memory_plan.remedies import with_field_values
+from megarl.preflight import check, layout_of
+from megarl.types import ConfigError, DataError
+
+FIELDS = (
+    "cluster.nodes", "cluster.ranks_per_node", "trainer.tp", "trainer.pp", "trainer.vpp", "trainer.cp", "trainer.ep",
+    "trainer.etp", "rollout.tp",
+)  # fmt: skip
+"""Recipe fields that a resize may change."""
+_REQUEST = "resize.json"
+"""File in the run folder with a requested change, by field. The run removes it when it has read it."""
+
+
+class ResizeAskedError(Exception):
+    """Raised between two steps to continue the run with another recipe, which differs in parallel sizes only."""
+
+    def __init__(self, recipe: Recipe, layout: ParallelConfig) -> None:
+        super().__init__(f"the run continues with {layout}")
+        self.recipe, self.layout = recipe, layout
+
+
+def request(run_folder: Path, values: Mapping[str, Any]) -> None:
+    """Ask a running run to change these fields after its current step. Raises ConfigError for other fields."""
+    if wrong := [field for field in values if field not in FIELDS]:
+        raise ConfigError(f"{wrong[0]}: a resize cannot change it; it can change {', '.join(FIELDS)}")
+    replace_text(run_folder / _REQUEST, json.dumps(dict(values)) + "\n")
+
+
+def take_request(run_folder: Path, recipe: Recipe) -> ResizeAskedError | None:
+    """Return the requested change of a run, checked, and remove the request. None without a request.
+
+    Raises ConfigError or DataError if the run cannot continue with it; then nothing changes.
+    """
+    path = run_folder / _REQUEST
+    if not path.exists():
+        return None
+    try:
+        values = read_object(path)
+    finally:
+        path.unlink(missing_ok=True)
+    if wrong := [field for field in values if field not in FIELDS]:
+        raise DataError(f"{path}: {wrong[0]} is not a field that a resize can change")
+    return ResizeAskedError(*resized(recipe, values))
+
+
+def resized(recipe: Recipe, values: Mapping[str, Any]) -> tuple[Recipe, ParallelConfig]:
+    """Return the recipe with other parallel sizes, and their layout. Raises ConfigError if they do not fit."""
+    if recipe.rollout.placement == "separate":
+        raise ConfigError("rollout.placement = separate: a resize needs colocated engines; stop and --resume instead")
+    if recipe.trainer.router_replay:
+        raise ConfigError("trainer.router_replay = true: copies of the state lack the recorded experts; no resize")
+    changed = with_field_values(recipe, values)
+    return changed, check(changed, is_start=False)
+
+
+def shrunk(
+    recipe: Recipe, layout: ParallelConfig, survivors: Sequence[int]
+) -> tuple[Recipe, ParallelConfig, list[int]]:
+    """Return the recipe and layout with as many data-parallel replicas as the surviving ranks can hold.
+
+    Also returns, for each rank of the new layout, the surviving rank whose process becomes this rank. Raises
+    ConfigError if the survivors cannot hold one replica, or the smaller recipe is refused.
+    """
+    size = layout.world_size // layout.dp
+    replicas = len(survivors) // size
+    if not replicas:
+        raise ConfigError(
+            f"cluster.recover = shrink: {len(survivors)} ranks are left, fewer than the {size} of one data-parallel "
+            "replica; start the run again with --resume"
+        )
+    count = replicas * size
+    changed, smaller = resized(recipe, {"cluster.nodes": 1, "cluster.ranks_per_node": count})
+    assert layout_of(changed).world_size == count
+    # Whole replicas stay where they are, if possible: then their weights need not move.
+    whole = [r for replica in range(layout.dp) if set(o := layout.replica_ranks(replica)) <= set(survivors) for r in o]
+    chosen = [*whole, *(rank for rank in survivors if rank not in whole)][:count]
+    return changed, smaller, sorted(chosen)

@@ -1,0 +1,95 @@
+"""Copies of a run's state in host memory (checkpoint.replicate), from which it continues after the loss of a rank."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from megarl.cluster.worker_group import WorkerGroup
+
+METRICS = {
+    "time/state_copy_seconds": (
+        "seconds",
+        "how long the step waited for copies of the training state to host memory (checkpoint.replicate)",
+    ),
+    "checkpoint/copy_bytes": ("bytes", "size of the step's copy of the training state, sum over ranks"),
+}
+"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopiedStep:
+    """A step whose state all ranks have copied. `driver` is a folder with the driver's part, as in a checkpoint.
+
+    `checksum` is that of the policy's weights; None if it was not computed.
+    """
+
+    step: int
+    driver: Path
+    checksum: str | None
+
+
+class StateReplication:
+    """Copies the state every `every` steps (0: never). The driver's part is written into subfolders of `folder`.
+
+    Ranks send their copies to a rank on another node during the next step. A new copy begins only when all ranks have
+    the one before.
+    """
+
+    def __init__(self, every: int, folder: Path) -> None:
+        self._every, self._folder = every, folder
+        self._begun: CopiedStep | None = None
+        self.newest: CopiedStep | None = None
+        """The newest step whose copies are complete on all ranks."""
+        self._metrics: dict[str, float] = {}
+
+    async def begin(
+        self,
+        ranks: WorkerGroup,
+        step: int,
+        save_driver: Callable[[Path], None] | None,
+        checksum: str | None,
+        *,
+        is_forced: bool = False,
+        is_resharded: bool = False,
+    ) -> None:
+        """Start copying the state after a step, if this is due or `is_forced`. Waits for an unfinished earlier copy.
+
+        `is_resharded`: the engines already have these weights.
+        """
+        if not is_forced and (not self._every or step % self._every):
+            return
+        began = time.monotonic()
+        await self.complete(ranks, wait=True)
+        driver = self._folder / f"step_{step:06d}"
+        # A step that is trained again after a recovery replaces its first copy.
+        shutil.rmtree(driver, ignore_errors=True)
+        driver.mkdir(parents=True)
+        if save_driver:
+            save_driver(driver)
+        num_bytes = sum(await ranks.call("begin_copy", step, is_resharded))
+        self._begun = CopiedStep(step, driver, checksum)
+        self._metrics = {
+            "time/state_copy_seconds": time.monotonic() - began,
+            "checkpoint/copy_bytes": float(num_bytes),
+        }
+
+    async def complete(self, ranks: WorkerGroup, *, wait: bool = False) -> None:
+        """Record the copy in progress as complete if all ranks have it. `wait`: wait until they have."""
+        if self._begun is None or not all(await ranks.call("finish_copy", wait)):
+            return
+        before, self.newest, self._begun = self.newest, self._begun, None
+        if before is not None and before.driver != self.newest.driver:
+            shutil.rmtree(before.driver, ignore_errors=True)
+
+    def forget_begun(self) -> None:
+        """Forget the copy in progress, because a rank was lost before it was complete."""
+        self._begun = None
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return the metrics of the step's copy, and reset them."""
+        found, self._metrics = self._metrics, {}
+        return found

@@ -1,0 +1,36 @@
+"""Checks of fields for the recovery from lost trainer ranks: cluster.recover, checkpoint.replicate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megarl.config import Recipe
+from megarl.preflight.registry import checks
+
+
+@checks("cluster", training_only=True)
+def recovery(recipe: Recipe) -> Iterator[str]:
+    """Yield errors if the run could not recover from a lost rank in the way that cluster.recover asks for."""
+    recover, launcher = recipe.cluster.recover, recipe.cluster.launcher
+    if recover == "stop":
+        return
+    if launcher != "local":
+        yield (
+            f"cluster.recover = {recover}: cluster.launcher {launcher} cannot replace single processes of its ranks; "
+            "set cluster.recover=stop, and let the scheduler requeue the job"
+        )
+    if recover == "shrink" and recipe.rollout.placement == "separate":
+        yield (
+            "cluster.recover = shrink: separate engines (rollout.placement) need the trainer's first size; set "
+            "cluster.recover=restart"
+        )
+
+
+@checks("checkpoint", training_only=True)
+def replication(recipe: Recipe) -> Iterator[str]:
+    """Yield an error for copies of a state that they cannot contain completely."""
+    if recipe.checkpoint.replicate and recipe.trainer.router_replay:
+        yield (
+            f"checkpoint.replicate = {recipe.checkpoint.replicate}: copies lack the routed experts that "
+            "trainer.router_replay records; set checkpoint.replicate=0 and save checkpoints (checkpoint.every_steps)"
+        )
