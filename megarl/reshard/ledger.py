@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megarl.reshard.boxes import Box, Layout, dense_piece
+from megarl.reshard.boxes import Box, Layout, Piece, dense_piece
 from megarl.reshard.fingerprint import checksum
 from megarl.reshard.plan import View
 from megarl.reshard.transport import strided_view
@@ -66,6 +66,8 @@ class Ledger:
     def __init__(self, who: str, layout: Layout, tensors: Mapping[str, Tensor], *, is_converted: bool = False) -> None:
         self._holder = f"{who} on {socket.gethostname()}"
         self._layout, self._tensors, self._is_converted = layout, tensors, is_converted
+        self._boxes = tuple(piece.box for piece in layout)
+        self._dtypes = tuple(str(tensors[piece.storage].dtype) for piece in layout)
         self.newest: RankChecksums | None = None
         """The checksums taken last; None if the newest version has none."""
 
@@ -80,10 +82,10 @@ class Ledger:
         """Compute, store and return the checksums of a new version."""
         started = time.perf_counter()
         values = self._compute()
-        boxes = tuple(piece.box for piece in self._layout)
-        dtypes = tuple(str(self._tensors[piece.storage].dtype) for piece in self._layout)
         seconds = time.perf_counter() - started
-        self.newest = RankChecksums(self._holder, version, boxes, values, dtypes, self._is_converted, seconds)
+        self.newest = RankChecksums(
+            self._holder, version, self._boxes, values, self._dtypes, self._is_converted, seconds
+        )
         return self.newest
 
     @torch.no_grad()
@@ -102,15 +104,19 @@ class Ledger:
 
     def _compute(self) -> NDArray[np.int64]:
         """Return the checksum of each piece, int64 [pieces]."""
-        if not self._layout:
-            return np.zeros(0, np.int64)
-        found = []
-        for piece in self._layout:
-            storage = self._tensors[piece.storage]
-            if self._is_converted:
-                found.append(checksum(storage.detach()))
-            else:
-                view = View(piece.storage, piece.offset, piece.strides)
-                found.append(checksum(strided_view(storage, view, piece.box.shape, piece.box.name), piece.box.start))
+        if self._is_converted:
+            found = [checksum(self._tensors[piece.storage]) for piece in self._layout]
+        else:
+            found = [piece_checksum(piece, self._tensors[piece.storage]) for piece in self._layout]
         # One copy to the host: each would wait for the device.
-        return torch.stack(found).cpu().numpy()
+        return torch.stack(found).cpu().numpy() if found else np.zeros(0, np.int64)
+
+
+def piece_checksum(piece: Piece, storage: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return the checksum, an int64 scalar on the device, of a piece stored in `storage` [*any].
+
+    With `dtype`, it is that of the elements cast to `dtype`.
+    """
+    view = View(piece.storage, piece.offset, piece.strides)
+    values = strided_view(storage, view, piece.box.shape, piece.box.name)
+    return checksum(values.to(dtype or values.dtype), piece.box.start)

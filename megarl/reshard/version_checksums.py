@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from megarl.reshard.boxes import Box
 from megarl.reshard.ledger import RankChecksums
 
-_MASK = (1 << 64) - 1
+MASK = (1 << 64) - 1
+"""Checksums are sums modulo 2^64."""
 
 Checksums = Mapping[Box, int]
 """Checksum of each different box of one version, as stored by some rank."""
@@ -55,7 +56,7 @@ def by_tensor(boxes: Checksums) -> dict[str, int]:
     """Return the checksum of each whole tensor by name, from those of its disjoint boxes."""
     total: dict[str, int] = defaultdict(int)
     for box, value in boxes.items():
-        total[box.name] = (total[box.name] + value) & _MASK
+        total[box.name] = (total[box.name] + value) & MASK
     return dict(total)
 
 
