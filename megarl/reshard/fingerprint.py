@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,8 +15,7 @@ from torch import Tensor
 NUM_PROJECTIONS = 8
 """Number of projections in a sketch. An estimated distance has a relative error of about 1 / sqrt(2 * 8) = 0.25."""
 
-# On CPUs the C library gives larger copies back to the system after each use: page faults took up to 90 % of the time.
-# On GPUs smaller blocks would wait for the launches of their kernels.
+# On CPUs a block and its temporary copy fit a cache of some MiB. On GPUs small blocks would wait for kernel launches.
 _CHUNK = {"cpu": 1 << 18, "cuda": 1 << 22}
 """Maximum number of elements in a block, by type of device. Its temporary copies take 8 bytes an element."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -70,10 +70,10 @@ def fingerprint(values: Tensor, start: Sequence[int] | None = None) -> Fingerpri
     squares = torch.zeros((), dtype=torch.float64, device=values.device)
     for block, rows, first in _blocks(values, start):
         checksums.append(_checksum_of_block(block, rows, first))
-        wide = block.to(torch.float64)
+        wide = _scratch(block.shape, torch.float64, values.device).copy_(block)
         columns = _random(first, block.shape[1], -1, values.device)
         sketch += ((wide @ _signs(columns)) * _signs(rows)).sum(0)
-        squares += wide.square().sum()
+        squares += torch.dot(wide.view(-1), wide.view(-1))
     total = int(torch.stack(checksums).sum().item()) & _MASK
     return Fingerprint(total, tuple(sketch.tolist()), float(squares.item()), values.numel())
 
@@ -99,7 +99,24 @@ def _checksum_of_block(block: Tensor, rows: Tensor, first: int) -> Tensor:
     words, first_word = _words(block, first)
     columns = _random(first_word, words.shape[1], -1, block.device)
     # Products of odd numbers are odd, so each element counts in at least 32 bits. Overflow wraps around.
-    return ((words * columns).sum(1) * rows).sum()
+    products = torch.mul(words, columns, out=_scratch(words.shape, torch.int64, block.device))
+    return (products.sum(1) * rows).sum()
+
+
+_buffers = threading.local()
+
+
+def _scratch(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a contiguous tensor [*shape] with any content for a temporary copy of a block.
+
+    A CPU thread has one buffer for all of them. The C library gives freed memory of this size back to the system: page
+    faults would take up to 90 % of a checksum's time.
+    """
+    if device.type != "cpu":
+        return torch.empty(shape, dtype=dtype, device=device)
+    if not hasattr(_buffers, "memory"):
+        _buffers.memory = torch.empty(8 * _CHUNK["cpu"], dtype=torch.uint8)
+    return _buffers.memory[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
 
 def _words(block: Tensor, first: int) -> tuple[Tensor, int]:
