@@ -84,6 +84,17 @@ class PeerLostError(MegarlError):
     exit_code = 76
 
 
+class FaultyNodeError(PeerLostError):
+    """A rank computes wrong results. The run must go on elsewhere.
+
+    `nodes` must not be used again; empty if the faulty one is not known. `rank` is the faulty rank, None if not known.
+    """
+
+    def __init__(self, text: str, *, rank: int | None = None, nodes: tuple[str, ...] = ()) -> None:
+        super().__init__(text)
+        self.rank, self.nodes = rank, nodes
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """Record of an RL data set, with its prompt as tokens.

@@ -15,6 +15,9 @@ cd "$SLURM_SUBMIT_DIR" || exit 2
 # A trace of the collectives tells what each rank was at when one of them hung.
 export TORCH_FR_BUFFER_SIZE="${TORCH_FR_BUFFER_SIZE:-20000}" TORCH_NCCL_DUMP_ON_TIMEOUT=1
 export PYTHONFAULTHANDLER=1
+# megarl writes the names of faulty nodes here (exit code 76).
+MEGARL_BAD_NODES_FILE="$(mktemp)" && export MEGARL_BAD_NODES_FILE
+trap 'rm -f "$MEGARL_BAD_NODES_FILE"' EXIT
 echo "job $SLURM_JOB_ID, start ${SLURM_RESTART_COUNT:-0}: $SLURM_JOB_NUM_NODES nodes, $SLURM_JOB_NODELIST"
 
 # Trains with these arguments; the code it ended with is in $code.
@@ -35,6 +38,30 @@ train() {
     echo "megarl ended with $code"
 }
 
+# Queues the job again, without the nodes that megarl found faulty.
+requeue() {
+    bad="$(paste -sd, "$MEGARL_BAD_NODES_FILE" 2>/dev/null)"
+    if [ -z "$bad" ]; then
+        scontrol requeue incomplete "$SLURM_JOB_ID"
+        return
+    fi
+    # Slurm changes the excluded nodes of waiting jobs only. A job waits as soon as it is queued again, but it cannot
+    # start while this script runs. So the script outlives Slurm's TERM, which comes KillWait seconds before its KILL.
+    trap '' TERM
+    earlier="$(scontrol show job -o "$SLURM_JOB_ID" | sed -n 's/.* ExcNodeList=\([^ ]*\).*/\1/p')"
+    case "$earlier" in "" | "(null)") ;; *) bad="$earlier,$bad" ;; esac
+    scontrol requeue incomplete "$SLURM_JOB_ID" || return
+    for _ in {1..50}; do
+        if scontrol update "JobId=$SLURM_JOB_ID" "ExcNodeList=$bad"; then
+            echo "queued again without the nodes $bad"
+            exit "$code"
+        fi
+        sleep 0.2
+    done
+    echo "Slurm does not exclude the nodes $bad from job $SLURM_JOB_ID; a start on them ends with 76" >&2
+    exit "$code"
+}
+
 # Ends the job; one that was asked to stop (also by a signal that came before megarl listened) or lost a rank is queued
 # again, and goes on from its newest checkpoint. megarl counts the starts that gained no step (cluster.max_restarts).
 end_job() {
@@ -43,7 +70,7 @@ end_job() {
         # Slurm ends the job from outside; a script that ended by itself would count as failed. One that was cancelled
         # stays so. A controller that is busy, or a configuration that is just being written, may refuse once.
         for _ in 1 2 3; do
-            scontrol requeue incomplete "$SLURM_JOB_ID" && sleep 120
+            requeue && sleep 120
             sleep 5
         done
         ;;

@@ -47,12 +47,19 @@ def _imports() -> tuple[str, ...]:
     return device.forkable_imports("megarl.worker.colocated")
 
 
-async def start_ranks(cluster: ClusterConfig, log_folder: Path, replica_sizes: Sequence[int] = ()) -> RunRanks:
+async def start_ranks(
+    cluster: ClusterConfig,
+    log_folder: Path,
+    replica_sizes: Sequence[int] = (),
+    *,
+    avoided_nodes: Sequence[str] = (),
+) -> RunRanks:
     """Start the ranks of a cluster. Their first worker class is `NodeReport`, which checks the nodes.
 
     `replica_sizes` are the numbers of ranks of separate engine replicas. Each replica is a group of its own; the
-    trainers have the other ranks. If this machine runs the ranks, it must have the device (`cluster.device`) and
-    writable shared memory. Otherwise raises ConfigError or DiskFullError.
+    trainers have the other ranks. Ray places no rank on `avoided_nodes`; the other launchers have no choice of nodes.
+    If this machine runs the ranks, it must have the device (`cluster.device`) and writable shared memory. Otherwise
+    raises ConfigError or DiskFullError.
     """
     if cluster.launcher == "local":
         device.require(cluster.device)
@@ -66,7 +73,8 @@ async def start_ranks(cluster: ClusterConfig, log_folder: Path, replica_sizes: S
     started: list[WorkerGroup] = []
     try:
         for turn in turns:
-            started += await _started_together([start_group(cluster, log_folder, *place, key) for place in turn])
+            starts = [start_group(cluster, log_folder, *place, key, avoided_nodes) for place in turn]
+            started += await _started_together(starts)
     except BaseException:
         await asyncio.gather(*(group.close() for group in started))
         raise
@@ -87,10 +95,20 @@ async def _started_together(starts: Sequence[Coroutine[Any, Any, WorkerGroup]]) 
         raise
 
 
-async def start_group(cluster: ClusterConfig, log_folder: Path, size: int, first_rank: int, key: bytes) -> WorkerGroup:
-    """Start `size` ranks of a cluster as one group, numbered from `first_rank`. `key` is the run's secret key."""
+async def start_group(
+    cluster: ClusterConfig,
+    log_folder: Path,
+    size: int,
+    first_rank: int,
+    key: bytes,
+    avoided_nodes: Sequence[str] = (),
+) -> WorkerGroup:
+    """Start `size` ranks of a cluster as one group, numbered from `first_rank`. `key` is the run's secret key.
+
+    Ray places no rank on `avoided_nodes`.
+    """
     kind = _kind_of(cluster, first_rank)
-    return await _group(cluster, size, PartOfRun(first_rank, cluster.world_size, key), kind).start(
+    return await _group(cluster, size, PartOfRun(first_rank, cluster.world_size, key), kind, avoided_nodes).start(
         "megarl.cluster.node_checks:NodeReport",
         {},
         log_folder=log_folder,
@@ -111,7 +129,9 @@ def _kind_of(cluster: ClusterConfig, rank: int) -> NodeKind:
     return NodeKind(num_ranks, engines.nodes, engines.ranks_per_node, component=1, ray_resources=engines.ray_resources)
 
 
-def _group(cluster: ClusterConfig, size: int, part: PartOfRun, kind: NodeKind) -> WorkerGroup:
+def _group(
+    cluster: ClusterConfig, size: int, part: PartOfRun, kind: NodeKind, avoided_nodes: Sequence[str]
+) -> WorkerGroup:
     """Return a group object for the recipe's launcher, without starting its processes."""
     if cluster.launcher == "slurm":
         return SrunGroup(size, cluster.srun_options, part, kind)
@@ -119,7 +139,7 @@ def _group(cluster: ClusterConfig, size: int, part: PartOfRun, kind: NodeKind) -
         # Imported here, because Ray is optional.
         from megarl.cluster.ray import RayGroup
 
-        return RayGroup(size, cluster.ray_address, kind, part)
+        return RayGroup(size, cluster.ray_address, kind, part, avoided_nodes=avoided_nodes)
     return LocalGroup(size, part, imports=_imports())
 
 

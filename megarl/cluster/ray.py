@@ -12,7 +12,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +45,25 @@ class _Process:
         switches = str(here.get_node_labels().get(_SWITCHES_LABEL) or "").split(".")
         gpus = tuple(int(number) for number in ray.get_gpu_ids())
         # Several Ray nodes may run on one host. The ID distinguishes them.
-        node = f"{host} ({here.get_node_id()[:8]})"
+        node = _node_name(host, here.get_node_id())
         connect(address, key, Introduction(turn, node, host, tuple(filter(None, switches)), gpus))
+
+
+def _node_name(host: str, node_id: str) -> str:
+    return f"{host} ({node_id[:8]})"
+
+
+def _ids_of(names: Sequence[str]) -> list[str]:
+    """Return the IDs of the living nodes with these names. A name whose ID has gone stands for all nodes of its host.
+
+    A host gets a new ID whenever Ray is started on it again.
+    """
+    living = {node["NodeID"]: str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]}
+    by_name = {_node_name(host, node_id): node_id for node_id, host in living.items()}
+    gone = {name.partition(" (")[0] for name in names if name not in by_name}
+    return sorted(
+        {by_name[name] for name in names if name in by_name} | {i for i, host in living.items() if host in gone}
+    )
 
 
 def join(address: str) -> None:
@@ -86,9 +103,18 @@ class RayGroup(ConnectedGroup):
     Raises ConfigError, listing the present nodes, if they do not join.
     """
 
-    def __init__(self, world_size: int, address: str, kind: NodeKind, part: PartOfRun | None = None) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        address: str,
+        kind: NodeKind,
+        part: PartOfRun | None = None,
+        *,
+        avoided_nodes: Sequence[str] = (),
+    ) -> None:
+        """Create a group without processes. No rank is placed on `avoided_nodes`, named as in `topology`."""
         super().__init__(world_size, part)
-        self._address, self._kind = address, kind
+        self._address, self._kind, self._avoided = address, kind, avoided_nodes
         self._actors: list[Any] = []
         self._served: list[Any] = []
         self._placed: Any = None
@@ -103,7 +129,8 @@ class RayGroup(ConnectedGroup):
         per_node, nodes, others = self._kind.ranks_per_node, self._kind.nodes, self._kind.ray_resources
         deadline, reported = time.monotonic() + self.start_timeout_seconds, ""
         while True:
-            alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+            avoided = _ids_of(self._avoided)
+            alive = [node["Resources"] for node in ray.nodes() if node["Alive"] and node["NodeID"] not in avoided]
             alive = [node for node in alive if all(node.get(name, 0.0) >= amount for name, amount in others.items())]
             # A GPU build of torch waits for nodes with GPUs, even while only CPU nodes have joined.
             has_gpus = torch.version.cuda or any(node.get("GPU") for node in alive)
@@ -128,7 +155,10 @@ class RayGroup(ConnectedGroup):
             await asyncio.sleep(1.0)
         places = [min(per_node, self.world_size - first) for first in range(0, self.world_size, per_node)]
         # STRICT_SPREAD puts each bundle on another node, so that only ranks of one bundle share a node.
-        self._placed = placement_group([{kind: count, **others} for count in places], strategy="STRICT_SPREAD")
+        selectors: Any = [{"ray.io/node-id": f"!in({','.join(avoided)})"}] * len(places) if avoided else None
+        self._placed = placement_group(
+            [{kind: count, **others} for count in places], strategy="STRICT_SPREAD", bundle_label_selector=selectors
+        )
         try:
             await asyncio.to_thread(ray.get, self._placed.ready(), timeout=60.0)
         except RayError as error:

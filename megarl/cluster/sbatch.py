@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
 from megarl.config import Recipe
 from megarl.config.cluster import ClusterConfig, NodeGroup
 from megarl.files.shipped import home, is_clone
 from megarl.platform.commands import run_command
-from megarl.types import ConfigError
+from megarl.tracking.earlier_run import EarlierRun
+from megarl.tracking.run_folder import run_path
+from megarl.types import ConfigError, FaultyNodeError
 
 
 def render(recipe: Recipe, arguments: Sequence[str]) -> str:
     """Return the batch script for a recipe and its launcher. `arguments` are further arguments of `megarl train`.
 
-    Jobs of one name wait for each other, so that two never write to one run folder. Raises ConfigError for Ray together
-    with `cluster.groups.engines`.
+    Jobs of one name wait for each other, so that two never write to one run folder. Nodes recorded as faulty in the
+    run's status.json are excluded. Raises ConfigError for Ray together with `cluster.groups.engines`.
     """
     script = home() / "launch/slurm" / ("ray.sbatch" if recipe.cluster.launcher == "ray" else "train.sbatch")
     template = script.read_text(encoding="utf-8")
@@ -31,9 +36,13 @@ def render(recipe: Recipe, arguments: Sequence[str]) -> str:
     has_gpus = cluster.device != "cpu"
     if not has_gpus:
         template = re.sub(r"(?m)^#SBATCH --gpus-per-node=.*\n", "", template)
+    bad_nodes = EarlierRun.read(run_path(recipe)).bad_nodes
     values = _sizes(cluster, has_gpus) | {"job-name": recipe.name, "signal": f"B:USR1@{cluster.signal_seconds}"}
     for option, value in values.items():
         template = re.sub(rf"(?m)^#SBATCH --{option}=.*$", f"#SBATCH --{option}={value}", template)
+    if bad_nodes:
+        excluded = f"#SBATCH --exclude={','.join(bad_nodes)}\n#SBATCH --requeue"
+        template = re.sub(r"(?m)^#SBATCH --requeue$", excluded, template)
     if (engines := cluster.groups.engines) is not None:
         # Components of the same name would wait for each other, as jobs do.
         own = _sizes(engines, has_gpus) | {"job-name": f"{recipe.name}-engines"}
@@ -62,6 +71,21 @@ def _header(recipe: Recipe) -> str:
         f"# The job of run {recipe.name}, written by megarl slurm: recipe, nodes and ranks are set.\n"
         f"# The site's settings are in {home()}/launch/slurm/site.env, or in the file named by MEGARL_SITE.\n"
     )
+
+
+@contextmanager
+def reporting_bad_nodes() -> Iterator[None]:
+    """Context that writes the nodes of a FaultyNodeError, a line each, to the file in MEGARL_BAD_NODES_FILE.
+
+    `launch/slurm/job.sh` sets the variable, and excludes these nodes when it queues the job again.
+    """
+    try:
+        yield
+    except FaultyNodeError as error:
+        # A list in a file: the exit code can only say that the job must be queued again.
+        if (file := os.environ.get("MEGARL_BAD_NODES_FILE")) and error.nodes:
+            Path(file).write_text("".join(f"{node}\n" for node in error.nodes), encoding="utf-8")
+        raise
 
 
 def submit(script: str, options: Sequence[str]) -> str:

@@ -162,6 +162,10 @@ class WeightsConfig(Section):
     update, save and export, after each reshard, and before engines get new weights. A changed bit ends the run, and the
     message names tensor and rank. 0 (default): never. Metric: time/weight_check_seconds. The checksums are in
     versions.jsonl (megarl/training/README.md#checksums-of-each-version)."""
+    canary_every: Annotated[NonNegativeInt, UntriedOnGpu("1 and more")] = 0
+    """Before the updates of every n-th step, compute a fixed batch of random tokens twice on every trainer rank. Both
+    passes and all replicas must give equal bits. Otherwise the run ends with exit code 76, and the faulty node is
+    excluded (megarl/training/README.md#canary). 0 (default): never. Metric: time/canary_seconds."""
     probe_tolerance: Annotated[PositiveFloat | None, OnlyIf(*ENGINE)] = None
     """Maximum mean difference between trainer and engine log-probs after a reshard, in nats (metric reshard/probe_gap).
     If it is larger, the run ends. Default: 0.001 in float32, 0.1 in bfloat16. Quantised weights may need more."""

@@ -62,11 +62,16 @@ class RankProcesses:
         finally:
             self._folder.remove()
 
-    async def ready(self, log_folder: Path) -> RunRanks:
-        """Return the ranks, without workers. The first call starts their processes, with logs in `log_folder`."""
+    async def ready(self, log_folder: Path, avoided_nodes: Sequence[str] = ()) -> RunRanks:
+        """Return the ranks, without workers. The first call starts their processes, with logs in `log_folder`.
+
+        Faulty nodes in `avoided_nodes` get no ranks, where the launcher can choose.
+        """
         if self._ranks is None:
             cluster = self.recipe.cluster
-            self._ranks = await start_ranks(cluster, log_folder, self.layout.replica_sizes)
+            self._ranks = await start_ranks(
+                cluster, log_folder, self.layout.replica_sizes, avoided_nodes=avoided_nodes
+            )
             self._ranks.trainers.keeps_survivors = cluster.recover != "stop"
         return self._ranks
 

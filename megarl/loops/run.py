@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +15,7 @@ from megarl.cluster.node_checks import gpus, inspect
 from megarl.cluster.rank_model import RankModel
 from megarl.cluster.replacements import Replacements
 from megarl.cluster.run_ranks import RunRanks, together
+from megarl.cluster.sbatch import reporting_bad_nodes
 from megarl.cluster.weight_transfer import WeightTransfer
 from megarl.cluster.worker_group import WorkerGroup
 from megarl.config import Recipe
@@ -22,6 +23,7 @@ from megarl.config.parallel import ParallelConfig
 from megarl.config.recipe import error_page
 from megarl.data.chat import tokenizer_of
 from megarl.loops import distillation, preference, rl, sft
+from megarl.loops.canary import Canary
 from megarl.loops.checkpointing import Checkpoints
 from megarl.loops.models import export, models_of, sharing_notices
 from megarl.loops.monitoring import start_monitor
@@ -46,7 +48,7 @@ from megarl.rollout.stragglers import StragglerDetector
 from megarl.tracking.display import Display
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.tracker import Tracker
-from megarl.types import ConfigError, PeerLostError
+from megarl.types import ConfigError, FaultyNodeError, PeerLostError
 
 LOOPS: dict[str, Callable[[Session], Awaitable[None]]] = {
     "rl": rl.train,
@@ -110,7 +112,12 @@ async def _attempt(
 ) -> None:
     """Run from the origin to the exported model. Raises PeerLostError if a rank is lost."""
     logs = folder.logs_folder
-    with display.live(), display.logged_to(logs / DRIVER_LOG), stacks_on_quit(logs) as stacks:
+    with (
+        reporting_bad_nodes(),
+        display.live(),
+        display.logged_to(logs / DRIVER_LOG),
+        stacks_on_quit(logs) as stacks,
+    ):
         async with _started(recipe, layout, folder, origin, processes, stacks, display) as session:
             await LOOPS[recipe.loop](session)
             # Complete all background work before the export, which needs the engines' memory.
@@ -242,7 +249,7 @@ class _Start:
     async def ranks(self, stacks: StackRequest) -> RunRanks:
         """Start the processes of all ranks, or after a loss only the missing ones."""
         with self.display.phase(f"starting {_count_of_ranks(self.recipe)}", is_printed=True):
-            ranks = await self.processes.ready(self.folder.logs_folder)
+            ranks = await self.processes.ready(self.folder.logs_folder, self.folder.bad_nodes)
         ranks.on_asked(self.stop.ask)
         # From now on SIGQUIT prints the stacks of the ranks too.
         stacks.ask_others = ranks.show_stacks
@@ -273,6 +280,7 @@ class _Start:
         recipe, tracker = self.recipe, self.tracker
         if len(nodes := dict.fromkeys(place[0] for place in ranks.topology)) > 1:
             tracker.info(f"ranks on {', '.join(nodes)}")
+        self._refuse_bad_nodes(list(nodes))
         uses_gpu = recipe.cluster.device != "cpu" and device.current().type == "cuda"
         if uses_gpu and (notice := device.toolkit_notice()) is not None:
             tracker.notice(notice)
@@ -285,13 +293,28 @@ class _Start:
         for line in lines:
             tracker.info(line)
 
+    def _refuse_bad_nodes(self, nodes: Sequence[str]) -> None:
+        """Raise FaultyNodeError if one of the nodes is recorded as faulty. On a single machine, only warn."""
+        bad = [node for node in nodes if node in self.folder.bad_nodes]
+        if not bad:
+            return
+        text = f"bad_nodes in status.json has {', '.join(bad)}, where a canary was wrong (weights.canary_every)"
+        if self.recipe.cluster.launcher == "local":
+            self.tracker.notice(f"{text}; the run goes on there, because it has no other node")
+            return
+        raise FaultyNodeError(
+            f"{text}: exclude the node (Slurm: --exclude), or remove it from bad_nodes after its repair. Go on with: "
+            f"megarl train {self.folder.path} --resume",
+            nodes=tuple(bad),
+        )
+
     @asynccontextmanager
     async def replacements(self, ranks: RunRanks) -> AsyncIterator[Replacements]:
         """Restart lost engine replicas (separate engines) while the others sample, until the context exits."""
         cluster, key = self.recipe.cluster, ranks.trainers.part.key
 
         async def start(size: int, first_rank: int) -> WorkerGroup:
-            group = await start_group(cluster, self.folder.logs_folder, size, first_rank, key)
+            group = await start_group(cluster, self.folder.logs_folder, size, first_rank, key, self.folder.bad_nodes)
             group.deadlines, group.on_asked = run_deadlines(cluster), ranks.trainers.on_asked
             try:
                 await _construct_engine(group, self.recipe, self.layout)
@@ -349,6 +372,7 @@ class _Start:
             profiles=profiles,
             checks=checks,
             weight_checks=weight_checks,
+            canary=Canary(recipe, self.layout, ranks, folder),
             dropped=dropped,
             recovery_metrics=self.processes.take_metrics,
         )

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 
 from megarl.config import Recipe
+from megarl.loops.canary import Canary
 from megarl.loops.checkpointing import Checkpoints
 from megarl.loops.performance import Performance, Profiles
 from megarl.loops.reshards import Reshards
@@ -58,6 +59,7 @@ class Steps:
     profiles: Profiles
     checks: StepChecks
     weight_checks: WeightChecks
+    canary: Canary
     dropped: Dropped
     """Number of records dropped because they are too long, by data source."""
     recovery_metrics: Callable[[], Mapping[str, float]]
@@ -105,6 +107,7 @@ class Steps:
         """Enter a context for a step's updates. From then on a stop signal saves this step, not the previous one."""
         with self.tracker.phase("train"):
             await self.weight_checks.check_trainer()
+            step.log(await self.canary.check(step.number))
             step.is_trained = True
             yield
             await self.weight_checks.end_update(step.number)

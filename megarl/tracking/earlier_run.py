@@ -59,6 +59,12 @@ class EarlierRun:
         """Last trained step in status.json."""
         return whole_number(self.status.get("step"))
 
+    @property
+    def bad_nodes(self) -> tuple[str, ...]:
+        """Names of faulty nodes in status.json (see `types.FaultyNodeError`)."""
+        found = self.status.get("bad_nodes")
+        return tuple(name for name in found if isinstance(name, str)) if isinstance(found, list) else ()
+
     def recipe(self) -> dict[str, Any]:
         """Return the earlier start's recipe (config.yaml) as JSON values, {} if it cannot be read."""
         # Imported here: most callers need only the status and the checkpoints.

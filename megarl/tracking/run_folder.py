@@ -28,7 +28,15 @@ from megarl.files.atomic import (
     storage_faults_named,
 )
 from megarl.tracking.earlier_run import EarlierRun, attempt_folders, whole_number
-from megarl.types import ConfigError, EndedError, MegarlError, RunFolderLockedError, StoppedError, StorageError
+from megarl.types import (
+    ConfigError,
+    EndedError,
+    FaultyNodeError,
+    MegarlError,
+    RunFolderLockedError,
+    StoppedError,
+    StorageError,
+)
 
 State = Literal["starting", "running", "done", "failed", "interrupted", "stopped"]
 
@@ -120,6 +128,9 @@ class RunFolder:
             self._status["step"] = self.resumed_step
             if step is not None and (findings := _findings(self.earlier.status)):
                 self._status["health"] = findings
+            # Also without a checkpoint: a start from the beginning must not use these nodes either.
+            if self._counted and (nodes := self.earlier.bad_nodes):
+                self._status["bad_nodes"] = list(nodes)
             self._has_begun = True
             self.set_status()
             # With train.epochs the recipe's text lacks the number of steps, computed from the data.
@@ -174,6 +185,11 @@ class RunFolder:
     def findings(self) -> list[dict[str, Any]]:
         """Broken health rules recorded in status.json, including those of earlier attempts."""
         return list(self._status.get("health", ()))
+
+    @property
+    def bad_nodes(self) -> list[str]:
+        """Nodes recorded in status.json as faulty, by this attempt and earlier ones. The run must not use them."""
+        return list(self._status.get("bad_nodes", ()))
 
     def add_finding(self, finding: Mapping[str, Any]) -> None:
         """Add a broken health rule to status.json."""
@@ -288,6 +304,8 @@ class RunFolder:
         else:
             code = error.exit_code if isinstance(error, MegarlError) else MegarlError.exit_code
             rank = getattr(error, "rank", None)
+            if isinstance(error, FaultyNodeError) and error.nodes:
+                self._status["bad_nodes"] = list(dict.fromkeys([*self.bad_nodes, *error.nodes]))
             ends: dict[type, State] = {StoppedError: "stopped", EndedError: "interrupted"}
             state = ends.get(type(error), "failed")
             self.set_status(state, cause=f"{type(error).__name__}: {error}", exit_code=code, rank=rank)

@@ -31,8 +31,10 @@ from megarl.reshard.layouts.megatron import MegatronLayouts, check_against, mega
 from megarl.reshard.ledger import Ledger, RankChanges, RankChecksums
 from megarl.reshard.plan import RankTopology
 from megarl.training import checkpoint, state_copies
+from megarl.training.canary import compute_canary
 from megarl.training.distillation_targets import StoredTargets, TargetFetcher
 from megarl.training.model import FrozenModel, ModelShard
+from megarl.training.module_trace import CanaryReport
 from megarl.training.replica import Replica
 from megarl.training.routed_experts import ExpertExchange, StoredExperts
 from megarl.training.state_copies import StateCopier, StateCopies
@@ -177,6 +179,10 @@ class TrainerWorker:
         """Return the policy's weights changed since their checksums were taken; None if they have none."""
         with self.policy.merged():
             return self.ledger.compare()
+
+    def compute_canary(self) -> CanaryReport:
+        """Compute the canary batch twice with the policy, and return the checksums of all module outputs."""
+        return compute_canary(self.policy)
 
     def _note_version(self, version: int, report: Report) -> Report:
         """Record the version of the engines' weights after a transfer, unless a peer was lost. Returns the transfer's

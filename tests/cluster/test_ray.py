@@ -168,6 +168,31 @@ async def test_a_rank_on_ray_that_is_lost_is_named_and_the_others_go_on(
         ray.shutdown()
 
 
+async def test_no_rank_on_ray_is_placed_on_a_faulty_node(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two nodes with room, the one that is not named has the ranks, whichever is named."""
+    from megarl.cluster.ray import RayGroup
+
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+
+    async def node_without(*names: str) -> str:
+        group = RayGroup(2, cluster.address, NodeKind(0, 1, 2), avoided_nodes=names)
+        await group.start("probe:Probe", {}, log_folder=tmp_path)
+        try:
+            [node] = {place[0] for place in group.topology}
+            return node
+        finally:
+            await group.close()
+
+    try:
+        first = await node_without()
+        second = await node_without(first)
+        assert second != first == await node_without(second)
+    finally:
+        ray.shutdown()
+
+
 @pytest.mark.parametrize(("first", "expected"), [(None, "2"), (1, "by GPU")])
 async def test_groups_that_may_share_a_node_bind_their_ranks_by_gpu(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int | None, expected: str

@@ -305,6 +305,37 @@ def _read(path: Path) -> bytes:
         return b""
 
 
+@needs_slurm
+def test_a_job_avoids_the_nodes_that_it_found_faulty(cluster: Cluster) -> None:
+    """Two starts end with 76 and name their node; each further one is on a node not named so far."""
+    (cluster.folder / "faulty.sbatch").write_text(
+        "#!/usr/bin/env bash\n"
+        '. "$MEGARL_HOME/launch/slurm/job.sh"\n'
+        "code=0\n"
+        'if [ "${SLURM_RESTART_COUNT:-0}" -lt 2 ]; then\n'
+        '    code=76 && echo "$SLURM_JOB_NODELIST" >"$MEGARL_BAD_NODES_FILE"\n'
+        "fi\n"
+        "end_job\n"
+    )
+    options = ("--parsable", "--nodes=1", "--requeue", "--open-mode=append", "--output=job_%j.log")
+    job = cluster.run("sbatch", *options, "faulty.sbatch", "recipe.yaml").strip()
+    assert cluster.until_over(job) == "COMPLETED"
+    nodes = re.findall(r"start [0-9]+: 1 nodes, (n\d)$", cluster.log(job), re.MULTILINE)
+    assert len(nodes) == len(set(nodes)) == 3, cluster.log(job)
+    shown = cluster.run("scontrol", "show", "job", job)
+    assert f"ExcNodeList={','.join(sorted(nodes[:2]))} " in shown.replace("\n", " "), shown
+
+
+def test_a_script_excludes_the_run_s_faulty_nodes(tmp_path: Path) -> None:
+    recipe = load(ROOT / "launch/recipes/qwen3_32b_grpo.yaml", [f"runs_folder={tmp_path}"])
+    assert "--exclude" not in render(recipe, ["recipe.yaml"])
+    run = tmp_path / recipe.name
+    run.mkdir()
+    (run / "status.json").write_text('{"state": "failed", "step": 3, "bad_nodes": ["gpu7", "gpu12"]}')
+    lines = render(recipe, ["recipe.yaml"]).splitlines()
+    assert "#SBATCH --exclude=gpu7,gpu12" in lines and "#SBATCH --requeue" in lines
+
+
 def test_a_script_says_what_the_recipe_says() -> None:
     recipe = load(ROOT / "launch/recipes/qwen3_32b_grpo.yaml")
     lines = render(recipe, ["my recipe.yaml", "train.steps=3"]).splitlines()

@@ -1,0 +1,135 @@
+"""The canary (weights.canary_every): a fixed batch, computed twice on every replica, must give equal bits."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from megarl.cluster.run_ranks import RunRanks
+from megarl.config import Recipe
+from megarl.config.parallel import ParallelConfig
+from megarl.tracking.run_folder import RunFolder
+from megarl.training.module_trace import CanaryReport, Place
+from megarl.types import FaultyNodeError
+
+METRICS = {
+    "time/canary_seconds": (
+        "seconds",
+        "with weights.canary_every, in steps that compute the canary: both passes of its batch, slowest rank",
+    ),
+}
+"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
+
+
+class Verdict(NamedTuple):
+    """Ranks whose results of the canary are wrong.
+
+    `is_unstable`: a rank's two results differ; otherwise replicas differ. `is_decided`: the wrong rank is among
+    `ranks`, and no other reading of the results is possible. `output` is the name of the first different output.
+    """
+
+    ranks: tuple[int, ...]
+    output: str
+    is_unstable: bool
+    is_decided: bool
+
+
+class Canary:
+    """Computes the canary before the updates of every n-th step. A wrong result ends the run and excludes the node."""
+
+    def __init__(self, recipe: Recipe, layout: ParallelConfig, ranks: RunRanks, folder: RunFolder) -> None:
+        self._every, self._layout, self._ranks, self._folder = recipe.weights.canary_every, layout, ranks, folder
+        self._last_step = folder.resumed_step
+        """The newest step before which the canary was right; until then, the step of the resumed checkpoint."""
+
+    async def check(self, step: int) -> dict[str, float]:
+        """Compute the canary if it is due at a step, and return its metric. Raises FaultyNodeError for a difference."""
+        if not self._every or step % self._every:
+            return {}
+        reports: list[CanaryReport] = await self._ranks.trainers.call("compute_canary")
+        verdict = judge(reports, self._layout)
+        if verdict is not None:
+            raise self._error(verdict, step)
+        self._last_step = step
+        return {"time/canary_seconds": max(report.seconds for report in reports)}
+
+    def _error(self, verdict: Verdict, step: int) -> FaultyNodeError:
+        nodes = [self._ranks.topology[rank][0] for rank in verdict.ranks]
+        places = ", ".join(f"rank {rank} on {node}" for rank, node in zip(verdict.ranks, nodes, strict=True))
+        one_of = "one of " if len(verdict.ranks) > 1 else ""
+        how = "computed two different results" if verdict.is_unstable else "computed another result than its replicas"
+        # Ranks of one node: the node is known, whichever rank it is.
+        excluded = tuple(dict.fromkeys(nodes)) if len(set(nodes)) == 1 else ()
+        remedy = f"Node {excluded[0]} is excluded from now on" if excluded else self._undecided(verdict)
+        return FaultyNodeError(
+            f"weights.canary_every = {self._every}: before the updates of step {step}, {one_of}trainer {places} {how} "
+            f"of the canary batch with the same weights, first at {verdict.output}. The GPU or the memory is probably "
+            f"faulty. {remedy}. The canary was right at step {self._last_step}: remove checkpoints after it if in "
+            f"doubt. Go on with: megarl train {self._folder.path} --resume",
+            rank=verdict.ranks[0] if len(verdict.ranks) == 1 else None,
+            nodes=excluded,
+        )
+
+    @staticmethod
+    def _undecided(verdict: Verdict) -> str:
+        if verdict.is_decided:
+            return "No node is excluded, because the ranks that share this output are on several nodes"
+        return "No node is excluded: both repeat their own result, and two replicas have no majority"
+
+
+def judge(reports: Sequence[CanaryReport], layout: ParallelConfig) -> Verdict | None:
+    """Return the ranks with wrong results, from the reports of all trainer ranks; None if all agree.
+
+    A rank that does not repeat its own result is wrong. Otherwise ranks with the same part of the model compare their
+    results, and the majority of replicas is right. The first different output counts, because later ones follow from
+    it. With expert parallelism replicas compute each other's experts, so only the repetition is compared.
+    """
+    unstable = {rank: found for rank, report in enumerate(reports) if (found := _first_repeated(report)) is not None}
+    if unstable:
+        first = min(unstable.values())
+        ranks = tuple(rank for rank, (place, _) in unstable.items() if place == first[0])
+        return Verdict(ranks, first[1], is_unstable=True, is_decided=True)
+    if layout.ep > 1:
+        return None
+    found = [difference for group in _replicas(layout) if (difference := _first_between(reports, group)) is not None]
+    if not found:
+        return None
+    place, name = min((place, name) for place, name, _, _ in found)
+    first_ones = [(ranks, is_majority) for at, _, ranks, is_majority in found if at == place]
+    ranks = tuple(sorted({rank for ranks, _ in first_ones for rank in ranks}))
+    return Verdict(ranks, name, is_unstable=False, is_decided=all(is_majority for _, is_majority in first_ones))
+
+
+def _first_repeated(report: CanaryReport) -> tuple[Place, str] | None:
+    """Return place and name of the first output that a rank's second pass computed otherwise; None if none."""
+    for output, again in zip(report.outputs, report.repeated, strict=True):
+        if output.number != again:
+            return output.place, output.name
+    return None
+
+
+def _replicas(layout: ParallelConfig) -> Iterator[list[int]]:
+    """Yield the ranks with the same part of the model, one of each data-parallel replica."""
+    groups: Mapping[tuple[int, int, int], list[int]] = defaultdict(list)
+    for rank in range(layout.world_size):
+        at = layout.coordinates(rank)
+        groups[at.tp, at.pp, at.cp].append(rank)
+    yield from groups.values()
+
+
+def _first_between(
+    reports: Sequence[CanaryReport], group: Sequence[int]
+) -> tuple[Place, str, tuple[int, ...], bool] | None:
+    """Return the first output that differs within a group of ranks: place, name, wrong ranks, whether a majority
+    agrees. Without a majority all ranks are returned.
+    """
+    for outputs in zip(*(reports[rank].outputs for rank in group), strict=True):
+        counts = Counter(output.number for output in outputs)
+        if len(counts) == 1:
+            continue
+        [(number, most)] = counts.most_common(1)
+        is_majority = 2 * most > len(group)
+        wrong = [rank for rank, output in zip(group, outputs, strict=True) if output.number != number]
+        return outputs[0].place, outputs[0].name, tuple(wrong if is_majority else group), is_majority
+    return None

@@ -1,0 +1,135 @@
+"""Outputs of a model's modules in a pass, in the order in which they are computed. Each is reduced to a number."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+_LOCAL_LAYER = re.compile(r"(.*\blayers\.)(\d+)\b(.*)")
+
+
+class Place(NamedTuple):
+    """Place of an output in a pass. Places sort by the order in which the whole model computes a microbatch.
+
+    `row` is the number of the microbatch on this replica, `chunk` that of the model chunk over all pipeline stages, and
+    `call` counts the outputs of this chunk for this microbatch.
+    """
+
+    row: int
+    chunk: int
+    call: int
+
+
+class Output(NamedTuple):
+    """A module's output: its place, the module's name with layers numbered through the whole model, and its number."""
+
+    place: Place
+    name: str
+    number: int
+
+
+class CanaryReport(NamedTuple):
+    """One rank's outputs of the canary batch, with their checksums, and the checksums of its repetition.
+
+    `seconds` is the time of both passes.
+    """
+
+    outputs: list[Output]
+    repeated: list[int]
+    seconds: float
+
+
+class ModuleTrace:
+    """Recorder of module outputs in the forward passes of `chunks` within the context `recording`.
+
+    `measure` reduces an output [*shape] to an integer scalar on its device.
+    """
+
+    def __init__(self, chunks: Sequence[nn.Module], measure: Callable[[Tensor], Tensor]) -> None:
+        """Prepare a trace of this pipeline stage's chunks. Megatron's process groups must exist."""
+        self._chunks, self._measure = chunks, measure
+        self._numbers = chunk_numbers(len(chunks))
+        self._rows = [-1] * len(chunks)
+        self._open: int | None = None
+        self._calls = 0
+        self._places: list[Place] = []
+        self._names: list[str] = []
+        self._found: list[Tensor] = []
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Context in which the outputs are recorded."""
+        handles: list[Any] = []
+        for index, chunk in enumerate(self._chunks):
+            handles.append(chunk.register_forward_pre_hook(self._beginner(index)))
+            names = model_names(chunk)
+            for name, module in chunk.named_modules():
+                handles.append(module.register_forward_hook(self._observer(names(name), module is chunk)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def outputs(self) -> list[Output]:
+        """Return the recorded outputs in order. The host waits for the device here."""
+        numbers = torch.stack(self._found).tolist() if self._found else []
+        return [Output(*one) for one in zip(self._places, self._names, numbers, strict=True)]
+
+    def _beginner(self, index: int) -> Callable[..., None]:
+        def begin(*_: object) -> None:
+            self._rows[index] += 1
+            self._open, self._calls = index, 0
+
+        return begin
+
+    def _observer(self, name: str, is_chunk: bool) -> Callable[..., None]:
+        def observe(_module: object, _inputs: object, output: object) -> None:
+            # Recomputed activations call the hooks again, in the backward pass. They are not outputs of the chunk.
+            if self._open is None:
+                return
+            for tensor in _floats(output):
+                self._places.append(Place(self._rows[self._open], self._numbers[self._open], self._calls))
+                self._names.append(name)
+                self._found.append(self._measure(tensor.detach()))
+                self._calls += 1
+            if is_chunk:
+                self._open = None
+
+        return observe
+
+
+def chunk_numbers(num_chunks: int) -> list[int]:
+    """Return the numbers of this stage's chunks in the order of the whole model's layers."""
+    # Imported here: the driver reads `CanaryReport` without Megatron.
+    from megatron.core import parallel_state
+
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    return [stage + index * stages for index in range(num_chunks)]
+
+
+def model_names(chunk: nn.Module) -> Callable[[str], str]:
+    """Return a function from a name within a chunk to one in the whole model: a stage numbers its layers from 0."""
+    modules: Mapping[str, nn.Module] = dict(chunk.named_modules())
+
+    def rename(name: str) -> str:
+        found = _LOCAL_LAYER.fullmatch(name)
+        if found is None:
+            return name or "output"
+        layer = modules.get(found[1] + found[2])
+        number = getattr(layer, "layer_number", None)
+        return found[1] + (found[2] if number is None else str(number - 1)) + found[3]
+
+    return rename
+
+
+def _floats(output: object) -> Iterator[Tensor]:
+    """Yield the floating-point tensors [*shape] of a module's output, alone or in a tuple."""
+    parts = output if isinstance(output, tuple | list) else (output,)
+    yield from (part for part in parts if isinstance(part, Tensor) and part.is_floating_point() and part.numel())
