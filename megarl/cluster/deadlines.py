@@ -65,7 +65,9 @@ def run_deadlines(cluster: ClusterConfig) -> Deadlines:
     """Return the time limits of a run's calls, from its recipe's section cluster."""
     build = Limit(cluster.build_timeout_seconds, "cluster.build_timeout_seconds")
     checkpoint = Limit(cluster.checkpoint_timeout_seconds, "cluster.checkpoint_timeout_seconds")
-    given = dict.fromkeys(("save_checkpoint", "finish_checkpoint", "load_checkpoint", "export"), checkpoint)
+    given = dict.fromkeys(
+        ("save_checkpoint", "finish_checkpoint", "load_checkpoint", "roll_back", "export"), checkpoint
+    )
     return Deadlines(
         Limit(cluster.verb_timeout_seconds, "cluster.verb_timeout_seconds"),
         Limit(cluster.collective_timeout_seconds, "cluster.collective_timeout_seconds"),

@@ -19,6 +19,7 @@ from megarl.data.tree_packing import WORTH_SHARING, pack_trees, saved_share
 from megarl.families.flops import forward_flops, mtp_update_flops
 from megarl.families.shape import ModelShape
 from megarl.tracking.metrics import Metric, merge
+from megarl.tracking.spikes import SpikeDetector
 from megarl.types import MegarlError
 
 
@@ -90,6 +91,8 @@ class RankModel:
     """Whether rows with enough shared prefixes are computed as trees."""
     sharing_problem: str | None = None
     """Why rows are computed without sharing, although `shares_prefixes` asks for it. None: they are shared."""
+    spikes: SpikeDetector | None = None
+    """Detector of updates to drop (train.on_spike); None: none is dropped for its size."""
     work: Work = field(default_factory=Work)
     """Counters of the model's passes; several models may share one object."""
 
@@ -99,8 +102,8 @@ class RankModel:
         """Run one optimizer step on a whole batch, and return the step's metrics.
 
         `kl_coefficient` weighs the KL to the reference (default: algorithm.kl_coefficient). `kto_kl` is the KL of the
-        KTO loss, in nats per answer. Raises MegarlError if a sample whose sequences must share a row does not fit into
-        one.
+        KTO loss, in nats per answer. An update above the limits of `spikes` is dropped by all ranks. Raises MegarlError
+        if a sample whose sequences must share a row does not fit into one.
         """
         packed = self._pack_samples(batch) if self.keeps_samples else self._pack(batch, self.together)
         rows = self._rows(batch, packed, self.update_passes)
@@ -110,8 +113,12 @@ class RankModel:
         if self.name == "policy":
             # A critic trains on the same tokens; counting them twice would double the reported rate.
             self.work.update_tokens += len(batch.token_ids)
-        results = await self.group.scatter(f"{self.name}.update", self._by_rank(rows), kl_coefficient, kto_kl)
-        return merge(results[rank] for ranks in self._reporting_ranks() for rank in ranks)
+        limits = None if self.spikes is None else self.spikes.limits()
+        results = await self.group.scatter(f"{self.name}.update", self._by_rank(rows), kl_coefficient, kto_kl, limits)
+        metrics = merge(results[rank] for ranks in self._reporting_ranks() for rank in ranks)
+        if self.spikes is not None:
+            self.spikes.add(metrics)
+        return metrics
 
     async def forward(self, batch: TokenBatch) -> NDArray[np.float32]:
         """Compute log-probs in nats (policy, reference) or values (critic, reward model) of a batch: float32 [tokens].

@@ -67,6 +67,8 @@ def _runs_programs(recipe: Recipe) -> bool:
     )
 
 
+SPIKES = one_of("train.on_spike", "skip", "rollback", "stop")
+LOSSES = one_of("loop", "sft", "preference", "reward_model")
 RL = one_of("loop", "rl")
 ON_POLICY = one_of("loop", "rl", "distillation")
 TOKEN_LOSS = one_of("loop", "rl", "sft", "distillation")

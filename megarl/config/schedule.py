@@ -12,7 +12,20 @@ from pydantic import (
 )
 
 from megarl.config.annotations import Foreign, OnlyIf, UntriedOnGpu
-from megarl.config.conditions import ENGINE, EVALUATED, ON_POLICY, PACED, RL, UNPACED, given, instead_of, left_out
+from megarl.config.conditions import (
+    ENGINE,
+    EVALUATED,
+    LOSSES,
+    ON_POLICY,
+    PACED,
+    RL,
+    SPIKES,
+    UNPACED,
+    given,
+    instead_of,
+    left_out,
+    one_of,
+)
 from megarl.config.sampling import EvaluationSamplingConfig
 from megarl.config.section import Section
 
@@ -93,6 +106,21 @@ class TrainConfig(Section):
     )
     """Action after a step above max_logprob_gap. stop (default): save a checkpoint and end the run with exit code 70.
     skip: continue with the next step."""
+    # A record has no rollbacks, and a replay has no limits.
+    on_spike: Annotated[Literal["ignore", "skip", "rollback", "stop"], OnlyIf(left_out("train.record")),
+        UntriedOnGpu("skip, rollback, stop")] = "ignore"  # fmt: skip
+    """Action for an update of the policy above spike_factor or spike_loss_factor. ignore (default): none. The others
+    drop it. skip: go on. rollback: load the newest checkpoint, and go on with new data. stop: save and end with exit
+    code 79. Metrics: train/spikes, train/rollbacks (megarl/training/README.md#spikes)."""
+    spike_factor: Annotated[float, Field(gt=1.0), OnlyIf(SPIKES)] = 10.0
+    """An update is a spike if its gradient norm before clipping is above this factor times the median of the last
+    spike_window updates."""
+    spike_loss_factor: Annotated[float | None, Field(gt=1.0), OnlyIf(SPIKES, LOSSES)] = 2.0
+    """An update is a spike too if its loss is above this factor times the median. null: losses are not compared."""
+    spike_window: Annotated[PositiveInt, OnlyIf(SPIKES)] = 32
+    """Number of updates in the median. Spikes are found once half of them are done."""
+    max_rollbacks: Annotated[NonNegativeInt, OnlyIf(one_of("train.on_spike", "rollback"))] = 3
+    """Maximum number of rollbacks in a run. One more spike stops the run, as with on_spike = stop."""
     on_unhealthy: Literal["warn", "stop"] = "warn"
     """Action when a health rule is first broken (section `health`). warn (default): only warn. stop: warn, save a
     checkpoint and end the run with exit code 79."""

@@ -27,6 +27,7 @@ from megarl.loops.state_replication import StateReplication
 from megarl.report.model_card import write_card
 from megarl.tracking.earlier_run import DRIVER, SCHEMA, EarlierRun, checkpoint_step
 from megarl.tracking.run_folder import RunFolder
+from megarl.tracking.spikes import SpikeDetector
 from megarl.tracking.tracker import Tracker
 from megarl.types import DataError, DiskFullError
 
@@ -52,17 +53,20 @@ class Checkpoints:
         checksum_after: Callable[[int], str | None],
         check_weights: Callable[[], Awaitable[None]],
         copies: StateReplication,
+        spikes: SpikeDetector | None = None,
     ) -> None:
         """Prepare the saves of a run. `inputs` identifies models and data; a resumed run compares it with its own.
 
         `checksum_after` returns the checksum of the weights after a step, None if it was not computed. `check_weights`
         is called before weights are saved or exported; it raises an error if a bit of them changed. `copies` are those
-        in host memory, made along with the saves.
+        in host memory, made along with the saves. The memory of `spikes` is saved too.
         """
         self.copies = copies
         self._checksum_after, self._check_weights = checksum_after, check_weights
         self._recipe, self._folder, self._tracker, self._ranks = recipe, folder, tracker, ranks
-        self._inputs = inputs
+        self._inputs, self._spikes = inputs, spikes
+        self._spikes_then: Mapping[str, Any] | None = None
+        """Memory of the spikes at the begin of the save. A background save ends when later updates have been added."""
         self._unlogged: Mapping[str, float] | None = None
         self._begun: int | None = None
         self._exported_at: int | None = None
@@ -87,7 +91,7 @@ class Checkpoints:
         await self._best.take(step)
         if is_saved:
             await self._begin(step, save_driver, settings.asynchronous, is_resharded=False)
-        await self.copies.begin(self._ranks, step, save_driver, self._checksum_after(step))
+        await self.copies.begin(self._ranks, step, save_driver, self._checksum_after(step), self._memory_of_spikes())
 
     def judge(self, step: int, metrics: Mapping[str, float]) -> None:
         """Move the step's model to `hf_best/` if its evaluation, part of `metrics`, is the best so far.
@@ -120,9 +124,18 @@ class Checkpoints:
         """Copy the state after a step and its reshard to host memory, and wait until all ranks have the copies."""
         await self._check_weights()
         await self.copies.begin(
-            self._ranks, step, save_driver, self._checksum_after(step), is_forced=True, is_resharded=True
+            self._ranks,
+            step,
+            save_driver,
+            self._checksum_after(step),
+            self._memory_of_spikes(),
+            is_forced=True,
+            is_resharded=True,
         )
         await self.copies.complete(self._ranks, wait=True)
+
+    def _memory_of_spikes(self) -> Mapping[str, Any] | None:
+        return None if self._spikes is None else self._spikes.as_json()
 
     async def _begin(
         self, step: int, save_driver: Callable[[Path], None] | None, asynchronous: bool, *, is_resharded: bool
@@ -132,6 +145,7 @@ class Checkpoints:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         self._begun = step
+        self._spikes_then = self._memory_of_spikes()
         if save_driver:
             with self._removed_when_full(), disk_full_named(partial, 0):
                 save_driver(partial)
@@ -162,6 +176,7 @@ class Checkpoints:
         driver = {
             "schema": SCHEMA, "step": step, "recipe": plain_recipe(self._recipe), **self._inputs,
             "unlogged": None if self._unlogged is None else unlogged, "checksum": self._checksum_after(step),
+            "spikes": self._spikes_then,
         }  # fmt: skip
         replace_text(partial / DRIVER, json.dumps(driver, indent=2) + "\n")
         for path in partial.iterdir():

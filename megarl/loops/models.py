@@ -20,6 +20,7 @@ from megarl.platform.spans import span
 from megarl.preflight import layout_of, row_multiple
 from megarl.rollout.state import RLState
 from megarl.tracking.run_folder import RunFolder
+from megarl.tracking.spikes import SpikeDetector
 
 METRICS = {
     "rollout/routed_experts_bytes": ("bytes", "size of the routed experts held by the ranks for router replay"),
@@ -36,8 +37,13 @@ _SAMPLE_SETTINGS = (
 """Megatron-Core's settings with which equal tokens after equal prefixes are not computed alike in training."""
 
 
-def models_of(recipe: Recipe, layout: ParallelConfig, ranks: WorkerGroup) -> dict[str, RankModel]:
-    """Return the recipe's models by name: `policy`, `reference`, `critic`, `reward_model`, `teacher0` and so on."""
+def models_of(
+    recipe: Recipe, layout: ParallelConfig, ranks: WorkerGroup, spikes: SpikeDetector | None = None
+) -> dict[str, RankModel]:
+    """Return the recipe's models by name: `policy`, `reference`, `critic`, `reward_model`, `teacher0` and so on.
+
+    `spikes` finds updates of the policy to drop.
+    """
     shape = _shape_of(recipe, recipe.model.folder)
     policy = RankModel(
         ranks,
@@ -52,7 +58,7 @@ def models_of(recipe: Recipe, layout: ParallelConfig, ranks: WorkerGroup) -> dic
         # A backward pass costs two forward passes. With LoRA the base weights need no gradients, which saves one.
         update_passes=2.0 if recipe.lora.rank else 3.0,
     )
-    models = {"policy": policy} | {
+    models = {"policy": replace(policy, spikes=spikes)} | {
         name: replace(policy, name=name, shape=own, update_passes=3.0)
         for name, own in _shapes_beyond_policy(recipe, shape).items()
     }
@@ -64,7 +70,7 @@ def models_of(recipe: Recipe, layout: ParallelConfig, ranks: WorkerGroup) -> dic
         models[name] = replace(teacher, name=name, shape=_shape_of(recipe, folder))
     if recipe.has_advantages:
         policy_loss = function_of(recipe.algorithm.policy_loss, POLICY_LOSSES, "algorithm.policy_loss")
-        models["policy"] = replace(policy, keeps_samples=is_sequence_loss(policy_loss))
+        models["policy"] = replace(models["policy"], keeps_samples=is_sequence_loss(policy_loss))
     return {
         name: replace(model, sharing_problem=_sharing_problem(recipe, model, is_trained=name in ("policy", "critic")))
         for name, model in models.items()

@@ -69,9 +69,7 @@ class RankProcesses:
         """
         if self._ranks is None:
             cluster = self.recipe.cluster
-            self._ranks = await start_ranks(
-                cluster, log_folder, self.layout.replica_sizes, avoided_nodes=avoided_nodes
-            )
+            self._ranks = await start_ranks(cluster, log_folder, self.layout.replica_sizes, avoided_nodes=avoided_nodes)
             self._ranks.trainers.keeps_survivors = cluster.recover != "stop"
         return self._ranks
 
@@ -170,7 +168,9 @@ class RankProcesses:
             return None
         if any(checkpoint_step(folder) > newest.step for folder in earlier.checkpoints):
             return None
-        return Origin(newest.driver, origin.inputs, checksum=newest.checksum, copied_step=newest.step)
+        return Origin(
+            newest.driver, origin.inputs, checksum=newest.checksum, spikes=newest.spikes, copied_step=newest.step
+        )
 
     def note_received(self, num_bytes: int) -> None:
         """Record the bytes that ranks received from other ranks to restore the state."""

@@ -80,14 +80,16 @@ class Origin:
     """Where a run starts: at a checkpoint, or (None) from the beginning.
 
     `unlogged` are the metrics of the checkpoint's step if a signal interrupted its evaluation. `checksum` is that of
-    the policy's weights; None if the saving run computed none (weights.check_every). With `copied_step`, the ranks have
-    copies of the state after this step in memory; `checkpoint` is then a folder with the driver's part alone.
+    the policy's weights; None if the saving run computed none (weights.check_every). `spikes` is the memory of the
+    spike detector; None if the saving run had none. With `copied_step`, the ranks have copies of the state after this
+    step in memory; `checkpoint` is then a folder with the driver's part alone.
     """
 
     checkpoint: Path | None
     inputs: Inputs
     unlogged: Mapping[str, float] | None = None
     checksum: str | None = None
+    spikes: Mapping[str, Any] | None = None
     copied_step: int | None = None
 
 
@@ -131,7 +133,7 @@ def find_origin(recipe: Recipe, folder: RunFolder, resume: Resume | None, kept: 
         _warn(console, [f"{folder.metrics_file}: {unreadable} lines are not readable and are skipped"])
     # The step's metrics may have been logged after the save. Logging them again would duplicate the step.
     unlogged = None if folder.has_logged_resumed_step else earlier.get("unlogged")
-    return Origin(found.good, inputs, unlogged, earlier.get("checksum"))
+    return Origin(found.good, inputs, unlogged, earlier.get("checksum"), earlier.get("spikes"))
 
 
 def begin_from_copy(origin: Origin, recipe: Recipe, folder: RunFolder) -> Origin:

@@ -25,6 +25,7 @@ from megarl.data.chat import tokenizer_of
 from megarl.loops import distillation, preference, rl, sft
 from megarl.loops.canary import Canary
 from megarl.loops.checkpointing import Checkpoints
+from megarl.loops.instability import Instabilities, spike_detector
 from megarl.loops.models import export, models_of, sharing_notices
 from megarl.loops.monitoring import start_monitor
 from megarl.loops.performance import Performance, Profiles
@@ -47,6 +48,7 @@ from megarl.rollout.pool import EnginePool
 from megarl.rollout.stragglers import StragglerDetector
 from megarl.tracking.display import Display
 from megarl.tracking.run_folder import RunFolder
+from megarl.tracking.spikes import SpikeDetector
 from megarl.tracking.tracker import Tracker
 from megarl.types import ConfigError, FaultyNodeError, PeerLostError
 
@@ -197,10 +199,11 @@ async def _started(
             recipe, data, rewards, pool, tokenizer, stack, folder.logs_folder, tracker,
             is_abandoned=lambda: bool(stop), earlier=earlier,
         )  # fmt: skip
-        models = models_of(recipe, layout, ranks.trainers)
+        spikes = spike_detector(recipe, origin.spikes)
+        models = models_of(recipe, layout, ranks.trainers, spikes)
         for notice in sharing_notices(models):
             tracker.notice(notice)
-        steps = start.steps(ranks, transfer, replacements, pool, models, checks, dropped)
+        steps = start.steps(ranks, transfer, replacements, pool, models, checks, dropped, spikes)
         await steps.weight_checks.begin()
         session = Session(
             recipe=recipe,
@@ -343,6 +346,7 @@ class _Start:
         models: Mapping[str, RankModel],
         checks: StepChecks,
         dropped: Dropped,
+        spikes: SpikeDetector | None,
     ) -> Steps:
         """Return the run's steps, with their measurements, reshards and saves."""
         recipe, folder, tracker = self.recipe, self.folder, self.tracker
@@ -352,20 +356,22 @@ class _Start:
         self.stack.push_async_callback(reshards.close)
         profiles = Profiles(ranks, folder, tracker, recipe.train.profile_with)
         self.stack.push_async_callback(profiles.close)
+        checkpoints = Checkpoints(
+            recipe,
+            folder,
+            tracker,
+            ranks.trainers,
+            self.origin.inputs.as_json(),
+            checksum_after=weight_checks.checksum_after,
+            check_weights=weight_checks.check_trainer,
+            copies=self.processes.copies,
+            spikes=spikes,
+        )
         return Steps(
             recipe=recipe,
             folder=folder,
             tracker=tracker,
-            checkpoints=Checkpoints(
-                recipe,
-                folder,
-                tracker,
-                ranks.trainers,
-                self.origin.inputs.as_json(),
-                checksum_after=weight_checks.checksum_after,
-                check_weights=weight_checks.check_trainer,
-                copies=self.processes.copies,
-            ),
+            checkpoints=checkpoints,
             reshards=reshards,
             stop=self.stop,
             performance=performance,
@@ -373,6 +379,7 @@ class _Start:
             checks=checks,
             weight_checks=weight_checks,
             canary=Canary(recipe, self.layout, ranks, folder),
+            instabilities=Instabilities(recipe, folder, tracker, ranks, checkpoints, spikes),
             dropped=dropped,
             recovery_metrics=self.processes.take_metrics,
         )

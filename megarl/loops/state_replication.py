@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megarl.cluster.worker_group import WorkerGroup
 
@@ -24,12 +25,14 @@ METRICS = {
 class CopiedStep:
     """A step whose state all ranks have copied. `driver` is a folder with the driver's part, as in a checkpoint.
 
-    `checksum` is that of the policy's weights; None if it was not computed.
+    `checksum` is that of the policy's weights; None if it was not computed. `spikes` is the memory of the spike
+    detector; None without one.
     """
 
     step: int
     driver: Path
     checksum: str | None
+    spikes: Mapping[str, Any] | None
 
 
 class StateReplication:
@@ -52,6 +55,7 @@ class StateReplication:
         step: int,
         save_driver: Callable[[Path], None] | None,
         checksum: str | None,
+        spikes: Mapping[str, Any] | None,
         *,
         is_forced: bool = False,
         is_resharded: bool = False,
@@ -71,7 +75,7 @@ class StateReplication:
         if save_driver:
             save_driver(driver)
         num_bytes = sum(await ranks.call("begin_copy", step, is_resharded))
-        self._begun = CopiedStep(step, driver, checksum)
+        self._begun = CopiedStep(step, driver, checksum, spikes)
         self._metrics = {
             "time/state_copy_seconds": time.monotonic() - began,
             "checkpoint/copy_bytes": float(num_bytes),

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from megarl.config import Recipe
 from megarl.loops.canary import Canary
 from megarl.loops.checkpointing import Checkpoints
+from megarl.loops.instability import Instabilities
 from megarl.loops.performance import Performance, Profiles
 from megarl.loops.reshards import Reshards
 from megarl.loops.resizing import take_request
@@ -60,6 +61,7 @@ class Steps:
     checks: StepChecks
     weight_checks: WeightChecks
     canary: Canary
+    instabilities: Instabilities
     dropped: Dropped
     """Number of records dropped because they are too long, by data source."""
     recovery_metrics: Callable[[], Mapping[str, float]]
@@ -90,8 +92,9 @@ class Steps:
             with span("log"):
                 step.log(self.weight_checks.take_metrics())
                 step.log(self.checkpoints.copies.take_metrics())
+                step.log(await self.instabilities.report(number, step.metrics))
                 step.log(await self.performance.measure_step(self.tracker.seconds, step.metrics))
-                fault = self._log(step)
+                fault = self._log(step) or self.instabilities.take_fault()
                 self.folder.set_status(step=number)
             # An asynchronous save is published at the end of the first step after it was written.
             await self.checkpoints.complete()
@@ -110,6 +113,8 @@ class Steps:
             step.log(await self.canary.check(step.number))
             step.is_trained = True
             yield
+            # Before the checksums: a rollback changes the weights.
+            await self.instabilities.end_updates(step.number)
             await self.weight_checks.end_update(step.number)
 
     def finish(self, step: Step) -> None:

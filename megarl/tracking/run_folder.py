@@ -186,6 +186,11 @@ class RunFolder:
         """Broken health rules recorded in status.json, including those of earlier attempts."""
         return list(self._status.get("health", ()))
 
+    def set_not_finite(self, facts: Mapping[str, Any]) -> None:
+        """Write the newest tensor that was not finite to status.json: step, model, kind, name, layer, ranks, nodes."""
+        self._status["not_finite"] = dict(facts)
+        self.set_status()
+
     @property
     def bad_nodes(self) -> list[str]:
         """Nodes recorded in status.json as faulty, by this attempt and earlier ones. The run must not use them."""

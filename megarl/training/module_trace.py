@@ -44,6 +44,24 @@ class CanaryReport(NamedTuple):
     seconds: float
 
 
+class NotFinite(NamedTuple):
+    """The first tensor that is not finite: its kind and name, its layer from 0 (None: outside of layers), its ranks.
+
+    `kind` is weight, output (of a module), loss or gradient. It is `none` if the second pass was finite.
+    """
+
+    kind: str
+    name: str
+    layer: int | None
+    ranks: tuple[int, ...]
+
+    def __str__(self) -> str:
+        if self.kind == "none":
+            return "a second pass over the same rows was finite, so the fault does not repeat: suspect the hardware"
+        ranks = f"rank{'s' * (len(self.ranks) > 1)} {', '.join(map(str, self.ranks))}"
+        return f"the first tensor that is not finite is the {self.kind} {self.name} on trainer {ranks}"
+
+
 class ModuleTrace:
     """Recorder of module outputs in the forward passes of `chunks` within the context `recording`.
 

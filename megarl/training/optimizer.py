@@ -66,15 +66,18 @@ def adam_module() -> str:
 
 
 @torch.no_grad()
-def step_if_finite(optimizer: ChainedOptimizer, *, is_wanted: bool) -> tuple[float, bool]:
-    """Apply the reduced gradients, unless `is_wanted` is False or the gradient is not finite.
+def step_if_finite(
+    optimizer: ChainedOptimizer, *, is_wanted: bool, max_norm: float | None = None
+) -> tuple[float, bool]:
+    """Apply the reduced gradients, unless `is_wanted` is False, or their norm is not finite or above `max_norm`.
 
     Returns the global gradient norm before clipping, and whether parameters changed. Both are equal on all ranks if
     `is_wanted` is.
     """
     optimizer.prepare_grads()
     grad_norm = float(optimizer.get_grad_norm())
-    if not (is_wanted and math.isfinite(grad_norm)):
+    is_spike = max_norm is not None and grad_norm > max_norm
+    if is_spike or not (is_wanted and math.isfinite(grad_norm)):
         optimizer.zero_grad()
         return grad_norm, False
     # The `step` of Megatron-Core 0.16.1 does not check the norm in bfloat16 or float32 before it updates. So its parts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -30,7 +31,10 @@ from megarl.models.policy import PackedModel, accumulate_in_main_gradients
 from megarl.models.teacher_student import StudentModel
 from megarl.platform.spans import span
 from megarl.tracking.metrics import Max, Mean, Metric, merge
+from megarl.tracking.spikes import UpdateLimits
 from megarl.training.model import LoadWeights, ModelShard
+from megarl.training.module_trace import NotFinite
+from megarl.training.not_finite import find_not_finite
 from megarl.training.objective import (
     Objective,
     StepNumbers,
@@ -52,6 +56,7 @@ METRICS = {
     "train/grad_norm": ("1", "gradient norm before clipping, largest of the step's updates"),
     "train/learning_rate": ("1", "learning rate, largest of the step's updates"),
     "train/update_skipped": ("0 or 1", "whether an update changed no parameter"),
+    "train/not_finite": ("0 or 1", "whether an update was skipped because its loss or gradient was not finite"),
     "train/gap_exceeded": ("0 or 1", "whether updates were skipped because of train.max_logprob_gap"),
 }
 """Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
@@ -161,6 +166,7 @@ class TrainingEngine(ModelShard):
             self.config.no_sync_func = contexts if len(contexts) > 1 else contexts[0]
         self.balance = ExpertBalance(self.config, self.chunks)
         self.skipped_in_a_row = 0
+        self._not_finite: NotFinite | None = None
         self._merged = MergedWeights(self.chunks, self.tensors)
         self._offloadable = {
             "parameters": Offloadable(lambda: self.parameters.values()),
@@ -318,16 +324,22 @@ class TrainingEngine(ModelShard):
             return self.forward([replace(row, experts=None) for row in self.shared(rows)])
 
     def update(
-        self, rows: Sequence[TokenBatch] | None, kl_coefficient: float | None = None, kto_kl: float | None = None
+        self,
+        rows: Sequence[TokenBatch] | None,
+        kl_coefficient: float | None = None,
+        kto_kl: float | None = None,
+        limits: UpdateLimits | None = None,
     ) -> dict[str, Metric]:
         """Run one optimizer step on this replica's share of the global batch. Returns metrics on the ranks reporting.
 
         `rows` are given as in `forward`. `kl_coefficient` weighs the KL to the reference (default:
-        algorithm.kl_coefficient). `kto_kl` is KTO's reference point, a KL in nats per answer.
+        algorithm.kl_coefficient). `kto_kl` is KTO's reference point, a KL in nats per answer. `limits` are the gradient
+        norm and the loss of a spike (train.on_spike); None: no limits.
 
         No parameter changes (metric `train/update_skipped`) if loss or gradient is not finite, the mean ratio exceeds
-        `algorithm.skip_ratio`, or the mismatch exceeds `train.max_logprob_gap`. Raises MegarlError after too many
-        consecutive updates that were not finite.
+        `algorithm.skip_ratio`, the mismatch exceeds `train.max_logprob_gap`, or a limit is exceeded. The first of
+        consecutive updates that are not finite is computed again, to name the first such tensor (`last_not_finite`).
+        Raises MegarlError with it after too many.
         """
         own = self.shared(rows)
         if kl_coefficient is None:
@@ -350,11 +362,19 @@ class TrainingEngine(ModelShard):
             if self.target_fetcher is not None:
                 self.target_fetcher.release()
             with span("optimizer"):
-                metrics = self._step(read(rows_metrics))
+                metrics = self._step(read(rows_metrics), limits or UpdateLimits())
             if self.balance.is_on:
                 found = self.balance.metrics(self.layout.pp, self.device)
                 metrics |= {name: Mean(value) for name, value in found.items()} if self.reports else {}
+            if self.skipped_in_a_row == 1:
+                with lora_modules.adapters_switched(self.chunks, on=True, drops=True):
+                    self._not_finite = find_not_finite(self, own, objective)
+            self._refuse_too_many_skipped()
             return metrics
+
+    def last_not_finite(self) -> NotFinite | None:
+        """Return the first tensor of the newest update that was not finite, the same on all ranks; None if all were."""
+        return self._not_finite
 
     def _begin_balance(self, rows: Sequence[TokenBatch]) -> None:
         """Prepare the MoE balancing losses for an update on this replica's rows of the global batch.
@@ -368,7 +388,16 @@ class TrainingEngine(ModelShard):
             with span("count tokens per expert"), self.balance.counting():
                 self._forward_only([row.with_arrays({}) for row in rows], lambda *_, **__: None)
 
-    def _step(self, losses: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
+    def _refuse_too_many_skipped(self) -> None:
+        """Raise MegarlError after too many consecutive updates that were not finite."""
+        if self.skipped_in_a_row > self.role.optimizer.max_skipped_updates:
+            raise MegarlError(
+                f"loss or gradient of {self.skipped_in_a_row} updates in a row was not finite. In the first of them, "
+                f"{self._not_finite}. Lower {self.role.field}.learning_rate, check this step's data, or raise "
+                f"{self.role.field}.max_skipped_updates."
+            )
+
+    def _step(self, losses: Sequence[Mapping[str, Metric]], limits: UpdateLimits) -> dict[str, Metric]:
         """Run the optimizer's step on the gradients of these microbatches, unless the update must be skipped."""
         # The schedule advances for skipped updates too, so it ends with the last update.
         self.schedule.step(increment=1)
@@ -377,22 +406,27 @@ class TrainingEngine(ModelShard):
         finite = self._on_all_ranks(bool(np.isfinite(numbers).all()))
         is_gap_exceeded = self._is_mean_above(self.role.max_logprob_gap, losses, "logprob_gap/mean")
         strayed = self._is_mean_above(self.role.skip_ratio, losses, "train/ratio") or is_gap_exceeded
-        grad_norm, applied = step_if_finite(self.optimizer, is_wanted=finite and not strayed)
+        is_spike = self._is_sum_above(limits.loss, losses, "train/loss")
+        grad_norm, applied = step_if_finite(
+            self.optimizer, is_wanted=finite and not strayed and not is_spike, max_norm=limits.grad_norm
+        )
+        is_finite = finite and math.isfinite(grad_norm)
+        # The norm is the same on all ranks, and so is this decision.
+        is_spike |= limits.grad_norm is not None and grad_norm > limits.grad_norm
+        is_spike &= is_finite
         # Updates skipped by a limit are intended. Only consecutive non-finite ones count.
-        self.skipped_in_a_row = 0 if applied or (finite and strayed) else self.skipped_in_a_row + 1
-        if self.skipped_in_a_row > self.role.optimizer.max_skipped_updates:
-            raise MegarlError(
-                f"loss or gradient (norm {grad_norm}) of {self.skipped_in_a_row} updates in a row was not finite. "
-                f"Lower {self.role.field}.learning_rate, check this step's data, or raise {self.role.field}"
-                ".max_skipped_updates."
-            )
+        is_dropped = (finite and strayed) or is_spike
+        self.skipped_in_a_row = 0 if applied or is_dropped else self.skipped_in_a_row + 1
         if not self.reports:
             return {}
         metrics = {
             "train/grad_norm": Max(grad_norm),
             "train/learning_rate": Max(float(learning_rate)),
             "train/update_skipped": Max(float(not applied)),
+            "train/not_finite": Max(float(not is_finite)),
         }
+        if limits != UpdateLimits():
+            metrics["train/spikes"] = Max(float(is_spike))
         if self.role.max_logprob_gap is not None:
             metrics["train/gap_exceeded"] = Max(float(is_gap_exceeded))
         return merge([metrics, *losses])
@@ -413,6 +447,15 @@ class TrainingEngine(ModelShard):
         torch.distributed.all_reduce(total)
         # Where equality is required (limit 0), a log-prob that is not a number differs.
         return bool(total[0] > limit * total[1]) or (limit == 0 and bool(total[0].isnan()))
+
+    def _is_sum_above(self, limit: float | None, losses: Sequence[Mapping[str, Metric]], name: str) -> bool:
+        """Return whether a metric's sum over the global batch exceeds a limit; the same on all ranks."""
+        if limit is None:
+            return False
+        own = [part[name].number for part in losses if name in part] if self.reports else []
+        total = torch.tensor(sum(own), dtype=torch.float64, device=self.device)
+        torch.distributed.all_reduce(total)
+        return bool(total > limit)
 
 
 class StartingPolicy:

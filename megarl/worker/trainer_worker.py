@@ -306,6 +306,20 @@ class TrainerWorker:
         self.weight_version = driver["weight_version"]
         return received
 
+    def roll_back(self, folder: Path) -> None:
+        """Load a checkpoint's weights and optimizer in the middle of a run, and keep versions and learning rates.
+
+        The folder must have been checked for harmful pickles.
+        """
+        trained = [self.policy] if self.critic is None else [self.policy, self.critic]
+        version, updates = self.weight_version, [model.schedule.num_steps for model in trained]
+        # The base class's method: a colocated engine keeps its version too.
+        TrainerWorker.load_checkpoint(self, folder)
+        self.weight_version = version
+        for model, number in zip(trained, updates, strict=True):
+            # The schedule counts all updates of the run, also those whose effect is gone.
+            model.schedule.step(increment=number - model.schedule.num_steps)
+
     def state_fingerprints(self, with_optimizer: bool) -> dict[str, Fingerprint]:
         """Return fingerprints of this rank's part of all that a checkpoint holds, by tensor name.
 

@@ -280,6 +280,12 @@ def test_the_best_model_is_chosen_by_what_is_measured(
     assert f"checkpoint.best = val/a/{measure}" in str(caught.value) and told in str(caught.value)
 
 
+def test_a_rollback_needs_checkpoints(recipe: Callable[..., Recipe]) -> None:
+    with pytest.raises(ConfigError, match=r"train.on_spike = rollback: .*set checkpoint.every_steps"):
+        check(recipe(train={"on_spike": "rollback"}))
+    check(recipe(train={"on_spike": "rollback"}, checkpoint={"every_steps": 10}))
+
+
 def test_dapo_filters_continuous_rewards_by_their_spread(recipe: Callable[..., Recipe]) -> None:
     for reward in (UNJUDGED, {"functions": ["boxed_of_mine.py:graded"]}):
         check(recipe(reward=reward, algorithm={"preset": "dapo"}))

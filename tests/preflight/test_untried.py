@@ -27,6 +27,7 @@ CASES = {
     "weights.overlap": ("true", {**ASYNCHRONOUS, "rollout": PLACED, "weights": {"overlap": True}}),
     "rollout.recompute_kv": ("false", {**ASYNCHRONOUS, "rollout": {**PLACED, "recompute_kv": False}}),
     "train.record": ("all", {"train": {"record": "all"}}),
+    "train.on_spike": ("skip", {"train": {"on_spike": "skip"}}),
     "weights.canary_every": ("10", {"weights": {"canary_every": 10}}),
 }
 """By field: a value that no GPU has run, and sections of a recipe with it. tests/gpu/README.md lists what has run."""

@@ -406,7 +406,8 @@ def test_updates_that_are_no_numbers_are_skipped_and_then_end_the_run(
     layout = ParallelConfig(1, 1, 2, 1)
     for skipped, stayed, code, message in ranks.run(poisoned, recipe, layout, sequences, sound, world_size=2):
         assert (skipped, stayed, code) == ([1, 0, 1], True, 70)
-        assert "(norm nan) of 2 updates in a row was not finite. Lower optimizer.learning_rate" in message
+        assert "loss or gradient of 2 updates in a row was not finite" in message
+        assert "from the batch's advantages on trainer rank 1. Lower optimizer.learning_rate" in message
 
 
 def offloading(recipe: Recipe, layout: ParallelConfig, updates: list[list[TrainingSequence]]) -> dict[str, Any]:

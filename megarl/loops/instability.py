@@ -1,0 +1,111 @@
+"""Unstable updates: the first tensor that is not finite is reported, and spikes are skipped, rolled back or stop the
+run (train.on_spike).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megarl.cluster.run_ranks import RunRanks
+from megarl.config import Recipe
+from megarl.loops.checkpointing import Checkpoints, survey
+from megarl.tracking.earlier_run import EarlierRun, checkpoint_step
+from megarl.tracking.run_folder import RunFolder
+from megarl.tracking.spikes import Spike, SpikeDetector
+from megarl.tracking.tracker import Tracker
+from megarl.training.module_trace import NotFinite
+from megarl.types import MegarlError, UnhealthyError
+
+_ROLES = {"train": "policy", "critic": "critic"}
+"""Names of the trained models by the prefix of their metrics."""
+
+
+def spike_detector(recipe: Recipe, saved: Mapping[str, Any] | None) -> SpikeDetector | None:
+    """Return the detector of a recipe's spikes; None if they are ignored. `saved` is its memory in a checkpoint."""
+    train = recipe.train
+    if train.on_spike == "ignore":
+        return None
+    # A policy gradient's loss has no meaning as a size, and may be negative.
+    loss_factor = None if recipe.is_on_policy else train.spike_loss_factor
+    detector = SpikeDetector(factor=train.spike_factor, loss_factor=loss_factor, window=train.spike_window)
+    if saved is not None:
+        detector.restore(saved)
+    return detector
+
+
+class Instabilities:
+    """Reports and acts on unstable updates of a step. `spikes` is the policy's detector; None: spikes are ignored."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        folder: RunFolder,
+        tracker: Tracker,
+        ranks: RunRanks,
+        checkpoints: Checkpoints,
+        spikes: SpikeDetector | None,
+    ) -> None:
+        self._train, self._folder, self._tracker, self._ranks = recipe.train, folder, tracker, ranks
+        self._checkpoints, self._spikes = checkpoints, spikes
+        self._found: list[Spike] = []
+        self._fault: str | None = None
+
+    async def end_updates(self, step: int) -> None:
+        """Act on the spikes of a step's updates, while the trainer is in memory. Rolls back if the recipe says so."""
+        if self._spikes is None:
+            return
+        self._found = self._spikes.take()
+        if not self._found:
+            return
+        text = f"step {step}: an update with {self._found[0]} was dropped (train.on_spike = {self._train.on_spike})"
+        if self._train.on_spike == "skip":
+            self._tracker.notice_once("spike", f"{text}; train/spikes counts such updates")
+        elif self._train.on_spike == "stop":
+            self._fault = text
+        elif self._spikes.rollbacks >= self._train.max_rollbacks:
+            self._fault = f"{text}, after {self._spikes.rollbacks} rollbacks (train.max_rollbacks)"
+        else:
+            await self._roll_back(text)
+
+    async def _roll_back(self, text: str) -> None:
+        """Load the newest checkpoint into the trainer. Step numbers and the position in the data stay."""
+        # A save may be under way; it is of a step before the spike.
+        await self._checkpoints.complete(wait=True)
+        checkpoint: Path | None = survey(EarlierRun.read(self._folder.path)).good
+        if checkpoint is None:
+            self._tracker.notice(f"{text}. No rollback: there is no checkpoint yet")
+            return
+        assert self._spikes is not None
+        self._spikes.rollbacks += 1
+        self._tracker.notice(
+            f"{text}. Rollback {self._spikes.rollbacks} of at most {self._train.max_rollbacks}: weights and optimizer "
+            f"are those of step {checkpoint_step(checkpoint)} again; the data of the steps since then is not repeated"
+        )
+        await self._ranks.trainers.call("roll_back", checkpoint)
+
+    async def report(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Report the first tensor that was not finite in a step's updates. Returns the metrics of spikes."""
+        for prefix, model in _ROLES.items():
+            if metrics.get(f"{prefix}/not_finite"):
+                found: list[NotFinite] = await self._ranks.trainers.call(f"{model}.last_not_finite")
+                nodes = [self._ranks.topology[rank][0] for rank in found[0].ranks]
+                self._folder.set_not_finite({"step": step, "model": model, **found[0]._asdict(), "nodes": nodes})
+                self._tracker.notice(
+                    f"step {step}: an update of the {model} was skipped, because its loss or gradient is not finite; "
+                    f"{found[0]}"
+                )
+        if self._spikes is None:
+            return {}
+        return {"train/spikes": float(len(self._found)), "train/rollbacks": float(self._spikes.rollbacks)}
+
+    def take_fault(self) -> MegarlError | None:
+        """Return the error that must end the run once the step is saved; None: go on."""
+        fault, self._fault = self._fault, None
+        if fault is None:
+            return None
+        return UnhealthyError(
+            f"{fault}. Look at the step's samples and at train/grad_norm; the state after the step is saved, go on "
+            f"with: megarl train {self._folder.path} --resume"
+        )

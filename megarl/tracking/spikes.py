@@ -1,0 +1,107 @@
+"""Spikes: updates whose gradient norm or loss is far above the median of the last updates (train.on_spike)."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any, NamedTuple
+
+from megarl.tracking.metrics import Metric
+
+METRICS = {
+    "train/spikes": ("count", "updates dropped because of train.on_spike"),
+    "train/rollbacks": ("count", "returns to a checkpoint because of train.on_spike = rollback, since the run began"),
+}
+"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
+
+
+class UpdateLimits(NamedTuple):
+    """Gradient norm and loss above which an update is dropped. None: no limit."""
+
+    grad_norm: float | None = None
+    loss: float | None = None
+
+
+class Spike(NamedTuple):
+    """An update above its limits. `loss` is in nats; None if losses are not compared."""
+
+    grad_norm: float
+    loss: float | None
+    limits: UpdateLimits
+
+    def __str__(self) -> str:
+        parts = [("gradient norm", self.grad_norm, self.limits.grad_norm), ("loss", self.loss, self.limits.loss)]
+        over = [
+            f"{name} {value:.4g} (limit {limit:.4g})"
+            for name, value, limit in parts
+            if value is not None and limit is not None and value > limit
+        ]
+        return " and ".join(over)
+
+
+class SpikeDetector:
+    """Limits of the next update from the last `window` updates: their median times a factor.
+
+    Dropped updates count in the median too, so that a lasting change of level is accepted after half a window. Limits
+    begin with half a window of updates. Updates without a gradient, and losses that are not positive, do not count.
+    `loss_factor` None: losses are not compared.
+    """
+
+    def __init__(self, *, factor: float, loss_factor: float | None, window: int) -> None:
+        self._factor, self._loss_factor = factor, loss_factor
+        self._least = -(-window // 2)
+        self._norms: deque[float] = deque(maxlen=window)
+        self._losses: deque[float] = deque(maxlen=window)
+        self.rollbacks = 0
+        """Number of rollbacks since the run began."""
+        self._spikes: list[Spike] = []
+
+    def limits(self) -> UpdateLimits:
+        """Return the limits of the next update."""
+        grad_norm = loss = None
+        if len(self._norms) >= self._least:
+            grad_norm = self._factor * median(self._norms)
+        if self._loss_factor is not None and len(self._losses) >= self._least:
+            loss = self._loss_factor * median(self._losses)
+        return UpdateLimits(grad_norm, loss)
+
+    def add(self, metrics: dict[str, Metric]) -> None:
+        """Add the metrics of an update that was executed with the current limits.
+
+        The flag `train/spikes`, set by ranks that dropped the update, is removed: `take` counts the spikes.
+        """
+        flag, loss = metrics.pop("train/spikes", None), metrics.get("train/loss")
+        self.observe(
+            metrics["train/grad_norm"].number,
+            None if loss is None else loss.number,
+            is_spike=flag is not None and flag.number > 0,
+        )
+
+    def observe(self, grad_norm: float, loss: float | None, *, is_spike: bool) -> None:
+        """Add an update by its numbers. `is_spike` says that the ranks dropped it."""
+        compared = loss if self._loss_factor is not None else None
+        if is_spike:
+            self._spikes.append(Spike(grad_norm, compared, self.limits()))
+        if math.isfinite(grad_norm) and grad_norm > 0:
+            self._norms.append(grad_norm)
+        if compared is not None and math.isfinite(compared) and compared > 0:
+            self._losses.append(compared)
+
+    def take(self) -> list[Spike]:
+        """Return the spikes since the last call."""
+        taken, self._spikes = self._spikes, []
+        return taken
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the detector's memory as JSON values, for a checkpoint's driver.json."""
+        return {"norms": list(self._norms), "losses": list(self._losses), "rollbacks": self.rollbacks}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Continue with the memory of a checkpoint, written by `as_json`."""
+        norms: Sequence[float] = saved["norms"]
+        losses: Sequence[float] = saved["losses"]
+        self._norms.extend(norms)
+        self._losses.extend(losses)
+        self.rollbacks = saved["rollbacks"]

@@ -1,0 +1,135 @@
+"""Search for the first tensor that is not finite: in a second pass over the rows of an update that was skipped."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from megarl.data.token_batch import TokenBatch
+from megarl.training.model import ModelShard
+from megarl.training.module_trace import ModuleTrace, NotFinite, Place, chunk_numbers, model_names
+from megarl.training.objective import RowLoss
+from megarl.training.row_metrics import read
+
+_KINDS = ("weight", "output", "loss", "gradient")
+"""Kinds of tensors in the order in which they cause each other."""
+_NAME_BYTES = 160
+"""Maximum length of a name that ranks exchange, in bytes. Megatron's names are shorter than 100."""
+_MAY_BE_NAN = ("old_logprobs", "rollout_logprobs")
+"""Arrays of a batch in which NaN means that there is no value."""
+
+
+def find_not_finite(model: ModelShard, rows: Sequence[TokenBatch], objective: Callable[..., RowLoss]) -> NotFinite:
+    """Compute the rows again, and return the first tensor that is not finite. A collective over the trainer's ranks.
+
+    The order is: weights; outputs of modules, by microbatch and position in the model; losses of microbatches; each
+    rank's own gradients, from the last layer to the first. All ranks return the same. Gradient buffers are zeroed;
+    weights, buffers and optimizer stay. Dropout draws new masks.
+    """
+    trace = ModuleTrace(model.chunks, _has_fault)
+    buffers = {buffer: buffer.clone() for chunk in model.chunks for buffer in chunk.buffers()}
+    with _unreduced(model):
+        with trace.recording(), torch.enable_grad():
+            losses = read(get_forward_backward_func()(**model.passes(rows, objective)))
+        if model.target_fetcher is not None:
+            model.target_fetcher.release()
+        numbers = [[part[name].number for name in ("train/loss", "mtp/loss") if name in part] for part in losses]
+        own = next(_candidates(model, rows, trace, numbers), None)
+    # Routers count the tokens per expert in buffers. Tokens of the second pass must not count.
+    for buffer, values in buffers.items():
+        buffer.copy_(values)
+    return _first_of_all(own, model.device)
+
+
+@contextmanager
+def _unreduced(model: ModelShard) -> Iterator[None]:
+    """Context whose backward passes leave each rank its own gradients. Gradient buffers are zero before and after."""
+    config: Any = model.config
+    # Wrappers with gradient buffers: only a trained model has updates.
+    wrapped: Any = model.models
+    before = config.finalize_model_grads_func, config.no_sync_func
+    with ExitStack() as stack:
+        for chunk in wrapped:
+            chunk.zero_grad_buffer()
+            stack.enter_context(chunk.no_sync())
+        config.finalize_model_grads_func = config.no_sync_func = None
+        try:
+            yield
+        finally:
+            config.finalize_model_grads_func, config.no_sync_func = before
+            for chunk in wrapped:
+                chunk.zero_grad_buffer()
+
+
+def _has_fault(values: Tensor) -> Tensor:
+    """Return 1 if a value [*shape] is not finite, else 0: int64 scalar on the device."""
+    return values.isfinite().all().logical_not().long()
+
+
+def _candidates(
+    model: ModelShard, rows: Sequence[TokenBatch], trace: ModuleTrace, losses: Sequence[Sequence[float]]
+) -> Iterator[tuple[str, Place, str]]:
+    """Yield this rank's tensors that are not finite, in order: kind, place and name."""
+    chunks = list(zip(chunk_numbers(len(model.chunks)), model.chunks, strict=True))
+    for number, chunk in chunks:
+        weights = dict(chunk.named_parameters())
+        yield from _faulty("weight", number, weights, model_names(chunk))
+    yield from (("output", output.place, output.name) for output in trace.outputs() if output.number)
+    for row, numbers in enumerate(losses):
+        if not np.isfinite(numbers).all():
+            faulty = ", ".join(_faulty_arrays(rows[row].per_token, rows[row].loss_mask))
+            yield "loss", Place(row, 0, 0), f"of microbatch {row}" + (f", from the batch's {faulty}" if faulty else "")
+    for number, chunk in reversed(chunks):
+        trained: dict[str, Any] = {name: own for name, own in chunk.named_parameters() if own.requires_grad}
+        gradients = {name: parameter.main_grad for name, parameter in trained.items()}
+        found = list(_faulty("gradient", number, gradients, model_names(chunk)))
+        # The backward pass begins with the last layer, so places are negative.
+        yield from ((kind, Place(0, -at.chunk, -at.call), name) for kind, at, name in reversed(found))
+
+
+def _faulty(
+    kind: str, chunk: int, tensors: Mapping[str, Tensor], rename: Callable[[str], str]
+) -> Iterator[tuple[str, Place, str]]:
+    """Yield the tensors [*shape] of a chunk that are not finite: kind, place and name in the whole model."""
+    if not tensors:
+        return
+    faults = torch.stack([_has_fault(values) for values in tensors.values()]).tolist()
+    for call, (name, fault) in enumerate(zip(tensors, faults, strict=True)):
+        if fault:
+            yield kind, Place(0, chunk, call), rename(name)
+
+
+def _faulty_arrays(per_token: Mapping[str, np.ndarray], mask: np.ndarray) -> list[str]:
+    """Return the names of the arrays [tokens] with trained values that are not finite."""
+    return [
+        name for name, values in per_token.items() if name not in _MAY_BE_NAN and not np.isfinite(values[mask]).all()
+    ]
+
+
+def _first_of_all(own: tuple[str, Place, str] | None, device: torch.device) -> NotFinite:
+    """Return the first of all ranks' findings, and the ranks that share it."""
+    # One row of numbers per rank: kind (0: nothing found), place, and the name's bytes.
+    table = torch.zeros((dist.get_world_size(), 4 + _NAME_BYTES), dtype=torch.int64)
+    if own is not None:
+        kind, place, name = own
+        text = name.encode()[:_NAME_BYTES]
+        row = [_KINDS.index(kind) + 1, *place, *text]
+        table[dist.get_rank(), : len(row)] = torch.tensor(row)
+    table = table.to(device)
+    dist.all_reduce(table)
+    found = {rank: row for rank, row in enumerate(table.tolist()) if row[0]}
+    if not found:
+        return NotFinite("none", "", None, ())
+    first = min(found.values(), key=lambda row: row[:4])
+    name = bytes(byte for byte in first[4:] if byte).decode(errors="replace")
+    layer = re.search(r"\blayers\.(\d+)\b", name)
+    ranks = tuple(rank for rank, row in found.items() if row == first)
+    return NotFinite(_KINDS[first[0] - 1], name, int(layer[1]) if layer else None, ranks)

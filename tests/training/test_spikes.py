@@ -1,0 +1,86 @@
+"""An update above its limits is dropped by all ranks, as if it had never been."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.config import Recipe
+from megarl.config.parallel import ParallelConfig
+from megarl.testing import RankPool
+from megarl.tracking.spikes import SpikeDetector, UpdateLimits
+from tests.token_batches import row_batches
+from tests.training.test_training_engine import build, make_updates, recipe_of, rows_of
+
+
+def state_after(
+    recipe: Recipe, layout: ParallelConfig, updates: list[Any], limits: list[UpdateLimits]
+) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+    """One rank's metrics of each update; its weights, main weights and moments in the end."""
+    engine, *_ = build(recipe, layout)
+    metrics = []
+    for sequences, limit in zip(updates, limits, strict=True):
+        rows = row_batches(sequences, rows_of(recipe, layout, sequences))
+        metrics.append({name: metric.number for name, metric in engine.update(rows, limits=limit).items()})
+    state = dict(engine.parameters) | {f"optimizer {i}": t for i, t in enumerate(engine._optimizer_state())}
+    return metrics, {name: value.detach().clone() for name, value in state.items()}
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_a_dropped_update_leaves_the_state_of_a_run_without_it(
+    ranks: RankPool, tiny_model: Callable[..., Path], distributed: bool
+) -> None:
+    folder = tiny_model(hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=48, vocab_size=431)
+    recipe, layout = recipe_of(folder, "rl", distributed_optimizer=distributed), ParallelConfig(1, 1, 2, 1)
+    first, middle, last = make_updates(recipe, 431)
+    # A poisoned batch: rewards that are a thousand times too large.
+    poisoned = [replace(one, advantages=None if one.advantages is None else 1000 * one.advantages) for one in middle]
+    none, norm, loss = UpdateLimits(), UpdateLimits(grad_norm=100.0), UpdateLimits(loss=10.0)
+
+    def state(updates: list[Any], limits: list[UpdateLimits]) -> Any:
+        return ranks.run(state_after, recipe, layout, updates, limits, world_size=2)
+
+    expected = state([first, last], [none, none])
+    for limit, name in ((norm, "train/grad_norm"), (loss, "train/loss")):
+        found = state([first, poisoned, last], [limit, limit, limit])
+        for (metrics, tensors), (_, wanted) in zip(found, expected, strict=True):
+            assert [one["train/spikes"] for one in metrics] == [0, 1, 0]
+            assert [one["train/update_skipped"] for one in metrics] == [0, 1, 0]
+            assert abs(metrics[1][name]) > 50 * abs(metrics[0][name])
+            assert tensors.keys() == wanted.keys() and all(torch.equal(tensors[n], wanted[n]) for n in wanted)
+    # The poisoned update matters where nothing drops it.
+    assert not torch.equal(
+        state([first, poisoned, last], [none] * 3)[0][1]["optimizer 0"], expected[0][1]["optimizer 0"]
+    )
+
+
+def test_limits_follow_the_median() -> None:
+    detector = SpikeDetector(factor=10.0, loss_factor=2.0, window=4)
+    detector.observe(1.0, 3.0, is_spike=False)
+    assert detector.limits() == UpdateLimits()
+    detector.observe(3.0, 5.0, is_spike=False)
+    assert detector.limits() == UpdateLimits(20.0, 8.0)
+    # Without a gradient, or not finite: no part of the median.
+    detector.observe(0.0, float("nan"), is_spike=False)
+    detector.observe(float("inf"), -1.0, is_spike=False)
+    assert detector.limits() == UpdateLimits(20.0, 8.0)
+    detector.observe(100.0, 4.0, is_spike=True)
+    [spike] = detector.take()
+    assert str(spike) == "gradient norm 100 (limit 20)" and detector.take() == []
+    # The new level counts: two of four, then three.
+    detector.observe(100.0, 4.0, is_spike=True)
+    assert detector.limits().grad_norm == 10 * (3 + 100) / 2
+    detector.observe(100.0, 4.0, is_spike=False)
+    assert detector.limits().grad_norm == 1000
+    restored = SpikeDetector(factor=10.0, loss_factor=2.0, window=4)
+    restored.restore(detector.as_json())
+    assert restored.limits() == detector.limits()
+    without_losses = SpikeDetector(factor=10.0, loss_factor=None, window=1)
+    without_losses.observe(2.0, np.pi, is_spike=False)
+    assert without_losses.limits() == UpdateLimits(20.0, None)
