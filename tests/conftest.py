@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from megarl.testing import RankPool
 
 INSTALLS_SLURM = "launch/test.sh --install-slurm installs Slurm (as root, by apt-get)"
-OWN_JOBS = ("gpu_environment", "standin_gpu")
+OWN_JOBS = ("gpu_environment", "standin_gpu", "fault_runs")
 TIERS = ("end_to_end", "cluster", "distributed", "types", "fast")
 """Markers, each test has one. A test without one has the tier that its fixtures declare, by using one of the fixtures
 `cluster_tier` and `distributed_tier`, or else `fast`. The fixtures' first in this order counts."""
@@ -93,7 +93,7 @@ def _put_long_files_first(items: list[pytest.Item]) -> None:
 
 
 def _leave_out_own_jobs(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests that need an environment of their own run where `-m` names their marker alone."""
+    """Tests that need an environment or minutes of their own run only where `-m` names their marker."""
     own_jobs = [job for job in OWN_JOBS if job not in config.getoption("markexpr")]
     left_out = [item for item in items if any(map(item.get_closest_marker, own_jobs))]
     if left_out:

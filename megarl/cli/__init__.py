@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
+from megarl import faults
 from megarl.cli import convert, data, kubernetes, sandbox, slurm
 from megarl.cli.arguments import CommandGroup, Overrides, RecipeCommand, RecipePath
 from megarl.cli.checking import checked, checking, with_notices_shown
@@ -84,7 +85,7 @@ def _program(
         ),
     ] = False,
 ) -> None:
-    pass
+    faults.arm_driver()
 
 
 # typer has no options with an optional value, so a bare --resume is rewritten before parsing.
@@ -164,6 +165,7 @@ def train(
             from megarl.preflight import download_missing, load, with_memory_defaults, with_steps
 
             written = load(path, given, is_start=not dry_run, is_of_run=is_of_run)
+            faults.arm_driver(written.cluster.world_size)
         # Epochs are counted in records.
         if written.train.epochs is not None and not dry_run:
             download_missing(written, display.info)

@@ -16,6 +16,12 @@ _TIMES_SLOWEST = 10.0
 """Limit of a later call, as a multiple of the method's slowest call so far."""
 
 
+_TIMES_LATE = 3.0
+"""A call that takes longer than this multiple of its method's slowest call is late. Its deadline is still ahead."""
+_LEAST_LATE_SECONDS = 5.0
+"""No call is late before this many seconds: short calls vary with the load of the machine."""
+
+
 class Limit(NamedTuple):
     """A time limit in seconds, and the recipe field raising it (empty: none)."""
 
@@ -54,6 +60,12 @@ class Deadlines:
             return self._longest
         fitting = Limit(_TIMES_SLOWEST * self._slowest[method], self._shortest.field)
         return min(max(self._shortest, fitting), self._longest)
+
+    def late_after(self, method: str) -> float | None:
+        """Return the seconds after which the next call of a method is late; None: it is not known yet."""
+        if self._num_calls.get(method, 0) < _NUM_FIRST:
+            return None
+        return max(_LEAST_LATE_SECONDS, _TIMES_LATE * self._slowest[method])
 
     def note(self, method: str, seconds: float) -> None:
         """Record how long a call of a method took."""

@@ -20,6 +20,7 @@ from megarl.cluster.rank_handle import RankHandle
 from megarl.cluster.worker_group import PartOfRun, WorkerGroup
 from megarl.files.private_folder import PrivateFolder
 from megarl.groups.rendezvous import Rendezvous
+from megarl.platform import native_stacks
 from megarl.processes.fork_server import ForkedProcess, fork_server
 from megarl.processes.open_files import provide_open_files
 
@@ -52,6 +53,14 @@ class _LocalHandle(RankHandle):
     def show_stacks(self) -> None:
         """Send a signal on which the rank writes the stacks of all threads to its log."""
         self.process.signal(signal.SIGUSR2)
+
+    def thread_states(self) -> str:
+        return "" if self.process.pid is None else native_stacks.thread_states(self.process.pid)
+
+    def native_stacks(self, seconds: float) -> str:
+        if self.process.pid is None:
+            return "no native stacks: the process has not started"
+        return native_stacks.native_stacks(self.process.pid, seconds)
 
     def release(self) -> None:
         super().release()

@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from megarl import faults
 from megarl.cluster.activity import Activity, phase_of_method
 from megarl.cluster.messages import Inbox, pack
 from megarl.files.atomic import disk_full
@@ -37,10 +38,20 @@ _DEVICE_FAULTS = ("CUDA error", "CUDA driver error", "cuDNN error", "CUBLAS_STAT
 """Parts of error messages meaning a lost GPU (CUDA, cuDNN, cuBLAS) or a dead vLLM engine."""
 
 
+_HOST_MEMORY_FAULTS = ("DefaultCPUAllocator: ", "std::bad_alloc")
+"""Parts of error messages of torch and other C++ libraries meaning that this machine has no host memory left."""
+
+
 def _is_lost(error: Exception) -> bool:
-    """Return whether an error means that a device or peers are lost, so a restart may help."""
+    """Return whether an error means that a device, memory or peers are lost, so a restart may help."""
     text = f"{type(error).__name__}: {error}"
-    return is_peer_loss(error) or isinstance(error, TimeoutError) or any(word in text for word in _DEVICE_FAULTS)
+    is_fault = any(word in text for word in _DEVICE_FAULTS)
+    return is_peer_loss(error) or isinstance(error, TimeoutError) or is_fault or _is_out_of_memory(error)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Return whether host memory ran out. On a machine that more processes share, a restart may find it free."""
+    return isinstance(error, MemoryError) or any(word in str(error) for word in _HOST_MEMORY_FAULTS)
 
 
 def _report(error: Exception) -> dict[str, Any]:
@@ -55,7 +66,7 @@ def _report(error: Exception) -> dict[str, Any]:
     return {
         "class": type(error).__qualname__,
         "megarl_class": named,
-        "message": str(known or error),
+        "message": f"out of host memory: {error}" if _is_out_of_memory(error) else str(known or error),
         "traceback": text,
         "echo": is_peer_loss(error),
         "lost": _is_lost(error),
@@ -76,6 +87,7 @@ class _Host:
 
     def construct(self, path: list[str], worker: str, kwargs: dict[str, Any]) -> None:
         """Construct the worker, an object of the class "package.module:Class" (`worker`). `path` extends `sys.path`."""
+        faults.reach("construct")
         # The worker must be importable as in the driver, whatever started this interpreter.
         sys.path[:] = path
         module, _, name = worker.partition(":")
@@ -105,7 +117,7 @@ class _Host:
     def decode(self, command: bytes) -> tuple[str, Callable[[], Any]]:
         """Decode a command. Returns the method's name, and a function executing the call.
 
-        The method is one of the worker's, or `part.method` of one of its parts. The process itself has nine:
+        The method is one of the worker's, or `part.method` of one of its parts. The process itself has eleven:
 
         - `__init__` constructs the worker.
         - `__settle__` sets the rendezvous of the ranks.
@@ -114,6 +126,7 @@ class _Host:
         - `__legacy__` lists the copies of training states that the abandoned worker left.
         - `__activity__` fetches the statistics of earlier calls.
         - `__spans__` starts or stops the recording of spans (timed sections of a profile).
+        - `__arm__` sets the faults of this process, `__step__` the training step (`megarl.faults`).
         - `__profile__` starts a profile by torch, `__profile_end__` stops it and writes its files.
         """
         method, args, kwargs = pickle.loads(command)
@@ -125,6 +138,8 @@ class _Host:
             "__legacy__": lambda: self.legacy.steps() if self.legacy else {},
             "__activity__": self.activity.take,
             "__spans__": _record_spans,
+            "__arm__": _arm,
+            "__step__": faults.begin_step,
             "__profile__": self.begin_profile,
             "__profile_end__": self.end_profile,
         }
@@ -134,7 +149,7 @@ class _Host:
     @contextlib.contextmanager
     def recorded(self, method: str) -> Iterator[None]:
         """Context recording statistics and a profile span of a call. Calls that fetch these records are excluded."""
-        if method in ("__activity__", "__spans__", "__profile__", "__profile_end__"):
+        if method in ("__activity__", "__spans__", "__profile__", "__profile_end__", "__arm__", "__step__"):
             yield
             return
         phase = phase_of_method(method)
@@ -164,6 +179,11 @@ class _Host:
 def _renumber(rank: int, world_size: int) -> None:
     """Set the place of this process in its next torch world. The index of its GPU (LOCAL_RANK) does not change."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
+
+
+def _arm(text: str, first_rank: int) -> None:
+    """Set the faults of this process, as in `faults.VARIABLE`. `first_rank` is the first rank of its group."""
+    faults.arm(text, str(first_rank + int(os.environ["RANK"])))
 
 
 def _record_spans(is_on: bool) -> tuple[float, list[Span]]:

@@ -148,6 +148,14 @@ class RankHandle(ABC):
         `is_dead` is True if the process ended by itself.
         """
 
+    def thread_states(self) -> str:
+        """Return the state of the rank's threads in the kernel; empty if the rank is not on the driver's machine."""
+        return ""
+
+    def native_stacks(self, seconds: float) -> str:
+        """Return the native stacks of the rank's threads, or why there are none. Takes `seconds` at most."""
+        return "no native stacks: the rank is not on the driver's machine"
+
     def log_tail(self) -> str:
         return log_tail(self.log)
 

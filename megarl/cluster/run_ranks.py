@@ -8,9 +8,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from itertools import chain
+from pathlib import Path
 from typing import Any, TypeVar
 
+from megarl import faults
 from megarl.cluster.deadlines import Deadlines
+from megarl.cluster.hang_report import HangReport
 from megarl.cluster.worker_group import RankFailedError, WorkerGroup
 from megarl.types import PeerLostError
 
@@ -33,6 +36,8 @@ class RunRanks:
         """
         self.on_removed: Callable[[str], object] = lambda reason: None
         """Callback (reason), called for each removed replica before `on_lost`."""
+        self._hang_report: HangReport | None = None
+        self._notify: Callable[[str], object] = lambda report: None
 
     @property
     def groups(self) -> list[WorkerGroup]:
@@ -59,6 +64,18 @@ class RunRanks:
         for group in self.groups:
             group.deadlines = make()
 
+    def report_hangs(self, folder: Path, notify: Callable[[str], object]) -> None:
+        """Write the places of all ranks to a file in this folder whenever a rank falls silent.
+
+        `notify` is called with a report of ranks that are slow, but not silent.
+        """
+        self._hang_report, self._notify = HangReport(folder, lambda: self.groups), notify
+        self._watch(self.groups)
+
+    def _watch(self, groups: Sequence[WorkerGroup]) -> None:
+        for group in groups:
+            group.hang_report, group.on_slow = self._hang_report, self._notify
+
     def on_asked(self, callback: Callable[[str], object]) -> None:
         """Set the callback(signal name) called when any rank receives a stop signal."""
         for group in self.groups:
@@ -71,6 +88,12 @@ class RunRanks:
         engines = [self.unless_lost(group, group.call(method, *args, **kwargs)) for group in self.replicas]
         found = await together([self.trainers.call(method, *args, **kwargs), *engines])
         return list(chain.from_iterable(found))
+
+    async def begin_step(self, number: int) -> None:
+        """Set the step in progress in driver and ranks, for faults of tests (`megarl.faults`)."""
+        if faults.text():
+            faults.begin_step(number)
+            await self.call("__step__", number)
 
     async def call_numbered(self, method: str, *args: Any) -> list[Any]:
         """Call a method on all ranks like `call`. Its last argument is the number, in the run, of a group's first
@@ -107,6 +130,7 @@ class RunRanks:
 
     def add(self, groups: Sequence[WorkerGroup]) -> None:
         """Include these restarted replicas in later calls. They need a weight transfer before they can sample."""
+        self._watch(groups)
         self.replicas = sorted([*self.replicas, *groups], key=lambda group: group.part.first_rank)
 
     async def unless_lost(self, group: WorkerGroup, call: Coroutine[Any, Any, list[Any]]) -> list[Any]:

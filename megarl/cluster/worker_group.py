@@ -17,8 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from megarl import types
+from megarl import faults, types
 from megarl.cluster.deadlines import Deadlines, Limit
+from megarl.cluster.hang_report import HangReport
 from megarl.cluster.messages import pack, pack_cancel
 from megarl.cluster.rank_handle import (
     LOSS_GRACE_SECONDS,
@@ -179,6 +180,10 @@ class WorkerGroup(ABC):
         """Processes taken over from the group before this one, by their new rank."""
         self._log_folder, self._environment = Path(), {}
         self.on_asked: Callable[[str], object] = lambda signal_name: None
+        self.on_slow: Callable[[str], object] = lambda report: None
+        """Callback (report), called when ranks hold up a call much longer than earlier calls took."""
+        self.hang_report: HangReport | None = None
+        """Writer of a file with the places of all ranks when one falls silent; None: the error alone shows them."""
 
     async def start(
         self,
@@ -200,6 +205,9 @@ class WorkerGroup(ABC):
         self.start_timeout_seconds = start_timeout_seconds
         try:
             await self._start_ranks()
+            # Processes that replace lost ones get no faults: each fault shall happen once.
+            if faults.text():
+                await self.call("__arm__", faults.text(), self.part.first_rank)
             await self.construct(worker, kwargs)
         except BaseException as error:
             await self._end_once(partial(self._abandon, "start", error))
@@ -346,6 +354,15 @@ class WorkerGroup(ABC):
     def show_stacks(self) -> None:
         """Make the ranks write the stacks of all threads to their logs and continue, if they can be reached."""
 
+    @property
+    def handles(self) -> Sequence[RankHandle]:
+        """The group's ranks; empty after its end."""
+        return self._handles
+
+    async def current_stacks(self) -> dict[int, str]:
+        """Return the present stacks of each rank; empty for a rank that is stopped or cannot be reached."""
+        return await self._stacks()
+
     def cancel_group(self, group: str, reason: str) -> None:
         """Cancel a cross-world process group on all ranks, even on ranks executing a call."""
         notice = pack_cancel(group, reason)
@@ -423,7 +440,9 @@ class WorkerGroup(ABC):
                 self._in_calls_since = started
             self._calls.add(call)
             try:
-                await asyncio.wait(awaited, timeout=call.limit.seconds, return_when=asyncio.FIRST_EXCEPTION)
+                await self._wait_until_late(call, budget_seconds + slack_seconds)
+                rest = started + call.limit.seconds - time.monotonic()
+                await asyncio.wait(awaited, timeout=max(0.0, rest), return_when=asyncio.FIRST_EXCEPTION)
                 if not call.is_answered():
                     raise await self._end_once(partial(self._diagnose, call))
             except BaseException as error:
@@ -439,6 +458,29 @@ class WorkerGroup(ABC):
             if stop_signal := next((handle.stop_signal for handle in handles if handle.stop_signal), None):
                 self.on_asked(stop_signal)
             return [answer.result() for answer in answers.values()]
+
+    async def _wait_until_late(self, call: _Call, extra_seconds: float) -> None:
+        """Wait until a call is answered, fails or is late. For a late call, report the ranks that hold it up.
+
+        `extra_seconds` is planned working time. Returns at once if it is not known how long the method takes.
+        """
+        late_after = self.deadlines.late_after(call.method)
+        if late_after is None or late_after + extra_seconds >= call.limit.seconds:
+            return
+        late_after += extra_seconds
+        await asyncio.wait(call.awaited, timeout=late_after, return_when=asyncio.FIRST_EXCEPTION)
+        if call.errors() or not call.silent():
+            return
+        stacks = await self._stacks()
+        silent = call.silent()
+        slow = [h for h in silent if is_complete(stacks[h.rank]) and not waits_in_collective(stacks[h.rank])]
+        # Where all ranks work, none is slower than its peers: the call has more to do than earlier ones.
+        if slow and len(slow) < len(call.answers) and not call.errors():
+            self.on_slow(
+                f"{_ranks(slow)} of {self.part.num_ranks} {'is' if len(slow) == 1 else 'are'} slow in `{call.method}`: "
+                f"other ranks wait after {late_after:.0f} s, the deadline is {call.limit.seconds:.0f} s\n"
+                + summary({handle.rank: stacks[handle.rank] for handle in slow})
+            )
 
     def _ask(self, messages: Mapping[RankHandle, bytes]) -> tuple[Answers, list[asyncio.Future[None]]]:
         """Send a command to each rank. Returns a future for each rank's answer, keyed by rank, and a list of futures to
@@ -533,12 +575,16 @@ class WorkerGroup(ABC):
         `silent` ranks that only wait for a stopped one in a collective are listed as waiting.
         """
         stopped = [handle for handle in silent if not waits_in_collective(stacks[handle.rank])] or list(silent)
+        # Before the end, which kills the processes.
+        path = await self.hang_report.write(self, what, stopped, stacks) if self.hang_report is not None else None
         await self._end(stopped)
         cause = f"{_ranks(stopped)} of {self.part.num_ranks} {what}"
         if waiting := [handle for handle in silent if handle not in stopped]:
             cause += f"; {_ranks(waiting)} waited in a collective"
         error = RankLostError(stopped[0].rank, cause + remedy, summary(stacks))
         error.add_note("\n".join(handle.log_tail() for handle in stopped))
+        if path is not None:
+            error.add_note(f"{path} has the stacks of all threads of all ranks.")
         return error
 
     def _show_busy_stacks(self) -> None:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from megarl import faults
 from megarl.config import LoraConfig, RolloutConfig
 from megarl.data.prefixes import digests
 from megarl.families import kept_prefixes
@@ -228,6 +229,7 @@ class RolloutEngine:
         No step is in flight afterwards. Steps started ahead are read first, so the caller may write weights and
         release memory.
         """
+        faults.reach("sample")
         with preserved_random_state():
             if self._engine is None:
                 serve(self._worker, self._channel)

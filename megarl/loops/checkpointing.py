@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megarl import faults
 from megarl.checkpoint.manifest import MANIFEST, check_hashes, check_sizes, file_record, write_manifest
 from megarl.cluster.worker_group import WorkerGroup
 from megarl.config import Recipe
@@ -171,6 +172,7 @@ class Checkpoints:
 
     def _publish(self, step: int, files: dict[str, Any]) -> None:
         """Write driver.json and the manifest, rename the folder to its final name, and remove old checkpoints."""
+        faults.reach("manifest")
         partial, home = self._partial(step), self._folder.checkpoints_folder
         unlogged = {name: float(value) for name, value in (self._unlogged or {}).items()}
         driver = {
@@ -187,10 +189,13 @@ class Checkpoints:
         # The manifest comes last, then the rename: only a complete save gets a checkpoint's name.
         write_manifest(partial, files, {"format": "torch_dist"})
         target = self._published(step)
+        faults.reach("publish")
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
         sync(home)
+        faults.reach("latest")
         replace_text(home / "latest", target.name + "\n")
+        faults.reach("remove")
         # Older checkpoints go only after the new one is seen complete under its final name.
         if check_sizes(target):
             for older in EarlierRun.read(self._folder.path).checkpoints[self._recipe.checkpoint.keep :]:

@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
+from megarl import faults
 from megarl.cluster.deadlines import run_deadlines
 from megarl.cluster.launchers import start_group
 from megarl.cluster.node_checks import gpus, inspect
@@ -77,6 +78,7 @@ async def run(
     display = display or Display()
     # Signals first, so that one arriving while the folder is opened raises StoppedError too.
     with stopping_at_once(), RunFolder(recipe, resume=resume is not None, restart=restart) as folder:
+        faults.reach("start")
         async with RankProcesses(recipe, layout) as processes:
             origin = find_origin(recipe, folder, resume, kept)
             while True:
@@ -254,6 +256,7 @@ class _Start:
         with self.display.phase(f"starting {_count_of_ranks(self.recipe)}", is_printed=True):
             ranks = await self.processes.ready(self.folder.logs_folder, self.folder.bad_nodes)
         ranks.on_asked(self.stop.ask)
+        ranks.report_hangs(self.folder.logs_folder, self.tracker.notice)
         # From now on SIGQUIT prints the stacks of the ranks too.
         stacks.ask_others = ranks.show_stacks
         return ranks
@@ -369,6 +372,7 @@ class _Start:
         )
         return Steps(
             recipe=recipe,
+            ranks=ranks,
             folder=folder,
             tracker=tracker,
             checkpoints=checkpoints,

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 
+from megarl.cluster.run_ranks import RunRanks
 from megarl.config import Recipe
 from megarl.loops.canary import Canary
 from megarl.loops.checkpointing import Checkpoints
@@ -51,6 +52,7 @@ class Steps:
     """Steps of a run. When `stop` asks for it, they save to `checkpoints` and raise StoppedError."""
 
     recipe: Recipe
+    ranks: RunRanks
     folder: RunFolder
     tracker: Tracker
     checkpoints: Checkpoints
@@ -83,6 +85,7 @@ class Steps:
         # Before the step's first call to the ranks, so that start-up does not count.
         await self.performance.begin()
         step.log(self.recovery_metrics())
+        await self.ranks.begin_step(number)
         if self.dropped:
             step.log({"data/dropped": float(self.dropped.total())})
         is_profiled = number in self.recipe.train.profile_steps

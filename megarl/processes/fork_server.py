@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import BinaryIO, Protocol
 
+from megarl import faults
 from megarl.files.import_path import import_object
 from megarl.processes.fork_server_main import STATUS
 from megarl.processes.launcher import DEVNULL, LaunchedProgram, python_call
@@ -28,7 +29,10 @@ from megarl.processes.process_tree import kill_tree, send_signal
 SERVER_MAKER = "MEGARL_FORK_SERVER_MAKER"
 """Environment variable with the import path of a function or class to be used instead of `ForkServerProcess`."""
 PROCESS_VARIABLES = frozenset(
-    {"TMPDIR", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "PYTEST_CURRENT_TEST"}
+    {
+        *("TMPDIR", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "PYTEST_CURRENT_TEST"),
+        faults.VARIABLE,
+    }
 )
 """Variables set for each forked process. No import reads them, so they may differ from the server's."""
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from megarl import faults
 from megarl.files.atomic import append_whole, disk_full_named, sync
 from megarl.platform.spans import span
 from megarl.terminal import FirstOfEachKind
@@ -88,6 +89,7 @@ class Tracker:
         self._phase_seconds = {}
         # Not time.monotonic(): steps then follow without gaps, so their times add up to the run's.
         self._step_started += timing["time/step_seconds"]
+        faults.reach("log")
         # metrics.jsonl first: it is complete even if a tracker fails.
         append_whole(self._folder.metrics_file, json_line({"step": step, **row}))
         self._to_trackers(lambda tracker: tracker.log(step, row))

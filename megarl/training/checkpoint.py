@@ -32,6 +32,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageWriterTransforms, _write_item
 
+from megarl import faults
 from megarl.checkpoint.manifest import ManifestWriter
 from megarl.files.atomic import check_space, disk_full_named
 from megarl.models.lora import sharded_state
@@ -102,6 +103,7 @@ class Save:
         if busy and not wait:
             return None
         self._thread.join()
+        faults.reach("save_finish")
         with disk_full_named(self._folder, self.num_bytes):
             if self._error:
                 raise self._error
@@ -114,6 +116,7 @@ class Save:
         try:
             for index, (name, contents) in enumerate(self._buckets):
                 stream: Any = self._manifest.stream(name)
+                faults.reach("save_write")
                 written[index] = [
                     _write_item(
                         _StorageWriterTransforms(),
@@ -160,6 +163,7 @@ def stage(folder: Path, models: Mapping[str, Model], layout: str, **driver: Any)
     their weights changed, within `changed_models_loaded`. `layout` describes in words how ranks divide the state.
     Random numbers are restored only with the same layout. Raises DiskFullError.
     """
+    faults.reach("save_plan")
     moved = changed_models(models)
     state = sharded_states(models_to_save(models, moved), is_loading=False)
     state |= {"random": _random_states(), "layout": layout, "driver": driver, "moved": moved}
@@ -190,6 +194,7 @@ def restore(folder: Path, models: Mapping[str, Model], layout: str) -> dict[str,
     A frozen model with unchanged weights stays as it is. Megatron's loader unpickles: the folder must have passed
     `checkpoint.torch_dist_reader.check_harmless`.
     """
+    faults.reach("load")
     common = dist_checkpointing.load_common_state_dict(str(folder))
     # Older checkpoints have no such list: references could not change then.
     saved = models_to_save(models, common.get("moved", ()))

@@ -17,6 +17,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megarl import faults
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.data.token_batch import TokenBatch
@@ -181,6 +182,7 @@ class ModelShard:
         """Run the rows through the model in evaluation mode, without gradients. `of_row` is called with each row's
         output.
         """
+        faults.reach("logprobs")
         with torch.no_grad(), evaluating(self.chunks):
             return get_forward_backward_func()(**self.passes(rows, of_row, forward_only=True))
 
@@ -324,6 +326,8 @@ class ModelShard:
                 labels=batch.labels,
                 packed_seq_params=batch.row,
             )
+            if not forward_only:
+                faults.reach("backward", lambda: [output])
             return output, partial(of_row, batch=batch)
 
         return self._stage_arguments(batches) | {

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed import get_process_group_ranks
 
+from megarl import faults
 from megarl.config import OptimizerConfig, Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.data.token_batch import TokenBatch
@@ -341,6 +342,7 @@ class TrainingEngine(ModelShard):
         consecutive updates that are not finite is computed again, to name the first such tensor (`last_not_finite`).
         Raises MegarlError with it after too many.
         """
+        faults.reach("update")
         own = self.shared(rows)
         if kl_coefficient is None:
             kl_coefficient = self.recipe.algorithm.kl_coefficient
@@ -361,8 +363,10 @@ class TrainingEngine(ModelShard):
                 rows_metrics = get_forward_backward_func()(**self.passes(own, objective))
             if self.target_fetcher is not None:
                 self.target_fetcher.release()
+            faults.reach("gradients", self._gradients)
             with span("optimizer"):
                 metrics = self._step(read(rows_metrics), limits or UpdateLimits())
+            faults.reach("updated", self.parameters.values)
             if self.balance.is_on:
                 found = self.balance.metrics(self.layout.pp, self.device)
                 metrics |= {name: Mean(value) for name, value in found.items()} if self.reports else {}

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megarl import faults
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.data.token_batch import TokenBatch
@@ -104,10 +105,12 @@ class WeightCopier:
         first differing parameter, or with the rank of differing log-probs.
         """
         trainer_logprobs = None
+        faults.reach("reshard")
         meet_seconds = self._meet()
         with self._in_memory(version):
             with span("move weights"):
                 report: dict[str, Any] = self.resharding.run() | meet_seconds
+            faults.reach("resharded", self._engine_weights)
             started = time.perf_counter()
             # Checksums need the weights in memory on both sides; converted weights have no equal bytes, so they are
             # probed.
@@ -136,6 +139,10 @@ class WeightCopier:
         changes = self._ledger.compare()
         self._ledger.forget()
         return changes
+
+    def _engine_weights(self) -> Iterable[Tensor]:
+        """Return the live parameters of this rank's engine; none without an engine."""
+        return () if self._engine is None else live_parameters(self._engine.model).values()
 
     def _engine_ledger(self) -> Ledger | None:
         """Return the ledger of this rank's engine; None without an engine or without `weights.check_every`."""

@@ -1,0 +1,49 @@
+"""Where the threads of a process on this machine are: in the kernel, and in C and C++ functions."""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+from megarl.platform.commands import run_command
+
+_DEBUGGERS = {
+    # Reads Python frames too, and faster than gdb.
+    "py-spy": ("py-spy", "dump", "--native", "--pid", "PID"),
+    "gdb": ("gdb", "-nx", "-batch", "-p", "PID", "-ex", "thread apply all backtrace 40"),
+}
+"""Programs that print native stacks, best first; PID stands for the process."""
+
+
+def thread_states(pid: int) -> str:
+    """Return a line for each thread of a process: name, state, and the kernel function that it waits in.
+
+    Empty if the process does not exist. State T is a stopped process, D one that waits for a disk.
+    """
+    lines = []
+    for folder in sorted(Path(f"/proc/{pid}/task").glob("*"), key=lambda task: int(task.name)):
+        # A thread may end meanwhile.
+        with suppress(OSError):
+            status = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines() if ":" in line)
+            place = (folder / "wchan").read_text().strip("0\n") or "user code"
+            lines.append(f"thread {folder.name} {status['Name'].strip()}: {status['State'].strip()}, in {place}")
+    return "\n".join(lines)
+
+
+def native_stacks(pid: int, seconds: float) -> str:
+    """Return the native stacks of a process's threads, from py-spy or gdb, or why there are none.
+
+    The process pauses for the duration, `seconds` at most.
+    """
+    name = next((name for name in _DEBUGGERS if shutil.which(name)), None)
+    if name is None:
+        return "no native stacks: neither py-spy nor gdb is installed"
+    command = [str(pid) if part == "PID" else part for part in _DEBUGGERS[name]]
+    try:
+        done = run_command(command, seconds=seconds)
+    except OSError as error:
+        return f"no native stacks: {error}"
+    if done.returncode:
+        return f"no native stacks: {name} ended with code {done.returncode}: {done.stderr.strip()[-400:]}"
+    return done.stdout.strip()
