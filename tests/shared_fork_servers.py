@@ -206,6 +206,8 @@ def make_server(
 class LentServer:
     """A server forked for this driver by a shared server, as soon as the shared one has finished its imports."""
 
+    pid: int | None = None
+
     def __init__(
         self, address: str, environment: Mapping[str, str], path: Sequence[str], imports: Sequence[str], log: BinaryIO
     ) -> None:

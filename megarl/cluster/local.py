@@ -54,6 +54,10 @@ class _LocalHandle(RankHandle):
         """Send a signal on which the rank writes the stacks of all threads to its log."""
         self.process.signal(signal.SIGUSR2)
 
+    def obstacle(self) -> str:
+        server = self.process.stopped_server
+        return "" if server is None else f"its fork server (process {server}) is stopped"
+
     def thread_states(self) -> str:
         return "" if self.process.pid is None else native_stacks.thread_states(self.process.pid)
 

@@ -148,6 +148,10 @@ class RankHandle(ABC):
         `is_dead` is True if the process ended by itself.
         """
 
+    def obstacle(self) -> str:
+        """Return what keeps the rank's process from its start, for a message; empty if nothing is known."""
+        return ""
+
     def thread_states(self) -> str:
         """Return the state of the rank's threads in the kernel; empty if the rank is not on the driver's machine."""
         return ""

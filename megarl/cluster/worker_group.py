@@ -576,11 +576,13 @@ class WorkerGroup(ABC):
         """
         stopped = [handle for handle in silent if not waits_in_collective(stacks[handle.rank])] or list(silent)
         # Before the end, which kills the processes.
+        obstacles = dict.fromkeys(found for handle in stopped if (found := handle.obstacle()))
         path = await self.hang_report.write(self, what, stopped, stacks) if self.hang_report is not None else None
         await self._end(stopped)
         cause = f"{_ranks(stopped)} of {self.part.num_ranks} {what}"
         if waiting := [handle for handle in silent if handle not in stopped]:
             cause += f"; {_ranks(waiting)} waited in a collective"
+        cause += "".join(f"; {obstacle}" for obstacle in obstacles)
         error = RankLostError(stopped[0].rank, cause + remedy, summary(stacks))
         error.add_note("\n".join(handle.log_tail() for handle in stopped))
         if path is not None:

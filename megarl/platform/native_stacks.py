@@ -31,6 +31,11 @@ def thread_states(pid: int) -> str:
     return "\n".join(lines)
 
 
+def is_stopped(pid: int) -> bool:
+    """Return whether a process is stopped, by SIGSTOP for example."""
+    return ": T " in thread_states(pid).partition("\n")[0]
+
+
 def native_stacks(pid: int, seconds: float) -> str:
     """Return the native stacks of a process's threads, from py-spy or gdb, or why there are none.
 

@@ -22,6 +22,7 @@ from typing import BinaryIO, Protocol
 
 from megarl import faults
 from megarl.files.import_path import import_object
+from megarl.platform.native_stacks import is_stopped
 from megarl.processes.fork_server_main import STATUS
 from megarl.processes.launcher import DEVNULL, LaunchedProgram, python_call
 from megarl.processes.process_tree import kill_tree, send_signal
@@ -45,9 +46,10 @@ _STOP_SECONDS = 10.0
 
 
 class ServerHandle(Protocol):
-    """Handle of a server's process. `requests` is the socket to it."""
+    """Handle of a server's process. `requests` is the socket to it. `pid` is its process id; None: not known."""
 
     requests: socket.socket
+    pid: int | None
 
     def ended(self, seconds: float = ...) -> int | None:
         """Wait up to `seconds` for the server's end. Return its exit code (negative: a signal), or None if it runs."""
@@ -85,6 +87,7 @@ class ForkServerProcess:
                 stderr=log,
                 descriptors=[theirs.fileno()],
             )
+        self.pid: int | None = self._program.pid
 
     def ended(self, seconds: float = 0.0) -> int | None:
         return self._program.exit_code(seconds)
@@ -124,6 +127,12 @@ class ForkServer:
     @property
     def is_running(self) -> bool:
         return self._process.ended() is None
+
+    @property
+    def stopped_process(self) -> int | None:
+        """Process id of the server if it is stopped, by SIGSTOP for example; else None."""
+        pid = self._process.pid
+        return pid if pid is not None and is_stopped(pid) else None
 
     @property
     def is_unused(self) -> bool:
@@ -190,7 +199,8 @@ class ForkServer:
         too long.
         """
         # Before the imports are done the server does not read its socket, so a closed socket would not end it.
-        if self.is_ready:
+        # A stopped server would not read it either.
+        if self.is_ready and self.stopped_process is None:
             with suppress(OSError):
                 self._process.requests.shutdown(socket.SHUT_WR)
             self._process.ended(_STOP_SECONDS)
@@ -236,6 +246,11 @@ class ForkedProcess:
         self.exit_code = STATUS.unpack(message)[0] if message else self._server.exit_code()
         asyncio.get_running_loop().remove_reader(self._status)
         self.ended.set_result(time.time())
+
+    @property
+    def stopped_server(self) -> int | None:
+        """Process id of the fork server if it is stopped and has not forked this process yet; else None."""
+        return self._server.stopped_process if self.pid is None else None
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the process. Do nothing before its fork or after its end."""
@@ -283,6 +298,10 @@ def fork_server(environment: Mapping[str, str], imports: Sequence[str], log: Bin
     # The thread belongs to the key because a server dies with the thread that started it (PR_SET_PDEATHSIG).
     key = (threading.get_native_id(), _server_maker(), tuple(variables), tuple(sys.path), tuple(imports))
     server = _servers.pop(key, None)
+    if server is not None and server.stopped_process is not None:
+        # Its processes go on, but it forks no further one.
+        server.close()
+        server = None
     if server is None or not server.is_running:
         server = ForkServer(environment, imports, log)
     _servers[key] = server

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from megarl.files.shipped import PACKAGE
+from megarl.platform.native_stacks import is_stopped
 from megarl.processes.launcher import DEVNULL, PIPE, LaunchedProgram
 from megarl.processes.process_tree import descendants
 from megarl.sandbox.inside import READY
@@ -352,6 +353,10 @@ class _Run:
         deadline in the past means that the run must be killed."""
         if self._began_at is None:
             reason = f"a program has not begun in {_START_SECONDS:g} s: this machine is overloaded or has no memory"
+            if is_stopped(self._spawner):
+                reason = (
+                    f"a program has not begun in {_START_SECONDS:g} s: process {self._spawner}, its parent, is stopped"
+                )
             raise SandboxError(bytes(self._content[self._status]).decode(errors="replace") or reason)
         # Extend only by a useful amount; otherwise return a time in the past, so that the run is killed.
         least = time.monotonic() + _LEAST_EXTENSION_SECONDS

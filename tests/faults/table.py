@@ -29,6 +29,7 @@ _HANGS, _TRAINERS, _SAVES = (
     "tests/faults/test_trainers.py::",
     "tests/faults/test_saves.py::",
 )
+_ENGINES = "tests/faults/test_engines.py::"
 _LOST = "processes and shared memory none; checkpoints intact"
 
 ROWS = (
@@ -36,6 +37,12 @@ ROWS = (
         f"{_TRAINERS}test_row_1_a_rank_killed_between_forward_and_backward_pass",
         f"{_END}train.py::test_a_killed_worker_ends_the_run_and_is_named",
         f"{_END}resume.py::test_a_run_that_is_killed_again_and_again_ends_bit_equal",
+    )),
+    Row(2, "trainer rank stopped", 50, "76", "failed", "the first silent rank, the call, the limit", _LOST, (
+        f"{_TRAINERS}test_row_2_a_rank_stopped_in_an_update",
+        f"{_HANGS}test_row_2_a_stopped_rank_is_named_with_the_stacks_of_all",
+        f"{_HANGS}test_a_stopped_fork_server_is_named_and_replaced",
+        f"{_CLUSTER}relay.py::test_a_stopped_process_is_named_by_what_does_not_answer",
     )),
     Row(3, "trainer rank raises", 30, "70", "failed", "the rank's error once, not its peers'", _LOST, (
         f"{_TRAINERS}test_row_3_a_rank_that_raises",
@@ -120,6 +127,10 @@ ROWS = (
     Row(23, "engine killed while it samples", 12, "", "running", "the rank and its signal", "no process", (
         f"{_END}lost_engines.py::test_the_run_goes_on_and_the_engine_comes_back",
     )),
+    Row(24, "engine stopped while it samples", 90, "76", "failed", "the rank, `advance`, the limit", _LOST, (
+        f"{_ENGINES}test_row_24_a_stopped_engine",
+        f"{_END}lost_engines.py::test_the_run_goes_on_and_the_engine_comes_back",
+    )),
     Row(25, "engine dies during a weight update", 30, "", "running", "the rank, in `reshard`", "no process", (
         "tests/distributed/test_broken_reshard.py::test_the_others_have_the_newest_weights",
         f"{_CLUSTER}run_ranks.py::test_nobody_waits_in_a_cross_world_group_for_a_lost_rank",
@@ -165,6 +176,8 @@ ROWS = (
     Row(34, "reward function hangs and ignores signals", 10, "", "running", "the limit", "none of what it started", (
         "tests/rewards/test_limits.py::test_a_hang_that_ignores_signals_is_killed_with_what_it_started",
         "tests/rewards/test_limits.py::test_a_computation_that_never_returns_to_python_is_killed",
+        f"{_HANGS}test_row_34_a_stopped_reward_process",
+        f"{_HANGS}test_a_stopped_environment_process",
     )),
     Row(35, "reward is NaN, None, huge or of a wrong form", 0, "", "running", "the value, the sample", "nothing", (
         "tests/rewards/test_results.py::test_what_is_no_reward_is_refused",
@@ -178,6 +191,7 @@ ROWS = (
     Row(37, "attacks by code that a model wrote", 10, "", "running", "reward 0", "no file, process or setting", (
         "tests/sandbox/test_attacks.py::test_an_attack_is_contained",
         "tests/rewards/test_code.py::test_an_attack_earns_nothing",
+        f"{_HANGS}test_a_stopped_sandbox",
     )),
     Row(38, "loss or gradient not finite", 0, "70", "failed", "the norm, the number of updates", "older checkpoints", (
         "tests/training/test_training_engine.py::test_updates_that_are_no_numbers_are_skipped_and_then_end_the_run",
@@ -190,6 +204,13 @@ ROWS = (
     Row(40, "silent corruption of a weight", 0, "70", "failed", "the tensor, layer and rank", "older checkpoints", (
         f"{_END}bit_flips.py::test_a_flip_in_the_trainer_is_named_before_the_update",
         "tests/reshard/test_version_checksums.py::test_the_majority_names_the_wrong_copy_and_two_copies_name_both",
+    )),
+    Row(41, "one rank is slow", 0, "0", "done", "none: a notice names rank and call", "nothing", (
+        f"{_TRAINERS}test_row_41_a_slow_rank_is_reported_with_its_call",
+        "tests/rollout/test_stragglers.py::test_who_is_slow_is_reported_once_with_numbers_and_counted_while_it_lasts",
+    )),
+    Row(42, "host memory runs out", 30, "76", "failed", "the rank, out of memory", _LOST, (
+        f"{_TRAINERS}test_row_42_host_memory_runs_out",
     )),
     Row(43, "port taken, /dev/shm full, too few descriptors", 0, "2", "", "the port, folder or limit", "nothing", (
         "tests/preflight/test_monitoring.py::test_a_port_in_use_is_refused",
@@ -232,5 +253,5 @@ ROWS = (
     )),
 )  # fmt: skip
 NUM_ROWS = 51
-UNPROVED: dict[int, str] = {number: "has no test yet" for number in (2, 24, 41, 42, 49, 51)}
+UNPROVED: dict[int, str] = dict.fromkeys((49, 51), "has no test yet")
 """Rows without a test: the reason, by number."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -12,8 +13,19 @@ import pytest
 from megarl.cluster.deadlines import Deadlines
 from megarl.cluster.hang_report import HangReport
 from megarl.cluster.worker_group import RankLostError
+from megarl.config import RewardConfig
 from megarl.platform import native_stacks
+from megarl.platform.native_stacks import is_stopped
+from megarl.processes.fork_server import end_fork_servers
+from megarl.processes.process_tree import descendants
+from megarl.rewards.calling import Sample
+from megarl.rewards.reward_pool import RewardPool
+from megarl.rewards.reward_process import worker_settings
+from megarl.sandbox.sandbox import Sandbox, SandboxError, SandboxSettings
+from tests.child_processes import is_alive
 from tests.cluster.started import started
+from tests.rollout.test_environment_processes import attempts
+from tests.shared_fork_servers import SHARED
 
 GRACE_SECONDS = 10.0
 
@@ -65,3 +77,103 @@ def test_native_stacks_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     assert native_stacks.native_stacks(17, 60.0) == "no native stacks: sh ended with code 3: denied"
     monkeypatch.setattr(native_stacks, "_DEBUGGERS", {"sleep": ("sleep", "60")})
     assert native_stacks.native_stacks(17, 0.1) == "no native stacks: sleep did not end within 0.1 s"
+
+
+REWARD = """
+def score(completion_text):
+    return 1.0
+"""
+
+
+@pytest.mark.parametrize("kind", ["worker", "supervisor"])
+async def test_row_34_a_stopped_reward_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    (tmp_path / "rewards_of_hangs.py").write_text(REWARD)
+    monkeypatch.syspath_prepend(tmp_path)
+    reward = RewardConfig(functions=("rewards_of_hangs:score",), timeout_seconds=30.0, wall_timeout_seconds=1.0)
+    notices: list[str] = []
+    pool = RewardPool(worker_settings(reward), num_workers=1, log_folder=None, notice=notices.append)
+    try:
+        assert (await pool.score(Sample("a", "a"))).failure is None
+        supervisor = pool._processes.places[0].process.pid
+        (worker,) = descendants(supervisor)
+        os.kill({"worker": worker, "supervisor": supervisor}[kind], signal.SIGSTOP)
+        began = time.monotonic()
+        scored = await pool.score(Sample("b", "b"))
+        assert time.monotonic() - began < 1.0 + GRACE_SECONDS
+        # A stopped supervisor holds up nothing: completions go to the worker itself.
+        if kind == "worker":
+            assert scored.failure == "timeout" and "reward.wall_timeout_seconds = 1" in scored.detail
+            assert len(notices) == 1
+        assert (await pool.score(Sample("c", "c"))).failure is None
+    finally:
+        began = time.monotonic()
+        pool.close()
+        assert time.monotonic() - began < 2 * GRACE_SECONDS
+    wait_until_gone([supervisor, worker])
+
+
+def test_a_stopped_environment_process(tmp_path: Path) -> None:
+    file = tmp_path / "waits.py"
+    file.write_text(
+        "import os, signal\n"
+        "from megarl.environments import Start, Step\n"
+        "class Stops:\n"
+        "    def reset(self, problem, seed):\n"
+        "        return Start(problem.messages)\n"
+        "    def step(self, turn):\n"
+        "        os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "    def close(self):\n"
+        "        pass\n"
+    )
+    began = time.monotonic()
+    [trajectory], _ = attempts(f"{file}:Stops", ["once"], ["a text"], seconds=2.0)
+    assert time.monotonic() - began < 2.0 + 2 * GRACE_SECONDS
+    assert trajectory.ended == "seconds" or (trajectory.failure or "").startswith("error"), trajectory
+
+
+def test_a_stopped_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
+    with contextlib.closing(Sandbox(SandboxSettings(packages=(), wall_timeout_seconds=1.0))) as sandbox:
+        assert sandbox.run("print(3)").stdout == "3\n"
+        assert sandbox._process is not None
+        os.kill(sandbox._process.pid, signal.SIGSTOP)
+        monkeypatch.setattr("megarl.sandbox.sandbox._START_SECONDS", 1.0)
+        began = time.monotonic()
+        with pytest.raises(SandboxError, match=f"process {sandbox._process.pid}, its parent, is stopped"):
+            sandbox.run("print(4)")
+        # The kill of the spawner has its own 10 s.
+        assert time.monotonic() - began < 1.0 + 2 * GRACE_SECONDS
+        monkeypatch.undo()
+        assert sandbox.run("print(5)").stdout == "5\n"
+
+
+@pytest.mark.usefixtures("probe")
+async def test_a_stopped_fork_server_is_named_and_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(SHARED)
+    end_fork_servers(is_all=False)
+    try:
+        async with started(1, log_folder=tmp_path) as group:
+            (rank,) = await group.call("pid")
+            server = int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1])
+            os.kill(server, signal.SIGSTOP)
+            # The server is stopped after the group has chosen it.
+            seen = iter([False])
+            monkeypatch.setattr("megarl.processes.fork_server.is_stopped", lambda pid: next(seen, is_stopped(pid)))
+            began = time.monotonic()
+            with pytest.raises(RankLostError) as caught:
+                async with started(1, log_folder=tmp_path, start_timeout_seconds=2.0):
+                    pytest.fail("started")
+            assert time.monotonic() - began < 2.0 + 2 * GRACE_SECONDS
+            assert f"fork server (process {server}) is stopped" in caught.value.cause
+            assert await group.call("pid") == [rank]
+            async with started(1, log_folder=tmp_path) as successor:
+                assert await successor.call("pid") != [rank]
+    finally:
+        end_fork_servers(is_all=False)
+    wait_until_gone([server, rank])
+
+
+def wait_until_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + 60.0
+    while left := [pid for pid in pids if is_alive(pid)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
