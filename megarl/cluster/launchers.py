@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
@@ -113,8 +114,25 @@ async def start_group(
         {},
         log_folder=log_folder,
         start_timeout_seconds=cluster.start_timeout_seconds,
-        environment=_environment(cluster, kind.ranks_per_node),
+        environment={**_environment(cluster, kind.ranks_per_node), **_flight_recorder(cluster, log_folder, first_rank)},
     )
+
+
+def _flight_recorder(cluster: ClusterConfig, log_folder: Path, first_rank: int) -> dict[str, str]:
+    """Return the variables with which NCCL's flight recorder writes a file when a collective times out.
+
+    Rank N of the group whose first rank is `first_rank` writes `flight_FIRST_N` to the log folder. Variables of the
+    user come first. Empty for ranks on the CPU, which have no NCCL.
+    """
+    if cluster.device == "cpu" or not chosen_device.has_cuda_build():
+        return {}
+    own = {
+        # Number of newest collectives in the file: several steps of a large model.
+        "TORCH_FR_BUFFER_SIZE": "2000",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_FR_DUMP_TEMP_FILE": f"{log_folder.absolute()}/flight_{first_rank}_",
+    }
+    return {name: os.environ.get(name, value) for name, value in own.items()}
 
 
 def _kind_of(cluster: ClusterConfig, rank: int) -> NodeKind:

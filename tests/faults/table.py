@@ -246,12 +246,19 @@ ROWS = (
         f"{_CLUSTER}run_ranks.py::test_a_group_with_another_key_cannot_join_a_cross_world_group",
         "tests/serving/test_endpoint.py::test_who_has_no_session_or_a_wrong_key_is_told_so",
     )),
+    Row(49, "clock steps, daylight saving time", 12, "", "running", "nothing: deadlines are monotonic", "nothing", (
+        f"{_HANGS}test_row_49_deadlines_do_not_follow_the_wall_clock",
+        f"{_HANGS}test_row_49_few_modules_read_the_wall_clock",
+    )),
     Row(50, "leftovers", 20, "", "", "each process, file and segment", "nothing", (
         "tests/test_leftovers.py::test_what_tests_leave_fails_the_run_and_is_removed",
         "tests/cluster/test_local.py::test_temporary_files_of_ranks_are_private_and_go_with_the_group",
         "tests/engine/test_engine.py::test_no_shared_memory_is_held_that_a_kill_would_leave",
     )),
+    Row(51, "random faults over one run", 50, "0", "done", "each fault's own", "nothing; metrics and weights equal", (
+        "tests/faults/test_soak.py::test_row_51_random_faults",
+    )),
 )  # fmt: skip
 NUM_ROWS = 51
-UNPROVED: dict[int, str] = dict.fromkeys((49, 51), "has no test yet")
+UNPROVED: dict[int, str] = {}
 """Rows without a test: the reason, by number."""

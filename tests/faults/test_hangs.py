@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
+import re
 import signal
 import time
 from pathlib import Path
 
 import pytest
 
+from megarl.cluster import launchers
 from megarl.cluster.deadlines import Deadlines
 from megarl.cluster.hang_report import HangReport
 from megarl.cluster.worker_group import RankLostError
-from megarl.config import RewardConfig
+from megarl.config import ClusterConfig, RewardConfig
 from megarl.platform import native_stacks
 from megarl.platform.native_stacks import is_stopped
 from megarl.processes.fork_server import end_fork_servers
@@ -77,6 +80,21 @@ def test_native_stacks_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     assert native_stacks.native_stacks(17, 60.0) == "no native stacks: sh ended with code 3: denied"
     monkeypatch.setattr(native_stacks, "_DEBUGGERS", {"sleep": ("sleep", "60")})
     assert native_stacks.native_stacks(17, 0.1) == "no native stacks: sleep did not end within 0.1 s"
+
+
+def test_variables_of_the_flight_recorder_are_torchs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import torch
+
+    monkeypatch.setattr(launchers.chosen_device, "has_cuda_build", lambda: True)
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "50")
+    found = launchers._flight_recorder(ClusterConfig(), tmp_path, 4)
+    assert found["TORCH_FR_BUFFER_SIZE"] == "50" and found["TORCH_FR_DUMP_TEMP_FILE"] == f"{tmp_path}/flight_4_"
+    assert launchers._flight_recorder(ClusterConfig(device="cpu"), tmp_path, 4) == {}
+    library = Path(torch.__file__).parent / "lib/libtorch_cpu.so"
+    with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        # TORCH_NCCL_DUMP_ON_TIMEOUT is in the library of CUDA builds.
+        for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE"):
+            assert content.find(name.encode()) > 0, name
 
 
 REWARD = """
@@ -170,6 +188,46 @@ async def test_a_stopped_fork_server_is_named_and_replaced(tmp_path: Path, monke
     finally:
         end_fork_servers(is_all=False)
     wait_until_gone([server, rank])
+
+
+WALL_CLOCK = {
+    "megarl/cluster/connected.py": "times of lost ranks, to tell the first cause",
+    "megarl/cluster/node_checks.py": "clocks of nodes, compared with the driver's",
+    "megarl/cluster/rank.py": "times of errors, to tell the first cause",
+    "megarl/cluster/rank_handle.py": "times of lost ranks, to tell the first cause",
+    "megarl/faults.py": "times of faults, for their tests",
+    "megarl/processes/fork_server.py": "times of ended processes, to tell the first cause",
+    "megarl/report/watched.py": "age of files",
+    "megarl/serving/protocol.py": "dates of answers",
+    "megarl/tracking/hparams.py": "dates of records",
+    "megarl/tracking/mlflow.py": "dates of records",
+    "megarl/tracking/prometheus.py": "dates of records",
+    "megarl/tracking/tensorboard.py": "dates of records",
+}
+"""Modules that read the wall clock, and for what. None of them waits by it."""
+
+
+def test_row_49_few_modules_read_the_wall_clock() -> None:
+    root = Path(__file__).resolve().parents[2]
+    files = {str(path.relative_to(root)): path.read_text(encoding="utf-8") for path in (root / "megarl").rglob("*.py")}
+    assert {name for name, text in files.items() if re.search(r"\btime\.time\(\)", text)} == set(WALL_CLOCK)
+
+
+@pytest.mark.usefixtures("probe")
+@pytest.mark.parametrize("hours", [-1, 1])
+async def test_row_49_deadlines_do_not_follow_the_wall_clock(monkeypatch: pytest.MonkeyPatch, hours: int) -> None:
+    true_time = time.time
+    async with started(2) as group:
+        group.deadlines = Deadlines.same(60.0)
+        began = true_time()
+        # The clock jumps by an hour, as at a wrong daylight saving time, once a call is under way.
+        monkeypatch.setattr(time, "time", lambda: true_time() + 3600.0 * hours * (true_time() > began + 0.2))
+        assert await group.call("sleep", 1.0) == [None, None]
+        group.deadlines = Deadlines.same(2.0)
+        began_at = time.monotonic()
+        with pytest.raises(RankLostError, match="rank 1 of 2 did not answer `sleep_on` within 2 s"):
+            await group.call("sleep_on", 1, 60.0)
+        assert 2.0 <= time.monotonic() - began_at < 2.0 + GRACE_SECONDS
 
 
 def wait_until_gone(pids: list[int]) -> None:

@@ -1,0 +1,68 @@
+"""A run that is broken again and again, by faults drawn with a seed, and resumed: it ends as one that was left alone.
+
+`--kills` is the number of faults.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from megarl.checkpoint.manifest import file_record
+from tests.faults.broken_runs import BrokenRuns
+
+pytestmark = [pytest.mark.end_to_end, pytest.mark.fault_runs, pytest.mark.timeout(7200)]
+
+SEED = 7
+FAULTS = {
+    "backward:{rank}:{step}:kill": {76},
+    "construct:{rank}:0:exit": {76},
+    "gradients:{rank}:{step}:stop": {76},
+    "update:{rank}:{step}:raise": {70},
+    "gradients:{rank}:{step}:terminate": {75},
+    "save_write:{rank}:{save}:kill": {76},
+    "save_finish:{rank}:{save}:disk_full": {74},
+    "save_write:{rank}:{save}:io_error": {70, 74},
+    "manifest:driver:{save}:kill": {-9},
+    "latest:driver:{save}:kill": {-9},
+    "log:driver:{step}:disk_full": {74},
+    "log:driver:{step}:kill": {-9},
+}
+"""Faults, and the exit codes of the run that they end."""
+OVERRIDES = (
+    "cluster.max_restarts=1000", "cluster.verb_timeout_seconds=5",
+    "cluster.collective_timeout_seconds=15", "checkpoint.keep=2",
+)  # fmt: skip
+
+
+def outcome(runs: BrokenRuns) -> tuple[list[dict[str, float]], dict[str, object]]:
+    """Return the metrics of all steps without times, and the hash of the exported weights."""
+    lines = map(json.loads, (runs.run / "metrics.jsonl").read_text().splitlines())
+    untimed = ("time/", "perf/", "memory/")
+    steps = [{name: value for name, value in line.items() if not name.startswith(untimed)} for line in lines]
+    return steps, file_record(runs.run / "hf/model.safetensors")
+
+
+def test_row_51_random_faults(broken_runs: BrokenRuns, num_kills: int) -> None:
+    # A fault costs two steps at most, and lets a resumed run gain as many.
+    num_steps = 10 + 2 * num_kills
+    overrides = (*OVERRIDES, f"train.steps={num_steps}")
+    assert broken_runs.train(*overrides).exit_code == 0
+    calm = outcome(broken_runs)
+    drawn = random.Random(SEED)
+    choices: list[str] = []
+    for number in range(num_kills):
+        # Each kind once, then all again in another order.
+        choices = choices or drawn.sample(sorted(FAULTS), len(FAULTS))
+        fault = choices.pop()
+        saved = [int(name.removeprefix("step_")) for name in broken_runs.checkpoints() if name.startswith("step_")]
+        first = 1 + max(saved, default=0) * (number > 0)
+        step = min(num_steps, first + drawn.randrange(2))
+        text = fault.format(rank=drawn.randrange(2), step=step, save=step + step % 2)
+        end = broken_runs.train(*overrides, "--resume" if number else "--restart", fault=text)
+        assert end.exit_code in FAULTS[fault] and end.left == [], (text, end.output)
+    end = broken_runs.train(*overrides, "--resume")
+    assert end.exit_code == 0, end.output
+    assert outcome(broken_runs) == calm
