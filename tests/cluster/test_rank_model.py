@@ -94,7 +94,7 @@ async def test_each_replica_is_sent_its_rows_once(layout: ParallelConfig) -> Non
     updated = await trainer.update(batch(LENGTHS))
     assert updated == {"train/tokens": Sum(sum(LENGTHS) * layout.cp)}
     (first, given, args), (second, _, none) = ranks.calls
-    assert (first, args, second, none) == ("reference.forward", (), "policy.update", (None, None))
+    assert (first, args, second, none) == ("reference.forward", (), "policy.update", (None, None, None))
     holders = [rank for rank, rows in enumerate(given) if rows is not None]
     assert holders == sorted(layout.rank(tp=0, dp=replica, pp=0) for replica in range(layout.dp))
     for row in (row for rows in ranks.rows for row in rows):

@@ -24,12 +24,12 @@ class _NanGradient(torch.autograd.Function):
     """Identity with a gradient that is not a number in one element."""
 
     @staticmethod
-    def forward(_: Any, values: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return values.view_as(values)
 
     @staticmethod
-    def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:
-        gradient = gradient.clone()
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> torch.Tensor:
+        gradient = grad_outputs[0].clone()
         gradient.view(-1)[3] = float("nan")
         return gradient
 
@@ -38,7 +38,7 @@ def poisoned(recipe: Recipe, layout: ParallelConfig, updates: list[Any], rank: i
     """What a rank names for a NaN in each of PLACES on `rank`, and what its updates between them leave."""
     engine, *_ = build(recipe, layout)
     is_faulty, found = dist.get_rank() == rank, {}
-    layer = engine.chunks[0].decoder.layers[-1]  # pyright: ignore[reportAttributeAccessIssue]
+    layer = engine.chunks[0].decoder.layers[-1]
     rows = row_batches(updates[0], rows_of(recipe, layout, updates[0]))
     calls: list[int] = []
 
