@@ -148,6 +148,8 @@ class ConnectedGroup(WorkerGroup):
         # A byte of urgent TCP data raises SIGURG in a rank on any node. The rank's reading thread skips the byte. A
         # second byte before the first is skipped (in a stopped rank) could become part of a message.
         for handle in self._handles:
+            if handle in self._unread:
+                continue
             with contextlib.suppress(OSError):
                 handle.direct.socket.send(b"!", socket.MSG_OOB)
 

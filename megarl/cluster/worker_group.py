@@ -179,6 +179,8 @@ class WorkerGroup(ABC):
         self._inherited: dict[int, RankHandle] = {}
         """Processes taken over from the group before this one, by their new rank."""
         self._log_folder, self._environment = Path(), {}
+        self._unread: set[RankHandle] = set()
+        """Ranks that did not write their stacks when they were late. They may not have read that request."""
         self.on_asked: Callable[[str], object] = lambda signal_name: None
         self.on_slow: Callable[[str], object] = lambda report: None
         """Callback (report), called when ranks hold up a call much longer than earlier calls took."""
@@ -472,6 +474,7 @@ class WorkerGroup(ABC):
         if call.errors() or not call.silent():
             return
         stacks = await self._stacks()
+        self._unread.update(handle for handle in self._handles if not is_complete(stacks.get(handle.rank, "")))
         silent = call.silent()
         slow = [h for h in silent if is_complete(stacks[h.rank]) and not waits_in_collective(stacks[h.rank])]
         # Where all ranks work, none is slower than its peers: the call has more to do than earlier ones.
