@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -44,10 +45,12 @@ from megarl.checkpoint.torch_dist import (
     split,
 )
 from megarl.checkpoint.torch_dist_reader import CheckpointReader
+from megarl.checkpoint.weight_checksums import check_weights, checksums_text
 from megarl.config.parallel import ParallelConfig
 from megarl.families import float32_tensors, hf_tensors
 from megarl.families.shape import ModelShape, read_model_shape
 from megarl.files.model_folder import (
+    CHECKSUMS,
     INDEX,
     companions,
     read_object,
@@ -55,10 +58,12 @@ from megarl.files.model_folder import (
     stored_names,
     weight_files,
 )
-from megarl.reshard.boxes import Box, Piece, contiguous_strides
+from megarl.reshard.boxes import Box, Layout, Piece, contiguous_strides
 from megarl.reshard.layouts.packed import checkpoint_names, checkpoint_tensors, unpacked
+from megarl.reshard.ledger import piece_checksum
 from megarl.reshard.plan import make_plan
 from megarl.reshard.transport import Transport
+from megarl.reshard.version_checksums import MASK
 from megarl.tracking.earlier_run import EarlierRun, newest_checkpoint
 from megarl.types import ConfigError, DataError
 
@@ -107,6 +112,7 @@ def to_megatron(
     model = read_model_shape(hf)
     parallel = _parallel(tp, pp, ep, etp, model)
     source = FolderReader(hf, model)
+    check_weights(hf, source)
     dtypes = _dtypes(source, model, dtype)
     chunks = list(split(model, parallel, dtypes, SLAB_BYTES))
     with new_folder(out) as manifest:
@@ -178,7 +184,7 @@ def to_hf(
             files = _files_of_index(model_folder, [*stored, *kept])
         if files is not None:
             manifest.copy(model_folder / INDEX, INDEX)
-            _write_files(source, files, model, forms, copies, kept, manifest)
+            checksums = _write_files(source, files, model, forms, copies, kept, manifest)
         else:
             packed = pack_files(forms, shard_bytes or SHARD_BYTES, num_more=bool(kept))
             files = {file: list(tensors) for file, tensors in packed.items()}
@@ -187,7 +193,8 @@ def to_hf(
                 _write_kept(tensors, name, manifest)
             if len(files) + len(last) > 1:
                 manifest.append(INDEX, index_text({**files, **last}, total + total_bytes(kept)).encode())
-            _write_files(source, files, model, forms, copies, {}, manifest)
+            checksums = _write_files(source, files, model, forms, copies, {}, manifest)
+        manifest.append(CHECKSUMS, checksums_text(checksums).encode())
         _copy_companions(model_folder, manifest, "", dtype, override, others)
         manifest.close({"format": "safetensors"})
         if verify:
@@ -281,11 +288,13 @@ def _write_files(
     copies: Mapping[str, str],
     kept: Mapping[str, KeptTensor],
     manifest: ManifestWriter,
-) -> None:
+) -> dict[str, int]:
     """Write safetensors files from front to back. `forms` are shape and dtype of the model's tensors in the files.
 
-    `copies` maps names of tensors to those of equal ones. Tensors in `kept` are copied unchanged.
+    `copies` maps names of tensors to those of equal ones. Tensors in `kept` are copied unchanged. Returns the checksum
+    of each tensor of the model, by name.
     """
+    checksums: dict[str, int] = defaultdict(int)
     entries = {name: header_entry(shape, dtype) for name, (shape, dtype) in forms.items()}
     entries |= {name: tensor.entry for name, tensor in kept.items()}
     itemsizes = {name: dtype.itemsize for name, (_, dtype) in forms.items()}
@@ -293,7 +302,7 @@ def _write_files(
     # Widest dtypes first, like the writer of the safetensors library, so that every tensor is aligned.
     ordered = {file: sorted(names, key=lambda name: -itemsizes[name]) for file, names in files.items()}
 
-    def write(file: str, copied: Sequence[str], tensor: Tensor | None) -> None:
+    def write(file: str, copied: Sequence[str], pieces: Sequence[Piece], tensor: Tensor | None) -> None:
         if file not in manifest.sizes:
             manifest.append(file, safetensors_header({name: entries[name] for name in ordered[file]}))
         for name in copied:
@@ -301,6 +310,9 @@ def _write_files(
                 manifest.append(file, piece)
         if tensor is not None:
             manifest.append(file, tensor.view(-1).view(torch.uint8).numpy().data)
+            for piece in pieces:
+                found = int(piece_checksum(piece, tensor).item())
+                checksums[piece.box.name] = (checksums[piece.box.name] + found) & MASK
 
     last: dict[str, list[str]] = {}
 
@@ -313,14 +325,18 @@ def _write_files(
                     continue
                 shape, dtype = forms[name]
                 for box in _slices(copies.get(name, name), shape, dtype):
+                    pieces = _pieces(box, model)
+                    # A copy has its original's name, whose elements count once.
+                    counted = () if name in copies else pieces
                     # Copied tensors before this one are written with its first part: a file grows at its end alone.
-                    yield _slab(box, dtype, model, partial(write, file, copied))
+                    yield _Slab(pieces, box.shape, dtype, partial(write, file, copied, counted))
                     copied = []
             last[file] = copied
 
     _stream(source, slabs())
     for file, copied in last.items():
-        write(file, copied, None)
+        write(file, copied, (), None)
+    return checksums
 
 
 def _write_kept(tensors: Mapping[str, KeptTensor], file: str, manifest: ManifestWriter) -> int:
@@ -339,8 +355,12 @@ def _slices(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[B
 
 
 def _slab(box: Box, dtype: torch.dtype, model: ModelShape, write: Callable[[Tensor], None]) -> _Slab:
-    pieces = unpacked((Piece(box, "slab", 0, contiguous_strides(box.shape)),), model)
-    return _Slab(pieces, box.shape, dtype, write)
+    return _Slab(_pieces(box, model), box.shape, dtype, write)
+
+
+def _pieces(box: Box, model: ModelShape) -> Layout:
+    """Return the pieces of a part of a tensor, stored contiguously in a storage called "slab"."""
+    return unpacked((Piece(box, "slab", 0, contiguous_strides(box.shape)),), model)
 
 
 def verify_copy(source: Source, result: Source, model: ModelShape, folder: Path) -> None:

@@ -10,6 +10,7 @@ import json
 import mmap
 import os
 import shutil
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import cycle, groupby
 from math import prod
@@ -25,12 +26,13 @@ from torch import Tensor
 from megarl.checkpoint.kept import KeptTensor, file_content, kept_and_copies, total_bytes
 from megarl.checkpoint.mxfp4 import dequantised
 from megarl.checkpoint.stored import BLOCKS, MXFP4, SCALES, stored_tensors
+from megarl.checkpoint.weight_checksums import check_weights, checksums_text, computed
 from megarl.config.override import overridden
 from megarl.families import checkpoint_name, float32_tensors
 from megarl.families.llama import EMBEDDING, HEAD, VALUE_HEAD
 from megarl.families.shape import ModelShape, read_model_shape, value_head_fields
 from megarl.files.atomic import replace_folder
-from megarl.files.model_folder import CARD, INDEX, SINGLE, HeaderEntry, companions, safetensors_header
+from megarl.files.model_folder import CARD, CHECKSUMS, INDEX, SINGLE, HeaderEntry, companions, safetensors_header
 from megarl.reshard.boxes import Box, Layout, Piece, dense_piece
 from megarl.reshard.layouts.packed import checkpoint_tensors, unpacked
 from megarl.reshard.plan import make_plan
@@ -131,11 +133,12 @@ def load(
     `layout` is this rank's layout of `megatron_layouts`. `parameters` are its live Megatron shards, [rows, ...] each.
     They are written in place. A value head keeps its values if the folder's model has none. `override` changes fields
     of config.json (`config.override`). `with_mtp` loads the layers for multi-token prediction too. Raises DataError for
-    an invalid folder, and for a weight that is not finite.
+    an invalid folder, for a weight that is not finite, and for one that changed since its export.
     """
     model = read_model_shape(folder, override)
     model = model.with_mtp(with_mtp)
     reader = FolderReader(folder, model)
+    check_weights(Path(folder), reader)
     if not model.has_value_head:
         layout = tuple(piece for piece in layout if piece.box.name != VALUE_HEAD)
     for wanted, available in reader.groups(layout):
@@ -149,6 +152,15 @@ def load(
                 f"{reader.file_of(piece.box.name)}: {piece.box.name} has values that are not finite. Copy or "
                 "download the model again. If they come from a training that diverged, use an earlier checkpoint."
             )
+
+
+def check_folder(folder: Path, override: Mapping[str, Any] | None = None) -> None:
+    """Compare a model folder's tensors with its checksums, if it has any. Raises DataError for a changed tensor.
+
+    `override` changes fields of config.json. If a process group exists, each of its ranks reads an equal share.
+    """
+    if (folder / CHECKSUMS).exists():
+        check_weights(folder, FolderReader(folder, read_model_shape(folder, override)))
 
 
 def head_rows(folder: str | Path, rows: range, *, override: Mapping[str, Any] | None = None) -> Tensor:
@@ -203,6 +215,8 @@ def export(
     forms = {name: (shape, dtypes[name]) for name, shape in tensors.items()}
     files = pack_files(forms, shard_bytes, num_more=bool(kept))
     every = {**files, **kept_file(len(files), kept)}
+    fixed = dict.fromkeys(float32_tensors(model), torch.float32)
+    checksums = computed(layouts, rank, parameters, defaultdict(lambda: dtype, fixed))
 
     def write_others(partial: Path) -> None:
         for name, path in companions(source).items():
@@ -218,6 +232,7 @@ def export(
         for name in every.keys() - files.keys():
             with (partial / name).open("xb") as file:
                 file.writelines(file_content(kept))
+        (partial / CHECKSUMS).write_text(checksums_text(checksums), encoding="utf-8")
         if len(every) > 1:
             size = total_bytes(kept) + sum(prod(shape) * dtypes[name].itemsize for name, shape in tensors.items())
             (partial / INDEX).write_text(index_text(every, size), encoding="utf-8")

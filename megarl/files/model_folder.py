@@ -17,6 +17,8 @@ from megarl.types import DataError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+CHECKSUMS = "model.safetensors.checksums.json"
+"""Name of the file with the checksums of an exported model's tensors."""
 CARD = "README.md"
 """Name of a model card's file."""
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
@@ -165,7 +167,7 @@ def largest_token(folder: str | Path) -> tuple[str, int]:
 
 
 def companions(folder: str | Path) -> dict[str, Path]:
-    """Return all files of a model folder except weights, their index and manifests, by relative path.
+    """Return all files of a model folder except weights, their index, checksums and manifests, by relative path.
 
     Files in hidden folders are left out.
     """
@@ -173,7 +175,7 @@ def companions(folder: str | Path) -> dict[str, Path]:
     return {
         name: path
         for name, path in paths.items()
-        if not (path.suffix in WEIGHTS or name.endswith((".index.json", "manifest.json")))
+        if not (path.suffix in WEIGHTS or name.endswith((".index.json", "manifest.json", CHECKSUMS)))
         and not any(part.startswith(".") for part in name.split("/")[:-1])
     }
 

@@ -55,6 +55,7 @@ class EngineRank:
     ) -> None:
         """Load the model folder's weights and LoRA adapters into an engine. `override` sets engine options of vLLM."""
         # Imported in the rank's process: the driver needs neither torch nor vLLM.
+        from megarl.checkpoint.safetensors import check_folder
         from megarl.engine.engine import RolloutEngine
 
         # The timeout in seconds of collectives between the engine's ranks.
@@ -69,6 +70,7 @@ class EngineRank:
             override=override,
             served=adapters,
         )
+        check_folder(Path(folder), override)
         kept = kept_prefixes(read_model_shape(folder, override))
         self._engine.load_tensors(_tensors(Path(folder), kept))
         self._engine.load_adapters()

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from megarl.families import hf_tensors
 from megarl.families.shape import read_model_shape
-from megarl.files.model_folder import SINGLE
+from megarl.files.model_folder import CHECKSUMS, SINGLE
 
 MTP = "num_nextn_predict_layers"
 SIZES = {"hidden_size": 32, "num_layers": 2, "num_heads": 8, "num_kv_heads": 4, "intermediate_size": 48}
@@ -106,8 +106,10 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def other_files(folder: Path) -> dict[str, bytes]:
+    """Return a folder's files except weights and those that a conversion adds."""
+    made = ("manifest.json", CHECKSUMS)
     files = (path for path in folder.rglob("*") if path.is_file() and path.suffix != ".safetensors")
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files if path.name != "manifest.json"}
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files if path.name not in made}
 
 
 def assert_equal_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:

@@ -16,7 +16,9 @@ from safetensors.torch import load_file, save_file
 
 from megarl.checkpoint import convert
 from megarl.checkpoint.convert import to_hf, to_megatron
-from megarl.checkpoint.safetensors import head_rows
+from megarl.checkpoint.safetensors import check_folder, head_rows
+from megarl.checkpoint.weight_checksums import stored_checksums
+from megarl.families import hf_tensors
 from megarl.families.parts import Latent
 from megarl.families.shape import ModelShape, read_model_shape
 from megarl.testing import RankPool
@@ -47,6 +49,8 @@ def test_there_and_back(
     done = to_hf(tmp_path / "megatron", tmp_path / "hf")
     assert_equal_bits(tensors_of(source), tensors_of(tmp_path / "hf"))
     assert other_files(source) == other_files(tmp_path / "hf")
+    check_folder(tmp_path / "hf")
+    assert stored_checksums(tmp_path / "hf").keys() == hf_tensors(read_model_shape(source)).keys()
     assert done.weight_bytes == sum(value.nbytes for value in tensors_of(source).values())
     files = {path.name for path in (tmp_path / "megatron" / "release").glob("*.distcp")}
     assert files == {f"__{rank}_0.distcp" for rank in range(tp * pp)}

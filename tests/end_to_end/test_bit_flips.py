@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from megarl.checkpoint.manifest import file_record
+from megarl.files.model_folder import CHECKSUMS
 from tests.end_to_end.test_layouts import RECIPE, REWARD
 
 pytestmark = pytest.mark.end_to_end
@@ -75,6 +76,8 @@ def test_layouts_give_each_version_the_same_checksum(
         found[name] = versions(tmp_path, name)
         assert [(line["version"], line["step"]) for line in found[name]] == [(1, 0), (2, 1), (3, 2)]
         assert len({line["checksum"] for line in found[name]}) == 3
+        exported = json.loads((tmp_path / f"runs/{name}/hf" / CHECKSUMS).read_text())
+        assert exported["weights"] == found[name][-1]["checksum"]
     assert len({lines[0]["checksum"] for lines in found.values()}) == 1
     assert found["one"] == found["separate"]
     steps = [json.loads(line) for line in (tmp_path / "runs/one/metrics.jsonl").read_text().splitlines()]

@@ -17,13 +17,18 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from megarl.checkpoint.safetensors import FolderReader, export, load
+from megarl.checkpoint.weight_checksums import stored_checksums
 from megarl.config.parallel import ParallelConfig
 from megarl.families import FAMILIES, hf_tensors, kept_prefixes, rules_of
 from megarl.families.shape import ModelShape, read_model_shape
+from megarl.files.model_folder import CHECKSUMS, SINGLE, companions
 from megarl.reshard.boxes import Box, Piece, dense_piece
+from megarl.reshard.fingerprint import checksum
 from megarl.reshard.layouts.megatron import megatron_layouts, parameter_shapes
+from megarl.reshard.ledger import Ledger
 from megarl.reshard.plan import make_plan
 from megarl.reshard.transport import Transport
+from megarl.reshard.version_checksums import MASK, by_tensor, merge, version_checksum
 from megarl.testing import RankPool
 from megarl.types import DataError
 from tests.shapes import small_shape, with_sizes
@@ -111,6 +116,7 @@ def test_round_trip_is_bit_equal(ranks: RankPool, tmp_path: Path, first: tuple[i
     assert len(list(target.glob("model-0000?-of-0000?.safetensors"))) > 1
     for file in ("config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"):
         assert (target / file).read_bytes() == (source / file).read_bytes()
+    assert stored_checksums(target) == {name: int(checksum(value).item()) & MASK for name, value in got.items()}
     assert [path.name for path in target.parent.iterdir()] == ["hf"]
     assert set(FolderReader(target, model).dtypes.values()) == {torch.float32}
     assert sum(r["sent_bytes"] for r in results) == sum(r["received_bytes"] for r in results)
@@ -130,6 +136,33 @@ def test_a_weight_that_is_not_finite_is_named(tmp_path: Path, tensor: str, numbe
     layouts, parameters, rank = shards_of(model, ParallelConfig(1, 1, 1, 1), torch.float32)
     with pytest.raises(DataError, match=f"{file}: {tensor} has values that are not finite"):
         load(source, layouts[rank], parameters)
+
+
+def test_a_bit_flipped_after_the_export_is_named(tmp_path: Path) -> None:
+    model = small_model()
+    source, target = write_folder(tmp_path / "source", model), tmp_path / "hf"
+    layouts, parameters, rank = shards_of(model, ParallelConfig(1, 1, 1, 1), torch.bfloat16)
+    export(target, source, model, layouts, rank, parameters, dtype=torch.bfloat16, bucket_bytes=1 << 20)
+    assert CHECKSUMS not in companions(target)
+    boxes, _ = merge([Ledger("trainer rank 0", layouts[rank], parameters).take(1)])
+    assert json.loads((target / CHECKSUMS).read_text())["weights"] == version_checksum(by_tensor(boxes))
+    load(target, layouts[rank], parameters)
+    weights = load_file(target / SINGLE)
+    for name in weights:
+        weights[name].view(torch.int16).view(-1)[-1] ^= 1
+        save_file(weights, target / SINGLE)
+        with pytest.raises(DataError, match=f"{target / SINGLE}: {name} has the checksum") as caught:
+            load(target, layouts[rank], parameters)
+        assert str(target / CHECKSUMS) in str(caught.value)
+        weights[name].view(torch.int16).view(-1)[-1] ^= 1
+    save_file(weights, target / SINGLE)
+    text = (target / CHECKSUMS).read_text()
+    for changed in (text.replace('"format": 1', '"format": 2'), text.replace("0", "1", 1), text[:-3], "[]"):
+        (target / CHECKSUMS).write_text(changed)
+        with pytest.raises(DataError, match=f"{target / CHECKSUMS}: "):
+            load(target, layouts[rank], parameters)
+    (target / CHECKSUMS).unlink()
+    load(target, layouts[rank], parameters)
 
 
 def test_loading_casts_to_the_parameter(tmp_path: Path) -> None:

@@ -1,0 +1,121 @@
+"""Checksums of an exported model's weights, in a small file of its folder. They are compared when megarl loads it.
+
+They are those of the trainer's weight versions (`reshard.version_checksums`), so they do not depend on the ranks that
+export, on those that load, or on the order of the files. Other programs ignore the file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megarl.files.model_folder import CHECKSUMS, read_object
+from megarl.reshard.boxes import Box, Layout
+from megarl.reshard.ledger import piece_checksum
+from megarl.reshard.transport import device_of
+from megarl.reshard.version_checksums import MASK, version_checksum
+from megarl.types import DataError
+
+_FORMAT = 1
+"""Version of the file's format. It increases if the same weights get other checksums."""
+
+
+class StoredTensors(Protocol):
+    """Reader of a model folder's tensors. `pieces` places them in its storages, by tensor name."""
+
+    pieces: dict[str, Layout]
+
+    def storage(self, name: str) -> Tensor:
+        """Return a storage's elements: [elements]."""
+        ...
+
+    def file_of(self, name: str) -> Path:
+        """Return the file with a tensor."""
+        ...
+
+
+@torch.no_grad()
+def computed(
+    layouts: Sequence[Layout], rank: int, parameters: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]
+) -> dict[str, int]:
+    """Return the checksum of each tensor of a model sharded over all ranks, by name. A collective.
+
+    `layouts` are the layouts of all ranks. `parameters` are this rank's shards, [local rows, ...] each. `dtypes` are
+    the types to which the tensors are cast when they are stored, by name.
+    """
+    owners: dict[Box, int] = {}
+    for holder, layout in enumerate(layouts):
+        for piece in layout:
+            # Several data-parallel replicas have the same box. It counts once.
+            owners.setdefault(piece.box, holder)
+    places = {name: place for place, name in enumerate(sorted({box.name for box in owners}))}
+    total = torch.zeros(len(places), dtype=torch.int64, device=device_of([*parameters.values()]))
+    for piece in layouts[rank]:
+        if owners[piece.box] == rank:
+            name = piece.box.name
+            total[places[name]] += piece_checksum(piece, parameters[piece.storage], dtypes[name])
+    if dist.is_initialized() and len(layouts) > 1:
+        # Sums of int64 wrap around, as those of checksums must.
+        dist.all_reduce(total)
+    return {name: value & MASK for name, value in zip(places, total.tolist(), strict=True)}
+
+
+def checksums_text(tensors: Mapping[str, int]) -> str:
+    """Return the text of the file with the tensors' checksums, by name, and with the checksum of the whole model."""
+    content = {
+        "format": _FORMAT,
+        "weights": version_checksum(tensors),
+        "tensors": {name: f"{value:016x}" for name, value in sorted(tensors.items())},
+    }
+    return json.dumps(content, indent=1) + "\n"
+
+
+def stored_checksums(folder: Path) -> dict[str, int]:
+    """Return the checksums stored in a model folder, by tensor name. Empty if it has none.
+
+    Raises DataError for an invalid file.
+    """
+    path = folder / CHECKSUMS
+    if not path.exists():
+        return {}
+    content = read_object(path)
+    if content.get("format") != _FORMAT:
+        raise DataError(
+            f"{path}: format = {content.get('format')!r}: this version of megarl reads format {_FORMAT} only; install "
+            "the version that exported the model, or remove the file, then the weights are not checked"
+        )
+    tensors: dict[str, int] = {}
+    try:
+        tensors |= {str(name): int(value, 16) for name, value in content["tensors"].items()}
+        is_whole = version_checksum(tensors) == content["weights"]
+    except (KeyError, TypeError, ValueError, AttributeError):
+        is_whole = False
+    if not is_whole:
+        raise DataError(f"{path}: its checksums do not fit each other. Copy or export the model again.")
+    return tensors
+
+
+@torch.no_grad()
+def check_weights(folder: Path, stored: StoredTensors) -> None:
+    """Compare a folder's tensors with its checksums, if it has any.
+
+    If a process group exists, each of its ranks reads an equal share of them. Raises DataError with the file and the
+    name of the first tensor that differs.
+    """
+    expected = stored_checksums(folder)
+    wanted = stored.pieces.keys() & expected.keys()
+    rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    for name in sorted(wanted)[rank::num_ranks]:
+        found = sum(int(piece_checksum(piece, stored.storage(piece.storage)).item()) for piece in stored.pieces[name])
+        if found & MASK != expected[name]:
+            raise DataError(
+                f"{stored.file_of(name)}: {name} has the checksum {found & MASK:016x}, but {CHECKSUMS} says "
+                f"{expected[name]:016x}: the file was damaged after its export. Copy or export the model again. If "
+                f"another program changed the weights on purpose, remove {folder / CHECKSUMS}"
+            )
