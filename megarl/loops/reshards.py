@@ -83,6 +83,16 @@ class Reshards:
             await self._pool.pause()
             self._checks.refuse_changes(await self._ranks.trainers.call("sleep_engine"))
 
+    async def check_last_version(self) -> None:
+        """Compare the weights of separate engines with their checksums, at the run's end. Raises MegarlError.
+
+        Earlier versions are compared before the next one is written, and colocated engines before they sleep.
+        """
+        if self._ranks.is_separate and self._recipe.weights.check_every:
+            await self._pool.pause()
+            self._checks.refuse_changes(await self._ranks.call_engines("compare_weights"))
+            self._pool.resume()
+
     async def run(self, step: int) -> dict[str, float]:
         """Copy the weights and wait. Returns the slowest rank's seconds and the bytes of all ranks, as metrics.
 

@@ -137,6 +137,7 @@ async def _export(session: Session, display: Display) -> None:
         return
     with display.phase("exporting the model", is_printed=True):
         await session.reshards.sleep_engines()
+        await session.reshards.check_last_version()
         await session.steps.weight_checks.check_trainer()
         await export(session.models, session.folder)
         write_card(session.folder.path, session.folder.model_folder, session.recipe.train.steps)

@@ -15,6 +15,7 @@ from megarl.engine.engine import RolloutEngine
 from megarl.groups import world
 from megarl.groups.rendezvous import Meeting
 from megarl.platform import numa
+from megarl.reshard.ledger import RankChanges
 from megarl.reshard.plan import RankTopology
 from megarl.tracking.metrics import Metric
 from megarl.types import Completion, ExpertsHandle, Request
@@ -66,6 +67,10 @@ class EngineWorker:
     def reshard(self, verify: bool, version: int) -> Report:
         """Receive the trainers' weights of this version. The engine is between two steps meanwhile."""
         return self._transfer.run(verify, version)
+
+    def compare_weights(self) -> RankChanges | None:
+        """Return the changes of the engine's weights since the last reshard; None if they have no checksums."""
+        return self._transfer.compare_weights()
 
     def abandon(self) -> None:
         """Leave the replica's torch world after trainers were lost. The next worker joins another one."""

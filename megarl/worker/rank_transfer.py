@@ -129,6 +129,12 @@ class RankTransfer:
         except Exception as error:
             return self._report_loss(error)
 
+    def compare_weights(self) -> RankChanges | None:
+        """Return the changes of the engine's weights since the last transfer; None if they have no checksums."""
+        self._note_changes()
+        changes, self._unreported = self._unreported, None
+        return changes
+
     def _note_changes(self) -> None:
         """Compare the engine's weights with their checksums before they are overwritten."""
         changes = self.copier.compare_weights() if self.copier is not None else None

@@ -107,6 +107,22 @@ def test_a_flip_in_an_engine_is_named_before_its_samples_are_trained(
     assert "after the reshard of step 1 (version 2): model.layers.0.self_attn.q_proj.weight[" in done.stderr
 
 
+def test_a_flip_in_a_separate_engine_after_the_last_reshard_is_named(
+    train: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    flip = FLIP.format(
+        rank="self.rank", tensors="dict(self.copier._engine.model.named_parameters())", name="embed_tokens.weight"
+    )
+    flip = flip.replace("if self.weight_version == 2 and self.rank == self.rank", "import torch\n\n        if True")
+    flip_in_copy(tmp_path, "worker/rank_transfer.py", "        self._note_changes()\n        changes, self", flip)
+    done = train(
+        "name=flip", "rollout.placement=separate", "rollout.ranks=1", "cluster.ranks_per_node=2", "train.steps=1"
+    )
+    assert done.returncode == 70, done.stdout + done.stderr
+    assert "weights changed in the memory of engine rank 1 on " in done.stderr
+    assert "after the reshard of step 1 (version 2): model.embed_tokens.weight[" in done.stderr
+
+
 def test_a_checkpoint_of_other_weights_is_refused_on_resume(
     train: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
