@@ -1,8 +1,8 @@
 """Recorded steps are executed again: bit-equal in their layout, within 1e-5 in another; seeded bugs are found.
 
-Each row of a layout is a run of six steps with train.record=all. Some of its steps are replayed, in the run's layout
-and in another one. A replay starts from the initial weights or a checkpoint. In the last rows a copy of the package has
-a bug from one step on. `megarl replay --bisect` must name that step and the tensor.
+Each row of a layout is a run of six steps with train.record=all. Its last 4 or 6 steps are replayed in the run's
+layout, and some in another one. A replay starts from the initial weights or a checkpoint. In the last rows a copy of
+the package has a bug from one step on. `megarl replay --bisect` must name that step and the tensor.
 """
 
 from __future__ import annotations
@@ -125,10 +125,12 @@ def layout_row(folder: Path, name: str, steps: int, draw: random.Random) -> dict
         folder=folder,
     )  # fmt: skip
     metrics = [step for step in read_metrics(folder / f"runs/{run_name}") if "record/seconds" in step]
-    # Without some checkpoints a replay executes several steps.
-    for step in draw.sample(range(2, steps, 2), k=len(range(2, steps, 2)) // 2):
+    # Without later checkpoints a replay of the last step executes all steps from here on: at least 4, so that the 13
+    # layouts have 52 different ones. Step 0 are the initial weights.
+    first = draw.choice(range(0, max(1, steps - 3), 2))
+    for step in range(first + 2, steps, 2):
         shutil.rmtree(folder / f"runs/{run_name}/checkpoints/step_{step:06d}")
-    equal, number = replayed(folder, run_name, draw.randint(2, steps))
+    equal, number = replayed(folder, run_name, steps)
     close, further = replayed(folder, run_name, draw.randint(2, steps), *other) if other else (True, 0)
     return {
         "row": name,
@@ -136,6 +138,7 @@ def layout_row(folder: Path, name: str, steps: int, draw: random.Random) -> dict
         "steps within 1e-5": f"{close} ({further})" if other else "-",
         "bytes per token": statistics.median(step["record/bytes_per_token"] for step in metrics),
         "record, s": statistics.median(step["record/seconds"] for step in metrics),
+        "share of step": statistics.median(step["record/seconds"] / step["time/step_seconds"] for step in metrics),
         "met": equal == number and (not other or close == further),
     }
 
