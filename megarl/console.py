@@ -350,6 +350,13 @@ def print_bisection(found: Bisection, runs: tuple[Path, Path]) -> None:
         return
     shown = [f"  {difference}" for difference in found.differences[:_SHOWN_DIFFERENCES]]
     print_lines([f"{names}: differ first in step {found.step}, in {found.differences[0].tensor} ({read})", *shown])
+    if len(samples := found.differences[0].samples):
+        print_lines(
+            [
+                "  the operator: make this table with both installations, from a source checkout, and compare the "
+                f"checksums: tools/check.py exact_operators --run {runs[0]} --step {found.step} --sample {samples[0]}"
+            ]
+        )
 
 
 def print_lines(lines: Sequence[str]) -> None:

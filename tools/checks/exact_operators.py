@@ -3,17 +3,25 @@
 A trainer and an engine with the same weights run one sequence on a CPU rank in bfloat16. Outputs of their operators are
 compared layer by layer, in the order of the forward pass. A row per operator of the model; with `--usual` trainer.exact
 is off, and the first row with differences names the operator to look at.
+
+With `--run`, `--step` and `--sample` the sequence is a recorded sample, as named by `megarl replay --bisect`. To
+compare two installations, make the table in both: the first row with another checksum names the operator that differs.
 """
 
 from __future__ import annotations
 
 import argparse
 import tempfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megarl.config.recipe import load
+from megarl.reshard.version_checksums import MASK
+from megarl.rollout.step_record import ARRAYS, RECIPE, record_folder
 from megarl.testing import RankPool
+from megarl.tracking.run_folder import RECORDS
 from tools.family_models import ONE_RANK, model_shard, tensors_in
 from tools.make_tiny_model import make_tiny_model
 
@@ -45,26 +53,52 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hidden-size", type=int, default=1024)
     parser.add_argument("--num-layers", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=300, help="length of the sequence")
+    parser.add_argument("--run", type=Path, help="folder of a run with train.record: its model and tokens are used")
+    parser.add_argument("--step", type=int, default=1, help="recorded step of --run")
+    parser.add_argument("--sample", type=int, default=0, help="sample of the step")
     parser.add_argument("--usual", action="store_true", help="compare without trainer.exact; no row fails then")
 
 
 def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    import numpy as np
+
+    tokens, recorded = np.random.default_rng(0).integers(3, 400, options.tokens), None
+    if options.run is not None:
+        tokens = recorded_tokens(options.run, options.step, options.sample)
+        recorded = load(record_folder(options.run / RECORDS, options.step) / RECIPE, is_of_run=True).model.folder
     with tempfile.TemporaryDirectory() as made, RankPool(1) as pool:
-        folder = options.model or make_tiny_model(
+        folder = options.model or recorded or make_tiny_model(
             Path(made) / "model", family=options.family, hidden_size=options.hidden_size,
             num_layers=options.num_layers, num_heads=8, num_kv_heads=4, head_dim=HEAD, initializer_range=0.05,
             intermediate_size=3 * options.hidden_size,
         )  # fmt: skip
-        [found] = pool.run(compared, str(folder), options.tokens, not options.usual)
+        [found] = pool.run(compared, str(folder), tokens, not options.usual)
     for row in found:
         yield row if options.usual else {**row, "met": row["differing"] == 0}
 
 
-def compared(folder: str, num_tokens: int, is_exact: bool) -> list[dict[str, Any]]:
-    """Return a row per operator: how many of its output's elements differ, and the largest difference."""
+def recorded_tokens(run: Path, step: int, sample: int) -> Any:
+    """Return the tokens of a recorded sample: int64 [tokens]."""
     import numpy as np
+    from safetensors.numpy import load_file
 
-    tokens = np.random.default_rng(0).integers(3, 400, num_tokens)
+    arrays = load_file(record_folder(run / RECORDS, step) / ARRAYS)
+    wanted = int(arrays["digest.token_ids"][sample])
+    for name, array in arrays.items():
+        if name.startswith("sampled.") and name.endswith("token_ids"):
+            tokens = array.astype(np.int64)
+            if zlib.crc32(tokens.tobytes()) == wanted:
+                return tokens
+    raise SystemExit(f"{run}: step {step} has no tokens of sample {sample}")
+
+
+def compared(folder: str, tokens: Any, is_exact: bool) -> list[dict[str, Any]]:
+    """Return a row per operator: how many of its output's elements differ, and the largest difference.
+
+    `tokens` int64 [tokens] is the sequence. `checksum` is that of the trainer's output.
+    """
+    from megarl.reshard.fingerprint import checksum
+
     engine = of_engine(folder, tokens, is_exact)
     trainer = of_trainer(folder, tokens, is_exact)
     rows = []
@@ -79,6 +113,7 @@ def compared(folder: str, num_tokens: int, is_exact: bool) -> list[dict[str, Any
                 "elements": len(ours),
                 "differing": int((distance > 0).sum()),
                 "largest": float(distance.max()),
+                "checksum": f"{int(checksum(ours).item()) & MASK:016x}",
             }
         )
     return rows
