@@ -15,7 +15,6 @@ import inspect
 import json
 import re
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from megarl.config.override_text import as_yaml, override_text
+from megarl.files.private_folder import PrivateFolder
 from megarl.platform.commands import follow_command
 from megarl.terminal import printable
 from megarl.types import ConfigError, MegarlError
@@ -169,8 +169,8 @@ def _recipe_file(recipe: RecipeSource) -> Iterator[str]:
     if not isinstance(recipe, Mapping):
         yield str(recipe)
         return
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "recipe.yaml")
+    with PrivateFolder() as folder:
+        file = folder / "recipe.yaml"
         file.write_text(as_yaml(_plain(recipe)), encoding="utf-8")
         yield str(file)
 

@@ -10,14 +10,13 @@ import inspect
 import operator
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.cluster.deadlines import Deadlines
 from megarl.cluster.local import LocalGroup
+from megarl.files.private_folder import PrivateFolder
 from megarl.groups import rendezvous
 from megarl.platform import device
 from megarl.platform.imports import uncollected
@@ -51,7 +50,7 @@ class RankPool(AbstractContextManager["RankPool"]):
         self._environment = {**device.rank_environment(world_size), "OMP_NUM_THREADS": "1", **(environment or {})}
         self._runner = asyncio.Runner()
         self._group: LocalGroup | None = None
-        self._logs = tempfile.TemporaryDirectory(prefix="megarl-ranks-")
+        self._logs = PrivateFolder()
 
     def run(
         self, function: Callable[..., Any], *args: Any, timeout_seconds: float = 600.0, world_size: int | None = None
@@ -77,7 +76,7 @@ class RankPool(AbstractContextManager["RankPool"]):
             self._group = await LocalGroup(self.world_size, imports=self._imports).start(
                 "megarl.testing:FunctionRunner",
                 {},
-                log_folder=Path(self._logs.name),
+                log_folder=self._logs.path,
                 environment=self._environment,
             )
         try:
@@ -97,7 +96,7 @@ class RankPool(AbstractContextManager["RankPool"]):
             self._runner.run(self._group.close())
             self._group = None
         self._runner.close()
-        self._logs.cleanup()
+        self._logs.remove()
 
     def __exit__(self, *_: object) -> None:
         self.close()

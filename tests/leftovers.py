@@ -84,7 +84,7 @@ class Watch:
         return json.loads(self._process.stdout.readline())
 
 
-def _mapped_memory(processes: list[Process]) -> set[str]:
+def mapped_memory(processes: list[Process]) -> set[str]:
     """Names of the shared memory that the processes map."""
     found: set[str] = set()
     for process in processes:
@@ -113,7 +113,7 @@ def _remove(mark: str, folder: Path, memory: set[str]) -> None:
     """End the processes of a run, then remove its files."""
     ending = time.monotonic() + _ENDING_SECONDS
     while (processes := marked_processes(mark)) and time.monotonic() < ending:
-        memory |= _mapped_memory(processes)
+        memory |= mapped_memory(processes)
         for process in processes:
             with suppress(OSError):
                 os.kill(process.pid, signal.SIGKILL)
@@ -138,7 +138,7 @@ def main(pid: str, mark: str, name: str) -> None:
         ready: dict[int, Any] = dict(poll.poll(_POLL_SECONDS * 1000))
         if pytest_itself in ready:
             return _remove(mark, folder, memory)
-        memory |= _mapped_memory(marked_processes(mark))
+        memory |= mapped_memory(marked_processes(mark))
         if sys.stdin.fileno() in ready:
             if sys.stdin.readline():
                 print(json.dumps(_left(mark, folder, memory)), flush=True)

@@ -8,6 +8,7 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from types import TracebackType
 
 _PREFIX = "megarl-run-"
 _LOCK = "lock"
@@ -15,6 +16,8 @@ _LOCK = "lock"
 
 class PrivateFolder:
     """A new folder with mode 0700 in the system's temporary folder. It lasts until `remove`.
+
+    As a context manager it returns the path, and removes the folder at the end.
 
     A killed process cannot remove its folder, but the kernel frees its file lock. The next PrivateFolder of the same
     user on this machine removes all folders with a free lock.
@@ -28,6 +31,12 @@ class PrivateFolder:
         self._lock = os.open(nameless, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         nameless.rename(self.path / _LOCK)
+
+    def __enter__(self) -> Path:
+        return self.path
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.remove()
 
     def remove(self) -> None:
         """Remove the folder and its contents. Further calls do nothing."""

@@ -104,6 +104,8 @@ def find_origin(recipe: Recipe, folder: RunFolder, resume: Resume | None, kept: 
     """
     console = Console(highlight=False, soft_wrap=True, markup=False)
     inputs = Inputs.read(recipe, kept)
+    if folder.dead_owner:
+        _warn(console, [f"{folder.path}: taken over from a process that ended without a word: {folder.dead_owner}"])
     found = survey(folder.earlier) if resume else Survey(None, {})
     earlier: dict[str, Any] = {}
     if resume == "must":

@@ -77,7 +77,10 @@ async def run(
     """
     display = display or Display()
     # Signals first, so that one arriving while the folder is opened raises StoppedError too.
-    with stopping_at_once(), RunFolder(recipe, resume=resume is not None, restart=restart) as folder:
+    with (
+        stopping_at_once(),
+        RunFolder(recipe, resume=resume is not None, restart=restart, on_wait=display.warn) as folder,
+    ):
         faults.reach("start")
         async with RankProcesses(recipe, layout) as processes:
             origin = find_origin(recipe, folder, resume, kept)
@@ -103,7 +106,7 @@ async def run(
 def _warn(folder: RunFolder, display: Display, text: str) -> None:
     """Print a warning between two attempts, and record it in the run folder."""
     folder.note(text, None)
-    display.info(f"warning: {text}")
+    display.warn(text)
 
 
 async def _attempt(

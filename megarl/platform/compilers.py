@@ -8,8 +8,8 @@ import sys
 import sysconfig
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
+from megarl.files.private_folder import PrivateFolder
 from megarl.platform.commands import run_command
 
 _SECONDS = 120.0
@@ -68,10 +68,10 @@ def toolkit_fault(toolkit: Path) -> str | None:
 
 def _compile_error(source: str, name: str, command: list[str], output: str) -> str | None:
     """Run a compiler. Returns the first line of its output containing "error", or the last line; None on success."""
-    with TemporaryDirectory() as folder:
-        (Path(folder) / name).write_text(source)
+    with PrivateFolder() as folder:
+        (folder / name).write_text(source)
         try:
-            done = run_command([*command, output, name], seconds=_SECONDS, folder=folder)
+            done = run_command([*command, output, name], seconds=_SECONDS, folder=str(folder))
         except OSError as error:
             return str(error)
     if done.returncode == 0:

@@ -7,8 +7,6 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import combinations
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from megarl.config import Recipe
@@ -20,6 +18,7 @@ from megarl.data.formats import value_at
 from megarl.data.problems import num_made
 from megarl.data.records import Record, read_records
 from megarl.files.import_path import import_object
+from megarl.files.private_folder import PrivateFolder
 from megarl.preflight.files import field_names, system_prompt
 from megarl.preflight.registry import Cost, checks
 from megarl.rewards import RECORD_CHECKS, kind_of, locate, metric_name
@@ -204,8 +203,8 @@ def _try(function: RewardFunctionConfig, settings: WorkerSettings, sample: Sampl
     # Loads the HTTP client, too.
     from megarl.rewards.reward_pool import RewardPool
 
-    with TemporaryDirectory(prefix="megarl_rewards_") as folder:
-        pool = RewardPool(replace(settings, functions=(function,), served=()), num_workers=1, log_folder=Path(folder))
+    with PrivateFolder() as folder:
+        pool = RewardPool(replace(settings, functions=(function,), served=()), num_workers=1, log_folder=folder)
         try:
             scored = asyncio.run(pool.score(sample))
         except ConfigError as error:

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import re
-import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megarl.files.atomic import storage_faults_named
+from megarl.files.folder_lock import owner_is_gone
 from megarl.tracking.earlier_run import EarlierRun, attempt_folders, whole_number
 from megarl.types import ConfigError
 
@@ -147,16 +147,6 @@ def run_state(path: Path, status: Mapping[str, Any]) -> str:
     """Return the state of a run from its status.json; see `RecordedRun.state`."""
     state = str(status.get("state") or "unknown")
     return "ended unseen" if state in ("starting", "running") and owner_is_gone(path) else state
-
-
-def owner_is_gone(path: Path) -> bool:
-    """Return whether the run's process was on this machine and has ended. False: it is alive, or unknown."""
-    try:
-        found = re.fullmatch(r"host (\S+), pid (\d+)\s*", (path / "lock").read_text(errors="replace"))
-    except OSError:
-        return False
-    # A process id means something on its own machine only.
-    return found is not None and found[1] == socket.gethostname() and not Path(f"/proc/{found[2]}").exists()
 
 
 def json_lines(path: Path) -> Iterator[dict[str, Any]]:

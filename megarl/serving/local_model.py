@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from megarl.data.chat import load_tokenizer
 from megarl.families import kept_prefixes
 from megarl.families.shape import read_model_shape
 from megarl.files.model_folder import read_object, weight_files
+from megarl.files.private_folder import PrivateFolder
 from megarl.groups import world
 from megarl.platform import device
 from megarl.platform.cuda_extensions import runs_on_cpu
@@ -155,11 +155,11 @@ async def serve(
         loop.add_signal_handler(number, asked_to_end.set)
     if device.current().type == "cuda" and (notice := device.toolkit_notice()) is not None:
         notify(notice)
-    with tempfile.TemporaryDirectory() as logs:
+    with PrivateFolder() as logs:
         group = await LocalGroup(rollout.tp, imports=device.forkable_imports("megarl.engine.engine")).start(
             "megarl.serving.local_model:EngineRank",
             {"folder": str(folder), "config": rollout, "context_tokens": context_tokens, "adapters": served},
-            log_folder=Path(logs),
+            log_folder=logs,
             environment=device.rank_environment(rollout.tp),
         )
         pool = EnginePool(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import importlib.metadata
 import json
 import os
@@ -11,7 +10,7 @@ import platform
 import re
 import shutil
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -27,6 +26,7 @@ from megarl.files.atomic import (
     storage_error,
     storage_faults_named,
 )
+from megarl.files.folder_lock import HOME, FolderLock
 from megarl.tracking.earlier_run import EarlierRun, attempt_folders, whole_number
 from megarl.types import (
     ConfigError,
@@ -49,12 +49,12 @@ _STATUS_BYTES = 512
 class RunFolder:
     """Folder `RUNS_FOLDER/NAME/`, locked by this process until it closes the folder or dies.
 
-    Files: `lock`; `config.yaml` (the complete recipe of the newest attempt with a trained step, secrets hidden);
+    Files: `config.yaml` (the complete recipe of the newest attempt with a trained step, secrets hidden);
     `status.json`; `metrics.jsonl`; `versions.jsonl` (checksums of the weights); in a fork `parent.json`, the run and
     step from which it was made.
 
-    Folders: `tensorboard/`; `samples/`; `tokens/` (a few samples token by token); `records/` (steps for `megarl
-    replay`); `replays/` (its results); `profiles/` (Chrome traces of steps);
+    Folders: `owners/` (the lock, see `FolderLock`); `tensorboard/`; `samples/`; `tokens/` (a few samples token by
+    token); `records/` (steps for `megarl replay`); `replays/` (its results); `profiles/` (Chrome traces of steps);
     `checkpoints/`; `hf/` (the trained model); `hf_best/` (the model of the best evaluation); `earlier/` (runs moved
     aside by --restart); `logs/`, with one folder per attempt and a link to the latest.
 
@@ -65,8 +65,17 @@ class RunFolder:
     run.
     """
 
-    def __init__(self, recipe: Recipe, *, resume: bool = False, restart: bool = False) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        *,
+        resume: bool = False,
+        restart: bool = False,
+        on_wait: Callable[[str], None] = lambda text: None,
+    ) -> None:
         """Create and lock the folder and read its state. Only `begin` changes anything else.
+
+        `on_wait` is called with a text if an owner on another machine must be watched for up to a minute.
 
         Raises ConfigError if the folder cannot be made, or has an earlier run and neither `resume` nor `restart` is
         given. Raises RunFolderLockedError if another process owns it, StorageError if it cannot be read.
@@ -90,7 +99,7 @@ class RunFolder:
         self._attempt: dict[str, Any] = {}
         self._status: dict[str, Any] = {"state": "starting", "step": 0, "cause": None, "exit_code": None}
         with storage_faults_named(self.path):
-            self._lock = self._acquire()
+            self._lock = self._acquire(recipe.name, on_wait)
         try:
             self.earlier = EarlierRun.read(self.path)
             if not resume and not restart:
@@ -158,8 +167,9 @@ class RunFolder:
         """Update status.json atomically. Omitted arguments keep their values.
 
         `cause` is the reason for the run's end in words, `exit_code` that of the process, `rank` the first rank that
-        failed.
+        failed. Raises RunFolderLockedError, and writes nothing, if another process has taken the folder over.
         """
+        self._lock.check()
         new = {"state": state, "step": step, "cause": cause, "exit_code": exit_code, "rank": rank}
         self._status |= {field: value for field, value in new.items() if value is not None}
         if not self._is_config_current and self._status["step"] > self.resumed_step:
@@ -180,6 +190,11 @@ class RunFolder:
     def status(self) -> Mapping[str, Any]:
         """Fields of status.json: state, step, cause, exit code, broken health rules."""
         return self._status
+
+    @property
+    def dead_owner(self) -> str | None:
+        """Process from which the folder was taken over because it died without releasing it. None: there was none."""
+        return self._lock.taken_from
 
     @property
     def findings(self) -> list[dict[str, Any]]:
@@ -240,7 +255,7 @@ class RunFolder:
     def _move_aside(self) -> None:
         """Move the folder's contents into a new subfolder of `earlier/`."""
         # The lock must stay: moving it would let another process lock the name.
-        moved = [path for path in self.path.iterdir() if path.name not in ("lock", "earlier")]
+        moved = [path for path in self.path.iterdir() if path.name not in (HOME, "earlier")]
         if not moved:
             return
         target = _unused(self.path / "earlier" / datetime.now().strftime("%Y-%m-%d_%H-%M-%S"))
@@ -275,7 +290,7 @@ class RunFolder:
 
     def close(self) -> None:
         """Unlock the folder."""
-        os.close(self._lock)
+        self._lock.release()
 
     def __enter__(self) -> Self:
         return self
@@ -286,7 +301,8 @@ class RunFolder:
         # An error caused by the folder or its disk becomes a StorageError, which has its own exit code.
         broken = None if error is None else storage_error(self.path, error)
         try:
-            if self._has_begun:
+            # The status belongs to the process that took the folder over.
+            if self._has_begun and not isinstance(error, RunFolderLockedError):
                 self._set_end(broken or error)
         except (OSError, StorageError) as failure:
             try:
@@ -335,37 +351,18 @@ class RunFolder:
             file.truncate()
             os.fsync(file.fileno())
 
-    def _acquire(self) -> int:
-        """Lock the run's lock file and return its descriptor. The kernel frees the lock when the process ends in any
-        way."""
+    def _acquire(self, name: str, on_wait: Callable[[str], None]) -> FolderLock:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            return FolderLock(self.path, name, on_wait)
         except OSError as error:
-            # A full disk or quota is not a wrong runs_folder; it becomes a StorageError.
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            # A full or broken disk is not a wrong runs_folder; it becomes a StorageError.
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
                 raise
             raise ConfigError(
                 f"runs_folder: {self.path} cannot be created ({error.strerror}). Choose another with "
                 "runs_folder=FOLDER."
             ) from None
-        try:
-            # The kernel releases the lock when the process dies, so no stale lock can remain.
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            owner = os.read(lock, 4096).decode(errors="replace").strip()
-            os.close(lock)
-            raise RunFolderLockedError(
-                f"{self.path}: the run folder is in use by {owner or 'another process'}. Wait until it ends, or choose "
-                "another name=NAME."
-            ) from None
-        try:
-            os.ftruncate(lock, 0)
-            os.write(lock, f"host {socket.gethostname()}, pid {os.getpid()}\n".encode())
-        except OSError:
-            os.close(lock)
-            raise
-        return lock
 
 
 def run_path(recipe: Recipe) -> Path:

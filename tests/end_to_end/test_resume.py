@@ -23,8 +23,10 @@ from typing import Any
 
 import pytest
 
+from megarl.processes.process_tree import descendants
 from megarl.rollout.state import TIMES
-from tests.child_processes import rank_processes
+from tests.child_processes import is_alive, rank_processes
+from tests.leftovers import Process, mapped_memory
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(7200)]
 
@@ -73,17 +75,18 @@ class Runs:
 
     folder: Path
 
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
+    def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
             [sys.executable, "-m", "megarl", "train", *arguments],
             cwd=self.folder,
+            env={**os.environ, **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
 
-    def train(self, *arguments: str) -> str:
-        driver = self.start(*arguments)
+    def train(self, *arguments: str, **environment: str) -> str:
+        driver = self.start(*arguments, **environment)
         output, _ = driver.communicate(timeout=1500)
         assert driver.returncode == 0, output
         return output
@@ -142,8 +145,10 @@ def test_the_exported_model_states_what_the_recipe_changes(runs: Runs) -> None:
 def test_a_run_that_is_killed_again_and_again_ends_bit_equal(runs: Runs, num_kills: int) -> None:
     moments = random.Random(7)
     name = "killed"
+    temporary = runs.folder / "tmp"
+    temporary.mkdir()
     for number in range(num_kills):
-        driver = runs.start("recipe.yaml", f"name={name}", "--resume")
+        driver = runs.start("recipe.yaml", f"name={name}", "--resume", TMPDIR=str(temporary))
         victim = moments.choice(["driver", "rank 0", "rank 1"])
         during_save = number % 3 == 1
         last = 1 + number * STEPS // num_kills
@@ -152,16 +157,21 @@ def test_a_run_that_is_killed_again_and_again_ends_bit_equal(runs: Runs, num_kil
             time.sleep(moments.uniform(0, 0.05 if during_save else 1.0))
             saved = runs.checkpoints(name)
             pids = rank_processes(driver.pid) | {-1: driver.pid}
+            started, memory = started_processes(driver.pid)
             os.kill(pids[{"driver": -1, "rank 0": 0, "rank 1": 1}[victim]], signal.SIGKILL)
             output, _ = driver.communicate(timeout=1200)
         finally:
             driver.kill()
         assert driver.returncode in (-signal.SIGKILL, 76), output
+        await_no_leftovers(started, memory)
+        # A killed driver cannot remove its private folder; the next start does.
+        assert all(path.name.startswith("megarl-run-") for path in temporary.iterdir())
         print(f"kill {number + 1}: {victim} at step {runs.status(name)['step']}, saved {saved}, {during_save=}")
     newest = runs.run(name) / "checkpoints" / runs.checkpoints(name)[-1]
     flip_a_bit(newest / "__0_0.distcp")
     earlier = runs.checkpoints(name)[-2]
-    output = runs.train(f"runs/{name}", "--resume")
+    output = runs.train(f"runs/{name}", "--resume", TMPDIR=str(temporary))
+    assert list(temporary.iterdir()) == []
     assert f"checkpoint {newest.name} is left out" in output and "__0_0.distcp: its sha256 is" in output
     assert f"resuming from runs/{name}/checkpoints/{earlier}" in output.replace(f"{runs.folder}/", "")
     resumed_step = int(earlier[5:])
@@ -239,6 +249,24 @@ def test_a_second_signal_ends_a_run_at_once(runs: Runs) -> None:
     assert "SIGUSR1, then a second signal: the run exited at once" in status["cause"]
 
 
+def started_processes(driver: int) -> tuple[set[int], set[str]]:
+    """Return the processes that a driver has started, and the names of the shared memory that they map."""
+    started = {driver, *rank_processes(driver).values()}
+    started |= {process for above in list(started) for process in descendants(above)}
+    assert len(started) > 4, "driver and ranks, but no reward process"
+    return started, mapped_memory([Process(pid, "") for pid in started])
+
+
+def await_no_leftovers(started: set[int], memory: set[str]) -> None:
+    """Wait until processes have ended and their shared memory is gone; fail after two minutes."""
+    ending = time.monotonic() + 120
+    while left := [pid for pid in started if is_alive(pid)] + [
+        name for name in memory if Path("/dev/shm", name).exists()
+    ]:
+        assert time.monotonic() < ending, left
+        time.sleep(0.01)
+
+
 def await_moment(runs: Runs, name: str, driver: subprocess.Popen[str], last: int, during_save: bool) -> None:
     """Wait until this process has logged step `last` or later; with `during_save`, then until a save is under way."""
     home, started = runs.run(name), time.monotonic()
@@ -248,7 +276,7 @@ def await_moment(runs: Runs, name: str, driver: subprocess.Popen[str], last: int
             status = runs.status(name)
         except FileNotFoundError:
             return False
-        owned = str(driver.pid) in (home / "lock").read_text()
+        owned = any(f'"pid": {driver.pid},' in path.read_text() for path in (home / "owners").iterdir())
         return owned and status["state"] == "running" and status["step"] >= last
 
     while not reached() or (during_save and not any((home / "checkpoints").glob(".step_*.partial"))):

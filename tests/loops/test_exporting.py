@@ -161,7 +161,7 @@ def test_a_run_of_a_newer_megarl_is_refused_with_both_versions(
     error = " ".join(capsys.readouterr().err.split())
     assert end.value.code == 65 and error.count("error: ") == 1, error
     assert "was written by megarl 7.1.0, but this is megarl 0.1.0" in error and "Install megarl 7.1.0" in error
-    assert {**contents(tmp_path), str(run / "lock"): b""} == {**before, str(run / "lock"): b""}
+    assert contents(tmp_path) == before
 
 
 def test_a_fork_has_the_checkpoint_the_changed_recipe_and_its_parent(run: Path) -> None:

@@ -68,7 +68,7 @@ def _write_checkpoint(folder: Path, recipe: Recipe, step: int, kept: dict[str, s
 
 def contents(folder: Path) -> dict[str, bytes | None]:
     """Names and bytes of all that a folder holds, but for the lock."""
-    found = (path for path in folder.rglob("*") if path.name != "lock")
+    found = (path for path in folder.rglob("*") if "owners" not in path.parts)
     return {str(path): path.read_bytes() if path.is_file() else None for path in found}
 
 

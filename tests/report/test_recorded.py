@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import socket
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+from megarl.files.folder_lock import HOME, Owner
 from megarl.report.curves import (
     MOST_POINTS,
     fault_counts,
@@ -71,12 +71,17 @@ def test_what_is_no_run_is_refused_and_its_runs_are_named(tmp_path: Path) -> Non
 def test_an_end_that_nobody_wrote_is_shown(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", steps=2)
     (folder / "status.json").write_text('{"state": "running", "step": 2}   \n')
-    (folder / "lock").write_text(f"host {socket.gethostname()}, pid {os.getpid()}\n")
+    me = asdict(Owner.this_process("run"))
+    (folder / HOME).mkdir()
+    owner = folder / HOME / "00000001"
+    owner.write_text(json.dumps(me))
     assert read_run(folder).state == "running"
     gone = 2**22 + 1  # no process has so large a number
-    (folder / "lock").write_text(f"host {socket.gethostname()}, pid {gone}\n")
+    owner.write_text(json.dumps({**me, "pid": gone}))
     assert read_run(folder).state == "ended unseen"
-    (folder / "lock").write_text(f"host {socket.gethostname()}-other, pid {gone}\n")
+    owner.write_text(json.dumps({**me, "started": me["started"] - 1}))  # the number was used again
+    assert read_run(folder).state == "ended unseen"
+    owner.write_text(json.dumps({**me, "pid": gone, "boot_id": "another"}))
     assert read_run(folder).state == "running"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -174,8 +175,8 @@ def test_a_run_whose_process_is_gone_has_ended(run: Run) -> None:
     run.step(1)
     ended = subprocess.Popen(["true"])
     ended.wait()
-    lock = (run.path / "lock").read_text()
-    (run.path / "lock").write_text(lock.rpartition(" ")[0] + f" {ended.pid}\n")
+    (owner,) = (run.path / "owners").iterdir()
+    owner.write_text(owner.read_text().replace(f'"pid": {os.getpid()}', f'"pid": {ended.pid}'))
     console, text = plain()
     assert watch(run.path, console, interval_seconds=1.0) == 70
     assert text.getvalue().splitlines()[-1] == "small: ended unseen, step 1 of 8"

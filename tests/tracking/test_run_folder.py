@@ -116,18 +116,40 @@ def test_a_folder_in_use_is_refused_until_its_owner_dies(recipe: Recipe) -> None
     finally:
         owner.send_signal(signal.SIGKILL)
         owner.communicate()
-    # Dead: the lock is free, what it left is an earlier run.
+    # Dead: the folder is taken over, what it left is an earlier run.
+    resumed = RunFolder(recipe, resume=True)
+    assert resumed.dead_owner is not None and f"pid {owner.pid}" in resumed.dead_owner
+    resumed.close()
     with pytest.raises(ConfigError, match="already holds a run, which is running at step 2"):
         RunFolder(recipe)
     (Path(recipe.runs_folder) / "small" / "status.json").unlink()
     RunFolder(recipe).close()
 
 
+def test_a_run_whose_folder_was_taken_over_ends_with_73_and_writes_nothing(recipe: Recipe) -> None:
+    with (
+        pytest.raises(RunFolderLockedError, match="taken over by another process") as caught,
+        RunFolder(recipe) as mine,
+    ):
+        mine.begin()
+        mine.set_status("running", step=1)
+        before = {path: path.read_bytes() for path in mine.path.rglob("*") if path.is_file()}
+        later = mine.path / "owners/00000002"
+        later.touch()
+        mine.set_status(step=2)
+    assert caught.value.exit_code == 73
+    after = {path: path.read_bytes() for path in mine.path.rglob("*") if path.is_file()}
+    released = mine.path / "owners/00000001"
+    assert after.pop(later) == b"" and {**after, released: b""} == {**before, released: b""}
+
+
 def test_an_earlier_run_is_not_overwritten(recipe: Recipe) -> None:
     with RunFolder(recipe) as folder:
         folder.begin()
         folder.set_status("running", step=12)
-    before = {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file() and path.name != "lock"}
+    before = {
+        path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file() and path.parent.name != "owners"
+    }
     for _ in range(2):  # The refusal itself leaves no lock behind.
         with pytest.raises(ConfigError, match=r"name: .*small already holds a run, which is done at step 12\. Choose"):
             RunFolder(recipe)
@@ -264,7 +286,9 @@ def test_a_resume_on_a_full_disk_ends_with_74_and_loses_nothing(
         folder.set_status("running", step=7)
         folder.metrics_file.write_text('{"step": 0}\n{"step": 4}\n{"step": 5}\n')
         (folder.samples_folder / "step_000005.jsonl").write_text("{}\n")
-    before = {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file() and path.name != "lock"}
+    before = {
+        path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file() and path.parent.name != "owners"
+    }
     with no_file_may_grow(), pytest.raises(StorageError) as caught:
         begun(recipe, 4, resume=True)
     assert caught.value.exit_code == 74 and str(folder.path) in str(caught.value)

@@ -1,0 +1,312 @@
+"""Lock of a folder on shared storage: at most one owner among the processes of all machines with the storage."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Self
+
+from megarl.types import RunFolderLockedError
+
+HOME = "owners"
+"""Name of the lock's folder inside the locked folder. It has one file: the newest owner's."""
+HEARTBEAT_SECONDS = 5.0
+"""Seconds between two touches of the owner's file."""
+DEAD_SECONDS = 60.0
+"""Age of the last touch after which an owner on another machine counts as dead: 12 lost heartbeats."""
+_POLL_SECONDS = 0.25
+_OWNER = re.compile(r"\d{8}")
+_ENDED = b"ended"
+"""Content of the file of an owner that released the folder. Overwriting needs no space, so a full disk allows it."""
+_UNKNOWN_START = -1
+_MOST_BYTES = 1 << 16
+"""Bytes read of an owner's file. A longer one was not written by this module."""
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """A process that owns, or owned, a folder."""
+
+    host: str
+    boot_id: str
+    """Identity of the machine's boot: /proc/sys/kernel/random/boot_id."""
+    pid_namespace: str
+    """Namespace of `pid`: processes of another container have other numbers."""
+    pid: int
+    started: int
+    """Start of the process in clock ticks since the boot. A reused `pid` has another start."""
+    run: str
+    job: str
+    """Slurm's job id; empty outside of Slurm."""
+
+    @classmethod
+    def this_process(cls, run: str) -> Self:
+        return cls(
+            socket.gethostname(), _boot_id(), _pid_namespace(), os.getpid(), _start_of(os.getpid()) or 0, run,
+            os.environ.get("SLURM_JOB_ID", ""),
+        )  # fmt: skip
+
+    @classmethod
+    def parse(cls, content: bytes) -> Self | None:
+        """Return the owner in a file's content, None if it is not readable."""
+        try:
+            values = json.loads(content)
+            owner = cls(**values)
+        except (ValueError, TypeError, RecursionError):
+            return None
+        fields = {"pid": int, "started": int}
+        is_valid = all(type(value) is fields.get(name, str) for name, value in asdict(owner).items())
+        # The values are printed: others could write control characters of a terminal into the file.
+        return owner if is_valid and owner.pid > 0 and str(owner).isprintable() else None
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the owner's `pid` is a number of this machine, of this boot, and of this container."""
+        return (self.boot_id, self.pid_namespace) == (_boot_id(), _pid_namespace())
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the owner's process runs. Valid only if `is_here`."""
+        return _start_of(self.pid) in (self.started, _UNKNOWN_START)
+
+    def __str__(self) -> str:
+        job = f", Slurm job {self.job}" if self.job else ""
+        return f"host {self.host}, pid {self.pid}{job}, run {self.run}"
+
+
+class FolderLock:
+    """Ownership of a folder by this process, from `__init__` to `release`.
+
+    Each owner has a numbered file in `owners/`; the highest number owns the folder. An owner is made by an exclusive
+    creation of the next number, so of several takers one wins, also on NFS and Lustre. The highest file is never
+    renamed or removed, only overwritten. Therefore a slow taker that saw an older state cannot win.
+
+    A background thread touches the file every 5 s. `taken_from` is the dead owner before this one, None if the folder
+    was free.
+    """
+
+    def __init__(self, folder: Path, run: str, on_wait: Callable[[str], None] = lambda text: None) -> None:
+        """Take the folder. `on_wait` is called once if an owner on another machine must be watched first.
+
+        Raises RunFolderLockedError if a living process owns it, OSError if the folder cannot be written.
+        """
+        self._folder = folder
+        self._home = folder / HOME
+        self._home.mkdir(exist_ok=True)
+        self.taken_from: str | None = None
+        self._file = self._take(json.dumps(asdict(Owner.this_process(run))).encode(), on_wait)
+        self._number = int(self._file.name)
+        self._is_released = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="folder lock", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise RunFolderLockedError if another process has taken the folder.
+
+        That happens after a stop of more than 60 s: a paused virtual machine, or a lost file server.
+        """
+        newest = _newest(self._home)
+        if newest is not None and int(newest.name) > self._number:
+            raise RunFolderLockedError(
+                f"{self._folder}: this process gave no sign of life for {DEAD_SECONDS:.0f} s, so the folder was taken "
+                f"over by {_content_text(newest)}. This process writes no more; leave the other one running."
+            )
+
+    def release(self) -> None:
+        """Free the folder. Further calls do nothing."""
+        if self._is_released.is_set():
+            return
+        self._is_released.set()
+        # Otherwise the thread may touch the file of a later owner in this process. It waits only for the event.
+        self._thread.join(_POLL_SECONDS)
+        # Missing if a later owner removed it.
+        with suppress(OSError), self._file.open("r+b", buffering=0) as file:
+            file.write(_ENDED)
+            file.truncate()
+
+    def _take(self, content: bytes, on_wait: Callable[[str], None]) -> Path:
+        """Create this process's file as the highest number, and return it."""
+        while True:
+            newest = _newest(self._home)
+            try:
+                self.taken_from = None if newest is None else self._dead_owner(newest, on_wait)
+            except FileNotFoundError:
+                # A later owner removed the file.
+                continue
+            number = 1 if newest is None else int(newest.name) + 1
+            mine = self._home / f"{number:08d}"
+            try:
+                _create(mine, content)
+            except FileExistsError:
+                # Another taker was faster. It owns the folder now, or it has ended already.
+                continue
+            if _newest(self._home) == mine:
+                self._remove_older(number)
+                return mine
+            # An even later owner has removed the number seen before, so this one was free again.
+            mine.unlink(missing_ok=True)
+
+    def _dead_owner(self, file: Path, on_wait: Callable[[str], None]) -> str | None:
+        """Return the dead owner in `file` as text, None if it released the folder.
+
+        Raises RunFolderLockedError if it lives.
+        """
+        first: float | None = None
+        while True:
+            content, touched = _read(file)
+            if content == _ENDED:
+                return None
+            owner = Owner.parse(content)
+            if owner is not None and owner.is_here:
+                if owner.is_running:
+                    raise self._in_use(owner)
+                return str(owner)
+            now = _server_time(self._home)
+            # The same machine after a reboot: a touch before the boot is that of a process which the reboot ended.
+            is_of_earlier_boot = (
+                owner is not None
+                and owner.host == socket.gethostname()
+                and owner.boot_id != _boot_id()
+                and touched < now - time.clock_gettime(time.CLOCK_BOOTTIME)
+            )
+            if is_of_earlier_boot or now - touched > DEAD_SECONDS:
+                return _text(owner)
+            if first is None:
+                first = touched
+                left_seconds = DEAD_SECONDS - (now - touched)
+                on_wait(f"{self._folder}: waiting up to {left_seconds:.0f} s for a sign of life of {_text(owner)}")
+            elif touched != first:
+                raise self._in_use(owner)
+            time.sleep(_POLL_SECONDS)
+
+    def _in_use(self, owner: Owner | None) -> RunFolderLockedError:
+        return RunFolderLockedError(
+            f"{self._folder}: the run folder is in use by {_text(owner)}. Wait until it ends, or choose another "
+            "name=NAME."
+        )
+
+    def _remove_older(self, number: int) -> None:
+        """Remove the files of earlier owners, and clocks of killed takers."""
+        for path in list(self._home.iterdir()):
+            is_older = _OWNER.fullmatch(path.name) is not None and int(path.name) < number
+            if is_older or (path.name.startswith(".clock-") and _age_of(path) > DEAD_SECONDS):
+                path.unlink(missing_ok=True)
+
+    def _beat(self) -> None:
+        while not self._is_released.wait(HEARTBEAT_SECONDS):
+            # Without times, a file server uses its own clock. An error passes: `check` notices a lost folder.
+            with suppress(OSError):
+                os.utime(self._file)
+
+
+def owner_is_gone(folder: Path) -> bool:
+    """Return whether the folder's newest owner has ended: it said so, or its process on this machine is gone.
+
+    False: it runs, or is on another machine, or nothing is known. Raises no error, and writes nothing.
+    """
+    try:
+        newest = _newest(folder / HOME)
+        if newest is None:
+            return False
+        content, _ = _read(newest)
+    except OSError:
+        return False
+    owner = Owner.parse(content)
+    return content == _ENDED or (owner is not None and owner.is_here and not owner.is_running)
+
+
+def _create(file: Path, content: bytes) -> None:
+    """Create a file with this content. Raises FileExistsError if it exists, other OSErrors if it cannot be written."""
+    # O_EXCL is atomic on NFS since version 3, on Lustre and on GPFS. Hard links are missing on some file systems.
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    try:
+        os.write(descriptor, content)
+        os.fsync(descriptor)
+    except OSError:
+        file.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def _read(file: Path) -> tuple[bytes, float]:
+    """Return a file's content, and the file server's time of its last touch in seconds."""
+    # Opening makes an NFS client ask its server; stat alone may return values that are a minute old.
+    descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        return os.read(descriptor, _MOST_BYTES), os.fstat(descriptor).st_mtime
+    finally:
+        os.close(descriptor)
+
+
+def _server_time(home: Path) -> float:
+    """Return the file server's present time in seconds: the clock that also stamps the heartbeats."""
+    clock = home / f".clock-{uuid.uuid4().hex}"
+    descriptor = os.open(clock, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        return os.fstat(descriptor).st_mtime
+    finally:
+        os.close(descriptor)
+        clock.unlink(missing_ok=True)
+
+
+def _age_of(path: Path) -> float:
+    """Return the seconds since a file's last touch, infinity if it is gone."""
+    try:
+        return _server_time(path.parent) - path.stat().st_mtime
+    except FileNotFoundError:
+        return float("inf")
+
+
+def _newest(home: Path) -> Path | None:
+    """Return the owner's file with the highest number. None: the folder never had an owner."""
+    try:
+        names = [name for name in os.listdir(home) if _OWNER.fullmatch(name)]
+    except FileNotFoundError:
+        return None
+    return home / max(names) if names else None
+
+
+def _content_text(file: Path) -> str:
+    """Return the owner in a file as text."""
+    with suppress(OSError):
+        return _text(Owner.parse(_read(file)[0]))
+    return _text(None)
+
+
+def _text(owner: Owner | None) -> str:
+    return "another process" if owner is None else str(owner)
+
+
+def _boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _pid_namespace() -> str:
+    return os.readlink("/proc/self/ns/pid")
+
+
+def _start_of(pid: int) -> int | None:
+    """Return the start of a process in clock ticks since the boot, None if it has ended."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        # With proc mounted as hidepid=2, another user's process has no folder there, but it has a descriptor.
+        try:
+            os.close(os.pidfd_open(pid))
+        except OSError:
+            return None
+        return _UNKNOWN_START
+    # The process name, in parentheses, may itself contain spaces and parentheses.
+    fields = stat.rpartition(")")[2].split()
+    # A zombie has ended; only its parent has not asked for its exit code yet.
+    return None if fields[0] in "ZX" else int(fields[19])
