@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from megarl.report.recorded import RecordedRun
     from megarl.rollout.evaluate import EvaluatedSet
     from megarl.sandbox.check import Examination
+    from megarl.tracking.draws import Account
     from megarl.tracking.metric_table import Row
 
 
@@ -46,6 +47,32 @@ def print_error(error: MegarlError) -> None:
     # The terminal may be gone, or the disk behind stderr full. The exit code must not change because of it.
     with contextlib.suppress(OSError):
         console.print(Text("error: ", style="bold red") + Text(printable(str(error))))
+
+
+def print_account(account: Account) -> None:
+    """Print what became of a run's prompts: a row for each source and epoch."""
+    from rich.table import Table
+
+    from megarl.terminal import Console
+    from megarl.tracking.draws import ENDINGS
+
+    # Without borders ten columns fit in 80 characters.
+    table = Table(title=f"prompts up to step {account.last_step}", box=None)
+    endings = [name for name in ENDINGS if any(epoch.endings[name] for epoch in account.epochs)]
+    for name in ("source", "epoch", "prompts", "drawn", "skipped", *endings, "open", "never", "repeated"):
+        table.add_column(name, justify="left" if name == "source" else "right")
+    for epoch in account.epochs:
+        counts = [
+            epoch.number, epoch.size, epoch.draws.total(), epoch.skipped, *(epoch.endings[name] for name in endings),
+            epoch.num_open, epoch.missing, len(epoch.repeated),
+        ]  # fmt: skip
+        table.add_row(printable(epoch.source), *map(str, counts))
+    console = Console()
+    console.print(table)
+    for name in endings:
+        console.print(f"{name}: {ENDINGS[name]}", style="dim")
+    if account.too_long:
+        console.print(f"{account.too_long} records are too long and never drawn", style="dim")
 
 
 def print_sizes(recipe: Recipe, layout: ParallelConfig, records: dict[str, int], dropped: Mapping[str, int]) -> None:

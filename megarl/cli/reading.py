@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import typer
 
 from megarl.terminal import Terminal
-from megarl.types import ConfigError
+from megarl.types import ConfigError, DataError
 
 
 def report(
@@ -109,8 +109,27 @@ def samples(
     limit: Annotated[
         int, typer.Option(min=1, help="Maximum number of samples printed if the output is not a terminal.")
     ] = 10,
+    is_account: Annotated[
+        bool,
+        typer.Option(
+            "--account",
+            help="Instead: by epoch, how many prompts were drawn, trained on, dropped and why. Exit code 65 if one was "
+            "lost or drawn twice.",
+        ),
+    ] = False,
 ) -> None:
     """Show samples of a run, or answers of an evaluation: one at a time on a terminal, otherwise all."""
+    if is_account:
+        from megarl.console import print_account
+        from megarl.report.recorded import refuse_other_folders
+        from megarl.tracking.draws import account
+
+        refuse_other_folders(run)
+        found = account(run)
+        print_account(found)
+        if found.faults:
+            raise DataError(f"{run}: not every prompt is accounted for: {'; '.join(found.faults[:8])}")
+        return
     from megarl.report.browse import Selection, browse
 
     # Browsing asks for keys, so both ends must be a terminal. Piped output is printed up to the limit.

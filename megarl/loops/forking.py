@@ -19,6 +19,7 @@ from megarl.config.override_text import override_text
 from megarl.config.recipe import load, to_yaml
 from megarl.files.atomic import replace_text, storage_faults_named
 from megarl.report.recorded import refuse_other_folders
+from megarl.tracking.draws import LEDGER
 from megarl.tracking.earlier_run import PARENT, EarlierRun
 from megarl.tracking.run_folder import run_path
 from megarl.types import ConfigError
@@ -56,6 +57,8 @@ def make_fork(run: Path, step: int, overrides: Sequence[str] = ()) -> Path:
             if (run / "metrics.jsonl").exists():
                 # The start removes the lines of later steps.
                 shutil.copyfile(run / "metrics.jsonl", partial / "metrics.jsonl")
+            if (run / LEDGER).exists():
+                shutil.copyfile(run / LEDGER, partial / LEDGER)
             partial.rename(target)
         finally:
             shutil.rmtree(partial, ignore_errors=True)

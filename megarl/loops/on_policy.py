@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
+from megarl.files.atomic import storage_faults_named
 from megarl.loops.models import load_experts
 from megarl.loops.performance import Balance
 from megarl.loops.session import Session
@@ -17,6 +18,7 @@ from megarl.rollout.evaluate import failure_metrics
 from megarl.rollout.source import served_metrics
 from megarl.rollout.state import RLState, flatten
 from megarl.rollout.step_metrics import step_metrics
+from megarl.tracking.draws import rewind
 from megarl.types import Group
 
 
@@ -57,6 +59,9 @@ class OnPolicyRun:
                 "algorithm.old_logprobs was not trainer when they were sampled. Their importance ratio uses the "
                 "engine's log-probs instead"
             )
+        # The ledger's last lines may have events of after the save.
+        with storage_faults_named(session.folder.draws_file):
+            rewind(session.folder.draws_file, self.state.draws.num_written)
         await load_experts(session.models, self._recipe, self.state, checkpoint)
         # The engines hold the initial weights, not the checkpoint's.
         await session.reshards.run(step)
@@ -94,7 +99,17 @@ class OnPolicyRun:
     async def write_samples(
         self, step: Step, groups: Sequence[Group], token_records: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Write the step's trajectories and token records, if due."""
+        """Write the step's trajectories and token records, if due, and what became of the prompts."""
+        session = self._session
+        sizes = {source.name: len(source.problems) for source in session.sources}
+        with storage_faults_named(session.folder.draws_file):
+            self.state.draws.write(
+                session.folder.draws_file,
+                step.number,
+                sizes,
+                num_open=len(self.state.started) + len(self.state.waiting),
+                too_long=session.dropped.total(),
+            )
         # A reward model adds scores to `groups` only, so the sampled trajectories lack them.
         shown = flatten(groups) if "reward_model" in self._session.models else self.buffer.sampled
         await self._session.samples.write_step(step.number, shown, token_records)

@@ -237,10 +237,11 @@ class GroupBuffer:
 
     def _start_new(self, draw: int, seed_number: int) -> None:
         """Draw the next problem, and start sampling its group of attempts."""
-        problem, self.state.positions = self._mixture.draw(self.state.positions)
+        problem, positions = self._mixture.draw(self.state.positions)
         # All attempts of a group share one temperature, even if its schedule moves on during a long group.
         temperature = self._sources[problem.source].sampling(self._demand.step).temperature
-        self.state.started[draw] = group = StartedGroup(draw, problem, temperature)
+        group = StartedGroup(draw, problem, temperature)
+        self.state.start(group, positions)
         self._num_started += 1
         self._start(group, seed_number)
 
@@ -341,7 +342,7 @@ class GroupBuffer:
             if passes_filter(group, recipe.algorithm):
                 state.waiting = [*state.waiting, group]
             else:
-                state.given_up += 1
+                state.give_up("filtered", [group[0].problem])
 
     def _observe(self, group: Group) -> None:
         """Report a complete group's share of right answers to the curriculum selecting problems.
@@ -372,7 +373,9 @@ class GroupBuffer:
         """Drop groups with tokens older than the staleness limit."""
         state, stale = self.state, self._demand.stale_draws(self.state)
         self._counts["staleness/dropped"] += len(stale)
-        state.given_up += len(stale)
+        started = [group.problem for draw, group in state.started.items() if draw in stale]
+        waiting = [group[0].problem for group in state.waiting if draw_of(group) in stale]
+        state.give_up("stale", started + waiting)
         self._cancel([draw for draw in state.started if draw in stale])
         state.started = {draw: group for draw, group in state.started.items() if draw not in stale}
         state.waiting = [group for group in state.waiting if draw_of(group) not in stale]
@@ -380,9 +383,9 @@ class GroupBuffer:
     def _abort_all(self) -> None:
         """Drop all groups not used by the step, both complete ones and those still being sampled."""
         state = self.state
-        surplus = len(state.started) + len(state.waiting)
-        self._counts["rollout/aborted"] += surplus
-        state.given_up += surplus
+        surplus = [*(group.problem for group in state.started.values()), *(group[0].problem for group in state.waiting)]
+        self._counts["rollout/aborted"] += len(surplus)
+        state.give_up("aborted", surplus)
         self._cancel(list(self._tasks))
         state.started.clear()
         state.waiting = []

@@ -17,6 +17,7 @@ from megarl.config import AlgorithmConfig
 from megarl.data.mixture import Position, Positions
 from megarl.data.streamed import Places
 from megarl.rollout.recording import StartedGroup
+from megarl.tracking.draws import DrawEvents
 from megarl.types import Archive, ConfigError, ExpertsHandle, FindProblem, Group, Problem, Trajectory
 
 METRICS = {
@@ -35,7 +36,8 @@ class RLState:
     `drawn` counts how often prompts were drawn: in batches in synchronous training, otherwise one by one. `positions`
     are the sources' positions in their data. `waiting` holds complete groups for a later step, `started` the groups in
     flight by number. If single prompts are drawn, every group drawn is in exactly one of `used` (given to a step),
-    `given_up` (dropped), `started` and `waiting`. `kl_coefficient` is the current coefficient of the KL penalty.
+    `given_up` (dropped), `started` and `waiting`. `draws` are the events for the ledger draws.jsonl.
+    `kl_coefficient` is the current coefficient of the KL penalty.
     """
 
     def __init__(self, algorithm: AlgorithmConfig) -> None:
@@ -44,9 +46,11 @@ class RLState:
         self.positions: Positions = {}
         self.waiting: list[Group] = []
         self.started: dict[int, StartedGroup] = {}
+        self.draws = DrawEvents()
         self.kl_coefficient = algorithm.kl_coefficient
         self._given: list[Group] = []
         self._before_step: tuple[int, int, int, list[Group], Positions] | None = None
+        self._num_events = 0
 
     def begin_step(self, *, repeats_draws: bool) -> None:
         """Begin a training step, after the previous step's groups are trained.
@@ -57,6 +61,23 @@ class RLState:
         self._given = []
         before = self.drawn, self.used, self.given_up, self.waiting, self.positions
         self._before_step = before if repeats_draws else None
+        self._num_events = len(self.draws.pending)
+
+    def start(self, group: StartedGroup, positions: Positions) -> None:
+        """Add a group whose prompt was just drawn. `positions` are those after the draw."""
+        source = group.problem.source
+        before, after = self.positions.get(source, Position()), positions[source]
+        if num_skipped := after.passed - before.passed:
+            self.draws.add("skipped", source, num_skipped)
+        self.draws.add("drawn", source, after.taken - 1, group.problem.index)
+        self.positions = positions
+        self.started[group.draw] = group
+
+    def give_up(self, ending: str, problems: Sequence[Problem]) -> None:
+        """Count the groups of these problems as dropped. `ending` is the reason, one of `draws.ENDINGS`."""
+        self.given_up += len(problems)
+        for problem in problems:
+            self.draws.add(ending, problem.source, problem.index)
 
     def give(self, groups: Sequence[Group]) -> None:
         """Remove these groups from the waiting ones, because the current step trains on them."""
@@ -64,13 +85,18 @@ class RLState:
         self.waiting = [group for group in self.waiting if draw_of(group) not in draws]
         self.used += len(groups)
         self._given = list(groups)
+        for group in groups:
+            self.draws.add("used", group[0].problem.source, group[0].problem.index)
 
     def forget_step(self) -> None:
         """Undo the current step: restore the state before its draws, or only make its groups wait again."""
         if self._before_step is not None:
             self.drawn, self.used, self.given_up, self.waiting, self.positions = self._before_step
             self.started = {}
+            del self.draws.pending[self._num_events :]
             return
+        for group in self._given:
+            self.draws.remove("used", group[0].problem.source, group[0].problem.index)
         self.waiting = [*self._given, *self.waiting]
         self.used -= len(self._given)
         self._given = []
@@ -109,6 +135,7 @@ class RLState:
             "drawn": self.drawn,
             "used": self.used,
             "given_up": self.given_up,
+            "draws": self.draws.as_json(),
             "positions": {name: asdict(position) for name, position in self.positions.items()},
             "kl_coefficient": self.kl_coefficient,
             "waiting": [t.to_json(archive, f"{place}.") for place, t in enumerate(flatten(self.waiting))],
@@ -125,6 +152,7 @@ class RLState:
         state = json.loads((folder / STATE).read_text(encoding="utf-8"))
         archive = Archive(load_file(folder / ARRAYS), json.loads((folder / TIMES).read_text(encoding="utf-8")))
         self.drawn, self.used, self.given_up = state["drawn"], state["used"], state["given_up"]
+        self.draws = DrawEvents.from_json(state["draws"])
         self.positions = {name: Position(**position) for name, position in state["positions"].items()}
         if self._algorithm.kl_target is not None:
             # Without a target the recipe's coefficient counts, so that a resumed run can change it.

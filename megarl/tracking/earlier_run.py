@@ -14,7 +14,7 @@ from typing import Any, Self
 from megarl.files.atomic import storage_faults_named
 from megarl.types import ConfigError, DataError
 
-SCHEMA = 5
+SCHEMA = 6
 """Version of the recipe's field names and of the driver's state in checkpoints. Other versions cannot be resumed."""
 
 DRIVER = "driver.json"

@@ -27,6 +27,7 @@ from megarl.files.atomic import (
     storage_faults_named,
 )
 from megarl.files.folder_lock import HOME, FolderLock
+from megarl.tracking.draws import LEDGER
 from megarl.tracking.earlier_run import EarlierRun, attempt_folders, whole_number
 from megarl.types import (
     ConfigError,
@@ -50,7 +51,8 @@ class RunFolder:
     """Folder `RUNS_FOLDER/NAME/`, locked by this process until it closes the folder or dies.
 
     Files: `config.yaml` (the complete recipe of the newest attempt with a trained step, secrets hidden);
-    `status.json`; `metrics.jsonl`; `versions.jsonl` (checksums of the weights); in a fork `parent.json`, the run and
+    `status.json`; `metrics.jsonl`; `versions.jsonl` (checksums of the weights);
+    `draws.jsonl` (what became of each prompt); in a fork `parent.json`, the run and
     step from which it was made.
 
     Folders: `owners/` (the lock, see `FolderLock`); `tensorboard/`; `samples/`; `tokens/` (a few samples token by
@@ -83,6 +85,7 @@ class RunFolder:
         self.path = run_path(recipe)
         self.metrics_file = self.path / "metrics.jsonl"
         self.versions_file = self.path / "versions.jsonl"
+        self.draws_file = self.path / LEDGER
         self.tensorboard_folder = self.path / "tensorboard"
         self.samples_folder = self.path / "samples"
         self.tokens_folder = self.path / "tokens"
@@ -273,6 +276,7 @@ class RunFolder:
         unreadable = steps.count(None)
         self.has_logged_resumed_step = last in steps
         _forget_lines(self.versions_file, last)
+        _forget_lines(self.draws_file, last)
         for path in (*self.samples_folder.glob("step_*.jsonl"), *self.tokens_folder.glob("step_*.jsonl")):
             if (number := re.fullmatch(r"step_(\d+)", path.stem)) and int(number[1]) > last:
                 path.unlink()

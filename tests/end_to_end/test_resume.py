@@ -25,6 +25,7 @@ import pytest
 
 from megarl.processes.process_tree import descendants
 from megarl.rollout.state import TIMES
+from megarl.tracking.draws import account
 from tests.child_processes import is_alive, rank_processes
 from tests.leftovers import Process, mapped_memory
 
@@ -184,6 +185,20 @@ def test_a_run_that_is_killed_again_and_again_ends_bit_equal(runs: Runs, num_kil
     # How often it was taken up again without a step gained is for the kills to say.
     assert resumed | {"restarts": 0} == done | {"resumed_step": resumed_step, "restarts": 0}
     assert_bit_equal(runs.run(name), runs.run("whole"))
+    assert_each_prompt_is_accounted_for(runs.run(name), runs.run("whole"))
+
+
+def assert_each_prompt_is_accounted_for(mine: Path, other: Path) -> None:
+    """Each prompt of an epoch was drawn once, and the same prompts were trained on as in the other run."""
+    killed, calm = account(mine), account(other)
+    assert killed.faults == [] and killed.epochs == calm.epochs
+    assert sum(epoch.endings["used"] for epoch in killed.epochs) == 4 * STEPS
+    assert all(max(epoch.draws.values()) == 1 for epoch in killed.epochs)
+    assert sum(epoch.endings["filtered"] for epoch in killed.epochs) > 0
+    shown = subprocess.run(
+        [sys.executable, "-m", "megarl", "samples", str(mine), "--account"], capture_output=True, text=True, timeout=120
+    )
+    assert shown.returncode == 0 and "filtered: dropped by algorithm.dynamic_sampling" in shown.stdout, shown
 
 
 def test_a_run_that_is_asked_to_stop_saves_and_goes_on_bit_equal(runs: Runs) -> None:

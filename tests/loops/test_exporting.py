@@ -17,6 +17,7 @@ from megarl.cli import main
 from megarl.loops.exporting import export
 from megarl.loops.forking import make_fork
 from megarl.report.recorded import read_run
+from megarl.tracking.earlier_run import SCHEMA
 from megarl.types import ConfigError, DataError
 
 
@@ -34,7 +35,7 @@ def run(tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.Mon
         home.parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "made/release").rename(home)
         shutil.rmtree(tmp_path / "made")
-        (home / "driver.json").write_text(json.dumps({"schema": 5, "step": step}))
+        (home / "driver.json").write_text(json.dumps({"schema": SCHEMA, "step": step}))
     recipe = {
         "name": "sums", "loop": "sft", "model": {"path": str(model), "override_config": {"rope_theta": 400.0}},
         "data": {"train": "train.jsonl"}, "train": {"steps": 4}, "checkpoint": {"every_steps": 2},
