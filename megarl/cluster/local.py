@@ -30,8 +30,7 @@ _HOST = "127.0.0.1"
 class _LocalHandle(RankHandle):
     """Handle of a rank process on this machine. The driver has one end of a socket pair, the process the other."""
 
-    def __init__(self, rank: int, environment: Mapping[str, str], imports: Sequence[str], log_folder: Path) -> None:
-        log = log_folder / f"rank_{rank:04d}.log"
+    def __init__(self, rank: int, environment: Mapping[str, str], imports: Sequence[str], log: Path) -> None:
         super().__init__(rank, log)
         self.local_rank = int(environment["LOCAL_RANK"])
         with log.open("ab") as output:
@@ -122,13 +121,19 @@ class LocalGroup(WorkerGroup):
         used = {handle.local_rank for handle in self._inherited.values() if isinstance(handle, _LocalHandle)}
         # A process that replaces a lost one gets the lost one's GPU.
         free = [self.part.first_rank + n for n in range(self.world_size) if self.part.first_rank + n not in used]
+        kept_logs = {handle.log for handle in self._inherited.values()}
         for rank in range(self.world_size):
             if rank in self._inherited:
                 self._handles.append(self._inherited[rank])
                 continue
             # RANK counts within the group. LOCAL_RANK, the index of the GPU, counts over all groups on this machine.
             own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(free.pop(0))}
-            self._handles.append(_LocalHandle(self.part.first_rank + rank, own, self._imports, log_folder))
+            number = self.part.first_rank + rank
+            log = log_folder / f"rank_{number:04d}.log"
+            if log in kept_logs:
+                # A process with another rank now still writes to it.
+                log = log_folder / f"rank_{number:04d}_{secrets.token_hex(2)}.log"
+            self._handles.append(_LocalHandle(number, own, self._imports, log))
         for rank, handle in enumerate(self._handles):
             if rank not in self._inherited:
                 await handle.connection.open()
@@ -149,3 +154,5 @@ class LocalGroup(WorkerGroup):
         await super()._end(lost)
         if self._folder is not None and not self.survivors:
             self._folder.remove()
+            # A successor makes its own.
+            self._folder = None

@@ -242,17 +242,18 @@ class WorkerGroup(ABC):
         world within 30 s are killed and replaced too.
         """
         first = self.part.first_rank
-        ready = {handle.rank - first: handle for handle in await self._take_survivors()}
-        group = self._heir(len(sources))
+        # Until the next group exists, `close` of this one still ends the survivors.
+        await self._part_survivors()
+        ready = {handle.rank - first: handle for handle in self.survivors}
+        await self._kill([handle for source, handle in ready.items() if source not in sources])
+        group, self.survivors = self._heir(len(sources)), []
         group._log_folder, group._environment = log_folder, self._environment
         group.start_timeout_seconds, group.keeps_survivors = self.start_timeout_seconds, self.keeps_survivors
         group.on_asked = self.on_asked
         for rank, source in enumerate(sources):
             if source is not None and (handle := ready.pop(source, None)) is not None:
                 group._inherited[rank] = handle
-        await self._kill(list(ready.values()))
-        for rank, handle in group._inherited.items():
-            handle.rank = first + rank
+                handle.rank = first + rank
         try:
             await group._start_ranks()
         except BaseException as error:
@@ -261,10 +262,15 @@ class WorkerGroup(ABC):
         return group
 
     async def inherited_steps(self) -> list[Any]:
-        """Return the copies of training states held by each inherited process: see `StateCopies.steps`."""
-        if not (ranks := sorted(self._inherited)):
-            return []
-        return await self._exchange("legacy", ranks, [pack(("__legacy__", (), {}))] * len(ranks))
+        """Return the copies of training states held by each rank's process: see `StateCopies.steps`. New processes have
+        none.
+        """
+        steps: list[Any] = [{} for _ in range(self.world_size)]
+        if ranks := sorted(self._inherited):
+            found = await self._exchange("legacy", ranks, [pack(("__legacy__", (), {}))] * len(ranks))
+            for rank, answer in zip(ranks, found, strict=True):
+                steps[rank] = answer
+        return steps
 
     async def set_apart(self) -> None:
         """End the group without a loss, and keep all processes for a successor with another number of ranks."""
@@ -280,16 +286,15 @@ class WorkerGroup(ABC):
     def _heir(self, world_size: int) -> Self:
         """Return a group object of `world_size` ranks, without processes. It takes over this group's resources."""
 
-    async def _take_survivors(self) -> list[RankHandle]:
-        """Make the survivors leave their torch world, and return those that did. Kill the others."""
-        survivors, self.survivors = self.survivors, []
-        if not survivors:
-            return []
-        answers, _ = self._ask(dict.fromkeys(survivors, pack(("__abandon__", (), {}))))
+    async def _part_survivors(self) -> None:
+        """Make the survivors leave their torch world. Those that do not are killed, and are no survivors any more."""
+        if not self.survivors:
+            return
+        answers, _ = self._ask(dict.fromkeys(self.survivors, pack(("__abandon__", (), {}))))
         await asyncio.wait(answers.values(), timeout=_ABANDON_SECONDS)
         ready = [h for h, answer in answers.items() if answer.done() and answer.exception() is None]
-        await self._kill([handle for handle in survivors if handle not in ready])
-        return ready
+        await self._kill([handle for handle in self.survivors if handle not in ready])
+        self.survivors = ready
 
     async def construct(self, worker: str, kwargs: Mapping[str, Any]) -> None:
         """Construct another worker on every rank, from "package.module:Class" (`worker`) with the arguments `kwargs`.
@@ -548,13 +553,15 @@ class WorkerGroup(ABC):
             stacks = await self._stacks()
             if stopped := [handle for handle in silent if not waits_in_collective(stacks[handle.rank])]:
                 return await self._fall_silent(f"did not enter a collective of `{failed.method}`", stopped, stacks)
-        return await self._fail(failed.method, first)
+        return await self._fail(failed.method, first, [error for error, _ in failures])
 
-    async def _fail(self, method: str, first: RankError) -> Exception:
-        """End the group because of a rank's error. Returns the error naming the first cause."""
+    async def _fail(self, method: str, first: RankError, failures: Sequence[RankError]) -> Exception:
+        """End the group because of a rank's error, the `first` of several. Returns the error naming the first cause."""
         handle, report, is_dead = first.handle, first.report, first.handle.died.done()
         is_lost = report is None or (report["lost"] and not report["megarl_class"])
-        await self._end([handle] if is_lost else None)
+        # A rank that reported a fault of its own, such as a broken GPU, cannot continue either.
+        lost = [handle, *(error.handle for error in failures if not error.echo)]
+        await self._end(lost if is_lost else None)
         where = f"rank {handle.rank} of {self.part.num_ranks}"
         if report is None:
             return RankLostError(
@@ -615,7 +622,9 @@ class WorkerGroup(ABC):
 
         If the cause is only the loss of the ranks `lost`, and the group keeps survivors, all other processes stay.
         """
-        handles, self._handles = self._handles, []
+        # A start that failed early has not added all inherited processes.
+        handles = list(dict.fromkeys((*self._handles, *self._inherited.values())))
+        self._handles, self._inherited = [], {}
         if lost is not None and self.keeps_survivors:
             self.survivors = [handle for handle in handles if handle not in lost and not handle.died.done()]
         for call in self._calls:

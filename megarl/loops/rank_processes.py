@@ -17,8 +17,9 @@ from megarl.files.private_folder import PrivateFolder
 from megarl.loops.resizing import ResizeAskedError, shrunk
 from megarl.loops.resume import Origin
 from megarl.loops.state_replication import StateReplication
-from megarl.loops.stopping import leaving_on_signals
+from megarl.loops.stopping import StopRequest, leaving_on_signals
 from megarl.tracking.earlier_run import EarlierRun, checkpoint_step
+from megarl.tracking.run_folder import RunFolder
 from megarl.types import MegarlError, PeerLostError
 
 METRICS = {
@@ -47,8 +48,8 @@ class RankProcesses:
         self.copies = StateReplication(recipe.checkpoint.replicate, self._folder.path)
         self.num_recoveries = 0
         """Number of losses of trainer ranks that the run has survived."""
-        self._copied: int | None = None
         self._received = 0.0
+        self._has_copies = False
 
     async def __aenter__(self) -> Self:
         return self
@@ -73,14 +74,18 @@ class RankProcesses:
             self._ranks.trainers.keeps_survivors = cluster.recover != "stop"
         return self._ranks
 
-    async def recover(self, error: PeerLostError, log_folder: Path, notify: Callable[[str], object]) -> None:
+    async def recover(
+        self, error: PeerLostError, stop: StopRequest, folder: RunFolder, notify: Callable[[str], object]
+    ) -> None:
         """Replace the lost processes of the trainer. Raises the error if the run must end because of it.
 
-        `notify` is called with a message about the loss. New processes write their logs to `log_folder`.
+        `notify` is called with a message about the loss. New processes write their logs to the folder's `logs_folder`.
+        Raises EndedError if the run was to stop (`stop`), because its progress since the last checkpoint is lost.
         """
         lost = self._ranks.trainers if self._ranks is not None else None
         if lost is None or not lost.survivors or self.recipe.cluster.recover == "stop":
             raise error
+        stop.refuse_recovery(error, folder.path)
         self._lost_at = time.monotonic()
         survivors = [handle.rank - lost.part.first_rank for handle in lost.survivors]
         sources: Sequence[int | None] = range(lost.world_size)
@@ -93,21 +98,25 @@ class RankProcesses:
             sources, then = chosen, f"the run goes on with {self.layout}"
         notify(f"{error}. {len(survivors)} of {lost.world_size} processes continue; {then}")
         self.copies.forget_begun()
-        await self._replace(lost, sources, log_folder)
+        await self._replace(lost, sources, folder.logs_folder)
         self.num_recoveries += 1
 
-    async def resize(self, asked: ResizeAskedError, log_folder: Path, notify: Callable[[str], object]) -> None:
+    async def resize(
+        self, asked: ResizeAskedError, stop: StopRequest, folder: RunFolder, notify: Callable[[str], object]
+    ) -> None:
         """Continue with other parallel sizes. Processes stay; missing ones start, and superfluous ones end.
 
         The state after the current step must have been copied.
         """
         assert self._ranks is not None
+        stop.refuse_recovery(asked, folder.path)
         before, count = self._ranks.trainers, asked.layout.world_size
         self._lost_at = time.monotonic()
         notify(f"resize from {self.layout} to {asked.layout}")
         self.recipe, self.layout = asked.recipe, asked.layout
         await before.set_apart()
-        await self._replace(before, [rank if rank < before.world_size else None for rank in range(count)], log_folder)
+        sources = [rank if rank < before.world_size else None for rank in range(count)]
+        await self._replace(before, sources, folder.logs_folder)
 
     async def _replace(self, group: WorkerGroup, sources: Sequence[int | None], log_folder: Path) -> None:
         """Form the next group of trainer ranks from an ended one (see `WorkerGroup.successor`)."""
@@ -117,23 +126,24 @@ class RankProcesses:
             trainers = await group.successor(sources, log_folder)
             # If a later start fails, these processes must end with the run.
             self._ranks = RunRanks(trainers, replicas)
-            self._copied = _newest_complete(await trainers.inherited_steps())
+            newest = self.copies.newest
+            held = await trainers.inherited_steps()
+            self._has_copies = newest is not None and _is_complete(held, newest.step)
             if self.layout.replica_sizes:
-                self._ranks = RunRanks(trainers, await self._next_replicas(replicas, log_folder))
+                await self._replace_replicas(self._ranks, log_folder)
 
-    async def _next_replicas(self, replicas: Sequence[WorkerGroup], log_folder: Path) -> list[WorkerGroup]:
-        """Return the separate engine replicas without workers: processes that live, and new ones for lost replicas."""
-        assert self._ranks is not None
-        living = {group.part.first_rank: group for group in replicas}
-        found: list[WorkerGroup] = []
+    async def _replace_replicas(self, ranks: RunRanks, log_folder: Path) -> None:
+        """Give the separate engine replicas of `ranks` groups without workers, and start lost replicas again."""
+        living = {group.part.first_rank: group for group in ranks.replicas}
         for first_rank, size in zip(self.layout.leaders(), self.layout.replica_sizes, strict=True):
             if (group := living.get(first_rank)) is not None:
                 await group.set_apart()
-                found.append(await group.successor(list(range(size)), log_folder))
+                after = await group.successor(list(range(size)), log_folder)
+                # At once: if a later replica fails, these processes must end with the run.
+                ranks.replicas[ranks.replicas.index(group)] = after
             else:
-                key = self._ranks.trainers.part.key
-                found.append(await start_group(self.recipe.cluster, log_folder, size, first_rank, key))
-        return found
+                key = ranks.trainers.part.key
+                ranks.add([await start_group(self.recipe.cluster, log_folder, size, first_rank, key)])
 
     async def _without_leavers(
         self, group: WorkerGroup, sources: Sequence[int | None], log_folder: Path
@@ -149,7 +159,8 @@ class RankProcesses:
         self._ranks = RunRanks(between)
         held = await between.inherited_steps()
         stays = [number for number, rank in enumerate(present) if rank in sources]
-        if (step := _newest_complete(held)) is not None and (moves := _moves(held, step, stays)):
+        step = self.copies.newest.step if self.copies.newest else None
+        if step is not None and _is_complete(held, step) and (moves := _moves(held, step, stays)):
             await between.construct(
                 "megarl.worker.copy_keeper:CopyKeeper",
                 {"timeout_seconds": self.recipe.cluster.collective_timeout_seconds},
@@ -164,9 +175,10 @@ class RankProcesses:
         `origin` is where the run started before. `earlier` lists the checkpoints on disk.
         """
         newest = self.copies.newest
-        if newest is None or self._copied != newest.step:
-            return None
-        if any(checkpoint_step(folder) > newest.step for folder in earlier.checkpoints):
+        is_older = newest is not None and any(checkpoint_step(folder) > newest.step for folder in earlier.checkpoints)
+        if newest is None or not self._has_copies or is_older:
+            # The steps after the checkpoint are trained again, so copies of them are void.
+            self.copies.newest = None
             return None
         return Origin(
             newest.driver, origin.inputs, checksum=newest.checksum, spikes=newest.spikes, copied_step=newest.step
@@ -193,7 +205,7 @@ def _moves(
 ) -> list[tuple[int, int, int]]:
     """Return the copies of a step that only leaving ranks hold: (rank that had the state, sender, receiver).
 
-    `held` has each rank's steps, as in `_newest_complete`; `stays` are the ranks that stay.
+    `held` has each rank's steps, as in `_is_complete`; `stays` are the ranks that stay.
     """
     holders: dict[int, list[int]] = {}
     for rank, steps in enumerate(held):
@@ -203,14 +215,10 @@ def _moves(
     return [(origin, holders[origin][0], stays[number % len(stays)]) for number, origin in enumerate(alone)]
 
 
-def _newest_complete(held: list[Mapping[int, tuple[int, list[int]]]]) -> int | None:
-    """Return the newest step of which the ranks together hold all copies. `held` has each rank's steps, with the number
-    of ranks then and the ranks whose copies it holds.
+def _is_complete(held: Sequence[Mapping[int, tuple[int, list[int]]]], step: int) -> bool:
+    """Return whether the ranks together hold all copies of a step. `held` has each rank's steps, with the number of
+    ranks then and the ranks whose copies it holds.
     """
-    origins: dict[int, set[int]] = {}
-    num_ranks: dict[int, int] = {}
-    for steps in held:
-        for step, (count, ranks) in steps.items():
-            num_ranks[step] = count
-            origins.setdefault(step, set()).update(ranks)
-    return max((step for step, found in origins.items() if len(found) == num_ranks[step]), default=None)
+    found = [steps[step] for steps in held if step in steps]
+    origins = {origin for _, ranks in found for origin in ranks}
+    return any(origins == set(range(num_ranks)) for num_ranks, _ in found)

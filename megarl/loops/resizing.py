@@ -16,8 +16,8 @@ from megarl.preflight import check, layout_of
 from megarl.types import ConfigError, DataError
 
 FIELDS = (
-    "cluster.nodes", "cluster.ranks_per_node", "trainer.tp", "trainer.pp", "trainer.vpp", "trainer.cp", "trainer.ep",
-    "trainer.etp", "rollout.tp",
+    "cluster.nodes", "cluster.ranks_per_node", "trainer.tp", "trainer.dp", "trainer.pp", "trainer.vpp", "trainer.cp",
+    "trainer.ep", "trainer.etp", "rollout.tp",
 )  # fmt: skip
 """Recipe fields that a resize may change."""
 _REQUEST = "resize.json"
@@ -47,17 +47,28 @@ def take_request(run_folder: Path, recipe: Recipe) -> ResizeAskedError | None:
     path = run_folder / _REQUEST
     if not path.exists():
         return None
+    # Renamed first: a request written meanwhile is not removed unread.
+    taken = path.replace(path.with_suffix(".taken"))
     try:
-        values = read_object(path)
+        values = read_object(taken)
     finally:
-        path.unlink(missing_ok=True)
+        taken.unlink(missing_ok=True)
     if wrong := [field for field in values if field not in FIELDS]:
         raise DataError(f"{path}: {wrong[0]} is not a field that a resize can change")
+    for field, value in values.items():
+        # `with_field_values` does not validate.
+        if value is not None and (type(value) is not int or value < 1):
+            raise DataError(f"{path}: {field} = {value!r} is not a whole number above 0; ask with megarl resize")
     return ResizeAskedError(*resized(recipe, values))
 
 
 def resized(recipe: Recipe, values: Mapping[str, Any]) -> tuple[Recipe, ParallelConfig]:
     """Return the recipe with other parallel sizes, and their layout. Raises ConfigError if they do not fit."""
+    if recipe.cluster.launcher != "local":
+        raise ConfigError(
+            f"cluster.launcher = {recipe.cluster.launcher}: a resize needs the launcher local, which can replace "
+            "single processes; stop and --resume instead"
+        )
     if recipe.rollout.placement == "separate":
         raise ConfigError("rollout.placement = separate: a resize needs colocated engines; stop and --resume instead")
     if recipe.trainer.router_replay:
@@ -71,8 +82,9 @@ def shrunk(
 ) -> tuple[Recipe, ParallelConfig, list[int]]:
     """Return the recipe and layout with as many data-parallel replicas as the surviving ranks can hold.
 
-    Also returns, for each rank of the new layout, the surviving rank whose process becomes this rank. Raises
-    ConfigError if the survivors cannot hold one replica, or the smaller recipe is refused.
+    Also returns, for each rank of the new layout, the surviving rank whose process becomes this rank. Numbers of
+    replicas that the recipe refuses are left out, for example 3 for a batch of 8 sequences. Raises ConfigError if the
+    survivors cannot hold one replica, or the recipe refuses every number.
     """
     size = layout.world_size // layout.dp
     replicas = len(survivors) // size
@@ -81,8 +93,16 @@ def shrunk(
             f"cluster.recover = shrink: {len(survivors)} ranks are left, fewer than the {size} of one data-parallel "
             "replica; start the run again with --resume"
         )
-    count = replicas * size
-    changed, smaller = resized(recipe, {"cluster.nodes": 1, "cluster.ranks_per_node": count})
+    while True:
+        count = replicas * size
+        try:
+            dp = {} if recipe.trainer.dp is None else {"trainer.dp": replicas}
+            changed, smaller = resized(recipe, {"cluster.nodes": 1, "cluster.ranks_per_node": count, **dp})
+            break
+        except ConfigError:
+            replicas -= 1
+            if not replicas:
+                raise
     assert layout_of(changed).world_size == count
     # Whole replicas stay where they are, if possible: then their weights need not move.
     whole = [r for replica in range(layout.dp) if set(o := layout.replica_ranks(replica)) <= set(survivors) for r in o]

@@ -78,29 +78,31 @@ async def run(
     display = display or Display()
     # Signals first, so that one arriving while the folder is opened raises StoppedError too.
     with (
-        stopping_at_once(),
+        stopping_at_once() as heed_signals,
         RunFolder(recipe, resume=resume is not None, restart=restart, on_wait=display.warn) as folder,
     ):
         faults.reach("start")
         async with RankProcesses(recipe, layout) as processes:
             origin = find_origin(recipe, folder, resume, kept)
             while True:
+                stop = StopRequest()
                 try:
-                    await _attempt(processes.recipe, processes.layout, folder, origin, processes, display)
+                    await _attempt(folder, origin, processes, stop, display)
                     return
                 except PeerLostError as error:
-                    await processes.recover(error, folder.logs_folder, partial(_warn, folder, display))
+                    # The attempt left signals ignored.
+                    heed_signals()
+                    await processes.recover(error, stop, folder, partial(_warn, folder, display))
                     folder.end_attempt(error)
                 except ResizeAskedError as asked:
-                    await processes.resize(asked, folder.logs_folder, partial(_warn, folder, display))
+                    heed_signals()
+                    await processes.resize(asked, stop, folder, partial(_warn, folder, display))
                     folder.end_attempt(asked)
-                # An attempt leaves signals ignored.
-                with stopping_at_once():
-                    copied = processes.copied_origin(origin, folder.earlier)
-                    if copied is not None:
-                        origin = begin_from_copy(copied, processes.recipe, folder)
-                    else:
-                        origin = find_origin(processes.recipe, folder, "if-any", kept)
+                copied = processes.copied_origin(origin, folder.earlier)
+                if copied is not None:
+                    origin = begin_from_copy(copied, processes.recipe, folder)
+                else:
+                    origin = find_origin(processes.recipe, folder, "if-any", kept)
 
 
 def _warn(folder: RunFolder, display: Display, text: str) -> None:
@@ -110,12 +112,7 @@ def _warn(folder: RunFolder, display: Display, text: str) -> None:
 
 
 async def _attempt(
-    recipe: Recipe,
-    layout: ParallelConfig,
-    folder: RunFolder,
-    origin: Origin,
-    processes: RankProcesses,
-    display: Display,
+    folder: RunFolder, origin: Origin, processes: RankProcesses, stop: StopRequest, display: Display
 ) -> None:
     """Run from the origin to the exported model. Raises PeerLostError if a rank is lost."""
     logs = folder.logs_folder
@@ -125,13 +122,13 @@ async def _attempt(
         display.logged_to(logs / DRIVER_LOG),
         stacks_on_quit(logs) as stacks,
     ):
-        async with _started(recipe, layout, folder, origin, processes, stacks, display) as session:
-            await LOOPS[recipe.loop](session)
+        async with _started(folder, origin, processes, stop, stacks, display) as session:
+            await LOOPS[session.recipe.loop](session)
             # Complete all background work before the export, which needs the engines' memory.
             await session.steps.complete_background_work()
             await _export(session, display)
             session.steps.checks.report_unused_tools()
-            session.tracker.summary(_next_commands(folder), has_model=recipe.train.steps > 0)
+            session.tracker.summary(_next_commands(folder), has_model=session.recipe.train.steps > 0)
 
 
 async def _export(session: Session, display: Display) -> None:
@@ -157,11 +154,10 @@ def _next_commands(folder: RunFolder) -> list[str]:
 
 @asynccontextmanager
 async def _started(
-    recipe: Recipe,
-    layout: ParallelConfig,
     folder: RunFolder,
     origin: Origin,
     processes: RankProcesses,
+    stop: StopRequest,
     stacks: StackRequest,
     display: Display,
 ) -> AsyncIterator[Session]:
@@ -169,7 +165,7 @@ async def _started(
 
     Inside the context, a stop signal asks the session to stop (`StopRequest`) and does not end the process at once.
     """
-    stop = StopRequest()
+    recipe, layout = processes.recipe, processes.layout
     async with AsyncExitStack() as stack:
         tracker = Tracker(folder, steps=recipe.train.steps, trackers=recipe.trackers, display=display)
         # The stack closes in reverse order, so the tracker closes last and can log every other end.

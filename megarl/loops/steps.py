@@ -193,6 +193,8 @@ class Steps:
         await self.complete_background_work()
         await self.reshards.sleep_engines()
         await self.checkpoints.copy(step, state and state.save)
+        # A signal may have arrived meanwhile.
+        await self._stop_if_asked(step, state)
         raise asked
 
     async def _save(self, step: int, state: RLState | None, unlogged: Mapping[str, float] | None = None) -> None:

@@ -43,8 +43,8 @@ def leaving_on_signals(message: str) -> Iterator[None]:
             task.cancel()
         received.append(number.name)
 
-    numbers = stop_signals()
-    for number in numbers:
+    earlier = {number: signal.getsignal(number) for number in stop_signals()}
+    for number in earlier:
         loop.add_signal_handler(number, leave, number)
     try:
         yield
@@ -53,8 +53,10 @@ def leaving_on_signals(message: str) -> Iterator[None]:
             raise
         raise StoppedError(f"{received[0]}: {message}") from None
     finally:
-        for number in numbers:
+        for number, handler in earlier.items():
             loop.remove_signal_handler(number)
+            # asyncio leaves the default handler, which would end the process at once.
+            signal.signal(number, handler)
 
 
 class StopRequest:
@@ -85,6 +87,14 @@ class StopRequest:
     def steps_begin(self) -> None:
         """Record the begin of the first step. From now on there is progress to save."""
         self._has_steps = True
+
+    def refuse_recovery(self, error: Exception, run_folder: Path) -> None:
+        """Raise EndedError if a stop was requested before this error, such as a lost rank, ended the attempt."""
+        if self.by is not None:
+            raise EndedError(
+                f"{self.by}: the run ended without saving, because it was interrupted before: {error}; go on with: "
+                f"megarl train {run_folder} --resume"
+            ) from error
 
     @contextmanager
     def listening(self, notice: Callable[[str], object], run_folder: Path) -> Iterator[None]:
@@ -133,15 +143,24 @@ class StopRequest:
 
 
 @contextmanager
-def stopping_at_once() -> Iterator[None]:
-    """Context that raises StoppedError on a stop signal, as long as there is nothing to save."""
+def stopping_at_once() -> Iterator[Callable[[], None]]:
+    """Context that raises StoppedError on a stop signal, as long as there is nothing to save.
+
+    Yields a function that handles stop signals so again. It is for a run that continues after
+    `StopRequest.listening`, which leaves them ignored.
+    """
 
     def leave(number: int, _: object) -> None:
         raise StoppedError(f"{signal.Signals(number).name}: stopped before a step began; start it again with --resume")
 
-    earlier = {number: signal.signal(number, leave) for number in stop_signals()}
+    def handle() -> None:
+        for number in earlier:
+            signal.signal(number, leave)
+
+    earlier = {number: signal.getsignal(number) for number in stop_signals()}
+    handle()
     try:
-        yield
+        yield handle
     finally:
         for number, handler in earlier.items():
             signal.signal(number, handler)

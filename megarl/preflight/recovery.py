@@ -19,6 +19,11 @@ def recovery(recipe: Recipe) -> Iterator[str]:
             f"cluster.recover = {recover}: cluster.launcher {launcher} cannot replace single processes of its ranks; "
             "set cluster.recover=stop, and let the scheduler requeue the job"
         )
+    if recover == "shrink" and recipe.trainer.router_replay:
+        yield (
+            "cluster.recover = shrink: the experts that trainer.router_replay recorded stay with their ranks; set "
+            "cluster.recover=restart"
+        )
     if recover == "shrink" and recipe.rollout.placement == "separate":
         yield (
             "cluster.recover = shrink: separate engines (rollout.placement) need the trainer's first size; set "

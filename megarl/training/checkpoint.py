@@ -226,7 +226,10 @@ def common_state(models: Mapping[str, Model], layout: str) -> dict[str, Any]:
         "moved": moved,
         "random": _random_states().data,
         "steps": {
-            name: [optimizer_step(leaf) for leaf in m.optimizer.chained_optimizers] for name, m in trained.items()
+            name: max(
+                (step for leaf in model.optimizer.chained_optimizers if (step := optimizer_step(leaf))), default=None
+            )
+            for name, model in trained.items()
         },
         "schedules": {name: model.schedule.num_steps for name, model in trained.items()},
     }
@@ -251,7 +254,9 @@ def restore_common_state(
         yield saved
     for name, model in saved.items():
         if isinstance(model, TrainingEngine):
-            for leaf, step in zip(model.optimizer.chained_optimizers, common["steps"][name], strict=True):
+            # All parts of an optimizer step together. A rank without parameters of a part counts no steps of it.
+            step = max((found for state in states.values() if (found := state["steps"][name])), default=None)
+            for leaf in model.optimizer.chained_optimizers:
                 set_optimizer_step(leaf, step)
             model.schedule.num_steps = 0
             model.schedule.step(increment=common["schedules"][name])

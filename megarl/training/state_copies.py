@@ -70,6 +70,10 @@ class StateCopies:
             found.setdefault(step, (copy.num_ranks, []))[1].append(origin)
         return found
 
+    def keep_only(self, step: int | None) -> None:
+        """Drop the copies of all steps but this one; None: of all steps. Later steps are trained again."""
+        self.held = {key: copy for key, copy in self.held.items() if copy.step == step}
+
     def keep_newest(self) -> list[StateCopy]:
         """Drop the copies of all steps but the newest, and return the dropped ones."""
         newest = max((step for step, _ in self.held), default=0)
@@ -108,7 +112,7 @@ class StateCopier:
         group = dist.new_group(backend="gloo") if len(topology) > 1 else None
         assert not isinstance(group, int)
         self._group = group
-        self._layouts: list[Layouts] = []
+        self._layouts: dict[int, Layouts] = {}
         self._exchange: Future[list[StateCopy]] | None = None
 
     def begin(self, step: int, models: Mapping[str, Model], layout: str, **driver: Any) -> int:
@@ -122,10 +126,11 @@ class StateCopier:
         layouts, blocks = _packed(parts, spare.get(self._rank))
         common = common_state(models, layout) | {"driver": driver}
         own = StateCopy(step, self._rank, len(self._partners), layouts, blocks, common)
-        if not self._layouts:
-            # Parts stay where they are, so their places are exchanged once.
-            self._layouts = signed.gather(layouts, purpose="layouts of state copies")
-        everyone = signed.gather(common, purpose="values of state copies")
+        # Parts mostly stay where they are. A reference model that moves for the first time adds parts.
+        changed = None if self._layouts.get(self._rank) == layouts else layouts
+        found = signed.gather((common, changed), purpose="values and layouts of state copies")
+        everyone = [values for values, _ in found]
+        self._layouts |= {origin: new for origin, (_, new) in enumerate(found) if new is not None}
         expected = [
             StateCopy(
                 step,

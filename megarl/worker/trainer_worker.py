@@ -276,6 +276,7 @@ class TrainerWorker:
         """Load a checkpoint checked for harmful pickles. Afterwards the engines need the weights again."""
         with self._everything_saved() as models:
             driver = checkpoint.restore(folder, models, str(self.layout))
+        self.copies.keep_only(None)
         self.weight_version = driver["weight_version"]
 
     def begin_copy(self, step: int, is_resharded: bool) -> int:
@@ -303,6 +304,8 @@ class TrainerWorker:
         """
         with self._everything_saved() as models:
             driver, received = state_copies.restore(self.copies, step, models, str(self.layout), self.topology)
+        # Later copies, of the lost attempt, must not be mixed with those of the same steps trained again.
+        self.copies.keep_only(step)
         self.weight_version = driver["weight_version"]
         return received
 

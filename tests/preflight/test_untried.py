@@ -29,6 +29,8 @@ CASES = {
     "train.record": ("all", {"train": {"record": "all"}}),
     "train.on_spike": ("skip", {"train": {"on_spike": "skip"}}),
     "weights.canary_every": ("10", {"weights": {"canary_every": 10}}),
+    "cluster.recover": ("restart", {"cluster": {"recover": "restart"}}),
+    "checkpoint.replicate": ("2", {"checkpoint": {"replicate": 2}}),
 }
 """By field: a value that no GPU has run, and sections of a recipe with it. tests/gpu/README.md lists what has run."""
 

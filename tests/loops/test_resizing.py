@@ -1,0 +1,88 @@
+"""Requests for other parallel sizes of a running run, and the layout of the ranks that a loss leaves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megarl.config import Recipe
+from megarl.loops.resizing import request, resized, shrunk, take_request
+from megarl.preflight import check
+from megarl.types import ConfigError, DataError
+from tests.preflight.conftest import recipe as recipe
+
+
+@pytest.mark.parametrize(
+    ("trainer", "survivors", "size", "chosen"),
+    [
+        pytest.param({}, [0, 1, 3], 2, [0, 1], id="3 replicas do not divide the batch"),
+        pytest.param({}, [2, 3], 2, [2, 3], id="dp 2"),
+        pytest.param({"tp": 2}, [0, 2, 3], 2, [2, 3], id="the whole replica stays"),
+        pytest.param({"tp": 2}, [1, 2], 2, [1, 2], id="parts of two replicas"),
+        pytest.param({"pp": 2, "dp": 2}, [0, 2, 3], 2, [0, 2], id="pp, with trainer.dp"),
+    ],
+)
+def test_survivors_form_whole_replicas(
+    recipe: Callable[..., Recipe], trainer: dict[str, int], survivors: list[int], size: int, chosen: list[int]
+) -> None:
+    made = recipe(cluster={"ranks_per_node": 4}, trainer=trainer, data={"train_batch_size": 8})
+    layout = check(made)
+    changed, smaller, found = shrunk(made, layout, survivors)
+    assert found == chosen and changed.cluster.ranks_per_node == smaller.world_size == size
+    assert (smaller.tp, smaller.pp) == (layout.tp, layout.pp) and smaller.dp == size // (layout.tp * layout.pp)
+
+
+def test_too_few_survivors_are_refused(recipe: Callable[..., Recipe]) -> None:
+    made = recipe(cluster={"ranks_per_node": 4}, trainer={"tp": 2})
+    with pytest.raises(ConfigError, match=r"^cluster.recover = shrink: 1 ranks are left, fewer than the 2 of one"):
+        shrunk(made, check(made), [3])
+
+
+def test_a_request_is_taken_once(recipe: Callable[..., Recipe], tmp_path: Path) -> None:
+    made = recipe(cluster={"ranks_per_node": 2})
+    assert take_request(tmp_path, made) is None
+    request(tmp_path, {"cluster.ranks_per_node": 4, "trainer.tp": 2})
+    asked = take_request(tmp_path, made)
+    assert asked is not None and (asked.layout.tp, asked.layout.dp) == (2, 2)
+    assert asked.recipe.cluster.ranks_per_node == 4 and made.cluster.ranks_per_node == 2
+    assert list(tmp_path.glob("resize*")) == [] and take_request(tmp_path, made) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "told"),
+    [
+        ('{"trainer.tp": 3}', ConfigError, "trainer.tp = 3"),
+        ('{"train.steps": 3}', DataError, "train.steps is not a field that a resize can change"),
+        ('{"trainer.tp": "2"}', DataError, "trainer.tp = '2' is not a whole number above 0"),
+        ('{"trainer.tp": 0}', DataError, "trainer.tp = 0 is not a whole number above 0"),
+        ('{"trainer.tp": ', DataError, "resize"),
+    ],
+)
+def test_a_refused_request_is_removed(
+    recipe: Callable[..., Recipe], tmp_path: Path, text: str, kind: type[Exception], told: str
+) -> None:
+    (tmp_path / "resize.json").write_text(text)
+    with pytest.raises(kind, match=told):
+        take_request(tmp_path, recipe())
+    assert list(tmp_path.glob("resize*")) == []
+
+
+def test_other_fields_are_not_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^optimizer.learning_rate: a resize cannot change it; it can change cluster"
+    ):
+        request(tmp_path, {"optimizer.learning_rate": 1.0})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_runs_whose_processes_cannot_be_replaced_are_refused(recipe: Callable[..., Recipe]) -> None:
+    for changed, told in [
+        ({"cluster": {"launcher": "slurm"}}, "cluster.launcher = slurm"),
+        ({"trainer": {"router_replay": True}}, "trainer.router_replay = true"),
+    ]:
+        made = recipe(**changed)
+        with pytest.raises(ConfigError, match=told):
+            resized(made, json.loads('{"trainer.tp": 1}'))

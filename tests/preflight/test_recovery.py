@@ -1,0 +1,44 @@
+"""Recoveries from lost ranks that a run could not make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from megarl.config import Recipe
+from megarl.preflight.recovery import recovery, replication
+
+SEPARATE = {"rollout": {"placement": "separate", "ranks": 1}}
+REPLAYED = {"trainer": {"router_replay": True}}
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        pytest.param({"cluster": {"recover": "stop", "launcher": "slurm"}}, None, id="stop"),
+        pytest.param({"cluster": {"recover": "restart"}, **SEPARATE}, None, id="restart"),
+        pytest.param(
+            {"cluster": {"recover": "restart", "launcher": "slurm"}},
+            "cluster.recover = restart: cluster.launcher slurm cannot replace single processes",
+            id="launcher",
+        ),
+        pytest.param(
+            {"cluster": {"recover": "shrink"}, **SEPARATE}, "cluster.recover = shrink: separate engines", id="separate"
+        ),
+        pytest.param(
+            {"cluster": {"recover": "shrink"}, **REPLAYED}, "cluster.recover = shrink: the experts", id="experts"
+        ),
+        pytest.param(
+            {"checkpoint": {"replicate": 2}, **REPLAYED}, "checkpoint.replicate = 2: copies lack", id="copied experts"
+        ),
+    ],
+)
+def test_recoveries_that_cannot_be_made_are_refused(
+    recipe: Callable[..., Recipe], changed: dict[str, Any], told: str | None
+) -> None:
+    made = recipe(**changed)
+    found = [*recovery(made), *replication(made)]
+    assert len(found) == (told is not None)
+    assert told is None or found[0].startswith(told) and "; set " in found[0]
