@@ -18,7 +18,7 @@ from tests.preflight.conftest import recipe as recipe
 @pytest.mark.parametrize(
     ("trainer", "survivors", "size", "chosen"),
     [
-        pytest.param({}, [0, 1, 3], 2, [0, 1], id="3 replicas do not divide the batch"),
+        pytest.param({}, [0, 1, 3], 2, [0, 1], id="dp 3 does not divide the batch"),
         pytest.param({}, [2, 3], 2, [2, 3], id="dp 2"),
         pytest.param({"tp": 2}, [0, 2, 3], 2, [2, 3], id="the whole replica stays"),
         pytest.param({"tp": 2}, [1, 2], 2, [1, 2], id="parts of two replicas"),
@@ -28,7 +28,7 @@ from tests.preflight.conftest import recipe as recipe
 def test_survivors_form_whole_replicas(
     recipe: Callable[..., Recipe], trainer: dict[str, int], survivors: list[int], size: int, chosen: list[int]
 ) -> None:
-    made = recipe(cluster={"ranks_per_node": 4}, trainer=trainer, data={"train_batch_size": 8})
+    made = recipe(cluster={"ranks_per_node": 4}, trainer=trainer)
     layout = check(made)
     changed, smaller, found = shrunk(made, layout, survivors)
     assert found == chosen and changed.cluster.ranks_per_node == smaller.world_size == size

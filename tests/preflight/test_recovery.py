@@ -41,4 +41,4 @@ def test_recoveries_that_cannot_be_made_are_refused(
     made = recipe(**changed)
     found = [*recovery(made), *replication(made)]
     assert len(found) == (told is not None)
-    assert told is None or found[0].startswith(told) and "; set " in found[0]
+    assert told is None or (found[0].startswith(told) and "; set " in found[0])
