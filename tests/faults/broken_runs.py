@@ -27,7 +27,7 @@ cluster: {{ranks_per_node: 2, preflight: false}}
 trainer: {{max_tokens_per_microbatch: 512}}
 optimizer: {{learning_rate: 1e-3}}
 train: {{steps: 4, prompts_per_step: 4}}
-checkpoint: {{every_steps: 2}}
+checkpoint: {{every_steps: 2, asynchronous: false}}
 """
 PATIENCE_SECONDS = 300.0
 """Time after which a run hangs. The deadlines under test are shorter by far, but a machine may be busy."""
