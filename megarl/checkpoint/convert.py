@@ -456,7 +456,8 @@ def find_checkpoint(folder: Path) -> Path:
         return folder
     if not (folder / TRACKER).exists():
         return _checkpoint_of_run(folder)
-    text = (folder / TRACKER).read_text(encoding="utf-8").strip()
+    # Anything but a number or `release` is refused below, so bytes that are not text may be replaced.
+    text = (folder / TRACKER).read_bytes()[:100].decode(errors="replace").strip()
     if text != RELEASE and not text.isdecimal():
         raise DataError(
             f"{folder / TRACKER}: contains {text[:40]!r} instead of the name of a checkpoint. Write an iteration's "

@@ -10,7 +10,9 @@ import base64
 import csv
 import datetime
 import importlib
+import io
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -326,7 +328,7 @@ def _parquet(path: Path) -> Iterator[Row]:
 def _arrow(path: Path) -> Iterator[Row]:
     """Yield the rows of an Arrow file, in Arrow's file format or in its stream format (written by `datasets`)."""
     ipc = _arrow_module("ipc", path)
-    with _arrow_faults(path), path.open("rb") as file:
+    with _arrow_faults(path), _WholeReads(io.FileIO(path)) as file:
         # The file format begins with this magic number; the stream format has none.
         is_file = file.read(6) == b"ARROW1"
         file.seek(0)
@@ -336,6 +338,17 @@ def _arrow(path: Path) -> Iterator[Row]:
         else:
             with ipc.open_stream(file) as reader:
                 yield from _batch_rows(reader)
+
+
+class _WholeReads(io.BufferedReader):
+    """A file that never allocates more than it holds.
+
+    A damaged Arrow file may name a message of any size. Python allocates the whole size before it reads (Python 3.11).
+    """
+
+    def read(self, size: int | None = -1) -> bytes:
+        left = os.fstat(self.fileno()).st_size - self.tell()
+        return super().read(left if size is None or size < 0 else min(size, left))
 
 
 def _batch_rows(batches: Any) -> Iterator[Row]:

@@ -113,7 +113,7 @@ def find_origin(recipe: Recipe, folder: RunFolder, resume: Resume | None, kept: 
     if found.good:
         # The schema is checked first: the other checks read fields of driver.json.
         refuse_other_schema(found.good)
-        earlier = read_object(found.good / DRIVER)
+        earlier = read_driver(found.good)
         _refuse_other_models(earlier, recipe, inputs)
         _refuse_other_template(earlier, recipe, inputs)
         _refuse_other_draws(earlier, recipe)
@@ -147,6 +147,22 @@ def begin_from_copy(origin: Origin, recipe: Recipe, folder: RunFolder) -> Origin
     # A save that the lost rank interrupted is incomplete.
     survey(folder.earlier, refuses_none=False).settle(folder.checkpoints_folder)
     return origin
+
+
+def read_driver(checkpoint: Path) -> dict[str, Any]:
+    """Return the driver's state in a checkpoint (driver.json). Raises DataError naming the file if it is damaged."""
+    path = checkpoint / DRIVER
+    found = read_object(path)
+    kinds = dict.fromkeys(("recipe", "models", "data", "kept"), dict)
+    optional = {"unlogged": dict, "template": str, "checksum": str}
+    wrong = [name for name, kind in kinds.items() if not isinstance(found.get(name, {}), kind)]
+    wrong += [name for name, kind in optional.items() if not isinstance(found.get(name), kind | None)]
+    if wrong or not found.get("recipe"):
+        raise DataError(
+            f"{path}: the field {(wrong or ['recipe'])[0]} is missing or damaged. Remove this checkpoint, and resume "
+            "from an older one."
+        )
+    return found
 
 
 def _refuse_other_models(earlier: Mapping[str, Any], recipe: Recipe, inputs: Inputs) -> None:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from megarl.algorithms.estimates import Measure, mean_with_interval, paired_difference
 from megarl.files.atomic import storage_faults_named
-from megarl.report.recorded import flat, json_lines
+from megarl.files.plain_yaml import read_mapping
+from megarl.report.recorded import flat, json_lines, parsed_line
 from megarl.report.samples import digest
+from megarl.tracking.earlier_run import whole_number
 from megarl.types import ConfigError
 
 ANSWERS = "answers.jsonl"
@@ -81,7 +80,7 @@ def read_evaluation(path: Path) -> RecordedEvaluation:
     notes: list[str] = []
     with storage_faults_named(path):
         for record in json_lines(path / ANSWERS):
-            key = str(record.get("source") or ""), int(record.get("problem") or 0)
+            key = str(record.get("source") or ""), whole_number(record.get("problem"))
             # Numbers of problems change with the data file, so the content decides whether two are the same.
             identity = digest([record.get("prompt"), record.get("answer")])
             answered = sets.setdefault(str(record.get("set")), {}).setdefault(key, Answered(identity))
@@ -99,8 +98,11 @@ def read_evaluation(path: Path) -> RecordedEvaluation:
     # metrics.json is written last, so an interrupted evaluation lacks it.
     if not summary:
         notes.append(f"{path.name}: metrics.json is missing, so the evaluation ended early; sets may be missing.")
-    for name, of_set in summary.get("sets", {}).items():
-        measures[name] = {key: Measure(**measure) for key, measure in of_set["measures"].items()}
+    try:
+        for name, of_set in summary.get("sets", {}).items():
+            measures[name] = {key: _measure(measure) for key, measure in of_set["measures"].items()}
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError):
+        notes.append(f"{path.name}: metrics.json is damaged; measures are computed from the answers.")
     return RecordedEvaluation(
         path, path.resolve().name, str(summary.get("model", "")), flat(_recipe(path)), sets, measures, tuple(notes)
     )
@@ -151,11 +153,17 @@ def _difference(name: str, before: Mapping[Key, Answered], after: Mapping[Key, A
     )
 
 
+def _measure(fields: Mapping[str, Any]) -> Measure:
+    """Return a measure read from JSON. Raises TypeError or ValueError for other fields."""
+    found = Measure(**fields)
+    return Measure(float(found.value), float(found.low), float(found.high), found.interval)
+
+
 def _summary(path: Path) -> dict[str, Any]:
     """Return the JSON object in metrics.json, {} if it is missing or broken."""
     try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+        value = parsed_line(path.read_bytes())
+    except OSError:
         return {}
     return value if isinstance(value, dict) else {}
 
@@ -163,7 +171,6 @@ def _summary(path: Path) -> dict[str, Any]:
 def _recipe(path: Path) -> dict[str, Any]:
     """Return the recipe of an evaluation, {} if it is missing or broken."""
     try:
-        value = yaml.safe_load((path / "config.yaml").read_bytes())
-    except (OSError, yaml.YAMLError):
+        return read_mapping((path / "config.yaml").read_bytes())
+    except OSError:
         return {}
-    return value if isinstance(value, dict) else {}

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from megarl.files.atomic import storage_faults_named
 from megarl.files.folder_lock import owner_is_gone
+from megarl.files.plain_yaml import read_mapping
 from megarl.tracking.earlier_run import EarlierRun, attempt_folders, whole_number
 from megarl.types import ConfigError
 
@@ -280,13 +281,10 @@ def _object(path: Path) -> dict[str, Any]:
 
 def _yaml(path: Path) -> dict[str, Any]:
     """Return the mapping in a YAML file, {} if it is missing or broken."""
-    import yaml
-
     try:
-        value = yaml.safe_load(path.read_bytes())
-    except (OSError, yaml.YAMLError, UnicodeDecodeError):
+        return read_mapping(path.read_bytes())
+    except OSError:
         return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _names(folder: Path) -> tuple[str, ...]:

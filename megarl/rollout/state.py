@@ -10,15 +10,17 @@ from itertools import groupby
 from pathlib import Path
 
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
 from megarl.algorithms.kl import adapted_coefficient
 from megarl.config import AlgorithmConfig
 from megarl.data.mixture import Position, Positions
 from megarl.data.streamed import Places
+from megarl.files.atomic import storage_faults_named
 from megarl.rollout.recording import StartedGroup
 from megarl.tracking.draws import DrawEvents
-from megarl.types import Archive, ConfigError, ExpertsHandle, FindProblem, Group, Problem, Trajectory
+from megarl.types import Archive, ConfigError, DataError, ExpertsHandle, FindProblem, Group, Problem, Trajectory
 
 METRICS = {
     "kl/coefficient": ("1", "coefficient of the KL in this step, if algorithm.kl_target adapts it"),
@@ -28,6 +30,12 @@ METRICS = {
 STATE, ARRAYS = "collection.json", "collection.safetensors"
 TIMES = "collection_times.json"
 """File with measured times of trajectories. It is separate because times differ between two otherwise equal runs."""
+
+
+# What readers of JSON and safetensors, and the reading of unexpected values, raise.
+DAMAGE = (
+    ValueError, TypeError, LookupError, AttributeError, OverflowError, StopIteration, RecursionError, SafetensorError
+)  # fmt: skip
 
 
 class RLState:
@@ -148,7 +156,20 @@ class RLState:
         (folder / ARRAYS).write_bytes(save(arrays))
 
     def load(self, folder: Path, find_problem: FindProblem) -> None:
-        """Restore the state from a checkpoint folder. `find_problem` looks up problems by source and index."""
+        """Restore the state from a checkpoint folder. `find_problem` looks up problems by source and index.
+
+        Raises DataError naming the folder if a file is missing or damaged.
+        """
+        try:
+            with storage_faults_named(folder):
+                self._load(folder, find_problem)
+        except DAMAGE as error:
+            raise DataError(
+                f"{folder}: {STATE}, {TIMES} or {ARRAYS} is damaged ({error!r:.300}). Remove this checkpoint, and "
+                "resume from an older one."
+            ) from None
+
+    def _load(self, folder: Path, find_problem: FindProblem) -> None:
         state = json.loads((folder / STATE).read_text(encoding="utf-8"))
         archive = Archive(load_file(folder / ARRAYS), json.loads((folder / TIMES).read_text(encoding="utf-8")))
         self.drawn, self.used, self.given_up = state["drawn"], state["used"], state["given_up"]

@@ -19,13 +19,12 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
 from megarl.files.atomic import replace_folder, storage_faults_named, sync
 from megarl.reshard.fingerprint import Fingerprint
 from megarl.rollout.rl_batch import RLBatch
-from megarl.rollout.state import flatten
+from megarl.rollout.state import DAMAGE, flatten
 from megarl.types import Archive, DataError, FindProblem, Group, Trajectory
 
 RECORD, ARRAYS, RECIPE, CHAIN = "record.json", "record.safetensors", "recipe.yaml", "chain"
@@ -183,9 +182,10 @@ class StepRecord:
                     for place, one in enumerate(values["trajectories"])
                 ]
             )
-            groups, waiting = (
+            # Lists: a generator would turn the StopIteration of a missing trajectory into a RuntimeError.
+            groups, waiting = [
                 [[next(trajectories) for _ in range(size)] for size in values[name]] for name in ("sizes", "waiting")
-            )
+            ]
             return replace(record, groups=groups, waiting=waiting)
 
     def _check_sizes(self, step: int) -> None:
@@ -225,13 +225,8 @@ def _damage_named(folder: Path) -> Iterator[None]:
     try:
         with storage_faults_named(folder):
             yield
-    except _DAMAGE as error:
+    except DAMAGE as error:
         raise DataError(f"{folder}: is no complete record of a step ({error!r}); replay another step") from None
-
-
-# What readers of JSON and safetensors, and the reading of unexpected values, raise.
-_DAMAGE = (ValueError, TypeError, LookupError, AttributeError, OverflowError, StopIteration, RecursionError,
-           SafetensorError, FileNotFoundError)  # fmt: skip
 
 
 def chain_of(records: Path, step: int) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from megarl.files.atomic import storage_faults_named
+from megarl.files.plain_yaml import read_mapping
 from megarl.types import ConfigError, DataError
 
 SCHEMA = 6
@@ -67,16 +68,9 @@ class EarlierRun:
 
     def recipe(self) -> dict[str, Any]:
         """Return the earlier start's recipe (config.yaml) as JSON values, {} if it cannot be read."""
-        # Imported here: most callers need only the status and the checkpoints.
-        import yaml
-
         with storage_faults_named(self.path):
             content = _content(self.path / "config.yaml")
-        try:
-            values = yaml.safe_load(content or b"")
-        except (yaml.YAMLError, UnicodeDecodeError):
-            return {}
-        return values if isinstance(values, dict) else {}
+        return read_mapping(content or b"")
 
     def refuse_new_start(self) -> None:
         """Raise ConfigError if starting from the beginning would overwrite the trained steps of an earlier run."""
@@ -236,7 +230,8 @@ def _as_object(content: bytes | None) -> dict[str, Any]:
     """Return the JSON object in `content`, {} if it is not one."""
     try:
         value = json.loads(content or b"{}")
-    except ValueError:
+    # RecursionError: a damaged file may contain thousands of brackets.
+    except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 

@@ -427,7 +427,7 @@ def _step(line: bytes) -> float | None:
     """Return the step of a line of metrics.jsonl, None if the line is unreadable."""
     try:
         return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
 
 

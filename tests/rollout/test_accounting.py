@@ -130,7 +130,12 @@ def recipe_of(mode: str, algorithm: dict[str, Any], mixture: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("mode", MODES)
-@settings(max_examples=3, deadline=None, derandomize=True, suppress_health_check=[*HealthCheck.__members__.values()])
+@settings(
+    max_examples=3,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
 @given(
     seed=st.integers(0, 10_000),
     kill_share=st.sampled_from([0.0, 0.1, 0.25]),
