@@ -72,7 +72,8 @@ def load_tokenizer(
     if config.is_file() and not isinstance(read_object(config).get("model_type"), str):
         raise DataError(f"{config}: model_type is missing; copy the model folder again")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        # Not left out: transformers 5.23 then asks on a terminal whether to run code of the folder.
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         _check_config(folder)
         raise DataError(
@@ -330,7 +331,7 @@ def _check_config(folder: str | Path) -> None:
     if not path.is_file():
         return
     try:
-        AutoConfig.from_pretrained(folder, local_files_only=True)
+        AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         raise DataError(
             f"{path}: transformers rejects this file ({' '.join(str(error).split())}); correct the field, or copy the "

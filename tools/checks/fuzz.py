@@ -1,0 +1,329 @@
+"""Damaged and hostile files: each file that megarl reads is refused with a clear error, or read, for every mutation.
+
+A row per file format: its reader gets mutations of a valid sample, drawn by Hypothesis, and crafted pickles. A reader
+may return a value, or raise a MegarlError that names the file. Anything else fails: another error, more than 120 s,
+code that ran, or more memory than twice the file's size above 32 MiB. Readers of reports skip damaged parts, so they
+never raise for a mutated file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pickle
+import re
+import shutil
+import signal
+import struct
+import tempfile
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from megarl.types import MegarlError
+
+DURATION = {"small": "60 s (20 mutations each)", "full": "30 min (1,000 mutations each)"}
+SMALL = {"mutations": 20}
+
+_SECONDS = 120
+"""Limit for reading one file. Readers in a child process may use 10 s of CPU time, and a busy machine is slow."""
+_FREE_BYTES = 32 << 20
+"""Memory that a reader may use beside twice the file's size: libraries, caches, buffers of fixed size."""
+_ODD_VALUES: list[Any] = [
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1 << 31,
+    1 << 64,
+    10**400,
+    -0.5,
+    1e308,
+    "",
+    "x" * 300,
+    "\x00\x1b[31m\u202e",
+    "../../etc/passwd",
+    "/etc/passwd",
+    "NaN",
+    [],
+    {},
+    [[]],
+    {"": None},
+    ["a", 1, None],
+    {"__class__": "x"},
+    "${oc.env:HOME}",
+    "<script>x</script>",
+]
+_TOKENS = [
+    b"",
+    b"\x00",
+    b"\xff\xfe",
+    b"\xef\xbb\xbf",
+    b"{",
+    b"}",
+    b"[" * 3000,
+    b'{"a":' * 3000,
+    b'"',
+    b",",
+    b":",
+    b"\n",
+    b"NaN",
+    b"Infinity",
+    b"-1e999",
+    b"9" * 5000,
+    b"1e5",
+    b"null",
+    b"\\ud800",
+    b"*a",
+    b"&a [*a]",
+    b"!!python/object:os.system",
+    b"? ",
+    b"2026-13-45",
+    b"0b_",
+    b"<<: 1",
+    b"{% for i in range(10**9) %}",
+    b"{{ x",
+    b"\r",
+    b"\xe2\x80\xa8",
+    b"../",
+    b"%",
+]
+
+
+@dataclass(frozen=True)
+class Format:
+    """A file format: `make` writes a valid sample into an empty folder and returns the mutated file."""
+
+    name: str
+    reader: str
+    make: Callable[[Path], Path]
+    read: Callable[[Path], Any]
+    never_raises: bool = False
+    share: float = 1.0
+    """Share of the mutations that this format gets. Below 1: its reader takes seconds for a hostile file."""
+
+
+class Crafted:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (self.folder,)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--mutations", type=int, default=1000, help="for each format")
+    parser.add_argument("--only", default="", help="formats whose name matches this regular expression")
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    from tools.fuzz_formats import formats
+
+    with tempfile.TemporaryDirectory(prefix="megarl-fuzz-") as name:
+        for number, format in enumerate(formats(Path(name) / "shared")):
+            if re.search(options.only, format.name):
+                yield row_of(format, Path(name) / str(number), options.mutations, options.seed)
+
+
+def row_of(format: Format, folder: Path, num_mutations: int, seed: int) -> dict[str, Any]:
+    """Read mutations of a format's sample, and crafted pickles. Returns the row of the table."""
+    folder.mkdir()
+    sample = format.make(folder)
+    content = sample.read_bytes()
+    reading = _Reading(format, folder, sample)
+    fault = reading.fault_of(content)
+    if fault is None and reading.num_refused:
+        fault = "the sample itself is refused"
+    started, reading.num_read = time.monotonic(), 0
+    for hostile in crafted(folder / "executed"):
+        fault = fault or reading.fault_of(hostile)
+        if (folder / "executed").exists():
+            fault = "a pickle in the file was executed"
+    fault = fault or _first_fault(reading, content, max(1, int(num_mutations * format.share)), seed)
+    # The errors of a format must not depend on the files that another one left.
+    shutil.rmtree(folder)
+    return {
+        "format": format.name,
+        "reader": format.reader,
+        "files": reading.num_read,
+        "refused": reading.num_refused,
+        "longest s": round(reading.longest_seconds, 2),
+        "memory KiB": reading.most_bytes >> 10,
+        "seconds": round(time.monotonic() - started, 1),
+        "fault": fault or "",
+        "met": fault is None,
+    }
+
+
+def _first_fault(reading: _Reading, content: bytes, num_mutations: int, seed: int) -> str | None:
+    """Return the fault of the smallest mutation that Hypothesis finds, None if there is none."""
+
+    @settings(
+        max_examples=num_mutations,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate, Phase.shrink],
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
+        report_multiple_bugs=False,
+    )
+    @given(mutations(content))
+    def read(mutated: bytes) -> None:
+        if fault := reading.fault_of(mutated):
+            raise AssertionError(f"{fault} for {mutated[:200]!r} ({len(mutated)} bytes)")
+
+    from hypothesis import seed as with_seed
+
+    try:
+        with_seed(seed)(read)()
+    except AssertionError as error:
+        return " ".join(str(error).split())[:900]
+    return None
+
+
+def crafted(target: Path) -> list[bytes]:
+    """Return files that would make the folder `target` if a pickle in them were loaded."""
+    plain = [pickle.dumps(Crafted(str(target)), protocol=protocol) for protocol in (0, 2, 4)]
+    return [*plain, json.dumps({"__reduce__": ["os.mkdir", str(target)]}).encode(), _zipped(plain[1])]
+
+
+def _zipped(content: bytes) -> bytes:
+    """Return a file of torch.save with this pickle."""
+    import io
+    import zipfile
+
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("archive/data.pkl", content)
+        archive.writestr("archive/version", "3\n")
+    return file.getvalue()
+
+
+class _Reading:
+    """Reads files of one format, and measures time and memory."""
+
+    def __init__(self, format: Format, folder: Path, sample: Path) -> None:
+        self._format, self._folder, self._file = format, folder, sample
+        self.num_read = self.num_refused = self.most_bytes = 0
+        self.longest_seconds = 0.0
+
+    def fault_of(self, content: bytes) -> str | None:
+        """Return what is wrong with the reading of this content, None if nothing."""
+        # A reader may not change its file. Where it removes lines, the next content is written anew.
+        self._file.write_bytes(content)
+        self.num_read += 1
+        tracemalloc.start()
+        began = time.monotonic()
+        try:
+            with _limited(_SECONDS):
+                self._format.read(self._file)
+        except MegarlError as error:
+            self.num_refused += 1
+            if self._format.never_raises:
+                return f"{type(error).__name__}: {error}"
+            if self._file.name not in str(error) and self._folder.name not in str(error):
+                return f"the error does not name the file: {error}"
+        # KeyboardInterrupt and SystemExit too: no file may end the process. A panic of Rust is a BaseException.
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):
+                raise
+            return f"{type(error).__name__}: {error}"
+        finally:
+            _, peak = tracemalloc.get_traced_memory()
+            tracemalloc.stop()
+            self.most_bytes = max(self.most_bytes, peak)
+            self.longest_seconds = max(self.longest_seconds, time.monotonic() - began)
+        allowed = 2 * len(content) + _FREE_BYTES
+        return f"{peak >> 20} MiB of memory" if peak > allowed else None
+
+
+@contextmanager
+def _limited(seconds: int) -> Iterator[None]:
+    """Raise TimeoutError in the block after so many seconds."""
+
+    def end(*_: object) -> None:
+        raise TimeoutError(f"reading takes more than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@st.composite
+def mutations(draw: st.DrawFn, sample: bytes) -> bytes:
+    """Draw a mutation of a file: a changed value where it has JSON, then changes of bytes."""
+    content = sample
+    is_changed = draw(st.booleans())
+    if is_changed:
+        content = _changed_json(draw, content)
+    for _ in range(draw(st.integers(0 if is_changed else 1, 3))):
+        content = _changed_bytes(draw, content)
+    return content
+
+
+def _changed_bytes(draw: st.DrawFn, content: bytes) -> bytes:
+    start = draw(st.integers(0, len(content)))
+    stop = min(len(content), start + draw(st.sampled_from([0, 1, 1, 2, 8, 64, len(content)])))
+    part = content[start:stop]
+    match draw(st.sampled_from(["flip", "cut", "delete", "repeat", "insert", "replace", "swap"])):
+        case "flip" if part:
+            changed = bytes([part[0] ^ (1 << draw(st.integers(0, 7)))]) + part[1:]
+        case "cut":
+            return content[:start]
+        case "delete":
+            changed = b""
+        case "repeat":
+            changed = part * draw(st.sampled_from([2, 50]))
+        case "swap":
+            changed = part[::-1]
+        case "insert":
+            changed = draw(st.sampled_from(_TOKENS)) + part
+        case _:
+            changed = draw(st.sampled_from(_TOKENS))
+    return content[:start] + changed + content[stop:]
+
+
+def _changed_json(draw: st.DrawFn, content: bytes) -> bytes:
+    """Change a value of the file's JSON: the whole file, a line of it, or the header of a safetensors file."""
+    header, rest = b"", b""
+    if len(content) > 8 and content[8:9] == b"{":
+        (size,) = struct.unpack("<Q", content[:8])
+        header, content, rest = content[:8], content[8 : 8 + size], content[8 + size :]
+    lines = content.split(b"\n") if b"}\n{" in content else [content]
+    place = draw(st.integers(0, len(lines) - 1))
+    try:
+        value = json.loads(lines[place])
+    except ValueError:
+        return header + content + rest
+    lines[place] = json.dumps(_changed_value(draw, value)).encode()
+    content = b"\n".join(lines)
+    return (struct.pack("<Q", len(content)) if header else b"") + content + rest
+
+
+def _changed_value(draw: st.DrawFn, value: Any) -> Any:
+    """Replace, remove or repeat one value inside a JSON value."""
+    keys = list(value) if isinstance(value, dict) else list(range(len(value))) if isinstance(value, list) else []
+    if not keys or draw(st.integers(0, 3)) == 0:
+        return draw(st.sampled_from(_ODD_VALUES))
+    key = draw(st.sampled_from(keys))
+    changed = value.copy()
+    if draw(st.integers(0, 7)) == 0:
+        del changed[key]
+    else:
+        changed[key] = _changed_value(draw, value[key])
+    return changed
