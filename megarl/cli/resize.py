@@ -16,10 +16,11 @@ def resize(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a running run (runs/NAME).")],
     overrides: Overrides = None,
 ) -> None:
-    """Change the parallel sizes of a running run after its current step. Weights and optimizer state move in memory.
+    """Change the number of ranks and the parallel sizes of a run while it runs, after its current step.
 
-    Overrides give the new sizes, for example cluster.ranks_per_node=4 trainer.tp=2. Processes continue where they can.
-    The run's notices report the change. A refused change leaves the run as it is.
+    Overrides give the new sizes, for example cluster.ranks_per_node=4 trainer.tp=2. Weights and optimizer state move in
+    memory; processes that the new sizes need are kept. The command returns at once. The run prints a warning when it
+    changes, or why it cannot; then it continues unchanged.
     """
     from megarl.config.recipe import load
     from megarl.loops.resizing import FIELDS, request, resized

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import importlib
 import operator
 import os
@@ -113,6 +114,9 @@ class _Host:
             raise RuntimeError("this process was constructing its worker when a rank was lost; it cannot continue")
         if worker is not None and hasattr(worker, "abandon"):
             self.legacy = worker.abandon()
+            del worker
+            # The next worker needs the GPU memory of this one, which is part of reference cycles.
+            _free_memory()
 
     def decode(self, command: bytes) -> tuple[str, Callable[[], Any]]:
         """Decode a command. Returns the method's name, and a function executing the call.
@@ -174,6 +178,19 @@ class _Host:
             return []
         profile, self.profile = self.profile, None
         return profile.stop(folder, first_rank + int(os.environ["RANK"]))
+
+
+def _free_memory() -> None:
+    """Free the GPU memory of objects that nothing refers to any more. Does nothing on a CPU."""
+    from megarl.platform import device
+
+    if device.current().type == "cuda":
+        import torch
+
+        # vLLM 0.30 freezes the objects of its engine, which hides them from the collector.
+        gc.unfreeze()
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def _renumber(rank: int, world_size: int) -> None:

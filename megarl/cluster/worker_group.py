@@ -235,11 +235,12 @@ class WorkerGroup(ABC):
         await self._exchange("settle", range(self.world_size), [settle] * self.world_size)
 
     async def successor(self, sources: Sequence[int | None], log_folder: Path) -> Self:
-        """Return a new group from this ended one. Its rank i is the process of this group's rank `sources[i]`.
+        """Return a new group that reuses processes of this one, which must have ended.
 
-        It is a new process for None, and for a rank without a process. Other processes are killed. No rank has a worker
-        yet (see `construct`). New processes write their logs to `log_folder`. Survivors that do not leave the lost
-        world within 30 s are killed and replaced too.
+        Rank i of the new group takes over the process of this group's rank `sources[i]`. A new process starts where
+        `sources[i]` is None, where the old process is dead, or where it does not leave its old torch world within 30 s
+        (then it is killed). Processes that `sources` does not name are killed. Ranks have no worker objects until
+        `construct` is called. New processes write their logs to `log_folder`.
         """
         first = self.part.first_rank
         # Until the next group exists, `close` of this one still ends the survivors.

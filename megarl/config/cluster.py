@@ -119,8 +119,9 @@ class ClusterConfig(Section):
     """Memory of one GPU in GiB, or its kind (h100, h200, b200). A run whose predicted memory exceeds it does not start;
     the error suggests changes (see `megarl plan`). Default: read from this machine's GPUs; without GPUs, no check."""
     recover: Annotated[Literal["stop", "restart", "shrink"], UntriedOnGpu("restart or shrink")] = "stop"
-    """After the loss of a trainer rank. stop (default): exit code 76. restart: only lost processes start again. shrink:
-    the others continue with fewer data-parallel replicas. Both continue from checkpoint.replicate or a checkpoint."""
+    """If a trainer process dies, stop (default) ends the run with exit code 76. restart replaces only dead processes.
+    shrink goes on with fewer data-parallel replicas. The state comes from copies in host memory
+    (checkpoint.replicate), or else from the last checkpoint."""
     max_restarts: NonNegativeInt = 5
     """Maximum number of consecutive automatic restarts of a run without a completed training step in between."""
 

@@ -216,8 +216,9 @@ class CheckpointConfig(Section):
     asynchronous: Annotated[bool, Foreign("async_save")] = True
     """Write checkpoints in the background while training continues, from a copy in host memory. Default: true."""
     replicate: Annotated[NonNegativeInt, UntriedOnGpu("a number above 0")] = 0
-    """Copy the training state to host memory every n steps, on its own node and another one. After the loss of a node
-    the run continues from the copy (cluster.recover). Costs host memory, see `megarl plan`. 0 (default): never."""
+    """Every n steps, copy each rank's training state to host memory of its own node and of another one. If a process or
+    node is lost, cluster.recover (restart, shrink) continues from the copies. `megarl plan` shows the memory. 0
+    (default): never."""
     export_every_steps: Annotated[NonNegativeInt, Foreign("save_hf save_hf_interval save_hf_ckpt")] = 0
     """Export the model as a Hugging Face folder, hf_step_NNNNNN, every n steps. 0 (default): only at the end, as hf."""
     best: Annotated[str | None, OnlyIf(EVALUATED)] = None

@@ -30,7 +30,8 @@ METRICS = {
     ),
     "fault/restored_bytes": (
         "bytes",
-        "bytes that ranks received from other ranks to restore the state; 0 if it came from a checkpoint",
+        "bytes that all ranks together received from other ranks to restore the state after a loss or a resize; 0 if "
+        "it came from a checkpoint, or each rank had what it needs",
     ),
 }
 """Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
@@ -89,14 +90,14 @@ class RankProcesses:
         self._lost_at = time.monotonic()
         survivors = [handle.rank - lost.part.first_rank for handle in lost.survivors]
         sources: Sequence[int | None] = range(lost.world_size)
-        then = "the others start again"
+        then = "the lost ones are replaced"
         if self.recipe.cluster.recover == "shrink":
             try:
                 self.recipe, self.layout, chosen = shrunk(self.recipe, self.layout, survivors)
             except MegarlError as refusal:
                 raise error from refusal
-            sources, then = chosen, f"the run goes on with {self.layout}"
-        notify(f"{error}. {len(survivors)} of {lost.world_size} processes continue; {then}")
+            sources, then = chosen, f"the run continues on {len(chosen)} of them: {self.layout}"
+        notify(f"{error}. {len(survivors)} of {lost.world_size} processes are left; {then}")
         self.copies.forget_begun()
         await self._replace(lost, sources, folder.logs_folder)
         self.num_recoveries += 1

@@ -90,8 +90,8 @@ def shrunk(
     replicas = len(survivors) // size
     if not replicas:
         raise ConfigError(
-            f"cluster.recover = shrink: {len(survivors)} ranks are left, fewer than the {size} of one data-parallel "
-            "replica; start the run again with --resume"
+            f"cluster.recover = shrink: {len(survivors)} processes are left, but one data-parallel replica needs "
+            f"{size}; continue from the last checkpoint with --resume, on at least {size} ranks"
         )
     while True:
         count = replicas * size

@@ -98,10 +98,13 @@ async def run(
                     heed_signals()
                     await processes.resize(asked, stop, folder, partial(_warn, folder, display))
                     folder.end_attempt(asked)
+                    folder.use_recipe(processes.recipe)
                 copied = processes.copied_origin(origin, folder.earlier)
                 if copied is not None:
                     origin = begin_from_copy(copied, processes.recipe, folder)
                 else:
+                    if processes.recipe.checkpoint.replicate:
+                        _warn(folder, display, "no complete copies of the state in memory; a checkpoint is used")
                     origin = find_origin(processes.recipe, folder, "if-any", kept)
 
 

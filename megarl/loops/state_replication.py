@@ -62,14 +62,16 @@ class StateReplication:
     ) -> None:
         """Start copying the state after a step, if this is due or `is_forced`. Waits for an unfinished earlier copy.
 
-        `is_resharded`: the engines already have these weights.
+        Does nothing if complete copies of this step exist. `is_resharded`: the engines already have these weights.
         """
         if not is_forced and (not self._every or step % self._every):
             return
         began = time.monotonic()
         await self.complete(ranks, wait=True)
+        if self.newest is not None and self.newest.step == step:
+            return
         driver = self._folder / f"step_{step:06d}"
-        # A step that is trained again after a recovery replaces its first copy.
+        # The loss of a rank may have left a copy that was never complete.
         shutil.rmtree(driver, ignore_errors=True)
         driver.mkdir(parents=True)
         if save_driver:

@@ -36,6 +36,7 @@ def replication(recipe: Recipe) -> Iterator[str]:
     """Yield an error for copies of a state that they cannot contain completely."""
     if recipe.checkpoint.replicate and recipe.trainer.router_replay:
         yield (
-            f"checkpoint.replicate = {recipe.checkpoint.replicate}: copies lack the routed experts that "
-            "trainer.router_replay records; set checkpoint.replicate=0 and save checkpoints (checkpoint.every_steps)"
+            f"checkpoint.replicate = {recipe.checkpoint.replicate}: copies in host memory do not hold the experts "
+            "recorded for each token (trainer.router_replay); set checkpoint.replicate=0 and save checkpoints "
+            "(checkpoint.every_steps)"
         )

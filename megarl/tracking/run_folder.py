@@ -158,6 +158,10 @@ class RunFolder:
         self._counted = self.earlier.status
         self._is_restart = False
 
+    def use_recipe(self, recipe: Recipe) -> None:
+        """Write another recipe to config.yaml after the next step, because the run was resized."""
+        self._recipe_text, self._is_config_current = to_yaml(recipe), False
+
     def set_status(
         self,
         state: State | None = None,

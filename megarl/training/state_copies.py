@@ -1,7 +1,8 @@
 """Copies of the training state in host memory: each rank holds its own part and that of a rank on another node.
 
-A lost node then costs the steps since the last copy, not those since the last checkpoint. Copies are restored by a
-plan, like reshards: the new ranks may have other parallel sizes, and each element travels once.
+A lost node then costs the steps since the last copy, not those since the last checkpoint. Restoring works like a
+reshard: a plan lists which rank sends which elements to which rank. So the new ranks may have other parallel sizes,
+and no rank receives an element that it holds.
 """
 
 from __future__ import annotations

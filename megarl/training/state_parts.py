@@ -14,11 +14,12 @@ from megarl.training.checkpoint import Model, changed_models, models_to_save, sh
 
 
 class StatePart(NamedTuple):
-    """A box of a tensor of the state: `values` [*shape], the live memory, begin at the indices `start` [dimensions].
+    """A rectangular slice (box) of one tensor of the training state, as this rank stores it.
 
-    `is_main` is True on one rank only, for boxes that several ranks store. `key` is the tensor's name in checkpoints.
-    Megatron stacks equal layers and experts in one tensor there; here each has a `name` of its own, as in
-    `decoder.layers.mlp.linear_fc1.weight[3]`.
+    `values` [*shape] is the live memory, not a copy. `start` has one index per dimension: the slice's first element in
+    the full tensor. If several ranks store the same slice, `is_main` is True on exactly one of them. `key` is the
+    tensor's name in checkpoints, where Megatron stacks layers or experts of equal shape. `name` tells them apart:
+    `decoder.layers.mlp.linear_fc1.weight[3]` is layer 3 of the key `decoder.layers.mlp.linear_fc1.weight`.
     """
 
     key: str

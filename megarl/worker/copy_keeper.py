@@ -9,7 +9,11 @@ from megarl.training.state_copies import StateCopies, hand_over
 
 
 class CopyKeeper:
-    """Worker between two layouts of a run. Processes that leave hand their copies over to those that stay."""
+    """Temporary worker of each surviving process, after the old trainers ended and before new ones start.
+
+    It holds the process's copies of the training state. Processes that the new parallel sizes do not need send their
+    copies to those that stay, then exit.
+    """
 
     def __init__(self, rank: int, world_size: int, timeout_seconds: float) -> None:
         """Join the torch world. `timeout_seconds` limits each collective."""

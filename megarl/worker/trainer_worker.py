@@ -87,6 +87,7 @@ class TrainerWorker:
         """Copies of the training state in this rank's host memory (checkpoint.replicate)."""
         self.topology = topology
         self.state_copier: StateCopier | None = None
+        self._save: checkpoint.Save | None = None
         self.weight_version = 0
         """Version of the engines' weights: the number of reshards so far."""
 
@@ -270,6 +271,7 @@ class TrainerWorker:
 
     def finish_checkpoint(self, wait: bool) -> dict[str, dict[str, Any]] | None:
         """Finish an asynchronous save. `wait` blocks until it is complete; otherwise None is returned while it runs."""
+        assert self._save is not None
         return self._save.finish(wait=wait)
 
     def load_checkpoint(self, folder: Path) -> None:
@@ -467,6 +469,8 @@ class TrainerWorker:
 
         Returns the copies of the training state in this rank's memory, for the next worker of this process.
         """
+        if self._save is not None:
+            self._save.abandon()
         self.transfer.leave()
         world.leave()
         forget_parallel_groups()
