@@ -292,7 +292,8 @@ async def _start_trainers(recipe: Recipe, layout: ParallelConfig, logs: Path, st
     ranks = await start_ranks(recipe.cluster, logs, layout.replica_sizes)
     stack.push_async_callback(ranks.close)
     ranks.set_deadlines(lambda: run_deadlines(recipe.cluster))
-    settings = {"recipe": recipe, "layout": layout, "teacher_layout": None}
+    topology = ranks.trainers.topology
+    settings = {"recipe": recipe, "layout": layout, "topology": topology, "teacher_layout": None}
     await ranks.trainers.construct("megarl.worker.trainer_worker:TrainerWorker", settings)
     return ranks.trainers
 

@@ -87,7 +87,8 @@ async def run(
             while True:
                 stop = StopRequest()
                 try:
-                    await _attempt(folder, origin, processes, stop, display)
+                    async with _attempt(folder, origin, processes, stop, display) as session:
+                        await LOOPS[session.recipe.loop](session)
                     return
                 except PeerLostError as error:
                     # The attempt left signals ignored.
@@ -114,10 +115,13 @@ def _warn(folder: RunFolder, display: Display, text: str) -> None:
     display.warn(text)
 
 
+@asynccontextmanager
 async def _attempt(
     folder: RunFolder, origin: Origin, processes: RankProcesses, stop: StopRequest, display: Display
-) -> None:
-    """Run from the origin to the exported model. Raises PeerLostError if a rank is lost."""
+) -> AsyncIterator[Session]:
+    """Enter a session that starts from the origin. After the loop, export the model. Raises PeerLostError if a rank is
+    lost.
+    """
     logs = folder.logs_folder
     with (
         reporting_bad_nodes(),
@@ -126,7 +130,7 @@ async def _attempt(
         stacks_on_quit(logs) as stacks,
     ):
         async with _started(folder, origin, processes, stop, stacks, display) as session:
-            await LOOPS[session.recipe.loop](session)
+            yield session
             # Complete all background work before the export, which needs the engines' memory.
             await session.steps.complete_background_work()
             await _export(session, display)

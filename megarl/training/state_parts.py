@@ -18,7 +18,7 @@ class StatePart(NamedTuple):
 
     `values` [*shape] is the live memory, not a copy. `start` has one index per dimension: the slice's first element in
     the full tensor. If several ranks store the same slice, `is_main` is True on exactly one of them. `key` is the
-    tensor's name in checkpoints, where Megatron stacks layers or experts of equal shape. `name` tells them apart:
+    tensor's name in checkpoints, where Megatron stacks layers of equal shape. `name` tells them apart:
     `decoder.layers.mlp.linear_fc1.weight[3]` is layer 3 of the key `decoder.layers.mlp.linear_fc1.weight`.
     """
 
@@ -42,8 +42,8 @@ def state_parts(models: Mapping[str, Model]) -> Iterator[StatePart]:
         for part in nested_values(state):
             if not isinstance(part, ShardedTensor) or part.data is None:
                 continue
-            depth = part.prepend_axis_num
-            start, values = part.global_offset[depth:], part.data.detach().view(part.local_shape)
+            start = part.global_offset
+            values = part.data.detach().view((1,) * part.prepend_axis_num + part.local_shape)
             if part.allow_shape_mismatch:
                 # Rows that only pad the vocabulary have random values, which differ between layouts and are never used.
                 values = values[: max(model.shape.vocab_size - start[0], 0)]
@@ -52,6 +52,6 @@ def state_parts(models: Mapping[str, Model]) -> Iterator[StatePart]:
 
 
 def _name(part: ShardedTensor) -> str:
-    """Return the name of a tensor, with the numbers of its layer and expert if Megatron stacks equal ones."""
-    stacked = part.global_offset[: part.prepend_axis_num]
-    return f"{part.key}[{','.join(map(str, stacked))}]" if stacked else part.key
+    """Return the name of a tensor, with the layer's number if Megatron stacks equal layers."""
+    is_stacked = ".layers." in part.key and not any(word.isdigit() for word in part.key.split("."))
+    return f"{part.key}[{part.global_offset[0]}]" if is_stacked else part.key

@@ -105,7 +105,8 @@ def distil(recipe: Recipe, layout: ParallelConfig, teacher_layout: ParallelConfi
     from megarl.worker.trainer_worker import TrainerWorker
 
     rank = dist.get_rank()
-    worker = TrainerWorker(rank, layout.world_size, recipe, layout, teacher_layout)
+    topology = [("node",)] * layout.world_size
+    worker = TrainerWorker(rank, layout.world_size, recipe, layout, topology, teacher_layout)
     assert batch.target_keys is not None
     for number, name in enumerate(recipe.teachers):
         own = np.flatnonzero(batch.target_keys[:, 0] == number)

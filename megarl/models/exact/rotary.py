@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megarl.platform import rotary_on_cpu
+
 
 class RotaryTable:
     """Cosines and sines of all positions, rounded to the model's dtype as vLLM rounds them.
@@ -20,7 +22,8 @@ class RotaryTable:
     def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """Return queries or keys [tokens, heads, head_dim], rotated by their positions [tokens].
 
-        The first channels rotate, the other ones stay. Products and sums are float32, and are rounded once.
+        The first channels rotate, the other ones stay. Products and sums are float32. They are rounded once, or
+        truncated where vLLM's kernel does that.
         """
         # Padding after a sequence of full length has positions beyond the table. Its angles have no effect.
         positions = positions.clamp(max=len(self._cosines) - 1)
@@ -29,4 +32,13 @@ class RotaryTable:
         first, second, unrotated = x.split([width, width, x.size(-1) - 2 * width], dim=-1)
         first, second = first.float(), second.float()
         rotated = torch.cat([first * cosines - second * sines, second * cosines + first * sines], dim=-1)
+        if x.dtype == torch.bfloat16 and rotary_on_cpu.truncates():
+            rotated = _truncated(rotated)
         return torch.cat([rotated.to(x.dtype), unrotated], dim=-1)
+
+
+def _truncated(values: Tensor) -> Tensor:
+    """Return float32 values [*shape] cut to the bits of bfloat16. The gradient passes unchanged."""
+    cut = (values.detach().view(torch.int32) & -(1 << 16)).view(torch.float32)
+    # Both differences are exact, because the values are so close to each other.
+    return values + (cut - values.detach())
