@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from megarl.files.model_folder import CHECKSUMS
+
 pytestmark = pytest.mark.distributed
 
 FOLDER = Path(__file__).resolve().parent.parent.parent / "checkpoints_convert"
@@ -28,7 +30,7 @@ def test_there_and_back(tmp_path: Path, tiny_model: Callable[..., Path]) -> None
     assert there.stdout.startswith(f"wrote {megatron}: 24 tensors, ") and there.stdout.endswith(" s, verified\n")
     again = run("megatron_to_hf.py", "--megatron", megatron, "--out", back)
     assert (again.returncode, again.stderr) == (0, "")
-    assert {p.name for p in back.iterdir()} == {p.name for p in source.iterdir()} | {"manifest.json"}
+    assert {p.name for p in back.iterdir()} == {p.name for p in source.iterdir()} | {"manifest.json", CHECKSUMS}
     assert (back / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
 
 
