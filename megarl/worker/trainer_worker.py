@@ -59,15 +59,15 @@ class TrainerWorker:
         world_size: int,
         recipe: Recipe,
         layout: ParallelConfig,
-        topology: RankTopology,
         teacher_layout: ParallelConfig | None = None,
+        topology: RankTopology | None = None,
     ) -> None:
         """Create the torch world and build the models.
 
         `layout` has the parallel sizes of the trainer, `teacher_layout` those of teacher models; None: the same.
-        `topology` is the place of the trainer's ranks in the network.
+        `topology` is the place of the trainer's ranks in the network; None: they share a node.
         """
-        self._join_world(rank, world_size, recipe, layout, topology)
+        self._join_world(rank, world_size, recipe, layout, topology or [("node",)] * world_size)
         self._build_models(teacher_layout)
         self.policy.onload()
 

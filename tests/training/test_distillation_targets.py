@@ -105,8 +105,7 @@ def distil(recipe: Recipe, layout: ParallelConfig, teacher_layout: ParallelConfi
     from megarl.worker.trainer_worker import TrainerWorker
 
     rank = dist.get_rank()
-    topology = [("node",)] * layout.world_size
-    worker = TrainerWorker(rank, layout.world_size, recipe, layout, topology, teacher_layout)
+    worker = TrainerWorker(rank, layout.world_size, recipe, layout, teacher_layout)
     assert batch.target_keys is not None
     for number, name in enumerate(recipe.teachers):
         own = np.flatnonzero(batch.target_keys[:, 0] == number)
