@@ -421,6 +421,8 @@ SWITCHES = {
         "loop: rl\nalgorithm: {preset: ppo}\ncritic: {optimizer: {schedule: wsd}}",
         ["algorithm.advantage=grpo", "critic.optimizer.schedule=constant", "critic.optimizer.warmup_ratio=0.1"],
     ),
+    "spikes": ("loop: sft\ntrain: {on_spike: rollback}", ["train.on_spike=skip", "train.on_spike=ignore"]),
+    "recorded": ("loop: rl\ntrain: {on_spike: skip}", ["train.record=tokens"]),
     "mixture": ("loop: rl\ntrain: {epochs: 1}", ["mixture.a.data.train=u"]),
     "pass@k": ("loop: rl\nalgorithm: {advantage: pass_at_k}", ["algorithm.advantage=grpo"]),
     "asynchronous": (

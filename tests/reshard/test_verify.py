@@ -36,16 +36,22 @@ class ExchangedDevices(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def forget_numbers() -> None:
+    """Clear the caches of fingerprints: tensors of one fake mode cannot be mixed with those of another."""
+    fingerprint._random.cache_clear()
+    fingerprint._row_numbers.cache_clear()
+
+
 @pytest.fixture
 def cuda_world(cuda_factories: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A world of two ranks whose tensors are fake and lie on a GPU."""
     monkeypatch.setattr(device, "current", lambda: CUDA)
     monkeypatch.setattr(transport, "is_one_machine", lambda *_: False)
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    fingerprint._random.cache_clear()
+    forget_numbers()
     with FakeTensorMode():
         yield
-    fingerprint._random.cache_clear()
+    forget_numbers()
     dist.destroy_process_group()
 
 
