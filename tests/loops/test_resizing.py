@@ -37,7 +37,7 @@ def test_survivors_form_whole_replicas(
 
 def test_too_few_survivors_are_refused(recipe: Callable[..., Recipe]) -> None:
     made = recipe(cluster={"ranks_per_node": 4}, trainer={"tp": 2})
-    with pytest.raises(ConfigError, match=r"^cluster.recover = shrink: 1 ranks are left, fewer than the 2 of one"):
+    with pytest.raises(ConfigError, match=r"^cluster.recover = shrink: .* replica needs 2;"):
         shrunk(made, check(made), [3])
 
 
