@@ -182,11 +182,8 @@ class _Host:
 
 def _free_memory() -> None:
     """Free the GPU memory of objects that nothing refers to any more. Does nothing on a CPU."""
-    from megarl.platform import device
-
-    if device.current().type == "cuda":
-        import torch
-
+    # A worker that never loaded torch has no such memory, and the import would take seconds.
+    if (torch := sys.modules.get("torch")) is not None and torch.cuda.is_available():
         # vLLM 0.30 freezes the objects of its engine, which hides them from the collector.
         gc.unfreeze()
         gc.collect()

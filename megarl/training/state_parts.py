@@ -18,7 +18,7 @@ class StatePart(NamedTuple):
 
     `values` [*shape] is the live memory, not a copy. `start` has one index per dimension: the slice's first element in
     the full tensor. If several ranks store the same slice, `is_main` is True on exactly one of them. `key` is the
-    tensor's name in checkpoints, where Megatron stacks layers of equal shape. `name` tells them apart:
+    tensor's name in checkpoints, where Megatron stacks layers of equal shape. `name` distinguishes them:
     `decoder.layers.mlp.linear_fc1.weight[3]` is layer 3 of the key `decoder.layers.mlp.linear_fc1.weight`.
     """
 

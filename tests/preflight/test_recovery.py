@@ -31,7 +31,7 @@ REPLAYED = {"trainer": {"router_replay": True}}
             {"cluster": {"recover": "shrink"}, **REPLAYED}, "cluster.recover = shrink: the experts", id="experts"
         ),
         pytest.param(
-            {"checkpoint": {"replicate": 2}, **REPLAYED}, "checkpoint.replicate = 2: copies lack", id="copied experts"
+            {"checkpoint": {"replicate": 2}, **REPLAYED}, "checkpoint.replicate = 2: copies", id="copied experts"
         ),
     ],
 )
