@@ -334,7 +334,7 @@ def _run_folder() -> Iterator[Format]:
 
     def earlier(path: Path) -> None:
         found = EarlierRun.read(next(parent for parent in path.parents if parent.name == "run"))
-        found.recipe(), found.parent(), found.finished_text(4), found.refuse_newer_version()
+        _ = found.recipe(), found.parent(), found.finished_text(4), found.refuse_newer_version()
         _forget_lines(path, 1) if path.name.endswith(".jsonl") else None
 
     for name in (
