@@ -112,8 +112,9 @@ class _Host:
         worker, self.worker = self.worker, None
         if worker is None and self.has_failed_construction:
             raise RuntimeError("this process was constructing its worker when a rank was lost; it cannot continue")
-        if worker is not None and hasattr(worker, "abandon"):
-            self.legacy = worker.abandon()
+        if worker is not None:
+            # A worker that leaves nothing to the next one is only closed.
+            self.legacy = worker.abandon() if hasattr(worker, "abandon") else _close(worker)
             del worker
             # The next worker needs the GPU memory of this one, which is part of reference cycles.
             _free_memory()
@@ -178,6 +179,12 @@ class _Host:
             return []
         profile, self.profile = self.profile, None
         return profile.stop(folder, first_rank + int(os.environ["RANK"]))
+
+
+def _close(worker: Any) -> None:
+    """Close a worker, if its class has something to close."""
+    if hasattr(worker, "close"):
+        worker.close()
 
 
 def _free_memory() -> None:
@@ -246,8 +253,7 @@ def serve(sock: socket.socket, store_port: int = 0) -> None:
             # Free a large batch or result now, not when the next command arrives.
             command = call = result = None
             sock.sendall(answer)
-    if hasattr(host.worker, "close"):
-        host.worker.close()
+    _close(host.worker)
 
 
 def leave() -> NoReturn:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
@@ -12,7 +11,6 @@ from megarl.models.configuration import uses_transformer_engine
 from megarl.reshard.ledger import RankChanges
 from megarl.reshard.plan import RankTopology
 from megarl.tracking.metrics import Metric
-from megarl.training.state_copies import StateCopies
 from megarl.types import Completion, Request
 from megarl.worker.engine_worker import build_engine
 from megarl.worker.rank_transfer import Report
@@ -106,23 +104,10 @@ class Worker(TrainerWorker):
         self.policy.onload()
         return changes
 
-    def load_checkpoint(self, folder: Path) -> None:
-        """Load the trainer's checkpoint. Unlike the base class, also set the engine's weight version."""
-        super().load_checkpoint(folder)
+    def _set_version(self, version: int) -> None:
+        super()._set_version(version)
         if self.engine:
-            # The next reshard adds 1 to it, so versions continue where the saved run stopped.
-            self.engine.weight_version = self.weight_version
-
-    def abandon(self) -> StateCopies:
-        if self.engine:
-            self.engine.close()
-        return super().abandon()
-
-    def restore_copy(self, step: int) -> int:
-        received = super().restore_copy(step)
-        if self.engine:
-            self.engine.weight_version = self.weight_version
-        return received
+            self.engine.weight_version = version
 
     def close(self) -> None:
         if self.engine:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import torch.distributed as dist
 from numpy.typing import NDArray
 
 from megarl.config import Recipe
@@ -72,18 +71,12 @@ class EngineWorker:
         """Return the changes of the engine's weights since the last reshard; None if they have no checksums."""
         return self._transfer.compare_weights()
 
-    def abandon(self) -> None:
-        """Leave the replica's torch world after trainers were lost. The next worker joins another one."""
-        self._transfer.leave()
-        self._engine.close()
-        world.leave()
-
     def close(self) -> None:
         """Close the engine, leave the process group with the trainers, and destroy the replica's torch world."""
         # The cross-world group first: trainers then fail fast instead of waiting for this rank.
         self._transfer.leave()
         self._engine.close()
-        dist.destroy_process_group()
+        world.leave()
 
 
 def build_engine(

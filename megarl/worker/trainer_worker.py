@@ -8,7 +8,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch.distributed as dist
 from torch import Tensor
 
 from megarl.checkpoint import peft, safetensors
@@ -279,7 +278,7 @@ class TrainerWorker:
         with self._everything_saved() as models:
             driver = checkpoint.restore(folder, models, str(self.layout))
         self.copies.keep_only(None)
-        self.weight_version = driver["weight_version"]
+        self._set_version(driver["weight_version"])
 
     def begin_copy(self, step: int, is_resharded: bool) -> int:
         """Copy the state after a step to host memory, and start sending it to another node. Returns the bytes."""
@@ -295,10 +294,6 @@ class TrainerWorker:
         assert self.state_copier is not None
         return self.state_copier.finish(wait=wait)
 
-    def copied_steps(self) -> dict[int, tuple[int, list[int]]]:
-        """Return the steps whose copies this rank holds, each with the number of ranks then, and the ranks copied."""
-        return self.copies.steps()
-
     def restore_copy(self, step: int) -> int:
         """Load the state after a step from copies in host memory. Afterwards the engines need the weights again.
 
@@ -308,7 +303,7 @@ class TrainerWorker:
             driver, received = state_copies.restore(self.copies, step, models, str(self.layout), self.topology)
         # Later copies, of the lost attempt, must not be mixed with those of the same steps trained again.
         self.copies.keep_only(step)
-        self.weight_version = driver["weight_version"]
+        self._set_version(driver["weight_version"])
         return received
 
     def roll_back(self, folder: Path) -> None:
@@ -318,12 +313,15 @@ class TrainerWorker:
         """
         trained = [self.policy] if self.critic is None else [self.policy, self.critic]
         version, updates = self.weight_version, [model.schedule.num_steps for model in trained]
-        # The base class's method: a colocated engine keeps its version too.
-        TrainerWorker.load_checkpoint(self, folder)
-        self.weight_version = version
+        self.load_checkpoint(folder)
+        self._set_version(version)
         for model, number in zip(trained, updates, strict=True):
             # The schedule counts all updates of the run, also those whose effect is gone.
             model.schedule.step(increment=number - model.schedule.num_steps)
+
+    def _set_version(self, version: int) -> None:
+        """Set the version of the engines' weights, after another state was loaded. The next reshard adds 1 to it."""
+        self.weight_version = version
 
     def state_fingerprints(self, with_optimizer: bool) -> dict[str, Fingerprint]:
         """Return fingerprints of this rank's part of all that a checkpoint holds, by tensor name.
@@ -471,8 +469,7 @@ class TrainerWorker:
         """
         if self._save is not None:
             self._save.abandon()
-        self.transfer.leave()
-        world.leave()
+        self.close()
         forget_parallel_groups()
         return self.copies
 
@@ -486,4 +483,4 @@ class TrainerWorker:
         # Before the world: process groups cannot be destroyed after it.
         for replica in (self.replica, *(replica for _, replica in self.further_groups.values())):
             replica.close()
-        dist.destroy_process_group()
+        world.leave()
