@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated
 
@@ -23,7 +24,7 @@ def resize(
     changes, or why it cannot; then it continues unchanged.
     """
     from megarl.config.recipe import load
-    from megarl.loops.resizing import FIELDS, request, resized
+    from megarl.loops.resizing import FIELDS, refuse_other_fields, request, resized
     from megarl.tracking.earlier_run import EarlierRun
 
     if not overrides:
@@ -34,12 +35,8 @@ def resize(
     before = load(run / "config.yaml", ())
     after = load(run / "config.yaml", overrides)
     names = [text.partition("=")[0] for text in overrides]
-    values = {}
-    for name in names:
-        section, _, field = name.partition(".")
-        if name not in FIELDS:
-            raise ConfigError(f"{name}: a resize cannot change it; it can change {', '.join(FIELDS)}")
-        values[name] = getattr(getattr(after, section), field)
+    refuse_other_fields(names)
+    values = {name: attrgetter(name)(after) for name in names}
     _, layout = resized(before, values)
     request(run, values)
     print_lines([f"{run}: changes to {layout} after its current step"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +32,15 @@ class ResizeAskedError(Exception):
         self.recipe, self.layout = recipe, layout
 
 
+def refuse_other_fields(fields: Iterable[str]) -> None:
+    """Raise ConfigError if one of these is not a field that a resize can change."""
+    if wrong := [field for field in fields if field not in FIELDS]:
+        raise ConfigError(f"{wrong[0]}: a resize cannot change it; it can change {', '.join(FIELDS)}")
+
+
 def request(run_folder: Path, values: Mapping[str, Any]) -> None:
     """Ask a running run to change these fields after its current step. Raises ConfigError for other fields."""
-    if wrong := [field for field in values if field not in FIELDS]:
-        raise ConfigError(f"{wrong[0]}: a resize cannot change it; it can change {', '.join(FIELDS)}")
+    refuse_other_fields(values)
     replace_text(run_folder / _REQUEST, json.dumps(dict(values)) + "\n")
 
 
