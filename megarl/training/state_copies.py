@@ -1,8 +1,8 @@
 """Copies of the training state in host memory: each rank holds its own part and that of a rank on another node.
 
 A lost node then costs the steps since the last copy, not those since the last checkpoint. Restoring works like a
-reshard: a plan lists which rank sends which elements to which rank. So the new ranks may have other parallel sizes,
-and no rank receives an element that it holds.
+reshard: a plan lists all copies of elements between ranks. So the new ranks may have other parallel sizes, and no rank
+receives an element that it holds.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def partners(topology: RankTopology) -> list[int]:
 
 
 class StateCopier:
-    """Makes copies of this rank's state and exchanges them with partners, beside the next step.
+    """Makes copies of this rank's state and exchanges them with partners during the next step.
 
     The constructor is a collective over the trainer's world. `topology` places the ranks on nodes.
     """
@@ -217,15 +217,15 @@ def restore(
     for copy in held:
         _check(copy, copy.checksum)
     common = {copy.origin: copy.common for copy in held}
-    everyone = {origin: values for found in signed.gather(common) for origin, values in found.items()}
+    own_sources = {(dtype, copy.origin): pieces for copy in held for dtype, pieces in copy.layouts.items() if pieces}
+    found = signed.gather((common, own_sources))
+    everyone = {origin: values for own, _ in found for origin, values in own.items()}
+    sources = [own for _, own in found]
     # Before the tensors: it says which frozen models belong to the state.
     with restore_common_state(models, everyone, layout) as saved:
         parts = list(state_parts(saved))
-        own_sources = {
-            (dtype, copy.origin): pieces for copy in held for dtype, pieces in copy.layouts.items() if pieces
-        }
-        sources, destinations = signed.gather(own_sources), signed.gather(_live_layouts(parts))
-        dtypes = sorted({dtype for found in destinations for dtype in found})
+        destinations = signed.gather(_live_layouts(parts))
+        dtypes = sorted({dtype for wanted in destinations for dtype in wanted})
         received = sum(_move(dtype, sources, destinations, held, parts, topology) for dtype in dtypes)
     return everyone[min(everyone)]["driver"], received
 
