@@ -17,9 +17,10 @@ from torch import Tensor
 
 from megarl.files.model_folder import CHECKSUMS, read_object
 from megarl.reshard.boxes import Box, Layout
+from megarl.reshard.fingerprint import MASK
 from megarl.reshard.ledger import piece_checksum
 from megarl.reshard.transport import device_of
-from megarl.reshard.version_checksums import MASK, version_checksum
+from megarl.reshard.version_checksums import version_checksum
 from megarl.types import DataError
 
 _FORMAT = 1

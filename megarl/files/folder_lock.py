@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
 
+from megarl.files.pid_space import boot_id, pid_namespace
 from megarl.types import RunFolderLockedError
 
 HOME = "owners"
@@ -51,7 +52,7 @@ class Owner:
     @classmethod
     def this_process(cls, run: str) -> Self:
         return cls(
-            socket.gethostname(), _boot_id(), _pid_namespace(), os.getpid(), _start_of(os.getpid()) or 0, run,
+            socket.gethostname(), boot_id(), pid_namespace(), os.getpid(), _start_of(os.getpid()) or 0, run,
             os.environ.get("SLURM_JOB_ID", ""),
         )  # fmt: skip
 
@@ -71,7 +72,7 @@ class Owner:
     @property
     def is_here(self) -> bool:
         """Whether the owner's `pid` is a number of this machine, of this boot, and of this container."""
-        return (self.boot_id, self.pid_namespace) == (_boot_id(), _pid_namespace())
+        return (self.boot_id, self.pid_namespace) == (boot_id(), pid_namespace())
 
     @property
     def is_running(self) -> bool:
@@ -175,7 +176,7 @@ class FolderLock:
             is_of_earlier_boot = (
                 owner is not None
                 and owner.host == socket.gethostname()
-                and owner.boot_id != _boot_id()
+                and owner.boot_id != boot_id()
                 and touched < now - time.clock_gettime(time.CLOCK_BOOTTIME)
             )
             if is_of_earlier_boot or now - touched > DEAD_SECONDS:
@@ -285,14 +286,6 @@ def _content_text(file: Path) -> str:
 
 def _text(owner: Owner | None) -> str:
     return "another process" if owner is None else str(owner)
-
-
-def _boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
-def _pid_namespace() -> str:
-    return os.readlink("/proc/self/ns/pid")
 
 
 def _start_of(pid: int) -> int | None:

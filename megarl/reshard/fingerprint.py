@@ -19,7 +19,8 @@ NUM_PROJECTIONS = 8
 _CHUNK = {"cpu": 1 << 18, "cuda": 1 << 22}
 """Maximum number of elements in a block, by type of device. Its temporary copies take 8 bytes an element."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_MASK = (1 << 64) - 1
+MASK = (1 << 64) - 1
+"""Checksums are sums modulo 2^64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class Fingerprint:
     def __add__(self, other: Fingerprint) -> Self:
         """Return the fingerprint of two disjoint parts together."""
         return type(self)(
-            (self.checksum + other.checksum) & _MASK,
+            (self.checksum + other.checksum) & MASK,
             tuple(a + b for a, b in zip(self.sketch, other.sketch, strict=True)),
             self.squares + other.squares,
             self.numel + other.numel,
@@ -74,7 +75,7 @@ def fingerprint(values: Tensor, start: Sequence[int] | None = None) -> Fingerpri
         columns = _random(first, block.shape[1], -1, values.device)
         sketch += ((wide @ _signs(columns)) * _signs(rows)).sum(0)
         squares += torch.dot(wide.view(-1), wide.view(-1))
-    total = int(torch.stack(checksums).sum().item()) & _MASK
+    total = int(torch.stack(checksums).sum().item()) & MASK
     return Fingerprint(total, tuple(sketch.tolist()), float(squares.item()), values.numel())
 
 

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megarl.files.pid_space import boot_id, pid_namespace
 from megarl.groups import cross_world, signed
 from megarl.groups.peer_errors import PeerGoneError
 from megarl.reshard.plan import RankBucket, RankPlan
@@ -206,7 +207,7 @@ def is_one_machine(is_willing: bool, group: dist.ProcessGroup | None) -> bool:
     Shared slots need x86-64: it makes stores visible in program order, so the counters need no memory fence.
     """
     is_ordered = platform.machine() in ("x86_64", "AMD64")
-    names = Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid"), os.getuid()
+    names = boot_id(), pid_namespace(), os.getuid()
     machines = set(gathered(names if is_willing and is_ordered else None, group))
     return len(machines) == 1 and None not in machines
 

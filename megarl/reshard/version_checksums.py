@@ -8,10 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megarl.reshard.boxes import Box
+from megarl.reshard.fingerprint import MASK
 from megarl.reshard.ledger import RankChecksums
-
-MASK = (1 << 64) - 1
-"""Checksums are sums modulo 2^64."""
 
 Checksums = Mapping[Box, int]
 """Checksum of each different box of one version, as stored by some rank."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.recipe import load
-from megarl.reshard.version_checksums import MASK
+from megarl.reshard.fingerprint import MASK
 from megarl.rollout.step_record import ARRAYS, RECIPE, record_folder
 from megarl.testing import RankPool
 from megarl.tracking.run_folder import RECORDS
