@@ -163,7 +163,7 @@ class Probe:
 
 
 class Legacy:
-    """What a `Survivor` leaves to the next worker of its process."""
+    """Object that a `Survivor` leaves to the next worker of its process."""
 
     def __init__(self, word):
         self.word = word

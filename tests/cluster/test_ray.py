@@ -171,7 +171,7 @@ async def test_a_rank_on_ray_that_is_lost_is_named_and_the_others_go_on(
 async def test_no_rank_on_ray_is_placed_on_a_faulty_node(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two nodes with room, the one that is not named has the ranks, whichever is named."""
+    """Two nodes have room. The ranks are on the one that is not named, whichever is named."""
     from megarl.cluster.ray import RayGroup
 
     monkeypatch.syspath_prepend(str(Path(__file__).parent))

@@ -15,7 +15,7 @@ REPLAYED = {"trainer": {"router_replay": True}}
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "message"),
     [
         pytest.param({"cluster": {"recover": "stop", "launcher": "slurm"}}, None, id="stop"),
         pytest.param({"cluster": {"recover": "restart"}, **SEPARATE}, None, id="restart"),
@@ -31,14 +31,16 @@ REPLAYED = {"trainer": {"router_replay": True}}
             {"cluster": {"recover": "shrink"}, **REPLAYED}, "cluster.recover = shrink: the experts", id="experts"
         ),
         pytest.param(
-            {"checkpoint": {"replicate": 2}, **REPLAYED}, "checkpoint.replicate = 2: copies", id="copied experts"
+            {"checkpoint": {"replicate": 2}, **REPLAYED},
+            "checkpoint.replicate = 2: copies in host memory do not hold the experts",
+            id="copied experts",
         ),
     ],
 )
 def test_recoveries_that_cannot_be_made_are_refused(
-    recipe: Callable[..., Recipe], changed: dict[str, Any], told: str | None
+    recipe: Callable[..., Recipe], changed: dict[str, Any], message: str | None
 ) -> None:
     made = recipe(**changed)
     found = [*recovery(made), *replication(made)]
-    assert len(found) == (told is not None)
-    assert told is None or (found[0].startswith(told) and "; set " in found[0])
+    assert len(found) == (message is not None)
+    assert message is None or (found[0].startswith(message) and "; set " in found[0])

@@ -35,7 +35,7 @@ class _NanGradient(torch.autograd.Function):
 
 
 def poisoned(recipe: Recipe, layout: ParallelConfig, updates: list[Any], rank: int) -> dict[str, Any]:
-    """What a rank names for a NaN in each of PLACES on `rank`, and what its updates between them leave."""
+    """Return the names that a rank gives for a NaN in each of PLACES on `rank`, and the state after its updates."""
     engine, *_ = build(recipe, layout)
     is_faulty, found = dist.get_rank() == rank, {}
     layer = engine.chunks[0].decoder.layers[-1]
