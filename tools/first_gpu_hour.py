@@ -33,7 +33,7 @@ from megarl.processes.process_tree import descendants, kill_tree
 
 ROOT = Path(__file__).resolve().parents[1]
 STACK_SECONDS = 3.0
-"""Seconds in which processes write their stacks before they are killed."""
+"""Seconds in which a process writes its stacks before it is killed."""
 LARGEST_BYTES = 20 << 20
 """Size of the largest file that a step left behind and that is packed."""
 TEXTS = {".err", ".json", ".jsonl", ".log", ".out", ".txt", ".yaml"}
@@ -195,11 +195,15 @@ class Hour:
     @staticmethod
     def _show_stacks(pid: int) -> None:
         """Have a process and its descendants write their stacks; ranks write them to their own logs."""
-        # Children first: they die with their parents.
-        for one in reversed([pid, *descendants(pid)]):
-            with suppress(OSError):
-                os.kill(one, signal.SIGABRT)
-        time.sleep(STACK_SECONDS)
+        processes = [pid, *descendants(pid)]
+        # All are stopped first: a parent that runs would react to the end of its child instead.
+        for one in processes:
+            _send(one, signal.SIGSTOP)
+        # Children first: they die with their parents. One by one: they write to the same log.
+        for one in reversed(processes):
+            _send(one, signal.SIGABRT)
+            _send(one, signal.SIGCONT)
+            _wait_for_end(one, STACK_SECONDS)
 
     @staticmethod
     def _killed(process: subprocess.Popen[bytes]) -> int:
@@ -234,6 +238,20 @@ class Hour:
         with tarfile.open(archive, "w:gz") as packed:
             packed.add(self._out, self._out.name)
         return archive
+
+
+def _send(pid: int, number: signal.Signals) -> None:
+    """Send a signal to a process, which may have ended."""
+    with suppress(OSError):
+        os.kill(pid, number)
+
+
+def _wait_for_end(pid: int, seconds: float) -> None:
+    """Wait until a process has ended, `seconds` at most; its parent may not have reaped it."""
+    ending = time.monotonic() + seconds
+    with suppress(OSError):
+        while time.monotonic() < ending and ") Z " not in Path(f"/proc/{pid}/stat").read_text():
+            time.sleep(0.05)
 
 
 def _json_lines(log: Path) -> Iterator[Any]:

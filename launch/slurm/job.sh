@@ -15,9 +15,9 @@ cd "$SLURM_SUBMIT_DIR" || exit 2
 # A trace of the collectives tells what each rank was at when one of them hung.
 export TORCH_FR_BUFFER_SIZE="${TORCH_FR_BUFFER_SIZE:-20000}" TORCH_NCCL_DUMP_ON_TIMEOUT=1
 export PYTHONFAULTHANDLER=1
-# megarl writes the names of faulty nodes here (exit code 76).
-MEGARL_BAD_NODES_FILE="$(mktemp)" && export MEGARL_BAD_NODES_FILE
-trap 'rm -f "$MEGARL_BAD_NODES_FILE"' EXIT
+# megarl creates this file with the names of faulty nodes (exit code 76). Slurm's KILL would leave an empty one behind.
+export MEGARL_BAD_NODES_FILE="${TMPDIR:-/tmp}/megarl-bad-nodes-$SLURM_JOB_ID-$RANDOM$RANDOM"
+bad=""
 echo "job $SLURM_JOB_ID, start ${SLURM_RESTART_COUNT:-0}: $SLURM_JOB_NUM_NODES nodes, $SLURM_JOB_NODELIST"
 
 # Trains with these arguments; the code it ended with is in $code.
@@ -40,7 +40,10 @@ train() {
 
 # Queues the job again, without the nodes that megarl found faulty.
 requeue() {
-    bad="$(paste -sd, "$MEGARL_BAD_NODES_FILE" 2>/dev/null)"
+    if [ -f "$MEGARL_BAD_NODES_FILE" ]; then
+        bad="$(paste -sd, "$MEGARL_BAD_NODES_FILE")"
+        rm -f "$MEGARL_BAD_NODES_FILE"
+    fi
     if [ -z "$bad" ]; then
         scontrol requeue incomplete "$SLURM_JOB_ID"
         return

@@ -53,7 +53,8 @@ def flip_in_copy(folder: Path, file: str, before: str, statements: str) -> None:
     path = folder / "megarl" / file
     text = path.read_text()
     assert text.count(before) == 1
-    path.write_text(text.replace(before, statements + before).replace("from pathlib", "import torch\nfrom pathlib"))
+    future = "from __future__ import annotations\n"
+    path.write_text(text.replace(before, statements + before).replace(future, f"{future}\nimport torch\n"))
 
 
 def versions(folder: Path, name: str) -> list[dict[str, Any]]:
