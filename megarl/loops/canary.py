@@ -9,8 +9,8 @@ from typing import NamedTuple
 from megarl.cluster.run_ranks import RunRanks
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
+from megarl.tracking.model_outputs import CanaryReport, Place
 from megarl.tracking.run_folder import RunFolder
-from megarl.training.module_trace import CanaryReport, Place
 from megarl.types import FaultyNodeError
 
 METRICS = {

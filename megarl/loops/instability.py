@@ -12,10 +12,10 @@ from megarl.cluster.run_ranks import RunRanks
 from megarl.config import Recipe
 from megarl.loops.checkpointing import Checkpoints, survey
 from megarl.tracking.earlier_run import EarlierRun, checkpoint_step
+from megarl.tracking.model_outputs import NotFinite
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.spikes import Spike, SpikeDetector
 from megarl.tracking.tracker import Tracker
-from megarl.training.module_trace import NotFinite
 from megarl.types import MegarlError, UnhealthyError
 
 _ROLES = {"train": "policy", "critic": "critic"}

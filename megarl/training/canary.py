@@ -8,7 +8,8 @@ import numpy as np
 
 from megarl.data.token_batch import TokenBatch
 from megarl.reshard.fingerprint import checksum
-from megarl.training.module_trace import CanaryReport, ModuleTrace, Output
+from megarl.tracking.model_outputs import CanaryReport, Output
+from megarl.training.module_trace import ModuleTrace
 from megarl.training.training_engine import TrainingEngine
 from megarl.types import TrainingSequence
 

@@ -5,61 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from megarl.tracking.model_outputs import Output, Place
+
 _LOCAL_LAYER = re.compile(r"(.*\blayers\.)(\d+)\b(.*)")
-
-
-class Place(NamedTuple):
-    """Place of an output in a pass. Places sort by the order in which the whole model computes a microbatch.
-
-    `row` is the number of the microbatch on this replica, `chunk` that of the model chunk over all pipeline stages, and
-    `call` counts the outputs of this chunk for this microbatch.
-    """
-
-    row: int
-    chunk: int
-    call: int
-
-
-class Output(NamedTuple):
-    """A module's output: its place, the module's name with layers numbered through the whole model, and its number."""
-
-    place: Place
-    name: str
-    number: int
-
-
-class CanaryReport(NamedTuple):
-    """One rank's outputs of the canary batch, with their checksums, and the checksums of its repetition.
-
-    `seconds` is the time of both passes.
-    """
-
-    outputs: list[Output]
-    repeated: list[int]
-    seconds: float
-
-
-class NotFinite(NamedTuple):
-    """The first tensor that is not finite: its kind and name, its layer from 0 (None: outside of layers), its ranks.
-
-    `kind` is weight, output (of a module), loss or gradient. It is `none` if the second pass was finite.
-    """
-
-    kind: str
-    name: str
-    layer: int | None
-    ranks: tuple[int, ...]
-
-    def __str__(self) -> str:
-        if self.kind == "none":
-            return "a second pass over the same rows was finite, so the fault does not repeat: suspect the hardware"
-        ranks = f"rank{'s' * (len(self.ranks) > 1)} {', '.join(map(str, self.ranks))}"
-        return f"the first tensor that is not finite is the {self.kind} {self.name} on trainer {ranks}"
 
 
 class ModuleTrace:

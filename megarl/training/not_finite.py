@@ -14,8 +14,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megarl.data.token_batch import TokenBatch
+from megarl.tracking.model_outputs import NotFinite, Place
 from megarl.training.model import ModelShard
-from megarl.training.module_trace import ModuleTrace, NotFinite, Place, chunk_numbers, model_names
+from megarl.training.module_trace import ModuleTrace, chunk_numbers, model_names
 from megarl.training.objective import RowLoss
 from megarl.training.row_metrics import read
 

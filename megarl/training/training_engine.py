@@ -32,9 +32,9 @@ from megarl.models.policy import PackedModel, accumulate_in_main_gradients
 from megarl.models.teacher_student import StudentModel
 from megarl.platform.spans import span
 from megarl.tracking.metrics import Max, Mean, Metric, merge
+from megarl.tracking.model_outputs import NotFinite
 from megarl.tracking.spikes import UpdateLimits
 from megarl.training.model import LoadWeights, ModelShard
-from megarl.training.module_trace import NotFinite
 from megarl.training.not_finite import find_not_finite
 from megarl.training.objective import (
     Objective,

@@ -29,11 +29,11 @@ from megarl.reshard.layouts.lora import adapter_layouts
 from megarl.reshard.layouts.megatron import MegatronLayouts, check_against, megatron_layouts, parameter_shapes
 from megarl.reshard.ledger import Ledger, RankChanges, RankChecksums
 from megarl.reshard.plan import RankTopology
+from megarl.tracking.model_outputs import CanaryReport
 from megarl.training import checkpoint, state_copies
 from megarl.training.canary import compute_canary
 from megarl.training.distillation_targets import StoredTargets, TargetFetcher
 from megarl.training.model import FrozenModel, ModelShard
-from megarl.training.module_trace import CanaryReport
 from megarl.training.replica import Replica
 from megarl.training.routed_experts import ExpertExchange, StoredExperts
 from megarl.training.state_copies import StateCopier, StateCopies
