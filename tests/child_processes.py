@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.processes.process_tree import ENDING_SIGNALS, descendants
+from tests.forked_command import FORKED_DRIVER
 
 
 def start_with_default_signals(command: Sequence[str | Path], **options: Any) -> subprocess.Popen[Any]:
@@ -28,7 +29,7 @@ def start_with_default_signals(command: Sequence[str | Path], **options: Any) ->
 
 
 def rank_processes(driver: int) -> dict[int, int]:
-    """Return the process ids of a driver's ranks, by rank.
+    """Return the process ids of a driver's ranks, by rank. `driver` may be the command that a driver was forked for.
 
     They are descendants of the driver, or of the fork server that a shared one has forked for it.
     """
@@ -36,6 +37,9 @@ def rank_processes(driver: int) -> dict[int, int]:
     servers = [process for process in everyone if _name(process) == f"megarl {driver}"]
     below = [process for above in (driver, *servers) for process in descendants(above)]
     names = {process: _name(process) for process in below}
+    for process, name in names.items():
+        if name == FORKED_DRIVER:
+            return rank_processes(process)
     return {int(name.split()[-1]): process for process, name in names.items() if name.startswith("megarl rank ")}
 
 

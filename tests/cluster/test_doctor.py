@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 from megarl.cluster.doctor import Finding, _devices, apex, differences, numa_map, number_formats, version_set, versions
 from megarl.platform.numa import Place
 from megarl.platform.visible_gpus import Gpu, driver_version, installed_gpus
+from tests.forked_command import MEGARL
 
 pytestmark = pytest.mark.distributed
 
@@ -129,7 +129,7 @@ def test_what_nodes_have_in_common_is_said_once() -> None:
 
 
 def megarl(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "megarl", "doctor", *arguments, "--json"]
+    command = [*MEGARL, "doctor", *arguments, "--json"]
     return subprocess.run(
         command, cwd=folder, capture_output=True, text=True, timeout=900, env={**os.environ, **environment}
     )

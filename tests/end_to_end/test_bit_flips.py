@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +15,7 @@ import pytest
 from megarl.checkpoint.manifest import file_record
 from megarl.files.model_folder import CHECKSUMS
 from tests.end_to_end.test_layouts import RECIPE, REWARD
+from tests.forked_command import MEGARL
 
 pytestmark = pytest.mark.end_to_end
 
@@ -40,7 +40,7 @@ def train(
     (tmp_path / "recipe.yaml").write_text(RECIPE.format(model=model, reward="flip_reward"))
 
     def run(*overrides: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "megarl", "train", "recipe.yaml", "weights.check_every=1", *overrides]
+        command = [*MEGARL, "train", "recipe.yaml", "weights.check_every=1", *overrides]
         return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=900)
 
     return run

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.end_to_end.test_layouts import RECIPE, REWARD
+from tests.forked_command import MEGARL
 
 pytestmark = pytest.mark.end_to_end
 
@@ -34,7 +34,7 @@ def train(
     (tmp_path / "recipe.yaml").write_text(recipe)
 
     def run(name: str, *overrides: str) -> tuple[subprocess.CompletedProcess[str], list[dict[str, Any]]]:
-        command = [sys.executable, "-m", "megarl", "train", "recipe.yaml", f"name={name}", "model.dtype=bfloat16"]
+        command = [*MEGARL, "train", "recipe.yaml", f"name={name}", "model.dtype=bfloat16"]
         done = subprocess.run(
             [*command, "trainer.exact=true", *overrides], cwd=tmp_path, capture_output=True, text=True, timeout=900
         )

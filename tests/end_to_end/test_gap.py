@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.end_to_end.test_layouts import RECIPE, REWARD
+from tests.forked_command import MEGARL
 
 pytestmark = pytest.mark.end_to_end
 
@@ -30,7 +30,7 @@ def test_a_step_beyond_the_limit_is_not_learnt_from(
     run = tmp_path / "runs/layout"
 
     def train(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "megarl", "train", *arguments]
+        command = [*MEGARL, "train", *arguments]
         return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=900)
 
     def metrics() -> list[dict[str, Any]]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+
+from tests.forked_command import MEGARL
 
 pytestmark = pytest.mark.end_to_end
 
@@ -52,7 +53,7 @@ def run(
             tp, pp, dp, rollout_tp = layout
             name = "_".join(map(str, layout))
             overrides = [f"trainer.tp={tp}", f"trainer.pp={pp}", f"trainer.dp={dp}", f"rollout.tp={rollout_tp}"]
-            command = [sys.executable, "-m", "megarl", "train", "recipe.yaml", f"name=run_{name}", *overrides]
+            command = [*MEGARL, "train", "recipe.yaml", f"name=run_{name}", *overrides]
             done = subprocess.run(
                 [*command, f"cluster.ranks_per_node={tp * pp * dp}"],
                 cwd=folder,

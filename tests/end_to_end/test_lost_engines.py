@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -19,6 +18,7 @@ import pytest
 
 from tests.child_processes import is_alive, rank_processes
 from tests.end_to_end.recorded_metrics import unknown_metrics
+from tests.forked_command import MEGARL
 
 pytestmark = pytest.mark.end_to_end
 
@@ -65,7 +65,7 @@ def folder(tmp_path: Path, tiny_model: Callable[..., Path], tool: Callable[[str]
 def start(folder: Path) -> subprocess.Popen[str]:
     with (folder / "screen").open("w") as screen:
         return subprocess.Popen(
-            [sys.executable, "-m", "megarl", "train", "recipe.yaml"],
+            [*MEGARL, "train", "recipe.yaml"],
             cwd=folder,
             stdout=screen,
             stderr=subprocess.STDOUT,

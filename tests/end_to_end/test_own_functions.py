@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from tests.forked_command import MEGARL
 
 pytestmark = pytest.mark.end_to_end
 
@@ -68,7 +69,7 @@ def train(
     (folder / "recipe.yaml").write_text(RECIPE.format(model=tiny_model()))
 
     def run(*overrides: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "megarl", "train", "recipe.yaml", *overrides]
+        command = [*MEGARL, "train", "recipe.yaml", *overrides]
         return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=900)
 
     run.folder = folder  # type: ignore[attr-defined]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.end_to_end.recorded_metrics import unknown_metrics
+from tests.forked_command import MEGARL
 
 pytestmark = pytest.mark.end_to_end
 
@@ -93,6 +93,6 @@ def test_engines_that_share_their_ranks_go_to_sleep_before_the_last_reward_is_th
 
 def test_a_report_is_made_of_both(runs: Runs, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
-    command = [sys.executable, "-m", "megarl", "report", str(runs.separate), str(runs.colocated), "--out", str(page)]
+    command = [*MEGARL, "report", str(runs.separate), str(runs.colocated), "--out", str(page)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and page.stat().st_size > 0, done.stderr

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ import pytest
 from tests.child_processes import is_alive, rank_processes
 from tests.end_to_end.recorded_metrics import unknown_metrics
 from tests.end_to_end.train_command import train
+from tests.forked_command import MEGARL
 
 pytestmark = pytest.mark.end_to_end
 
@@ -75,7 +75,7 @@ def wait_for(driver: subprocess.Popen[str], folder: Path, is_reached: Callable[[
 
 
 def resize(folder: Path, *sizes: str) -> None:
-    command = [sys.executable, "-m", "megarl", "resize", "runs/run", *sizes]
+    command = [*MEGARL, "resize", "runs/run", *sizes]
     subprocess.run(command, cwd=folder, check=True, timeout=PATIENCE_SECONDS)
 
 
@@ -92,7 +92,7 @@ def test_a_run_survives_a_killed_rank_and_changes_its_layout_twice(folder: Path)
     train(folder, "recipe.yaml", "name=calm")
     with (folder / "screen").open("w") as screen:
         driver = subprocess.Popen(
-            [sys.executable, "-m", "megarl", "train", "recipe.yaml", "cluster.ranks_per_node=2",
+            [*MEGARL, "train", "recipe.yaml", "cluster.ranks_per_node=2",
              "cluster.recover=restart", "checkpoint.replicate=1"],
             cwd=folder, stdout=screen, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -16,12 +15,13 @@ from megarl.loops import replaying
 from megarl.rollout.step_record import record_folder
 from megarl.types import ConfigError
 from tests.end_to_end.test_layouts import RECIPE, REWARD
+from tests.forked_command import MEGARL
 
 pytestmark = pytest.mark.end_to_end
 
 
 def megarl(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "megarl", *arguments]
+    command = [*MEGARL, *arguments]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600)
 
 

@@ -27,6 +27,7 @@ from megarl.processes.process_tree import descendants
 from megarl.rollout.state import TIMES
 from megarl.tracking.draws import account
 from tests.child_processes import is_alive, rank_processes
+from tests.forked_command import MEGARL
 from tests.leftovers import Process, mapped_memory
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(7200)]
@@ -196,7 +197,7 @@ def assert_each_prompt_is_accounted_for(mine: Path, other: Path) -> None:
     assert all(max(epoch.draws.values()) == 1 for epoch in killed.epochs)
     assert sum(epoch.endings["filtered"] for epoch in killed.epochs) > 0
     shown = subprocess.run(
-        [sys.executable, "-m", "megarl", "samples", str(mine), "--account"], capture_output=True, text=True, timeout=120
+        [*MEGARL, "samples", str(mine), "--account"], capture_output=True, text=True, timeout=120
     )
     assert shown.returncode == 0 and "filtered: dropped by algorithm.dynamic_sampling" in shown.stdout, shown
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from megarl.rollout.state import ARRAYS, STATE, TIMES
+from tests.forked_command import MEGARL
 
 pytestmark = pytest.mark.end_to_end
 
@@ -129,7 +129,7 @@ def test_turns_and_truncated_sampling_of_a_mixture_go_on_bit_equal_after_a_kill(
 
 def started(recipe_or_run: Path, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "megarl", "train", str(recipe_or_run), *arguments],
+        [*MEGARL, "train", str(recipe_or_run), *arguments],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

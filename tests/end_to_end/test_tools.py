@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -12,6 +11,7 @@ from types import ModuleType
 import pytest
 
 from tests.end_to_end.recorded_metrics import unknown_metrics
+from tests.forked_command import MEGARL
 
 pytestmark = pytest.mark.end_to_end
 
@@ -29,7 +29,7 @@ def test_a_policy_learns_calls_from_demonstrations_and_makes_them_in_grpo(
     ]  # fmt: skip
 
     def train(recipe: str, *overrides: str) -> list[dict[str, float]]:
-        command = [sys.executable, "-m", "megarl", "train", f"launch/recipes/{recipe}.yaml", *one_rank, *overrides]
+        command = [*MEGARL, "train", f"launch/recipes/{recipe}.yaml", *one_rank, *overrides]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
         assert done.returncode == 0, done.stdout + done.stderr
         lines = (tmp_path / f"runs/{recipe}/metrics.jsonl").read_text().splitlines()

@@ -20,11 +20,10 @@ import pytest
 
 from tests.child_processes import is_alive, rank_processes
 from tests.end_to_end.recorded_metrics import unknown_metrics
+from tests.forked_command import MEGARL
 from tests.terminal_screen import run_in_terminal, shown
 
 pytestmark = pytest.mark.end_to_end
-
-MEGARL = [sys.executable, "-m", "megarl"]
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.end_to_end.test_bit_flips import flip_in_copy, versions
+from tests.forked_command import MEGARL
 
 pytestmark = pytest.mark.end_to_end
 
@@ -51,7 +51,7 @@ def test_a_spike_rolls_back_and_a_faulty_rank_ends_the_run(tmp_path: Path, tiny_
     canary = tmp_path / "megarl/training/canary.py"
     canary.write_text(canary.read_text().replace("import numpy", "import torch\nimport numpy"))
 
-    command = [sys.executable, "-m", "megarl", "train", "recipe.yaml"]
+    command = [*MEGARL, "train", "recipe.yaml"]
     done = subprocess.run(
         command,
         cwd=tmp_path,

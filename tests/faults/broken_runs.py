@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import pytest
 
 from megarl import faults
 from tests.child_processes import is_alive, rank_processes
+from tests.forked_command import MEGARL
 
 RECIPE = """
 name: run
@@ -67,7 +67,7 @@ class BrokenRuns:
         screen = self.folder / "screen"
         with screen.open("w") as output:
             driver = subprocess.Popen(
-                [sys.executable, "-m", "megarl", "train", "recipe.yaml", *overrides],
+                [*MEGARL, "train", "recipe.yaml", *overrides],
                 cwd=self.folder,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -29,6 +29,7 @@ from megarl.serving.endpoint import Endpoint
 from megarl.serving.sessions import Sessions
 from megarl.types import Problem, Reward, SamplingSettings, Trajectory
 from tests.child_processes import is_alive, rank_processes
+from tests.forked_command import MEGARL
 from tests.rewards.pools import wait_until
 from tests.rollout.engines import CONTEXT_TOKENS
 
@@ -185,7 +186,7 @@ def test_an_agent_program_with_tools_trains(tool_model: Path, tmp_path: Path) ->
     )
     (tmp_path / "recipe.yaml").write_text(recipe)
     done = subprocess.run(
-        [sys.executable, "-m", "megarl", "train", "recipe.yaml"],
+        [*MEGARL, "train", "recipe.yaml"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -210,7 +211,7 @@ def test_a_run_s_model_is_served_by_two_ranks_until_ctrl_c_ends_them_all(tool_mo
     (run / "config.yaml").touch()
     (run / "hf").symlink_to(tool_model)
     command = [
-        sys.executable, "-u", "-m", "megarl", "serve", str(run), "--port", "0", "--tp", "2", "--kv-cache-gib", "0.05",
+        *MEGARL, "serve", str(run), "--port", "0", "--tp", "2", "--kv-cache-gib", "0.05",
     ]  # fmt: skip
     with subprocess.Popen(
         command,
@@ -241,7 +242,7 @@ def test_a_run_s_model_is_served_by_two_ranks_until_ctrl_c_ends_them_all(tool_mo
 
 
 def test_what_is_no_model_is_not_served(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "megarl", "serve", str(tmp_path)]
+    command = [*MEGARL, "serve", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 65 and "neither a model folder nor a run" in done.stderr
     done = subprocess.run([*command, "--host", "0.0.0.0"], capture_output=True, text=True)
