@@ -196,9 +196,7 @@ def assert_each_prompt_is_accounted_for(mine: Path, other: Path) -> None:
     assert sum(epoch.endings["used"] for epoch in killed.epochs) == 4 * STEPS
     assert all(max(epoch.draws.values()) == 1 for epoch in killed.epochs)
     assert sum(epoch.endings["filtered"] for epoch in killed.epochs) > 0
-    shown = subprocess.run(
-        [*MEGARL, "samples", str(mine), "--account"], capture_output=True, text=True, timeout=120
-    )
+    shown = subprocess.run([*MEGARL, "samples", str(mine), "--account"], capture_output=True, text=True, timeout=120)
     assert shown.returncode == 0 and "filtered: dropped by algorithm.dynamic_sampling" in shown.stdout, shown
 
 
