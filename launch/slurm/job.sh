@@ -23,7 +23,7 @@ echo "job $SLURM_JOB_ID, start ${SLURM_RESTART_COUNT:-0}: $SLURM_JOB_NUM_NODES n
 # Trains with these arguments; the code it ended with is in $code.
 train() {
     # A job of several kinds of nodes has the numbers that its recipe says.
-    [ -n "${SLURM_HET_SIZE:-}" ] || set -- "$@" "cluster.nodes=$SLURM_JOB_NUM_NODES"
+    [ -n "${SLURM_HET_SIZE:-}" ] || set -- "$@" "cluster.nodes=$((SLURM_JOB_NUM_NODES - ${MEGARL_SPARE_NODES:-0}))"
     "$MEGARL_VENV/bin/megarl" train "$@" --resume &
     driver=$!
     trap 'kill -USR1 $driver 2>/dev/null' USR1

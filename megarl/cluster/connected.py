@@ -41,6 +41,10 @@ from megarl.types import PeerLostError
 
 _END_SECONDS = 60.0
 """Seconds to wait for the launcher (srun or Ray) to end all processes."""
+_SILENT_SECONDS = 30
+"""Seconds of silence after which a node's connections end, if the group keeps survivors. A switch that restarts takes
+less.
+"""
 _SIOCGIFADDR = 0x8915
 """Number of Linux's ioctl returning the IPv4 address of a network interface."""
 
@@ -48,15 +52,19 @@ Address = tuple[str, int]
 """Host and TCP port."""
 
 
-class _RemoteHandle(RankHandle):
-    """Handle of a rank process on any node. The launcher can end such processes only all together."""
+class RemoteHandle(RankHandle):
+    """Handle of a rank process on any node. Only a group that keeps survivors can end a single process."""
 
     def __init__(
         self, rank: int, process: Introduction, connected: socket.socket, log: Path, group: ConnectedGroup
     ) -> None:
         super().__init__(rank, log)
-        self.connection = self.direct = Connection(connected, [self])
-        self.node, self.turn, self._group = process.node, process.turn, group
+        if group.keeps_survivors:
+            _notice_silence(connected)
+        # Otherwise the launcher ends all processes for one, and reports it.
+        on_end = self.note_end if group.keeps_survivors else lambda: None
+        self.connection = self.direct = Connection(connected, [self], on_end=on_end)
+        self.process, self.node, self.turn, self._group = process, process.node, process.turn, group
         self.addresses = "", ""
         """IP addresses of the process and of the driver on their connection; empty if the connection has already
         ended.
@@ -77,8 +85,14 @@ class _RemoteHandle(RankHandle):
             raise PeerLostError(f"a process on node {self.node} was lost before it received its rank number")
         self.direct.send(pack_json(message))
 
+    def note_end(self) -> None:
+        """Record the end of the process. Does nothing if it is known already."""
+        if not self.died.done():
+            self.died.set_result(time.time())
+
     def kill(self) -> None:
-        self._group.end_processes()
+        if not self.died.done():
+            self._group.kill_process(self)
 
     def _lost_at(self, noticed: float) -> float:
         # `died` completes for all processes together. Only the launcher's report, or the end of the connection, shows
@@ -104,8 +118,13 @@ class ConnectedGroup(WorkerGroup):
         super().__init__(world_size, part)
         self.start_log = f"start_{self.part.first_rank:04d}.log" if self.part.first_rank else "start.log"
         """Name of the log file that all processes write to until they know their ranks."""
-        self._remote_handles: list[_RemoteHandle] = []
+        self._remote_handles: list[RemoteHandle] = []
+        """Ranks whose processes this group has started, in the order of their ranks."""
         self._addresses: list[str] = []
+        self._local_ranks: list[int] = []
+        """Each rank's local rank on its node, once the ranks are known. A successor starts with those before it."""
+        self._former: list[ConnectedGroup] = []
+        """Groups before this one that started processes of it."""
         self._ended: asyncio.Task[str] | None = None
         self._key = secrets.token_bytes(32)
         """Secret key of this start of the group. It keeps out late processes of an earlier start."""
@@ -125,6 +144,12 @@ class ConnectedGroup(WorkerGroup):
     @abstractmethod
     def end_processes(self) -> None:
         """Let the launcher kill the remaining processes. Calling it again has no effect."""
+
+    def kill_process(self, handle: RemoteHandle) -> None:
+        """Kill a process that this group has started. Here: all of them, because the launcher cannot end a single
+        one.
+        """
+        self.end_processes()
 
     def note_first_end(self, turn: int) -> None:
         """Record which process ended first (`turn` is its index), before the others are ended because of it.
@@ -157,65 +182,86 @@ class ConnectedGroup(WorkerGroup):
         """Return the host name or address at which other nodes reach the driver's machine."""
         return socket.gethostname()
 
+    @property
+    def missing_ranks(self) -> list[int]:
+        """Ranks, counted within the group, that no process was inherited for."""
+        return [rank for rank in range(self.world_size) if rank not in self._inherited]
+
     async def _start_processes(self, log_folder: Path, environment: Mapping[str, str]) -> None:
+        count = len(self.missing_ranks)
+        if not count:
+            self._handles = [self._inherited[rank] for rank in range(self.world_size)]
+            self._introduce_ranks({})
+            return
         provide_open_files(2 * self.world_size + STRANGERS, f"{self.world_size} ranks")
         met: dict[Introduction, socket.socket] = {}
-        with socket.create_server(("", 0), backlog=self.world_size + STRANGERS) as server:
+        with socket.create_server(("", 0), backlog=count + STRANGERS) as server:
             server.setblocking(False)
             address = self.host(), server.getsockname()[1]
             await self.launch(log_folder, {"PYTHONUNBUFFERED": "1", **environment}, address, self._key)
             self._ended = asyncio.create_task(self._watch())
             try:
-                meeting = meet(met, server, self._key, self.world_size, Introduction.from_plain)
+                meeting = meet(met, server, self._key, count, Introduction.from_plain)
                 await asyncio.wait_for(self._until_ended(meeting, log_folder), self.start_timeout_seconds)
             except TimeoutError:
                 present = Counter(process.node for process in met)
                 raise PeerLostError(
-                    f"{len(met)} of {self.world_size} ranks connected within {self.start_timeout_seconds:g} s "
+                    f"{len(met)} of {count} ranks connected within {self.start_timeout_seconds:g} s "
                     f"({', '.join(f'{count} on {node}' for node, count in present.items()) or 'none'}); look at "
                     f"{log_folder} and at the nodes, or raise cluster.start_timeout_seconds"
                 ) from None
             finally:
                 await self._make_handles(met, log_folder)
-            relays = self._nodes_with_relay() if self.world_size > self.most_direct else {}
-            self._introduce_ranks(in_order(met), relays)
+            # A relay ends with its node's first rank, and other ranks of the node shall survive that.
+            is_relayed = self.world_size > self.most_direct and not self.keeps_survivors
+            relays = self._nodes_with_relay() if is_relayed else {}
+            self._introduce_ranks(relays)
             if relays:
                 await self._meet_relays(relays, server, log_folder)
 
     def _rendezvous(self, port: int) -> Rendezvous:
         return Rendezvous(self.part.key, host=self._addresses[0], port=port)
 
+    def _store_address(self) -> str:
+        return self._addresses[0]
+
     async def _make_handles(self, met: Mapping[Introduction, socket.socket], log_folder: Path) -> None:
         """Create a handle for each connected process, in the order of their ranks."""
+        # Processes that replace lost ones were placed for their ranks.
+        places = sorted(met, key=lambda process: process.turn) if self._inherited else in_order(met)
+        numbers = [self.part.first_rank + rank for rank in self.missing_ranks]
         self._remote_handles = [
-            _RemoteHandle(rank, process, met[process], log_folder / f"rank_{rank:04d}.log", self)
-            for rank, process in enumerate(in_order(met), self.part.first_rank)
+            RemoteHandle(rank, process, met[process], log_folder / f"rank_{rank:04d}.log", self)
+            for rank, process in zip(numbers, places, strict=False)  # some may not have connected
         ]
-        self._handles = list(self._remote_handles)
+        self._handles = sorted([*self._remote_handles, *self._inherited.values()], key=lambda handle: handle.rank)
         # Before `open`, which waits: from here on, `_watch` itself notes an end on these handles.
         if self._ended is not None and self._ended.done():
             self._note_end()
         for handle in self._remote_handles:
             await handle.direct.open()
 
-    def _nodes_with_relay(self) -> dict[int, list[_RemoteHandle]]:
+    def _nodes_with_relay(self) -> dict[int, list[RemoteHandle]]:
         """Return the ranks of each node that has several, by the first of them. This first rank starts the node's
         relay.
         """
-        on_node: dict[str, list[_RemoteHandle]] = {}
+        on_node: dict[str, list[RemoteHandle]] = {}
         for handle in self._remote_handles:
             on_node.setdefault(handle.node, []).append(handle)
         return {handles[0].rank: handles for handles in on_node.values() if len(handles) > 1}
 
-    def _introduce_ranks(
-        self, processes: Sequence[Introduction], relays: Mapping[int, Sequence[_RemoteHandle]]
-    ) -> None:
-        """Send each process its rank, environment variables, log file, and the addresses of driver and relay."""
+    def _introduce_ranks(self, relays: Mapping[int, Sequence[RemoteHandle]]) -> None:
+        """Send each new process its rank, environment variables, log file, and the addresses of driver and relay."""
+        handles = [handle for handle in self._handles if isinstance(handle, RemoteHandle)]
+        processes = [handle.process for handle in handles]
         self.hosts, self.topology = [process.host for process in processes], rank_topology(processes)
-        self._addresses = reached_at([handle.addresses for handle in self._remote_handles])
+        self._addresses = reached_at([handle.addresses for handle in handles])
         is_relayed = {handle for handles in relays.values() for handle in handles}
-        environs = environments(processes, self.local_ranks(processes))
-        for handle, environment, address in zip(self._remote_handles, environs, self._addresses, strict=True):
+        environs = list(environments(processes, self._local_ranks or self.local_ranks(processes)))
+        self._local_ranks = [int(environment["LOCAL_RANK"]) for environment in environs]
+        for handle, environment, address in zip(handles, environs, self._addresses, strict=True):
+            if handle not in self._remote_handles:
+                continue
             own = {
                 "rank": handle.rank,
                 "environment": environment,
@@ -227,7 +273,7 @@ class ConnectedGroup(WorkerGroup):
             handle.send_json(own)
 
     async def _meet_relays(
-        self, relays: Mapping[int, Sequence[_RemoteHandle]], server: socket.socket, log_folder: Path
+        self, relays: Mapping[int, Sequence[RemoteHandle]], server: socket.socket, log_folder: Path
     ) -> None:
         """Accept the connections of the nodes' relays, and send the ranks their relay's address.
 
@@ -269,7 +315,7 @@ class ConnectedGroup(WorkerGroup):
     def _note_end(self) -> None:
         """Record that all processes have ended, and close their connections."""
         for handle in self._remote_handles:
-            handle.died.set_result(time.time())
+            handle.note_end()
             # A node that lost power does not end its connection, so the driver does.
             handle.direct.cut()
             handle.connection.cut()
@@ -298,15 +344,22 @@ class ConnectedGroup(WorkerGroup):
             raise PeerLostError(f"{how} before all ranks connected\n{log_tail(log_folder / self.start_log)}")
 
     def _heir(self, world_size: int) -> Self:
-        # The checks of a recipe refuse cluster.recover with other launchers than `local`.
+        # The checks of a recipe refuse cluster.recover with launchers that cannot start single processes.
         raise NotImplementedError(f"{type(self).__name__} cannot replace single processes")
 
     async def _end(self, lost: Sequence[RankHandle] | None = None) -> None:
+        groups = [*self._former, self]
+        if lost is None or not self.keeps_survivors:
+            for group in groups:
+                group.end_processes()
         await super()._end(lost)
-        self.end_processes()
-        if self._ended is not None:
+        if self.survivors:
+            return
+        for group in groups:
+            group.end_processes()
+        if ends := [group._ended for group in groups if group._ended is not None]:
             # A scheduler that does not answer must not block the driver.
-            await asyncio.wait([self._ended], timeout=_END_SECONDS)
+            await asyncio.wait(ends, timeout=_END_SECONDS)
 
 
 def connect(address: Address, key: bytes, process: Introduction) -> None:
@@ -341,6 +394,22 @@ def connect(address: Address, key: bytes, process: Introduction) -> None:
         serve(served, rendezvous.listen(assigned["address"]) if os.environ["RANK"] == "0" else 0)
     finally:
         folder.remove()
+
+
+def _notice_silence(connected: socket.socket) -> None:
+    """Let the kernel end a connection to a node that has been silent for 30 s, for example because it lost power.
+
+    The node's kernel answers the probes, however busy its processes are.
+    """
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_KEEPIDLE, _SILENT_SECONDS // 2),
+        (socket.TCP_KEEPINTVL, _SILENT_SECONDS // 6),
+        (socket.TCP_KEEPCNT, 3),
+        # For data that the node does not acknowledge. Linux would try for 15 minutes.
+        (socket.TCP_USER_TIMEOUT, 1000 * _SILENT_SECONDS),
+    ):
+        connected.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def _join_relay(address: Mapping[str, Any], key: bytes, rank: int) -> socket.socket:

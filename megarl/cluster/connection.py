@@ -10,7 +10,7 @@ import contextlib
 import socket
 import struct
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megarl.cluster.messages import HEAD
@@ -65,8 +65,16 @@ class Connection(asyncio.Protocol):
     Behind a relay, the ranks themselves may still be alive.
     """
 
-    def __init__(self, connected: socket.socket, handles: Sequence[RankHandle], *, is_relay: bool = False) -> None:
-        self.socket, self.is_relay = connected, is_relay
+    def __init__(
+        self,
+        connected: socket.socket,
+        handles: Sequence[RankHandle],
+        *,
+        is_relay: bool = False,
+        on_end: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Prepare a connection to the ranks `handles`. `on_end` is called when it has ended."""
+        self.socket, self.is_relay, self._on_end = connected, is_relay, on_end
         self.cut_off: set[RankHandle] = set()
         self._handles = {handle.rank: handle for handle in handles}
         self._first = handles[0]
@@ -149,6 +157,7 @@ class Connection(asyncio.Protocol):
         self._transport, self.is_lost = None, True
         if isinstance(exc, OSError):
             self._read_rest()
+        self._on_end()
         for handle in list(self._batches):
             self._lose(handle)
 

@@ -109,7 +109,10 @@ async def start_group(
     Ray places no rank on `avoided_nodes`.
     """
     kind = _kind_of(cluster, first_rank)
-    return await _group(cluster, size, PartOfRun(first_rank, cluster.world_size, key), kind, avoided_nodes).start(
+    group = _group(cluster, size, PartOfRun(first_rank, cluster.world_size, key), kind, avoided_nodes)
+    # Trainers have the first ranks. A lost engine replica is started again as a whole.
+    group.keeps_survivors = cluster.recover != "stop" and first_rank == 0
+    return await group.start(
         "megarl.cluster.node_checks:NodeReport",
         {},
         log_folder=log_folder,

@@ -197,9 +197,15 @@ def _free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def _renumber(rank: int, world_size: int) -> None:
-    """Set the place of this process in its next torch world. The index of its GPU (LOCAL_RANK) does not change."""
+def _renumber(rank: int, world_size: int, address: str) -> int:
+    """Set the place of this process in its next torch world. The index of its GPU (LOCAL_RANK) does not change.
+
+    Returns the port of the world's torch store on rank 0, at `address`. Other ranks return 0, and so does rank 0 if
+    `address` is empty, because all ranks are on one machine.
+    """
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    rendezvous.stop_listening()
+    return rendezvous.listen(address) if address and rank == 0 else 0
 
 
 def _arm(text: str, first_rank: int) -> None:

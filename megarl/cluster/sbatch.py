@@ -38,11 +38,14 @@ def render(recipe: Recipe, arguments: Sequence[str]) -> str:
         template = re.sub(r"(?m)^#SBATCH --gpus-per-node=.*\n", "", template)
     bad_nodes = EarlierRun.read(run_path(recipe)).bad_nodes
     values = _sizes(cluster, has_gpus) | {"job-name": recipe.name, "signal": f"B:USR1@{cluster.signal_seconds}"}
+    values["nodes"] = cluster.nodes + cluster.spare_nodes
     for option, value in values.items():
         template = re.sub(rf"(?m)^#SBATCH --{option}=.*$", f"#SBATCH --{option}={value}", template)
-    if bad_nodes:
-        excluded = f"#SBATCH --exclude={','.join(bad_nodes)}\n#SBATCH --requeue"
-        template = re.sub(r"(?m)^#SBATCH --requeue$", excluded, template)
+    more = [f"exclude={','.join(bad_nodes)}"] if bad_nodes else []
+    # Otherwise Slurm ends the job as soon as it sees a dead node.
+    more += ["no-kill"] if cluster.recover != "stop" else []
+    lines = "".join(f"#SBATCH --{option}\n" for option in more)
+    template = re.sub(r"(?m)^#SBATCH --requeue$", f"{lines}#SBATCH --requeue", template)
     if (engines := cluster.groups.engines) is not None:
         # Components of the same name would wait for each other, as jobs do.
         own = _sizes(engines, has_gpus) | {"job-name": f"{recipe.name}-engines"}
@@ -52,6 +55,8 @@ def render(recipe: Recipe, arguments: Sequence[str]) -> str:
         template = re.sub(r"(?m)^MEGARL_HOME=", lambda _: f"{component}\nMEGARL_HOME=", template, count=1)
     template = re.sub(r"(?s)^(#!\S+[^\n]*\n).*?(?=#SBATCH)", lambda found: found[1] + _header(recipe), template)
     ours = f"MEGARL_HOME={shlex.quote(str(home()))}\nset -- {shlex.join(arguments)}"
+    if cluster.spare_nodes:
+        ours = f"MEGARL_SPARE_NODES={cluster.spare_nodes}\n{ours}"
     if not is_clone():
         # A wheel has no .venv next to launch/: the job uses this command's environment.
         ours = f"MEGARL_VENV=${{MEGARL_VENV:-{shlex.quote(sys.prefix)}}}\n{ours}"

@@ -11,15 +11,21 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Self
 
-from megarl.cluster.connected import Address, ConnectedGroup, connect
+from megarl.cluster.connected import Address, ConnectedGroup, RemoteHandle, connect
 from megarl.cluster.rank import leave
 from megarl.cluster.topology import Introduction, NodeKind
 from megarl.cluster.worker_group import PartOfRun
 from megarl.platform.commands import run_command
-from megarl.processes.launcher import LaunchedProgram
+from megarl.processes.launcher import DEVNULL, LaunchedProgram
 from megarl.processes.process_tree import die_with
 from megarl.types import PeerLostError
+
+_ON_ONE_NODE = ("srun", "--overlap", "--nodes=1", "--ntasks=1", "--kill-on-bad-exit=1")
+"""Begin of a command that runs a short program on one node of the job."""
+_ANSWER_SECONDS = 20.0
+"""Seconds for a node to start a process. A node that needs more is taken for dead."""
 
 
 class SrunGroup(ConnectedGroup):
@@ -45,24 +51,34 @@ class SrunGroup(ConnectedGroup):
             nodes = int(os.environ["SLURM_JOB_NUM_NODES"])
             kind = NodeKind(0, nodes, self.part.num_ranks // nodes)
         self._kind = kind
-        self._placed: Path | None = None
         self._srun: LaunchedProgram | None = None
+        self._is_ending = False
+        self._kills: list[LaunchedProgram] = []
+        """Steps that kill single processes. They are kept until this process ends."""
+        self._lost_places: list[str] = []
+        """Node of each rank of the group before this one; empty if there was none."""
+        self._dead_nodes: set[str] = set()
+        """Nodes that did not answer when a process was to be started there."""
 
     async def launch(self, log_folder: Path, environment: Mapping[str, str], address: Address, key: bytes) -> None:
         placed, kind = {}, self._kind
-        if self.world_size == self.part.num_ranks:
+        count = len(self.missing_ranks)
+        is_whole_job = count == self.part.num_ranks and int(os.environ["SLURM_JOB_NUM_NODES"]) == kind.nodes
+        if is_whole_job:
             sizes = [f"--nodes={kind.nodes}", f"--ntasks-per-node={kind.ranks_per_node}", "--distribution=block"]
         else:
             # SLURM_HOSTFILE has a line per task: the name of its node. Only --distribution=arbitrary reads it.
-            names = await asyncio.to_thread(self._nodes)
-            self._placed = log_folder / f"nodes_{self.part.first_rank:04d}.txt"
-            self._placed.write_text("".join(f"{name}\n" for name in names))
-            placed = {"SLURM_HOSTFILE": str(self._placed.absolute())}
+            names = await (self._replacing_nodes() if self._lost_places else self._first_nodes())
+            hosts = log_folder / f"nodes_{self.part.first_rank:04d}.txt"
+            hosts.write_text("".join(f"{name}\n" for name in names))
+            placed = {"SLURM_HOSTFILE": str(hosts.absolute())}
             sizes = [f"--nodes={len(set(names))}", "--distribution=arbitrary"]
             sizes += [] if kind.component is None else [f"--het-group={kind.component}"]
+        # With survivors, neither a lost task nor a lost node may end the other tasks of the step.
+        ends = ["--kill-on-bad-exit=0", "--no-kill", "--wait=0"] if self.keeps_survivors else ["--kill-on-bad-exit=1"]
         # --overlap: the steps of several groups run in one job. -P: no import from the current folder.
         command = [
-            "srun", *sizes, f"--ntasks={self.world_size}", "--kill-on-bad-exit=1", "--overlap",
+            "srun", *sizes, f"--ntasks={count}", *ends, "--overlap",
             f"--output={log_folder.absolute() / self.start_log}", *self._options,
             sys.executable, "-P", "-m", "megarl.cluster.srun", address[0], str(address[1]),
         ]  # fmt: skip
@@ -74,15 +90,52 @@ class SrunGroup(ConnectedGroup):
             command, environment={**inherited, **environment, **placed}, secret=f"{key.hex()}\n".encode()
         )
 
-    def _nodes(self) -> list[str]:
-        """Return the node of each of the group's tasks."""
-        component = "" if self._kind.component is None else f"_HET_GROUP_{self._kind.component}"
-        listing = run_command(["scontrol", "show", "hostnames", os.environ[f"SLURM_JOB_NODELIST{component}"]])
-        if listing.returncode:
-            raise PeerLostError(f"scontrol cannot list the nodes of this job: {listing.stderr.strip()}")
-        names = listing.stdout.split()
+    async def _first_nodes(self) -> list[str]:
+        """Return the node of each of the group's first tasks."""
+        names = await self._job_nodes()
         first = self.part.first_rank - self._kind.first_rank
         return [names[number // self._kind.ranks_per_node] for number in range(first, first + self.world_size)]
+
+    async def _replacing_nodes(self) -> list[str]:
+        """Return the node for each missing rank: where the lost process was, or a spare node if that node is dead.
+
+        Raises PeerLostError if no spare node is left.
+        """
+        wanted = [self._lost_places[rank] for rank in self.missing_ranks]
+        used = {handle.node for handle in self._inherited.values() if isinstance(handle, RemoteHandle)}
+        # Nodes beyond those of the run.
+        spares = [name for name in (await self._job_nodes())[self._kind.nodes :] if name not in used | {*wanted}]
+        instead = {name: name for name in wanted}
+        for name in instead.keys() - used:
+            while not await self._answers(instead[name]):
+                self._dead_nodes.add(instead[name])
+                spares = [spare for spare in spares if spare not in self._dead_nodes]
+                if not spares:
+                    raise PeerLostError(
+                        f"node {name} does not start a process, and this job has no other spare node "
+                        "(cluster.spare_nodes)"
+                    )
+                instead[name] = spares.pop(0)
+        return [instead[name] for name in wanted]
+
+    async def _job_nodes(self) -> list[str]:
+        """Return the nodes of this job, or of its component for the group. Raises PeerLostError."""
+        component = "" if self._kind.component is None else f"_HET_GROUP_{self._kind.component}"
+        command = ["scontrol", "show", "hostnames", os.environ[f"SLURM_JOB_NODELIST{component}"]]
+        listing = await asyncio.to_thread(run_command, command)
+        if listing.returncode:
+            raise PeerLostError(f"scontrol cannot list the nodes of this job: {listing.stderr.strip()}")
+        return listing.stdout.split()
+
+    async def _answers(self, node: str) -> bool:
+        """Return whether a node of this job starts a process."""
+        trial = LaunchedProgram([*_ON_ONE_NODE, f"--nodelist={node}", "true"], stderr=DEVNULL)
+        try:
+            return await asyncio.wait_for(trial.ended(), _ANSWER_SECONDS) == 0
+        except TimeoutError:
+            return False
+        finally:
+            trial.kill()
 
     def local_ranks(self, processes: Sequence[Introduction]) -> Sequence[int] | None:
         first = self.part.first_rank - self._kind.first_rank
@@ -101,6 +154,24 @@ class SrunGroup(ConnectedGroup):
         if self._srun is not None:
             # On SIGTERM, srun makes Slurm kill all tasks.
             self._srun.signal(signal.SIGTERM)
+        self._is_ending = True
+
+    def kill_process(self, handle: RemoteHandle) -> None:
+        if not self.keeps_survivors:
+            self.end_processes()
+        elif not self._is_ending:
+            # A step of its own, because srun can only signal all tasks of a step.
+            command = [*_ON_ONE_NODE, f"--nodelist={handle.node}", "kill", "-KILL", str(handle.process.pid)]
+            self._kills.append(LaunchedProgram(command, stderr=DEVNULL))
+
+    def _heir(self, world_size: int) -> Self:
+        if world_size != self.world_size:
+            raise NotImplementedError("with srun, a group cannot be followed by one with another number of ranks")
+        heir = type(self)(world_size, self._options, self.part, self._kind)
+        heir._former, heir._dead_nodes = [*self._former, self], self._dead_nodes
+        heir._lost_places = [place[0] for place in self.topology]
+        heir._local_ranks = self._local_ranks
+        return heir
 
 
 def main() -> None:
@@ -114,7 +185,8 @@ def main() -> None:
     dots = os.environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").count(".")
     switches = os.environ.get("SLURM_TOPOLOGY_ADDR", name).split(".", dots)[:-1]
     turn = int(os.environ["SLURM_PROCID"])
-    connect((host, int(port)), key, Introduction(turn, name, socket.gethostname(), tuple(switches)))
+    process = Introduction(turn, name, socket.gethostname(), tuple(switches), pid=os.getpid())
+    connect((host, int(port)), key, process)
     leave()
 
 

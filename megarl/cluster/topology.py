@@ -24,7 +24,8 @@ class Introduction(NamedTuple):
     """First message that a rank process sends to the driver.
 
     `turn` is its index among the launcher's processes, node by node. `host` is its address for other ranks. `switches`
-    are the network switches above its node, from the root. `gpus` are its GPUs, if the launcher assigned any.
+    are the network switches above its node, from the root. `gpus` are its GPUs, if the launcher assigned any. `pid` is
+    its process id on its node; 0: not known.
     """
 
     turn: int
@@ -32,13 +33,14 @@ class Introduction(NamedTuple):
     host: str
     switches: tuple[str, ...] = ()
     gpus: tuple[int, ...] = ()
+    pid: int = 0
 
     @classmethod
     def from_plain(cls, fields: Mapping[str, Any]) -> Introduction:
         """Read the first message of a process from JSON values. Raises TypeError or ValueError if it is not valid."""
         plain: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
         process = cls(**plain)
-        kinds = (process.turn, int), (process.node, str), (process.host, str)
+        kinds = (process.turn, int), (process.node, str), (process.host, str), (process.pid, int)
         if not all(isinstance(value, kind) for value, kind in kinds):
             raise TypeError(f"the first message of a rank process is not valid: {fields}")
         return process

@@ -213,6 +213,8 @@ class WorkerGroup(ABC):
             await self.construct(worker, kwargs)
         except BaseException as error:
             await self._end_once(partial(self._abandon, "start", error))
+            # A loss during the start keeps the survivors, and no successor will follow.
+            await self.close()
             raise
         return self
 
@@ -227,7 +229,8 @@ class WorkerGroup(ABC):
             # Each new rank answers once without a command, so the messages are empty.
             ports |= dict(zip(started, await self._exchange("start", started, [b""] * len(started)), strict=True))
         if inherited := sorted(self._inherited):
-            places = [pack(("__renumber__", (rank, self.world_size), {})) for rank in inherited]
+            address = self._store_address()
+            places = [pack(("__renumber__", (rank, self.world_size, address), {})) for rank in inherited]
             ports |= dict(zip(inherited, await self._exchange("renumber", inherited, places), strict=True))
         # A fresh world name: messages signed in a lost group are not valid in its replacement.
         self.meeting = replace(self._rendezvous(ports[0]), world=secrets.token_hex(16))
@@ -259,6 +262,7 @@ class WorkerGroup(ABC):
             await group._start_ranks()
         except BaseException as error:
             await group._end_once(partial(group._abandon, "start", error))
+            await group.close()
             raise
         return group
 
@@ -277,8 +281,10 @@ class WorkerGroup(ABC):
         """End the group without a loss, and keep all processes for a successor with another number of ranks."""
 
         async def end() -> Exception:
-            self.keeps_survivors = True
+            keeps_survivors, self.keeps_survivors = self.keeps_survivors, True
             await self._end(())
+            # A successor keeps the survivors of a loss only if this group would have.
+            self.keeps_survivors = keeps_survivors
             return types.PeerLostError("the rank processes were called after their group was replaced by another one")
 
         await self._end_once(end)
@@ -421,6 +427,10 @@ class WorkerGroup(ABC):
 
         `port` is the port of the torch store on rank 0, if that rank has one.
         """
+
+    def _store_address(self) -> str:
+        """Return the address at which rank 0 serves the torch store; empty: the ranks meet in a file."""
+        return ""
 
     async def _exchange(
         self,

@@ -120,8 +120,11 @@ class ClusterConfig(Section):
     the error suggests changes (see `megarl plan`). Default: read from this machine's GPUs; without GPUs, no check."""
     recover: Annotated[Literal["stop", "restart", "shrink"], UntriedOnGpu("restart or shrink")] = "stop"
     """If a trainer process dies, stop (default) ends the run with exit code 76. restart replaces only dead processes.
-    shrink goes on with fewer data-parallel replicas. The state comes from copies in host memory
-    (checkpoint.replicate), or else from the last checkpoint."""
+    shrink goes on with fewer data-parallel replicas (launcher local only). The state comes from copies in host memory
+    (checkpoint.replicate), or else from the last checkpoint. Ray can only stop."""
+    spare_nodes: NonNegativeInt = 0
+    """Number of further nodes in a Slurm job that take the place of dead ones (cluster.recover restart). `megarl slurm`
+    requests them; in other scripts set MEGARL_SPARE_NODES."""
     max_restarts: NonNegativeInt = 5
     """Maximum number of consecutive automatic restarts of a run without a completed training step in between."""
 

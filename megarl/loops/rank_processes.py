@@ -49,6 +49,8 @@ class RankProcesses:
         self.copies = StateReplication(recipe.checkpoint.replicate, self._folder.path)
         self.num_recoveries = 0
         """Number of losses of trainer ranks that the run has survived."""
+        self.checked_nodes: set[str] = set()
+        """Nodes that passed the checks before models were built."""
         self._received = 0.0
         self._has_copies = False
 
@@ -72,7 +74,6 @@ class RankProcesses:
         if self._ranks is None:
             cluster = self.recipe.cluster
             self._ranks = await start_ranks(cluster, log_folder, self.layout.replica_sizes, avoided_nodes=avoided_nodes)
-            self._ranks.trainers.keeps_survivors = cluster.recover != "stop"
         return self._ranks
 
     async def recover(

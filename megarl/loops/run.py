@@ -297,9 +297,13 @@ class _Start:
         uses_gpu = recipe.cluster.device != "cpu" and device.current().type == "cuda"
         if uses_gpu and (notice := device.toolkit_notice()) is not None:
             tracker.notice(notice)
-        # After a loss the nodes are those that passed the checks before.
-        if not recipe.cluster.preflight or self.processes.num_recoveries:
+        # After a loss most nodes have passed the checks; a spare one has not.
+        checked = self.processes.checked_nodes
+        if not recipe.cluster.preflight or checked >= nodes.keys():
             return
+        if checked:
+            await together([group.construct("megarl.cluster.node_checks:NodeReport", {}) for group in ranks.groups])
+        checked.update(nodes)
         wrong, lines = await inspect(ranks, recipe, self.folder.path.absolute(), planned_host_bytes(recipe))
         if wrong:
             raise ConfigError(error_page(f"nodes of run {recipe.name}", wrong))

@@ -12,12 +12,22 @@ from megarl.preflight.registry import checks
 def recovery(recipe: Recipe) -> Iterator[str]:
     """Yield errors if the run could not recover from a lost rank in the way that cluster.recover asks for."""
     recover, launcher = recipe.cluster.recover, recipe.cluster.launcher
+    if recipe.cluster.spare_nodes and (recover != "restart" or launcher != "slurm"):
+        yield (
+            f"cluster.spare_nodes = {recipe.cluster.spare_nodes}: only cluster.recover restart with cluster.launcher "
+            "slurm uses spare nodes; set cluster.spare_nodes=0"
+        )
     if recover == "stop":
         return
-    if launcher != "local":
+    if launcher == "ray":
         yield (
-            f"cluster.recover = {recover}: cluster.launcher {launcher} cannot replace single processes of its ranks; "
-            "set cluster.recover=stop, and let the scheduler requeue the job"
+            f"cluster.recover = {recover}: cluster.launcher ray cannot replace single processes of its ranks; set "
+            "cluster.recover=stop, and start the run again with --resume"
+        )
+    if launcher == "slurm" and recover == "shrink":
+        yield (
+            "cluster.recover = shrink: cluster.launcher slurm keeps the number of ranks; set cluster.recover=restart, "
+            "and cluster.spare_nodes for dead nodes"
         )
     if recover == "shrink" and recipe.trainer.router_replay:
         yield (

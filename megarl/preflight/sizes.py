@@ -77,8 +77,12 @@ def machines(recipe: Recipe, *, is_start: bool = True) -> Iterator[str]:
                 )
         elif cluster.groups.engines is not None:
             yield from _components(cluster)
-        elif int(nodes) != cluster.nodes:
-            yield f"cluster.nodes = {cluster.nodes}: the job has {nodes}; set cluster.nodes={nodes}, or sbatch --nodes"
+        elif int(nodes) != cluster.nodes + cluster.spare_nodes:
+            wanted = f"{cluster.nodes}" + (f" and cluster.spare_nodes = {cluster.spare_nodes}" * bool(cluster.spare_nodes))
+            yield (
+                f"cluster.nodes = {wanted}: the job has {nodes} nodes; set "
+                f"cluster.nodes={int(nodes) - cluster.spare_nodes}, or sbatch --nodes"
+            )
         elif tasks is not None and tasks.isdigit() and int(tasks) != cluster.ranks_per_node:
             yield (
                 f"cluster.ranks_per_node = {cluster.ranks_per_node}: the job has {tasks} tasks a node; set "

@@ -171,9 +171,7 @@ def test_a_lost_rank_and_a_lost_node_cost_the_steps_since_the_checkpoint(cluster
     job = cluster.submit("name=lost", "checkpoint.every_steps=1", options=("--gpus-per-node=0", "--nodelist=n1,n4"))
     cluster.until_step(job, "lost", 2)
     assert "ranks on n1, n4" in cluster.log(job)
-    victims = [int(p.name) for p in Path("/proc").glob("[0-9]*") if _is_rank(p, 1, cluster)]
-    assert len(victims) == 1
-    os.kill(victims[0], 9)
+    os.kill(_rank_process(1, cluster), signal.SIGKILL)
     status = cluster.until_ended(job, "lost", 76)
     assert "rank 1 of 2 on node n4" in status["cause"] and status["rank"] == 1, status
     cluster.until_step(job, "lost", status["step"] + 1)
@@ -189,6 +187,40 @@ def test_a_lost_rank_and_a_lost_node_cost_the_steps_since_the_checkpoint(cluster
     state = cluster.until_over(job)
     assert state == "COMPLETED" and cluster.status("lost")["exit_code"] == 0, cluster.log(job)
     assert cluster.weights("lost") == alone
+
+
+@needs_slurm
+def test_a_lost_rank_and_a_dead_node_are_replaced_within_the_job(cluster: Cluster, alone: bytes) -> None:
+    """The rank on its node, and the node by a spare one. The job, its driver and its other rank go on."""
+    cluster.pace(1)
+    recovery = ("name=spared", "cluster.recover=restart", "cluster.spare_nodes=1", "checkpoint.replicate=1")
+    # Slurm 22.05 loses count of the GPUs of a job while a node is down.
+    options = ("--gpus-per-node=0", "--nodelist=n1,n2,n3", "--no-kill", "--export=ALL,MEGARL_SPARE_NODES=1")
+    job = cluster.submit(*recovery, nodes=3, options=options)
+    cluster.until_step(job, "spared", 2)
+    assert "ranks on n1, n2" in cluster.log(job)
+    survivor, lost = (_rank_process(rank, cluster) for rank in (0, 1))
+    os.kill(lost, signal.SIGKILL)
+    cluster.until(job, lambda: "fault/recoveries" in _metrics(cluster, "spared"))
+    step = cluster.status("spared")["step"]
+    cluster.until_step(job, "spared", step + 1)
+    cluster.kill_node("n2")
+    cluster.until(job, lambda: _metrics(cluster, "spared").count('"fault/recoveries":') == 2)
+    assert _rank_process(0, cluster) == survivor
+    cluster.pace(0)
+    cluster.until_ended(job, "spared", 0)
+    log = cluster.log(job)
+    assert log.count("the lost ones are replaced") == 2 and "ranks on n1, n3" in log and "start 1" not in log, log
+    assert cluster.weights("spared") == alone
+
+
+def _metrics(cluster: Cluster, name: str) -> str:
+    return (cluster.folder / f"runs/{name}/metrics.jsonl").read_text()
+
+
+def _rank_process(rank: int, cluster: Cluster) -> int:
+    [found] = [int(p.name) for p in Path("/proc").glob("[0-9]*") if _is_rank(p, rank, cluster)]
+    return found
 
 
 @needs_slurm
@@ -389,7 +421,7 @@ def test_outside_a_job_the_launcher_says_so(tmp_path: Path, monkeypatch: pytest.
         monkeypatch.delenv(name, raising=False)
     assert "this is no Slurm job" in next(iter(machines(recipe)))
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "3")
-    assert "cluster.nodes = 2: the job has 3; set cluster.nodes=3" in next(iter(machines(recipe)))
+    assert "cluster.nodes = 2: the job has 3 nodes; set cluster.nodes=3" in next(iter(machines(recipe)))
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
     monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "8")
     assert "cluster.ranks_per_node = 4: the job has 8 tasks a node" in next(iter(machines(recipe)))

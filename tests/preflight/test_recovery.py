@@ -19,10 +19,21 @@ REPLAYED = {"trainer": {"router_replay": True}}
     [
         pytest.param({"cluster": {"recover": "stop", "launcher": "slurm"}}, None, id="stop"),
         pytest.param({"cluster": {"recover": "restart"}, **SEPARATE}, None, id="restart"),
+        pytest.param({"cluster": {"recover": "restart", "launcher": "slurm", "spare_nodes": 1}}, None, id="spare"),
         pytest.param(
-            {"cluster": {"recover": "restart", "launcher": "slurm"}},
-            "cluster.recover = restart: cluster.launcher slurm cannot replace single processes",
-            id="launcher",
+            {"cluster": {"recover": "restart", "launcher": "ray"}},
+            "cluster.recover = restart: cluster.launcher ray cannot replace single processes",
+            id="ray",
+        ),
+        pytest.param(
+            {"cluster": {"recover": "shrink", "launcher": "slurm"}},
+            "cluster.recover = shrink: cluster.launcher slurm keeps the number of ranks",
+            id="shrink on slurm",
+        ),
+        pytest.param(
+            {"cluster": {"recover": "restart", "spare_nodes": 1}},
+            "cluster.spare_nodes = 1: only cluster.recover restart with cluster.launcher slurm",
+            id="spare alone",
         ),
         pytest.param(
             {"cluster": {"recover": "shrink"}, **SEPARATE}, "cluster.recover = shrink: separate engines", id="separate"
