@@ -279,4 +279,6 @@ def _without_current_folder(path: Sequence[str], imports: Sequence[str]) -> list
     first = Path(path[0] if path else "")
     packages = {module.partition(".")[0] for module in imports}
     is_needed = any((first / name).exists() for package in packages for name in (package, f"{package}.py"))
+    # All servers have this repository on their path.
+    is_needed &= first.absolute() != Path(_ROOT)
     return list(path[1:] if path and first.absolute() == Path.cwd() and not is_needed else path)

@@ -11,7 +11,6 @@ import pytest
 import yaml
 
 from megarl.tracking.earlier_run import SCHEMA
-from tests.forked_command import MEGARL
 
 pytestmark = pytest.mark.end_to_end
 
@@ -21,7 +20,7 @@ HEAVY = ("torch", "transformers", "vllm", "megatron", "numpy", "omegaconf", "pyd
 def megarl(
     *arguments: str | Path, cwd: Path | None = None, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    command = [*MEGARL, *map(str, arguments)]
+    command = [sys.executable, "-m", "megarl", *map(str, arguments)]
     environment = {**os.environ, "COLUMNS": "80", **(env or {})}
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=900, env=environment)
 

@@ -412,9 +412,8 @@ class WorkerGroup(ABC):
         A rank that is busy, or that has not exited after a few seconds, is killed. Kept survivors are killed too.
         """
         await self._end_once(self._leave)
-        if survivors := self.survivors:
-            self.survivors = []
-            await self._kill(survivors)
+        if self.survivors:
+            self._handles, self.survivors = self.survivors, []
             await self._end()
 
     @abstractmethod
