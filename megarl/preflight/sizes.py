@@ -78,9 +78,9 @@ def machines(recipe: Recipe, *, is_start: bool = True) -> Iterator[str]:
         elif cluster.groups.engines is not None:
             yield from _components(cluster)
         elif int(nodes) != cluster.nodes + cluster.spare_nodes:
-            wanted = f"{cluster.nodes}" + (f" and cluster.spare_nodes = {cluster.spare_nodes}" * bool(cluster.spare_nodes))
+            spare = f" and cluster.spare_nodes = {cluster.spare_nodes}" if cluster.spare_nodes else ""
             yield (
-                f"cluster.nodes = {wanted}: the job has {nodes} nodes; set "
+                f"cluster.nodes = {cluster.nodes}{spare}: the job has {nodes} nodes; set "
                 f"cluster.nodes={int(nodes) - cluster.spare_nodes}, or sbatch --nodes"
             )
         elif tasks is not None and tasks.isdigit() and int(tasks) != cluster.ranks_per_node:
