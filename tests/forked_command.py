@@ -1,8 +1,8 @@
-"""The command `megarl`, in a process forked by a server that has imported what a driver imports.
+"""Start of `megarl` commands in tests. A server imports the driver's modules once, and forks a process per command.
 
-`[*MEGARL, "train", ...]` does what `python -m megarl train ...` does, with the same output, exit code and signals. It
-saves about 8 s of processor time for each run. Without shared fork servers, or in a folder with a copy of megarl, it is
-`python -m megarl`.
+The command line `[*MEGARL, "train", ...]` has the output, exit code and signal handling of `python -m megarl train
+...`. Each run takes about 8 s of processor time less. The command is plain `python -m megarl` in two cases: the test
+has no shared fork servers (`shared_fork_servers`), or the current folder has its own copy of megarl.
 """
 
 from __future__ import annotations

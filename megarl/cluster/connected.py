@@ -397,9 +397,9 @@ def connect(address: Address, key: bytes, process: Introduction) -> None:
 
 
 def _notice_silence(connected: socket.socket) -> None:
-    """Let the kernel end a connection to a node that has been silent for 30 s, for example because it lost power.
+    """Turn on TCP keepalive: the kernel closes the connection after 30 s of silence, for example after a power loss.
 
-    The node's kernel answers the probes, however busy its processes are.
+    The other node's kernel answers the keepalive probes, so a busy process does not count as silent.
     """
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (

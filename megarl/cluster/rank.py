@@ -198,10 +198,10 @@ def _free_memory() -> None:
 
 
 def _renumber(rank: int, world_size: int, address: str) -> int:
-    """Set the place of this process in its next torch world. The index of its GPU (LOCAL_RANK) does not change.
+    """Set rank and world size of this process for its next torch world. Its LOCAL_RANK, the GPU's index, stays.
 
-    Returns the port of the world's torch store on rank 0, at `address`. Other ranks return 0, and so does rank 0 if
-    `address` is empty, because all ranks are on one machine.
+    Rank 0 listens at `address` for the world's TCPStore, and returns the port. Other ranks return 0. An empty `address`
+    means that the ranks meet in a file of one machine; rank 0 then returns 0 too.
     """
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
     rendezvous.stop_listening()

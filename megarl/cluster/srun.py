@@ -74,7 +74,8 @@ class SrunGroup(ConnectedGroup):
             placed = {"SLURM_HOSTFILE": str(hosts.absolute())}
             sizes = [f"--nodes={len(set(names))}", "--distribution=arbitrary"]
             sizes += [] if kind.component is None else [f"--het-group={kind.component}"]
-        # With survivors, neither a lost task nor a lost node may end the other tasks of the step.
+        # If ranks are to survive a loss, one failed task or node must not end the other tasks of the step. --wait=0: no
+        # time limit after the first task has ended.
         ends = ["--kill-on-bad-exit=0", "--no-kill", "--wait=0"] if self.keeps_survivors else ["--kill-on-bad-exit=1"]
         # --overlap: the steps of several groups run in one job. -P: no import from the current folder.
         command = [
@@ -97,9 +98,9 @@ class SrunGroup(ConnectedGroup):
         return [names[number // self._kind.ranks_per_node] for number in range(first, first + self.world_size)]
 
     async def _replacing_nodes(self) -> list[str]:
-        """Return the node for each missing rank: where the lost process was, or a spare node if that node is dead.
+        """Return one node for each lost rank: the node where it ran, or a spare node if that node is dead.
 
-        Raises PeerLostError if no spare node is left.
+        Raises PeerLostError if a dead node has no spare node to replace it.
         """
         wanted = [self._lost_places[rank] for rank in self.missing_ranks]
         used = {handle.node for handle in self._inherited.values() if isinstance(handle, RemoteHandle)}
@@ -112,8 +113,8 @@ class SrunGroup(ConnectedGroup):
                 spares = [spare for spare in spares if spare not in self._dead_nodes]
                 if not spares:
                     raise PeerLostError(
-                        f"node {name} does not start a process, and this job has no other spare node "
-                        "(cluster.spare_nodes)"
+                        f"could not start a process on node {name}, and no spare node is left in this job; increase "
+                        "cluster.spare_nodes for the next one"
                     )
                 instead[name] = spares.pop(0)
         return [instead[name] for name in wanted]

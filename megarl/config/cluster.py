@@ -119,12 +119,14 @@ class ClusterConfig(Section):
     """Memory of one GPU in GiB, or its kind (h100, h200, b200). A run whose predicted memory exceeds it does not start;
     the error suggests changes (see `megarl plan`). Default: read from this machine's GPUs; without GPUs, no check."""
     recover: Annotated[Literal["stop", "restart", "shrink"], UntriedOnGpu("restart or shrink")] = "stop"
-    """If a trainer process dies, stop (default) ends the run with exit code 76. restart replaces only dead processes.
-    shrink goes on with fewer data-parallel replicas (launcher local only). The state comes from copies in host memory
-    (checkpoint.replicate), or else from the last checkpoint. Ray can only stop."""
+    """What the run does if a trainer process dies. stop (default): it ends with exit code 76. restart: new processes
+    replace the dead ones, the others keep running. shrink: it continues with fewer data-parallel replicas (launcher
+    local only). The training state then comes from copies in host memory (checkpoint.replicate), or without them from
+    the last checkpoint. The launcher ray supports only stop."""
     spare_nodes: NonNegativeInt = 0
-    """Number of further nodes in a Slurm job that take the place of dead ones (cluster.recover restart). `megarl slurm`
-    requests them; in other scripts set MEGARL_SPARE_NODES."""
+    """Number of nodes in the Slurm job beyond cluster.nodes. A spare node replaces a dead one; this needs
+    cluster.recover=restart. `megarl slurm` requests these nodes. A batch script of your own must request them, and set
+    MEGARL_SPARE_NODES to their number."""
     max_restarts: NonNegativeInt = 5
     """Maximum number of consecutive automatic restarts of a run without a completed training step in between."""
 

@@ -14,8 +14,8 @@ def recovery(recipe: Recipe) -> Iterator[str]:
     recover, launcher = recipe.cluster.recover, recipe.cluster.launcher
     if recipe.cluster.spare_nodes and (recover != "restart" or launcher != "slurm"):
         yield (
-            f"cluster.spare_nodes = {recipe.cluster.spare_nodes}: only cluster.recover restart with cluster.launcher "
-            "slurm uses spare nodes; set cluster.spare_nodes=0"
+            f"cluster.spare_nodes = {recipe.cluster.spare_nodes}: spare nodes need cluster.recover=restart and "
+            "cluster.launcher=slurm; set both, or set cluster.spare_nodes=0"
         )
     if recover == "stop":
         return
@@ -26,8 +26,8 @@ def recovery(recipe: Recipe) -> Iterator[str]:
         )
     if launcher == "slurm" and recover == "shrink":
         yield (
-            "cluster.recover = shrink: cluster.launcher slurm keeps the number of ranks; set cluster.recover=restart, "
-            "and cluster.spare_nodes for dead nodes"
+            "cluster.recover = shrink: cluster.launcher=slurm cannot change the number of ranks; set "
+            "cluster.recover=restart, and cluster.spare_nodes=N to replace up to N dead nodes"
         )
     if recover == "shrink" and recipe.trainer.router_replay:
         yield (

@@ -78,10 +78,11 @@ def machines(recipe: Recipe, *, is_start: bool = True) -> Iterator[str]:
         elif cluster.groups.engines is not None:
             yield from _components(cluster)
         elif int(nodes) != cluster.nodes + cluster.spare_nodes:
-            spare = f" and cluster.spare_nodes = {cluster.spare_nodes}" if cluster.spare_nodes else ""
+            wanted, spare = cluster.nodes + cluster.spare_nodes, cluster.spare_nodes
+            more = f" and cluster.spare_nodes = {spare}" if spare else ""
             yield (
-                f"cluster.nodes = {cluster.nodes}{spare}: the job has {nodes} nodes; set "
-                f"cluster.nodes={int(nodes) - cluster.spare_nodes}, or sbatch --nodes"
+                f"cluster.nodes = {cluster.nodes}{more}: the job has {nodes} nodes, not {wanted}; set "
+                f"cluster.nodes={int(nodes) - spare}, or submit it with sbatch --nodes={wanted}"
             )
         elif tasks is not None and tasks.isdigit() and int(tasks) != cluster.ranks_per_node:
             yield (

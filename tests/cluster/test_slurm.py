@@ -424,7 +424,7 @@ def test_outside_a_job_the_launcher_says_so(tmp_path: Path, monkeypatch: pytest.
         monkeypatch.delenv(name, raising=False)
     assert "this is no Slurm job" in next(iter(machines(recipe)))
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "3")
-    assert "cluster.nodes = 2: the job has 3 nodes; set cluster.nodes=3" in next(iter(machines(recipe)))
+    assert "cluster.nodes = 2: the job has 3 nodes, not 2; set cluster.nodes=3" in next(iter(machines(recipe)))
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
     monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "8")
     assert "cluster.ranks_per_node = 4: the job has 8 tasks a node" in next(iter(machines(recipe)))

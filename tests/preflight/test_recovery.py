@@ -27,12 +27,12 @@ REPLAYED = {"trainer": {"router_replay": True}}
         ),
         pytest.param(
             {"cluster": {"recover": "shrink", "launcher": "slurm"}},
-            "cluster.recover = shrink: cluster.launcher slurm keeps the number of ranks",
+            "cluster.recover = shrink: cluster.launcher=slurm cannot change the number of ranks",
             id="shrink on slurm",
         ),
         pytest.param(
             {"cluster": {"recover": "restart", "spare_nodes": 1}},
-            "cluster.spare_nodes = 1: only cluster.recover restart with cluster.launcher slurm",
+            "cluster.spare_nodes = 1: spare nodes need cluster.recover=restart and cluster.launcher=slurm",
             id="spare alone",
         ),
         pytest.param(
