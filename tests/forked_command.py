@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -52,7 +53,9 @@ def main() -> NoReturn:
         signal.signal(number, lambda number, _: os.kill(forked, number))
     code = _next(status)
     if code < 0:
-        signal.signal(-code, signal.SIG_DFL)
+        with suppress(OSError):
+            # SIGKILL has no handler to reset.
+            signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)
 

@@ -16,7 +16,7 @@ cd "$SLURM_SUBMIT_DIR" || exit 2
 export TORCH_FR_BUFFER_SIZE="${TORCH_FR_BUFFER_SIZE:-20000}" TORCH_NCCL_DUMP_ON_TIMEOUT=1
 export PYTHONFAULTHANDLER=1
 # megarl creates this file with the names of faulty nodes (exit code 76). Slurm's KILL would leave an empty one behind.
-export MEGARL_BAD_NODES_FILE="${TMPDIR:-/tmp}/megarl-bad-nodes-$SLURM_JOB_ID-$RANDOM$RANDOM"
+MEGARL_BAD_NODES_FILE="$(mktemp -u)" && export MEGARL_BAD_NODES_FILE
 bad=""
 echo "job $SLURM_JOB_ID, start ${SLURM_RESTART_COUNT:-0}: $SLURM_JOB_NUM_NODES nodes, $SLURM_JOB_NODELIST"
 

@@ -59,6 +59,10 @@ class Bandwidth:
         torch.cuda.empty_cache()
         return found
 
+    def close(self) -> None:
+        """Leave the torch world. Called only if another rank is lost; else the next worker uses the world."""
+        world.leave()
+
     def _exchange(self, partner: int | None) -> None:
         if partner is None:
             return

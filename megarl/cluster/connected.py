@@ -39,12 +39,14 @@ from megarl.platform import chosen_device
 from megarl.processes.open_files import provide_open_files
 from megarl.types import PeerLostError
 
+_EXIT_SECONDS = 5.0
+"""Seconds for processes to exit after their connections have ended."""
 _END_SECONDS = 60.0
 """Seconds to wait for the launcher (srun or Ray) to end all processes."""
 _SILENT_SECONDS = 30
-"""Seconds of silence after which a node's connections end, if the group keeps survivors. A switch that restarts takes
-less.
-"""
+"""Seconds without an answer to keepalive probes after which a connection ends, if the group keeps survivors."""
+_UNREAD_SECONDS = 120
+"""Seconds after which such a connection ends because sent data was not received."""
 _SIOCGIFADDR = 0x8915
 """Number of Linux's ioctl returning the IPv4 address of a network interface."""
 
@@ -91,8 +93,8 @@ class RemoteHandle(RankHandle):
             self.died.set_result(time.time())
 
     def kill(self) -> None:
-        if not self.died.done():
-            self._group.kill_process(self)
+        # Also after the end of the connection: behind a broken network the process may still run.
+        self._group.kill_process(self)
 
     def _lost_at(self, noticed: float) -> float:
         # `died` completes for all processes together. Only the launcher's report, or the end of the connection, shows
@@ -122,9 +124,9 @@ class ConnectedGroup(WorkerGroup):
         """Ranks whose processes this group has started, in the order of their ranks."""
         self._addresses: list[str] = []
         self._local_ranks: list[int] = []
-        """Each rank's local rank on its node, once the ranks are known. A successor starts with those before it."""
+        """Each rank's local rank on its node, once the ranks are known. A successor takes over its predecessor's."""
         self._former: list[ConnectedGroup] = []
-        """Groups before this one that started processes of it."""
+        """Predecessors of this group. Some of its processes belong to their launches."""
         self._ended: asyncio.Task[str] | None = None
         self._key = secrets.token_bytes(32)
         """Secret key of this start of the group. It keeps out late processes of an earlier start."""
@@ -208,7 +210,8 @@ class ConnectedGroup(WorkerGroup):
                 raise PeerLostError(
                     f"{len(met)} of {count} ranks connected within {self.start_timeout_seconds:g} s "
                     f"({', '.join(f'{count} on {node}' for node, count in present.items()) or 'none'}); look at "
-                    f"{log_folder} and at the nodes, or raise cluster.start_timeout_seconds"
+                    f"{log_folder} and at the nodes, or raise cluster.start_timeout_seconds\n"
+                    + log_tail(log_folder / self.start_log)
                 ) from None
             finally:
                 await self._make_handles(met, log_folder)
@@ -228,16 +231,16 @@ class ConnectedGroup(WorkerGroup):
     async def _make_handles(self, met: Mapping[Introduction, socket.socket], log_folder: Path) -> None:
         """Create a handle for each connected process, in the order of their ranks."""
         # Processes that replace lost ones were placed for their ranks.
-        places = sorted(met, key=lambda process: process.turn) if self._inherited else in_order(met)
+        places = sorted(met, key=lambda process: process.turn) if self._former else in_order(met)
         numbers = [self.part.first_rank + rank for rank in self.missing_ranks]
         self._remote_handles = [
             RemoteHandle(rank, process, met[process], log_folder / f"rank_{rank:04d}.log", self)
             for rank, process in zip(numbers, places, strict=False)  # some may not have connected
         ]
         self._handles = sorted([*self._remote_handles, *self._inherited.values()], key=lambda handle: handle.rank)
-        # Before `open`, which waits: from here on, `_watch` itself notes an end on these handles.
+        # Before `open`, which waits: from here on, `_watch` itself notes the ends on these handles.
         if self._ended is not None and self._ended.done():
-            self._note_end()
+            self._note_all_ended()
         for handle in self._remote_handles:
             await handle.direct.open()
 
@@ -312,7 +315,7 @@ class ConnectedGroup(WorkerGroup):
             for handle in handles:
                 handle.send_json(addresses[first])
 
-    def _note_end(self) -> None:
+    def _note_all_ended(self) -> None:
         """Record that all processes have ended, and close their connections."""
         for handle in self._remote_handles:
             handle.note_end()
@@ -323,7 +326,7 @@ class ConnectedGroup(WorkerGroup):
     async def _watch(self) -> str:
         """Wait until all processes have ended, record it, and return how they ended, as text."""
         how = await self.await_end()
-        self._note_end()
+        self._note_all_ended()
         return how
 
     async def _until_ended(self, meeting: Coroutine[Any, Any, None], log_folder: Path) -> None:
@@ -349,7 +352,11 @@ class ConnectedGroup(WorkerGroup):
 
     async def _end(self, lost: Sequence[RankHandle] | None = None) -> None:
         groups = [*self._former, self]
+        ends = [group._ended for group in groups if group._ended is not None]
         if lost is None or not self.keeps_survivors:
+            if ends and all(handle.died.done() for handle in self._handles):
+                # Processes whose connections have ended are about to exit.
+                await asyncio.wait(ends, timeout=_EXIT_SECONDS)
             for group in groups:
                 group.end_processes()
         await super()._end(lost)
@@ -357,7 +364,7 @@ class ConnectedGroup(WorkerGroup):
             return
         for group in groups:
             group.end_processes()
-        if ends := [group._ended for group in groups if group._ended is not None]:
+        if ends:
             # A scheduler that does not answer must not block the driver.
             await asyncio.wait(ends, timeout=_END_SECONDS)
 
@@ -406,8 +413,8 @@ def _notice_silence(connected: socket.socket) -> None:
         (socket.TCP_KEEPIDLE, _SILENT_SECONDS // 2),
         (socket.TCP_KEEPINTVL, _SILENT_SECONDS // 6),
         (socket.TCP_KEEPCNT, 3),
-        # For data that the node does not acknowledge. Linux would try for 15 minutes.
-        (socket.TCP_USER_TIMEOUT, 1000 * _SILENT_SECONDS),
+        # For data that the node does not acknowledge, or a stopped rank does not read. Linux would try for 15 minutes.
+        (socket.TCP_USER_TIMEOUT, 1000 * _UNREAD_SECONDS),
     ):
         connected.setsockopt(socket.IPPROTO_TCP, option, value)
 

@@ -96,8 +96,8 @@ class _Host:
         # With the garbage collector on, a rank's imports take 8.5 s of CPU time instead of 6.3.
         with uncollected():
             imported = importlib.import_module(module)
-        # A worker that is half constructed cannot clean up after itself.
-        self.has_failed_construction = True
+        # A worker that is half constructed cannot clean up after itself. Its predecessor is no worker any more.
+        self.has_failed_construction, self.worker = True, None
         self.worker = getattr(imported, name)(rank=rank, world_size=world_size, **kwargs)
         self.has_failed_construction = False
         if self.legacy is not None and hasattr(self.worker, "inherit"):
@@ -113,8 +113,11 @@ class _Host:
         if worker is None and self.has_failed_construction:
             raise RuntimeError("this process was constructing its worker when a rank was lost; it cannot continue")
         if worker is not None:
-            # A worker that leaves nothing to the next one is only closed.
-            self.legacy = worker.abandon() if hasattr(worker, "abandon") else _close(worker)
+            if hasattr(worker, "abandon"):
+                self.legacy = worker.abandon()
+            else:
+                # A check of the node leaves the copies of the worker before it.
+                _close(worker)
             del worker
             # The next worker needs the GPU memory of this one, which is part of reference cycles.
             _free_memory()
@@ -259,7 +262,8 @@ def serve(sock: socket.socket, store_port: int = 0) -> None:
             # Free a large batch or result now, not when the next command arrives.
             command = call = result = None
             sock.sendall(answer)
-    _close(host.worker)
+        # Before the connection ends: the driver takes its end for the end of this process.
+        _close(host.worker)
 
 
 def leave() -> NoReturn:

@@ -55,7 +55,8 @@ def render(recipe: Recipe, arguments: Sequence[str]) -> str:
         template = re.sub(r"(?m)^MEGARL_HOME=", lambda _: f"{component}\nMEGARL_HOME=", template, count=1)
     template = re.sub(r"(?s)^(#!\S+[^\n]*\n).*?(?=#SBATCH)", lambda found: found[1] + _header(recipe), template)
     ours = f"MEGARL_HOME={shlex.quote(str(home()))}\nset -- {shlex.join(arguments)}"
-    if cluster.spare_nodes:
+    if cluster.launcher != "ray":
+        # Always, so that a value of the submitting shell does not count.
         ours = f"MEGARL_SPARE_NODES={cluster.spare_nodes}\n{ours}"
     if not is_clone():
         # A wheel has no .venv next to launch/: the job uses this command's environment.
@@ -89,7 +90,9 @@ def reporting_bad_nodes() -> Iterator[None]:
     except FaultyNodeError as error:
         # A list in a file: the exit code can only say that the job must be queued again.
         if (file := os.environ.get("MEGARL_BAD_NODES_FILE")) and error.nodes:
-            Path(file).write_text("".join(f"{node}\n" for node in error.nodes), encoding="utf-8")
+            # "x": a file that somebody else has put there is refused.
+            with Path(file).open("x", encoding="utf-8") as names:
+                names.writelines(f"{node}\n" for node in error.nodes)
         raise
 
 

@@ -22,8 +22,6 @@ from megarl.processes.launcher import DEVNULL, LaunchedProgram
 from megarl.processes.process_tree import die_with
 from megarl.types import PeerLostError
 
-_ON_ONE_NODE = ("srun", "--overlap", "--nodes=1", "--ntasks=1", "--kill-on-bad-exit=1")
-"""Begin of a command that runs a short program on one node of the job."""
 _ANSWER_SECONDS = 20.0
 """Seconds for a node to start a process. A node that needs more is taken for dead."""
 
@@ -54,8 +52,8 @@ class SrunGroup(ConnectedGroup):
         self._srun: LaunchedProgram | None = None
         self._is_ending = False
         self._kills: list[LaunchedProgram] = []
-        """Steps that kill single processes. They are kept until this process ends."""
-        self._lost_places: list[str] = []
+        """Steps that kill single processes. One for a dead node may take long."""
+        self._former_nodes: list[str] = []
         """Node of each rank of the group before this one; empty if there was none."""
         self._dead_nodes: set[str] = set()
         """Nodes that did not answer when a process was to be started there."""
@@ -68,12 +66,12 @@ class SrunGroup(ConnectedGroup):
             sizes = [f"--nodes={kind.nodes}", f"--ntasks-per-node={kind.ranks_per_node}", "--distribution=block"]
         else:
             # SLURM_HOSTFILE has a line per task: the name of its node. Only --distribution=arbitrary reads it.
-            names = await (self._replacing_nodes() if self._lost_places else self._first_nodes())
-            hosts = log_folder / f"nodes_{self.part.first_rank:04d}.txt"
+            names = await (self._replacing_nodes() if self._former_nodes else self._first_nodes())
+            hosts = (log_folder / self.start_log).with_suffix(".nodes")
             hosts.write_text("".join(f"{name}\n" for name in names))
             placed = {"SLURM_HOSTFILE": str(hosts.absolute())}
             sizes = [f"--nodes={len(set(names))}", "--distribution=arbitrary"]
-            sizes += [] if kind.component is None else [f"--het-group={kind.component}"]
+            sizes += self._component
         # If ranks are to survive a loss, one failed task or node must not end the other tasks of the step. --wait=0: no
         # time limit after the first task has ended.
         ends = ["--kill-on-bad-exit=0", "--no-kill", "--wait=0"] if self.keeps_survivors else ["--kill-on-bad-exit=1"]
@@ -91,6 +89,16 @@ class SrunGroup(ConnectedGroup):
             command, environment={**inherited, **environment, **placed}, secret=f"{key.hex()}\n".encode()
         )
 
+    @property
+    def _component(self) -> list[str]:
+        """Option of srun for the group's nodes in a heterogeneous job."""
+        return [] if self._kind.component is None else [f"--het-group={self._kind.component}"]
+
+    def _on_node(self, node: str, *command: str) -> LaunchedProgram:
+        """Start a short program on one node of the job, in a step of its own."""
+        place = ["--nodes=1", "--ntasks=1", f"--nodelist={node}", *self._component]
+        return LaunchedProgram(["srun", "--overlap", *place, *command], stderr=DEVNULL)
+
     async def _first_nodes(self) -> list[str]:
         """Return the node of each of the group's first tasks."""
         names = await self._job_nodes()
@@ -102,7 +110,7 @@ class SrunGroup(ConnectedGroup):
 
         Raises PeerLostError if a dead node has no spare node to replace it.
         """
-        wanted = [self._lost_places[rank] for rank in self.missing_ranks]
+        wanted = [self._former_nodes[rank] for rank in self.missing_ranks]
         used = {handle.node for handle in self._inherited.values() if isinstance(handle, RemoteHandle)}
         # Nodes beyond those of the run.
         spares = [name for name in (await self._job_nodes())[self._kind.nodes :] if name not in used | {*wanted}]
@@ -129,8 +137,8 @@ class SrunGroup(ConnectedGroup):
         return listing.stdout.split()
 
     async def _answers(self, node: str) -> bool:
-        """Return whether a node of this job starts a process."""
-        trial = LaunchedProgram([*_ON_ONE_NODE, f"--nodelist={node}", "true"], stderr=DEVNULL)
+        """Return whether a node of this job starts a process that can import megarl."""
+        trial = self._on_node(node, *self._options, sys.executable, "-P", "-c", "import megarl")
         try:
             return await asyncio.wait_for(trial.ended(), _ANSWER_SECONDS) == 0
         except TimeoutError:
@@ -147,30 +155,36 @@ class SrunGroup(ConnectedGroup):
         return f"srun ended with {await self._srun.ended()}"
 
     def show_stacks(self) -> None:
-        if self._srun is not None:
-            # srun forwards it to its tasks.
-            self._srun.signal(signal.SIGUSR2)
+        for group in (*self._former, self):
+            assert isinstance(group, SrunGroup)
+            if group._srun is not None:
+                # srun forwards it to its tasks.
+                group._srun.signal(signal.SIGUSR2)
 
     def end_processes(self) -> None:
         if self._srun is not None:
             # On SIGTERM, srun makes Slurm kill all tasks.
             self._srun.signal(signal.SIGTERM)
         self._is_ending = True
+        for kill in self._kills:
+            kill.kill()
 
     def kill_process(self, handle: RemoteHandle) -> None:
         if not self.keeps_survivors:
             self.end_processes()
         elif not self._is_ending:
             # A step of its own, because srun can only signal all tasks of a step.
-            command = [*_ON_ONE_NODE, f"--nodelist={handle.node}", "kill", "-KILL", str(handle.process.pid)]
-            self._kills.append(LaunchedProgram(command, stderr=DEVNULL))
+            self._kills = [kill for kill in self._kills if kill.exit_code() is None]
+            self._kills.append(self._on_node(handle.node, "kill", "-KILL", str(handle.process.pid)))
 
     def _heir(self, world_size: int) -> Self:
         if world_size != self.world_size:
             raise NotImplementedError("with srun, a group cannot be followed by one with another number of ranks")
         heir = type(self)(world_size, self._options, self.part, self._kind)
         heir._former, heir._dead_nodes = [*self._former, self], self._dead_nodes
-        heir._lost_places = [place[0] for place in self.topology]
+        # A log of its own: the steps before may still write to theirs in this folder.
+        heir.start_log = f"start_{self.part.first_rank:04d}_{len(heir._former)}.log"
+        heir._former_nodes = [place[0] for place in self.topology]
         heir._local_ranks = self._local_ranks
         return heir
 

@@ -301,7 +301,8 @@ class WorkerGroup(ABC):
         await asyncio.wait(answers.values(), timeout=_ABANDON_SECONDS)
         ready = [h for h, answer in answers.items() if answer.done() and answer.exception() is None]
         await self._kill([handle for handle in self.survivors if handle not in ready])
-        self.survivors = ready
+        # Some launchers end all processes for one.
+        self.survivors = [handle for handle in ready if not handle.died.done()]
 
     async def construct(self, worker: str, kwargs: Mapping[str, Any]) -> None:
         """Construct another worker on every rank, from "package.module:Class" (`worker`) with the arguments `kwargs`.

@@ -289,7 +289,10 @@ class _Start:
         await transfer.run(verify=True, version=1)
 
     async def _check_nodes(self, ranks: RunRanks) -> None:
-        """Print the nodes of the ranks, and the results of their checks. Raises ConfigError naming the unfit nodes."""
+        """Print the nodes of the ranks, and the results of their checks.
+
+        Raises ConfigError naming the unfit nodes, or FaultyNodeError if they joined the run after a loss.
+        """
         recipe, tracker = self.recipe, self.tracker
         if len(nodes := dict.fromkeys(place[0] for place in ranks.topology)) > 1:
             tracker.info(f"ranks on {', '.join(nodes)}")
@@ -301,12 +304,17 @@ class _Start:
         checked = self.processes.checked_nodes
         if not recipe.cluster.preflight or checked >= nodes.keys():
             return
-        if checked:
+        if self.processes.num_recoveries:
+            # After a loss the ranks have no workers.
             await together([group.construct("megarl.cluster.node_checks:NodeReport", {}) for group in ranks.groups])
-        checked.update(nodes)
         wrong, lines = await inspect(ranks, recipe, self.folder.path.absolute(), planned_host_bytes(recipe))
         if wrong:
-            raise ConfigError(error_page(f"nodes of run {recipe.name}", wrong))
+            page = error_page(f"nodes of run {recipe.name}", wrong)
+            if checked:
+                # An unfit spare node must not end the run for good: the job is queued again without it.
+                raise FaultyNodeError(page, nodes=tuple(node for node in nodes if node not in checked))
+            raise ConfigError(page)
+        checked.update(nodes)
         for line in lines:
             tracker.info(line)
 

@@ -17,6 +17,11 @@ def recovery(recipe: Recipe) -> Iterator[str]:
             f"cluster.spare_nodes = {recipe.cluster.spare_nodes}: spare nodes need cluster.recover=restart and "
             "cluster.launcher=slurm; set both, or set cluster.spare_nodes=0"
         )
+    if recipe.cluster.spare_nodes and recipe.cluster.groups.engines is not None:
+        yield (
+            f"cluster.spare_nodes = {recipe.cluster.spare_nodes}: a job with cluster.groups.engines has no spare "
+            "nodes; set cluster.spare_nodes=0"
+        )
     if recover == "stop":
         return
     if launcher == "ray":
