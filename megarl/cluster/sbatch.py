@@ -57,7 +57,7 @@ def render(recipe: Recipe, arguments: Sequence[str]) -> str:
     ours = f"MEGARL_HOME={shlex.quote(str(home()))}\nset -- {shlex.join(arguments)}"
     if cluster.launcher != "ray":
         # Always, so that a value of the submitting shell does not count.
-        ours = f"MEGARL_SPARE_NODES={cluster.spare_nodes}\n{ours}"
+        ours += f"\nMEGARL_SPARE_NODES={cluster.spare_nodes}"
     if not is_clone():
         # A wheel has no .venv next to launch/: the job uses this command's environment.
         ours = f"MEGARL_VENV=${{MEGARL_VENV:-{shlex.quote(sys.prefix)}}}\n{ours}"
