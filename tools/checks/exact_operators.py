@@ -39,10 +39,11 @@ OPERATORS = (
     ("second norm", "pre_mlp_layernorm", "post_attention_layernorm"),
     ("gate and up", "mlp.linear_fc1", "mlp.gate_up_proj"),
     ("down", "mlp.linear_fc2", "mlp.down_proj"),
-    ("router", "mlp.router", "mlp.gate"),
-    ("experts", "mlp", "mlp.experts"),
 )
 """Name, trainer's module and engine's module of each operator of a layer, in the order of the forward pass."""
+ROUTER = ("router", "mlp.router", "mlp.gate")
+EXPERTS = ("experts", "mlp", "mlp.experts")
+"""Further operators of a mixture of experts. Dense layers of Megatron have a module `mlp` too."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -178,7 +179,8 @@ def _modules(model: Any, layers: str, embedding: str, norm: str, column: int) ->
     known = dict(model.named_modules())
     found = {"embedding": known[embedding]}
     for number in range(len(known[layers])):
-        for operator in OPERATORS:
+        is_mixture = f"{layers}.{number}.{ROUTER[column]}" in known
+        for operator in (*OPERATORS, *([ROUTER, EXPERTS] if is_mixture else [])):
             module = known.get(f"{layers}.{number}.{operator[column]}")
             # Llama has no norms of queries and keys; Megatron has modules without effect in their place.
             if module is not None and type(module).__name__ != "IdentityOp":
