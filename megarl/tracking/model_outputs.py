@@ -1,4 +1,4 @@
-"""What ranks report about the outputs of a model's modules. The driver reads it, so this module imports no torch."""
+"""Reports of ranks on the outputs of a model's modules. The driver reads them, so this module imports no torch."""
 
 from __future__ import annotations
 

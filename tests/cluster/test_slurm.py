@@ -213,7 +213,7 @@ def test_a_lost_rank_and_a_dead_node_are_replaced_within_the_job(cluster: Cluste
     cluster.local("start-node", "n2")
     assert cluster.until_over(job) == "COMPLETED"
     log = cluster.log(job)
-    assert log.count("the lost ones are replaced") == 2 and "ranks on n1, n3" in log and "start 1" not in log, log
+    assert log.count("the lost ones are replaced") == 2 and "ranks on n1, n3" in log and ", start 1: " not in log, log
     assert cluster.weights("spared") == alone
 
 
