@@ -119,8 +119,8 @@ class ClusterConfig(Section):
     """Memory of one GPU in GiB, or its kind (h100, h200, b200). A run whose predicted memory exceeds it does not start;
     the error suggests changes (see `megarl plan`). Default: read from this machine's GPUs; without GPUs, no check."""
     recover: Annotated[Literal["stop", "restart", "shrink"], UntriedOnGpu("restart or shrink")] = "stop"
-    """What the run does if a trainer process dies. stop (default): it ends with exit code 76. restart: new processes
-    replace the dead ones, the others keep running. shrink: it continues with fewer data-parallel replicas (launcher
+    """Reaction to the death of a trainer process. stop (default): the run ends with exit code 76. restart: new ones
+    replace the dead, the others keep running. shrink: it continues with fewer data-parallel replicas (launcher
     local only). The training state then comes from copies in host memory (checkpoint.replicate), or without them from
     the last checkpoint. The launcher ray supports only stop."""
     spare_nodes: NonNegativeInt = 0
