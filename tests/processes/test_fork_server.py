@@ -70,7 +70,9 @@ def environment(
         monkeypatch.delenv(SHARED)
     (tmp_path / "forked_probe.py").write_text(MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
-    yield {**os.environ, "IMPORTED": str(tmp_path / "imported"), "OMP_NUM_THREADS": "2", "LOCAL_RANK": "5"}
+    # Unbuffered, as a driver asks of its ranks: a killed process has written what it printed.
+    own = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "2", "LOCAL_RANK": "5"}
+    yield {**os.environ, **own, "IMPORTED": str(tmp_path / "imported")}
     end_fork_servers()
 
 
