@@ -1,4 +1,4 @@
-"""What a driver imports before and during a small run. A fork server imports this module once for many drivers."""
+"""Modules that a driver imports before and during a small run. A fork server imports them once for many drivers."""
 
 import aiohttp  # noqa: F401
 import transformers.models.auto.tokenization_auto  # noqa: F401

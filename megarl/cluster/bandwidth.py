@@ -60,7 +60,7 @@ class Bandwidth:
         return found
 
     def close(self) -> None:
-        """Leave the torch world. Called only if another rank is lost; else the next worker uses the world."""
+        """Leave the torch world, for a process that ends or lost a peer. The next worker of a start uses the world."""
         world.leave()
 
     def _exchange(self, partner: int | None) -> None:

@@ -184,11 +184,6 @@ class ConnectedGroup(WorkerGroup):
         """Return the host name or address at which other nodes reach the driver's machine."""
         return socket.gethostname()
 
-    @property
-    def missing_ranks(self) -> list[int]:
-        """Ranks, counted within the group, that no process was inherited for."""
-        return [rank for rank in range(self.world_size) if rank not in self._inherited]
-
     async def _start_processes(self, log_folder: Path, environment: Mapping[str, str]) -> None:
         count = len(self.missing_ranks)
         if not count:

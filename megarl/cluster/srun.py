@@ -112,13 +112,13 @@ class SrunGroup(ConnectedGroup):
         """
         wanted = [self._former_nodes[rank] for rank in self.missing_ranks]
         used = {handle.node for handle in self._inherited.values() if isinstance(handle, RemoteHandle)}
+        taken = used | {*wanted} | self._dead_nodes
         # Nodes beyond those of the run.
-        spares = [name for name in (await self._job_nodes())[self._kind.nodes :] if name not in used | {*wanted}]
+        spares = [name for name in (await self._job_nodes())[self._kind.nodes :] if name not in taken]
         instead = {name: name for name in wanted}
         for name in instead.keys() - used:
             while not await self._answers(instead[name]):
                 self._dead_nodes.add(instead[name])
-                spares = [spare for spare in spares if spare not in self._dead_nodes]
                 if not spares:
                     raise PeerLostError(
                         f"could not start a process on node {name}, and no spare node is left in this job; increase "

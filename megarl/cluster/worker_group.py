@@ -218,14 +218,18 @@ class WorkerGroup(ABC):
             raise
         return self
 
+    @property
+    def missing_ranks(self) -> list[int]:
+        """Ranks, counted within the group, that inherited no process from the group before this one."""
+        return [rank for rank in range(self.world_size) if rank not in self._inherited]
+
     async def _start_ranks(self) -> None:
         """Start the missing processes, number the inherited ones, and let all ranks know where they meet."""
         self._log_folder.mkdir(parents=True, exist_ok=True)
         self.deadlines = Deadlines.same(self.start_timeout_seconds, "cluster.start_timeout_seconds")
         await self._start_processes(self._log_folder, self._environment)
-        started = [rank for rank in range(self.world_size) if rank not in self._inherited]
         ports: dict[int, Any] = {}
-        if started:
+        if started := self.missing_ranks:
             # Each new rank answers once without a command, so the messages are empty.
             ports |= dict(zip(started, await self._exchange("start", started, [b""] * len(started)), strict=True))
         if inherited := sorted(self._inherited):

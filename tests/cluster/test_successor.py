@@ -12,6 +12,7 @@ import pytest
 from megarl.cluster import worker_group
 from megarl.cluster.local import LocalGroup
 from megarl.types import PeerLostError
+from tests.child_processes import is_alive
 
 pytestmark = pytest.mark.usefixtures("worker_module")
 PROBE = "probe:Survivor"
@@ -34,13 +35,6 @@ async def kept(world_size):
 async def follow(groups, sources, folder):
     groups.append(await groups[-1].successor(sources, folder))
     return groups[-1]
-
-
-def exists(pid):
-    """Return whether a process runs; a zombie does not."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    return False
 
 
 @pytest.mark.usefixtures("nothing_left")
@@ -94,7 +88,7 @@ def test_only_the_lost_process_is_replaced(tmp_path, own_fork_servers):
             assert len({handle.log for handle in fourth._handles}) == 4, "two processes write to one log"
             return [*pids, *after, *last]
 
-    assert not [pid for pid in asyncio.run(scenario()) if exists(pid)]
+    assert not [pid for pid in asyncio.run(scenario()) if is_alive(pid)]
 
 
 @pytest.mark.usefixtures("nothing_left")
@@ -111,10 +105,10 @@ def test_a_survivor_that_does_not_leave_is_replaced(tmp_path, monkeypatch, own_f
             assert await second.inherited_steps() == [{}, {}, {1: "c"}]
             await second.construct(PROBE, {})
             after = await second.call("pid")
-            assert after[2] == pids[2] and not {*after[:2]} & {*pids} and not exists(pids[0])
+            assert after[2] == pids[2] and not {*after[:2]} & {*pids} and not is_alive(pids[0])
             return after
 
-    assert not [pid for pid in asyncio.run(scenario()) if exists(pid)]
+    assert not [pid for pid in asyncio.run(scenario()) if is_alive(pid)]
 
 
 @pytest.mark.usefixtures("nothing_left")
@@ -125,7 +119,7 @@ def test_nothing_is_left_of_a_group_without_a_successor(tmp_path, monkeypatch, o
         pids = await group.call("pid")
         with pytest.raises(PeerLostError, match="rank 1"):
             await group.scatter("die_or_return_late", [("late", 0), ("kill", None), ("late", 0)])
-        assert exists(pids[0]) and exists(pids[2])
+        assert is_alive(pids[0]) and is_alive(pids[2])
         return pids
 
     async def closed():
@@ -161,7 +155,7 @@ def test_nothing_is_left_of_a_group_without_a_successor(tmp_path, monkeypatch, o
             return pids
 
     for scenario in (closed, cancelled, failed):
-        assert not [pid for pid in asyncio.run(scenario()) if exists(pid)], scenario.__name__
+        assert not [pid for pid in asyncio.run(scenario()) if is_alive(pid)], scenario.__name__
 
 
 def test_two_ranks_with_faults_of_their_own_are_both_lost():

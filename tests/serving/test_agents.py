@@ -211,7 +211,7 @@ def test_a_run_s_model_is_served_by_two_ranks_until_ctrl_c_ends_them_all(tool_mo
     (run / "config.yaml").touch()
     (run / "hf").symlink_to(tool_model)
     command = [
-        *MEGARL, "serve", str(run), "--port", "0", "--tp", "2", "--kv-cache-gib", "0.05",
+        sys.executable, "-u", "-m", "megarl", "serve", str(run), "--port", "0", "--tp", "2", "--kv-cache-gib", "0.05",
     ]  # fmt: skip
     with subprocess.Popen(
         command,
