@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Passes all tests that this machine can run: style, floors, then pytest, which checks the types too.
-#   launch/test.sh [--install-slurm] [--tier fast|types|distributed|end_to_end|cluster] [arguments of pytest]
+#   launch/test.sh [--install-slurm] [--tier fast|types|distributed|end_to_end|cluster|long] [arguments of pytest]
 #   launch/test.sh --matrix [arguments of tools/matrix.py]
 #   launch/test.sh --cuda [arguments of pytest]
 # --matrix runs no tests but those of the libraries' facts, and proves four model families, on each version set in an
@@ -8,8 +8,9 @@
 # --cuda runs the CUDA builds without a GPU, on the stand-in of tools/standin_gpu: first it makes the CUDA environment
 # (8.6 GB, minutes) in the folder GPU_VENV, by default ~/.cache/megarl/gpu_venv, then the stand-in (under a minute).
 # VERSIONS, PYTHON and MEGARL_WHEELS are those of launch/setup.sh.
-# All tiers take about 20 minutes on two quiet cores, `--tier fast` two. Nothing is installed outside
-# .venv unless --install-slurm asks for it: Slurm, and shellcheck for the scripts (Debian, Ubuntu; as root).
+# All tests but the long ones take about 45 minutes on two cores, `--tier fast` ten. `--tier long` runs the tests
+# marked `long`, of all tiers. Nothing is installed outside .venv unless --install-slurm asks for it: Slurm, and the
+# tool that checks the scripts, shellcheck (Debian, Ubuntu; as root).
 # The last lines say which tests are left out here and why; pytest's own closing line is the very last.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -61,8 +62,8 @@ while [ $# -gt 0 ]; do
     shift
 done
 case "$tier" in
-    all | fast | types | distributed | end_to_end | cluster) ;;
-    *) echo "launch/test.sh: --tier is one of all, fast, types, distributed, end_to_end, cluster; it was '$tier'" >&2 && exit 2 ;;
+    all | fast | types | distributed | end_to_end | cluster | long) ;;
+    *) echo "launch/test.sh: --tier is one of all, fast, types, distributed, end_to_end, cluster, long; it was '$tier'" >&2 && exit 2 ;;
 esac
 
 launch/setup.sh dev

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,22 +29,45 @@ def start_with_default_signals(command: Sequence[str | Path], **options: Any) ->
             signal.signal(number, signal.SIG_IGN)
 
 
-def rank_processes(driver: int) -> dict[int, int]:
-    """Return the process ids of a driver's ranks, by rank. `driver` may be the command that a driver was forked for.
+def rank_processes(command: int) -> dict[int, int]:
+    """Return the process ids of a run's ranks, by rank. `command` is the process of its command or of its driver.
 
     They are descendants of the driver, or of the fork server that a shared one has forked for it.
     """
-    everyone = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
-    servers = [process for process in everyone if _name(process) == f"megarl {driver}"]
-    below = [process for above in (driver, *servers) for process in descendants(above)]
-    names = {process: _name(process) for process in below}
-    for process, name in names.items():
-        if name == FORKED_DRIVER:
-            return rank_processes(process)
+    names = {process: process_name(process) for process in _started_by(driver_process(command))}
     return {int(name.split()[-1]): process for process, name in names.items() if name.startswith("megarl rank ")}
 
 
-def _name(process: int) -> str:
+def driver_process(command: int) -> int:
+    """Return the process of a command's driver: the one that a shared server has forked for it, or the command."""
+    return next((process for process in _started_by(command) if process_name(process) == FORKED_DRIVER), command)
+
+
+def _started_by(process: int) -> list[int]:
+    """Return the descendants of a process, and those of the fork servers that a shared one has forked for it."""
+    everyone = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
+    servers = [other for other in everyone if process_name(other) == f"megarl {process}"]
+    return [below for above in (process, *servers) for below in descendants(above)]
+
+
+def processes_writing_to(folder: Path, log: str, command: str) -> list[int]:
+    """Return the processes whose output goes to a log file of this name below `folder`.
+
+    Their command line contains `command`. It leaves out processes that a rank has started.
+    """
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        # Processes may end meanwhile.
+        with suppress(OSError):
+            output = (process / "fd/1").readlink()
+            if output.name != log or not output.is_relative_to(folder.resolve()):
+                continue
+            if command in (process / "cmdline").read_text():
+                found.append(int(process.name))
+    return found
+
+
+def process_name(process: int) -> str:
     """Return the name that `ps` shows, or an empty text once the process has ended."""
     try:
         return Path(f"/proc/{process}/comm").read_text().rstrip("\n")

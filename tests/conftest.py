@@ -29,6 +29,7 @@ import pytest
 from megarl.files.private_folder import PrivateFolder
 from megarl.platform.imports import uncollected
 from megarl.processes.fork_server import ForkServer, end_fork_servers
+from tests.forked_command import MEGARL
 from tests.leftovers import Watch
 from tests.shared_fork_servers import shared_fork_servers
 
@@ -36,8 +37,8 @@ if TYPE_CHECKING:
     from megarl.testing import RankPool
 
 INSTALLS_SLURM = "launch/test.sh --install-slurm installs Slurm (as root, by apt-get)"
-OWN_JOBS = ("gpu_environment", "standin_gpu", "fault_runs")
-TIERS = ("end_to_end", "cluster", "distributed", "types", "fast")
+OWN_JOBS = ("gpu_environment", "standin_gpu", "fault_runs", "long")
+TIERS = ("cluster", "end_to_end", "distributed", "types", "fast")
 """Markers, each test has one. A test without one has the tier that its fixtures declare, by using one of the fixtures
 `cluster_tier` and `distributed_tier`, or else `fast`. The fixtures' first in this order counts."""
 WATCH = pytest.StashKey[Watch]()
@@ -191,6 +192,9 @@ def no_file_may_grow() -> Callable[[], AbstractContextManager[None]]:
 @pytest.fixture(scope="session")
 def tool() -> Callable[[str], ModuleType]:
     """`tool("make_tiny_model")` is that script of `tools/` as a module."""
+    from tools import runs
+
+    runs.program = MEGARL
     return lambda name: importlib.import_module(f"tools.{name}")
 
 

@@ -3,6 +3,7 @@
 import aiohttp  # noqa: F401
 import transformers.models.auto.tokenization_auto  # noqa: F401
 
+import megarl.checkpoint.torch_dist_reader
 import megarl.cli
 import megarl.loops.run
 import megarl.preflight

@@ -214,7 +214,7 @@ class LentServer:
         """Request a server at the socket `address`. Raises ConfigError if nobody, or another user, listens there."""
         wanted = {
             "environment": import_variables(environment),
-            "path": _without_current_folder(path, imports),
+            "path": _shared_path(path, imports),
             "imports": list(imports),
             "executable": sys.executable,
         }
@@ -271,14 +271,21 @@ def is_own(connection: socket.socket) -> bool:
     return credentials(connection)[1] == os.getuid()
 
 
-def _without_current_folder(path: Sequence[str], imports: Sequence[str]) -> list[str]:
-    """Return the search path without the current folder, put first by `python -m`. Keep it if `imports` need it.
+def _shared_path(path: Sequence[str], imports: Sequence[str]) -> list[str]:
+    """Return the search path without the folders that `imports` do not need, such as a test's own.
 
-    Drivers in different folders can then share a server. Each forked process gets its own driver's path.
+    Drivers with different folders can then share a server. Each forked process gets its own driver's path.
     """
-    first = Path(path[0] if path else "")
     packages = {module.partition(".")[0] for module in imports}
-    is_needed = any((first / name).exists() for package in packages for name in (package, f"{package}.py"))
-    # All servers have this repository on their path.
-    is_needed &= first.absolute() != Path(_ROOT)
-    return list(path[1:] if path and first.absolute() == Path.cwd() and not is_needed else path)
+    files = [name for package in packages for name in (package, f"{package}.py")]
+
+    def is_needed(entry: str) -> bool:
+        folder = Path(entry).absolute()
+        # All servers have this repository on their path.
+        if folder == Path(_ROOT):
+            return False
+        is_of_python = any(folder.is_relative_to(prefix) for prefix in (sys.prefix, sys.base_prefix))
+        # An entry without a folder is an archive, or the name of an import hook.
+        return is_of_python or not folder.is_dir() or any((folder / name).exists() for name in files)
+
+    return list(filter(is_needed, path))

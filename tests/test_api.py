@@ -53,7 +53,7 @@ def test_a_script_trains_with_its_own_reward_and_reads_the_run(tiny_model: Calla
     script = tmp_path / "script.py"
     script.write_text(REWARD)
     command = [sys.executable, str(script), json.dumps([recipe, overrides])]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr + done.stdout
     [line] = [line for line in done.stdout.splitlines() if line.startswith("FOUND")]
     state, num_rows, norm, num_samples, model = json.loads(line.removeprefix("FOUND"))

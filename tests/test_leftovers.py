@@ -78,10 +78,10 @@ def end_pytest(number: signal.Signals, folder: Path, *arguments: str, **held: st
     [
         (signal.SIGINT, 0),
         (signal.SIGTERM, 0),
-        (signal.SIGHUP, 0),
+        pytest.param(signal.SIGHUP, 0, marks=pytest.mark.long),
         (signal.SIGKILL, 0),
-        (signal.SIGTERM, 1),
-        (signal.SIGKILL, 1),
+        pytest.param(signal.SIGTERM, 1, marks=pytest.mark.long),
+        pytest.param(signal.SIGKILL, 1, marks=pytest.mark.long),
     ],
 )
 def test_ended_by_a_signal_pytest_leaves_nothing(tmp_path: Path, number: signal.Signals, workers: int) -> None:

@@ -25,11 +25,18 @@ def digits(completion_text: str, answer: str, *, correct_score: float) -> Reward
     return Reward(score=share, format_valid=True, answer_correct=share > 0.5)
 '''
 """Content of a file for `reward.functions=[FILE:digits]`."""
+program: Sequence[str] = (sys.executable, "-m", "megarl")
+"""Start of megarl's command line. Tests replace it by one that starts faster."""
 
 
 def run_python(*arguments: str | Path, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
     """Run this interpreter in a folder and capture its output."""
     return subprocess.run([sys.executable, *map(str, arguments)], cwd=folder, capture_output=True, text=True)
+
+
+def run_megarl(*arguments: str | Path, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """Run a command of megarl in a folder and capture its output."""
+    return subprocess.run([*program, *map(str, arguments)], cwd=folder, capture_output=True, text=True)
 
 
 def train(recipe: str | Path, *overrides: str, folder: Path = ROOT) -> float:
@@ -40,7 +47,7 @@ def train(recipe: str | Path, *overrides: str, folder: Path = ROOT) -> float:
     """
     path = ROOT / recipe if (ROOT / recipe).is_file() else recipe
     started = time.perf_counter()
-    done = run_python("-m", "megarl", "train", path, *overrides, folder=folder)
+    done = run_megarl("train", path, *overrides, folder=folder)
     if done.returncode:
         raise SystemExit(
             f"megarl train {recipe} {' '.join(overrides)} ended with {done.returncode}:\n{output_end(done)}"

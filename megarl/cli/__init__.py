@@ -34,7 +34,7 @@ from megarl.cli.layouts import (
 from megarl.cli.reading import metrics, report, samples, watch
 from megarl.cli.recipes import recipes
 from megarl.cli.replay import replay
-from megarl.cli.resize import resize
+from megarl.cli.resize import FromOption, ToOption, plan_resize, resize
 from megarl.console import (
     print_error,
     print_findings,
@@ -336,12 +336,19 @@ def plan(
     lengths: LengthsOption = None,
     mean_tokens: MeanTokensOption = None,
     max_staleness: StalenessOption = None,
+    before: FromOption = None,
+    after: ToOption = None,
 ) -> None:
     """Predict memory by phase, whether it fits, and the bytes moved by a reshard. Reads config.json and starts nothing.
 
     Exit code 2: it does not fit, or no layout of --search does. Models named by recipes in launch/recipes need no
     download.
     """
+    if before is not None and after is None:
+        raise ConfigError("--from: does nothing without --to; add it, or leave this out")
+    if after is not None:
+        plan_resize(recipe, overrides or (), before or "", after, as_json=as_json)
+        return
     if search:
         from megarl.config.recipe import load
         from megarl.layout_search.overrides import RecipeFile

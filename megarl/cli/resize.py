@@ -1,16 +1,39 @@
-"""The command `megarl resize`: change the parallel sizes of a running run between two steps."""
+"""The command `megarl resize`, which changes the parallel sizes of a running run, and the bytes that it would move."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from operator import attrgetter
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from megarl.cli.arguments import Overrides
-from megarl.console import print_lines
+from megarl.console import print_lines, size_text
 from megarl.types import ConfigError
+
+FromOption = Annotated[
+    str | None,
+    typer.Option(
+        "--from",
+        metavar="SIZES",
+        help="With --to: sizes before the change, as overrides in quotes. Default: the recipe's. --to applies on top.",
+        show_default=False,
+    ),
+]
+ToOption = Annotated[
+    str | None,
+    typer.Option(
+        "--to",
+        metavar="SIZES",
+        help="Instead of the plan of a run, count the bytes that ranks would exchange if megarl resize changed the "
+        "run to these sizes. SIZES are overrides in quotes: --to 'cluster.nodes=1 trainer.tp=4'.",
+        show_default=False,
+    ),
+]
+"""Options of `megarl plan` for a change of the parallel sizes."""
 
 
 def resize(
@@ -24,7 +47,7 @@ def resize(
     changes, or why it cannot; then it continues unchanged.
     """
     from megarl.config.recipe import load
-    from megarl.loops.resizing import FIELDS, refuse_other_fields, request, resized
+    from megarl.loops.resizing import FIELDS, request, resized
     from megarl.tracking.earlier_run import EarlierRun
 
     if not overrides:
@@ -33,10 +56,62 @@ def resize(
     if state != "running":
         raise ConfigError(f"{run}: the run is not running (status.json: {state}); start it with megarl train")
     before = load(run / "config.yaml", ())
-    after = load(run / "config.yaml", overrides)
-    names = [text.partition("=")[0] for text in overrides]
-    refuse_other_fields(names)
-    values = {name: attrgetter(name)(after) for name in names}
+    values = _sizes(run / "config.yaml", (), overrides)
     _, layout = resized(before, values)
     request(run, values)
     print_lines([f"{run}: changes to {layout} after its current step"])
+
+
+def _sizes(recipe: Path | str, before: Sequence[str], overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the sizes that overrides give, by field. Raises ConfigError for fields that a resize cannot change."""
+    from megarl.config.recipe import load
+    from megarl.loops.resizing import refuse_other_fields
+
+    names = [text.partition("=")[0] for text in overrides]
+    refuse_other_fields(names)
+    after = load(recipe, [*before, *overrides])
+    return {name: attrgetter(name)(after) for name in names}
+
+
+def plan_resize(recipe: Path | str, overrides: Sequence[str], before: str, after: str, *, as_json: bool) -> None:
+    """Print the bytes that ranks exchange when a run of the recipe changes its sizes from `before` to `after`."""
+    from megarl.config.recipe import load
+    from megarl.loops.models import trained_shape
+    from megarl.loops.resizing import with_sizes
+    from megarl.preflight import aligned, check_plan
+    from megarl.reshard.state_moves import StateSettings, state_moves
+
+    first = [*overrides, *before.split()]
+    old = load(recipe, first)
+    if old.lora.rank or old.has_critic:
+        raise ConfigError("--to: counts the state of a policy alone; leave it out for recipes with lora or a critic")
+    if old.optimizer.name != "adam":
+        raise ConfigError(f"--to: counts Adam's state; leave it out with optimizer.name={old.optimizer.name}")
+    new = with_sizes(old, _sizes(recipe, first, after.split()))
+    layouts = []
+    for one in (old, new):
+        shape, layout = check_plan(one)
+        layouts.append(aligned(one, shape, layout))
+    shape = trained_shape(old, shape)
+    settings = StateSettings(
+        2 if old.model.dtype == "bfloat16" else 4,
+        old.trainer.distributed_optimizer,
+        old.trainer.overlap_grad_reduce,
+    )
+    found = state_moves(
+        shape, layouts[0], layouts[1], settings, (old.cluster.ranks_per_node, new.cluster.ranks_per_node)
+    )
+    if as_json:
+        print(json.dumps({"from": str(layouts[0]), "to": str(layouts[1]), **found.as_json()}))
+        return
+    print_lines(
+        [
+            f"from {layouts[0]}",
+            f"to   {layouts[1]}",
+            f"state: {size_text(found.state)} of weights and optimizer, each element counted once",
+            f"received from other ranks: {size_text(found.received)} in total, at most "
+            f"{size_text(found.most_received)} by one rank",
+            f"sent by ranks that leave: {size_text(found.handed_over)}",
+            f"bytes moved: {found.ratio:.2f} times the minimum of {size_text(found.minimum)}",
+        ]
+    )

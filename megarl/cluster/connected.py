@@ -21,6 +21,8 @@ import time
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, Self
 
@@ -58,7 +60,7 @@ class RemoteHandle(RankHandle):
     """Handle of a rank process on any node. Only a group that keeps survivors can end a single process."""
 
     def __init__(
-        self, rank: int, process: Introduction, connected: socket.socket, log: Path, group: ConnectedGroup
+        self, rank: int, process: Introduction, connected: socket.socket, log: Path, group: ConnectedGroup, place: int
     ) -> None:
         super().__init__(rank, log)
         if group.keeps_survivors:
@@ -67,6 +69,8 @@ class RemoteHandle(RankHandle):
         on_end = self.note_end if group.keeps_survivors else lambda: None
         self.connection = self.direct = Connection(connected, [self], on_end=on_end)
         self.process, self.node, self.turn, self._group = process, process.node, process.turn, group
+        self.place = place
+        """Place of the process (see `ConnectedGroup.places`). Unlike the rank it never changes."""
         self.addresses = "", ""
         """IP addresses of the process and of the driver on their connection; empty if the connection has already
         ended.
@@ -96,6 +100,9 @@ class RemoteHandle(RankHandle):
         # Also after the end of the connection: behind a broken network the process may still run.
         self._group.kill_process(self)
 
+    def native_stacks(self, seconds: float) -> str:
+        return self._group.places_of_threads(self, seconds)
+
     def _lost_at(self, noticed: float) -> float:
         # `died` completes for all processes together. Only the launcher's report, or the end of the connection, shows
         # which process was first.
@@ -116,15 +123,33 @@ class ConnectedGroup(WorkerGroup):
 
     _most_stacks_seconds = 60.0
 
-    def __init__(self, world_size: int, part: PartOfRun | None = None) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        part: PartOfRun | None = None,
+        *,
+        ranks_per_node: int | None = None,
+        first_place: int = 0,
+    ) -> None:
+        """Create a group without processes, with places for `ranks_per_node` ranks on a node; None: all on one node.
+
+        `first_place` is the place of its first process. Other groups have the places before it.
+        """
         super().__init__(world_size, part)
+        self.ranks_per_node, self._first_place = ranks_per_node or world_size, first_place
+        self.places: list[int] = []
+        """Place of each rank. Places are numbered node by node: those of a node are consecutive."""
+        self.new_places: list[int] = []
+        """Places of the processes that `launch` has to start, in the order of their turns."""
         self.start_log = f"start_{self.part.first_rank:04d}.log" if self.part.first_rank else "start.log"
         """Name of the log file that all processes write to until they know their ranks."""
         self._remote_handles: list[RemoteHandle] = []
         """Ranks whose processes this group has started, in the order of their ranks."""
         self._addresses: list[str] = []
-        self._local_ranks: list[int] = []
-        """Each rank's local rank on its node, once the ranks are known. A successor takes over its predecessor's."""
+        self._silent_nodes: set[int] = set()
+        """Indices of the nodes on which the newest successful `reserve` could not start a process. The group that
+        follows this one places no new process on them.
+        """
         self._former: list[ConnectedGroup] = []
         """Predecessors of this group. Some of its processes belong to their launches."""
         self._ended: asyncio.Task[str] | None = None
@@ -137,7 +162,7 @@ class ConnectedGroup(WorkerGroup):
 
     @abstractmethod
     async def launch(self, log_folder: Path, environment: Mapping[str, str], address: Address, key: bytes) -> None:
-        """Start the processes. Each one must call `connect` with this address and secret key."""
+        """Start a process on each of `new_places`. It must call `connect` with this address and secret key."""
 
     @abstractmethod
     async def await_end(self) -> str:
@@ -153,6 +178,19 @@ class ConnectedGroup(WorkerGroup):
         """
         self.end_processes()
 
+    def places_of_threads(self, handle: RemoteHandle, seconds: float) -> str:
+        """Return where a process's threads are, in the kernel and in native code, or why that is not known.
+
+        Takes `seconds` at most. Here: not known, because not every launcher can start a program on a rank's node.
+        """
+        return "no native stacks: this launcher starts no program on the rank's node"
+
+    def note_lost(self, turn: int) -> None:
+        """Record that one process has ended (`turn` is its index), while others go on."""
+        for handle in self._remote_handles:
+            if handle.turn == turn:
+                _cut_off(handle)
+
     def note_first_end(self, turn: int) -> None:
         """Record which process ended first (`turn` is its index), before the others are ended because of it.
 
@@ -161,10 +199,6 @@ class ConnectedGroup(WorkerGroup):
         for handle in self._remote_handles:
             if handle.turn == turn:
                 handle.ended_at = time.time()
-
-    def local_ranks(self, processes: Sequence[Introduction]) -> Sequence[int] | None:
-        """Return each rank's local rank on its node. None: no other group has ranks on these nodes."""
-        return None
 
     def show_stacks(self) -> None:
         """Make the ranks write their stacks to their logs. Here: do nothing, because not every launcher can reach the
@@ -185,25 +219,25 @@ class ConnectedGroup(WorkerGroup):
         return socket.gethostname()
 
     async def _start_processes(self, log_folder: Path, environment: Mapping[str, str]) -> None:
-        count = len(self.missing_ranks)
-        if not count:
+        self.new_places = self._choose_places()
+        if not self.new_places:
             self._handles = [self._inherited[rank] for rank in range(self.world_size)]
             self._introduce_ranks({})
             return
         provide_open_files(2 * self.world_size + STRANGERS, f"{self.world_size} ranks")
         met: dict[Introduction, socket.socket] = {}
-        with socket.create_server(("", 0), backlog=count + STRANGERS) as server:
+        with socket.create_server(("", 0), backlog=len(self.new_places) + STRANGERS) as server:
             server.setblocking(False)
             address = self.host(), server.getsockname()[1]
             await self.launch(log_folder, {"PYTHONUNBUFFERED": "1", **environment}, address, self._key)
             self._ended = asyncio.create_task(self._watch())
             try:
-                meeting = meet(met, server, self._key, count, Introduction.from_plain)
+                meeting = meet(met, server, self._key, len(self.new_places), Introduction.from_plain)
                 await asyncio.wait_for(self._until_ended(meeting, log_folder), self.start_timeout_seconds)
             except TimeoutError:
                 present = Counter(process.node for process in met)
                 raise PeerLostError(
-                    f"{len(met)} of {count} ranks connected within {self.start_timeout_seconds:g} s "
+                    f"{len(met)} of {len(self.new_places)} ranks connected within {self.start_timeout_seconds:g} s "
                     f"({', '.join(f'{count} on {node}' for node, count in present.items()) or 'none'}); look at "
                     f"{log_folder} and at the nodes, or raise cluster.start_timeout_seconds\n"
                     + log_tail(log_folder / self.start_log)
@@ -229,7 +263,9 @@ class ConnectedGroup(WorkerGroup):
         places = sorted(met, key=lambda process: process.turn) if self._former else in_order(met)
         numbers = [self.part.first_rank + rank for rank in self.missing_ranks]
         self._remote_handles = [
-            RemoteHandle(rank, process, met[process], log_folder / f"rank_{rank:04d}.log", self)
+            RemoteHandle(
+                rank, process, met[process], self._log_of(rank, log_folder), self, self.new_places[process.turn]
+            )
             for rank, process in zip(numbers, places, strict=False)  # some may not have connected
         ]
         self._handles = sorted([*self._remote_handles, *self._inherited.values()], key=lambda handle: handle.rank)
@@ -238,6 +274,43 @@ class ConnectedGroup(WorkerGroup):
             self._note_all_ended()
         for handle in self._remote_handles:
             await handle.direct.open()
+
+    def _choose_places(self) -> list[int]:
+        """Return the place of each process to start: that of the lost process if it is free.
+
+        Otherwise it is a free place on the node of the preceding rank, if there is one, or the first free place.
+        """
+        if not self._former:
+            return [self._first_place + rank for rank in self.missing_ranks]
+        before, silent = self._former[-1].places, self._former[-1]._silent_nodes
+        places = {rank: h.place for rank, h in self._inherited.items() if isinstance(h, RemoteHandle)}
+        for rank in self.missing_ranks:
+            used = set(places.values())
+            if len(before) == self.world_size and before[rank] not in used:
+                places[rank] = before[rank]
+                continue
+            near = range(0)
+            if rank:
+                first = self._node_of(places[rank - 1]) * self.ranks_per_node
+                near = range(first, first + self.ranks_per_node)
+            anywhere = (place for place in count(self._first_place) if self._node_of(place) not in silent)
+            places[rank] = next(place for place in chain(near, anywhere) if place not in used)
+        return [places[rank] for rank in self.missing_ranks]
+
+    def _node_of(self, place: int) -> int:
+        """Return the number of a place's node."""
+        return place // self.ranks_per_node
+
+    def arranged(self, count: int) -> list[int | None]:
+        ranks_on: dict[int, list[int]] = {}
+        for rank, place in enumerate(self.places[:count]):
+            ranks_on.setdefault(self._node_of(place), []).append(rank)
+        arranged: list[int | None] = []
+        for ranks in ranks_on.values():
+            # New processes fill the nodes, so that ranks of a node stay consecutive.
+            new = min(max(0, count - self.world_size - arranged.count(None)), self.ranks_per_node - len(ranks))
+            arranged += [*ranks, *[None] * new]
+        return arranged + [None] * (count - len(arranged))
 
     def _nodes_with_relay(self) -> dict[int, list[RemoteHandle]]:
         """Return the ranks of each node that has several, by the first of them. This first rank starts the node's
@@ -255,8 +328,8 @@ class ConnectedGroup(WorkerGroup):
         self.hosts, self.topology = [process.host for process in processes], rank_topology(processes)
         self._addresses = reached_at([handle.addresses for handle in handles])
         is_relayed = {handle for handles in relays.values() for handle in handles}
-        environs = list(environments(processes, self._local_ranks or self.local_ranks(processes)))
-        self._local_ranks = [int(environment["LOCAL_RANK"]) for environment in environs]
+        self.places = [handle.place for handle in handles]
+        environs = list(environments(processes, [place % self.ranks_per_node for place in self.places]))
         for handle, environment, address in zip(handles, environs, self._addresses, strict=True):
             if handle not in self._remote_handles:
                 continue
@@ -313,10 +386,7 @@ class ConnectedGroup(WorkerGroup):
     def _note_all_ended(self) -> None:
         """Record that all processes have ended, and close their connections."""
         for handle in self._remote_handles:
-            handle.note_end()
-            # A node that lost power does not end its connection, so the driver does.
-            handle.direct.cut()
-            handle.connection.cut()
+            _cut_off(handle)
 
     async def _watch(self) -> str:
         """Wait until all processes have ended, record it, and return how they ended, as text."""
@@ -342,7 +412,19 @@ class ConnectedGroup(WorkerGroup):
             raise PeerLostError(f"{how} before all ranks connected\n{log_tail(log_folder / self.start_log)}")
 
     def _heir(self, world_size: int) -> Self:
-        # The checks of a recipe refuse cluster.recover with launchers that cannot start single processes.
+        heir = self._sibling(
+            world_size, replace(self.part, num_ranks=self.part.num_ranks + world_size - self.world_size)
+        )
+        heir._former = [*self._former, self]
+        # A log of its own: processes of earlier starts may still write to theirs in this folder.
+        heir.start_log = f"start_{self.part.first_rank:04d}_{len(heir._former)}.log"
+        return heir
+
+    async def reserve(self, count: int) -> None:
+        raise NotImplementedError(f"{type(self).__name__} cannot start further processes")
+
+    def _sibling(self, world_size: int, part: PartOfRun) -> Self:
+        """Return a group of this class for the same nodes, which takes over what the launcher gave this one."""
         raise NotImplementedError(f"{type(self).__name__} cannot replace single processes")
 
     async def _end(self, lost: Sequence[RankHandle] | None = None) -> None:
@@ -396,6 +478,14 @@ def connect(address: Address, key: bytes, process: Introduction) -> None:
         serve(served, rendezvous.listen(assigned["address"]) if os.environ["RANK"] == "0" else 0)
     finally:
         folder.remove()
+
+
+def _cut_off(handle: RemoteHandle) -> None:
+    """Record the end of a process, and close its connections."""
+    handle.note_end()
+    # A node that lost power does not end its connection, so the driver does.
+    handle.direct.cut()
+    handle.connection.cut()
 
 
 def _notice_silence(connected: socket.socket) -> None:

@@ -13,7 +13,6 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Literal, NamedTuple
 
 import torch
@@ -25,6 +24,7 @@ from packaging.utils import canonicalize_name
 from megarl.cluster.launchers import start_ranks
 from megarl.cluster.node_checks import NodeReport, gpus, inspect
 from megarl.config import Recipe
+from megarl.files.temporary_folder import temporary_folder
 from megarl.memory_plan.node_bytes import RankHostBytes
 from megarl.platform import compilers, cuda_extensions, device, numa, transformer_engine
 from megarl.platform.gpu_needs import field_needs, library_versions, unmet_needs
@@ -125,13 +125,11 @@ async def examine_nodes(
     """
     Path(recipe.runs_folder).mkdir(parents=True, exist_ok=True)
     # The run folder's storage is checked, so the folder must lie where all nodes would write.
-    with TemporaryDirectory(dir=recipe.runs_folder, prefix=".doctor-", ignore_cleanup_errors=True) as folder:
+    with temporary_folder(Path(recipe.runs_folder), ".doctor-") as folder:
         engines = recipe.cluster.groups.engines
-        ranks = await start_ranks(
-            recipe.cluster, Path(folder).absolute(), [] if engines is None else [engines.num_ranks]
-        )
+        ranks = await start_ranks(recipe.cluster, folder.absolute(), [] if engines is None else [engines.num_ranks])
         try:
-            wrong, notices = await inspect(ranks, recipe, Path(folder).absolute(), planned)
+            wrong, notices = await inspect(ranks, recipe, folder.absolute(), planned)
             await asyncio.gather(*(group.construct("megarl.cluster.doctor:Doctor", {}) for group in ranks.groups))
             answers = await ranks.call("examine")
             places = await ranks.call("place")

@@ -31,12 +31,22 @@ class Ranks(Protocol):
 class HangReport:
     """Writes `hang_1.txt`, `hang_2.txt` and so on into an attempt's log folder.
 
-    Such a file has, for each rank of the run, its Python stacks. Ranks on the driver's machine have the state of each
-    thread in the kernel too, and native stacks if py-spy or gdb is installed. `groups` returns the run's groups.
+    Each file has the Python stacks of every rank. It also has the threads' kernel states and native stacks of up to 8
+    ranks, silent ranks first. Native stacks need py-spy or gdb on the rank's node. `groups` is a function that returns
+    the run's groups of ranks.
     """
 
-    def __init__(self, folder: Path, groups: Callable[[], Sequence[Ranks]]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        groups: Callable[[], Sequence[Ranks]],
+        *,
+        native_seconds: float = _NATIVE_SECONDS,
+        most_native: int = _MOST_NATIVE,
+    ) -> None:
+        """Create a writer into `folder`. Native stacks: of `most_native` ranks, for `native_seconds` at most."""
         self._folder, self._groups = folder, groups
+        self._native_seconds, self._most_native = native_seconds, most_native
 
     async def write(
         self, group: Ranks, what: str, silent: Sequence[RankHandle], stacks: Mapping[int, str]
@@ -64,12 +74,22 @@ class HangReport:
         # The machine may have lost its disk; the error must name the silent rank all the same.
         with suppress(OSError):
             append_whole(path, ("\n".join(lines) + "\n").encode(errors="replace"))
-            chosen = sorted(handles, key=lambda handle: handle not in silent)[:_MOST_NATIVE]
-            native = await asyncio.gather(*(asyncio.to_thread(one.native_stacks, _NATIVE_SECONDS) for one in chosen))
+            chosen = sorted(handles, key=lambda handle: handle not in silent)[: self._most_native]
+            native = await asyncio.gather(*map(self._native_stacks, chosen))
             for handle, text in zip(chosen, native, strict=True):
                 append_whole(path, f"\n== rank {handle.rank}: native ==\n{text}\n".encode(errors="replace"))
             return path
         return None
+
+    async def _native_stacks(self, handle: RankHandle) -> str:
+        """Return the native stacks of a rank, or why there are none: the group must end whatever goes wrong here."""
+        try:
+            # A launcher that does not answer must not delay the end. Its thread ends by itself.
+            return await asyncio.wait_for(
+                asyncio.to_thread(handle.native_stacks, self._native_seconds), self._native_seconds + 1.0
+            )
+        except Exception as error:
+            return f"no native stacks: {error!r}"
 
     def _unused_path(self) -> Path:
         number = 1

@@ -121,7 +121,6 @@ class LocalGroup(WorkerGroup):
         used = {handle.local_rank for handle in self._inherited.values() if isinstance(handle, _LocalHandle)}
         # A process that replaces a lost one gets the lost one's GPU.
         free = [self.part.first_rank + n for n in range(self.world_size) if self.part.first_rank + n not in used]
-        kept_logs = {handle.log for handle in self._inherited.values()}
         for rank in range(self.world_size):
             if rank in self._inherited:
                 self._handles.append(self._inherited[rank])
@@ -129,14 +128,14 @@ class LocalGroup(WorkerGroup):
             # RANK counts within the group. LOCAL_RANK, the index of the GPU, counts over all groups on this machine.
             own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(free.pop(0))}
             number = self.part.first_rank + rank
-            log = log_folder / f"rank_{number:04d}.log"
-            if log in kept_logs:
-                # A process with another rank now still writes to it.
-                log = log_folder / f"rank_{number:04d}_{secrets.token_hex(2)}.log"
-            self._handles.append(_LocalHandle(number, own, self._imports, log))
+            self._handles.append(_LocalHandle(number, own, self._imports, self._log_of(number, log_folder)))
         for rank, handle in enumerate(self._handles):
             if rank not in self._inherited:
                 await handle.connection.open()
+
+    async def reserve(self, count: int) -> None:
+        # This machine can always start a process.
+        pass
 
     def _heir(self, world_size: int) -> Self:
         part = replace(self.part, num_ranks=self.part.num_ranks + world_size - self.world_size)

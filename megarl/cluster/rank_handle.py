@@ -153,12 +153,14 @@ class RankHandle(ABC):
         return ""
 
     def thread_states(self) -> str:
-        """Return the state of the rank's threads in the kernel; empty if the rank is not on the driver's machine."""
+        """Return the state of the rank's threads in the kernel. It is empty if the rank is not on the driver's machine:
+        `native_stacks` includes it then.
+        """
         return ""
 
     def native_stacks(self, seconds: float) -> str:
-        """Return the native stacks of the rank's threads, or why there are none. Takes `seconds` at most."""
-        return "no native stacks: the rank is not on the driver's machine"
+        """Return the native stacks of the rank's threads, or why there are none. Blocks, for `seconds` at most."""
+        return "no native stacks: this kind of rank has none"
 
     def log_tail(self) -> str:
         return log_tail(self.log)

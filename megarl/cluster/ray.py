@@ -12,26 +12,37 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import ray
 import torch
 from ray.exceptions import RayError
-from ray.util.placement_group import placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from megarl.cluster.connected import Address, ConnectedGroup, connect
+from megarl.cluster.connected import Address, ConnectedGroup, RemoteHandle, connect
 from megarl.cluster.topology import Introduction, NodeKind
 from megarl.cluster.worker_group import PartOfRun
 from megarl.platform import chosen_device, numa
+from megarl.platform.native_stacks import places_of_threads
+from megarl.processes.process_tree import kill_tree
 from megarl.types import ConfigError, PeerLostError
 
 _SWITCHES_LABEL = "switches"
 """Label of Ray nodes (ray start --labels) listing the network switches above the node, from the root, joined by
 dots.
 """
+_ANSWER_SECONDS = 60.0
+"""Seconds for a node to run a task. On a busy node the process that Ray starts for it needs over 10 s. Ray fails the
+task sooner if it finds the node dead.
+"""
+_PLACING_SECONDS = 60.0
+"""Seconds for Ray to reserve resources that the cluster has."""
+_RESERVE_SECONDS = 10.0
+"""Seconds for Ray to reserve resources on further nodes between two steps of a run."""
 
 
 class _Process:
@@ -46,11 +57,41 @@ class _Process:
         gpus = tuple(int(number) for number in ray.get_gpu_ids())
         # Several Ray nodes may run on one host. The ID distinguishes them.
         node = _node_name(host, here.get_node_id())
-        connect(address, key, Introduction(turn, node, host, tuple(filter(None, switches)), gpus))
+        connect(address, key, Introduction(turn, node, host, tuple(filter(None, switches)), gpus, os.getpid()))
 
 
 def _node_name(host: str, node_id: str) -> str:
     return f"{host} ({node_id[:8]})"
+
+
+def _on_node(node_id: str, function: Callable[..., Any], *args: Any) -> Any:
+    """Start a Ray task on a node, without reserving resources. Returns the reference of its result."""
+    place = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    return ray.remote(num_cpus=0, max_retries=0)(function).options(scheduling_strategy=place).remote(*args)
+
+
+async def _answers(node_id: str) -> bool:
+    """Return whether a node starts a process. Ray notices a dead node late; actors started there meanwhile never run.
+
+    An empty ID stands for a dead node.
+    """
+    if not node_id:
+        return False
+    try:
+        await asyncio.to_thread(ray.get, _on_node(node_id, ray.util.get_node_ip_address), timeout=_ANSWER_SECONDS)
+    except RayError:
+        return False
+    return True
+
+
+def _living() -> dict[str, str]:
+    """Return the host of each living node, by the node's ID."""
+    return {node["NodeID"]: str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]}
+
+
+def _id_of(name: str) -> str | None:
+    """Return the ID of the living node with this name; None if there is none."""
+    return next((node_id for node_id, host in _living().items() if _node_name(host, node_id) == name), None)
 
 
 def _ids_of(names: Sequence[str]) -> list[str]:
@@ -58,7 +99,7 @@ def _ids_of(names: Sequence[str]) -> list[str]:
 
     A host gets a new ID whenever Ray is started on it again.
     """
-    living = {node["NodeID"]: str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]}
+    living = _living()
     by_name = {_node_name(host, node_id): node_id for node_id, host in living.items()}
     gone = {name.partition(" (")[0] for name in names if name not in by_name}
     return sorted(
@@ -100,7 +141,8 @@ class RayGroup(ConnectedGroup):
 
     The ranks of a node are consecutive. If the run has several groups, a group fills whole nodes, and its remaining
     ranks share one node. So the ranks of an engine share a node if they fit. Waits for nodes that the cluster lacks.
-    Raises ConfigError, listing the present nodes, if they do not join.
+    Raises ConfigError, listing the present nodes, if they do not join. Ranks that replace lost ones start on the node
+    of the lost ones, or if it is dead, on a node with free resources.
     """
 
     def __init__(
@@ -113,11 +155,14 @@ class RayGroup(ConnectedGroup):
         avoided_nodes: Sequence[str] = (),
     ) -> None:
         """Create a group without processes. No rank is placed on `avoided_nodes`, named as in `topology`."""
-        super().__init__(world_size, part)
+        super().__init__(world_size, part, ranks_per_node=kind.ranks_per_node)
         self._address, self._kind, self._avoided = address, kind, avoided_nodes
         self._actors: list[Any] = []
         self._served: list[Any] = []
-        self._placed: Any = None
+        self._bundles: list[tuple[Any, int]] = []
+        """For each node its bundle of reserved resources: Ray's placement group, and the bundle's index in it."""
+        self._device = "CPU"
+        """Ray resource that each rank needs one of: GPU or CPU."""
         self._is_ending = False
         """Whether the driver itself has killed the actors."""
 
@@ -126,57 +171,136 @@ class RayGroup(ConnectedGroup):
         return ray.util.get_node_ip_address()
 
     async def launch(self, log_folder: Path, environment: Mapping[str, str], address: Address, key: bytes) -> None:
+        if self._bundles:
+            await self._await_room()
+        else:
+            self._device = "GPU" if self._needs_gpus(environment) else "CPU"
+            await self._await_nodes()
+            count = self.world_size
+            sizes = [min(self.ranks_per_node, count - first) for first in range(0, count, self.ranks_per_node)]
+            if not await self._add_bundles(sizes, _PLACING_SECONDS):
+                raise PeerLostError(f"Ray did not place the run's ranks on nodes in {_PLACING_SECONDS:g} s")
+        # Actors claim only what their bundle holds: GPUs, or CPUs.
+        own = {"num_gpus": 1, "num_cpus": 0} if self._device == "GPU" else {"num_gpus": 0, "num_cpus": 1}
+        self._actors = [
+            ray.remote(_Process)
+            .options(
+                scheduling_strategy=PlacementGroupSchedulingStrategy(*self._bundles[self._node_of(place)]),
+                runtime_env={"env_vars": self._rank_environment(environment)},
+                **own,
+            )
+            .remote()
+            for place in self.new_places
+        ]
+        for turn, actor in enumerate(self._actors):
+            self._served.append(actor.serve.remote(os.getcwd(), address, key, turn))
+
+    def _needs_gpus(self, environment: Mapping[str, str]) -> bool:
+        """Return whether each rank needs a GPU of the cluster: always with a GPU build of torch, even while only nodes
+        without GPUs have joined.
+        """
+        if environment.get(chosen_device.VARIABLE) == "cpu":
+            return False
+        return bool(torch.version.cuda) or any(node["Resources"].get("GPU") for node in self._nodes())
+
+    def _nodes(self) -> list[dict[str, Any]]:
+        """Return Ray's records of the living nodes that this group may use."""
+        avoided, others = _ids_of(self._avoided), self._kind.ray_resources
+        alive = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in avoided]
+        return [n for n in alive if all(n["Resources"].get(name, 0.0) >= amount for name, amount in others.items())]
+
+    async def _await_nodes(self) -> None:
+        """Wait until the cluster has enough nodes for the group. Raises ConfigError."""
         per_node, nodes, others = self._kind.ranks_per_node, self._kind.nodes, self._kind.ray_resources
         deadline, reported = time.monotonic() + self.start_timeout_seconds, ""
         while True:
-            avoided = _ids_of(self._avoided)
-            alive = [node["Resources"] for node in ray.nodes() if node["Alive"] and node["NodeID"] not in avoided]
-            alive = [node for node in alive if all(node.get(name, 0.0) >= amount for name, amount in others.items())]
-            # A GPU build of torch waits for nodes with GPUs, even while only CPU nodes have joined.
-            has_gpus = torch.version.cuda or any(node.get("GPU") for node in alive)
-            kind = "GPU" if has_gpus and environment.get(chosen_device.VARIABLE) != "cpu" else "CPU"
-            have = sorted((int(node.get(kind, 0)) for node in alive), reverse=True)
+            have = sorted((int(node["Resources"].get(self._device, 0)) for node in self._nodes()), reverse=True)
             if sum(count >= per_node for count in have) >= nodes:
                 break
             like = f" and {dict(others)}" if others else ""
-            lack = f"needs {nodes} nodes with {per_node} {kind}s{like} each, the Ray cluster has nodes with {have}"
+            lack = (
+                f"needs {nodes} nodes with {per_node} {self._device}s{like} each, the Ray cluster has nodes with {have}"
+            )
             if time.monotonic() > deadline:
                 section = "cluster.groups.engines" if self._kind.first_rank else "cluster"
                 raise ConfigError(
                     f"{section}.nodes = {nodes}: {lack}; add nodes or lower {section}.nodes, {section}.ranks_per_node"
                 )
             if lack != reported:
-                print(
-                    f"the run {lack}; waiting at most {self.start_timeout_seconds:g} s for more nodes",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                _print(f"the run {lack}; waiting at most {self.start_timeout_seconds:g} s for more nodes")
             reported = lack
             await asyncio.sleep(1.0)
-        places = [min(per_node, self.world_size - first) for first in range(0, self.world_size, per_node)]
+
+    async def _add_bundles(self, sizes: Sequence[int], seconds: float) -> bool:
+        """Reserve resources for so many ranks on each of further nodes. Returns whether that succeeded in time."""
+        avoided = [*_ids_of(self._avoided), *filter(None, self._nodes_of_bundles())]
         # STRICT_SPREAD puts each bundle on another node, so that only ranks of one bundle share a node.
-        selectors: Any = [{"ray.io/node-id": f"!in({','.join(avoided)})"}] * len(places) if avoided else None
-        self._placed = placement_group(
-            [{kind: count, **others} for count in places], strategy="STRICT_SPREAD", bundle_label_selector=selectors
+        selectors: Any = [{"ray.io/node-id": f"!in({','.join(avoided)})"}] * len(sizes) if avoided else None
+        placed = placement_group(
+            [{self._device: count, **self._kind.ray_resources} for count in sizes],
+            strategy="STRICT_SPREAD",
+            bundle_label_selector=selectors,
         )
         try:
-            await asyncio.to_thread(ray.get, self._placed.ready(), timeout=60.0)
-        except RayError as error:
-            raise PeerLostError(f"Ray did not place the run's ranks on nodes: {error}") from None
-        # Actors claim only what their bundle holds: GPUs, or CPUs.
-        own = {"num_gpus": 1, "num_cpus": 0} if kind == "GPU" else {"num_gpus": 0, "num_cpus": 1}
-        self._actors = [
-            ray.remote(_Process)
-            .options(
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self._placed, rank // per_node),
-                runtime_env={"env_vars": self._rank_environment(environment)},
-                **own,
+            await asyncio.to_thread(ray.get, placed.ready(), timeout=seconds)
+        except RayError:
+            remove_placement_group(placed)
+            return False
+        except BaseException:
+            # The wait was cancelled.
+            remove_placement_group(placed)
+            raise
+        self._bundles += [(placed, index) for index in range(len(sizes))]
+        return True
+
+    def _nodes_of_bundles(self) -> list[str]:
+        """Return the ID of each bundle's node; empty for a bundle whose node is dead."""
+        alive = _living()
+        tables = {placed.id: placement_group_table(placed)["bundles_to_node_id"] for placed, _ in self._bundles}
+        found = [tables[placed.id].get(index) for placed, index in self._bundles]
+        return [node if node in alive else "" for node in found]
+
+    async def reserve(self, count: int) -> None:
+        used = Counter(map(self._node_of, self.places))
+        nodes = dict(enumerate(self._nodes_of_bundles()))
+        silent = {number for number, node in nodes.items() if not (used[number] or await _answers(node))}
+        room = sum(self.ranks_per_node - used[number] for number in nodes if number not in silent)
+        wanted = count - self.world_size - room
+        # If a node was free, Ray would have moved the bundle of a dead one there.
+        if wanted > 0 and silent:
+            raise ConfigError(
+                f"cluster.nodes: {count} ranks need another node in place of a lost one, and no node of the Ray "
+                "cluster is free; add a node, or ask for fewer ranks"
             )
-            .remote()
-            for rank in range(self.world_size)
-        ]
-        for turn, actor in enumerate(self._actors):
-            self._served.append(actor.serve.remote(os.getcwd(), address, key, turn))
+        sizes = [self.ranks_per_node] * -(-max(0, wanted) // self.ranks_per_node)
+        if sizes and not await self._add_bundles(sizes, _RESERVE_SECONDS):
+            raise ConfigError(
+                f"cluster.nodes: {count} ranks need {len(sizes)} further nodes of the Ray cluster with "
+                f"{self.ranks_per_node} free {self._device}s each; add nodes, or ask for fewer ranks"
+            )
+        self._silent_nodes = silent
+
+    async def _await_room(self) -> None:
+        """Wait until the bundles of the missing ranks are on nodes that start processes.
+
+        Ray moves the bundle of a dead node to another node with free resources. Raises PeerLostError if there is none
+        in time.
+        """
+        deadline, is_reported = time.monotonic() + self.start_timeout_seconds, False
+        count, numbers = self.ranks_per_node, {self._node_of(place) for place in self.new_places}
+        while not all([await _answers(self._nodes_of_bundles()[number]) for number in numbers]):
+            if time.monotonic() > deadline:
+                raise PeerLostError(
+                    f"no node of the Ray cluster replaces a lost one: none has {count} free {self._device}s; add a "
+                    "node, or raise cluster.start_timeout_seconds"
+                )
+            if not is_reported and not all(self._nodes_of_bundles()):
+                is_reported = True
+                _print(
+                    f"the run needs a node with {count} free {self._device}s in place of a lost one; waiting at most "
+                    f"{self.start_timeout_seconds:g} s"
+                )
+            await asyncio.sleep(0.2)
 
     def _rank_environment(self, environment: Mapping[str, str]) -> dict[str, str]:
         """Return the environment variables of the actors.
@@ -189,23 +313,64 @@ class RayGroup(ConnectedGroup):
         return dict(environment)
 
     async def await_end(self) -> str:
-        ended, _ = await asyncio.to_thread(ray.wait, self._served)
-        try:
-            ray.get(ended)
-            await asyncio.to_thread(ray.wait, self._served, num_returns=len(self._served))
-        except RayError as error:
-            # Actors killed by the driver fail here too; none of them is the first cause.
-            if not self._is_ending:
-                self.note_first_end(self._served.index(ended[0]))
-            self.end_processes()
-            return f"Ray's actors ended: {str(error).strip().splitlines()[-1]}"
-        return "Ray's actors ended"
+        # Not `ray.wait` in a thread: each group would block a thread of the pool until the run ends.
+        turns = {asyncio.wrap_future(served.future()): turn for turn, served in enumerate(self._served)}
+        for end in turns:
+            # Errors after the first one are its consequences. asyncio would log each that nobody looked at.
+            end.add_done_callback(lambda end: end.cancelled() or end.exception())
+        waiting, how = set(turns), "Ray's actors ended"
+        while waiting:
+            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            failed = {turns[end]: error for end in done if (error := end.exception()) is not None}
+            for turn, error in failed.items():
+                if not isinstance(error, RayError):
+                    raise error
+                how = f"Ray's actors ended: {str(error).strip().splitlines()[-1]}"
+                # Before all processes are connected, the others would wait for this one until the time limit.
+                if self.keeps_survivors and self._remote_handles:
+                    self.note_lost(turn)
+                    continue
+                # Actors killed by the driver fail here too; none of them is the first cause.
+                if not self._is_ending:
+                    self.note_first_end(turn)
+                self.end_processes()
+                return how
+        return how
 
     def end_processes(self) -> None:
         self._is_ending = True
         for actor in self._actors:
             ray.kill(actor)
-        if self._placed is not None:
+        for placed in {placed.id: placed for placed, _ in self._bundles}.values():
             with contextlib.suppress(RayError):
-                remove_placement_group(self._placed)
-            self._placed = None
+                remove_placement_group(placed)
+        self._bundles = []
+
+    def kill_process(self, handle: RemoteHandle) -> None:
+        if not self.keeps_survivors:
+            self.end_processes()
+        elif not self._is_ending:
+            ray.kill(self._actors[handle.turn])
+            # A stopped process does not carry out Ray's request, so a task on its node kills it too.
+            if (node := _id_of(handle.node)) is not None:
+                _on_node(node, kill_tree, handle.process.pid)
+
+    def places_of_threads(self, handle: RemoteHandle, seconds: float) -> str:
+        try:
+            if (node := _id_of(handle.node)) is None:
+                return f"no native stacks: node {handle.node} has left the Ray cluster"
+            # The process that Ray starts for the task needs a part of the time.
+            return ray.get(_on_node(node, places_of_threads, handle.process.pid, seconds / 2), timeout=seconds)
+        except RayError as error:
+            return f"no native stacks: {error!r}"
+
+    def _sibling(self, world_size: int, part: PartOfRun) -> Self:
+        sibling = type(self)(world_size, self._address, self._kind, part, avoided_nodes=self._avoided)
+        sibling._device = self._device
+        # The sibling returns the reserved resources at its end.
+        sibling._bundles, self._bundles = self._bundles, []
+        return sibling
+
+
+def _print(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

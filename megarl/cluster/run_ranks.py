@@ -67,7 +67,7 @@ class RunRanks:
     def report_hangs(self, folder: Path, notify: Callable[[str], object]) -> None:
         """Write the places of all ranks to a file in this folder whenever a rank falls silent.
 
-        `notify` is called with a report of ranks that are slow, but not silent.
+        `notify` is called with a report of ranks that are slow, and with the names of silent ranks at once.
         """
         self._hang_report, self._notify = HangReport(folder, lambda: self.groups), notify
         self._watch(self.groups)

@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import signal
 import socket
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
@@ -20,7 +22,7 @@ from megarl.cluster.worker_group import PartOfRun
 from megarl.platform.commands import run_command
 from megarl.processes.launcher import DEVNULL, LaunchedProgram
 from megarl.processes.process_tree import die_with
-from megarl.types import PeerLostError
+from megarl.types import ConfigError, PeerLostError
 
 _ANSWER_SECONDS = 20.0
 """Seconds for a node to start a process. A node that needs more is taken for dead."""
@@ -43,30 +45,32 @@ class SrunGroup(ConnectedGroup):
         part: PartOfRun | None = None,
         kind: NodeKind | None = None,
     ) -> None:
-        super().__init__(world_size, part)
-        self._options = options
+        part = part or PartOfRun(0, world_size, secrets.token_bytes(32))
         if kind is None:
             nodes = int(os.environ["SLURM_JOB_NUM_NODES"])
-            kind = NodeKind(0, nodes, self.part.num_ranks // nodes)
-        self._kind = kind
+            kind = NodeKind(0, nodes, part.num_ranks // nodes)
+        super().__init__(
+            world_size, part, ranks_per_node=kind.ranks_per_node, first_place=part.first_rank - kind.first_rank
+        )
+        self._options, self._kind = options, kind
         self._srun: LaunchedProgram | None = None
         self._is_ending = False
         self._kills: list[LaunchedProgram] = []
         """Steps that kill single processes. One for a dead node may take long."""
-        self._former_nodes: list[str] = []
-        """Node of each rank of the group before this one; empty if there was none."""
-        self._dead_nodes: set[str] = set()
-        """Nodes that did not answer when a process was to be started there."""
+        self._nodes: list[str] = []
+        """Names of the job's nodes, in the order in which places are numbered. A spare node takes the position of the
+        dead node that it replaces, and the dead one takes the spare node's.
+        """
 
     async def launch(self, log_folder: Path, environment: Mapping[str, str], address: Address, key: bytes) -> None:
         placed, kind = {}, self._kind
-        count = len(self.missing_ranks)
+        count = len(self.new_places)
         is_whole_job = count == self.part.num_ranks and int(os.environ["SLURM_JOB_NUM_NODES"]) == kind.nodes
-        if is_whole_job:
+        if is_whole_job and not self._former:
             sizes = [f"--nodes={kind.nodes}", f"--ntasks-per-node={kind.ranks_per_node}", "--distribution=block"]
         else:
             # SLURM_HOSTFILE has a line per task: the name of its node. Only --distribution=arbitrary reads it.
-            names = await (self._replacing_nodes() if self._former_nodes else self._first_nodes())
+            names = await self._nodes_of_new_places()
             hosts = (log_folder / self.start_log).with_suffix(".nodes")
             hosts.write_text("".join(f"{name}\n" for name in names))
             placed = {"SLURM_HOSTFILE": str(hosts.absolute())}
@@ -96,45 +100,63 @@ class SrunGroup(ConnectedGroup):
 
     def _on_node(self, node: str, *command: str) -> LaunchedProgram:
         """Start a short program on one node of the job, in a step of its own."""
+        return LaunchedProgram(self._command_on(node, *command), stderr=DEVNULL)
+
+    def _command_on(self, node: str, *command: str) -> list[str]:
         place = ["--nodes=1", "--ntasks=1", f"--nodelist={node}", *self._component]
-        return LaunchedProgram(["srun", "--overlap", *place, *command], stderr=DEVNULL)
+        return ["srun", "--overlap", *place, *command]
 
-    async def _first_nodes(self) -> list[str]:
-        """Return the node of each of the group's first tasks."""
-        names = await self._job_nodes()
-        first = self.part.first_rank - self._kind.first_rank
-        return [names[number // self._kind.ranks_per_node] for number in range(first, first + self.world_size)]
+    async def _nodes_of_new_places(self) -> list[str]:
+        """Return the node of each process to start. A dead node is replaced by a spare one.
 
-    async def _replacing_nodes(self) -> list[str]:
-        """Return one node for each lost rank: the node where it ran, or a spare node if that node is dead.
-
-        Raises PeerLostError if a dead node has no spare node to replace it.
+        Raises PeerLostError if there is none.
         """
-        wanted = [self._former_nodes[rank] for rank in self.missing_ranks]
-        used = {handle.node for handle in self._inherited.values() if isinstance(handle, RemoteHandle)}
-        taken = used | {*wanted} | self._dead_nodes
-        # Nodes beyond those of the run.
-        spares = [name for name in (await self._job_nodes())[self._kind.nodes :] if name not in taken]
-        instead = {name: name for name in wanted}
-        for name in instead.keys() - used:
-            while not await self._answers(instead[name]):
-                self._dead_nodes.add(instead[name])
-                if not spares:
-                    raise PeerLostError(
-                        f"could not start a process on node {name}, and no spare node is left in this job; increase "
-                        "cluster.spare_nodes for the next one"
-                    )
-                instead[name] = spares.pop(0)
-        return [instead[name] for name in wanted]
+        nodes = await self._job_nodes()
+        wanted = {self._node_of(place) for place in self.new_places}
+        if self._former:
+            used = {self._node_of(h.place) for h in self._inherited.values() if isinstance(h, RemoteHandle)}
+            # Other groups of the run may use the first nodes of the job.
+            first = 0 if self.world_size == self.part.num_ranks else self._kind.nodes
+            spares = [number for number in range(first, len(nodes)) if number not in used | wanted]
+            for number in sorted(wanted - used):
+                while not await self._answers(nodes[number]):
+                    if not spares:
+                        raise PeerLostError(
+                            f"could not start a process on node {nodes[number]}, and no spare node is left in this "
+                            "job; increase cluster.spare_nodes for the next one"
+                        )
+                    spare = spares.pop(0)
+                    nodes[number], nodes[spare] = nodes[spare], nodes[number]
+        return [nodes[self._node_of(place)] for place in self.new_places]
+
+    async def reserve(self, count: int) -> None:
+        used, silent = Counter(map(self._node_of, self.places)), set[int]()
+        wanted = count - self.world_size
+        for number, name in enumerate(await self._job_nodes()):
+            if wanted <= 0:
+                break
+            if used[number] or await self._answers(name):
+                wanted -= self.ranks_per_node - used[number]
+            else:
+                silent.add(number)
+        if wanted > 0:
+            raise ConfigError(
+                f"cluster.nodes: {count} ranks are wanted, but the nodes of this job that start processes have room "
+                f"for {count - wanted}, {self.ranks_per_node} on each; ask for fewer ranks, or start a larger job"
+            )
+        self._silent_nodes = silent
 
     async def _job_nodes(self) -> list[str]:
         """Return the nodes of this job, or of its component for the group. Raises PeerLostError."""
+        if self._nodes:
+            return self._nodes
         component = "" if self._kind.component is None else f"_HET_GROUP_{self._kind.component}"
         command = ["scontrol", "show", "hostnames", os.environ[f"SLURM_JOB_NODELIST{component}"]]
         listing = await asyncio.to_thread(run_command, command)
         if listing.returncode:
             raise PeerLostError(f"scontrol cannot list the nodes of this job: {listing.stderr.strip()}")
-        return listing.stdout.split()
+        self._nodes = listing.stdout.split()
+        return self._nodes
 
     async def _answers(self, node: str) -> bool:
         """Return whether a node of this job starts a process that can import megarl."""
@@ -145,10 +167,6 @@ class SrunGroup(ConnectedGroup):
             return False
         finally:
             trial.kill()
-
-    def local_ranks(self, processes: Sequence[Introduction]) -> Sequence[int] | None:
-        first = self.part.first_rank - self._kind.first_rank
-        return [(first + process.turn) % self._kind.ranks_per_node for process in processes]
 
     async def await_end(self) -> str:
         assert self._srun is not None
@@ -177,16 +195,20 @@ class SrunGroup(ConnectedGroup):
             self._kills = [kill for kill in self._kills if kill.exit_code() is None]
             self._kills.append(self._on_node(handle.node, "kill", "-KILL", str(handle.process.pid)))
 
-    def _heir(self, world_size: int) -> Self:
-        if world_size != self.world_size:
-            raise NotImplementedError("with srun, a group cannot be followed by one with another number of ranks")
-        heir = type(self)(world_size, self._options, self.part, self._kind)
-        heir._former, heir._dead_nodes = [*self._former, self], self._dead_nodes
-        # A log of its own: the steps before may still write to theirs in this folder.
-        heir.start_log = f"start_{self.part.first_rank:04d}_{len(heir._former)}.log"
-        heir._former_nodes = [place[0] for place in self.topology]
-        heir._local_ranks = self._local_ranks
-        return heir
+    def places_of_threads(self, handle: RemoteHandle, seconds: float) -> str:
+        # The step and its interpreter need a part of the time.
+        inside = "megarl.platform.native_stacks", str(handle.process.pid), str(seconds / 2)
+        command = self._command_on(handle.node, *self._options, sys.executable, "-P", "-m", *inside)
+        try:
+            done = run_command(command, seconds=seconds)
+        except OSError as error:
+            return f"no native stacks: {error}"
+        return done.stdout.strip() or f"no native stacks: srun ended with code {done.returncode}: {done.stderr.strip()}"
+
+    def _sibling(self, world_size: int, part: PartOfRun) -> Self:
+        sibling = type(self)(world_size, self._options, part, self._kind)
+        sibling._nodes = self._nodes
+        return sibling
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 
@@ -60,20 +61,18 @@ def rank_topology(processes: Sequence[Introduction]) -> list[tuple[str, ...]]:
     return [(p.node, *(reversed(p.switches) if len(depths) == 1 else ())) for p in processes]
 
 
-def environments(
-    processes: Sequence[Introduction], local_ranks: Sequence[int] | None = None
-) -> Iterator[dict[str, str]]:
+def environments(processes: Sequence[Introduction], local_ranks: Sequence[int]) -> Iterator[dict[str, str]]:
     """Yield the environment variables of each rank: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GPUs.
 
-    `local_ranks` holds each rank's local rank if ranks of other groups share the nodes. None: it is counted here.
+    `local_ranks` holds each rank's number on its node.
     """
-    on_node, local_rank = Counter(process.node for process in processes), Counter[str]()
+    on_node = Counter(process.node for process in processes)
+    by_local_rank = [process for _, process in sorted(zip(local_ranks, processes, strict=True), key=itemgetter(0))]
     world = {"WORLD_SIZE": str(len(processes))}
-    for rank, process in enumerate(processes):
+    for rank, (process, local_rank) in enumerate(zip(processes, local_ranks, strict=True)):
         node = process.node
-        place = local_rank[node] if local_ranks is None else local_ranks[rank]
-        own = {"RANK": str(rank), "LOCAL_RANK": str(place), "LOCAL_WORLD_SIZE": str(on_node[node])}
-        # Every rank sees all GPUs of its node's ranks, also where Slurm or Ray gave each rank only its own.
-        gpus = ",".join(str(gpu) for other in processes if other.node == node for gpu in other.gpus)
+        own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(on_node[node])}
+        # Every rank sees all GPUs of its node's ranks, also where Slurm or Ray gave each rank only its own. A rank's
+        # own GPU is the one at its local rank.
+        gpus = ",".join(str(gpu) for other in by_local_rank if other.node == node for gpu in other.gpus)
         yield world | own | ({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {})
-        local_rank[node] += 1

@@ -302,7 +302,10 @@ class WeightTransfer:
     @property
     def _group_name(self) -> str:
         """Name of the newest cross-world process group, which joins ranks of trainer and engines."""
-        return f"cross_world_{self._num_groups}"
+        meeting = self._ranks.trainers.meeting
+        assert meeting is not None
+        # With the world's name, which is new after each recovery: surviving processes remember the names of groups.
+        return f"cross_world_{meeting.world}_{self._num_groups}"
 
 
 def _losses(groups: Sequence[WorkerGroup], answers: Sequence[Sequence[Mapping[str, Any]]]) -> list[str]:

@@ -183,7 +183,7 @@ class WorkerGroup(ABC):
         """Ranks that did not write their stacks when they were late. They may not have read that request."""
         self.on_asked: Callable[[str], object] = lambda signal_name: None
         self.on_slow: Callable[[str], object] = lambda report: None
-        """Callback (report), called when ranks hold up a call much longer than earlier calls took."""
+        """Callback (report), called when ranks hold up a call much longer than earlier calls took, or fall silent."""
         self.hang_report: HangReport | None = None
         """Writer of a file with the places of all ranks when one falls silent; None: the error alone shows them."""
 
@@ -222,6 +222,14 @@ class WorkerGroup(ABC):
     def missing_ranks(self) -> list[int]:
         """Ranks, counted within the group, that inherited no process from the group before this one."""
         return [rank for rank in range(self.world_size) if rank not in self._inherited]
+
+    def _log_of(self, rank: int, log_folder: Path) -> Path:
+        """Return the log of a new process, to which no inherited process writes. `rank` counts within the run."""
+        log = log_folder / f"rank_{rank:04d}.log"
+        if any(handle.log == log for handle in self._inherited.values()):
+            # That process has another rank now, and still writes to its first log.
+            log = log.with_stem(f"{log.stem}_{secrets.token_hex(2)}")
+        return log
 
     async def _start_ranks(self) -> None:
         """Start the missing processes, number the inherited ones, and let all ranks know where they meet."""
@@ -269,6 +277,17 @@ class WorkerGroup(ABC):
             await group.close()
             raise
         return group
+
+    def arranged(self, count: int) -> list[int | None]:
+        """Return the `sources` with which `successor` makes a group of `count` ranks.
+
+        For each of its ranks: the present rank whose process it takes over, or None for a new process.
+        """
+        return [rank if rank < self.world_size else None for rank in range(count)]
+
+    @abstractmethod
+    async def reserve(self, count: int) -> None:
+        """Make sure that there are nodes for a successor with `count` ranks. Raises ConfigError if not."""
 
     async def inherited_steps(self) -> list[Any]:
         """Return the copies of training states held by each rank's process: see `StateCopies.steps`. New processes have
@@ -602,7 +621,14 @@ class WorkerGroup(ABC):
         stopped = [handle for handle in silent if not waits_in_collective(stacks[handle.rank])] or list(silent)
         # Before the end, which kills the processes.
         obstacles = dict.fromkeys(found for handle in stopped if (found := handle.obstacle()))
-        path = await self.hang_report.write(self, what, stopped, stacks) if self.hang_report is not None else None
+        path = None
+        if self.hang_report is not None:
+            # Before the report: a debugger takes seconds, and an operator may act meanwhile.
+            self.on_slow(
+                f"{_ranks(stopped)} of {self.part.num_ranks} {what}; the driver reads the stacks of all ranks, then "
+                "ends the call"
+            )
+            path = await self.hang_report.write(self, what, stopped, stacks)
         await self._end(stopped)
         cause = f"{_ranks(stopped)} of {self.part.num_ranks} {what}"
         if waiting := [handle for handle in silent if handle not in stopped]:

@@ -119,10 +119,11 @@ class ClusterConfig(Section):
     """Memory of one GPU in GiB, or its kind (h100, h200, b200). A run whose predicted memory exceeds it does not start;
     the error suggests changes (see `megarl plan`). Default: read from this machine's GPUs; without GPUs, no check."""
     recover: Annotated[Literal["stop", "restart", "shrink"], UntriedOnGpu("restart or shrink")] = "stop"
-    """Reaction to the death of a trainer process. stop (default): the run ends with exit code 76. restart: new ones
-    replace the dead, the others keep running. shrink: it continues with fewer data-parallel replicas (launcher
-    local only). The training state then comes from copies in host memory (checkpoint.replicate), or without them from
-    the last checkpoint. The launcher ray supports only stop."""
+    """Reaction to the death of a trainer process. stop (default): the run ends with exit code 76. restart: new
+    processes replace the dead ones, the others stay. shrink: the run continues with fewer data-parallel replicas. With
+    the launchers slurm and ray, a shrunk run grows back between two steps once there are nodes. After restart and
+    shrink all ranks restore the state from copies in host memory (checkpoint.replicate), or without copies from the
+    last checkpoint."""
     spare_nodes: NonNegativeInt = 0
     """Number of nodes in the Slurm job beyond cluster.nodes. A spare node replaces a dead one; this needs
     cluster.recover=restart. `megarl slurm` requests these nodes. A batch script of your own must request them, and set

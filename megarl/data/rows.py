@@ -355,6 +355,8 @@ def _batch_rows(batches: Any) -> Iterator[Row]:
     number = 0
     columns: tuple[str, ...] | None = None
     for batch in batches:
+        # pyarrow (25.0) trusts the offsets in a batch: a damaged file would crash this process.
+        batch.validate(full=True)
         columns = tuple(_columns(batch.schema)) if columns is None else columns
         for start in range(0, batch.num_rows, _ARROW_ROWS):
             for fields in batch.slice(start, _ARROW_ROWS).to_pylist():

@@ -110,10 +110,12 @@ class RolloutEngine:
         adapter: LoraConfig | None = None,
         exact_blocks: int = 0,
         served: Mapping[str, ServedAdapter] | None = None,
+        stall_seconds: float = 300.0,
     ) -> None:
         """Build the engine with dummy weights. `max_model_len` is in tokens.
 
-        `override` replaces fields of the model's config.json. `keep_experts` stores the routed experts [tokens, layers,
+        `stall_seconds` is how long the engine may compute no token although requests are unfinished. `override`
+        replaces fields of the model's config.json. `keep_experts` stores the routed experts [tokens, layers,
         top_k] of a completion and returns their handle. If `config.sampling` has top-p, top-k or min-p, completions
         include the sets of tokens left to sample from. With `adapter`, all requests use the LoRA adapter in the
         engine's `slots`. `served` are LoRA adapters that requests may name (`load_adapters`). With `exact_blocks` above
@@ -143,6 +145,7 @@ class RolloutEngine:
         self._keep_experts = keep_experts
         self._can_sleep = arguments.enable_sleep_mode
         self._asleep: set[str] = set()
+        self._stall_seconds, self._stalled_for = stall_seconds, 0.0
         self._running: dict[str, _Running] = {}
         self._keeps_kv = not config.recompute_kv
         self.slots: AdapterSlots | None = None
@@ -224,7 +227,7 @@ class RolloutEngine:
         Returns the completions finished in this call. An aborted request returns with its tokens so far. Unknown ids in
         `aborts` are ignored. A request that vLLM refuses (too long, empty, unknown token) returns with finish reason
         `error` and the cause; other requests continue. Ranks other than the first return an empty list, at the same
-        time.
+        time. Raises TimeoutError if vLLM schedules no request for `stall_seconds`, which counts as a lost rank.
 
         No step is in flight afterwards. Steps started ahead are read first, so the caller may write weights and
         release memory.
@@ -380,6 +383,7 @@ class RolloutEngine:
         completions = [self._abort(engine, request_id) for request_id in aborts if request_id in self._running]
         for request in new_requests:
             completions += self._add(engine, request)
+        began, num_steps = time.monotonic(), self._executor.num_steps
         while engine.has_unfinished_requests():
             with span("engine step"):
                 outputs = engine.step()
@@ -387,7 +391,24 @@ class RolloutEngine:
             if time.monotonic() >= deadline or (leave_after is not None and len(completions) >= leave_after):
                 break
         completions += (self._finish(output) for output in self._finish_started_steps(engine))
+        self._watch_progress(engine, time.monotonic() - began, self._executor.num_steps - num_steps)
         return completions
+
+    def _watch_progress(self, engine: LLMEngine, seconds: float, num_steps: int) -> None:
+        """Raise TimeoutError if the calls since the last computed token took `stall_seconds`.
+
+        The newest call took `seconds`, with `num_steps` steps that computed tokens of prompts or completions.
+        """
+        if num_steps or not engine.has_unfinished_requests():
+            self._stalled_for = 0.0
+            return
+        self._stalled_for += seconds
+        if self._stalled_for > self._stall_seconds:
+            raise TimeoutError(
+                f"the engine computed no token for {self._stalled_for:.0f} s (limit: {self._stall_seconds:g} s, "
+                f"in a run cluster.verb_timeout_seconds). {len(self._running)} requests are unfinished, but vLLM "
+                f"schedules none of them. {self._executor.kv_usage():.0%} of the KV cache is in use"
+            )
 
     def _finish_started_steps(self, engine: LLMEngine) -> list[Any]:
         """Return the outputs of steps started ahead by asynchronous scheduling. Start no other step."""

@@ -37,6 +37,11 @@ _SAMPLE_SETTINGS = (
 """Megatron-Core's settings with which equal tokens after equal prefixes are not computed alike in training."""
 
 
+def trained_shape(recipe: Recipe, shape: ModelShape) -> ModelShape:
+    """Return the shape of the trained model, from that of model.path: with a value head, or with trained MTP layers."""
+    return shape.with_value_head() if recipe.loop == "reward_model" else shape.with_mtp(recipe.trains_mtp)
+
+
 def models_of(
     recipe: Recipe, layout: ParallelConfig, ranks: WorkerGroup, spikes: SpikeDetector | None = None
 ) -> dict[str, RankModel]:
@@ -53,7 +58,7 @@ def models_of(
         row_multiple(recipe),
         attention_ratio(shape),
         together=recipe.sequences_per_example,
-        shape=shape.with_value_head() if recipe.loop == "reward_model" else shape.with_mtp(recipe.trains_mtp),
+        shape=trained_shape(recipe, shape),
         shares_prefixes=recipe.trainer.share_prefixes == "auto",
         # A backward pass costs two forward passes. With LoRA the base weights need no gradients, which saves one.
         update_passes=2.0 if recipe.lora.rank else 3.0,

@@ -37,7 +37,8 @@ async def train(session: Session) -> None:
     for number in session.steps.remaining:
         async with session.steps.step(number) as step:
             step.log({"data/epoch": order.epochs(number - 1)})
-            batch = _batch([answers[index] for index in order.batch(number - 1)])
+            indices = order.batch(number - 1)
+            batch = _batch([answers[index] for index in indices])
             with tracker.phase("logprobs"):
                 await _add_reference(session, batch)
             is_judged = recipe.sequences_per_example == 1
@@ -50,6 +51,7 @@ async def train(session: Session) -> None:
                 step.log(values(await session.models["policy"].update(batch, kto_kl=kto_kl)))
                 if kto_kl is not None:
                     step.log({"kl/reference": kto_kl})
+            session.write_draws(number, order, indices)
             step.log(await move_reference(session.models, recipe, number))
             await session.checkpoints.begin(number)
             if recipe.evaluates_at(number):

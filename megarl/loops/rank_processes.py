@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,9 +19,15 @@ from megarl.loops.resizing import ResizeAskedError, shrunk
 from megarl.loops.resume import Origin
 from megarl.loops.state_replication import StateReplication
 from megarl.loops.stopping import StopRequest, leaving_on_signals
+from megarl.reshard.state_moves import hand_overs
 from megarl.tracking.earlier_run import EarlierRun, checkpoint_step
 from megarl.tracking.run_folder import RunFolder
 from megarl.types import MegarlError, PeerLostError
+
+_GROWTH_SECONDS = 30.0
+"""Seconds between searches for nodes, after a run continued without lost ranks."""
+_MOST_GROWTH_SECONDS = 3600.0
+"""Maximum seconds between searches: a node that comes back should be used within an hour."""
 
 METRICS = {
     "fault/recoveries": ("count", "recoveries from lost trainer ranks since the start; logged after each recovery"),
@@ -49,6 +56,10 @@ class RankProcesses:
         self.copies = StateReplication(recipe.checkpoint.replicate, self._folder.path)
         self.num_recoveries = 0
         """Number of losses of trainer ranks that the run has survived."""
+        self._full: ResizeAskedError | None = None
+        """Recipe and layout before losses made the run smaller; None: it has its full size, or cannot grow."""
+        self._search: asyncio.Task[None] | None = None
+        """Search for nodes for the full size, in the background; done when there are some."""
         self.checked_nodes: set[str] = set()
         """Nodes that passed the checks before models were built."""
         self._received = 0.0
@@ -60,6 +71,7 @@ class RankProcesses:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
+        self._stop_search()
         try:
             if self._ranks is not None:
                 await self._ranks.close()
@@ -93,14 +105,21 @@ class RankProcesses:
         sources: Sequence[int | None] = range(lost.world_size)
         then = "the lost ones are replaced"
         if self.recipe.cluster.recover == "shrink":
+            full = self._full or ResizeAskedError(self.recipe, self.layout)
             try:
                 self.recipe, self.layout, chosen = shrunk(self.recipe, self.layout, survivors)
             except MegarlError as refusal:
                 raise error from refusal
+            # On this machine a lost rank means a fault of this machine, and no node can come back.
+            self._full = full if self.recipe.cluster.launcher != "local" else None
             sources, then = chosen, f"the run continues on {len(chosen)} of them: {self.layout}"
         notify(f"{error}. {len(survivors)} of {lost.world_size} processes are left; {then}")
         self.copies.forget_begun()
         await self._replace(lost, sources, folder.logs_folder)
+        if self._full is not None:
+            # Each loss doubles the pause: a node that fails again and again must not cost a restart in every step.
+            pause = min(_GROWTH_SECONDS * 2**self.num_recoveries, _MOST_GROWTH_SECONDS)
+            self._search = asyncio.create_task(self._await_nodes(self._full.layout.world_size, pause, notify))
         self.num_recoveries += 1
 
     async def resize(
@@ -108,20 +127,50 @@ class RankProcesses:
     ) -> None:
         """Continue with other parallel sizes. Processes stay; missing ones start, and superfluous ones end.
 
-        The state after the current step must have been copied.
+        The state after the current step must have been copied, and nodes for new processes reserved.
         """
         assert self._ranks is not None
+        # The sizes asked for are now the full ones.
+        self._full = None
         stop.refuse_recovery(asked, folder.path)
-        before, count = self._ranks.trainers, asked.layout.world_size
+        before = self._ranks.trainers
         self._lost_at = time.monotonic()
         notify(f"resize from {self.layout} to {asked.layout}")
         self.recipe, self.layout = asked.recipe, asked.layout
         await before.set_apart()
-        sources = [rank if rank < before.world_size else None for rank in range(count)]
-        await self._replace(before, sources, folder.logs_folder)
+        await self._replace(before, before.arranged(asked.layout.world_size), folder.logs_folder)
+
+    def growth(self) -> ResizeAskedError | None:
+        """Return the change back to the size before losses, if there are nodes for it again; else None."""
+        return self._full if self._search is not None and self._search.done() else None
+
+    async def _await_nodes(self, count: int, pause: float, notify: Callable[[str], object]) -> None:
+        """Wait until there are nodes for `count` trainer ranks. The first attempt is after `pause` seconds."""
+        assert self._ranks is not None
+        while True:
+            await asyncio.sleep(pause)
+            try:
+                # In the background of the steps: it takes long to find out that a node is dead.
+                await self._ranks.trainers.reserve(count)
+            except MegarlError:
+                pause = _GROWTH_SECONDS
+                continue
+            # A smaller run is better than none, whatever the launcher's library raises.
+            except Exception as error:
+                pause = min(2 * pause, _MOST_GROWTH_SECONDS)
+                notify(f"looking for nodes for {count} ranks failed; the next attempt is in {pause:g} s: {error!r}")
+                continue
+            notify(f"there are nodes for {count} ranks again: the run returns to this size after the current step")
+            return
+
+    def _stop_search(self) -> None:
+        if self._search is not None:
+            self._search.cancel()
+            self._search = None
 
     async def _replace(self, group: WorkerGroup, sources: Sequence[int | None], log_folder: Path) -> None:
         """Form the next group of trainer ranks from an ended one (see `WorkerGroup.successor`)."""
+        self._stop_search()
         with leaving_on_signals("stopped while ranks were replaced; start it again with --resume"):
             group, sources = await self._without_leavers(group, sources, log_folder)
             replicas = self._ranks.replicas if self._ranks is not None else []
@@ -205,16 +254,10 @@ class RankProcesses:
 def _moves(
     held: Sequence[Mapping[int, tuple[int, list[int]]]], step: int, stays: Sequence[int]
 ) -> list[tuple[int, int, int]]:
-    """Return the copies of a step that only leaving ranks hold: (rank that had the state, sender, receiver).
-
-    `held` has each rank's steps, as in `_is_complete`; `stays` are the ranks that stay.
+    """Return the copies of a step to hand over (see `hand_overs`). `held` has each rank's steps, as in `_is_complete`;
+    `stays` are the ranks that stay.
     """
-    holders: dict[int, list[int]] = {}
-    for rank, steps in enumerate(held):
-        for origin in steps.get(step, (0, []))[1]:
-            holders.setdefault(origin, []).append(rank)
-    alone = [origin for origin, ranks in sorted(holders.items()) if not set(ranks) & set(stays)]
-    return [(origin, holders[origin][0], stays[number % len(stays)]) for number, origin in enumerate(alone)]
+    return hand_overs([steps.get(step, (0, []))[1] for steps in held], stays)
 
 
 def _is_complete(held: Sequence[Mapping[int, tuple[int, list[int]]]], step: int) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import tempfile
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +31,7 @@ from megarl.config.parallel import ParallelConfig
 from megarl.config.recipe import load, recipe_changes
 from megarl.data.chat import tokenizer_of
 from megarl.data.token_batch import TokenBatch
+from megarl.files.temporary_folder import temporary_folder
 from megarl.loops.checkpointing import plain_recipe
 from megarl.loops.models import models_of, move_reference
 from megarl.loops.recording import Sampled, layout_values, make_record
@@ -259,7 +259,7 @@ async def replay(prepared: Replay, notify: Callable[[str], object]) -> tuple[lis
     async with AsyncExitStack() as stack:
         stack.enter_context(leaving_on_signals("the replay was stopped before its end; the run is unchanged"))
         # In the run folder: its disk has room for checkpoints, and all nodes see it.
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".replay_", dir=run)))
+        folder = stack.enter_context(temporary_folder(run, ".replay_"))
         tokenizer = tokenizer_of(recipe.model)
         dropped: Dropped = Counter()
         data = read_data(recipe, tokenizer, dropped, folder, with_validation=False)

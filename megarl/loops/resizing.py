@@ -12,7 +12,7 @@ from megarl.config.parallel import ParallelConfig
 from megarl.files.atomic import replace_text
 from megarl.files.model_folder import read_object
 from megarl.memory_plan.remedies import with_field_values
-from megarl.preflight import check, layout_of
+from megarl.preflight import check
 from megarl.types import ConfigError, DataError
 
 FIELDS = (
@@ -69,17 +69,22 @@ def take_request(run_folder: Path, recipe: Recipe) -> ResizeAskedError | None:
 
 def resized(recipe: Recipe, values: Mapping[str, Any]) -> tuple[Recipe, ParallelConfig]:
     """Return the recipe with other parallel sizes, and their layout. Raises ConfigError if they do not fit."""
-    if recipe.cluster.launcher != "local":
+    changed = with_sizes(recipe, values)
+    return changed, check(changed, is_start=False)
+
+
+def with_sizes(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
+    """Return the recipe with other parallel sizes, not checked. Raises ConfigError if a run of it cannot change."""
+    if recipe.cluster.launcher != "local" and recipe.cluster.recover == "stop":
         raise ConfigError(
-            f"cluster.launcher = {recipe.cluster.launcher}: a resize needs the launcher local, which can replace "
-            "single processes; stop and --resume instead"
+            f"cluster.recover = stop: with cluster.launcher={recipe.cluster.launcher} all processes of such a run end "
+            "together; start the run with cluster.recover=restart, or stop and --resume instead"
         )
     if recipe.rollout.placement == "separate":
         raise ConfigError("rollout.placement = separate: a resize needs colocated engines; stop and --resume instead")
     if recipe.trainer.router_replay:
         raise ConfigError("trainer.router_replay = true: copies of the state lack the recorded experts; no resize")
-    changed = with_field_values(recipe, values)
-    return changed, check(changed, is_start=False)
+    return with_field_values(recipe, values)
 
 
 def shrunk(
@@ -98,18 +103,27 @@ def shrunk(
             f"cluster.recover = shrink: {len(survivors)} processes are left, but one data-parallel replica needs "
             f"{size}; continue from the last checkpoint with --resume, on at least {size} ranks"
         )
-    while True:
-        count = replicas * size
-        try:
-            dp = {} if recipe.trainer.dp is None else {"trainer.dp": replicas}
-            changed, smaller = resized(recipe, {"cluster.nodes": 1, "cluster.ranks_per_node": count, **dp})
-            break
-        except ConfigError:
-            replicas -= 1
-            if not replicas:
-                raise
-    assert layout_of(changed).world_size == count
+    changed, smaller = _with_replicas(recipe, replicas, size)
     # Whole replicas stay where they are, if possible: then their weights need not move.
     whole = [r for replica in range(layout.dp) if set(o := layout.replica_ranks(replica)) <= set(survivors) for r in o]
-    chosen = [*whole, *(rank for rank in survivors if rank not in whole)][:count]
-    return changed, smaller, sorted(chosen)
+    chosen = [*whole, *(rank for rank in survivors if rank not in whole)]
+    return changed, smaller, sorted(chosen[: smaller.world_size])
+
+
+def _with_replicas(recipe: Recipe, most: int, size: int) -> tuple[Recipe, ParallelConfig]:
+    """Return the recipe and layout with at most `most` data-parallel replicas, of `size` ranks each.
+
+    Raises ConfigError if the recipe refuses every number.
+    """
+    refusal = ConfigError("cluster.recover = shrink: no number of replicas is left")
+    for replicas in range(most, 0, -1):
+        dp = {} if recipe.trainer.dp is None else {"trainer.dp": replicas}
+        for per_node in range(min(recipe.cluster.ranks_per_node, replicas * size), 0, -1):
+            nodes, rest = divmod(replicas * size, per_node)
+            if rest:
+                continue
+            try:
+                return resized(recipe, {"cluster.nodes": nodes, "cluster.ranks_per_node": per_node, **dp})
+            except ConfigError as error:
+                refusal = error
+    raise refusal

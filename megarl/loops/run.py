@@ -304,8 +304,8 @@ class _Start:
         checked = self.processes.checked_nodes
         if not recipe.cluster.preflight or checked >= nodes.keys():
             return
-        if self.processes.num_recoveries:
-            # After a loss the ranks have no workers.
+        if self.processes.num_recoveries or checked:
+            # After a loss or a resize the ranks have no workers.
             await together([group.construct("megarl.cluster.node_checks:NodeReport", {}) for group in ranks.groups])
         wrong, lines = await inspect(ranks, recipe, self.folder.path.absolute(), planned_host_bytes(recipe))
         if wrong:
@@ -405,6 +405,7 @@ class _Start:
             instabilities=Instabilities(recipe, folder, tracker, ranks, checkpoints, spikes),
             dropped=dropped,
             recovery_metrics=self.processes.take_metrics,
+            growth=self.processes.growth,
         )
 
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 from megarl.cluster.rank_model import RankModel
 from megarl.config import Recipe
+from megarl.data.sampler import DataOrder
+from megarl.files.atomic import storage_faults_named
 from megarl.loops.checkpointing import Checkpoints
 from megarl.loops.recording import StepRecorder
 from megarl.loops.reshards import Reshards
@@ -18,6 +20,7 @@ from megarl.preflight import Dropped
 from megarl.rollout.evaluate import evaluate
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.source import Source
+from megarl.tracking.draws import DrawEvents
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.tracker import Tracker
 
@@ -62,3 +65,21 @@ class Session:
             await self.samples.write(step, done.records(), done.trajectories)
             metrics |= done.metrics
         return metrics
+
+    def write_draws(self, step: int, order: DataOrder, batch: Sequence[int]) -> None:
+        """Write to the ledger that a step's items were drawn from the data and trained on. Raises StorageError.
+
+        Steps are counted from 1. `batch` are the indices that `order` gives for the step. On-policy loops draw in
+        another way, and write their own events.
+        """
+        file, first = self.folder.draws_file, (step - 1) * order.batch_size
+        if step > 1 and not file.exists():
+            # The run began with a version of megarl that wrote no ledger for this loop.
+            return
+        # A batch is a function of the step, so the number of earlier events is too: two for each item.
+        events = DrawEvents(num_written=2 * first)
+        for place, index in enumerate(batch, first):
+            events.add("drawn", "train", place, index)
+            events.add("used", "train", index)
+        with storage_faults_named(file):
+            events.write(file, step, {"train": order.num_items}, num_open=0, too_long=self.dropped.total())

@@ -44,10 +44,12 @@ async def train(session: Session) -> None:
         async with session.steps.step(number) as step:
             step.log({"data/epoch": order.epochs(number - 1)})
             with span("batch"):
-                batch = TokenBatch.from_sequences([conversations[index] for index in order.batch(number - 1)])
+                indices = order.batch(number - 1)
+                batch = TokenBatch.from_sequences([conversations[index] for index in indices])
                 assign_token_weights(batch, recipe.algorithm)
             async with session.steps.updating(step):
                 step.log(values(await session.models["policy"].update(batch)))
+            session.write_draws(number, order, indices)
             await session.checkpoints.begin(number)
             if recipe.evaluates_at(number):
                 await _evaluate(session, step, held_out)

@@ -13,7 +13,7 @@ from megarl.loops.checkpointing import Checkpoints
 from megarl.loops.instability import Instabilities
 from megarl.loops.performance import Performance, Profiles
 from megarl.loops.reshards import Reshards
-from megarl.loops.resizing import take_request
+from megarl.loops.resizing import ResizeAskedError, take_request
 from megarl.loops.step_checks import StepChecks
 from megarl.loops.stopping import StopRequest
 from megarl.loops.weight_checks import WeightChecks
@@ -68,6 +68,8 @@ class Steps:
     """Number of records dropped because they are too long, by data source."""
     recovery_metrics: Callable[[], Mapping[str, float]]
     """Function returning the metrics of a recovery from a lost rank, once, in the first step after it."""
+    growth: Callable[[], ResizeAskedError | None]
+    """Function returning the change back to the run's full size, if lost nodes have come back."""
 
     @property
     def remaining(self) -> range:
@@ -182,12 +184,22 @@ class Steps:
         raise StoppedError(f"{self.stop.by}: {saved}; go on with: megarl train {self.folder.path} --resume")
 
     async def _resize_if_asked(self, step: int, state: RLState | None) -> None:
-        """Copy the state after `step` and raise ResizeAskedError, if `megarl resize` asked for other parallel sizes."""
+        """Copy the state after `step` and raise ResizeAskedError, if the run shall have other parallel sizes.
+
+        `megarl resize` asks for them, or lost nodes have come back.
+        """
         try:
             asked = take_request(self.folder.path, self.recipe)
+            if step == self.recipe.train.steps:
+                if asked is not None:
+                    self.tracker.notice("the run is not resized, because this was its last step")
+                return
+            if asked is not None:
+                await self.ranks.trainers.reserve(asked.layout.world_size)
         except MegarlError as error:
             self.tracker.notice(f"the run cannot be resized: {error}")
             return
+        asked = asked or self.growth()
         if asked is None:
             return
         await self.complete_background_work()

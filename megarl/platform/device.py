@@ -157,8 +157,8 @@ def _missing_files(toolkit: Path) -> list[str]:
     return missing + [f"include/{name}" for name in _INCLUDED_HEADERS if not (toolkit / "include" / name).is_file()]
 
 
-# vLLM 0.30 imports this module only when it loads a model.
-_WITH_A_MODEL = ("vllm.model_executor.layers.quantization.online.base",)
+# vLLM 0.30 imports these modules only with a model. It imports Ray to see whether it runs within a task of Ray.
+_WITH_A_MODEL = ("vllm.model_executor.layers.quantization.online.base", "ray")
 
 
 def forkable_imports(*modules: str) -> tuple[str, ...]:

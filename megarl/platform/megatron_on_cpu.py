@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils._device import _device_constructors
 
-from megarl.platform import absent_triton, device
+from megarl.platform import absent_triton, bfloat16_products, device
 from megarl.platform.imports import without
 
 FACTORIES = ("empty", "empty_like", "full", "ones", "tensor", "zeros")
@@ -63,6 +63,7 @@ def prepare() -> None:
     torch.cuda.current_stream = torch.cuda.default_stream = lambda device=None: _NoStream()
     torch.cuda.stream = lambda stream: _NoStream()
     absent_triton.install()
+    bfloat16_products.install()
 
     # Megatron imports wandb for its own inference engine. The driver logs, no rank does.
     with without("wandb"):

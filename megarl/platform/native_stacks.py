@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -52,3 +53,18 @@ def native_stacks(pid: int, seconds: float) -> str:
     if done.returncode:
         return f"no native stacks: {name} ended with code {done.returncode}: {done.stderr.strip()[-400:]}"
     return done.stdout.strip()
+
+
+def places_of_threads(pid: int, seconds: float) -> str:
+    """Return the states of a process's threads in the kernel, then their native stacks. Takes `seconds` at most."""
+    return f"{thread_states(pid)}\n{native_stacks(pid, seconds)}"
+
+
+def main() -> None:
+    """Print the places of the threads of a process. Arguments: its id, and the seconds for its native stacks."""
+    pid, seconds = sys.argv[1:]
+    print(places_of_threads(int(pid), float(seconds)))
+
+
+if __name__ == "__main__":
+    main()

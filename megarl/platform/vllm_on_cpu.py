@@ -186,7 +186,7 @@ def _adapt_to_cpu() -> None:
         (torch.ops._C, "init_cpu_memory_env", lambda nodes: None),
         (CPUWorker, "init_device", _keeping_thread_control(CPUWorker.init_device)),
         (RotaryEmbedding, "forward_cpu", _rotating_all_heads(RotaryEmbedding.forward_cpu)),
-        (CpuPlatform, "check_and_update_config", _without_amx(CpuPlatform.check_and_update_config)),
+        (CpuPlatform, "check_and_update_config", _adapted_check(CpuPlatform.check_and_update_config)),
     ]
     for owner, name, replacement in replacements:
         setattr(owner, name, replacement)
@@ -252,10 +252,12 @@ def _rotating_all_heads(forward_cpu):
     return wrapped
 
 
-def _without_amx(check_and_update_config):
-    """Wrap `CpuPlatform.check_and_update_config`. Choose the plain backend for latent attention.
+def _adapted_check(check_and_update_config):
+    """Wrap `CpuPlatform.check_and_update_config`. Choose the plain backend for latent attention, and keep LD_PRELOAD.
 
     vLLM's default on processors with AMX packs the weight of `kv_b_proj` and replaces the parameter by an empty tensor.
+    vLLM 0.30 adds its allocator and torch's OpenMP to LD_PRELOAD, for worker processes that it would start. Here only
+    other programs would load them, and report an error if the path has a blank.
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -263,7 +265,12 @@ def _without_amx(check_and_update_config):
     def wrapped(vllm_config) -> None:
         if vllm_config.model_config is not None and vllm_config.model_config.use_mla:
             vllm_config.attention_config.backend = AttentionBackendEnum.CPU_MLA
+        preloaded = os.environ.get("LD_PRELOAD")
         check_and_update_config(vllm_config)
+        if preloaded is None:
+            os.environ.pop("LD_PRELOAD", None)
+        else:
+            os.environ["LD_PRELOAD"] = preloaded
 
     return staticmethod(wrapped)
 

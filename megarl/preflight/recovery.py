@@ -24,16 +24,6 @@ def recovery(recipe: Recipe) -> Iterator[str]:
         )
     if recover == "stop":
         return
-    if launcher == "ray":
-        yield (
-            f"cluster.recover = {recover}: cluster.launcher ray cannot replace single processes of its ranks; set "
-            "cluster.recover=stop, and start the run again with --resume"
-        )
-    if launcher == "slurm" and recover == "shrink":
-        yield (
-            "cluster.recover = shrink: cluster.launcher=slurm cannot change the number of ranks; set "
-            "cluster.recover=restart, and cluster.spare_nodes=N to replace up to N dead nodes"
-        )
     if recover == "shrink" and recipe.trainer.router_replay:
         yield (
             "cluster.recover = shrink: the experts that trainer.router_replay recorded stay with their ranks; set "

@@ -66,15 +66,15 @@ def aligned(recipe: Recipe, shape: ModelShape, layout: ParallelConfig) -> Parall
 def machines(recipe: Recipe, *, is_start: bool = True) -> Iterator[str]:
     """Yield errors if the ranks cannot be started from this machine (`is_start`), or else by a job elsewhere."""
     cluster = recipe.cluster
-    if cluster.launcher == "slurm":
+    # A run that is resized in its job may have fewer ranks than the job has tasks.
+    if cluster.launcher == "slurm" and is_start:
         # Slurm sets these variables inside a job only; a dry run on a login node finds none.
         nodes, tasks = os.environ.get("SLURM_JOB_NUM_NODES"), os.environ.get("SLURM_NTASKS_PER_NODE")
         if nodes is None or shutil.which("srun") is None:
-            if is_start:
-                yield (
-                    "cluster.launcher = slurm: this is no Slurm job; submit one with megarl slurm submit, or set "
-                    "cluster.launcher=local"
-                )
+            yield (
+                "cluster.launcher = slurm: this is no Slurm job; submit one with megarl slurm submit, or set "
+                "cluster.launcher=local"
+            )
         elif cluster.groups.engines is not None:
             yield from _components(cluster)
         elif int(nodes) != cluster.nodes + cluster.spare_nodes:

@@ -5,7 +5,7 @@ This module uses integers and names only, no torch. Layouts can be computed, int
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 
@@ -60,3 +60,31 @@ def contiguous_strides(shape: Iterable[int]) -> tuple[int, ...]:
 def dense_piece(name: str, shape: tuple[int, ...], storage: str, offset: int) -> Piece:
     """Return the piece for a whole tensor stored contiguously from element `offset` on."""
     return Piece(Box(name, (0,) * len(shape), shape), storage, offset, contiguous_strides(shape))
+
+
+def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yield offset and shape of the boxes covering elements `start` to `stop` of a row-major tensor, in their order."""
+    if len(shape) == 1:
+        yield (start,), (stop - start,)
+        return
+    row = prod(shape[1:])
+    first, last = -(-start // row), stop // row
+    # The range lies inside one row. Otherwise: the rest of a row, whole rows, the beginning of a row.
+    if first > last:
+        yield from _within(shape, last, start, stop)
+        return
+    if start < first * row:
+        yield from _within(shape, first - 1, start, first * row)
+    if first < last:
+        yield (first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:])
+    if last * row < stop:
+        yield from _within(shape, last, last * row, stop)
+
+
+def _within(
+    shape: tuple[int, ...], index: int, start: int, stop: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yield offset and shape of the boxes that cover a range within one row of a tensor."""
+    before = index * prod(shape[1:])
+    for offset, box in flat_boxes(shape[1:], start - before, stop - before):
+        yield (index, *offset), (1, *box)

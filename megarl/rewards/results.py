@@ -14,9 +14,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
+from statistics import fmean, pstdev
 from typing import Any, TypeVar
-
-import numpy as np
 
 from megarl.rewards import metric_name
 from megarl.types import Judging, Reward, strongest
@@ -75,8 +74,7 @@ def checked(result: Any) -> FunctionScore | None:
     if isinstance(result, FunctionScore):
         return _checked_score(result)
     if not isinstance(result, Reward):
-        # numpy's bool is not a Real.
-        if not isinstance(result, Real | np.bool_):
+        if not _is_number(result):
             raise TypeError(f"the function returned {result!r:.200}; return a number, None or a megarl.types.Reward")
         return FunctionScore(_moderate(float(result), result))
     if isinstance(result.score, bool) or not isinstance(result.score, Real):
@@ -230,13 +228,13 @@ def function_metrics(rewards: Iterable[Reward]) -> dict[str, float]:
         opinions = [score for score in asked if score is not None]
         metrics[f"reward/{name}/unscored"] = 1 - len(opinions) / len(asked)
         if opinions:
-            metrics[f"reward/{name}/mean"] = float(np.mean(opinions))
-            metrics[f"reward/{name}/std"] = float(np.std(opinions))
+            metrics[f"reward/{name}/mean"] = fmean(opinions)
+            metrics[f"reward/{name}/std"] = pstdev(opinions)
             metrics[f"reward/{name}/min"] = float(min(opinions))
             metrics[f"reward/{name}/max"] = float(max(opinions))
     for key in dict.fromkeys(key for reward in rewards for key in reward.metrics):
         found = [reward.metrics[key] for reward in rewards if key in reward.metrics]
-        metrics.setdefault(f"reward/{key}", float(np.mean(found)))
+        metrics.setdefault(f"reward/{key}", fmean(found))
     return metrics
 
 
@@ -247,7 +245,7 @@ def accuracy_metrics(rewards: Sequence[Reward]) -> dict[str, float]:
     verdicts = [reward.answer_correct for reward in rewards]
     if None in verdicts:
         return {"unjudged": verdicts.count(None) / len(verdicts)}
-    return {"accuracy": float(np.mean([bool(verdict) for verdict in verdicts]))} if verdicts else {}
+    return {"accuracy": fmean([bool(verdict) for verdict in verdicts])} if verdicts else {}
 
 
 def by_source_name(named: Iterable[tuple[str, Item]]) -> dict[str, list[Item]]:
@@ -272,16 +270,23 @@ def source_metrics(rewards: Mapping[str, Sequence[Reward]]) -> dict[str, float]:
     for name, found in rewards.items():
         own = {
             "count": float(len(found)),
-            "mean": float(np.mean([reward.score for reward in found])),
-            "format_valid": float(np.mean([reward.format_valid for reward in found])),
+            "mean": fmean([reward.score for reward in found]),
+            "format_valid": fmean([reward.format_valid for reward in found]),
             **accuracy_metrics(found),
         }
         for function in dict.fromkeys(function for reward in found for function in reward.scores):
             scores = [score for reward in found if (score := reward.scores.get(function)) is not None]
             if scores:
-                own.setdefault(function, float(np.mean(scores)))
+                own.setdefault(function, fmean(scores))
         metrics |= {f"reward/source/{name}/{key}": value for key, value in own.items()}
     return metrics
+
+
+def _is_number(value: Any) -> bool:
+    # numpy's bool is not a Real. Its class goes by its name: an import of numpy would take half of the time in which a
+    # reward process starts.
+    kind = type(value)
+    return isinstance(value, Real) or (kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_"))
 
 
 def _finite(metrics: Any) -> dict[str, float]:
@@ -289,7 +294,7 @@ def _finite(metrics: Any) -> dict[str, float]:
     by name.
     """
     if not isinstance(metrics, Mapping) or not all(
-        isinstance(name, str) and isinstance(value, Real | np.bool_) for name, value in metrics.items()
+        isinstance(name, str) and _is_number(value) for name, value in metrics.items()
     ):
         raise TypeError(f"the function returned metrics that are not numbers by name: {metrics!r:.200}")
     found = {name: float(value) for name, value in metrics.items()}

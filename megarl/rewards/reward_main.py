@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import traceback
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megarl.processes.frames import MAX_ERROR_CHARACTERS, Answer, RefusedError
 from megarl.rewards import resolve
 from megarl.rewards.calling import BoundFunction, bind
 from megarl.rewards.results import FunctionScore, checked, combined
-from megarl.sandbox.sandbox import SandboxError, SandboxSettings
-from megarl.sandbox.sandbox_fusion import AnySandbox, open_sandbox
 from megarl.types import ConfigError, Judging
+
+if TYPE_CHECKING:
+    from megarl.sandbox.sandbox_fusion import AnySandbox
 
 
 def start(settings: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
@@ -24,7 +25,7 @@ def start(settings: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
         functions = {f["name"]: bind(f["name"], resolve(f["name"]), f["kwargs"]) for f in settings["functions"]}
         needs = frozenset().union(*(function.needs for function in functions.values()))
         sandbox = _started(settings["sandbox"]) if "sandbox" in needs else None
-    except (ConfigError, SandboxError) as error:
+    except ConfigError as error:
         raise RefusedError(str(error)) from error
     weighing = _Weighing(
         weights={f["name"]: f["weight"] for f in settings["functions"]},
@@ -41,9 +42,16 @@ def start(settings: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
 
 
 def _started(settings: dict[str, Any]) -> AnySandbox:
-    """Start a sandbox with these settings and return it. Raises ConfigError or SandboxError if it does not work."""
+    """Start a sandbox with these settings and return it. Raises ConfigError or RefusedError if it does not work."""
+    # Here, because most reward functions need no sandbox, and its modules take a third of a process's start.
+    from megarl.sandbox.sandbox import SandboxError, SandboxSettings
+    from megarl.sandbox.sandbox_fusion import open_sandbox
+
     sandbox = open_sandbox(SandboxSettings(**settings))
-    sandbox.start()
+    try:
+        sandbox.start()
+    except SandboxError as error:
+        raise RefusedError(str(error)) from error
     return sandbox
 
 

@@ -1,4 +1,4 @@
-"""Ledger of a run's prompts, `draws.jsonl`: which were drawn, and what became of each.
+"""Ledger of a run's prompts or training examples, `draws.jsonl`: which were drawn, and what became of each.
 
 A line belongs to a step and has the events since the line before. `account` proves from the ledger that each epoch drew
 every prompt once, over all restarts of the run.
@@ -216,7 +216,8 @@ def _lines(file: Path) -> Iterator[_Line]:
     with storage_faults_named(file):
         if not file.is_file():
             raise DataError(
-                f"{file}: the run has no ledger of its prompts. Loops rl and distillation write it since megarl 0.1."
+                f"{file}: the run has no ledger of its prompts. It began before this version of megarl, or no step is "
+                "complete."
             )
         lines = file.read_bytes().splitlines(keepends=True)
     for number, line in enumerate(lines, 1):

@@ -20,6 +20,7 @@ from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
+from megarl.reshard.boxes import flat_boxes
 from megarl.training.host_optimizer import is_hybrid, without_settings
 
 _TENSORS = ("param", "exp_avg", "exp_avg_sq")
@@ -115,31 +116,3 @@ def _boxes_of_range(
                 allow_shape_mismatch=part.allow_shape_mismatch,
             )
             taken += count
-
-
-def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield offset and shape of the boxes covering elements `start` to `stop` of a row-major tensor, in their order."""
-    if len(shape) == 1:
-        yield (start,), (stop - start,)
-        return
-    row = prod(shape[1:])
-    first, last = -(-start // row), stop // row
-    # The range lies inside one row. Otherwise: the rest of a row, whole rows, the beginning of a row.
-    if first > last:
-        yield from _within(shape, last, start, stop)
-        return
-    if start < first * row:
-        yield from _within(shape, first - 1, start, first * row)
-    if first < last:
-        yield (first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:])
-    if last * row < stop:
-        yield from _within(shape, last, last * row, stop)
-
-
-def _within(
-    shape: tuple[int, ...], index: int, start: int, stop: int
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield offset and shape of the boxes that cover a range within one row of a tensor."""
-    before = index * prod(shape[1:])
-    for offset, box in flat_boxes(shape[1:], start - before, stop - before):
-        yield (index, *offset), (1, *box)

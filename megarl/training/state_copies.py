@@ -22,6 +22,7 @@ from megarl.groups import signed
 from megarl.platform import background, device
 from megarl.reshard.boxes import Box, Layout, Piece, contiguous_strides
 from megarl.reshard.plan import RankTopology, make_plan
+from megarl.reshard.state_moves import partners
 from megarl.reshard.transport import Transport
 from megarl.training.checkpoint import Model, common_state, restore_common_state
 from megarl.training.state_parts import StatePart, state_parts
@@ -81,23 +82,6 @@ class StateCopies:
         dropped = [copy for copy in self.held.values() if copy.step < newest]
         self.held = {key: copy for key, copy in self.held.items() if copy.step == newest}
         return dropped
-
-
-def partners(topology: RankTopology) -> list[int]:
-    """Return, for each rank, the rank that receives its copies: on the next node, or on one node the next rank.
-
-    `topology` has each rank's node first. No two ranks have the same partner if all nodes have equally many ranks.
-    """
-    nodes = list(dict.fromkeys(place[0] for place in topology))
-    on_node = {node: [rank for rank, place in enumerate(topology) if place[0] == node] for node in nodes}
-    if len(nodes) == 1:
-        return [(rank + 1) % len(topology) for rank in range(len(topology))]
-    found = [0] * len(topology)
-    for number, node in enumerate(nodes):
-        others = on_node[nodes[(number + 1) % len(nodes)]]
-        for place, rank in enumerate(on_node[node]):
-            found[rank] = others[place % len(others)]
-    return found
 
 
 class StateCopier:

@@ -105,4 +105,5 @@ def build_engine(
         keep_experts=keep_experts,
         adapter=recipe.lora if recipe.sends_adapter else None,
         exact_blocks=recipe.exact_blocks,
+        stall_seconds=recipe.cluster.verb_timeout_seconds,
     )

@@ -15,6 +15,8 @@ from types import ModuleType
 
 import pytest
 
+from tests.package_copy import copy_package
+
 ROOT = Path(__file__).resolve().parents[2]
 NEW_FILES = {
     "a model family": '''"""Toy: Qwen3 under another name."""
@@ -168,7 +170,7 @@ def test_additions_touch_what_contributing_says(
     tmp_path: Path, tiny_model: Callable[..., Path], tool: Callable[[str], ModuleType]
 ) -> None:
     copy = tmp_path / "copy"
-    shutil.copytree(ROOT / "megarl", copy / "megarl", ignore=shutil.ignore_patterns("__pycache__"))
+    copy_package(copy)
     before = hashes(copy)
     additions = table()
     assert set(additions) == {*NEW_FILES, *FUNCTIONS}
@@ -242,7 +244,7 @@ print(json.dumps({
 
 def test_a_recipe_field_with_a_condition_and_a_foreign_name_is_one_place(tmp_path: Path) -> None:
     copy = tmp_path / "copy"
-    shutil.copytree(ROOT / "megarl", copy / "megarl", ignore=shutil.ignore_patterns("__pycache__"))
+    copy_package(copy)
     before = hashes(copy)
     section = copy / "megarl/config/rollout.py"
     place = "    max_concurrent_requests: "

@@ -26,6 +26,10 @@ class CrossWorldWorker:
         self.stops = self.is_faulty = self.misreports = False
         self.fate = "", 0
 
+    def close(self):
+        leave_group(self.group)
+        world.leave()
+
     def join(self, meeting, topology, version):
         if self.group is not None:
             leave_group(self.group)

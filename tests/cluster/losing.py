@@ -11,16 +11,20 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megarl.cluster.connected import ConnectedGroup
 from megarl.cluster.deadlines import Deadlines
+from megarl.cluster.hang_report import HangReport
 from megarl.cluster.run_ranks import RunRanks
 from megarl.cluster.weight_transfer import WeightTransfer
 from megarl.cluster.worker_group import PartOfRun, RankFailedError, WorkerGroup
+from megarl.types import ConfigError
+from tests.child_processes import is_alive
 
 KEY = b"k" * 32
 NUM_RANKS = 4
@@ -89,13 +93,74 @@ async def lose_a_relayed_rank(make: Make, logs: Path) -> None:
         with pytest.raises(RankFailedError) as caught:
             await waiting
         assert time.monotonic() - began < 30.0
-        told = str(caught.value)
-        assert told.startswith("rank 2 of 4 on node ") and "ended or lost its connection" in told, told
+        message = str(caught.value)
+        assert message.startswith("rank 2 of 4 on node ") and "ended or lost its connection" in message, message
     finally:
         await group.close()
 
 
-SCENES = {scene.__name__: scene for scene in (lose_engines, lose_a_relayed_rank)}
+async def replace_and_resize(make: Make, logs: Path) -> None:
+    """Two ranks run on each of two nodes. One is killed and one stopped, and both are replaced.
+
+    The stopped one's threads are reported from its node. Then only one node's ranks go on, and the other node gets
+    ranks again. Processes that stay are the same throughout.
+    """
+    group = make(NUM_RANKS, None)
+    group.keeps_survivors = True
+    groups = [await group.start("probe:Survivor", {}, log_folder=logs)]
+    pids = await group.call("pid")
+
+    async def follow(sources: Sequence[int | None]) -> None:
+        """Let a successor follow whose rank i has the process of rank `sources[i]`, or a new one."""
+        nonlocal pids
+        groups.append(await groups[-1].successor(sources, logs))
+        await groups[-1].construct("probe:Survivor", {})
+        before, pids = pids, await groups[-1].call("pid")
+        for source, pid in zip(sources, pids, strict=True):
+            assert pid not in before if source is None else pid == before[source]
+
+    async def local_ranks() -> list[str]:
+        return [number for [number] in await groups[-1].call("environment", ["LOCAL_RANK"])]
+
+    try:
+        with pytest.raises(RankFailedError, match=r"^rank 1 of 4 on node .* ended or lost its connection"):
+            await group.scatter("die_or_return_late", [("late", 0), ("kill", None), ("late", 0), ("late", 0)])
+        await follow([0, None, 2, 3])
+        stopped = pids[2]
+        os.kill(stopped, signal.SIGSTOP)
+        groups[-1].deadlines = Deadlines.same(2.0)
+        groups[-1].hang_report = HangReport(logs, lambda: [groups[-1]], native_seconds=60.0, most_native=1)
+        with pytest.raises(RankFailedError, match=r"^rank 2 of 4 did not answer"):
+            await groups[-1].call("pid")
+        found = (logs / "hang_1.txt").read_text().partition("== rank 2: native ==")[2].partition("\n==")[0]
+        assert f"thread {stopped} " in found and ": T (stopped)" in found, found
+        await follow([0, 1, None, 3])
+        assert not is_alive(stopped)
+        assert groups[-1].topology == group.topology and await local_ranks() == ["0", "1"] * 2
+        os.kill(pids[0], signal.SIGKILL)
+        with pytest.raises(RankFailedError, match=r"^rank 0 of 4"):
+            await groups[-1].call("pid")
+        await follow([2, 3])
+        with pytest.raises(ConfigError, match=r"^cluster.nodes: .* ask for fewer ranks"):
+            await groups[-1].reserve(2 * NUM_RANKS)
+        await groups[-1].reserve(NUM_RANKS)
+        await groups[-1].set_apart()
+        assert groups[-1].arranged(NUM_RANKS) == [0, 1, None, None]
+        await follow([0, 1, None, None])
+        assert groups[-1].topology == [*group.topology[2:], *group.topology[:2]]
+        assert await local_ranks() == ["0", "1"] * 2
+        assert await groups[-1].call("sum_of_ranks") == [6] * NUM_RANKS
+    finally:
+        for one in groups:
+            await one.close()
+
+
+SCENES = {scene.__name__: scene for scene in (lose_engines, lose_a_relayed_rank, replace_and_resize)}
+
+
+def scenes(*short: str) -> list[Any]:
+    """Return the scenes as parameters of a test. All but the `short` ones are marked long."""
+    return [scene if scene in short else pytest.param(scene, marks=pytest.mark.long) for scene in SCENES]
 
 
 def main() -> None:

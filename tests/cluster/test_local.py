@@ -24,7 +24,7 @@ from megarl.types import ConfigError, DataError, DiskFullError, PeerLostError
 from tests.child_processes import is_alive
 from tests.cluster.started import started
 
-pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("own_fork_servers", "worker_module", "nothing_left")]
+pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("worker_module", "nothing_left")]
 
 NOTICED_SECONDS = 30
 """Ranks that nobody ends sleep twice as long."""
@@ -38,6 +38,7 @@ async def patience(group):
     return min(20.0, max(0.5, 10 * (time.monotonic() - begun)))
 
 
+@pytest.mark.usefixtures("own_fork_servers")
 async def test_call_and_scatter_answer_by_rank():
     async with started(3, kwargs={"scale": 7}, environment={"RIVER": "Aare"}) as group:
         assert await group.call("product", 5, plus=1) == [(0, 36), (1, 71), (2, 106)]
@@ -371,6 +372,7 @@ def start_seconds(tmp_path_factory):
     return time.monotonic() - begun
 
 
+@pytest.mark.usefixtures("own_fork_servers")
 @pytest.mark.parametrize(
     "statement, message",
     [

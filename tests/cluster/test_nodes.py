@@ -221,7 +221,7 @@ def test_nodes_of_one_switch_follow_each_other() -> None:
     ranks = in_order(reversed(found))
     assert [process.node for process in ranks] == ["n2", "n2", "n4", "n4", "n1", "n1", "n3", "n3"]
     assert rank_topology(ranks)[:3] == [("n2", "s1", "root"), ("n2", "s1", "root"), ("n4", "s1", "root")]
-    own = list(environments(ranks))
+    own = list(environments(ranks, [process.turn % 2 for process in ranks]))
     assert [e["LOCAL_RANK"] for e in own] == list("01010101") and {e["LOCAL_WORLD_SIZE"] for e in own} == {"2"}
     assert {e["CUDA_VISIBLE_DEVICES"] for e in own} == {"0,1"}
     unknown = ranks[0]._replace(switches=())

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
@@ -26,9 +27,12 @@ from megarl.platform import numa
 from megarl.rewards.calling import Sample
 from megarl.rewards.reward_pool import RewardPool
 from megarl.rewards.reward_process import worker_settings
-from megarl.types import PeerLostError, Problem
+from megarl.types import ConfigError, PeerLostError, Problem
+from tests.child_processes import is_alive, processes_writing_to
 from tests.cluster.lateness import see_who_is_late
-from tests.cluster.losing import SCENES
+from tests.cluster.losing import SCENES, scenes
+from tests.forked_command import MEGARL
+from tests.held_run import REWARD, HeldRun, assert_trained_alike, steps_of
 
 if TYPE_CHECKING:
     from ray.cluster_utils import Cluster
@@ -36,25 +40,17 @@ if TYPE_CHECKING:
 ray = pytest.importorskip("ray", reason="needs Ray: launch/setup.sh ray")
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(3600), pytest.mark.filterwarnings("ignore")]
 
-ROOT = Path(__file__).resolve().parents[2]
 RECIPE = """
 name: placed
 loop: rl
 model: {{path: {model}, dtype: float32}}
 data: {{train: data/train.jsonl, max_prompt_tokens: 96}}
-cluster: {{launcher: ray, ray_address: "{address}", nodes: 2, ranks_per_node: 2}}
-trainer: {{tp: 2, pp: 2, max_tokens_per_microbatch: 512}}
+cluster: {{launcher: ray, ray_address: "{address}", nodes: 2, ranks_per_node: 1}}
+trainer: {{max_tokens_per_microbatch: 512}}
 optimizer: {{learning_rate: 2e-3}}
-rollout: {{tp: 2, kv_cache_gib: 0.25, sampling: {{max_new_tokens: 12}}}}
+rollout: {{kv_cache_gib: 0.02, sampling: {{max_new_tokens: 12}}}}
 reward: {{functions: ["letters:share_of_digits"]}}
 train: {{steps: 2, prompts_per_step: 4, samples_per_prompt: 4}}
-"""
-REWARD = """
-from megarl.types import Reward
-
-
-def share_of_digits(completion_text, answer, correct_score):
-    return Reward(sum(c.isdigit() for c in completion_text) / max(1, len(completion_text)), True, False)
 """
 
 
@@ -92,21 +88,48 @@ def folder(
 
 
 def train(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    command = [str(ROOT / ".venv/bin/megarl"), "train", "recipe.yaml", *overrides]
+    command = [*MEGARL, "train", "recipe.yaml", *overrides]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=1800)
 
 
-def test_a_run_on_ray_is_the_run_alone(folder: Path) -> None:
-    for overrides in ((), ("name=alone", "cluster.launcher=local", "cluster.nodes=1", "cluster.ranks_per_node=4")):
+def test_a_run_on_two_nodes_learns_what_one_does_alone(folder: Path) -> None:
+    """Two data-parallel ranks, whose gradients are summed in the same order."""
+    alone = ("name=alone_2", "cluster.launcher=local", "cluster.nodes=1", "cluster.ranks_per_node=2")
+    for overrides in (("name=nodes",), alone):
         done = train(folder, *overrides)
         assert done.returncode == 0, done.stdout + done.stderr
-    weights = [(folder / "runs" / name / "hf/model.safetensors").read_bytes() for name in ("placed", "alone")]
+    runs = [folder / "runs" / name for name in ("nodes", "alone_2")]
+    assert_trained_alike(*map(steps_of, runs))
+    weights = [(run / "hf/model.safetensors").read_bytes() for run in runs]
     assert weights[0] == weights[1]
-    assert sorted(path.name for path in (folder / "runs/placed/logs/latest").glob("rank_*")) == [
-        f"rank_000{i}.log" for i in range(4)
-    ]
+    machine = json.loads((runs[0] / "logs/latest/attempt.json").read_text())["machine"]
+    assert machine["ranks"].count("1 on ") == 2, machine
 
 
+@pytest.mark.long
+def test_a_run_that_loses_a_rank_goes_on_without_it_and_grows_back(folder: Path) -> None:
+    """It trains as the run alone does."""
+    steps = "train.steps=6"
+    done = train(folder, "name=alone", "cluster.launcher=local", "cluster.nodes=1", "cluster.ranks_per_node=2", steps)
+    assert done.returncode == 0, done.stdout + done.stderr
+    options = ("cluster.recover=shrink", "checkpoint.replicate=1", steps)
+    run = HeldRun(folder, "placed", "recipe.yaml", *options)
+    with run.held(after=1):
+        killed_after = len(run.steps())
+        [process] = processes_writing_to(run.path, "rank_0001.log", command="ray::")
+        os.kill(process, signal.SIGKILL)
+    with run.held(after=killed_after + 1):
+        run.wait_for(lambda: "the run returns to this size" in run.screen())
+    run.finish()
+    printed, found = run.screen(), run.steps()
+    assert "the run continues on 1 of them" in printed and "resize from " in printed, printed
+    assert [step["step"] for step in found] == list(range(1, 7))
+    assert_trained_alike(steps_of(folder / "runs/alone"), found)
+    machine = json.loads((run.path / "logs/latest/attempt.json").read_text())["machine"]
+    assert machine["ranks"].count("1 on ") == 2, machine
+
+
+@pytest.mark.long
 def test_engines_on_actors_of_their_own_learn_what_they_do_alone(folder: Path) -> None:
     """On a node that has what the recipe says of the engines' kind."""
     alone = ("name=separate_alone", "cluster.launcher=local", "cluster.ranks_per_node=4", "rollout.ranks=2")
@@ -122,7 +145,14 @@ def test_engines_on_actors_of_their_own_learn_what_they_do_alone(folder: Path) -
 
 
 def test_too_small_a_cluster_says_what_it_has(folder: Path) -> None:
-    done = train(folder, "name=large", "cluster.nodes=4", "trainer.tp=4", "cluster.start_timeout_seconds=3")
+    done = train(
+        folder,
+        "name=large",
+        "cluster.nodes=4",
+        "cluster.ranks_per_node=2",
+        "trainer.tp=4",
+        "cluster.start_timeout_seconds=3",
+    )
     assert done.returncode == 2, done.stdout + done.stderr
     lack = "needs 4 nodes with 2 CPUs each, the Ray cluster has nodes with [2, 2, 0]"
     assert (
@@ -132,6 +162,7 @@ def test_too_small_a_cluster_says_what_it_has(folder: Path) -> None:
     assert json.loads((folder / "runs/large/status.json").read_text())["exit_code"] == 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("most_direct", [64, 0])
 async def test_who_is_late_on_ray_is_told_with_the_stacks_of_all_ranks(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most_direct: int
@@ -155,7 +186,7 @@ async def test_who_is_late_on_ray_is_told_with_the_stacks_of_all_ranks(
         ray.shutdown()
 
 
-@pytest.mark.parametrize("scene", SCENES)
+@pytest.mark.parametrize("scene", scenes("lose_a_relayed_rank"))
 async def test_a_rank_on_ray_that_is_lost_is_named_and_the_others_go_on(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scene: str
 ) -> None:
@@ -190,6 +221,51 @@ async def test_no_rank_on_ray_is_placed_on_a_faulty_node(
         second = await node_without(first)
         assert second != first == await node_without(second)
     finally:
+        ray.shutdown()
+
+
+async def test_a_node_that_dies_is_replaced_by_another(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver waits for a free node. Without one, the size that the run had is not reached again."""
+    from megarl.cluster.ray import RayGroup
+
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    nodes = [cluster.add_node(num_cpus=1, resources={"own": 1.0}) for _ in range(2)]
+    group = RayGroup(2, cluster.address, NodeKind(0, 2, 1, ray_resources={"own": 0.001}))
+    group.keeps_survivors = True
+    groups = [await group.start("probe:Survivor", {}, log_folder=tmp_path)]
+    try:
+        [survivor, lost] = await group.call("pid")
+        dead = next(node for node in nodes if group.topology[1][0].endswith(f"({node.node_id[:8]})"))
+        waiting = asyncio.create_task(group.call("wait_for", str(tmp_path / "go")))
+        await asyncio.sleep(0)  # it is sent
+        cluster.remove_node(dead, allow_graceful=False)
+        nodes.remove(dead)
+        with pytest.raises(PeerLostError, match=r"^rank 1 of 2"):
+            await waiting
+        (tmp_path / "go").touch()
+        assert not is_alive(lost)
+        groups.append(await group.successor([0], tmp_path))
+        with pytest.raises(ConfigError, match=r"^cluster.nodes: "):
+            await groups[-1].reserve(2)
+        nodes.append(cluster.add_node(num_cpus=1, resources={"own": 1.0}))
+        await groups[-1].set_apart()
+        groups.append(await groups[-1].successor(groups[-1].arranged(2), tmp_path))
+        await groups[-1].construct("probe:Survivor", {})
+        assert (await groups[-1].call("pid"))[0] == survivor
+        assert groups[-1].topology[1][0].endswith(f"({nodes[-1].node_id[:8]})")
+        # A node that nobody asked for yet.
+        nodes.append(cluster.add_node(num_cpus=1, resources={"own": 1.0}))
+        await groups[-1].reserve(3)
+        await groups[-1].set_apart()
+        groups.append(await groups[-1].successor(groups[-1].arranged(3), tmp_path))
+        assert groups[-1].topology[2][0].endswith(f"({nodes[-1].node_id[:8]})")
+    finally:
+        for one in groups:
+            await one.close()
+        for node in nodes:
+            cluster.remove_node(node)
         ray.shutdown()
 
 
@@ -335,6 +411,7 @@ def test_a_process_that_cannot_start_or_is_closed_is_not_placed_again(cluster: C
         ray.shutdown()
 
 
+@pytest.mark.long
 async def test_rewards_are_scored_on_any_node_and_outlive_one(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -24,8 +23,9 @@ from megarl.config import Recipe
 from megarl.config.recipe import load
 from megarl.files.private_folder import PrivateFolder
 from megarl.types import ConfigError
+from tests.child_processes import processes_writing_to
 from tests.cluster.local_slurm import MEGARL, ROOT, Cluster
-from tests.cluster.losing import SCENES
+from tests.cluster.losing import scenes
 from tests.test_leftovers import end_pytest
 
 _skip_without_slurm = pytest.mark.skipif(
@@ -48,7 +48,7 @@ data: {{train: data/train.jsonl, max_prompt_tokens: 96}}
 cluster: {{nodes: 2, ranks_per_node: 1}}
 trainer: {{tp: 2, max_tokens_per_microbatch: 512}}
 optimizer: {{learning_rate: 2e-3}}
-rollout: {{tp: 2, kv_cache_gib: 0.25, sampling: {{max_new_tokens: 12}}}}
+rollout: {{tp: 2, kv_cache_gib: 0.02, sampling: {{max_new_tokens: 12}}}}
 reward: {{functions: ["letters:share_of_digits"], num_workers: 4}}
 train: {{steps: 8, prompts_per_step: 4, samples_per_prompt: 4}}
 """
@@ -117,6 +117,7 @@ def test_no_job_of_a_test_outlives_it(cluster: Cluster) -> None:
     assert cluster.run("sinfo", "--noheader", "--partition=low", "--states=idle", "--format=%D").split() == ["4"]
 
 
+@pytest.mark.long
 @needs_slurm
 def test_a_job_that_is_stopped_is_queued_again_and_ends_as_a_run_alone(cluster: Cluster, alone: bytes) -> None:
     """By its time limit, with the signal asked for, and by a job that preempts it and only ends its steps."""
@@ -163,6 +164,7 @@ def test_a_job_that_is_stopped_is_queued_again_and_ends_as_a_run_alone(cluster: 
     assert (attempts / "latest").resolve().name == max(p.name for p in attempts.glob("attempt_*"))
 
 
+@pytest.mark.long
 @needs_slurm
 def test_a_lost_rank_and_a_lost_node_cost_the_steps_since_the_checkpoint(cluster: Cluster, alone: bytes) -> None:
     """On two nodes under two switches; the batch script is on the other one."""
@@ -217,12 +219,36 @@ def test_a_lost_rank_and_a_dead_node_are_replaced_within_the_job(cluster: Cluste
     assert cluster.weights("spared") == alone
 
 
+@pytest.mark.long
+@needs_slurm
+def test_a_run_within_a_job_goes_on_without_a_lost_rank_and_grows_back(cluster: Cluster) -> None:
+    """The new rank starts on the node of the lost one."""
+    cluster.pace(1)
+    sizes = ("trainer.tp=1", "rollout.tp=1", "train.steps=20")
+    job = cluster.submit("name=smaller", "cluster.recover=shrink", "checkpoint.replicate=1", *sizes)
+    cluster.until_step(job, "smaller", 1)
+    survivor, lost = (_rank_process(rank, cluster) for rank in (0, 1))
+    os.kill(lost, signal.SIGKILL)
+    cluster.until(job, lambda: "resize from " in cluster.log(job))
+    assert _rank_process(0, cluster) == survivor
+    cluster.pace(0)
+    cluster.until_ended(job, "smaller", 0)
+    assert cluster.until_over(job) == "COMPLETED"
+    log, steps = cluster.log(job), [json.loads(line) for line in _metrics(cluster, "smaller").splitlines()]
+    assert "the run continues on 1 of them" in log and "there are nodes for 2 ranks again" in log, log
+    assert [step["step"] for step in steps] == list(range(21))
+    recovered = [step for step in steps if "fault/recovery_seconds" in step]
+    assert len(recovered) == 2 and recovered[1]["fault/restored_bytes"] > 0
+    machine = json.loads((cluster.folder / "runs/smaller/logs/latest/attempt.json").read_text())["machine"]
+    assert machine["ranks"].count("1 on ") == 2, machine
+
+
 def _metrics(cluster: Cluster, name: str) -> str:
     return (cluster.folder / f"runs/{name}/metrics.jsonl").read_text()
 
 
 def _rank_process(rank: int, cluster: Cluster) -> int:
-    [found] = [int(p.name) for p in Path("/proc").glob("[0-9]*") if _is_rank(p, rank, cluster)]
+    [found] = processes_writing_to(cluster.folder, f"rank_{rank:04d}.log", command="megarl.cluster.srun")
     return found
 
 
@@ -240,6 +266,7 @@ def test_a_node_without_the_model_ends_the_job_at_once(cluster: Cluster) -> None
     assert f"node n4: {model} does not exist or cannot be read" in status["cause"]
 
 
+@pytest.mark.long
 @needs_slurm
 def test_a_job_with_a_ray_cluster_of_its_own_ends_as_a_run_alone(cluster: Cluster, alone: bytes) -> None:
     pytest.importorskip("ray", reason="needs Ray: launch/setup.sh ray")
@@ -262,6 +289,7 @@ def test_a_job_with_a_ray_cluster_of_its_own_ends_as_a_run_alone(cluster: Cluste
     assert not set(Path("/tmp").glob(f"ray-{job}-*")) - others
 
 
+@pytest.mark.long
 @needs_slurm
 def test_engines_in_job_steps_of_their_own_learn_what_they_do_alone(cluster: Cluster) -> None:
     """In a heterogeneous job: one node for the trainers, and two of another kind with an engine each."""
@@ -279,12 +307,13 @@ def test_engines_in_job_steps_of_their_own_learn_what_they_do_alone(cluster: Clu
 
 
 @needs_slurm
-@pytest.mark.parametrize("scene", SCENES)
+@pytest.mark.parametrize("scene", scenes("replace_and_resize"))
 def test_a_rank_of_a_job_that_is_lost_is_named_and_the_others_go_on(cluster: Cluster, scene: str) -> None:
     allocation = ("salloc", "--quiet", "--nodes=2", "--ntasks-per-node=2")
     cluster.run(*allocation, sys.executable, "-m", "tests.cluster.losing", scene, scene, PYTHONPATH=str(ROOT))
 
 
+@pytest.mark.long
 @needs_slurm
 def test_the_doctor_sees_all_nodes_in_the_order_of_their_switches(cluster: Cluster) -> None:
     allocation = ("salloc", "--quiet", "--nodes=4", "--ntasks-per-node=1")
@@ -295,6 +324,7 @@ def test_the_doctor_sees_all_nodes_in_the_order_of_their_switches(cluster: Clust
 
 
 @needs_slurm
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_ended_by_a_signal_pytest_leaves_no_cluster(number: signal.Signals) -> None:
     has_ray = find_spec("ray") is not None
@@ -307,7 +337,7 @@ def test_ended_by_a_signal_pytest_leaves_no_cluster(number: signal.Signals) -> N
 
 
 @needs_slurm
-@pytest.mark.parametrize("launcher", ["slurm", "ray"])
+@pytest.mark.parametrize("launcher", ["slurm", pytest.param("ray", marks=pytest.mark.long)])
 def test_jobs_are_accepted_before_they_wait(cluster: Cluster, launcher: str) -> None:
     recipe = ("recipe.yaml", f"cluster.launcher={launcher}")
     (cluster.folder / "script").write_text(cluster.run(MEGARL, "slurm", "render", *recipe))
@@ -322,25 +352,6 @@ def test_jobs_are_accepted_before_they_wait(cluster: Cluster, launcher: str) -> 
     assert "sbatch refuses the job" in refused
 
 
-def _is_rank(process: Path, rank: int, cluster: Cluster) -> bool:
-    """Whether the process is a task of the cluster's srun whose log is this rank's."""
-    command = _read(process / "cmdline").split(b"\0")
-    if b"python" not in command[0] or b"megarl.cluster.srun" not in command:
-        return False
-    with suppress(OSError):
-        log = (process / "fd/1").readlink()
-        return log.name == f"rank_{rank:04d}.log" and log.is_relative_to(cluster.folder)
-    return False
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError:
-        return b""
-
-
-@needs_slurm
 def test_a_job_avoids_the_nodes_that_it_found_faulty(cluster: Cluster) -> None:
     """Two starts end with 76 and name their node; each further one is on a node not named so far."""
     (cluster.folder / "faulty.sbatch").write_text(

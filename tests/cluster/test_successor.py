@@ -13,6 +13,7 @@ from megarl.cluster import worker_group
 from megarl.cluster.local import LocalGroup
 from megarl.types import PeerLostError
 from tests.child_processes import is_alive
+from tests.cluster.started import shared_imports
 
 pytestmark = pytest.mark.usefixtures("worker_module")
 PROBE = "probe:Survivor"
@@ -22,7 +23,7 @@ PROBE = "probe:Survivor"
 async def kept(world_size):
     """Yield a group that keeps survivors, and a list of its successors. All are closed."""
     with tempfile.TemporaryDirectory() as folder:
-        group = await LocalGroup(world_size).start(PROBE, {}, log_folder=Path(folder))
+        group = await LocalGroup(world_size, imports=shared_imports()).start(PROBE, {}, log_folder=Path(folder))
         group.keeps_survivors = True
         groups = [group]
         try:

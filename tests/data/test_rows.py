@@ -8,6 +8,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megarl.data.records import read_records
@@ -119,6 +120,24 @@ def test_faulty_files(tmp_path: Path, name: str, content: str, message: str) -> 
     (tmp_path / name).write_text(content)
     with pytest.raises(DataError, match=message):
         list(read_records(tmp_path / name))
+
+
+@pytest.mark.parametrize("is_file", [True, False])
+def test_offsets_outside_of_an_arrow_file_are_refused(tmp_path: Path, is_file: bool) -> None:
+    """Unchecked, the text of the second row would be read far behind the file's end, which crashes the process."""
+    pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    path = tmp_path / "a.arrow"
+    table = pa.table({"question": ["12345", "1234567"], "answer": ["6", "7"]})
+    new = pa.ipc.new_file if is_file else pa.ipc.new_stream
+    with pa.OSFile(str(path), "wb") as file, new(file, table.schema) as writer:
+        writer.write(table)
+    assert len(list(read_records(path))) == 2
+    offsets, damaged = (np.array(values, "<i4").tobytes() for values in ([0, 5, 12], [0, 5, 2**30]))
+    content = path.read_bytes()
+    assert content.count(offsets) == 1
+    path.write_bytes(content.replace(offsets, damaged))
+    with pytest.raises(DataError, match=r"a.arrow: cannot be read \(.*offset"):
+        list(read_records(path))
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])

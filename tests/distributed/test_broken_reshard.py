@@ -78,7 +78,7 @@ async def start(recipe: Recipe, logs: Path, via: str) -> RunRanks:
 @pytest.mark.parametrize(
     ("via", "moment", "number"),
     [
-        ("shared memory", "reshard", signal.SIGKILL),
+        pytest.param("shared memory", "reshard", signal.SIGKILL, marks=pytest.mark.long),
         ("shared memory", "reshard", signal.SIGSTOP),
         ("gloo", "reshard", signal.SIGKILL),
         ("gloo", "join", signal.SIGKILL),

@@ -25,7 +25,7 @@ cluster: {{ranks_per_node: {ranks}}}
 trainer: {{max_tokens_per_microbatch: 1024, tp: {tp}}}
 lora: {{rank: 4, alpha: 8, sync: adapter}}
 optimizer: {{learning_rate: 1e-2}}
-rollout: {{{placement}, kv_cache_gib: 0.1, sampling: {{max_new_tokens: 24}}}}
+rollout: {{{placement}, kv_cache_gib: 0.02, sampling: {{max_new_tokens: 24}}}}
 algorithm: {{old_logprobs: trainer, importance_sampling: tis}}
 reward: {{functions: ["digits:share_of_digits"]}}
 weights: {{verify_every: 1}}

@@ -16,10 +16,10 @@ from megarl.checkpoint.manifest import file_record
 from megarl.files.model_folder import CHECKSUMS
 from tests.end_to_end.test_layouts import RECIPE, REWARD
 from tests.forked_command import MEGARL
+from tests.package_copy import copy_package
 
 pytestmark = pytest.mark.end_to_end
 
-ROOT = Path(__file__).resolve().parents[2]
 FLIP = """
         if self.weight_version == 2 and self.rank == {rank}:
             tensors = {tensors}
@@ -49,8 +49,7 @@ def train(
 def flip_in_copy(folder: Path, file: str, before: str, statements: str) -> None:
     """Make a copy of megarl that executes `statements` before the line `before` of a file."""
     # The working folder comes first on the import path.
-    shutil.copytree(ROOT / "megarl", folder / "megarl", ignore=shutil.ignore_patterns("__pycache__"))
-    path = folder / "megarl" / file
+    path = copy_package(folder) / file
     text = path.read_text()
     assert text.count(before) == 1
     future = "from __future__ import annotations\n"
@@ -108,6 +107,7 @@ def test_a_flip_in_an_engine_is_named_before_its_samples_are_trained(
     assert "after the reshard of step 1 (version 2): model.layers.0.self_attn.q_proj.weight[" in done.stderr
 
 
+@pytest.mark.long
 def test_a_flip_in_a_separate_engine_after_the_last_reshard_is_named(
     train: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:

@@ -28,7 +28,7 @@ mixture:
 cluster: {{ranks_per_node: 2}}
 trainer: {{tp: 2, max_tokens_per_microbatch: 512, offload: [optimizer, gradients, parameters]}}
 optimizer: {{learning_rate: 5e-3}}
-rollout: {{tp: 2, kv_cache_gib: 0.25, sampling: {{max_new_tokens: 12}}}}
+rollout: {{tp: 2, kv_cache_gib: 0.02, sampling: {{max_new_tokens: 12}}}}
 distillation: {{teacher: {teacher}, tp: 1, loss: full_vocabulary}}
 train: {{steps: 5, prompts_per_step: 8, samples_per_prompt: 4, updates_per_step: 2}}
 evaluation: {{max_problems: 4}}
@@ -91,7 +91,7 @@ data: {{train: data/train.jsonl, max_prompt_tokens: 96}}
 cluster: {{ranks_per_node: 1}}
 trainer: {{max_tokens_per_microbatch: 1024}}
 optimizer: {{learning_rate: 1e-3}}
-rollout: {{kv_cache_gib: 0.1, sampling: {{max_new_tokens: 12}}}}
+rollout: {{kv_cache_gib: 0.02, sampling: {{max_new_tokens: 12}}}}
 reward: {{functions: ["digits:share_of_digits"]}}
 train: {{steps: 2, prompts_per_step: 4, samples_per_prompt: 4}}
 """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -14,10 +13,10 @@ import pytest
 
 from tests.end_to_end.test_layouts import RECIPE, REWARD
 from tests.forked_command import MEGARL
+from tests.package_copy import copy_package
 
 pytestmark = pytest.mark.end_to_end
 
-ROOT = Path(__file__).resolve().parents[2]
 SUM = "values.float() + residual.to(values.dtype).float()"
 ROUNDED_SUM = "(values + residual.to(values.dtype)).float()"
 
@@ -64,11 +63,11 @@ def test_experts_with_adapters_are_bit_equal(train: Callable[..., Any], tiny_mod
         assert step["train/grad_norm"] > 0
 
 
+@pytest.mark.long
 def test_an_operator_that_rounds_otherwise_ends_the_run(train: Callable[..., Any], tmp_path: Path) -> None:
     """The copy's trainer rounds each residual sum before the norm, as Megatron does."""
     # The working folder comes first on the import path.
-    shutil.copytree(ROOT / "megarl", tmp_path / "megarl", ignore=shutil.ignore_patterns("__pycache__"))
-    file = tmp_path / "megarl/models/exact/residual.py"
+    file = copy_package(tmp_path) / "models/exact/residual.py"
     assert SUM in file.read_text()
     file.write_text(file.read_text().replace(SUM, ROUNDED_SUM))
     done, [step] = train("changed", "cluster.ranks_per_node=1")

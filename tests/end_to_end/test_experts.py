@@ -25,7 +25,7 @@ trainer:
   {{tp: 2, ep: 2, router_replay: true, offload: [optimizer, gradients, parameters], max_tokens_per_microbatch: 512,
     share_prefixes: auto}}
 optimizer: {{learning_rate: 1e-3}}
-rollout: {{tp: 2, kv_cache_gib: 0.25, sampling: {{max_new_tokens: 16}}, vllm: {{enable_expert_parallel: true}}}}
+rollout: {{tp: 2, kv_cache_gib: 0.02, sampling: {{max_new_tokens: 16}}, vllm: {{enable_expert_parallel: true}}}}
 reward: {{functions: ["expert_reward:digits"]}}
 weights: {{verify_every: 1}}
 algorithm: {{dynamic_sampling: [0.0, 1.0], oversampling: 2.0}}

@@ -28,7 +28,7 @@ model: {{path: {model}, dtype: float32}}
 data: {{train: data/train.jsonl, max_prompt_tokens: 96}}
 cluster: {{ranks_per_node: 1}}
 trainer: {{max_tokens_per_microbatch: 512}}
-rollout: {{kv_cache_gib: 0.25, sampling: {{max_new_tokens: 8}}}}
+rollout: {{kv_cache_gib: 0.02, sampling: {{max_new_tokens: 8}}}}
 algorithm: {{policy_loss: "own_loss.py:loss"}}
 train: {{steps: 1, prompts_per_step: 2, samples_per_prompt: 2}}
 """

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 
 from megarl.report.page import write_report
 from megarl.report.recorded import RecordedRun
+from tests.forked_command import MEGARL
 from tests.hub_server import TOKEN, Hub, hub_server
 
 pytestmark = pytest.mark.end_to_end
@@ -63,7 +64,7 @@ class Client:
         return output
 
     def megarl(self, *arguments: str, token: str | None = TOKEN, code: int = 0) -> str:
-        return self.run("-m", "megarl", *arguments, token=token, code=code)
+        return self.run(*MEGARL[1:], *arguments, token=token, code=code)
 
 
 def equal_weights(one: Path, other: Path) -> bool:
@@ -71,6 +72,7 @@ def equal_weights(one: Path, other: Path) -> bool:
     return first.keys() == second.keys() and all(first[name].equal(second[name]) for name in first)
 
 
+@pytest.mark.long
 def test_a_model_is_fetched_trained_pushed_loaded_and_forked(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     question, answer = {"role": "user", "content": "1 + 1 ="}, {"role": "assistant", "content": "2"}
     data = 8 * (json.dumps({"messages": [question, answer]}) + "\n").encode()

@@ -22,7 +22,7 @@ cluster: {{ranks_per_node: 2}}
 trainer: {{max_tokens_per_microbatch: 1024}}
 optimizer: {{learning_rate: 1e-2}}
 rollout:
-  {{placement: separate, ranks: 1, max_staleness: 1, kv_cache_gib: 0.25, recompute_kv: {recompute},
+  {{placement: separate, ranks: 1, max_staleness: 1, kv_cache_gib: 0.02, recompute_kv: {recompute},
     sampling: {{max_new_tokens: 160}}}}
 reward: {{functions: ["digits:share_of_digits"]}}
 algorithm: {{old_logprobs: trainer, importance_sampling: tis}}

@@ -24,7 +24,7 @@ model: {{path: {model}, dtype: float32}}
 data: {{train: data/train.jsonl, max_prompt_tokens: 96}}
 trainer: {{max_tokens_per_microbatch: 512}}
 optimizer: {{learning_rate: 1e-3}}
-rollout: {{kv_cache_gib: 0.25, sampling: {{max_new_tokens: 16, temperature: 1.5, top_p: 0.7, top_k: 20, min_p: 0.1}}}}
+rollout: {{kv_cache_gib: 0.02, sampling: {{max_new_tokens: 16, temperature: 1.5, top_p: 0.7, top_k: 20, min_p: 0.1}}}}
 reward: {{functions: ["{reward}:digits"]}}
 algorithm: {{kl_coefficient: 0.1}}
 train: {{steps: 2, prompts_per_step: 4, samples_per_prompt: 4, updates_per_step: 2}}

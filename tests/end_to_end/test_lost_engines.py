@@ -30,7 +30,7 @@ data: {{train: data/train.jsonl, max_prompt_tokens: 96}}
 cluster: {{ranks_per_node: 3, verb_timeout_seconds: 5}}
 trainer: {{max_tokens_per_microbatch: 1024}}
 optimizer: {{learning_rate: 1e-3}}
-rollout: {{placement: separate, ranks: 2, kv_cache_gib: 0.25, sampling: {{max_new_tokens: 48}}}}
+rollout: {{placement: separate, ranks: 2, kv_cache_gib: 0.02, sampling: {{max_new_tokens: 48}}}}
 reward: {{functions: ["held:share_of_digits"]}}
 algorithm: {{old_logprobs: trainer}}
 # Only transfers that create a new group are verified.

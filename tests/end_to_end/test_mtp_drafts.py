@@ -23,7 +23,7 @@ cluster: {{ranks_per_node: 2}}
 trainer: {{tp: 2, max_tokens_per_microbatch: 1024, mtp_loss_coefficient: 1.0}}
 optimizer: {{learning_rate: 1e-2}}
 rollout:
-  {{tp: 2, kv_cache_gib: 0.25, sampling: {{max_new_tokens: 24}},
+  {{tp: 2, kv_cache_gib: 0.02, sampling: {{max_new_tokens: 24}},
     vllm: {{speculative_config: {{method: mtp, num_speculative_tokens: 2}}}}}}
 reward: {{functions: ["digits:share_of_digits"]}}
 weights: {{verify_every: 1}}

@@ -22,7 +22,7 @@ data: {{train: data/train.jsonl, max_prompt_tokens: 96}}
 cluster: {{ranks_per_node: 2}}
 trainer: {{tp: 2, max_tokens_per_microbatch: 512}}
 optimizer: {{learning_rate: 1e-3}}
-rollout: {{tp: 2, kv_cache_gib: 0.25, sampling: {{max_new_tokens: 16}}}}
+rollout: {{tp: 2, kv_cache_gib: 0.02, sampling: {{max_new_tokens: 16}}}}
 reward: {{functions: ["digits_reward:digits"]}}
 algorithm: {{clip_high: 0.3}}
 train: {{steps: 2, prompts_per_step: 4, samples_per_prompt: 4, updates_per_step: 2}}

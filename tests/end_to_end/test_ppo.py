@@ -35,7 +35,7 @@ cluster: {{ranks_per_node: 2}}
 trainer: {{tp: 2, max_tokens_per_microbatch: 512, offload: [optimizer, gradients, parameters]}}
 optimizer: {{learning_rate: 2e-3}}
 critic: {{path: runs/reward/hf, optimizer: {{learning_rate: 3e-3}}, warmup_steps: 1, updates_per_step: 2}}
-rollout: {{tp: 2, kv_cache_gib: 0.25, sampling: {{max_new_tokens: 12}}}}
+rollout: {{tp: 2, kv_cache_gib: 0.02, sampling: {{max_new_tokens: 12}}}}
 reward: {{model: runs/reward/hf, model_weight: 2.0, model_clip: 5.0}}
 algorithm: {{preset: ppo, ptx_coefficient: 0.2, ptx_conversations: 6}}
 train: {{steps: 5, prompts_per_step: 4, samples_per_prompt: 4, updates_per_step: 2}}

@@ -8,6 +8,7 @@ from types import ModuleType
 
 import pytest
 
+from megarl.tracking.draws import account
 from tests.end_to_end.recorded_metrics import metrics, unknown_metrics
 from tests.end_to_end.train_command import train
 
@@ -52,6 +53,9 @@ def test_a_reference_that_moves_is_the_policy_again_also_after_a_resume(
     assert [step["kl/reference_moved"] for step in steps] == [0, 0, 1, 0]
     assert [step["preference/margin"] == 0 for step in steps] == [True, False, False, True]
     assert steps[2]["train/loss"] < 0.69 and steps[3]["train/loss"] == pytest.approx(0.6931472, abs=1e-5)
+    ledger = account(tmp_path / "runs/pairs")
+    assert (ledger.faults, ledger.last_step) == ([], 4)
+    assert sum(epoch.draws.total() for epoch in ledger.epochs) == sum(epoch.endings["used"] for epoch in ledger.epochs)
 
 
 @pytest.mark.parametrize("loss", ["dpo", "simpo"])

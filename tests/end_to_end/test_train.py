@@ -70,7 +70,7 @@ data: {{train: data/{data}.jsonl, validation: {{heldout: data/heldout.jsonl}}, m
 cluster: {{ranks_per_node: 2}}
 trainer: {{tp: 2, max_tokens_per_microbatch: 1024}}
 optimizer: {{learning_rate: {learning_rate}}}
-rollout: {{tp: 2, kv_cache_gib: 0.25, sampling: {{max_new_tokens: 24}}}}
+rollout: {{tp: 2, kv_cache_gib: 0.02, sampling: {{max_new_tokens: 24}}}}
 evaluation: {{max_problems: 16}}
 """
 

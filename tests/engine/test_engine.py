@@ -112,6 +112,7 @@ def scenario(model_path: str, tp: int) -> dict[str, Any]:
         run([short, long])
         result["at_once_steps"] = list(steps)
 
+    result["stalled"] = _stalled(engine, run)
     # An abort, and new weights (the same ones) in the midst of a completion.
     begun = [
         r for tag, s in zip("akb", (SAMPLED, SAMPLED, NUCLEUS), strict=True) for r in requests(engine.replica, tag, s)
@@ -159,6 +160,29 @@ def _counted_steps(engine: Any) -> Iterator[list[int]]:
     engine._engine.step = counted
     yield steps
     del engine._engine.step
+
+
+def _stalled(engine: Any, run: Callable[..., dict[str, Completion]]) -> tuple[str, dict[str, Completion]]:
+    """The error of an engine whose scheduler schedules nothing, and what it samples once it does."""
+    from vllm.v1.core.sched.interface import PauseState
+
+    error = ""
+    engine._stall_seconds = 0.2
+    if engine.is_leader:
+        scheduler = engine._engine.engine_core.engine_core.scheduler
+        scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        scheduler.set_pause_state = lambda state: None
+    # Each of the calls is shorter than the limit.
+    for new in [request("stalled", (7, 11, 13), GREEDY)], []:
+        try:
+            run(new, budget=0.15)
+        except TimeoutError as raised:
+            error = f"{bool(new)}: {raised}"
+    engine._stall_seconds = 300.0
+    if engine.is_leader:
+        del scheduler.set_pause_state
+        scheduler.set_pause_state(PauseState.UNPAUSED)
+    return error, run([])
 
 
 def _parameters(engine: Any) -> list[tuple[str, torch.Tensor]]:
@@ -371,6 +395,14 @@ def test_a_request_that_vllm_refuses_comes_back_and_its_neighbours_go_on(world_s
         for i in range(len(prompts(result["replica"]))):
             expected = result["together"][f"s{i}"].token_ids
             np.testing.assert_array_equal(result["refused"][f"r{i}"].token_ids, expected)
+
+
+@pytest.mark.parametrize(("world_size", "tp"), LAYOUTS)
+def test_an_engine_that_computes_no_token_is_lost(world_size, tp, outcome) -> None:
+    for result in filter(lambda r: r["is_leader"], outcome(world_size, tp)):
+        error, completions = result["stalled"]
+        assert error.startswith("False: the engine computed no token for 0 s (limit: ") and "1 requests are" in error
+        assert len(completions["stalled"].token_ids) == NEW_TOKENS
 
 
 @pytest.mark.parametrize(("world_size", "tp"), LAYOUTS)

@@ -23,7 +23,7 @@ from tests.mtp_layer import MtpOracle
 PROMPTS = ([7, 11, 13] * 4 + [7], [31, 5, 19, 2, 44])
 CASES = [
     pytest.param("glm4_moe", 1, 1, id="tp1"),
-    pytest.param("glm4_moe", 2, 3, id="tp2, three drafts"),
+    pytest.param("glm4_moe", 2, 3, id="tp2, three drafts", marks=pytest.mark.long),
     pytest.param("deepseek_v3", 1, 2, id="latent attention"),
     pytest.param("qwen3_next", 1, 2, id="delta-nets"),
 ]

@@ -20,7 +20,7 @@ data: {{train: data/train.jsonl, max_prompt_tokens: 96}}
 cluster: {{ranks_per_node: 2, preflight: false, verb_timeout_seconds: 5, collective_timeout_seconds: 60}}
 trainer: {{max_tokens_per_microbatch: 1024}}
 optimizer: {{learning_rate: 1e-3}}
-rollout: {{kv_cache_gib: 0.25, sampling: {{max_new_tokens: 8}}}}
+rollout: {{kv_cache_gib: 0.02, sampling: {{max_new_tokens: 8}}}}
 reward: {{functions: [gsm8k]}}
 train: {{steps: 8, prompts_per_step: 2, samples_per_prompt: 2}}
 checkpoint: {{every_steps: 2}}

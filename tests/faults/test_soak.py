@@ -11,6 +11,7 @@ import random
 import pytest
 
 from megarl.checkpoint.manifest import file_record
+from megarl.tracking.draws import account
 from tests.faults.broken_runs import BrokenRuns
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.fault_runs, pytest.mark.timeout(7200)]
@@ -29,6 +30,8 @@ FAULTS = {
     "latest:driver:{save}:kill": {-9},
     "log:driver:{step}:disk_full": {74},
     "log:driver:{step}:kill": {-9},
+    # A slow rank alone ends no run.
+    "gradients:{rank}:{step}:sleep:2,log:driver:{step}:kill": {-9},
 }
 """Faults, and the exit codes of the run that they end."""
 OVERRIDES = (
@@ -66,3 +69,5 @@ def test_row_51_random_faults(broken_runs: BrokenRuns, num_kills: int) -> None:
     end = broken_runs.train(*overrides, "--resume")
     assert end.exit_code == 0, end.output
     assert outcome(broken_runs) == calm
+    ledger = account(broken_runs.run)
+    assert (ledger.faults, ledger.last_step) == ([], num_steps)

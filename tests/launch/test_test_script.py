@@ -83,10 +83,10 @@ def test_the_matrix_is_a_program_of_its_own(checkout: Path) -> None:
 def test_an_unknown_tier_is_told_before_anything_starts(checkout: Path, arguments: list[str]) -> None:
     done, called = run(checkout, *arguments)
     assert (done.returncode, called) == (2, [])
-    assert all(tier in done.stderr for tier in ("all", *TIERS)) and len(done.stderr.splitlines()) == 1
+    assert all(tier in done.stderr for tier in ("all", *TIERS, "long")) and len(done.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("tier", [*TIERS, "long"])
 def test_every_tier_is_one_of_the_script_s(checkout: Path, tier: str) -> None:
     assert run(checkout, f"--tier={tier}")[1][-1] == f"pytest {WORKERS} -m {tier}"
 
@@ -104,6 +104,7 @@ def run_probe(*arguments: str) -> subprocess.CompletedProcess[str]:
         ("distributed", ["test_uses_ranks"]),
         ("end_to_end", ["test_is_marked"]),
         ("cluster and slurm", ["test_needs_slurm"]),
+        ("long", ["test_takes_minutes"]),
     ],
 )
 def test_a_tier_is_a_marker_of_the_test_or_declared_by_its_fixtures(marker: str, names: list[str]) -> None:
@@ -116,7 +117,7 @@ def test_a_tier_is_a_marker_of_the_test_or_declared_by_its_fixtures(marker: str,
 def test_the_fast_tier_starts_no_ranks() -> None:
     done = run_probe("-m", "fast")
     assert done.returncode == 1 and "a test of the fast tier starts ranks: mark it as" in done.stdout, done.stdout
-    assert "1 failed, 1 passed, 3 deselected" in done.stdout, done.stdout
+    assert "1 failed, 1 passed, 4 deselected" in done.stdout, done.stdout
 
 
 @pytest.mark.end_to_end
@@ -126,7 +127,7 @@ def test_the_last_lines_say_how_slurm_is_installed() -> None:
     *_, reason, remedy, closing = done.stdout.splitlines()
     assert reason == "1 test: needs Slurm and munge"
     assert remedy.startswith("for those marked slurm: launch/test.sh --install-slurm")
-    assert closing.startswith("1 skipped, 4 deselected in")
+    assert closing.startswith("1 skipped, 5 deselected in")
 
 
 def test_every_test_is_of_one_tier(request: pytest.FixtureRequest) -> None:

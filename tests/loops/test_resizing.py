@@ -82,9 +82,22 @@ def test_other_fields_are_not_asked_for(tmp_path: Path) -> None:
 
 def test_runs_whose_processes_cannot_be_replaced_are_refused(recipe: Callable[..., Recipe]) -> None:
     for changed, message in [
-        ({"cluster": {"launcher": "slurm"}}, "cluster.launcher = slurm"),
+        ({"cluster": {"launcher": "slurm"}}, "cluster.recover = stop: with cluster.launcher=slurm"),
+        ({"rollout": {"placement": "separate", "ranks": 1}}, "rollout.placement = separate"),
         ({"trainer": {"router_replay": True}}, "trainer.router_replay = true"),
     ]:
         made = recipe(**changed)
         with pytest.raises(ConfigError, match=message):
             resized(made, json.loads('{"trainer.tp": 1}'))
+
+
+def test_a_job_has_more_nodes_than_a_run_that_became_smaller(
+    recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
+    monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "2")
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    made = recipe(cluster={"launcher": "slurm", "nodes": 2, "ranks_per_node": 2, "recover": "shrink"})
+    changed, layout, chosen = shrunk(made, check(made), [2, 3])
+    assert (changed.cluster.nodes, changed.cluster.ranks_per_node) == (1, 2)
+    assert layout.dp == 2 and chosen == [2, 3]

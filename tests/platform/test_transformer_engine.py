@@ -32,6 +32,7 @@ def broken(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
 
 
+@pytest.mark.long
 def test_the_trainer_refuses_it_with_the_remedy(broken: dict[str, str]) -> None:
     code = """
 import importlib, sys
@@ -49,6 +50,7 @@ for name in ("megarl.models.configuration", "megarl.training.training_engine", "
     assert [line.startswith(error_text) for line in done.stdout.splitlines()] == [True] * 3, done.stdout
 
 
+@pytest.mark.long
 @pytest.mark.distributed
 def test_nodes_and_doctor_report_it(broken: dict[str, str]) -> None:
     code = "from megarl.platform.transformer_engine import import_fault; print(import_fault())"

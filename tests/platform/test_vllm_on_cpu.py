@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,10 @@ def sample_moe(model_path: str, tp: int, fields: dict[str, Any]) -> dict[str, An
     from megarl.reshard.layouts.vllm import record_layout
     from megarl.types import Request, SamplingSettings
 
+    preloaded = os.environ.get("LD_PRELOAD")
     config = RolloutConfig(tp=tp, kv_cache_gib=0.01, max_concurrent_requests=4, vllm=fields)
     engine = RolloutEngine(model_path, config, max_model_len=64, dtype="float32", seed=0)
+    assert os.environ.get("LD_PRELOAD") == preloaded, "programs that this process starts would load vLLM's libraries"
     tensors = load_file(f"{model_path}/model.safetensors")
     live = {name: parameter.data for name, parameter in engine.model.named_parameters()}
     for piece in record_layout(engine.model, {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}):

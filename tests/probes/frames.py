@@ -79,6 +79,8 @@ def watch(folder: Path, main_thread: int) -> None:
 
 if __name__ == "__main__":
     arguments = sys.argv[2:]
+    # As under `python -m megarl`: other runs of this search path share their fork server with this one.
+    sys.path[0] = os.getcwd()
     threading.Thread(target=watch, args=(Path(sys.argv[1]), threading.get_ident()), daemon=True).start()
     from megarl.cli import main
 

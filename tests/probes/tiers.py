@@ -25,6 +25,11 @@ def test_is_marked() -> None:
     pass
 
 
+@pytest.mark.long
+def test_takes_minutes() -> None:
+    pass
+
+
 def test_has_neither() -> None:
     pass
 

@@ -104,6 +104,7 @@ async def stopped_again_and_again(group: LocalGroup, rank: int) -> AsyncIterator
         process.signal(signal.SIGCONT)
 
 
+@pytest.mark.long
 def test_an_engine_that_is_mostly_stopped_is_named(group: LocalGroup, runner: asyncio.Runner) -> None:
     async def drive() -> None:
         reported: list[str] = []

@@ -215,6 +215,7 @@ def test_adapters_of_experts_and_of_families_without_slots_are_refused(
         served_adapter(option, latent)
 
 
+@pytest.mark.long
 @pytest.mark.distributed
 @pytest.mark.anyio
 async def test_a_layer_without_slots_is_named(tiny_model: Callable[..., Path], tmp_path: Path) -> None:

@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.package_copy import copy_package
 from tests.standin_gpu.gpu_paths import PATHS
 
 pytestmark = [pytest.mark.standin_gpu, pytest.mark.timeout(600)]
-ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = Path(__file__).with_name("gpu_paths.py")
 
 
@@ -135,7 +135,7 @@ FAULTS = {
 
 def seeded_copy(folder: Path, fault: Fault | None) -> Path:
     """Copy the package and gpu_paths.py into the folder, and make the fault's change there."""
-    shutil.copytree(ROOT / "megarl", folder / "megarl", ignore=shutil.ignore_patterns("__pycache__"))
+    copy_package(folder)
     shutil.copy(PROGRAM, folder)
     if fault is not None:
         text = (folder / fault.file).read_text()

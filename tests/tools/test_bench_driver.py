@@ -15,6 +15,7 @@ BENCH = Path(__file__).resolve().parents[2] / "tools" / "bench"
 RANKS, SAMPLES, TOKENS = 32, 64, 800
 
 
+@pytest.mark.long
 def test_a_step_of_thirty_two_ranks_sends_what_it_should() -> None:
     command = [
         sys.executable,

@@ -34,6 +34,7 @@ def metrics_of(lines: list[dict[str, Any]]) -> set[str]:
     return {line["metric"] for line in lines if "metric" in line}
 
 
+@pytest.mark.long
 def test_a_train_step() -> None:
     lines = lines_of("train_step_gpu.py", "--tokens", "512", "--row", "128", "--rounds", "1")
     assert metrics_of(lines) == {
@@ -43,6 +44,7 @@ def test_a_train_step() -> None:
     assert [line["warms_up"] for line in lines if "train_step_seconds" in line] == [True, False]
 
 
+@pytest.mark.long
 def test_a_train_step_of_no_budget_says_what_it_left_out() -> None:
     lines = lines_of("train_step_gpu.py", "--tokens", "512", "--row", "128", "--budget-seconds", "0")
     # One round each, which warms up, is no result.
@@ -54,6 +56,7 @@ def test_a_train_step_of_no_budget_says_what_it_left_out() -> None:
     assert left_out == ["logprob_gap", "train_step_speedup"]
 
 
+@pytest.mark.long
 def test_the_driver_samples_what_a_bare_engine_does() -> None:
     sizes = ["--attempts", "8", "--slots", "4", "--new-tokens", "8", "--mean-tokens", "6", "--repeats", "1"]
     lines = lines_of("rollout_gpu.py", "--turns", "2", *sizes)
@@ -64,6 +67,7 @@ def test_the_driver_samples_what_a_bare_engine_does() -> None:
     assert next(line for line in lines if line.get("metric") == "rollout_2_turns_equal_completions")["value"] == 1
 
 
+@pytest.mark.long
 def test_whole_steps_by_phase() -> None:
     sizes = ["--prompts", "2", "--samples", "2", "--new-tokens", "8", "--mean-tokens", "6", "--row", "512"]
     lines = lines_of("grpo_gpu.py", "--steps", "2", "--slots", "4", *sizes, "weights.bucket_mib=1")
@@ -95,12 +99,14 @@ for steps in ([step], [step, step]):
     assert not any(alone) and all(after)
 
 
+@pytest.mark.long
 def test_a_run_that_fails_is_told_with_its_output() -> None:
     done = run("grpo_gpu.py", *SMALL, "--new-tokens", "8", "trainer.pp=2")
     [failed] = [line for line in map(json.loads, done.stdout.splitlines()) if "failed" in line]
     assert done.returncode == failed["failed"] == 2 and "trainer.pp = 2" in failed["output"]
 
 
+@pytest.mark.long
 @pytest.mark.skipif("__import__('torch').cuda.is_available()", reason="there is a GPU")
 @pytest.mark.parametrize("script", ["train_step_gpu.py", "rollout_gpu.py", "grpo_gpu.py"])
 def test_no_gpu_is_one_line_and_status_2(script: str) -> None:

@@ -55,7 +55,7 @@ def test_no_gpu_is_one_line_and_status_2() -> None:
     assert "needs CUDA" in done.stderr
 
 
-@pytest.mark.parametrize("spoiled", ["pack", "local"])
+@pytest.mark.parametrize("spoiled", ["pack", pytest.param("local", marks=pytest.mark.long)])
 def test_a_wrong_output_ends_with_status_1(spoiled: str) -> None:
     """One bit of what a rank packs or copies is turned: nothing is timed."""
     code = f"""

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.distributed
 BENCH = Path(__file__).resolve().parents[2] / "tools" / "bench"
 
 
+@pytest.mark.long
 def test_the_driver_needs_the_engine_steps_of_a_bare_loop(tiny_model: Callable[..., Path]) -> None:
     command = [sys.executable, str(BENCH / "rollout.py"), "--model", str(tiny_model(num_layers=1)), "--engines", "1"]
     command += ["--attempts", "12", "--slots", "4", "--new-tokens", "12", "--repeats", "1"]

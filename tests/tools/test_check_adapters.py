@@ -10,6 +10,7 @@ from tools import check
 from tools.runs import read_lines
 
 
+@pytest.mark.long
 @pytest.mark.distributed
 def test_reasoning_gym_trains_for_two_steps(tmp_path: Path) -> None:
     assert check.main(["adapters", "--size", "small", "--json", str(tmp_path / "rows.jsonl")]) == 0

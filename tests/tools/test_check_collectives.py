@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.distributed
+@pytest.mark.long
 def test_all_ranks_of_tiny_models_agree_and_faults_are_named(tmp_path: Path) -> None:
     """Dense models and experts, on tp, cp, pp, dp, ep and vpp of 1 to 4. All eight ranks are traced.
 
@@ -62,6 +63,7 @@ with imagined_device():
 """
 
 
+@pytest.mark.long
 @pytest.mark.distributed
 def test_numbers_that_steer_the_host_are_known_on_the_imagined_device() -> None:
     done = subprocess.run([sys.executable, "-c", _DEVICE], cwd=ROOT, capture_output=True, text=True, check=False)

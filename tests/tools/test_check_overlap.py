@@ -12,6 +12,7 @@ from tools.runs import read_lines
 pytestmark = pytest.mark.distributed
 
 
+@pytest.mark.long
 def test_both_ways_are_timed(tmp_path: Path) -> None:
     assert check.main(["overlap", "--size", "small", "--json", str(tmp_path / "rows.jsonl")]) == 0
     turns, ahead, colocated = read_lines(tmp_path / "rows.jsonl")

@@ -15,6 +15,7 @@ from tools.runs import read_lines
 
 
 @pytest.mark.distributed
+@pytest.mark.long
 def test_a_bound_is_measured_with_and_without_correction(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     make_dataset(tmp_path / "runs/quickstart_input/data", sft=8, train=16, heldout=4)
     # In place of the student, whose training takes minutes.

@@ -34,6 +34,7 @@ def packed(archive: Path) -> dict[str, str]:
         return {name: file.read().decode() for name, file in files.items() if file is not None}
 
 
+@pytest.mark.long
 @pytest.mark.distributed
 def test_a_failed_step_does_not_stop_the_next_ones(tmp_path: Path) -> None:
     fails = 'fails=-c \'import tempfile, pathlib; pathlib.Path(tempfile.mkdtemp(), "a.log").write_text("left"); 1 / 0\''
@@ -62,6 +63,7 @@ def test_a_failed_step_does_not_stop_the_next_ones(tmp_path: Path) -> None:
     assert again.returncode == 2 and "exists; name a new folder" in again.stderr
 
 
+@pytest.mark.long
 @pytest.mark.distributed
 def test_a_step_that_hangs_is_ended_with_the_stacks_of_its_processes(tmp_path: Path) -> None:
     done = run(

@@ -167,7 +167,7 @@ def test_the_frozen_model_chooses_its_experts_itself(ranks: RankPool, folder: Ca
     assert not np.allclose(replayed, free, atol=1e-2)
 
 
-@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("sequence_parallel", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_dropout_acts_in_updates_only(ranks: RankPool, folder: Callable[..., Path], sequence_parallel: bool) -> None:
     """That copies of a matrix stay equal on all ranks is checked where they are put together."""
     without, dropped, again = (

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from megarl.memory_plan.devices import PINNED_BLOCK_BYTES
+from megarl.reshard.boxes import flat_boxes
 from megarl.testing import RankPool
 from megarl.training.checkpoint import without_pickles
 from megarl.training.model import FrozenModel
 from megarl.training.offload import BLOCK_BYTES, copy_to_pinned_blocks
-from megarl.training.optimizer_state import flat_boxes
 from tests.training.test_checkpoint import build, layout_of, recipe_of, update
 
 

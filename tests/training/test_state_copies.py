@@ -6,11 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from megarl.config.parallel import ParallelConfig
+from megarl.families.shape import read_model_shape
+from megarl.reshard.state_moves import StateSettings, state_moves
 from megarl.testing import RankPool
-from megarl.training.state_copies import partners
-from tests.training.test_checkpoint import build, layout_of, recipe_of, update
+from tests.training.test_checkpoint import Sizes, build, layout_of, recipe_of, update
 
 
 def copy_and_restore(recipe: Any) -> tuple[bool, bool, dict[str, Any], str]:
@@ -54,9 +57,81 @@ def test_a_state_is_restored_bit_for_bit(ranks: RankPool, tiny_model: Callable[.
         assert driver == {"weight_version": 2} and "state after step 2 has the checksum" in error
 
 
+def copied(recipe: Any, layout: ParallelConfig) -> tuple[Any, list[Any]]:
+    """Train, and copy the state. Returns the copies on this rank, and the parts of the state."""
+    from megarl.training.state_copies import StateCopier, StateCopies
+
+    engine, copies = build(recipe, layout), StateCopies()
+    update(engine, layout, 0)
+    copier = StateCopier(copies, [("a",)] * layout.world_size)
+    copier.begin(1, {"": engine}, str(layout))
+    assert copier.finish(wait=True)
+    return copies, parts_of(engine)
+
+
+def restored(recipe: Any, layout: ParallelConfig, copies: list[Any]) -> tuple[int, list[Any]]:
+    """Restore the state of a run with other sizes. Returns the bytes received, and the parts of the state."""
+    from torch import distributed as dist
+
+    from megarl.training.state_copies import StateCopies, restore
+
+    engine, own = build(recipe, layout), StateCopies()
+    if dist.get_rank() < len(copies):
+        own = copies[dist.get_rank()]
+    _, received = restore(own, 1, {"": engine}, str(layout), [("a",)] * layout.world_size)
+    return received, parts_of(engine)
+
+
+def parts_of(engine: Any) -> list[Any]:
+    from megarl.training.state_parts import state_parts
+
+    return [(part.name, part.start, part.values.numpy().copy()) for part in state_parts({"": engine})]
+
+
+def whole(parts: list[list[Any]]) -> dict[str, np.ndarray]:
+    """Return the full tensors of a state from the parts on all ranks."""
+    every = [part for of_rank in parts for part in of_rank]
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, start, values in every:
+        stop = tuple(a + n for a, n in zip(start, values.shape, strict=False))
+        shapes[name] = tuple(map(max, shapes.get(name, stop), stop))
+    found = {name: np.full(shape, np.nan) for name, shape in shapes.items()}
+    for name, start, values in every:
+        place = tuple(slice(a, a + n) for a, n in zip(start, values.shape, strict=False))
+        found[name][place] = values
+    return found
+
+
 @pytest.mark.parametrize(
-    ("nodes", "expected"),
-    [("a", [0]), ("aa", [1, 0]), ("aabb", [2, 3, 0, 1]), ("aabbcc", [2, 3, 4, 5, 0, 1]), ("aab", [2, 2, 0])],
+    ("before", "after", "shape"),
+    [
+        pytest.param((1, 1, 1), (1, 1, 2), {}, id="dp 1 to 2"),
+        pytest.param((1, 1, 2), (2, 1, 1), {}, id="dp 2 to tp 2"),
+        pytest.param((1, 2, 1), (1, 1, 2), {}, id="pp 2 to dp 2"),
+        pytest.param((2, 1, 1), (1, 2, 1), {"tie_word_embeddings": False}, id="tp 2 to pp 2"),
+        pytest.param((1, 2, 2), (2, 2, 1), {"tie_word_embeddings": True}, id="tied, dp 2 pp 2 to tp 2 pp 2"),
+        pytest.param((1, 1, 2), (2, 2, 1), {"family": "qwen3_moe"}, id="experts, dp 2 to tp 2 pp 2"),
+    ],
 )
-def test_a_copy_goes_to_another_node(nodes: str, expected: list[int]) -> None:
-    assert partners([(node,) for node in nodes]) == expected
+@pytest.mark.parametrize("distributed", [True, False])
+def test_a_resize_moves_the_bytes_that_were_predicted(
+    ranks: RankPool,
+    tiny_model: Callable[..., Path],
+    before: Sizes,
+    after: Sizes,
+    shape: dict[str, Any],
+    distributed: bool,
+) -> None:
+    """They are the minimum: each rank receives only what it lacks. The values are equal, bit for bit."""
+    recipe = recipe_of(tiny_model(num_layers=2, **shape), distributed_optimizer=distributed)
+    old, new = layout_of(before), layout_of(after)
+    first = ranks.run(copied, recipe, old, world_size=old.world_size)
+    then = ranks.run(restored, recipe, new, [copies for copies, _ in first], world_size=new.world_size)
+    expected, found = whole([parts for _, parts in first]), whole([parts for _, parts in then])
+    assert expected.keys() == found.keys()
+    for name, values in expected.items():
+        np.testing.assert_array_equal(found[name], values, err_msg=name)
+    settings = StateSettings(4, distributed)
+    moves = state_moves(read_model_shape(recipe.model.path), old, new, settings, (8, 8))
+    assert sum(received for received, _ in then) == pytest.approx(moves.received, rel=0.01)
+    assert moves.ratio == 1.0 and moves.handed_over == 0

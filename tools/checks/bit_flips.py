@@ -27,7 +27,7 @@ from megarl.testing import RankPool
 from megarl.types import DataError
 from tools.make_tiny_model import make_tiny_model
 
-DURATION = {"small": "40 s (6 flips)", "full": "60 s (100 flips, a model of width 512)"}
+DURATION = {"small": "40 s (6 flips)", "full": "1 to 4 minutes (100 flips, a model of width 512)"}
 SMALL = {"flips": 6, "hidden_size": 128, "tokens": 64}
 LAYOUT = ParallelConfig(tp=2, pp=1, dp=2, rollout_tp=2)
 NEW_TOKENS = 16

@@ -32,7 +32,7 @@ from tools.make_tiny_model import make_tiny_model
 from tools.make_tool_data import make_tool_data
 from tools.runs import DIGITS_REWARD, read_metrics, train
 
-DURATION = {"small": "4 minutes (five runs)", "full": "20 minutes (35 runs of 4 steps, not timed on quiet cores)"}
+DURATION = {"small": "4 minutes (five runs)", "full": "50 minutes on a busy CPU without AVX-512 (35 runs of 4 steps)"}
 SMALL = {
     "only": ["usual", "tp2 pp2 -> tp4", "tools", "experts, tp2 etp2 -> tp1", "lora, experts, dp2 ep2"],
     "steps": 2,

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DURATION = {"small": "20 s (rows 30 and 35)", "full": "an hour (51 rows; not timed)"}
 SMALL = {"row": [30, 35]}
 # Names the marker of the tests left out elsewhere, and chooses all tests.
-_ALL_TESTS = "fault_runs or not fault_runs"
+_ALL_TESTS = "fault_runs or long or not fault_runs"
 
 
 class Outcome(NamedTuple):

@@ -17,7 +17,7 @@ from typing import Any
 
 from tools.make_dataset import make_dataset
 from tools.make_tiny_model import make_tiny_model
-from tools.runs import output_end, run_python
+from tools.runs import output_end, run_megarl
 
 DURATION = {"small": "15 s (the run `stuck`)", "full": "minutes: seven runs of 2 to 24 steps (not timed)"}
 SMALL = {"only": ["stuck"]}
@@ -129,7 +129,7 @@ def make_inputs(folder: Path) -> None:
 
 def train(folder: Path, name: str, *overrides: str) -> subprocess.CompletedProcess[str]:
     """Train one of RUNS, or resume it, with further overrides."""
-    return run_python("-m", "megarl", "train", "recipe.yaml", f"name={name}", *RUNS[name][1], *overrides, folder=folder)
+    return run_megarl("train", "recipe.yaml", f"name={name}", *RUNS[name][1], *overrides, folder=folder)
 
 
 def broken_rules(folder: Path, name: str) -> list[str]:

@@ -85,7 +85,10 @@ def kill(runs: Runs, victim: str, last: int, during_save: bool, moments: random.
     try:
         await_moment(runs, "killed", driver, last, during_save)
         time.sleep(moments.uniform(0, 0.05 if during_save else 1.0))
-        processes = rank_processes(driver.pid) | {-1: driver.pid}
+        # The status is that of the killed attempt until the ranks of this one have started.
+        while len(processes := rank_processes(driver.pid) | {-1: driver.pid}) < 3:
+            assert driver.poll() is None, driver.communicate()
+            time.sleep(0.01)
         os.kill(processes[{"driver": -1, "rank 0": 0, "rank 1": 1}[victim]], signal.SIGKILL)
         driver.communicate(timeout=300)
     finally:

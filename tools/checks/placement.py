@@ -18,7 +18,7 @@ from typing import Any
 from tools.checks.same_weights import hashes
 from tools.make_dataset import make_dataset
 from tools.make_tiny_model import make_tiny_model
-from tools.runs import DIGITS_REWARD, output_end, read_metrics, run_python, train
+from tools.runs import DIGITS_REWARD, output_end, read_metrics, run_megarl, train
 
 DURATION = {"small": "60 s (one layout, two steps)", "full": "minutes: three layouts of five steps (not timed)"}
 SMALL = {"only": ["pp2 -> tp1 x 2"], "steps": 2}
@@ -72,7 +72,7 @@ def compare(folder: Path, name: str, steps: int) -> dict[str, Any]:
             train(recipe, *overrides, f"train.steps={steps}", folder=folder)
         found[placement] = hashes(folder / "runs" / run_name)
         logged[placement] = read_metrics(folder / "runs" / run_name)[-1]
-    done = run_python("-m", "megarl", "plan", recipe, "--json", *overrides, folder=folder)
+    done = run_megarl("plan", recipe, "--json", *overrides, folder=folder)
     if done.returncode:
         raise SystemExit(output_end(done))
     planned = json.loads(done.stdout)

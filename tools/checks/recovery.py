@@ -1,8 +1,9 @@
 """A run whose trainer ranks are killed or stopped continues in seconds, with the numbers of an undisturbed run.
 
 A row per layout and fault: seconds from the fault to the next step beyond that step's own time, the same for a restart
-of all processes from the newest checkpoint, and the largest difference to an undisturbed run. A last row kills random
-ranks at random moments of one run.
+of all processes from the newest checkpoint, and the largest difference to an undisturbed run. A further row resizes
+one run several times, and compares the received bytes with `megarl plan --to`. Another measures how much longer copies
+and checksums of the state make the steps of one run. A last row kills random processes at random moments of one run.
 """
 
 from __future__ import annotations
@@ -11,31 +12,47 @@ import argparse
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.child_processes import rank_processes
-from tests.end_to_end.test_recovery import RECIPE, REWARD
+from safetensors.torch import load_file
+
+from megarl.processes.process_tree import descendants
+from megarl.tracking.draws import account
+from megarl.types import PeerLostError
+from tests.child_processes import process_name
+from tests.end_to_end.test_recovery import RECIPE
+from tests.held_run import PATIENCE_SECONDS, REWARD, HeldRun, difference
+from tools import runs
 from tools.make_dataset import make_dataset
 from tools.make_tiny_model import make_tiny_model
 
-DURATION = {"small": "1 case (not timed)", "full": "all cases and 100 kills: about an hour (not timed)"}
-SMALL = {"only": ["dp 2, killed"], "kills": 0}
+DURATION = {"small": "80 s (one case)", "full": "an hour (12 cases, six resizes, 240 timed steps, 100 kills)"}
+SMALL = {"only": ["dp 2, killed"], "resizes": False, "timed": 0, "kills": 0}
 LIMIT_SECONDS = 5.0
 """Most seconds that a recovery may add to the step that was lost."""
+NAMING_SECONDS = 10.0
+"""Most seconds from the deadline that a stopped rank misses to the message that names it."""
+SILENT_SECONDS = 30.0
+"""Most seconds from that deadline to the next step. The stacks of all ranks are read meanwhile."""
 LIMIT_DIFFERENCE = 1e-5
 """Largest difference of the metrics below, relative to the larger of 1 and the value."""
-COMPARED = ("reward/mean", "train/loss", "train/grad_norm", "train/entropy", "rollout/sampled_tokens")
+LIMIT_COST = 0.03
+"""Largest share of a step's time that copies and checksums of the state may add."""
+EVERY = 4
+"""Steps from one copy of the state to the next, where its cost is measured."""
 STEPS = 8
-PATIENCE_SECONDS = 600.0
 
 
 class Case(NamedTuple):
@@ -65,10 +82,27 @@ CASES = {
 }
 
 
+DP_1, DP_2 = "cluster.ranks_per_node=1", "cluster.ranks_per_node=2"
+SIZES = {
+    "dp 2": DP_2,
+    "dp 1": DP_1,
+    "dp 2 again": DP_2,
+    "tp 2": f"{DP_2} trainer.tp=2",
+    "tp 1": f"{DP_1} trainer.tp=1",
+    "pp 2": f"{DP_2} trainer.pp=2",
+    "pp 1": f"{DP_1} trainer.pp=1",
+}
+"""Sizes of one run, one after another, as overrides of the recipe."""
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", nargs="*", default=list(CASES), choices=list(CASES), help="the cases to run")
+    parser.add_argument(
+        "--resizes", action=argparse.BooleanOptionalAction, default=True, help="whether to resize a run several times"
+    )
+    parser.add_argument("--timed", type=int, default=240, help="steps of the run that times copies; 0 leaves it out")
     parser.add_argument("--kills", type=int, default=100, help="random kills of the last row; 0 leaves it out")
-    parser.add_argument("--seed", type=int, default=1, help="decides whom and when the last row kills")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the random victims and moments")
 
 
 def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -79,131 +113,209 @@ def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         models = {
             "dense": make_tiny_model(folder / "dense", num_layers=2),
             "experts": make_tiny_model(folder / "experts", family="qwen3_moe", num_layers=2),
+            "wide": make_tiny_model(folder / "wide", hidden_size=512, intermediate_size=1024),
         }
         for kind, model in models.items():
             (folder / f"{kind}.yaml").write_text(RECIPE.replace("MODEL", str(model)))
         for chosen in options.only:
             yield {"case": chosen, **check(folder, CASES[chosen])}
+        if options.resizes:
+            yield {"case": "resizes", **check_resizes(folder)}
+        if options.timed:
+            yield {"case": "cost of copies", **check_cost(folder, options.timed)}
         if options.kills:
             yield {"case": f"{options.kills} random kills", **check_kills(folder, options.kills, options.seed)}
 
 
 def check(folder: Path, case: Case) -> dict[str, Any]:
     """Run a case undisturbed, with recovery, and with a restart of all processes."""
-    calm = Run(folder, case, "calm", "train.steps=8")
+    calm = start(folder, case, "calm", f"train.steps={STEPS}")
     calm.finish()
-    seconds, step_seconds, run = disturb(folder, case, f"cluster.recover={case.recover} checkpoint.replicate=1")
+    seconds, named, step_seconds, run = disturb(folder, case, f"cluster.recover={case.recover} checkpoint.replicate=1")
     run.finish()
     # Before the next run, which has the same name.
-    recovered, found = run.steps(), difference(calm.steps(), run.steps())
-    restart_seconds, _, restarted = disturb(folder, case, "checkpoint.every_steps=1")
+    recovered, found, printed = run.steps(), difference(calm.steps(), run.steps()), run.screen()
+    restart_seconds, _, _, restarted = disturb(folder, case, "checkpoint.every_steps=1")
     restarted.finish()
-    beyond = seconds - step_seconds
+    # A stopped rank is noticed when it misses its deadline.
+    deadline = missed_deadline(printed)
+    beyond = seconds - step_seconds - deadline
+    limit = SILENT_SECONDS if deadline else LIMIT_SECONDS
     return {
+        "deadline": deadline,
+        "named after it": named - deadline,
         "seconds beyond the step": beyond,
         "full restart": restart_seconds - step_seconds,
         "recovery itself": next(s["fault/recovery_seconds"] for s in recovered if "fault/recovery_seconds" in s),
         "difference": found,
-        "met": beyond <= LIMIT_SECONDS + case_patience(case) and found <= LIMIT_DIFFERENCE,
+        "met": beyond <= limit and named - deadline <= NAMING_SECONDS and found <= LIMIT_DIFFERENCE,
     }
 
 
-def case_patience(case: Case) -> float:
-    """Return the seconds of the deadline that a stopped rank has to miss before anything happens."""
-    return 5.0 if case.fault == signal.SIGSTOP else 0.0
+def missed_deadline(printed: str) -> float:
+    """Return the seconds of the deadline that a rank missed, from what the run printed; 0 if it missed none."""
+    found = re.search(r"did not answer `[\w.]+` within ([\d.]+) s", " ".join(printed.split()))
+    return float(found.group(1)) if found else 0.0
 
 
-def disturb(folder: Path, case: Case, overrides: str) -> tuple[float, float, Run]:
+def start(folder: Path, case: Case, name: str, overrides: str) -> HeldRun:
+    """Start a run with the recipe of a case. An earlier one of the same name is removed."""
+    shutil.rmtree(folder / "runs" / name, ignore_errors=True)
+    arguments = (f"{case.model}.yaml", *case.overrides.split(), *overrides.split())
+    return HeldRun(folder, name, *arguments, program=runs.program)
+
+
+def disturb(folder: Path, case: Case, overrides: str) -> tuple[float, float, float, HeldRun]:
     """Start a run and harm its last trainer rank within a step. Restart the run if it ends.
 
-    Returns the seconds until the next step was logged, the seconds of a usual step, and the run.
+    Returns the seconds until the next step was logged, the seconds until the victim was named, the seconds of a usual
+    step, and the run.
     """
-    run = Run(folder, case, "disturbed", f"train.steps={STEPS} {overrides}")
+    run = start(folder, case, "disturbed", f"train.steps={STEPS} {overrides}")
     run.await_steps(3)
     usual = statistics.median(step["time/step_seconds"] for step in run.steps()[1:])
-    hold = folder / "hold"
-    # The reward waits while this file exists, so the run stays in the middle of a step.
-    hold.touch()
-    time.sleep(2 * usual)
-    ranks, before = run.ranks(), len(run.steps())
-    victim = max(rank for rank in ranks if not ("separate" in case.overrides and rank == 2))
-    began = time.monotonic()
-    os.kill(ranks[victim], case.fault)
-    hold.unlink()
-    run.await_steps(before + 1, restarts="recover" not in overrides)
-    return time.monotonic() - began, usual, run
+    with run.held(after=3):
+        time.sleep(2 * usual)
+        ranks, before = run.ranks(), len(run.steps())
+        victim = max(rank for rank in ranks if not ("separate" in case.overrides and rank == 2))
+        printed, began = len(run.screen()), time.monotonic()
+        os.kill(ranks[victim], case.fault)
+    if "recover" not in overrides:
+        run.driver.wait(PATIENCE_SECONDS)
+        named = time.monotonic() - began
+        run.start("--resume")
+    else:
+        run.wait_for(lambda: f"rank {victim} of " in " ".join(run.screen()[printed:].split()))
+        named = time.monotonic() - began
+    run.await_steps(before + 1)
+    return time.monotonic() - began, named, usual, run
+
+
+def check_resizes(folder: Path) -> dict[str, Any]:
+    """Change a run to each of SIZES. Compare it with an undisturbed run, and its received bytes with the plan."""
+    case, options = Case(DP_2), "cluster.recover=restart checkpoint.replicate=1"
+    # A change follows the step in progress, and two more steps tell it from the next one.
+    steps = f"train.steps={3 * len(SIZES)}"
+    calm = start(folder, case, "calm", steps)
+    calm.finish()
+    planned, minimum = [], 0
+    for before, after in pairwise(SIZES.values()):
+        sizes = ("--from", before, "--to", after, "--json")
+        found = json.loads(output_of("plan", f"{case.model}.yaml", *options.split(), *sizes, folder=folder))
+        planned.append(found["received_bytes"])
+        minimum += found["minimum_bytes"]
+    # After the plans: the run does not wait between two changes.
+    run = start(folder, case, "resized", f"{steps} {options}")
+    for number, after in enumerate([*SIZES.values()][1:]):
+        with run.held(after=3 * number + 1):
+            output_of("resize", run.path, *after.split(), folder=folder)
+        run.wait_for(lambda number=number: len(resized(run)) > number)
+    run.finish()
+    received, changed = resized(run), difference(calm.steps(), run.steps())
+    is_as_planned = all(abs(a - b) <= 0.01 * b for a, b in zip(received, planned, strict=True))
+    ratio = sum(received) / minimum
+    return {
+        "sizes": " -> ".join(SIZES),
+        "received": received,
+        "planned": planned,
+        "bytes / minimum": ratio,
+        "difference": changed,
+        "met": is_as_planned and abs(ratio - 1) <= 0.01 and changed <= LIMIT_DIFFERENCE,
+    }
+
+
+def output_of(*arguments: str | Path, folder: Path) -> str:
+    """Run a command of megarl in a folder and return its output. Raises SystemExit if it fails."""
+    done = runs.run_megarl(*arguments, folder=folder)
+    if done.returncode:
+        raise SystemExit(f"megarl {arguments[0]} ended with {done.returncode}:\n{runs.output_end(done)}")
+    return done.stdout
+
+
+def resized(run: HeldRun) -> list[float]:
+    """Return the bytes that ranks received in each change of the sizes so far."""
+    return [step["fault/restored_bytes"] for step in run.steps() if "fault/restored_bytes" in step]
+
+
+def check_cost(folder: Path, num_steps: int) -> dict[str, Any]:
+    """Copy and check the state of a wide model after every `EVERY` steps, and compare these steps with the others.
+
+    A copy is sent to the other rank during the next step, so two of `EVERY` steps bear its cost. They are compared
+    within one run, because two equal runs on two cores differ by up to a quarter. The limit holds for the cost of a
+    copy after each step, with twice the standard error of its mean.
+    """
+    options = f"weights.check_every={EVERY} checkpoint.replicate={EVERY} cluster.recover=restart"
+    run = start(folder, Case(DP_2, model="wide"), "timed", f"train.steps={num_steps} {options}")
+    run.finish()
+    seconds = {int(step["step"]): step["time/step_seconds"] for step in run.steps()}
+    # The first steps compile and allocate.
+    copied = range(EVERY, num_steps - EVERY + 1, EVERY)
+    calm = statistics.mean(seconds[step + later] for step in copied for later in (2, 3))
+    extra = [seconds[step] + seconds[step + 1] - seconds[step + 2] - seconds[step + 3] for step in copied]
+    cost, error = statistics.mean(extra) / calm, statistics.stdev(extra) / len(extra) ** 0.5 / calm
+    return {"step": calm, "cost every step": cost, "standard error": error, "met": cost + 2 * error <= LIMIT_COST}
 
 
 def check_kills(folder: Path, num_kills: int, seed: int) -> dict[str, Any]:
-    """Kill a random rank at random moments of one run, until there were enough kills."""
+    """Kill random processes of one run: the driver, ranks, fork servers, reward processes and what supervises them.
+
+    A run that ends is started again with --resume.
+    """
     case, moments = Case("cluster.ranks_per_node=2"), random.Random(seed)
-    # Each kill costs at most one step, so the run needs a few steps for each.
-    steps = f"train.steps={2 * num_kills + 4}"
-    calm = Run(folder, case, "calm", steps)
+    # A kill costs a step at most, and the wait before it lets the run gain one or two.
+    steps = f"train.steps={4 * num_kills + 4}"
+    calm = start(folder, case, "calm", steps)
     calm.finish()
-    run = Run(folder, case, "disturbed", f"{steps} cluster.recover=restart checkpoint.replicate=1")
-    for number in range(num_kills):
-        run.await_steps(2 * number + 1)
-        time.sleep(moments.uniform(0.0, 1.0))
-        if ranks := run.ranks():
-            os.kill(moments.choice(sorted(ranks.values())), signal.SIGKILL)
-    run.finish()
-    found, recovered = difference(calm.steps(), run.steps()), run.steps()
-    recoveries = max((step.get("fault/recoveries", 0.0) for step in recovered), default=0.0)
-    return {"recoveries": recoveries, "difference": found, "met": found <= LIMIT_DIFFERENCE}
-
-
-class Run:
-    """A run in progress, started in `folder` with the recipe of a case."""
-
-    def __init__(self, folder: Path, case: Case, name: str, overrides: str) -> None:
-        self._folder, self._case, self._path = folder, case, folder / "runs" / name
-        self._arguments = [f"{case.model}.yaml", f"name={name}", *case.overrides.split(), *overrides.split()]
-        shutil.rmtree(self._path, ignore_errors=True)
-        self._start("--restart")
-
-    def _start(self, option: str) -> None:
-        command = [sys.executable, "-m", "megarl", "train", *self._arguments, option]
-        with (self._folder / "screen").open("w") as screen:
-            self._driver = subprocess.Popen(command, cwd=self._folder, stdout=screen, stderr=subprocess.STDOUT)
-
-    def steps(self) -> list[dict[str, float]]:
-        file = self._path / "metrics.jsonl"
-        if not file.exists():
-            return []
-        lines = file.read_text().rpartition("\n")[0].splitlines()
-        return [line for line in map(json.loads, lines) if line["step"]]
-
-    def ranks(self) -> dict[int, int]:
-        return rank_processes(self._driver.pid)
-
-    def await_steps(self, count: int, *, restarts: bool = False) -> None:
-        """Wait for so many complete steps. If the run ends before and `restarts`, start it again with --resume."""
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while len(self.steps()) < count:
-            if self._driver.poll() is not None:
-                if not restarts:
-                    raise SystemExit((self._folder / "screen").read_text())
-                self._start("--resume")
-            if time.monotonic() > deadline:
-                raise SystemExit(f"no step {count} in {PATIENCE_SECONDS:g} s\n{(self._folder / 'screen').read_text()}")
-            time.sleep(0.01)
-
-    def finish(self) -> None:
-        """Wait for the run's good end."""
-        if self._driver.wait(PATIENCE_SECONDS):
-            raise SystemExit((self._folder / "screen").read_text())
-
-
-def difference(calm: list[dict[str, float]], found: list[dict[str, float]]) -> float:
-    """Return the largest difference of the compared metrics over all steps. Missing steps: infinite."""
-    if [step["step"] for step in calm] != [step["step"] for step in found]:
-        return float("inf")
-    return max(
-        distance(a, b, name) for a, b in zip(calm, found, strict=True) for name in COMPARED if name in a or name in b
+    run = start(
+        folder,
+        case,
+        "disturbed",
+        f"{steps} cluster.recover=restart cluster.max_restarts={num_kills} checkpoint.replicate=1 "
+        "checkpoint.every_steps=5",
     )
+    ends: Counter[int] = Counter()
+    killed: Counter[str] = Counter()
+    while killed.total() < num_kills and not is_over(run, ends):
+        reached = last_step(run) + 1
+        while last_step(run) < reached and not is_over(run, ends):
+            time.sleep(0.01)
+        time.sleep(moments.uniform(0.0, 1.0))
+        victim = moments.choice(sorted([run.driver.pid, *descendants(run.driver.pid)]))
+        name = re.sub(r"\d+", "N", process_name(victim))
+        # A process may end by itself meanwhile.
+        with suppress(OSError):
+            os.kill(victim, signal.SIGKILL)
+            killed[name] += 1
+    while not is_over(run, ends):
+        time.sleep(0.1)
+    found, ledger = difference(calm.steps(), run.steps()), account(run.path)
+    weights = [load_file(one.path / "hf/model.safetensors") for one in (calm, run)]
+    largest = max(float((weights[0][name] - weights[1][name]).abs().max()) for name in weights[0])
+    return {
+        "killed": ", ".join(f"{name} {count}" for name, count in sorted(killed.items())),
+        "restarts": ", ".join(f"{code}: {count}" for code, count in sorted(ends.items())) or "none",
+        "difference": found,
+        "weights": largest,
+        "ledger": "; ".join(ledger.faults) or "every prompt accounted for",
+        "met": killed.total() == num_kills
+        and set(ends) <= {-signal.SIGKILL, PeerLostError.exit_code}
+        and max(found, largest) <= LIMIT_DIFFERENCE
+        and not ledger.faults,
+    }
 
 
-def distance(a: Mapping[str, float], b: Mapping[str, float], name: str) -> float:
-    """Return the difference of a metric, relative to the larger of 1 and its value."""
-    return abs(a[name] - b[name]) / max(1.0, abs(a[name]))
+def is_over(run: HeldRun, ends: Counter[int]) -> bool:
+    """Return whether the run is complete. If it ended before, start it again, and count its exit code."""
+    if (code := run.driver.poll()) is None:
+        return False
+    if code == 0:
+        return True
+    ends[code] += 1
+    print(f"ended with {code}: {run.screen().strip().splitlines()[-1:]}", file=sys.stderr)
+    run.start("--resume")
+    return False
+
+
+def last_step(run: HeldRun) -> int:
+    """Return the number of the run's last complete step; 0: none."""
+    return int(max((step["step"] for step in run.steps()), default=0))

@@ -22,9 +22,9 @@ from typing import Any
 import megarl
 from tools.make_dataset import make_dataset
 from tools.make_tiny_model import make_tiny_model
-from tools.runs import DIGITS_REWARD, output_end, read_metrics, run_python, train
+from tools.runs import DIGITS_REWARD, output_end, read_metrics, run_megarl, train
 
-DURATION = {"small": "80 s (one layout and one bug)", "full": "15 minutes (12 layouts, two bugs)"}
+DURATION = {"small": "80 s (one layout and one bug)", "full": "15 to 25 minutes (13 layouts, two bugs)"}
 SMALL = {"only": ["dp2", "advantage"], "steps": 3}
 
 RECIPE = """
@@ -145,7 +145,7 @@ def layout_row(folder: Path, name: str, steps: int, draw: random.Random) -> dict
 
 def replayed(folder: Path, run_name: str, step: int, *overrides: str) -> tuple[int, int]:
     """Replay a run up to a step. Returns the numbers of equal steps and of executed ones."""
-    done = run_python("-m", "megarl", "replay", f"runs/{run_name}", "--step", str(step), *overrides, folder=folder)
+    done = run_megarl("replay", f"runs/{run_name}", "--step", str(step), *overrides, folder=folder)
     lines = re.findall(r"^step \d+: (bit-equal|within 1e-5|differs)", done.stdout, re.MULTILINE)
     if not lines or (done.returncode and "differs" not in lines):
         raise SystemExit(f"megarl replay {run_name} --step {step} ended with {done.returncode}:\n{output_end(done)}")
@@ -172,7 +172,7 @@ def bug_row(folder: Path, name: str, steps: int) -> dict[str, Any]:
     )
     if done.returncode:
         raise SystemExit(f"the run with a bug ended with {done.returncode}:\n{output_end(done)}")
-    found = run_python("-m", "megarl", "replay", "runs/right", "--bisect", str(copy / "runs/wrong"), folder=folder)
+    found = run_megarl("replay", "runs/right", "--bisect", str(copy / "runs/wrong"), folder=folder)
     read = re.search(r"(\d+) of each run's records", found.stdout)
     return {
         "row": f"bug: {name}",

@@ -1,0 +1,31 @@
+"""Temporary folders on storage that several machines share."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+_ABANDONED_SECONDS = 24 * 3600.0
+"""Age in seconds from which a folder counts as left by a killed process. A doctor or a replay takes minutes."""
+
+
+@contextlib.contextmanager
+def temporary_folder(parent: Path, prefix: str) -> Iterator[Path]:
+    """Create a temporary folder in `parent` whose name begins with `prefix`, and remove it on exit from the context.
+
+    A killed process leaves its folder. So this user's folders with that prefix that are older than a day are removed
+    first. A lock would show sooner that its owner is dead, but some shared storage has no locks between machines.
+    """
+    for path in parent.glob(f"{prefix}*"):
+        with contextlib.suppress(OSError):
+            status = path.lstat()
+            if status.st_uid == os.getuid() and time.time() - status.st_mtime > _ABANDONED_SECONDS:
+                shutil.rmtree(path, ignore_errors=True)
+    # Files of another node may appear while the folder is removed (NFS keeps files that are still open).
+    with TemporaryDirectory(dir=parent, prefix=prefix, ignore_cleanup_errors=True) as name:
+        yield Path(name)

@@ -1,0 +1,44 @@
+"""Products of bfloat16 matrices on CPUs without AVX-512, where torch's own are slow.
+
+There torch 2.11 has no oneDNN kernel for bfloat16. Its fallback is 20 times slower for two row-major matrices, as in
+the gradient of a linear layer's input, than if the first matrix is column-major.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+_library: list[torch.library.Library] = []
+"""Replaced operators. They are in effect as long as the object exists."""
+
+
+def install() -> None:
+    """Replace torch's products on the CPU by faster ones, once. No effect if the CPU has bfloat16 kernels."""
+    if _library or torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return
+    _library.append(torch.library.Library("aten", "IMPL"))
+    with warnings.catch_warnings():
+        # The warning says that a kernel is replaced, which is the purpose.
+        warnings.filterwarnings("ignore", r"(?s).*Overriding a previously registered kernel", UserWarning)
+        _library[0].impl("mm", product, "CPU", allow_override=True)
+        _library[0].impl("bmm", batched_product, "CPU", allow_override=True)
+
+
+def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return the product [rows, columns] of two matrices, `a` [rows, inner] and `b` [inner, columns]."""
+    # The operator with `out` has a kernel of its own, which is not replaced.
+    return torch.mm(_fast_layout(a, b), b, out=a.new_empty(a.shape[0], b.shape[1]))
+
+
+def batched_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return products [batch, rows, columns] of matrices `a` [batch, rows, inner] and `b` [batch, inner, columns]."""
+    return torch.bmm(_fast_layout(a, b), b, out=a.new_empty(a.shape[0], a.shape[1], b.shape[2]))
+
+
+def _fast_layout(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return `a` with the same values, column-major if the product is slow otherwise."""
+    if a.dtype != torch.bfloat16 or b.stride(-1) != 1:
+        return a
+    return a.mT.contiguous().mT
