@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -73,8 +73,11 @@ class ProcessPool:
         if self.is_closed:
             return
         self.is_closed = True
-        wait([closing for place in self.places if (closing := place.kill())])
-        self._threads.shutdown(cancel_futures=True)
+        for place in self.places:
+            place.kill()
+        # Without `cancel_futures`: it would cancel a kill that no thread has begun. A request that no thread has begun
+        # fails, because its process is killed first.
+        self._threads.shutdown()
 
     async def run_in_thread(self, call: Callable[[], Result]) -> Result:
         """Run a blocking call in a thread and return its result. Raises PeerLostError if the pool is closed before or
@@ -87,9 +90,9 @@ class ProcessPool:
             raise PeerLostError("the pool of child processes was closed during a request")
         return result
 
-    def submit(self, call: Callable[[], None]) -> Future[None]:
-        """Run a blocking call in a thread. Returns a future that completes when the call ends."""
-        return self._threads.submit(call)
+    def submit(self, call: Callable[[], None]) -> None:
+        """Run a blocking call in a thread, without waiting for it. `close` waits for it."""
+        self._threads.submit(call)
 
     async def _take(self) -> Place:
         if self._free:
@@ -174,10 +177,9 @@ class Place:
             self.kill()
         return answer
 
-    def kill(self) -> Future[None] | None:
+    def kill(self) -> None:
         """Kill the process, if there is one, and all its descendants, without waiting."""
         process, self.process = self.process, None
-        if process is None:
-            return None
-        self.num_killed += 1
-        return self._pool.submit(process.close)
+        if process is not None:
+            self.num_killed += 1
+            self._pool.submit(process.close)
