@@ -140,8 +140,8 @@ async def test_a_formula_that_takes_for_ever_ends_its_process_alone() -> None:
     async def score(pool: RewardPool) -> list[Scored]:
         return [await pool.score(Sample(text, entry["answer"], record=entry)) for text in (gold, endless, gold)]
 
-    # The first completion imports the library: 3 s of CPU on a slow machine.
-    with pool_of("reasoning_gym", timeout_seconds=5.0) as pool:
+    # The first completion imports the library: 3 s of CPU here, over 5 s on a machine that others use too.
+    with pool_of("reasoning_gym", timeout_seconds=15.0) as pool:
         right, late, again = await score(pool)
     assert (right.failure, late.failure, again.failure) == (None, "timeout", None)
     assert again.reward == right.reward and right.reward.answer_correct

@@ -94,7 +94,6 @@ def interact(messages):
 EXPECTED = {
     "raise": ("KeyError: 'x'", 0),
     "begin": ("TypeError: the environment's reset returned 'at once'; return a megarl.environments.Start", 0),
-    "hang": ("Timeout: the environment's answer took longer than 6 seconds", 1),
     "fill": ("MemoryError: ", 1),
     "die": ("EnvironmentProcessError: the environment's process ended with exit code 3", 2),
     "crash": ("EnvironmentProcessError: the environment's process was killed by SIGSEGV", 2),
@@ -136,7 +135,8 @@ def attempts(name: str, acts: list[str], texts: list[str], **budget: Any) -> tup
 
 def test_what_an_environment_does_in_its_process_ends_its_own_attempt_at_most(file: Path) -> None:
     acts = [act for bad in EXPECTED for act in (bad, "fine")]
-    found, _ = attempts(f"{file}:Acts", acts, ["sorted"], step_seconds=6.0, attempts=2)
+    # Long enough for a process to start and to end on a machine with more work than cores.
+    found, _ = attempts(f"{file}:Acts", acts, ["sorted"], step_seconds=60.0, attempts=2)
     pids = set()
     for act, trajectory in zip(acts, found, strict=True):
         killed = trajectory.metrics["process_killed"]
@@ -153,6 +153,14 @@ def test_what_an_environment_does_in_its_process_ends_its_own_attempt_at_most(fi
         )
     num_kills = sum(num_killed for _, num_killed in EXPECTED.values())
     assert len(pids) <= 2 + num_kills < len(acts), "processes serve one attempt after the other"
+
+
+def test_an_environment_that_hangs_ends_its_own_attempt_alone(file: Path) -> None:
+    late, fine = attempts(f"{file}:Acts", ["hang", "fine"], ["sorted"], step_seconds=6.0, attempts=2)[0]
+    assert (late.ended, late.reward, late.metrics["process_killed"], late.restarts) == ("error", None, 1, 0)
+    assert late.failure == "Timeout: the environment's answer took longer than 6 seconds" and late.num_turns == 1
+    assert (fine.ended, fine.metrics["process_killed"]) == ("done", 0) and fine.reward is not None
+    assert fine.reward.score == len("sorted")
 
 
 def test_an_attempt_begins_once_more_where_its_process_is_killed_from_outside(file: Path, tmp_path: Path) -> None:
