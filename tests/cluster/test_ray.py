@@ -199,6 +199,7 @@ async def test_a_rank_on_ray_that_is_lost_is_named_and_the_others_go_on(
         ray.shutdown()
 
 
+@pytest.mark.long
 async def test_no_rank_on_ray_is_placed_on_a_faulty_node(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,6 +225,7 @@ async def test_no_rank_on_ray_is_placed_on_a_faulty_node(
         ray.shutdown()
 
 
+@pytest.mark.long
 async def test_a_node_that_dies_is_replaced_by_another(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -336,6 +336,7 @@ def test_ended_by_a_signal_pytest_leaves_no_cluster(number: signal.Signals) -> N
         assert name in commands
 
 
+@pytest.mark.long
 @needs_slurm
 @pytest.mark.parametrize("launcher", ["slurm", pytest.param("ray", marks=pytest.mark.long)])
 def test_jobs_are_accepted_before_they_wait(cluster: Cluster, launcher: str) -> None:

@@ -112,7 +112,7 @@ def in_turn(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict
         return asyncio.run(play())
 
 
-@pytest.mark.parametrize("via", ["shared memory", "gloo"])
+@pytest.mark.parametrize("via", [pytest.param("shared memory", marks=pytest.mark.long), "gloo"])
 async def test_each_version_is_that_of_a_run_without_and_a_killed_replica_comes_back(
     via: str, model: Path, in_turn: tuple[dict[int, str], list[str]], tmp_path: Path
 ) -> None:

@@ -38,6 +38,7 @@ def share_of_digits(completion_text, answer, correct_score):
 """
 
 
+@pytest.mark.long
 def test_a_run_drafts_with_the_layer_that_it_trains(
     tmp_path: Path, tiny_model: Callable[..., Path], tool: Callable[[str], ModuleType]
 ) -> None:

@@ -80,6 +80,7 @@ def weights(run: Path) -> dict[str, str]:
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in (run / "hf").glob("*.safetensors")}
 
 
+@pytest.mark.long
 def test_own_functions_train_to_the_same_weights(train: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     folder = train.folder  # type: ignore[attr-defined]
     own = "algorithm.policy_loss=own/functions.py:loss"

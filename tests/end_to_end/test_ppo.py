@@ -57,6 +57,7 @@ def runs(
     return folder / "runs"
 
 
+@pytest.mark.long
 def test_a_reward_model_is_learned(runs: Path) -> None:
     first, *steps = metrics(runs / "reward")
     # A new head scores everything alike.

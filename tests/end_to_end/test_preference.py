@@ -27,6 +27,7 @@ checkpoint: {{every_steps: 3}}
 """
 
 
+@pytest.mark.long
 def test_judged_answers_are_learned(
     tmp_path: Path, tiny_model: Callable[..., Path], tool: Callable[[str], ModuleType]
 ) -> None:
@@ -42,6 +43,7 @@ def test_judged_answers_are_learned(
     assert unknown_metrics(tmp_path / "runs/pairs") == set()
 
 
+@pytest.mark.long
 def test_a_reference_that_moves_is_the_policy_again_also_after_a_resume(
     tmp_path: Path, tiny_model: Callable[..., Path], tool: Callable[[str], ModuleType]
 ) -> None:

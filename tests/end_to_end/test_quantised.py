@@ -16,6 +16,7 @@ pytestmark = pytest.mark.end_to_end
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.long
 def test_an_fp8_engine_is_verified_and_its_mismatch_corrected(
     tmp_path: Path, tiny_model: Callable[..., Path], tool: Callable[[str], ModuleType]
 ) -> None:

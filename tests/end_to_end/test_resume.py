@@ -118,6 +118,7 @@ def runs(
     return runs
 
 
+@pytest.mark.long
 def test_groups_that_waited_are_trained_from_the_log_probs_of_the_weights_that_sampled_them(runs: Runs) -> None:
     steps = [json.loads(line) for line in (runs.run("whole") / "metrics.jsonl").open()][1:]
     waited = [step for step in steps if step["staleness/max"] > 0]

@@ -74,6 +74,7 @@ class Twice:
 """
 
 
+@pytest.mark.long
 def test_turns_and_truncated_sampling_of_a_mixture_go_on_bit_equal_after_a_kill(
     tmp_path: Path, tiny_model: Callable[..., Path], tool: Callable[[str], ModuleType]
 ) -> None:

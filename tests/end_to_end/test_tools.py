@@ -18,6 +18,7 @@ pytestmark = pytest.mark.end_to_end
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.long
 def test_a_policy_learns_calls_from_demonstrations_and_makes_them_in_grpo(
     tmp_path: Path, tool: Callable[[str], ModuleType]
 ) -> None:

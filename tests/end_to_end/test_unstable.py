@@ -39,6 +39,7 @@ DISTURBED = """
 """Statements that let a layer of rank 1 compute another result in each pass."""
 
 
+@pytest.mark.long
 def test_a_spike_rolls_back_and_a_faulty_rank_ends_the_run(tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
     """Step 5 trains on other conversations; before step 7 rank 1 computes its canary in two ways."""
     usual, other = "yes yes yes yes yes yes", "Q7#zp Vx!k 93%w ~Lj&2 bN)e"

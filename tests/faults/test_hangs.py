@@ -164,6 +164,7 @@ def test_a_stopped_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
         assert sandbox.run("print(5)").stdout == "5\n"
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("probe")
 async def test_a_stopped_fork_server_is_named_and_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(SHARED)

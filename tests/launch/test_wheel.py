@@ -92,6 +92,7 @@ def test_its_commands_need_no_clone(installed: Callable[..., str], tmp_path: Pat
     assert "\nkind: RayJob\n" in installed("kubernetes", "render", recipe, "--image", "megarl:gpu")
 
 
+@pytest.mark.long
 def test_it_trains_and_reports(installed: Callable[..., str], tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     data = tmp_path / "sums.jsonl"
     sums = [{"messages": [{"role": "user", "content": f"{n} + 1 ="}], "gt_answer": str(n + 1)} for n in range(8)]

@@ -203,6 +203,7 @@ def test_an_agent_program_with_tools_trains(tool_model: Path, tmp_path: Path) ->
     assert "endpoint at http://127.0.0.1:" in done.stdout + done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.end_to_end
 def test_a_run_s_model_is_served_by_two_ranks_until_ctrl_c_ends_them_all(tool_model: Path, tmp_path: Path) -> None:
     run, left = tmp_path / "runs/mine", tmp_path / "tmp"

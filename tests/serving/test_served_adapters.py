@@ -69,6 +69,7 @@ def expected_logprobs(model: Path, added: Mapping[str, torch.Tensor], token_ids:
     return logprobs[:-1].gather(1, ids[1:, None])[:, 0].numpy()
 
 
+@pytest.mark.long
 @pytest.mark.distributed
 @pytest.mark.anyio
 async def test_each_request_is_answered_by_the_adapter_that_it_names(

@@ -27,6 +27,7 @@ def lines_of(*command: str) -> dict[str, dict]:
     return {line["metric"]: line for line in lines}
 
 
+@pytest.mark.long
 def test_every_method_is_run_and_agrees() -> None:
     lines = lines_of(str(BENCH / "reshard.py"), "--small", "--rounds", "3")
     for case in ("vllm", "megatron"):
@@ -38,6 +39,7 @@ def test_every_method_is_run_and_agrees() -> None:
         assert line["target"] == target and line["value"] > 0 and line["met"] is not None
 
 
+@pytest.mark.long
 def test_one_device_repacks_a_whole_model() -> None:
     lines = lines_of(str(BENCH / "reshard_gpu.py"), "--small", "--device", "cpu", "--rounds", "3")
     assert lines.keys() == {"repack_seconds", "repack_bandwidth", "repack_vs_one_by_one", "repack_vs_buckets"}

@@ -19,7 +19,7 @@ OF_EXPERTS = ("sft", "gspo", "all added", "critic", "balanced")
     ("model", "layouts", "objectives"),
     [
         pytest.param("dense", ["tp2 cp2"], [name for name in invariance.OBJECTIVES if name != "balanced"], id="dense"),
-        pytest.param("moe", ["tp2", "etp2 dp2", "tp2 etp2 ep2 dp2"], OF_EXPERTS, id="experts"),
+        pytest.param("moe", ["tp2", "etp2 dp2", "tp2 etp2 ep2 dp2"], OF_EXPERTS, id="experts", marks=pytest.mark.long),
     ],
 )
 def test_layouts_train_as_one_rank_does(

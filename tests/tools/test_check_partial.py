@@ -13,6 +13,7 @@ from tools.runs import read_lines
 pytestmark = pytest.mark.end_to_end
 
 
+@pytest.mark.long
 def test_partial_rollouts_take_fewer_engine_steps(tmp_path: Path) -> None:
     # So small a model spends its CPU seconds elsewhere. Their ratio is not asserted, and the exit code follows it.
     check.main(["partial", "--size", "small", "--json", str(tmp_path / "rows.jsonl")])

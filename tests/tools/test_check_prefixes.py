@@ -23,7 +23,10 @@ def test_trees_have_the_gradients_of_separate_sequences(tmp_path: Path, ranks: R
     assert len(lines) == 2 and all(line["met"] for line in lines), lines
 
 
-@pytest.mark.parametrize(("model", "layout"), [("dense", "pp2 vpp2"), ("dense", "tp2 cp2"), ("moe", "cp2 ep2")])
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [("dense", "pp2 vpp2"), ("dense", "tp2 cp2"), pytest.param("moe", "cp2 ep2", marks=pytest.mark.long)],
+)
 def test_layouts_train_trees(tiny_model: Callable[..., Path], ranks: RankPool, model: str, layout: str) -> None:
     folder = tiny_model(**invariance.MODELS[model])
     lines = list(prefixes.check_layouts(model, folder, ranks, [layout], prefixes.SMALL["objectives"]))

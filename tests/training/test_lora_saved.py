@@ -214,7 +214,13 @@ def load_and_go_on(recipe: Recipe, layout: ParallelConfig, updates: Updates, fol
     ("shape", "saved", "loaded"),
     [
         pytest.param({}, {"tp": 2, "dp": 2}, {"pp": 2, "vpp": 2}, id="dense"),
-        pytest.param({"family": "qwen2_moe"}, {"tp": 2, "etp": 2, "ep": 2, "dp": 2}, {"pp": 2}, id="experts"),
+        pytest.param(
+            {"family": "qwen2_moe"},
+            {"tp": 2, "etp": 2, "ep": 2, "dp": 2},
+            {"pp": 2},
+            id="experts",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_a_checkpoint_of_adapters_resumes(
