@@ -21,8 +21,6 @@ import time
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import replace
-from itertools import chain, count
 from pathlib import Path
 from typing import Any, Self
 
@@ -30,6 +28,7 @@ from megarl.cluster import relay
 from megarl.cluster.connection import Connection
 from megarl.cluster.handshake import STRANGERS, introduce, meet, pack_json, receive_json
 from megarl.cluster.messages import Inbox
+from megarl.cluster.places import choose_places
 from megarl.cluster.rank import serve
 from megarl.cluster.rank_handle import RankHandle, log_tail
 from megarl.cluster.topology import Introduction, environments, in_order, rank_topology
@@ -70,7 +69,6 @@ class RemoteHandle(RankHandle):
         self.connection = self.direct = Connection(connected, [self], on_end=on_end)
         self.process, self.node, self.turn, self._group = process, process.node, process.turn, group
         self.place = place
-        """Place of the process (see `ConnectedGroup.places`). Unlike the rank it never changes."""
         self.addresses = "", ""
         """IP addresses of the process and of the driver on their connection; empty if the connection has already
         ended.
@@ -137,8 +135,6 @@ class ConnectedGroup(WorkerGroup):
         """
         super().__init__(world_size, part)
         self.ranks_per_node, self._first_place = ranks_per_node or world_size, first_place
-        self.places: list[int] = []
-        """Place of each rank. Places are numbered node by node: those of a node are consecutive."""
         self.new_places: list[int] = []
         """Places of the processes that `launch` has to start, in the order of their turns."""
         self.start_log = f"start_{self.part.first_rank:04d}.log" if self.part.first_rank else "start.log"
@@ -219,7 +215,16 @@ class ConnectedGroup(WorkerGroup):
         return socket.gethostname()
 
     async def _start_processes(self, log_folder: Path, environment: Mapping[str, str]) -> None:
-        self.new_places = self._choose_places()
+        self.new_places = choose_places(
+            self.world_size,
+            {rank: handle.place for rank, handle in self._inherited.items()},
+            before=self.former_places,
+            # A group starting after the others gets the first free places.
+            first=0 if self.others() else self._first_place,
+            per_node=self.ranks_per_node,
+            taken=self._taken_places(),
+            silent_nodes=self._former[-1]._silent_nodes if self._former else (),
+        )
         if not self.new_places:
             self._handles = [self._inherited[rank] for rank in range(self.world_size)]
             self._introduce_ranks({})
@@ -274,28 +279,6 @@ class ConnectedGroup(WorkerGroup):
             self._note_all_ended()
         for handle in self._remote_handles:
             await handle.direct.open()
-
-    def _choose_places(self) -> list[int]:
-        """Return the place of each process to start: that of the lost process if it is free.
-
-        Otherwise it is a free place on the node of the preceding rank, if there is one, or the first free place.
-        """
-        if not self._former:
-            return [self._first_place + rank for rank in self.missing_ranks]
-        before, silent = self._former[-1].places, self._former[-1]._silent_nodes
-        places = {rank: h.place for rank, h in self._inherited.items() if isinstance(h, RemoteHandle)}
-        for rank in self.missing_ranks:
-            used = set(places.values())
-            if len(before) == self.world_size and before[rank] not in used:
-                places[rank] = before[rank]
-                continue
-            near = range(0)
-            if rank:
-                first = self._node_of(places[rank - 1]) * self.ranks_per_node
-                near = range(first, first + self.ranks_per_node)
-            anywhere = (place for place in count(self._first_place) if self._node_of(place) not in silent)
-            places[rank] = next(place for place in chain(near, anywhere) if place not in used)
-        return [places[rank] for rank in self.missing_ranks]
 
     def _node_of(self, place: int) -> int:
         """Return the number of a place's node."""
@@ -411,10 +394,8 @@ class ConnectedGroup(WorkerGroup):
             how = f"accepting connections failed: {task.exception()}" if is_done else ended.result()
             raise PeerLostError(f"{how} before all ranks connected\n{log_tail(log_folder / self.start_log)}")
 
-    def _heir(self, world_size: int) -> Self:
-        heir = self._sibling(
-            world_size, replace(self.part, num_ranks=self.part.num_ranks + world_size - self.world_size)
-        )
+    def _heir(self, world_size: int, part: PartOfRun) -> Self:
+        heir = self._sibling(world_size, part)
         heir._former = [*self._former, self]
         # A log of its own: processes of earlier starts may still write to theirs in this folder.
         heir.start_log = f"start_{self.part.first_rank:04d}_{len(heir._former)}.log"

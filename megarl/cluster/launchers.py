@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -74,7 +74,17 @@ async def start_ranks(
     started: list[WorkerGroup] = []
     try:
         for turn in turns:
-            starts = [start_group(cluster, log_folder, *place, key, avoided_nodes) for place in turn]
+            starts = [
+                start_group(
+                    cluster,
+                    log_folder,
+                    size,
+                    PartOfRun(first_rank, cluster.world_size, key),
+                    _kind_of(cluster, first_rank),
+                    avoided_nodes,
+                )
+                for size, first_rank in turn
+            ]
             started += await _started_together(starts)
     except BaseException:
         await asyncio.gather(*(group.close() for group in started))
@@ -100,24 +110,31 @@ async def start_group(
     cluster: ClusterConfig,
     log_folder: Path,
     size: int,
-    first_rank: int,
-    key: bytes,
+    part: PartOfRun,
+    kind: NodeKind,
     avoided_nodes: Sequence[str] = (),
+    *,
+    others: Callable[[], Sequence[WorkerGroup]] = lambda: (),
+    places: Sequence[int] = (),
 ) -> WorkerGroup:
-    """Start `size` ranks of a cluster as one group, numbered from `first_rank`. `key` is the run's secret key.
+    """Start `size` ranks of a cluster as one group, on nodes of a kind. `part` is the group's position in the run.
 
-    Ray places no rank on `avoided_nodes`.
+    Ray places no rank on `avoided_nodes`. A group replacing a lost one gets its `places`. Without
+    them, a group starting after the others gets places not used by the groups of `others()`.
     """
-    kind = _kind_of(cluster, first_rank)
-    group = _group(cluster, size, PartOfRun(first_rank, cluster.world_size, key), kind, avoided_nodes)
+    group = _group(cluster, size, part, kind, avoided_nodes)
+    group.kind, group.others, group.former_places = kind, others, places
     # Trainers have the first ranks. A lost engine replica is started again as a whole.
-    group.keeps_survivors = cluster.recover != "stop" and first_rank == 0
+    group.keeps_survivors = cluster.recover != "stop" and part.first_rank == 0
     return await group.start(
         "megarl.cluster.node_checks:NodeReport",
         {},
         log_folder=log_folder,
         start_timeout_seconds=cluster.start_timeout_seconds,
-        environment={**_environment(cluster, kind.ranks_per_node), **_flight_recorder(cluster, log_folder, first_rank)},
+        environment={
+            **_environment(cluster, kind.ranks_per_node),
+            **_flight_recorder(cluster, log_folder, part.first_rank),
+        },
     )
 
 

@@ -10,12 +10,13 @@ import os
 import secrets
 import signal
 import socket
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
 from megarl.cluster.connection import Connection
+from megarl.cluster.places import choose_places
 from megarl.cluster.rank_handle import RankHandle
 from megarl.cluster.worker_group import PartOfRun, WorkerGroup
 from megarl.files.private_folder import PrivateFolder
@@ -32,7 +33,7 @@ class _LocalHandle(RankHandle):
 
     def __init__(self, rank: int, environment: Mapping[str, str], imports: Sequence[str], log: Path) -> None:
         super().__init__(rank, log)
-        self.local_rank = int(environment["LOCAL_RANK"])
+        self.place = int(environment["LOCAL_RANK"])
         with log.open("ab") as output:
             server = fork_server(environment, imports, output)
             self.process: ForkedProcess = server.fork(
@@ -118,17 +119,25 @@ class LocalGroup(WorkerGroup):
             "TMPDIR": str(self._folder.path),
             **{"WORLD_SIZE": str(self.world_size), "LOCAL_WORLD_SIZE": str(self.world_size)},
         }
-        used = {handle.local_rank for handle in self._inherited.values() if isinstance(handle, _LocalHandle)}
-        # A process that replaces a lost one gets the lost one's GPU.
-        free = [self.part.first_rank + n for n in range(self.world_size) if self.part.first_rank + n not in used]
+        places = choose_places(
+            self.world_size,
+            {rank: handle.place for rank, handle in self._inherited.items()},
+            before=self.former_places,
+            # A group starting after the others gets the first free places.
+            first=0 if self.others() else self.part.first_rank,
+            # All ranks are on this machine.
+            per_node=sys.maxsize,
+            taken=self._taken_places(),
+        )
         for rank in range(self.world_size):
             if rank in self._inherited:
                 self._handles.append(self._inherited[rank])
                 continue
             # RANK counts within the group. LOCAL_RANK, the index of the GPU, counts over all groups on this machine.
-            own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(free.pop(0))}
+            own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(places.pop(0))}
             number = self.part.first_rank + rank
             self._handles.append(_LocalHandle(number, own, self._imports, self._log_of(number, log_folder)))
+        self.places = [handle.place for handle in self._handles]
         for rank, handle in enumerate(self._handles):
             if rank not in self._inherited:
                 await handle.connection.open()
@@ -137,8 +146,7 @@ class LocalGroup(WorkerGroup):
         # This machine can always start a process.
         pass
 
-    def _heir(self, world_size: int) -> Self:
-        part = replace(self.part, num_ranks=self.part.num_ranks + world_size - self.world_size)
+    def _heir(self, world_size: int, part: PartOfRun) -> Self:
         heir = type(self)(world_size, part, imports=self._imports)
         # Survivors have this folder in their environment (TMPDIR).
         heir._folder, self._folder = self._folder, None

@@ -200,13 +200,17 @@ def _free_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def _renumber(rank: int, world_size: int, address: str) -> int:
+def _renumber(rank: int, world_size: int, address: str, number: int) -> int:
     """Set rank and world size of this process for its next torch world. Its LOCAL_RANK, the GPU's index, stays.
 
+    `number` is its rank within the run. `ps` shows it if the process was forked from a fork server.
     Rank 0 listens at `address` for the world's TCPStore, and returns the port. Other ranks return 0. An empty `address`
     means that the ranks meet in a file of one machine; rank 0 then returns 0 too.
     """
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    shown = Path("/proc/self/comm")
+    if shown.read_text().startswith("megarl rank "):
+        shown.write_text(f"megarl rank {number}")
     rendezvous.stop_listening()
     return rendezvous.listen(address) if address and rank == 0 else 0
 

@@ -98,12 +98,14 @@ class RankHandle(ABC):
 
     `direct` is the connection to the rank itself. `connection` carries the commands; it leads to the relay of the
     rank's node, if there is one. `died` completes with the time at which the end of the process became known.
-    `stop_signal` is the name of the stop signal received by the rank, if any.
+    `stop_signal` is the name of the stop signal received by the rank, if any. `place` is the place of the process on
+    the run's nodes (see `places`); unlike the rank it never changes.
     """
 
     direct: RankConnection
     connection: RankConnection
     stop_signal: str | None = None
+    place: int
 
     def __init__(self, rank: int, log: Path) -> None:
         self.rank, self.log = rank, log

@@ -25,7 +25,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from megarl.cluster.connected import Address, ConnectedGroup, RemoteHandle, connect
 from megarl.cluster.topology import Introduction, NodeKind
-from megarl.cluster.worker_group import PartOfRun
+from megarl.cluster.worker_group import PartOfRun, WorkerGroup
 from megarl.platform import chosen_device, numa
 from megarl.platform.native_stacks import places_of_threads
 from megarl.processes.process_tree import kill_tree
@@ -156,7 +156,7 @@ class RayGroup(ConnectedGroup):
     ) -> None:
         """Create a group without processes. No rank is placed on `avoided_nodes`, named as in `topology`."""
         super().__init__(world_size, part, ranks_per_node=kind.ranks_per_node)
-        self._address, self._kind, self._avoided = address, kind, avoided_nodes
+        self._address, self.kind, self._avoided = address, kind, avoided_nodes
         self._actors: list[Any] = []
         self._served: list[Any] = []
         self._bundles: list[tuple[Any, int]] = []
@@ -205,13 +205,13 @@ class RayGroup(ConnectedGroup):
 
     def _nodes(self) -> list[dict[str, Any]]:
         """Return Ray's records of the living nodes that this group may use."""
-        avoided, others = _ids_of(self._avoided), self._kind.ray_resources
+        avoided, others = _ids_of(self._avoided), self.kind.ray_resources
         alive = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in avoided]
         return [n for n in alive if all(n["Resources"].get(name, 0.0) >= amount for name, amount in others.items())]
 
     async def _await_nodes(self) -> None:
         """Wait until the cluster has enough nodes for the group. Raises ConfigError."""
-        per_node, nodes, others = self._kind.ranks_per_node, self._kind.nodes, self._kind.ray_resources
+        per_node, nodes, others = self.kind.ranks_per_node, self.kind.nodes, self.kind.ray_resources
         deadline, reported = time.monotonic() + self.start_timeout_seconds, ""
         while True:
             have = sorted((int(node["Resources"].get(self._device, 0)) for node in self._nodes()), reverse=True)
@@ -222,7 +222,7 @@ class RayGroup(ConnectedGroup):
                 f"needs {nodes} nodes with {per_node} {self._device}s{like} each, the Ray cluster has nodes with {have}"
             )
             if time.monotonic() > deadline:
-                section = "cluster.groups.engines" if self._kind.first_rank else "cluster"
+                section = "cluster.groups.engines" if self.kind.first_rank else "cluster"
                 raise ConfigError(
                     f"{section}.nodes = {nodes}: {lack}; add nodes or lower {section}.nodes, {section}.ranks_per_node"
                 )
@@ -237,7 +237,7 @@ class RayGroup(ConnectedGroup):
         # STRICT_SPREAD puts each bundle on another node, so that only ranks of one bundle share a node.
         selectors: Any = [{"ray.io/node-id": f"!in({','.join(avoided)})"}] * len(sizes) if avoided else None
         placed = placement_group(
-            [{self._device: count, **self._kind.ray_resources} for count in sizes],
+            [{self._device: count, **self.kind.ray_resources} for count in sizes],
             strategy="STRICT_SPREAD",
             bundle_label_selector=selectors,
         )
@@ -364,8 +364,12 @@ class RayGroup(ConnectedGroup):
         except RayError as error:
             return f"no native stacks: {error!r}"
 
+    def _shares_nodes(self, group: WorkerGroup) -> bool:
+        # Each group numbers the places in its own bundles.
+        return False
+
     def _sibling(self, world_size: int, part: PartOfRun) -> Self:
-        sibling = type(self)(world_size, self._address, self._kind, part, avoided_nodes=self._avoided)
+        sibling = type(self)(world_size, self._address, self.kind, part, avoided_nodes=self._avoided)
         sibling._device = self._device
         # The sibling returns the reserved resources at its end.
         sibling._bundles, self._bundles = self._bundles, []

@@ -17,11 +17,11 @@ _MOST_STARTS = 3
 class Replacements:
     """Restarts lost engine replicas in the background.
 
-    `start(num_ranks, first_rank)` starts a group of ranks and constructs its engine. `notify` is called with messages
-    about the progress, a line each.
+    `start(lost)` starts a group of ranks in the places of a lost one and constructs its engine. `notify` is called with
+    messages about the progress, a line each.
     """
 
-    def __init__(self, start: Callable[[int, int], Awaitable[WorkerGroup]], notify: Callable[[str], object]) -> None:
+    def __init__(self, start: Callable[[WorkerGroup], Awaitable[WorkerGroup]], notify: Callable[[str], object]) -> None:
         self._start, self._notify = start, notify
         self._starting: set[asyncio.Task[None]] = set()
         self._ready: list[WorkerGroup] = []
@@ -59,7 +59,7 @@ class Replacements:
         await lost.close()
         for attempt in range(1, _MOST_STARTS + 1):
             try:
-                group = await self._start(lost.world_size, lost.part.first_rank)
+                group = await self._start(lost)
             except Exception as error:
                 reason = str(error) if isinstance(error, MegarlError) else repr(error)
                 self._notify(f"{self._name(lost)} failed to restart, attempt {attempt} of {_MOST_STARTS}: {reason}")

@@ -28,6 +28,7 @@ class RunRanks:
 
     def __init__(self, trainers: WorkerGroup, replicas: Sequence[WorkerGroup] = ()) -> None:
         self.trainers, self.replicas = trainers, list(replicas)
+        self._introduce(self.groups)
         self.is_separate = bool(replicas)
         """Whether the engines have ranks of their own (rollout.placement = separate)."""
         self.on_lost: Callable[[WorkerGroup, Exception], object] | None = None
@@ -71,6 +72,11 @@ class RunRanks:
         """
         self._hang_report, self._notify = HangReport(folder, lambda: self.groups), notify
         self._watch(self.groups)
+
+    def _introduce(self, groups: Sequence[WorkerGroup]) -> None:
+        """Let groups know the others. Their new processes must not use places and logs of others."""
+        for group in groups:
+            group.others = lambda own=group: [other for other in self.groups if other is not own]
 
     def _watch(self, groups: Sequence[WorkerGroup]) -> None:
         for group in groups:
@@ -131,7 +137,14 @@ class RunRanks:
     def add(self, groups: Sequence[WorkerGroup]) -> None:
         """Include these restarted replicas in later calls. They need a weight transfer before they can sample."""
         self._watch(groups)
+        self._introduce(groups)
+        self.is_separate = True
         self.replicas = sorted([*self.replicas, *groups], key=lambda group: group.part.first_rank)
+
+    def succeed(self, before: WorkerGroup, after: WorkerGroup) -> None:
+        """Use the group `after`, with the processes of a replica, in place of the replica `before`."""
+        self.replicas.remove(before)
+        self.add([after])
 
     async def unless_lost(self, group: WorkerGroup, call: Coroutine[Any, Any, list[Any]]) -> list[Any]:
         """Await a call to a replica and return its answers; none if the replica is lost and others remain."""

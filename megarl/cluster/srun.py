@@ -18,7 +18,7 @@ from typing import Self
 from megarl.cluster.connected import Address, ConnectedGroup, RemoteHandle, connect
 from megarl.cluster.rank import leave
 from megarl.cluster.topology import Introduction, NodeKind
-from megarl.cluster.worker_group import PartOfRun
+from megarl.cluster.worker_group import PartOfRun, WorkerGroup
 from megarl.platform.commands import run_command
 from megarl.processes.launcher import DEVNULL, LaunchedProgram
 from megarl.processes.process_tree import die_with
@@ -52,7 +52,7 @@ class SrunGroup(ConnectedGroup):
         super().__init__(
             world_size, part, ranks_per_node=kind.ranks_per_node, first_place=part.first_rank - kind.first_rank
         )
-        self._options, self._kind = options, kind
+        self._options, self.kind = options, kind
         self._srun: LaunchedProgram | None = None
         self._is_ending = False
         self._kills: list[LaunchedProgram] = []
@@ -63,7 +63,7 @@ class SrunGroup(ConnectedGroup):
         """
 
     async def launch(self, log_folder: Path, environment: Mapping[str, str], address: Address, key: bytes) -> None:
-        placed, kind = {}, self._kind
+        placed, kind = {}, self.kind
         count = len(self.new_places)
         is_whole_job = count == self.part.num_ranks and int(os.environ["SLURM_JOB_NUM_NODES"]) == kind.nodes
         if is_whole_job and not self._former:
@@ -96,7 +96,7 @@ class SrunGroup(ConnectedGroup):
     @property
     def _component(self) -> list[str]:
         """Option of srun for the group's nodes in a heterogeneous job."""
-        return [] if self._kind.component is None else [f"--het-group={self._kind.component}"]
+        return [] if self.kind.component is None else [f"--het-group={self.kind.component}"]
 
     def _on_node(self, node: str, *command: str) -> LaunchedProgram:
         """Start a short program on one node of the job, in a step of its own."""
@@ -116,7 +116,7 @@ class SrunGroup(ConnectedGroup):
         if self._former:
             used = {self._node_of(h.place) for h in self._inherited.values() if isinstance(h, RemoteHandle)}
             # Other groups of the run may use the first nodes of the job.
-            first = 0 if self.world_size == self.part.num_ranks else self._kind.nodes
+            first = 0 if self.world_size == self.part.num_ranks else self.kind.nodes
             spares = [number for number in range(first, len(nodes)) if number not in used | wanted]
             for number in sorted(wanted - used):
                 while not await self._answers(nodes[number]):
@@ -130,7 +130,7 @@ class SrunGroup(ConnectedGroup):
         return [nodes[self._node_of(place)] for place in self.new_places]
 
     async def reserve(self, count: int) -> None:
-        used, silent = Counter(map(self._node_of, self.places)), set[int]()
+        used, silent = Counter(map(self._node_of, (*self.places, *self._taken_places()))), set[int]()
         wanted = count - self.world_size
         for number, name in enumerate(await self._job_nodes()):
             if wanted <= 0:
@@ -150,7 +150,7 @@ class SrunGroup(ConnectedGroup):
         """Return the nodes of this job, or of its component for the group. Raises PeerLostError."""
         if self._nodes:
             return self._nodes
-        component = "" if self._kind.component is None else f"_HET_GROUP_{self._kind.component}"
+        component = "" if self.kind.component is None else f"_HET_GROUP_{self.kind.component}"
         command = ["scontrol", "show", "hostnames", os.environ[f"SLURM_JOB_NODELIST{component}"]]
         listing = await asyncio.to_thread(run_command, command)
         if listing.returncode:
@@ -205,8 +205,12 @@ class SrunGroup(ConnectedGroup):
             return f"no native stacks: {error}"
         return done.stdout.strip() or f"no native stacks: srun ended with code {done.returncode}: {done.stderr.strip()}"
 
+    def _shares_nodes(self, group: WorkerGroup) -> bool:
+        # The nodes of each component of a heterogeneous job are numbered from 0.
+        return isinstance(group, SrunGroup) and group.kind.component == self.kind.component
+
     def _sibling(self, world_size: int, part: PartOfRun) -> Self:
-        sibling = type(self)(world_size, self._options, part, self._kind)
+        sibling = type(self)(world_size, self._options, part, self.kind)
         sibling._nodes = self._nodes
         return sibling
 

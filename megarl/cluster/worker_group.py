@@ -32,6 +32,7 @@ from megarl.cluster.rank_handle import (
 )
 from megarl.cluster.rank_queues import RankQueues
 from megarl.cluster.stacks import is_complete, ranks_named, summary, waits_in_collective
+from megarl.cluster.topology import NodeKind
 from megarl.groups.rendezvous import Rendezvous
 
 _REPORT_GRACE_SECONDS = LOSS_GRACE_SECONDS + 0.5
@@ -178,6 +179,14 @@ class WorkerGroup(ABC):
         """Ranks whose processes were kept when the group ended."""
         self._inherited: dict[int, RankHandle] = {}
         """Processes taken over from the group before this one, by their new rank."""
+        self.kind = NodeKind(0, 1, world_size)
+        """The group's nodes. Here: one node for the group alone."""
+        self.places: list[int] = []
+        """Place of each rank's process on the run's nodes (see `places`)."""
+        self.former_places: Sequence[int] = ()
+        """Places of the group replaced by this one, by rank; empty: it replaces none."""
+        self.others: Callable[[], Sequence[WorkerGroup]] = lambda: ()
+        """Function returning the run's other groups. A new process gets no place and no log of their processes."""
         self._log_folder, self._environment = Path(), {}
         self._unread: set[RankHandle] = set()
         """Ranks that did not write their stacks when they were late. They may not have read that request."""
@@ -223,10 +232,24 @@ class WorkerGroup(ABC):
         """Ranks, counted within the group, that inherited no process from the group before this one."""
         return [rank for rank in range(self.world_size) if rank not in self._inherited]
 
+    @property
+    def processes(self) -> list[RankHandle]:
+        """Return the group's ranks, after its end the kept ones."""
+        return [*self._handles, *self.survivors]
+
+    def _taken_places(self) -> set[int]:
+        """Return the places of other groups' processes on the nodes of this group."""
+        return {handle.place for group in self.others() if self._shares_nodes(group) for handle in group.processes}
+
+    def _shares_nodes(self, group: WorkerGroup) -> bool:
+        """Return whether places of the other group have the same numbers as places of this one."""
+        return True
+
     def _log_of(self, rank: int, log_folder: Path) -> Path:
-        """Return the log of a new process, to which no inherited process writes. `rank` counts within the run."""
+        """Return the log of a new process. No older process writes to it. `rank` counts within the run."""
         log = log_folder / f"rank_{rank:04d}.log"
-        if any(handle.log == log for handle in self._inherited.values()):
+        others = (handle for group in self.others() for handle in group.processes)
+        if any(handle.log == log for handle in (*self._inherited.values(), *others)):
             # That process has another rank now, and still writes to its first log.
             log = log.with_stem(f"{log.stem}_{secrets.token_hex(2)}")
         return log
@@ -242,34 +265,41 @@ class WorkerGroup(ABC):
             ports |= dict(zip(started, await self._exchange("start", started, [b""] * len(started)), strict=True))
         if inherited := sorted(self._inherited):
             address = self._store_address()
-            places = [pack(("__renumber__", (rank, self.world_size, address), {})) for rank in inherited]
-            ports |= dict(zip(inherited, await self._exchange("renumber", inherited, places), strict=True))
+            numbers = [
+                pack(("__renumber__", (rank, self.world_size, address, self.part.first_rank + rank), {}))
+                for rank in inherited
+            ]
+            ports |= dict(zip(inherited, await self._exchange("renumber", inherited, numbers), strict=True))
         # A fresh world name: messages signed in a lost group are not valid in its replacement.
         self.meeting = replace(self._rendezvous(ports[0]), world=secrets.token_hex(16))
         settle = pack(("__settle__", (self.meeting,), {}))
         await self._exchange("settle", range(self.world_size), [settle] * self.world_size)
 
-    async def successor(self, sources: Sequence[int | None], log_folder: Path) -> Self:
+    async def successor(self, sources: Sequence[int | None], log_folder: Path, part: PartOfRun | None = None) -> Self:
         """Return a new group that reuses processes of this one, which must have ended.
 
         Rank i of the new group takes over the process of this group's rank `sources[i]`. A new process starts where
         `sources[i]` is None, where the old process is dead, or where it does not leave its old torch world within 30 s
         (then it is killed). Processes that `sources` does not name are killed. Ranks have no worker objects until
-        `construct` is called. New processes write their logs to `log_folder`.
+        `construct` is called. New processes write their logs to `log_folder`. `part` is the new group's position in the
+        run; None: its first rank has the same number as this group's.
         """
         first = self.part.first_rank
+        if part is None:
+            part = replace(self.part, num_ranks=self.part.num_ranks + len(sources) - self.world_size)
         # Until the next group exists, `close` of this one still ends the survivors.
         await self._part_survivors()
         ready = {handle.rank - first: handle for handle in self.survivors}
         await self._kill([handle for source, handle in ready.items() if source not in sources])
-        group, self.survivors = self._heir(len(sources)), []
+        group, self.survivors = self._heir(len(sources), part), []
         group._log_folder, group._environment = log_folder, self._environment
         group.start_timeout_seconds, group.keeps_survivors = self.start_timeout_seconds, self.keeps_survivors
-        group.on_asked = self.on_asked
+        group.on_asked, group.others, group.former_places = self.on_asked, self.others, self.places
+        group.kind = self.kind
         for rank, source in enumerate(sources):
             if source is not None and (handle := ready.pop(source, None)) is not None:
                 group._inherited[rank] = handle
-                handle.rank = first + rank
+                handle.rank = part.first_rank + rank
         try:
             await group._start_ranks()
         except BaseException as error:
@@ -313,8 +343,10 @@ class WorkerGroup(ABC):
         await self._end_once(end)
 
     @abstractmethod
-    def _heir(self, world_size: int) -> Self:
-        """Return a group object of `world_size` ranks, without processes. It takes over this group's resources."""
+    def _heir(self, world_size: int, part: PartOfRun) -> Self:
+        """Return a group object of `world_size` ranks at this position in the run, without processes. It takes over
+        this group's resources.
+        """
 
     async def _part_survivors(self) -> None:
         """Make the survivors leave their torch world. Those that do not are killed, and are no survivors any more."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from megarl.cluster.launchers import start_group, start_ranks
 from megarl.cluster.run_ranks import RunRanks
+from megarl.cluster.topology import NodeKind
 from megarl.cluster.worker_group import WorkerGroup
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
@@ -64,6 +66,8 @@ class RankProcesses:
         """Nodes that passed the checks before models were built."""
         self._received = 0.0
         self._has_copies = False
+        self._engine_kinds: list[NodeKind] = []
+        """Kind of nodes of each separate engine replica at the run's start. The sizes of the recipe may change."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -86,6 +90,7 @@ class RankProcesses:
         if self._ranks is None:
             cluster = self.recipe.cluster
             self._ranks = await start_ranks(cluster, log_folder, self.layout.replica_sizes, avoided_nodes=avoided_nodes)
+            self._engine_kinds = [group.kind for group in self._ranks.replicas]
         return self._ranks
 
     async def recover(
@@ -100,7 +105,7 @@ class RankProcesses:
         if lost is None or not lost.survivors or self.recipe.cluster.recover == "stop":
             raise error
         stop.refuse_recovery(error, folder.path)
-        self._lost_at = time.monotonic()
+        self._lost_at, before = time.monotonic(), self.layout
         survivors = [handle.rank - lost.part.first_rank for handle in lost.survivors]
         sources: Sequence[int | None] = range(lost.world_size)
         then = "the lost ones are replaced"
@@ -115,7 +120,7 @@ class RankProcesses:
             sources, then = chosen, f"the run continues on {len(chosen)} of them: {self.layout}"
         notify(f"{error}. {len(survivors)} of {lost.world_size} processes are left; {then}")
         self.copies.forget_begun()
-        await self._replace(lost, sources, folder.logs_folder)
+        await self._replace(lost, sources, before, folder.logs_folder)
         if self._full is not None:
             # Each loss doubles the pause: a node that fails again and again must not cost a restart in every step.
             pause = min(_GROWTH_SECONDS * 2**self.num_recoveries, _MOST_GROWTH_SECONDS)
@@ -133,12 +138,12 @@ class RankProcesses:
         # The sizes asked for are now the full ones.
         self._full = None
         stop.refuse_recovery(asked, folder.path)
-        before = self._ranks.trainers
+        trainers, before = self._ranks.trainers, self.layout
         self._lost_at = time.monotonic()
-        notify(f"resize from {self.layout} to {asked.layout}")
+        notify(f"resize from {before} to {asked.layout}")
         self.recipe, self.layout = asked.recipe, asked.layout
-        await before.set_apart()
-        await self._replace(before, before.arranged(asked.layout.world_size), folder.logs_folder)
+        await trainers.set_apart()
+        await self._replace(trainers, trainers.arranged(asked.layout.world_size), before, folder.logs_folder)
 
     def growth(self) -> ResizeAskedError | None:
         """Return the change back to the size before losses, if there are nodes for it again; else None."""
@@ -168,38 +173,64 @@ class RankProcesses:
             self._search.cancel()
             self._search = None
 
-    async def _replace(self, group: WorkerGroup, sources: Sequence[int | None], log_folder: Path) -> None:
-        """Form the next group of trainer ranks from an ended one (see `WorkerGroup.successor`)."""
+    async def _replace(
+        self, group: WorkerGroup, sources: Sequence[int | None], before: ParallelConfig, log_folder: Path
+    ) -> None:
+        """Form the next group of trainer ranks from an ended one (see `WorkerGroup.successor`), and those of the
+        engines. `before` is the run's previous layout.
+        """
+        assert self._ranks is not None
         self._stop_search()
         with leaving_on_signals("stopped while ranks were replaced; start it again with --resume"):
-            group, sources = await self._without_leavers(group, sources, log_folder)
-            replicas = self._ranks.replicas if self._ranks is not None else []
-            trainers = await group.successor(sources, log_folder)
+            # First, because the trainers may need the places of ended replicas.
+            kept = await self._kept_replicas(self._ranks.replicas, before)
+            group, sources = await self._without_leavers(group, sources, list(kept.values()), log_folder)
+            part = replace(group.part, num_ranks=self.layout.num_ranks)
+            trainers = await group.successor(sources, log_folder, part)
             # If a later start fails, these processes must end with the run.
-            self._ranks = RunRanks(trainers, replicas)
+            self._ranks = RunRanks(trainers, list(kept.values()))
             newest = self.copies.newest
             held = await trainers.inherited_steps()
             self._has_copies = newest is not None and _is_complete(held, newest.step)
             if self.layout.replica_sizes:
-                await self._replace_replicas(self._ranks, log_folder)
+                await self._replace_replicas(self._ranks, kept, log_folder)
 
-    async def _replace_replicas(self, ranks: RunRanks, log_folder: Path) -> None:
-        """Give the separate engine replicas of `ranks` groups without workers, and start lost replicas again."""
-        living = {group.part.first_rank: group for group in ranks.replicas}
-        for first_rank, size in zip(self.layout.leaders(), self.layout.replica_sizes, strict=True):
-            if (group := living.get(first_rank)) is not None:
-                await group.set_apart()
-                after = await group.successor(list(range(size)), log_folder)
-                # At once: if a later replica fails, these processes must end with the run.
-                ranks.replicas[ranks.replicas.index(group)] = after
+    async def _kept_replicas(self, replicas: Sequence[WorkerGroup], before: ParallelConfig) -> dict[int, WorkerGroup]:
+        """Return the separate engine replicas kept by the new layout, by their number, and close the others.
+
+        `before` is the run's previous layout.
+        """
+        sizes = dict(enumerate(self.layout.replica_sizes))
+        kept: dict[int, WorkerGroup] = {}
+        for group in replicas:
+            number = before.leaders().index(group.part.first_rank)
+            if sizes.get(number) == group.world_size:
+                kept[number] = group
             else:
-                key = ranks.trainers.part.key
-                ranks.add([await start_group(self.recipe.cluster, log_folder, size, first_rank, key)])
+                await group.close()
+        return kept
+
+    async def _replace_replicas(self, ranks: RunRanks, kept: Mapping[int, WorkerGroup], log_folder: Path) -> None:
+        """Give the `kept` separate engine replicas groups without workers, and start the others."""
+        for number, (first_rank, size) in enumerate(zip(self.layout.leaders(), self.layout.replica_sizes, strict=True)):
+            part = replace(ranks.trainers.part, first_rank=first_rank)
+            if (group := kept.get(number)) is not None:
+                await group.set_apart()
+                # At once: if a later replica fails, these processes must end with the run.
+                ranks.succeed(group, await group.successor(list(range(size)), log_folder, part))
+            else:
+                cluster, kind = self.recipe.cluster, self._engine_kinds[0]
+                started = await start_group(cluster, log_folder, size, part, kind, others=lambda: ranks.groups)
+                ranks.add([started])
 
     async def _without_leavers(
-        self, group: WorkerGroup, sources: Sequence[int | None], log_folder: Path
+        self,
+        group: WorkerGroup,
+        sources: Sequence[int | None],
+        replicas: Sequence[WorkerGroup],
+        log_folder: Path,
     ) -> tuple[WorkerGroup, Sequence[int | None]]:
-        """Move copies of the state from processes that will end to those that stay.
+        """Move copies of the state from processes that will end to those that stay. `replicas` are the run's engines.
 
         Returns the ended group to succeed, and its rank for each new rank.
         """
@@ -207,7 +238,7 @@ class RankProcesses:
         if not set(present) - set(sources):
             return group, sources
         between = await group.successor(present, log_folder)
-        self._ranks = RunRanks(between)
+        self._ranks = RunRanks(between, replicas)
         held = await between.inherited_steps()
         stays = [number for number, rank in enumerate(present) if rank in sources]
         step = self.copies.newest.step if self.copies.newest else None

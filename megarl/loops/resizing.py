@@ -17,7 +17,7 @@ from megarl.types import ConfigError, DataError
 
 FIELDS = (
     "cluster.nodes", "cluster.ranks_per_node", "trainer.tp", "trainer.dp", "trainer.pp", "trainer.vpp", "trainer.cp",
-    "trainer.ep", "trainer.etp", "rollout.tp",
+    "trainer.ep", "trainer.etp", "rollout.tp", "rollout.ranks",
 )  # fmt: skip
 """Recipe fields that a resize may change."""
 _REQUEST = "resize.json"
@@ -80,8 +80,6 @@ def with_sizes(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
             f"cluster.recover = stop: with cluster.launcher={recipe.cluster.launcher} all processes of such a run end "
             "together; start the run with cluster.recover=restart, or stop and --resume instead"
         )
-    if recipe.rollout.placement == "separate":
-        raise ConfigError("rollout.placement = separate: a resize needs colocated engines; stop and --resume instead")
     if recipe.trainer.router_replay:
         raise ConfigError("trainer.router_replay = true: copies of the state lack the recorded experts; no resize")
     return with_field_values(recipe, values)
@@ -116,10 +114,13 @@ def _with_replicas(recipe: Recipe, most: int, size: int) -> tuple[Recipe, Parall
     Raises ConfigError if the recipe refuses every number.
     """
     refusal = ConfigError("cluster.recover = shrink: no number of replicas is left")
+    # Separate engines without nodes of their own keep their ranks on the trainers' nodes.
+    engines = recipe.separate_ranks if recipe.cluster.groups.engines is None else 0
     for replicas in range(most, 0, -1):
         dp = {} if recipe.trainer.dp is None else {"trainer.dp": replicas}
-        for per_node in range(min(recipe.cluster.ranks_per_node, replicas * size), 0, -1):
-            nodes, rest = divmod(replicas * size, per_node)
+        num_ranks = replicas * size + engines
+        for per_node in range(min(recipe.cluster.ranks_per_node, num_ranks), 0, -1):
+            nodes, rest = divmod(num_ranks, per_node)
             if rest:
                 continue
             try:

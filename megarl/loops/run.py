@@ -336,10 +336,13 @@ class _Start:
     @asynccontextmanager
     async def replacements(self, ranks: RunRanks) -> AsyncIterator[Replacements]:
         """Restart lost engine replicas (separate engines) while the others sample, until the context exits."""
-        cluster, key = self.recipe.cluster, ranks.trainers.part.key
+        cluster = self.recipe.cluster
 
-        async def start(size: int, first_rank: int) -> WorkerGroup:
-            group = await start_group(cluster, self.folder.logs_folder, size, first_rank, key, self.folder.bad_nodes)
+        async def start(lost: WorkerGroup) -> WorkerGroup:
+            group = await start_group(
+                cluster, self.folder.logs_folder, lost.world_size, lost.part, lost.kind, self.folder.bad_nodes,
+                others=lambda: ranks.groups, places=lost.places,
+            )  # fmt: skip
             group.deadlines, group.on_asked = run_deadlines(cluster), ranks.trainers.on_asked
             try:
                 await _construct_engine(group, self.recipe, self.layout)

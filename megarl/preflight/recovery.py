@@ -29,11 +29,6 @@ def recovery(recipe: Recipe) -> Iterator[str]:
             "cluster.recover = shrink: the experts that trainer.router_replay recorded stay with their ranks; set "
             "cluster.recover=restart"
         )
-    if recover == "shrink" and recipe.rollout.placement == "separate":
-        yield (
-            "cluster.recover = shrink: separate engines (rollout.placement) need the trainer's first size; set "
-            "cluster.recover=restart"
-        )
 
 
 @checks("checkpoint", training_only=True)

@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from tests.child_processes import is_alive
 KEY = b"k" * 32
 NUM_RANKS = 4
 Make = Callable[[int, PartOfRun | None], ConnectedGroup]
+MakeAny = Callable[[int, PartOfRun | None], WorkerGroup]
 
 
 async def lose_engines(make: Make, logs: Path) -> None:
@@ -155,12 +157,61 @@ async def replace_and_resize(make: Make, logs: Path) -> None:
             await one.close()
 
 
-SCENES = {scene.__name__: scene for scene in (lose_engines, lose_a_relayed_rank, replace_and_resize)}
+async def resize_next_to_engines(make: MakeAny, logs: Path) -> None:
+    """Two trainer ranks and two engines of one rank. The trainer shrinks; then it takes the place of an engine too.
+
+    Processes that stay are the same, with the same places, although their ranks in the run change.
+    """
+
+    async def start(size: int, first: int) -> WorkerGroup:
+        group = make(size, PartOfRun(first, NUM_RANKS, KEY))
+        group.keeps_survivors = first == 0
+        return await group.start("probe:Survivor", {}, log_folder=logs)
+
+    ranks = RunRanks(await start(2, 0), [await start(1, first) for first in (2, 3)])
+
+    async def resize(sources: Sequence[int | None]) -> list[int]:
+        """Give the trainers' group a successor, renumber the engines, and return the processes of all ranks."""
+        nonlocal ranks
+        for group in ranks.groups:
+            await group.set_apart()
+        num_ranks = len(sources) + len(ranks.replicas)
+        part = PartOfRun(0, num_ranks, KEY)
+        trainers = await ranks.trainers.successor(sources, logs, part)
+        ranks = RunRanks(trainers, ranks.replicas)
+        for number, group in enumerate(list(ranks.replicas)):
+            ranks.succeed(group, await group.successor([0], logs, replace(part, first_rank=len(sources) + number)))
+        for group in ranks.groups:
+            await group.construct("probe:Survivor", {})
+        assert [group.part.num_ranks for group in ranks.groups] == [num_ranks] * len(ranks.groups)
+        return await ranks.call("pid")
+
+    try:
+        _, second, *engines = await ranks.call("pid")
+        assert [group.places for group in ranks.groups] == [[0, 1], [2], [3]]
+        assert await resize([1]) == [second, *engines]
+        assert [group.places for group in ranks.groups] == [[1], [2], [3]]
+        assert [handle.rank for group in ranks.groups for handle in group.handles] == [0, 1, 2]
+        ended = ranks.replicas.pop()
+        await ended.close()
+        first, *new, engine = await resize([0, None, None])
+        assert (first, engine) == (second, engines[0]) and not {*new} & {second, *engines}
+        assert [group.places for group in ranks.groups] == [[1, 0, 3], [2]]
+        logs_of_ranks = [handle.log for group in ranks.groups for handle in group.handles]
+        assert len(set(logs_of_ranks)) == NUM_RANKS
+    finally:
+        await ranks.close()
 
 
-def scenes(*short: str) -> list[Any]:
+SCENES = {
+    scene.__name__: scene for scene in (lose_engines, lose_a_relayed_rank, replace_and_resize, resize_next_to_engines)
+}
+
+
+def scenes(*short: str, without: Sequence[str] = ()) -> list[Any]:
     """Return the scenes as parameters of a test. All but the `short` ones are marked long."""
-    return [scene if scene in short else pytest.param(scene, marks=pytest.mark.long) for scene in SCENES]
+    chosen = [scene for scene in SCENES if scene not in without]
+    return [scene if scene in short else pytest.param(scene, marks=pytest.mark.long) for scene in chosen]
 
 
 def main() -> None:

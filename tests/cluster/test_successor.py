@@ -13,6 +13,7 @@ from megarl.cluster import worker_group
 from megarl.cluster.local import LocalGroup
 from megarl.types import PeerLostError
 from tests.child_processes import is_alive
+from tests.cluster.losing import resize_next_to_engines
 from tests.cluster.started import shared_imports
 
 pytestmark = pytest.mark.usefixtures("worker_module")
@@ -93,6 +94,10 @@ def test_only_the_lost_process_is_replaced(tmp_path, own_fork_servers):
 
 
 @pytest.mark.usefixtures("nothing_left")
+async def test_a_group_grows_and_shrinks_next_to_others(tmp_path: Path) -> None:
+    await resize_next_to_engines(lambda size, part: LocalGroup(size, part, imports=shared_imports()), tmp_path)
+
+
 def test_a_survivor_that_does_not_leave_is_replaced(tmp_path, monkeypatch, own_fork_servers):
     monkeypatch.setattr(worker_group, "_ABANDON_SECONDS", 4.0)
 

@@ -36,21 +36,25 @@ train: {{steps: {STEPS}, prompts_per_step: 4, samples_per_prompt: 4}}
 """
 
 
-@pytest.fixture
-def folder(tmp_path: Path, tiny_model: Callable[..., Path], tool: Callable[[str], ModuleType]) -> Path:
-    tool("make_dataset").make_dataset(tmp_path / "data", sft=8, train=64, heldout=8)
-    (tmp_path / "own.py").write_text(REWARD)
-    (tmp_path / "recipe.yaml").write_text(RECIPE.replace("MODEL", str(tiny_model(num_layers=2))))
-    return tmp_path
+@pytest.fixture(scope="module")
+def folder(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., Path], tool: Callable[[str], ModuleType]
+) -> Path:
+    """A folder with a recipe, and its run `calm` on one rank."""
+    folder = tmp_path_factory.mktemp("recovery")
+    tool("make_dataset").make_dataset(folder / "data", sft=8, train=64, heldout=8)
+    (folder / "own.py").write_text(REWARD)
+    (folder / "recipe.yaml").write_text(RECIPE.replace("MODEL", str(tiny_model(num_layers=2))))
+    train(folder, "recipe.yaml", "name=calm")
+    return folder
 
 
-def resize(folder: Path, *sizes: str) -> None:
-    command = [*MEGARL, "resize", "runs/run", *sizes]
-    subprocess.run(command, cwd=folder, check=True, timeout=PATIENCE_SECONDS)
+def resize(run: HeldRun, *sizes: str) -> None:
+    command = [*MEGARL, "resize", str(run.path), *sizes]
+    subprocess.run(command, cwd=run.path.parents[1], check=True, timeout=PATIENCE_SECONDS)
 
 
 def test_a_run_survives_a_killed_rank_and_changes_its_layout_twice(folder: Path) -> None:
-    train(folder, "recipe.yaml", "name=calm")
     options = ("cluster.ranks_per_node=2", "cluster.recover=restart", "checkpoint.replicate=1")
     run = HeldRun(folder, "run", "recipe.yaml", *options)
     with run.held(after=1):
@@ -60,12 +64,12 @@ def test_a_run_survives_a_killed_rank_and_changes_its_layout_twice(folder: Path)
     with run.held(after=killed_after + 1):
         second = run.ranks()
         assert second[0] == first[0] and second[1] != first[1]
-        resize(folder, "cluster.ranks_per_node=1")
+        resize(run, "cluster.ranks_per_node=1")
         shrunk_after = len(run.steps())
     # A resize follows the step in progress.
     with run.held(after=shrunk_after + 2):
         assert run.ranks() == {0: first[0]}
-        resize(folder, "cluster.ranks_per_node=2", "trainer.tp=2", "rollout.tp=2")
+        resize(run, "cluster.ranks_per_node=2", "trainer.tp=2", "rollout.tp=2")
     run.finish()
     steps = run.steps()
     assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
@@ -78,3 +82,33 @@ def test_a_run_survives_a_killed_rank_and_changes_its_layout_twice(folder: Path)
     assert not any(is_alive(process) for process in (*first.values(), *second.values()))
     status = json.loads((run.path / "status.json").read_text())
     assert (status["state"], status["exit_code"], status["step"]) == ("done", 0, STEPS)
+
+
+def test_separate_engines_stay_while_the_trainer_is_resized(folder: Path) -> None:
+    separate = ("cluster.ranks_per_node=3", "rollout.placement=separate", "rollout.ranks=1")
+    run = HeldRun(folder, "separate", "recipe.yaml", *separate, "cluster.recover=shrink", "checkpoint.replicate=1")
+    with run.held(after=1):
+        first = run.ranks()
+        os.kill(first[1], signal.SIGKILL)
+        killed_after = len(run.steps())
+    with run.held(after=killed_after + 1):
+        # One trainer is left. The engine's rank counts on from the trainers'.
+        assert run.ranks() == {0: first[0], 1: first[2]}
+        resize(run, "cluster.ranks_per_node=4", "trainer.tp=2", "rollout.ranks=2")
+        resized_after = len(run.steps())
+    with run.held(after=resized_after + 2):
+        grown = run.ranks()
+        assert sorted(grown) == [0, 1, 2, 3] and (grown[0], grown[2]) == (first[0], first[2])
+        # A whole replica of two ranks takes the place of the two.
+        resize(run, "cluster.ranks_per_node=3", "trainer.tp=1", "rollout.tp=2")
+        changed_after = len(run.steps())
+    with run.held(after=changed_after + 2):
+        last = run.ranks()
+        assert sorted(last) == [0, 1, 2] and last[0] == first[0] and not {*last.values()} & {grown[2], grown[3]}
+    run.finish()
+    steps = run.steps()
+    assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
+    assert_trained_alike(steps_of(folder / "runs/calm"), steps)
+    recovered = [step for step in steps if "fault/recovery_seconds" in step]
+    assert [step["fault/recoveries"] for step in recovered] == [1.0, 1.0, 1.0]
+    assert not any(is_alive(process) for one in (first, grown, last) for process in one.values())

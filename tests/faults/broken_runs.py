@@ -95,7 +95,9 @@ class BrokenRuns:
         self.record("seconds", round(end.seconds, 2))
         self.record("exit_code", end.exit_code)
         self.record("status", f"{status.get('state')} {status.get('exit_code')}")
-        self.record("cause", str(status.get("cause") or end.output.strip().rpartition("\n")[2])[:160])
+        # A run that goes on after its fault has no cause in the end.
+        if end.exit_code:
+            self.record("cause", str(status.get("cause") or end.output.strip().rpartition("\n")[2])[:160])
         self.record("left", left)
         return end
 

@@ -83,7 +83,6 @@ def test_other_fields_are_not_asked_for(tmp_path: Path) -> None:
 def test_runs_whose_processes_cannot_be_replaced_are_refused(recipe: Callable[..., Recipe]) -> None:
     for changed, message in [
         ({"cluster": {"launcher": "slurm"}}, "cluster.recover = stop: with cluster.launcher=slurm"),
-        ({"rollout": {"placement": "separate", "ranks": 1}}, "rollout.placement = separate"),
         ({"trainer": {"router_replay": True}}, "trainer.router_replay = true"),
     ]:
         made = recipe(**changed)
