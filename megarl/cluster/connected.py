@@ -20,7 +20,7 @@ import tempfile
 import time
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -215,6 +215,9 @@ class ConnectedGroup(WorkerGroup):
         return socket.gethostname()
 
     async def _start_processes(self, log_folder: Path, environment: Mapping[str, str]) -> None:
+        if self.others() and not self._former:
+            # An earlier group may write to the log of this name, because numbers of ranks change.
+            self.start_log = f"start_{self.part.first_rank:04d}_{secrets.token_hex(2)}.log"
         self.new_places = choose_places(
             self.world_size,
             {rank: handle.place for rank, handle in self._inherited.items()},
@@ -222,7 +225,8 @@ class ConnectedGroup(WorkerGroup):
             # A group starting after the others gets the first free places.
             first=0 if self.others() else self._first_place,
             per_node=self.ranks_per_node,
-            taken=self._taken_places(),
+            num_nodes=self.kind.nodes,
+            taken=self.taken_places(),
             silent_nodes=self._former[-1]._silent_nodes if self._former else (),
         )
         if not self.new_places:
@@ -280,6 +284,10 @@ class ConnectedGroup(WorkerGroup):
         for handle in self._remote_handles:
             await handle.direct.open()
 
+    @property
+    def local_ranks(self) -> list[int]:
+        return [place % self.ranks_per_node for place in self.places]
+
     def _node_of(self, place: int) -> int:
         """Return the number of a place's node."""
         return place // self.ranks_per_node
@@ -312,7 +320,7 @@ class ConnectedGroup(WorkerGroup):
         self._addresses = reached_at([handle.addresses for handle in handles])
         is_relayed = {handle for handles in relays.values() for handle in handles}
         self.places = [handle.place for handle in handles]
-        environs = list(environments(processes, [place % self.ranks_per_node for place in self.places]))
+        environs = list(environments(processes, self.local_ranks))
         for handle, environment, address in zip(handles, environs, self._addresses, strict=True):
             if handle not in self._remote_handles:
                 continue
@@ -401,7 +409,7 @@ class ConnectedGroup(WorkerGroup):
         heir.start_log = f"start_{self.part.first_rank:04d}_{len(heir._former)}.log"
         return heir
 
-    async def reserve(self, count: int) -> None:
+    async def reserve(self, count: int, leaving: Collection[WorkerGroup] = (), num_further: int = 0) -> None:
         raise NotImplementedError(f"{type(self).__name__} cannot start further processes")
 
     def _sibling(self, world_size: int, part: PartOfRun) -> Self:

@@ -117,10 +117,14 @@ async def start_group(
     others: Callable[[], Sequence[WorkerGroup]] = lambda: (),
     places: Sequence[int] = (),
 ) -> WorkerGroup:
-    """Start `size` ranks of a cluster as one group, on nodes of a kind. `part` is the group's position in the run.
+    """Start `size` ranks of a cluster as one group.
 
-    Ray places no rank on `avoided_nodes`. A group replacing a lost one gets its `places`. Without
-    them, a group starting after the others gets places not used by the groups of `others()`.
+    Arguments:
+        part: Position of the group's ranks among those of the run.
+        kind: Nodes for the group: all of the run, or only those of the trainers or of the engines.
+        avoided_nodes: Nodes on which Ray places no rank. Other launchers ignore it.
+        others: Function returning the run's other groups. It returns some only if the group starts after them.
+        places: Places of a lost group replaced by this one. Empty: places not used by the other groups.
     """
     group = _group(cluster, size, part, kind, avoided_nodes)
     group.kind, group.others, group.former_places = kind, others, places
@@ -133,16 +137,19 @@ async def start_group(
         start_timeout_seconds=cluster.start_timeout_seconds,
         environment={
             **_environment(cluster, kind.ranks_per_node),
-            **_flight_recorder(cluster, log_folder, part.first_rank),
+            # A group starting after the others gets a name of its own, because numbers of ranks change.
+            **_flight_recorder(
+                cluster, log_folder, f"{part.first_rank}_{secrets.token_hex(2)}" if others() else str(part.first_rank)
+            ),
         },
     )
 
 
-def _flight_recorder(cluster: ClusterConfig, log_folder: Path, first_rank: int) -> dict[str, str]:
+def _flight_recorder(cluster: ClusterConfig, log_folder: Path, group: str) -> dict[str, str]:
     """Return the variables with which NCCL's flight recorder writes a file when a collective times out.
 
-    Rank N of the group whose first rank is `first_rank` writes `flight_FIRST_N` to the log folder. Variables of the
-    user come first. Empty for ranks on the CPU, which have no NCCL.
+    Rank N of the group named `group` writes `flight_GROUP_N` to the log folder. Variables of the user come first. Empty
+    for ranks on the CPU, which have no NCCL.
     """
     if cluster.device == "cpu" or not chosen_device.has_cuda_build():
         return {}
@@ -150,7 +157,7 @@ def _flight_recorder(cluster: ClusterConfig, log_folder: Path, first_rank: int) 
         # Number of newest collectives in the file: several steps of a large model.
         "TORCH_FR_BUFFER_SIZE": "2000",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-        "TORCH_FR_DUMP_TEMP_FILE": f"{log_folder.absolute()}/flight_{first_rank}_",
+        "TORCH_FR_DUMP_TEMP_FILE": f"{log_folder.absolute()}/flight_{group}_",
     }
     return {name: os.environ.get(name, value) for name, value in own.items()}
 

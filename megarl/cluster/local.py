@@ -11,7 +11,7 @@ import secrets
 import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -127,7 +127,8 @@ class LocalGroup(WorkerGroup):
             first=0 if self.others() else self.part.first_rank,
             # All ranks are on this machine.
             per_node=sys.maxsize,
-            taken=self._taken_places(),
+            num_nodes=1,
+            taken=self.taken_places(),
         )
         for rank in range(self.world_size):
             if rank in self._inherited:
@@ -142,9 +143,13 @@ class LocalGroup(WorkerGroup):
             if rank not in self._inherited:
                 await handle.connection.open()
 
-    async def reserve(self, count: int) -> None:
+    async def reserve(self, count: int, leaving: Collection[WorkerGroup] = (), num_further: int = 0) -> None:
         # This machine can always start a process.
         pass
+
+    @property
+    def local_ranks(self) -> list[int]:
+        return self.places
 
     def _heir(self, world_size: int, part: PartOfRun) -> Self:
         heir = type(self)(world_size, part, imports=self._imports)

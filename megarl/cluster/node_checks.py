@@ -7,7 +7,7 @@ import shutil
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -35,20 +35,26 @@ _REACH_SECONDS = 10.0
 
 
 class NodeReport:
-    """Worker class of a rank inspecting its node. Only the first rank of each node works; the others return None."""
+    """Worker class of a rank inspecting its node. Only one rank of each node works; the others return None."""
 
     def __init__(self, rank: int, world_size: int) -> None:
+        self._rank = rank
         self._server: socket.socket | None = None
 
-    def look(self, models: Sequence[str], run_folder: str) -> dict[str, Any] | None:
+    def look(
+        self, models: Sequence[str], run_folder: str, chosen: Collection[int] = (), first_rank: int = 0
+    ) -> dict[str, Any] | None:
         """Inspect this rank's node and return the findings as plain data; `faults` evaluates them.
+
+        Ranks with LOCAL_RANK 0 do so, and the `chosen` ones of nodes without such a rank, by their number in the run.
+        `first_rank` is the number of the group's rank 0.
 
         They cover model folders, free space for the run folder, host memory, shared memory, device, GPUs and clock.
         They include usable GPUs with compute capabilities, versions of libraries for GPUs, and why CUDA libraries
         cannot be imported or compiled. `port` is a TCP port staying open until `close`, for connection tests of
         other nodes.
         """
-        if os.environ["LOCAL_RANK"] != "0":
+        if os.environ["LOCAL_RANK"] != "0" and first_rank + self._rank not in chosen:
             return None
         writable, has_cuda = Path(run_folder), device.current().type == "cuda"
         self._server = socket.create_server(("", 0), backlog=4096)
@@ -124,7 +130,10 @@ async def inspect(
     models = [str(Path(model).absolute()) for model in (recipe.model.folder, *recipe.further_models.values())]
     ranks.set_deadlines(lambda: Deadlines.same(cluster.start_timeout_seconds, "cluster.start_timeout_seconds"))
     nodes = [place[0] for place in ranks.topology]
-    looked = await ranks.call("look", models, str(run_folder))
+    # After a resize a node may have no rank with LOCAL_RANK 0.
+    at_once = {node for node, number in zip(nodes, ranks.local_ranks, strict=True) if number == 0}
+    chosen = [nodes.index(node) for node in dict.fromkeys(nodes) if node not in at_once]
+    looked = await ranks.call_numbered("look", models, str(run_folder), chosen)
     reports = joined_reports(nodes, looked)
     wrong = all_faults(reports, nodes, recipe, str(run_folder), planned)
     if len(reports) > 1 and not wrong:

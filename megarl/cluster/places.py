@@ -1,6 +1,7 @@
-"""Places of a group's processes on the nodes of a run: numbers from 0, those of a node consecutive.
+"""Places of a run's processes. A place is the slot of one process, and its GPU, on a node.
 
-A place modulo the number of places on a node is the process's LOCAL_RANK, the index of its GPU.
+Places are numbered from 0 through all nodes, and each node has a block of equal size. All groups on the same nodes
+share the numbers. The LOCAL_RANK of a process, the index of its GPU, is its place modulo the places per node.
 """
 
 from __future__ import annotations
@@ -16,19 +17,27 @@ def choose_places(
     before: Sequence[int],
     first: int,
     per_node: int,
+    num_nodes: int,
     taken: Collection[int],
     silent_nodes: Collection[int] = (),
 ) -> list[int]:
-    """Return a place for each rank without a process, in the order of the ranks.
+    """Choose a place for each rank without a process. Returns the places in the order of the ranks.
 
-    `held` has the places of the existing processes, by rank. `before` has the places of the replaced group, by rank; if
-    the sizes are equal, a rank gets the same place. A group replacing none gets the places from `first` on. Other ranks
-    get a free place on the node of the preceding rank, or else the first free place.
+    1. If the group replaces one of the same size, a rank gets the place of the same rank before.
+    2. If the group replaces none, its ranks get consecutive places from `first` on. If one of these is taken, they get
+       free places of one node.
+    3. A rank whose place is not free gets a free place on the node of the preceding rank.
+    4. If that node is full, the rank gets the lowest free place of the run.
 
-    Each node has `per_node` places. Processes of other groups have those in `taken`. Nodes in `silent_nodes`, by
-    number, start no processes.
+    Arguments:
+        held: Places of the group's existing processes, by rank.
+        before: Places of the replaced group, by rank; empty if there is none.
+        per_node: Number of places on each node.
+        num_nodes: Number of nodes at the run's start. Spare nodes follow them.
+        taken: Places of other groups.
+        silent_nodes: Numbers of nodes where no process could be started. Rule 4 avoids them.
     """
-    wanted = before or _adjacent(world_size, first, per_node, taken)
+    wanted = before or _adjacent(world_size, first, per_node, num_nodes, taken)
     places = dict(held)
     missing = [rank for rank in range(world_size) if rank not in held]
     for rank in missing:
@@ -45,19 +54,17 @@ def choose_places(
     return [places[rank] for rank in missing]
 
 
-def _adjacent(world_size: int, first: int, per_node: int, taken: Collection[int]) -> list[int]:
+def _adjacent(world_size: int, first: int, per_node: int, num_nodes: int, taken: Collection[int]) -> list[int]:
     """Return the places from `first` on. If some are taken, free places of the first node with room for all ranks.
 
-    Empty if the group needs several nodes.
+    Empty if there is none.
     """
     own = range(first, first + world_size)
     if not set(taken).intersection(own):
         return list(own)
-    if world_size > per_node:
-        return []
-    for node in count():
+    for node in range(num_nodes):
         of_node = range(node * per_node, (node + 1) * per_node)
         free = list(islice((place for place in of_node if place not in taken), world_size))
         if len(free) == world_size:
             return free
-    raise AssertionError
+    return []

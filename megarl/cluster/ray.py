@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -161,6 +161,8 @@ class RayGroup(ConnectedGroup):
         self._served: list[Any] = []
         self._bundles: list[tuple[Any, int]] = []
         """For each node its bundle of reserved resources: Ray's placement group, and the bundle's index in it."""
+        self._bundle_sizes: list[int] = []
+        """Number of ranks for which each bundle has resources."""
         self._device = "CPU"
         """Ray resource that each rank needs one of: GPU or CPU."""
         self._is_ending = False
@@ -212,6 +214,9 @@ class RayGroup(ConnectedGroup):
     async def _await_nodes(self) -> None:
         """Wait until the cluster has enough nodes for the group. Raises ConfigError."""
         per_node, nodes, others = self.kind.ranks_per_node, self.kind.nodes, self.kind.ray_resources
+        if self.others():
+            # The other groups have found their nodes, and some nodes may be lost.
+            nodes = -(-self.world_size // per_node)
         deadline, reported = time.monotonic() + self.start_timeout_seconds, ""
         while True:
             have = sorted((int(node["Resources"].get(self._device, 0)) for node in self._nodes()), reverse=True)
@@ -251,6 +256,7 @@ class RayGroup(ConnectedGroup):
             remove_placement_group(placed)
             raise
         self._bundles += [(placed, index) for index in range(len(sizes))]
+        self._bundle_sizes += sizes
         return True
 
     def _nodes_of_bundles(self) -> list[str]:
@@ -260,8 +266,8 @@ class RayGroup(ConnectedGroup):
         found = [tables[placed.id].get(index) for placed, index in self._bundles]
         return [node if node in alive else "" for node in found]
 
-    async def reserve(self, count: int) -> None:
-        used = Counter(map(self._node_of, self.places))
+    async def reserve(self, count: int, leaving: Collection[WorkerGroup] = (), num_further: int = 0) -> None:
+        used = Counter(map(self._node_of, (*self.places, *self.taken_places())))
         nodes = dict(enumerate(self._nodes_of_bundles()))
         silent = {number for number, node in nodes.items() if not (used[number] or await _answers(node))}
         room = sum(self.ranks_per_node - used[number] for number in nodes if number not in silent)
@@ -344,7 +350,7 @@ class RayGroup(ConnectedGroup):
         for placed in {placed.id: placed for placed, _ in self._bundles}.values():
             with contextlib.suppress(RayError):
                 remove_placement_group(placed)
-        self._bundles = []
+        self._bundles, self._bundle_sizes = [], []
 
     def kill_process(self, handle: RemoteHandle) -> None:
         if not self.keeps_survivors:
@@ -364,7 +370,16 @@ class RayGroup(ConnectedGroup):
         except RayError as error:
             return f"no native stacks: {error!r}"
 
-    def _shares_nodes(self, group: WorkerGroup) -> bool:
+    def taken_places(self, leaving: Collection[WorkerGroup] = ()) -> set[int]:
+        per_node = self.ranks_per_node
+        # A bundle may have resources for a part of a node's ranks.
+        return {
+            number * per_node + lacking
+            for number, size in enumerate(self._bundle_sizes)
+            for lacking in range(size, per_node)
+        }
+
+    def shares_nodes(self, group: WorkerGroup) -> bool:
         # Each group numbers the places in its own bundles.
         return False
 
@@ -373,6 +388,7 @@ class RayGroup(ConnectedGroup):
         sibling._device = self._device
         # The sibling returns the reserved resources at its end.
         sibling._bundles, self._bundles = self._bundles, []
+        sibling._bundle_sizes, self._bundle_sizes = self._bundle_sizes, []
         return sibling
 
 

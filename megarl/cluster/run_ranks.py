@@ -60,6 +60,33 @@ class RunRanks:
         """For each rank, the address at which other nodes reach it."""
         return [host for group in self.groups for host in group.hosts]
 
+    @property
+    def local_ranks(self) -> list[int]:
+        """For each rank, its number on its node (LOCAL_RANK)."""
+        return [number for group in self.groups for number in group.local_ranks]
+
+    def kept(self, replica_sizes: Sequence[int]) -> dict[int, WorkerGroup]:
+        """Return the replicas kept by a change to these sizes, by their number.
+
+        A replica is kept if it is alive and its number of ranks is `replica_sizes[number]`.
+        """
+        sizes, kept = dict(enumerate(replica_sizes)), {}
+        for group in self.replicas:
+            # All replicas have the same size. Lost ones are missing here.
+            number = (group.part.first_rank - self.trainers.world_size) // group.world_size
+            if sizes.get(number) == group.world_size:
+                kept[number] = group
+        return kept
+
+    async def reserve(self, num_trainers: int, replica_sizes: Sequence[int]) -> None:
+        """Check that the run's nodes have room for these numbers of ranks. Raises ConfigError if not."""
+        kept = self.kept(replica_sizes)
+        leaving = [group for group in self.replicas if group not in kept.values()]
+        num_further = sum(size for number, size in enumerate(replica_sizes) if number not in kept)
+        # Engines on nodes of another kind keep their number of ranks.
+        share_nodes = any(self.trainers.shares_nodes(group) for group in self.replicas)
+        await self.trainers.reserve(num_trainers, leaving, num_further if share_nodes else 0)
+
     def set_deadlines(self, make: Callable[[], Deadlines]) -> None:
         """Set the time limits of calls. `make` creates a separate object for each group."""
         for group in self.groups:

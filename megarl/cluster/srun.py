@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -59,7 +59,7 @@ class SrunGroup(ConnectedGroup):
         """Steps that kill single processes. One for a dead node may take long."""
         self._nodes: list[str] = []
         """Names of the job's nodes, in the order in which places are numbered. A spare node takes the position of the
-        dead node that it replaces, and the dead one takes the spare node's.
+        dead node replaced by it, and the dead one takes the spare node's. Groups on the same nodes share the list.
         """
 
     async def launch(self, log_folder: Path, environment: Mapping[str, str], address: Address, key: bytes) -> None:
@@ -113,25 +113,34 @@ class SrunGroup(ConnectedGroup):
         """
         nodes = await self._job_nodes()
         wanted = {self._node_of(place) for place in self.new_places}
-        if self._former:
-            used = {self._node_of(h.place) for h in self._inherited.values() if isinstance(h, RemoteHandle)}
+        if absent := [number for number in wanted if number >= len(nodes)]:
+            raise PeerLostError(
+                f"the job has {len(nodes)} nodes, and its ranks need {max(absent) + 1}; start a larger job"
+            )
+        # In the first start of a run all nodes are new.
+        if self.former_places or self.others():
+            used = {self._node_of(h.place) for h in self._inherited.values()}
+            others = {self._node_of(place) for place in self.taken_places()}
             # Other groups of the run may use the first nodes of the job.
             first = 0 if self.world_size == self.part.num_ranks else self.kind.nodes
-            spares = [number for number in range(first, len(nodes)) if number not in used | wanted]
+            spares = [number for number in range(first, len(nodes)) if number not in used | wanted | others]
             for number in sorted(wanted - used):
-                while not await self._answers(nodes[number]):
+                while not await self._answers(name := nodes[number]):
+                    if nodes[number] != name:
+                        # Another group on this node has replaced it meanwhile.
+                        continue
                     if not spares:
                         raise PeerLostError(
-                            f"could not start a process on node {nodes[number]}, and no spare node is left in this "
-                            "job; increase cluster.spare_nodes for the next one"
+                            f"could not start a process on node {name}, and no spare node is left in this job; "
+                            "submit the next job with a higher cluster.spare_nodes"
                         )
                     spare = spares.pop(0)
-                    nodes[number], nodes[spare] = nodes[spare], nodes[number]
+                    nodes[number], nodes[spare] = nodes[spare], name
         return [nodes[self._node_of(place)] for place in self.new_places]
 
-    async def reserve(self, count: int) -> None:
-        used, silent = Counter(map(self._node_of, (*self.places, *self._taken_places()))), set[int]()
-        wanted = count - self.world_size
+    async def reserve(self, count: int, leaving: Collection[WorkerGroup] = (), num_further: int = 0) -> None:
+        used, silent = Counter(map(self._node_of, (*self.places, *self.taken_places(leaving)))), set[int]()
+        wanted = count - self.world_size + num_further
         for number, name in enumerate(await self._job_nodes()):
             if wanted <= 0:
                 break
@@ -148,7 +157,10 @@ class SrunGroup(ConnectedGroup):
 
     async def _job_nodes(self) -> list[str]:
         """Return the nodes of this job, or of its component for the group. Raises PeerLostError."""
-        if self._nodes:
+        groups = sorted((self, *self.others()), key=lambda group: group.part.first_rank)
+        same = [g._nodes for g in groups if isinstance(g, SrunGroup) and self.shares_nodes(g) and g._nodes]
+        if same:
+            self._nodes = same[0]
             return self._nodes
         component = "" if self.kind.component is None else f"_HET_GROUP_{self.kind.component}"
         command = ["scontrol", "show", "hostnames", os.environ[f"SLURM_JOB_NODELIST{component}"]]
@@ -205,7 +217,7 @@ class SrunGroup(ConnectedGroup):
             return f"no native stacks: {error}"
         return done.stdout.strip() or f"no native stacks: srun ended with code {done.returncode}: {done.stderr.strip()}"
 
-    def _shares_nodes(self, group: WorkerGroup) -> bool:
+    def shares_nodes(self, group: WorkerGroup) -> bool:
         # The nodes of each component of a heterogeneous job are numbered from 0.
         return isinstance(group, SrunGroup) and group.kind.component == self.kind.component
 

@@ -11,7 +11,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -237,11 +237,15 @@ class WorkerGroup(ABC):
         """Return the group's ranks, after its end the kept ones."""
         return [*self._handles, *self.survivors]
 
-    def _taken_places(self) -> set[int]:
-        """Return the places of other groups' processes on the nodes of this group."""
-        return {handle.place for group in self.others() if self._shares_nodes(group) for handle in group.processes}
+    def taken_places(self, leaving: Collection[WorkerGroup] = ()) -> set[int]:
+        """Return the places on the nodes of this group not available to it: those of other groups' processes.
 
-    def _shares_nodes(self, group: WorkerGroup) -> bool:
+        Groups `leaving` the run need none.
+        """
+        others = [group for group in self.others() if group not in leaving and self.shares_nodes(group)]
+        return {handle.place for group in others for handle in group.processes}
+
+    def shares_nodes(self, group: WorkerGroup) -> bool:
         """Return whether places of the other group have the same numbers as places of this one."""
         return True
 
@@ -308,6 +312,11 @@ class WorkerGroup(ABC):
             raise
         return group
 
+    @property
+    @abstractmethod
+    def local_ranks(self) -> list[int]:
+        """Return the LOCAL_RANK of each rank: its number on its node, the index of its GPU."""
+
     def arranged(self, count: int) -> list[int | None]:
         """Return the `sources` with which `successor` makes a group of `count` ranks.
 
@@ -316,8 +325,12 @@ class WorkerGroup(ABC):
         return [rank if rank < self.world_size else None for rank in range(count)]
 
     @abstractmethod
-    async def reserve(self, count: int) -> None:
-        """Make sure that there are nodes for a successor with `count` ranks. Raises ConfigError if not."""
+    async def reserve(self, count: int, leaving: Collection[WorkerGroup] = (), num_further: int = 0) -> None:
+        """Check that there is room for a successor of this group with `count` ranks. Ray's resources are reserved.
+
+        The groups `leaving` end before the successor starts, so their places count as free. `num_further` ranks of
+        other groups start after the successor, and need room too. Raises ConfigError if there is too little room.
+        """
 
     async def inherited_steps(self) -> list[Any]:
         """Return the copies of training states held by each rank's process: see `StateCopies.steps`. New processes have

@@ -12,8 +12,9 @@ from typing import Self
 
 from megarl.cluster.launchers import start_group, start_ranks
 from megarl.cluster.run_ranks import RunRanks
+from megarl.cluster.stacks import engine_named
 from megarl.cluster.topology import NodeKind
-from megarl.cluster.worker_group import WorkerGroup
+from megarl.cluster.worker_group import PartOfRun, WorkerGroup
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.files.private_folder import PrivateFolder
@@ -68,6 +69,9 @@ class RankProcesses:
         self._has_copies = False
         self._engine_kinds: list[NodeKind] = []
         """Kind of nodes of each separate engine replica at the run's start. The sizes of the recipe may change."""
+        self._engine_places: dict[int, list[int]] = {}
+        """Last places of each separate engine replica on these nodes."""
+        self._avoided_nodes: Sequence[str] = ()
 
     async def __aenter__(self) -> Self:
         return self
@@ -90,7 +94,9 @@ class RankProcesses:
         if self._ranks is None:
             cluster = self.recipe.cluster
             self._ranks = await start_ranks(cluster, log_folder, self.layout.replica_sizes, avoided_nodes=avoided_nodes)
+            self._avoided_nodes = avoided_nodes
             self._engine_kinds = [group.kind for group in self._ranks.replicas]
+            self._engine_places = {number: group.places for number, group in enumerate(self._ranks.replicas)}
         return self._ranks
 
     async def recover(
@@ -105,7 +111,7 @@ class RankProcesses:
         if lost is None or not lost.survivors or self.recipe.cluster.recover == "stop":
             raise error
         stop.refuse_recovery(error, folder.path)
-        self._lost_at, before = time.monotonic(), self.layout
+        self._lost_at = time.monotonic()
         survivors = [handle.rank - lost.part.first_rank for handle in lost.survivors]
         sources: Sequence[int | None] = range(lost.world_size)
         then = "the lost ones are replaced"
@@ -120,11 +126,11 @@ class RankProcesses:
             sources, then = chosen, f"the run continues on {len(chosen)} of them: {self.layout}"
         notify(f"{error}. {len(survivors)} of {lost.world_size} processes are left; {then}")
         self.copies.forget_begun()
-        await self._replace(lost, sources, before, folder.logs_folder)
+        await self._replace(lost, sources, folder.logs_folder, notify)
         if self._full is not None:
             # Each loss doubles the pause: a node that fails again and again must not cost a restart in every step.
             pause = min(_GROWTH_SECONDS * 2**self.num_recoveries, _MOST_GROWTH_SECONDS)
-            self._search = asyncio.create_task(self._await_nodes(self._full.layout.world_size, pause, notify))
+            self._search = asyncio.create_task(self._await_nodes(self._full.layout, pause, notify))
         self.num_recoveries += 1
 
     async def resize(
@@ -138,25 +144,26 @@ class RankProcesses:
         # The sizes asked for are now the full ones.
         self._full = None
         stop.refuse_recovery(asked, folder.path)
-        trainers, before = self._ranks.trainers, self.layout
+        trainers = self._ranks.trainers
         self._lost_at = time.monotonic()
-        notify(f"resize from {before} to {asked.layout}")
+        notify(f"resize from {self.layout} to {asked.layout}")
         self.recipe, self.layout = asked.recipe, asked.layout
         await trainers.set_apart()
-        await self._replace(trainers, trainers.arranged(asked.layout.world_size), before, folder.logs_folder)
+        await self._replace(trainers, trainers.arranged(asked.layout.world_size), folder.logs_folder, notify)
 
     def growth(self) -> ResizeAskedError | None:
         """Return the change back to the size before losses, if there are nodes for it again; else None."""
         return self._full if self._search is not None and self._search.done() else None
 
-    async def _await_nodes(self, count: int, pause: float, notify: Callable[[str], object]) -> None:
-        """Wait until there are nodes for `count` trainer ranks. The first attempt is after `pause` seconds."""
+    async def _await_nodes(self, layout: ParallelConfig, pause: float, notify: Callable[[str], object]) -> None:
+        """Wait until there are nodes for the ranks of a layout. The first attempt is after `pause` seconds."""
         assert self._ranks is not None
+        count = layout.world_size
         while True:
             await asyncio.sleep(pause)
             try:
                 # In the background of the steps: it takes long to find out that a node is dead.
-                await self._ranks.trainers.reserve(count)
+                await self._ranks.reserve(count, layout.replica_sizes)
             except MegarlError:
                 pause = _GROWTH_SECONDS
                 continue
@@ -174,16 +181,21 @@ class RankProcesses:
             self._search = None
 
     async def _replace(
-        self, group: WorkerGroup, sources: Sequence[int | None], before: ParallelConfig, log_folder: Path
+        self,
+        group: WorkerGroup,
+        sources: Sequence[int | None],
+        log_folder: Path,
+        notify: Callable[[str], object],
     ) -> None:
         """Form the next group of trainer ranks from an ended one (see `WorkerGroup.successor`), and those of the
-        engines. `before` is the run's previous layout.
+        engines. `notify` is called with a message about each engine without a group.
         """
         assert self._ranks is not None
         self._stop_search()
         with leaving_on_signals("stopped while ranks were replaced; start it again with --resume"):
+            kept = self._ranks.kept(self.layout.replica_sizes)
             # First, because the trainers may need the places of ended replicas.
-            kept = await self._kept_replicas(self._ranks.replicas, before)
+            await asyncio.gather(*(g.close() for g in self._ranks.replicas if g not in kept.values()))
             group, sources = await self._without_leavers(group, sources, list(kept.values()), log_folder)
             part = replace(group.part, num_ranks=self.layout.num_ranks)
             trainers = await group.successor(sources, log_folder, part)
@@ -193,35 +205,51 @@ class RankProcesses:
             held = await trainers.inherited_steps()
             self._has_copies = newest is not None and _is_complete(held, newest.step)
             if self.layout.replica_sizes:
-                await self._replace_replicas(self._ranks, kept, log_folder)
+                await self._replace_replicas(self._ranks, kept, log_folder, notify)
 
-    async def _kept_replicas(self, replicas: Sequence[WorkerGroup], before: ParallelConfig) -> dict[int, WorkerGroup]:
-        """Return the separate engine replicas kept by the new layout, by their number, and close the others.
+    async def _replace_replicas(
+        self,
+        ranks: RunRanks,
+        kept: Mapping[int, WorkerGroup],
+        log_folder: Path,
+        notify: Callable[[str], object],
+    ) -> None:
+        """Give the `kept` separate engine replicas groups without workers, and start the others.
 
-        `before` is the run's previous layout.
+        A replica may fail to start. Raises its error if no other replica is left.
         """
-        sizes = dict(enumerate(self.layout.replica_sizes))
-        kept: dict[int, WorkerGroup] = {}
-        for group in replicas:
-            number = before.leaders().index(group.part.first_rank)
-            if sizes.get(number) == group.world_size:
-                kept[number] = group
-            else:
-                await group.close()
-        return kept
-
-    async def _replace_replicas(self, ranks: RunRanks, kept: Mapping[int, WorkerGroup], log_folder: Path) -> None:
-        """Give the `kept` separate engine replicas groups without workers, and start the others."""
+        errors: list[MegarlError] = []
         for number, (first_rank, size) in enumerate(zip(self.layout.leaders(), self.layout.replica_sizes, strict=True)):
-            part = replace(ranks.trainers.part, first_rank=first_rank)
-            if (group := kept.get(number)) is not None:
-                await group.set_apart()
-                # At once: if a later replica fails, these processes must end with the run.
-                ranks.succeed(group, await group.successor(list(range(size)), log_folder, part))
+            part, old = replace(ranks.trainers.part, first_rank=first_rank), kept.get(number)
+            try:
+                after = await self._next_replica(ranks, number, size, part, old, log_folder)
+            except MegarlError as error:
+                if old is not None:
+                    ranks.replicas.remove(old)
+                errors.append(error)
+                notify(f"{engine_named(part.ranks(size))} cannot start again; the run goes on without it: {error}")
+                continue
+            # At once: if a later replica fails, these processes must end with the run.
+            if old is not None:
+                ranks.succeed(old, after)
             else:
-                cluster, kind = self.recipe.cluster, self._engine_kinds[0]
-                started = await start_group(cluster, log_folder, size, part, kind, others=lambda: ranks.groups)
-                ranks.add([started])
+                ranks.add([after])
+            self._engine_places[number] = after.places
+        if not ranks.replicas:
+            raise errors[0]
+
+    async def _next_replica(
+        self, ranks: RunRanks, number: int, size: int, part: PartOfRun, old: WorkerGroup | None, log_folder: Path
+    ) -> WorkerGroup:
+        """Return the next group of an engine replica: with the processes of `old`, or newly started ones."""
+        if old is not None:
+            await old.set_apart()
+            return await old.successor(list(range(size)), log_folder, part)
+        places = self._engine_places.get(number, ())
+        return await start_group(
+            self.recipe.cluster, log_folder, size, part, self._engine_kinds[0], self._avoided_nodes,
+            others=lambda: ranks.groups, places=places if len(places) == size else (),
+        )  # fmt: skip
 
     async def _without_leavers(
         self,

@@ -75,8 +75,8 @@ class ProcessPool:
         self.is_closed = True
         for place in self.places:
             place.kill()
-        # Without `cancel_futures`: it would cancel a kill that no thread has begun. A request that no thread has begun
-        # fails, because its process is killed first.
+        # Queued calls are not cancelled (`cancel_futures`), because kills may be among them. By the time a queued
+        # request runs, its process has been killed, so the request fails and does not block.
         self._threads.shutdown()
 
     async def run_in_thread(self, call: Callable[[], Result]) -> Result:
@@ -91,7 +91,7 @@ class ProcessPool:
         return result
 
     def submit(self, call: Callable[[], None]) -> None:
-        """Run a blocking call in a thread, without waiting for it. `close` waits for it."""
+        """Run a blocking call in a thread and return at once. `close` waits for the call."""
         self._threads.submit(call)
 
     async def _take(self) -> Place:

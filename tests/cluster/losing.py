@@ -192,10 +192,17 @@ async def resize_next_to_engines(make: MakeAny, logs: Path) -> None:
         assert await resize([1]) == [second, *engines]
         assert [group.places for group in ranks.groups] == [[1], [2], [3]]
         assert [handle.rank for group in ranks.groups for handle in group.handles] == [0, 1, 2]
+        if isinstance(ranks.trainers, ConnectedGroup):
+            await ranks.reserve(2, [1, 1])
+            await ranks.reserve(3, [1])
+            for num_trainers, sizes in ((3, [1, 1]), (3, [2]), (1, [1] * 4)):
+                with pytest.raises(ConfigError, match=r"^cluster.nodes: .* ask for fewer ranks"):
+                    await ranks.reserve(num_trainers, sizes)
         ended = ranks.replicas.pop()
         await ended.close()
         first, *new, engine = await resize([0, None, None])
-        assert (first, engine) == (second, engines[0]) and not {*new} & {second, *engines}
+        assert (first, engine) == (second, engines[0]), (first, engine, second, engines)
+        assert not {*new} & {second, *engines}, (new, second, engines)
         assert [group.places for group in ranks.groups] == [[1, 0, 3], [2]]
         logs_of_ranks = [handle.log for group in ranks.groups for handle in group.handles]
         assert len(set(logs_of_ranks)) == NUM_RANKS

@@ -25,11 +25,12 @@ MANY = 1 << 62
         ),
         pytest.param(2, {}, {"first": 4, "taken": {0, 4, 5, 6}}, [1, 2], id="free places of one node"),
         pytest.param(2, {}, {"first": 4, "taken": {0, 1, 2, 4}}, [5, 6], id="not two nodes for an engine"),
-        pytest.param(2, {}, {"first": 4, "taken": {0, 4}, "per_node": MANY}, [1, 2], id="one machine"),
+        pytest.param(2, {}, {"first": 4, "taken": {0, 4}, "per_node": MANY, "num_nodes": 1}, [1, 2], id="one machine"),
         pytest.param(6, {}, {"first": 0, "taken": {1}}, [0, 2, 3, 4, 5, 6], id="several nodes"),
+        pytest.param(2, {}, {"taken": {0, 1, 2, 4, 5, 6}}, [3, 7], id="two nodes, if none has room"),
         pytest.param(2, {}, {"first": 4, "before": [2, 3], "taken": {4, 5}}, [2, 3], id="an engine started again"),
     ],
 )
 def test_places(world_size: int, held: dict[int, int], given: dict[str, Any], found: list[int]) -> None:
-    settings = {"before": (), "first": 0, "per_node": 4, "taken": set(), **given}
+    settings = {"before": (), "first": 0, "per_node": 4, "num_nodes": 2, "taken": set(), **given}
     assert choose_places(world_size, held, **settings) == found

@@ -221,6 +221,32 @@ def test_a_lost_rank_and_a_dead_node_are_replaced_within_the_job(cluster: Cluste
 
 @pytest.mark.long
 @needs_slurm
+def test_the_engines_of_a_dead_node_move_to_a_spare_one(cluster: Cluster) -> None:
+    """A trainer rank and an engine on one node, two engines on the other. The first two go on meanwhile."""
+    cluster.pace(1)
+    separate = ("trainer.tp=1", "rollout.tp=1", "rollout.placement=separate", "rollout.ranks=3")
+    separate += ("cluster.ranks_per_node=2", "algorithm.old_logprobs=trainer", "train.steps=20")
+    recovery = ("name=moved", "cluster.recover=restart", "cluster.spare_nodes=1", "checkpoint.replicate=1")
+    options = ("--gpus-per-node=0", "--nodelist=n1,n2,n3", "--no-kill", "--export=ALL,MEGARL_SPARE_NODES=1")
+    job = cluster.submit(*separate, *recovery, nodes=3, per_node=2, options=options)
+    cluster.until_step(job, "moved", 1)
+    stays = [_rank_process(rank, cluster) for rank in (0, 1)]
+    cluster.kill_node("n2")
+    cluster.until(job, lambda: cluster.log(job).count("has started again in") == 2)
+    assert [_rank_process(rank, cluster) for rank in (0, 1)] == stays
+    step = cluster.status("moved")["step"]
+    cluster.until_step(job, "moved", step + 2)
+    cluster.pace(0)
+    cluster.until_ended(job, "moved", 0)
+    cluster.local("start-node", "n2")
+    assert cluster.until_over(job) == "COMPLETED"
+    steps = [json.loads(line) for line in _metrics(cluster, "moved").splitlines()]
+    replicas = [int(step["rollout/replicas"]) for step in steps if step["step"]]
+    assert len(replicas) == 20 and replicas[0] == replicas[-1] == 3 and 1 in replicas, replicas
+
+
+@pytest.mark.long
+@needs_slurm
 def test_a_run_within_a_job_goes_on_without_a_lost_rank_and_grows_back(cluster: Cluster) -> None:
     """The new rank starts on the node of the lost one."""
     cluster.pace(1)

@@ -1,27 +1,60 @@
-"""Which copies of a state are complete after a loss, and which ones leaving processes hand over."""
+"""Processes of separate engines after a loss: an engine that cannot start again is left out."""
 
 from __future__ import annotations
 
-from megarl.loops.rank_processes import _is_complete, _moves
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.config import Recipe
+from megarl.config.parallel import ParallelConfig
+from megarl.loops import rank_processes
+from megarl.loops.rank_processes import RankProcesses
+from megarl.types import PeerLostError
+
+pytestmark = [pytest.mark.distributed, pytest.mark.anyio]
 
 
-def test_copies_are_complete_only_if_each_rank_of_their_world_has_one() -> None:
-    whole = [{10: (3, [0, 2])}, {10: (3, [1, 0]), 20: (3, [1])}]
-    assert _is_complete(whole, 10) and not _is_complete(whole, 20) and not _is_complete(whole, 30)
-    assert not _is_complete([], 10) and not _is_complete([{}, {}], 10)
-    assert not _is_complete([{10: (3, [0, 2])}, {20: (3, [1, 0])}], 10)
+async def test_an_engine_that_cannot_start_again_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Recipe.model_validate(
+        {
+            "name": "small",
+            "loop": "rl",
+            "model": {"path": "absent"},
+            "data": {"train": "absent.jsonl"},
+            "cluster": {"recover": "restart", "ranks_per_node": 3},
+            "rollout": {"placement": "separate", "ranks": 2},
+        }
+    )
+    layout = ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1, rollout_ranks=2)
+    notices: list[str] = []
+    wanted: list[list[int]] = []
 
+    async def start_none(*_: Any, **given: Any) -> None:
+        wanted.append(given["places"])
+        raise PeerLostError("no node is free")
 
-def test_a_newer_complete_step_does_not_hide_an_older_one() -> None:
-    """The driver may know only the older one: a rank was lost while the others completed the newer."""
-    held = [{10: (2, [0, 1]), 20: (2, [0, 1])}, {}]
-    assert _is_complete(held, 10) and _is_complete(held, 20)
+    async def replace() -> None:
+        assert processes._ranks is not None
+        trainers = processes._ranks.trainers
+        await trainers.set_apart()
+        await processes._replace(trainers, [0], tmp_path, notices.append)
 
-
-def test_only_copies_that_no_staying_rank_has_are_moved() -> None:
-    held = [{10: (4, [0, 3])}, {10: (4, [1, 0])}, {10: (4, [2, 1])}, {10: (4, [3, 2]), 5: (4, [2])}]
-    assert _moves(held, 10, [0, 1]) == [(2, 2, 0)]
-    assert _moves(held, 10, [1]) == [(2, 2, 1), (3, 0, 1)]
-    assert _moves(held, 10, [0, 1, 2, 3]) == []
-    # The third process is new and has nothing.
-    assert _moves([*held[:2], {}, held[3]], 10, [0, 1]) == [(2, 3, 0)]
+    async with RankProcesses(made, layout) as processes:
+        ranks = await processes.ready(tmp_path)
+        lost, other = ranks.replicas
+        await lost.close()
+        ranks.replicas.remove(lost)
+        monkeypatch.setattr(rank_processes, "start_group", start_none)
+        [kept] = other.handles
+        await replace()
+        assert processes._ranks is not None and processes._ranks.is_separate
+        [group] = processes._ranks.replicas
+        assert [*group.handles] == [kept] and group.part.first_rank == 2 and group.places == [2]
+        assert notices == ["the engine of rank 1 cannot start again; the run goes on without it: no node is free"]
+        processes._ranks.replicas.clear()
+        await group.close()
+        with pytest.raises(PeerLostError, match="no node is free"):
+            await replace()
+        assert wanted == [[1], [1], [2]]

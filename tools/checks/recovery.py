@@ -238,11 +238,12 @@ def resized(run: HeldRun) -> list[float]:
 
 
 def check_cost(folder: Path, num_steps: int) -> dict[str, Any]:
-    """Copy and check the state of a wide model after every `EVERY` steps, and compare these steps with the others.
+    """Measure how much step time the copies and checksums of a state cost.
 
-    A copy is sent to the other rank during the next step, so two of `EVERY` steps bear its cost. They are compared
-    within one run, because two equal runs on two cores differ by up to a quarter. The limit holds for the cost of a
-    copy after each step, with twice the standard error of its mean.
+    After every `EVERY` steps, each rank copies its state and computes checksums. It sends the copy to the other rank
+    during the next step. So two of `EVERY` steps are slower; they are compared with the two steps after them. All are
+    steps of one run, because the times of two equal runs on two cores differ by up to 25 %. The limit applies to the
+    cost per step of a copy after every step, plus two standard errors. The model is wide, so that its state is large.
     """
     options = f"weights.check_every={EVERY} checkpoint.replicate={EVERY} cluster.recover=restart"
     run = start(folder, Case(DP_2, model="wide"), "timed", f"train.steps={num_steps} {options}")
