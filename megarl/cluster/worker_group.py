@@ -233,7 +233,7 @@ class WorkerGroup(ABC):
         return [rank for rank in range(self.world_size) if rank not in self._inherited]
 
     @property
-    def processes(self) -> list[RankHandle]:
+    def all_handles(self) -> list[RankHandle]:
         """Return the group's ranks, after its end the kept ones."""
         return [*self._handles, *self.survivors]
 
@@ -243,7 +243,7 @@ class WorkerGroup(ABC):
         Groups `leaving` the run need none.
         """
         others = [group for group in self.others() if group not in leaving and self.shares_nodes(group)]
-        return {handle.place for group in others for handle in group.processes}
+        return {handle.place for group in others for handle in group.all_handles}
 
     def shares_nodes(self, group: WorkerGroup) -> bool:
         """Return whether places of the other group have the same numbers as places of this one."""
@@ -252,7 +252,7 @@ class WorkerGroup(ABC):
     def _log_of(self, rank: int, log_folder: Path) -> Path:
         """Return the log of a new process. No older process writes to it. `rank` counts within the run."""
         log = log_folder / f"rank_{rank:04d}.log"
-        others = (handle for group in self.others() for handle in group.processes)
+        others = (handle for group in self.others() for handle in group.all_handles)
         if any(handle.log == log for handle in (*self._inherited.values(), *others)):
             # That process has another rank now, and still writes to its first log.
             log = log.with_stem(f"{log.stem}_{secrets.token_hex(2)}")

@@ -260,7 +260,7 @@ def read_with_megatron(folder: str, checkpoint: str, tp: int, pp: int, save_to: 
     ("shape", "written", "read"),
     [
         pytest.param({"family": "qwen3", "tie_word_embeddings": True, "head_dim": 8, "vocab_size": 1031}, (2, 2),
-                     (1, 1), id="qwen3 tied: tp2 pp2 read by one rank"),
+                     (1, 1), id="qwen3 tied: tp2 pp2 read by one rank", marks=pytest.mark.long),
         pytest.param({"family": "qwen2", "tie_word_embeddings": False, "vocab_size": 1031}, (1, 1), (2, 2),
                      id="qwen2 untied: tp1 read by tp2 pp2"),
         pytest.param({"family": "llama", "tie_word_embeddings": True}, (4, 1), (2, 2), id="llama tied: tp4 by tp2 pp2"),

@@ -187,7 +187,7 @@ async def test_who_is_late_on_ray_is_told_with_the_stacks_of_all_ranks(
 
 
 # On Ray each group has nodes of its own, and no group takes the place of another's process.
-@pytest.mark.parametrize("scene", scenes("lose_a_relayed_rank", without=["resize_next_to_engines"]))
+@pytest.mark.parametrize("scene", scenes(without=["resize_next_to_engines"]))
 async def test_a_rank_on_ray_that_is_lost_is_named_and_the_others_go_on(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scene: str
 ) -> None:

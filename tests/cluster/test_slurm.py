@@ -278,6 +278,7 @@ def _rank_process(rank: int, cluster: Cluster) -> int:
     return found
 
 
+@pytest.mark.long
 @needs_slurm
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give one node other mounts than the rest")
 def test_a_node_without_the_model_ends_the_job_at_once(cluster: Cluster) -> None:

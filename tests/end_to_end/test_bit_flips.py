@@ -60,6 +60,7 @@ def versions(folder: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / f"runs/{name}/versions.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.long
 def test_layouts_give_each_version_the_same_checksum(
     train: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:

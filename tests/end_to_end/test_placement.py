@@ -39,6 +39,7 @@ def steps(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.long
 def test_the_weights_are_equal_and_nothing_is_moved_twice(runs: Runs) -> None:
     assert runs.compared["met"] and runs.compared["differing"] == 0
     assert runs.compared["moved_over_least"] == pytest.approx(1.0)

@@ -200,6 +200,7 @@ def assert_each_prompt_is_accounted_for(mine: Path, other: Path) -> None:
     assert shown.returncode == 0 and "filtered: dropped by algorithm.dynamic_sampling" in shown.stdout, shown
 
 
+@pytest.mark.long
 def test_a_run_that_is_asked_to_stop_saves_and_goes_on_bit_equal(runs: Runs) -> None:
     moments, name, seen = random.Random(11), "asked", []
     for number, asked in enumerate((signal.SIGUSR1, signal.SIGTERM)):

@@ -19,6 +19,7 @@ def check_versions(rows: list[dict[str, float]]) -> None:
     assert gaps[0] and max(gaps[0]) < 1e-6 < 1e-5 < max(gaps[1])
 
 
+@pytest.mark.long
 def test_engines_sample_with_each_step_s_weights_while_the_next_one_trains(
     tmp_path: Path,
 ) -> None:

@@ -19,9 +19,10 @@ OF_EXPERTS = ("sft", "gspo", "all added", "critic", "balanced")
     ("model", "layouts", "objectives"),
     [
         pytest.param("dense", ["tp2 cp2"], [name for name in invariance.OBJECTIVES if name != "balanced"], id="dense"),
-        pytest.param("moe", ["tp2", "etp2 dp2", "tp2 etp2 ep2 dp2"], OF_EXPERTS, id="experts", marks=pytest.mark.long),
+        pytest.param("moe", ["tp2", "etp2 dp2", "tp2 etp2 ep2 dp2"], OF_EXPERTS, id="experts"),
     ],
 )
+@pytest.mark.long
 def test_layouts_train_as_one_rank_does(
     tiny_model: Callable[..., Path], ranks: RankPool, model: str, layouts: list[str], objectives: Sequence[str]
 ) -> None:
