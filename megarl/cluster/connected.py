@@ -28,7 +28,6 @@ from megarl.cluster import relay
 from megarl.cluster.connection import Connection
 from megarl.cluster.handshake import STRANGERS, introduce, meet, pack_json, receive_json
 from megarl.cluster.messages import Inbox
-from megarl.cluster.places import choose_places
 from megarl.cluster.rank import serve
 from megarl.cluster.rank_handle import RankHandle, log_tail
 from megarl.cluster.topology import Introduction, environments, in_order, rank_topology
@@ -218,17 +217,8 @@ class ConnectedGroup(WorkerGroup):
         if self.others() and not self._former:
             # An earlier group may write to the log of this name, because numbers of ranks change.
             self.start_log = f"start_{self.part.first_rank:04d}_{secrets.token_hex(2)}.log"
-        self.new_places = choose_places(
-            self.world_size,
-            {rank: handle.place for rank, handle in self._inherited.items()},
-            before=self.former_places,
-            # A group starting after the others gets the first free places.
-            first=0 if self.others() else self._first_place,
-            per_node=self.ranks_per_node,
-            num_nodes=self.kind.nodes,
-            taken=self.taken_places(),
-            silent_nodes=self._former[-1]._silent_nodes if self._former else (),
-        )
+        silent = self._former[-1]._silent_nodes if self._former else ()
+        self.new_places = self._choose_places(self._first_place, self.ranks_per_node, self.kind.nodes, silent)
         if not self.new_places:
             self._handles = [self._inherited[rank] for rank in range(self.world_size)]
             self._introduce_ranks({})

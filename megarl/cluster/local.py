@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Self
 
 from megarl.cluster.connection import Connection
-from megarl.cluster.places import choose_places
 from megarl.cluster.rank_handle import RankHandle
 from megarl.cluster.worker_group import PartOfRun, WorkerGroup
 from megarl.files.private_folder import PrivateFolder
@@ -119,17 +118,8 @@ class LocalGroup(WorkerGroup):
             "TMPDIR": str(self._folder.path),
             **{"WORLD_SIZE": str(self.world_size), "LOCAL_WORLD_SIZE": str(self.world_size)},
         }
-        places = choose_places(
-            self.world_size,
-            {rank: handle.place for rank, handle in self._inherited.items()},
-            before=self.former_places,
-            # A group starting after the others gets the first free places.
-            first=0 if self.others() else self.part.first_rank,
-            # All ranks are on this machine.
-            per_node=sys.maxsize,
-            num_nodes=1,
-            taken=self.taken_places(),
-        )
+        # All ranks are on this machine, whose number of places is not known.
+        places = self._choose_places(self.part.first_rank, sys.maxsize, 1)
         for rank in range(self.world_size):
             if rank in self._inherited:
                 self._handles.append(self._inherited[rank])

@@ -21,6 +21,7 @@ from megarl import faults, types
 from megarl.cluster.deadlines import Deadlines, Limit
 from megarl.cluster.hang_report import HangReport
 from megarl.cluster.messages import pack, pack_cancel
+from megarl.cluster.places import choose_places
 from megarl.cluster.rank_handle import (
     LOSS_GRACE_SECONDS,
     Answers,
@@ -244,6 +245,22 @@ class WorkerGroup(ABC):
         """
         others = [group for group in self.others() if group not in leaving and self.shares_nodes(group)]
         return {handle.place for group in others for handle in group.all_handles}
+
+    def _choose_places(
+        self, first: int, per_node: int, num_nodes: int, silent_nodes: Collection[int] = ()
+    ) -> list[int]:
+        """Return a place for each missing rank, in the order of ranks. For the arguments see `choose_places`."""
+        return choose_places(
+            self.world_size,
+            {rank: handle.place for rank, handle in self._inherited.items()},
+            before=self.former_places,
+            # A group starting after the others gets the first free places.
+            first=0 if self.others() else first,
+            per_node=per_node,
+            num_nodes=num_nodes,
+            taken=self.taken_places(),
+            silent_nodes=silent_nodes,
+        )
 
     def shares_nodes(self, group: WorkerGroup) -> bool:
         """Return whether places of the other group have the same numbers as places of this one."""

@@ -67,8 +67,8 @@ class RankProcesses:
         """Nodes that passed the checks before models were built."""
         self._received = 0.0
         self._has_copies = False
-        self._engine_kinds: list[NodeKind] = []
-        """Kind of nodes of each separate engine replica at the run's start. The sizes of the recipe may change."""
+        self._engine_kind: NodeKind | None = None
+        """Nodes of separate engines at the run's start; None: there are no such engines. The recipe's sizes change."""
         self._engine_places: dict[int, list[int]] = {}
         """Last places of each separate engine replica on these nodes."""
         self._avoided_nodes: Sequence[str] = ()
@@ -95,7 +95,7 @@ class RankProcesses:
             cluster = self.recipe.cluster
             self._ranks = await start_ranks(cluster, log_folder, self.layout.replica_sizes, avoided_nodes=avoided_nodes)
             self._avoided_nodes = avoided_nodes
-            self._engine_kinds = [group.kind for group in self._ranks.replicas]
+            self._engine_kind = next((group.kind for group in self._ranks.replicas), None)
             self._engine_places = {number: group.places for number, group in enumerate(self._ranks.replicas)}
         return self._ranks
 
@@ -246,8 +246,9 @@ class RankProcesses:
             await old.set_apart()
             return await old.successor(list(range(size)), log_folder, part)
         places = self._engine_places.get(number, ())
+        assert self._engine_kind is not None
         return await start_group(
-            self.recipe.cluster, log_folder, size, part, self._engine_kinds[0], self._avoided_nodes,
+            self.recipe.cluster, log_folder, size, part, self._engine_kind, self._avoided_nodes,
             others=lambda: ranks.groups, places=places if len(places) == size else (),
         )  # fmt: skip
 

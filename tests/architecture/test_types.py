@@ -13,7 +13,7 @@ pytestmark = pytest.mark.types
 ROOT = Path(__file__).resolve().parents[2]
 
 
-# pyright takes 130 s of processor time. Other tests run beside it: it has taken over 900 s on a busy machine.
+# pyright takes 130 s of processor time, and took over 900 s where other programs used the machine too.
 @pytest.mark.timeout(2400)
 def test_types_hold() -> None:
     # Node collects garbage of 16 MB by default. pyright 1.1.414 takes a fifth more processor time with it.

@@ -19,7 +19,7 @@ MANY = 1 << 62
         pytest.param(3, {0: 4, 2: 1}, {"before": [4, 7, 1]}, [7], id="the place of the lost process"),
         pytest.param(3, {0: 4, 1: 7}, {"before": [4, 7, 4]}, [5], id="another one, if an heir has it"),
         pytest.param(4, {0: 0, 1: 1}, {"before": [0, 1]}, [2, 3], id="growth"),
-        pytest.param(4, {0: 0, 1: 1}, {"before": [0, 1], "taken": {2, 3}}, [4, 5], id="growth beside engines"),
+        pytest.param(4, {0: 0, 1: 1}, {"before": [0, 1], "taken": {2, 3}}, [4, 5], id="growth next to engines"),
         pytest.param(
             3, {0: 0, 1: 1}, {"before": [0, 1], "taken": {2, 3}, "silent_nodes": {1}}, [8], id="not on a silent node"
         ),

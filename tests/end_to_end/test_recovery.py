@@ -54,6 +54,14 @@ def resize(run: HeldRun, *sizes: str) -> None:
     subprocess.run(command, cwd=run.path.parents[1], check=True, timeout=PATIENCE_SECONDS)
 
 
+def recoveries_of_a_run_like_the_calm_one(folder: Path, run: HeldRun) -> list[dict[str, float]]:
+    """Assert that a run has trained all steps as the calm one did. Returns its steps after a loss or a resize."""
+    steps = run.steps()
+    assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
+    assert_trained_alike(steps_of(folder / "runs/calm"), steps)
+    return [step for step in steps if "fault/recovery_seconds" in step]
+
+
 def test_a_run_survives_a_killed_rank_and_changes_its_layout_twice(folder: Path) -> None:
     options = ("cluster.ranks_per_node=2", "cluster.recover=restart", "checkpoint.replicate=1")
     run = HeldRun(folder, "run", "recipe.yaml", *options)
@@ -71,10 +79,7 @@ def test_a_run_survives_a_killed_rank_and_changes_its_layout_twice(folder: Path)
         assert run.ranks() == {0: first[0]}
         resize(run, "cluster.ranks_per_node=2", "trainer.tp=2", "rollout.tp=2")
     run.finish()
-    steps = run.steps()
-    assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
-    assert_trained_alike(steps_of(folder / "runs/calm"), steps)
-    recovered = [step for step in steps if "fault/recovery_seconds" in step]
+    recovered = recoveries_of_a_run_like_the_calm_one(folder, run)
     assert [step["fault/recoveries"] for step in recovered] == [1.0, 1.0, 1.0]
     # The new process of the killed rank received that rank's state from the other one.
     assert recovered[0]["fault/restored_bytes"] > 0
@@ -106,9 +111,6 @@ def test_separate_engines_stay_while_the_trainer_is_resized(folder: Path) -> Non
         last = run.ranks()
         assert sorted(last) == [0, 1, 2] and last[0] == first[0] and not {*last.values()} & {grown[2], grown[3]}
     run.finish()
-    steps = run.steps()
-    assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
-    assert_trained_alike(steps_of(folder / "runs/calm"), steps)
-    recovered = [step for step in steps if "fault/recovery_seconds" in step]
+    recovered = recoveries_of_a_run_like_the_calm_one(folder, run)
     assert [step["fault/recoveries"] for step in recovered] == [1.0, 1.0, 1.0]
     assert not any(is_alive(process) for one in (first, grown, last) for process in one.values())
