@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -40,15 +42,20 @@ def is_stopped(pid: int) -> bool:
 def native_stacks(pid: int, seconds: float) -> str:
     """Return the native stacks of a process's threads, from py-spy or gdb, or why there are none.
 
-    The process pauses for the duration, `seconds` at most.
+    The process pauses for the duration, `seconds` at most, and then goes on. A stopped one stays stopped.
     """
     name = next((name for name in _DEBUGGERS if shutil.which(name)), None)
     if name is None:
         return "no native stacks: neither py-spy nor gdb is installed"
     command = [str(pid) if part == "PID" else part for part in _DEBUGGERS[name]]
+    was_stopped = is_stopped(pid)
     try:
         done = run_command(command, seconds=seconds)
     except OSError as error:
+        # gdb attaches by SIGSTOP. A gdb that is killed at its time limit leaves the process stopped.
+        if not was_stopped:
+            with suppress(OSError):
+                os.kill(pid, signal.SIGCONT)
         return f"no native stacks: {error}"
     if done.returncode:
         return f"no native stacks: {name} ended with code {done.returncode}: {done.stderr.strip()[-400:]}"

@@ -7,7 +7,9 @@ import mmap
 import os
 import re
 import signal
+import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -80,6 +82,31 @@ def test_native_stacks_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     assert native_stacks.native_stacks(17, 60.0) == "no native stacks: sh ended with code 3: denied"
     monkeypatch.setattr(native_stacks, "_DEBUGGERS", {"sleep": ("sleep", "60")})
     assert native_stacks.native_stacks(17, 0.1) == "no native stacks: sleep did not end within 0.1 s"
+
+
+@pytest.mark.parametrize("was_stopped", [False, True])
+def test_a_debugger_that_is_killed_leaves_no_process_stopped(
+    monkeypatch: pytest.MonkeyPatch, was_stopped: bool
+) -> None:
+    # As gdb does: it stops the process, and is killed before it lets the process go on.
+    monkeypatch.setattr(native_stacks, "_DEBUGGERS", {"sh": ("sh", "-c", "kill -STOP $0; exec sleep 60", "PID")})
+    process = subprocess.Popen(["sleep", "600"])
+    try:
+        if was_stopped:
+            process.send_signal(signal.SIGSTOP)
+            _until(lambda: is_stopped(process.pid))
+        assert native_stacks.native_stacks(process.pid, 1.0) == "no native stacks: sh did not end within 1 s"
+        _until(lambda: is_stopped(process.pid) == was_stopped)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _until(is_reached: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
+    while not is_reached():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def test_variables_of_the_flight_recorder_are_torchs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
