@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Protocol
@@ -47,6 +48,19 @@ class HangReport:
         """Create a writer into `folder`. Native stacks: of `most_native` ranks, for `native_seconds` at most."""
         self._folder, self._groups = folder, groups
         self._native_seconds, self._most_native = native_seconds, most_native
+        self._num_debugging = 0
+        """Number of reports for which debuggers read stacks now."""
+        self._debugging_since = self._seconds_debugging = 0.0
+
+    @property
+    def is_debugging(self) -> bool:
+        """Whether a debugger reads stacks of some ranks now. It stops these ranks meanwhile."""
+        return self._num_debugging > 0
+
+    @property
+    def seconds_debugging(self) -> float:
+        """Total seconds so far in which debuggers stopped ranks. Deadlines of calls exclude them."""
+        return self._seconds_debugging + (time.monotonic() - self._debugging_since if self.is_debugging else 0.0)
 
     async def write(
         self, group: Ranks, what: str, silent: Sequence[RankHandle], stacks: Mapping[int, str]
@@ -75,11 +89,25 @@ class HangReport:
         with suppress(OSError):
             append_whole(path, ("\n".join(lines) + "\n").encode(errors="replace"))
             chosen = sorted(handles, key=lambda handle: handle not in silent)[: self._most_native]
-            native = await asyncio.gather(*map(self._native_stacks, chosen))
+            with self._debugging():
+                native = await asyncio.gather(*map(self._native_stacks, chosen))
             for handle, text in zip(chosen, native, strict=True):
                 append_whole(path, f"\n== rank {handle.rank}: native ==\n{text}\n".encode(errors="replace"))
             return path
         return None
+
+    @contextmanager
+    def _debugging(self) -> Iterator[None]:
+        """Context in which debuggers stop ranks; it counts the time."""
+        if not self._num_debugging:
+            self._debugging_since = time.monotonic()
+        self._num_debugging += 1
+        try:
+            yield
+        finally:
+            self._num_debugging -= 1
+            if not self._num_debugging:
+                self._seconds_debugging += time.monotonic() - self._debugging_since
 
     async def _native_stacks(self, handle: RankHandle) -> str:
         """Return the native stacks of a rank, or why there are none: the group must end whatever goes wrong here."""

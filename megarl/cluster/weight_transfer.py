@@ -208,24 +208,17 @@ class WeightTransfer:
 
     @asynccontextmanager
     async def _watch(self, method: str, limit: float) -> AsyncIterator[None]:
-        """Context finding and ending a stopped replica, for which the other ranks would wait.
+        """Context finding and ending stopped replicas soon after a cancellation, because they do not leave the group.
 
-        A working transfer may take its whole `limit`, which is that of a collective at first. So the search begins each
-        time the shortest limit of all methods has passed. It also begins soon after a cancellation.
+        Without a cancellation, each group's call itself looks for its stopped ranks.
         """
-        seconds, began = self._ranks.trainers.deadlines.shortest.seconds, time.monotonic()
-        # Stacks of ranks on other nodes may arrive late, through a shared file system.
-        patience = limit / 2
 
         async def watch() -> None:
-            while not await self._is_cancelled_within(seconds):
-                waited = time.monotonic() - began
-                await self._end_stopped(
-                    self._ranks.replicas, f"did not answer `{method}` within {waited:.0f} s", patience
-                )
+            await self._cancelled.wait()
             await asyncio.sleep(_LEAVE_SECONDS)
             what = f"did not leave `{method}` after its process group was aborted"
-            await self._end_stopped(self._ranks.groups, what, patience)
+            # Stacks of ranks on other nodes may arrive late, through a shared file system.
+            await self._end_stopped(self._ranks.groups, what, limit / 2)
 
         watching = asyncio.create_task(watch())
         try:
@@ -233,14 +226,6 @@ class WeightTransfer:
         finally:
             watching.cancel()
             await asyncio.wait([watching])
-
-    async def _is_cancelled_within(self, seconds: float) -> bool:
-        """Wait for at most `seconds`. Returns whether the process group was cancelled meanwhile."""
-        try:
-            await asyncio.wait_for(self._cancelled.wait(), seconds)
-        except TimeoutError:
-            return False
-        return True
 
     async def _end_stopped(self, groups: Sequence[WorkerGroup], what: str, patience_seconds: float) -> None:
         """End each of these groups with a stopped rank, if the run can continue without it."""

@@ -6,6 +6,7 @@ Subclasses start the processes and reach the ranks: `local.LocalGroup`, `srun.Sr
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 import sys
 import time
@@ -49,7 +50,7 @@ _ABANDON_SECONDS = 30.0
 _STACKS_SECONDS = 5.0
 """Seconds for ranks to write their stacks."""
 _LOOK_SECONDS = 0.1
-"""Seconds between two looks for stacks in the logs."""
+"""Seconds between two looks for stacks in the logs, and least pause between two looks at a call."""
 
 
 class RankFailedError(types.MegarlError):
@@ -103,10 +104,19 @@ class _Call:
     answers: Answers
     awaited: Sequence[asyncio.Future[None]]
     """Futures that are done when all ranks have answered."""
+    started: float
+    """Clock at the start, in seconds."""
+    debugged_before: float
+    """Seconds in which debuggers of hang reports had stopped ranks before the start."""
 
     def is_answered(self) -> bool:
         """Return whether all ranks have answered without an error."""
         return all(part.done() and not part.cancelled() and part.exception() is None for part in self.awaited)
+
+    def is_over(self) -> bool:
+        """Return whether all ranks have answered, or one of them has failed."""
+        failed = [part for part in self.awaited if part.done() and not part.cancelled() and part.exception()]
+        return bool(failed) or all(part.done() for part in self.awaited)
 
     def silent(self) -> list[RankHandle]:
         """Return the ranks that have not answered."""
@@ -189,8 +199,10 @@ class WorkerGroup(ABC):
         self.others: Callable[[], Sequence[WorkerGroup]] = lambda: ()
         """Function returning the run's other groups. A new process gets no place and no log of their processes."""
         self._log_folder, self._environment = Path(), {}
-        self._unread: set[RankHandle] = set()
-        """Ranks that did not write their stacks when they were late. They may not have read that request."""
+        self._unread: dict[RankHandle, int] = {}
+        """Ranks that did not write their stacks when they were late, and the size of their log before that request.
+        They may not have read the request.
+        """
         self.on_asked: Callable[[str], object] = lambda signal_name: None
         self.on_slow: Callable[[str], object] = lambda report: None
         """Callback (report), called when ranks hold up a call much longer than earlier calls took, or fall silent."""
@@ -537,15 +549,13 @@ class WorkerGroup(ABC):
                     answer.add_done_callback(partial(_call_back, on_answer))
             limit = self.deadlines.limit_for(method)
             seconds = limit.seconds + budget_seconds + slack_seconds
-            call = _Call(method, limit._replace(seconds=seconds), answers, awaited)
-            started = time.monotonic()
+            started, debugged_before = time.monotonic(), self._seconds_debugging
+            call = _Call(method, limit._replace(seconds=seconds), answers, awaited, started, debugged_before)
             if not self._calls:
                 self._in_calls_since = started
             self._calls.add(call)
             try:
-                await self._wait_until_late(call, budget_seconds + slack_seconds)
-                rest = started + call.limit.seconds - time.monotonic()
-                await asyncio.wait(awaited, timeout=max(0.0, rest), return_when=asyncio.FIRST_EXCEPTION)
+                await self._wait(call, budget_seconds, slack_seconds)
                 if not call.is_answered():
                     raise await self._end_once(partial(self._diagnose, call))
             except BaseException as error:
@@ -556,33 +566,58 @@ class WorkerGroup(ABC):
                 self._calls.remove(call)
                 if not self._calls:
                     self._seconds_in_calls += time.monotonic() - self._in_calls_since
-            # Planned working time says nothing about how slow the method is.
-            self.deadlines.note(method, time.monotonic() - started - budget_seconds)
+            # Planned working time and a debugger's say nothing about how slow the method is.
+            spent = time.monotonic() - started - budget_seconds - self._seconds_debugging + debugged_before
+            self.deadlines.note(method, max(0.0, spent))
             if stop_signal := next((handle.stop_signal for handle in handles if handle.stop_signal), None):
                 self.on_asked(stop_signal)
             return [answer.result() for answer in answers.values()]
 
-    async def _wait_until_late(self, call: _Call, extra_seconds: float) -> None:
-        """Wait until a call is answered, fails or is late. For a late call, report the ranks that hold it up.
+    async def _wait(self, call: _Call, budget_seconds: float, slack_seconds: float) -> None:
+        """Wait until a call is answered, fails or misses its deadline. Meanwhile, ranks that hold it up are reported
+        once, and the group ends if a rank is stopped.
 
-        `extra_seconds` is planned working time. Returns at once if it is not known how long the method takes.
+        The first calls of a method have a long deadline, and a stopped process would hold up the run until then. So the
+        driver looks for one each time the shortest deadline has passed. `budget_seconds` is planned working time,
+        `slack_seconds` other time that extends the deadline.
         """
-        late_after = self.deadlines.late_after(call.method)
-        if late_after is None or late_after + extra_seconds >= call.limit.seconds:
-            return
-        late_after += extra_seconds
-        await asyncio.wait(call.awaited, timeout=late_after, return_when=asyncio.FIRST_EXCEPTION)
-        if call.errors() or not call.silent():
-            return
+        pause, late_after = self.deadlines.shortest.seconds, self.deadlines.late_after(call.method)
+        look_at = call.started + budget_seconds + pause
+        late_at = math.inf if late_after is None else call.started + late_after + budget_seconds + slack_seconds
+        while not call.is_over():
+            # Ranks that a debugger stops, to report another rank, cannot work meanwhile.
+            deadline = call.started + call.limit.seconds + self._seconds_debugging - call.debugged_before
+            now = time.monotonic()
+            if now >= deadline:
+                return
+            if now >= late_at:
+                late_at = math.inf
+                await self._report_slow(call, now - call.started)
+            if now >= look_at:
+                what = f"did not answer `{call.method}` within {now - call.started:.0f} s"
+                # Stacks of ranks on other nodes may arrive late, through a shared file system.
+                await self.end_if_stopped(what, call.limit.seconds / 2)
+                look_at = time.monotonic() + pause
+            until = max(_LOOK_SECONDS, min(look_at, late_at, deadline) - time.monotonic())
+            await asyncio.wait(call.awaited, timeout=until, return_when=asyncio.FIRST_EXCEPTION)
+
+    @property
+    def _seconds_debugging(self) -> float:
+        """Total seconds so far in which a debugger of a hang report stopped ranks."""
+        return 0.0 if self.hang_report is None else self.hang_report.seconds_debugging
+
+    async def _report_slow(self, call: _Call, seconds: float) -> None:
+        """Report the ranks that hold up a call, `seconds` after its start."""
+        sizes = {handle: log_size(handle.log) for handle in self._handles}
         stacks = await self._stacks()
-        self._unread.update(handle for handle in self._handles if not is_complete(stacks.get(handle.rank, "")))
+        self._unread |= {h: size for h, size in sizes.items() if not is_complete(stacks.get(h.rank, ""))}
         silent = call.silent()
         slow = [h for h in silent if is_complete(stacks[h.rank]) and not waits_in_collective(stacks[h.rank])]
         # Where all ranks work, none is slower than its peers: the call has more to do than earlier ones.
         if slow and len(slow) < len(call.answers) and not call.errors():
             self.on_slow(
                 f"{_ranks(slow)} of {self.part.num_ranks} {'is' if len(slow) == 1 else 'are'} slow in `{call.method}`: "
-                f"other ranks wait after {late_after:.0f} s, the deadline is {call.limit.seconds:.0f} s\n"
+                f"other ranks wait after {seconds:.0f} s, the deadline is {call.limit.seconds:.0f} s\n"
                 + summary({handle.rank: stacks[handle.rank] for handle in slow})
             )
 
@@ -707,9 +742,16 @@ class WorkerGroup(ABC):
         self.show_stacks()
 
     async def _stacks(self, seconds: float = _STACKS_SECONDS) -> dict[int, str]:
-        """Return the stacks of each rank; empty for a rank that is stopped or cannot be reached."""
-        # Only text after the present end of a log counts, because logs may hold stacks of earlier requests.
-        ends = {handle: log_size(handle.log) for handle in self._handles}
+        """Return the stacks of each rank; empty for a rank that is stopped or cannot be reached.
+
+        Waits first while a debugger stops ranks for a hang report.
+        """
+        while self._is_debugged:
+            await asyncio.sleep(_LOOK_SECONDS)
+        # Only text after the present end of a log counts, because logs may hold stacks of earlier requests. A rank that
+        # has not answered such a request yet gets no second one, and its late answer counts.
+        self._unread = {h: end for h, end in self._unread.items() if not is_complete(log_since(h.log, end))}
+        ends = {handle: self._unread.get(handle, log_size(handle.log)) for handle in self._handles}
         self._show_busy_stacks()
         stacks: dict[int, str] = {}
         last_look = time.monotonic() + seconds
@@ -717,8 +759,18 @@ class WorkerGroup(ABC):
             await asyncio.sleep(_LOOK_SECONDS)
             awaited = [handle for handle in ends if not is_complete(stacks.get(handle.rank, ""))]
             stacks |= {handle.rank: log_since(handle.log, ends[handle]) for handle in awaited}
-            if time.monotonic() > last_look or all(is_complete(stacks[h.rank]) or h.died.done() for h in awaited):
+            if all(is_complete(stacks[h.rank]) or h.died.done() for h in awaited):
                 return stacks
+            if self._is_debugged:
+                # gdb loses the signal of this request if it is killed at its time limit.
+                return await self._stacks(seconds)
+            if time.monotonic() > last_look:
+                return stacks
+
+    @property
+    def _is_debugged(self) -> bool:
+        """Whether a debugger of a hang report may stop ranks now."""
+        return self.hang_report is not None and self.hang_report.is_debugging
 
     async def _end(self, lost: Sequence[RankHandle] | None = None) -> None:
         """Kill all remaining rank processes, and free all resources of the group.

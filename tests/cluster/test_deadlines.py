@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
 
+from megarl.cluster import worker_group
 from megarl.cluster.deadlines import Deadlines, Limit, run_deadlines
+from megarl.cluster.hang_report import HangReport
 from megarl.cluster.stacks import is_complete, ranks_named, summary
 from megarl.cluster.worker_group import RankFailedError
 from megarl.config import ClusterConfig
+from megarl.platform import native_stacks
 from tests.cluster.started import started
 
 SHORTEST, LONGEST = Limit(300.0, "cluster.verb_timeout_seconds"), Limit(1800.0, "cluster.collective_timeout_seconds")
@@ -80,14 +84,63 @@ async def test_a_verb_that_was_fast_is_given_up_sooner_than_one_that_is_new() ->
         group.deadlines = Deadlines(SHORTEST._replace(seconds=1.0), LONGEST._replace(seconds=60.0))
         await group.call("sleep_on", 1, 1.2)  # the first may take longer
         for _ in range(3):
-            await group.ask([0, 1], "product", [1, 1])
-        limit = group.deadlines.limit_for("product").seconds
+            await group.ask([0, 1], "sleep", [0, 0])
+        limit = group.deadlines.limit_for("sleep").seconds
         assert 1.0 <= limit < 60.0  # how much above the shortest, the machine's load decides
-        os.kill((await group.call("pid"))[1], signal.SIGSTOP)
         with pytest.raises(RankFailedError) as caught:
-            await group.call("product", 1)
-        reason = f"did not answer `product` within {limit:g} s; if it needs longer, raise cluster.verb_timeout_seconds"
+            await group.ask([0, 1], "sleep", [0, 600])
+        reason = f"did not answer `sleep` within {limit:g} s; if it needs longer, raise cluster.verb_timeout_seconds"
         assert caught.value.cause == f"rank 1 of 2 {reason}"
+
+
+@pytest.mark.usefixtures("worker_module", "nothing_left")
+async def test_a_stopped_rank_is_found_long_before_the_deadline_of_a_first_call() -> None:
+    async with started() as group:
+        group.deadlines = Deadlines(Limit(0.5), Limit(600.0))
+        # A rank that works writes its stacks each time, and goes on.
+        assert await group.ask([0, 1], "sleep", [0, 1.8]) == [None, None]
+        os.kill((await group.call("pid"))[1], signal.SIGSTOP)
+        began = time.monotonic()
+        with pytest.raises(RankFailedError, match=r"rank 1 of 2 did not answer `product` within \d+ s"):
+            await group.call("product", 1)
+        # Half a second, and 5 seconds for the stacks that do not come. The machine may be busy.
+        assert 5.0 < time.monotonic() - began < 30.0
+
+
+@pytest.mark.parametrize(
+    "deadlines",
+    [
+        pytest.param(Deadlines.same(1.0), id="deadline"),
+        pytest.param(Deadlines(Limit(0.5), Limit(600.0)), id="search for a stopped rank"),
+    ],
+)
+@pytest.mark.usefixtures("worker_module", "nothing_left")
+async def test_a_rank_that_a_debugger_stops_is_neither_late_nor_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deadlines: Deadlines
+) -> None:
+    def debugged(process: int, seconds: float) -> str:
+        os.kill(process, signal.SIGSTOP)
+        time.sleep(2.5)
+        os.kill(process, signal.SIGCONT)
+        return "in main"
+
+    monkeypatch.setattr(native_stacks, "native_stacks", debugged)
+    monkeypatch.setattr(worker_group, "_STACKS_SECONDS", 0.5)
+    async with started(log_folder=tmp_path) as group:
+        group._most_stacks_seconds = 0.5
+        group.hang_report = report = HangReport(tmp_path, lambda: [group])
+        group.deadlines = deadlines
+        writing = asyncio.create_task(report.write(group, "fell silent", [], {}))
+        async with asyncio.timeout(30):
+            while not report.is_debugging:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.2)  # both threads have sent the signal
+        began = time.monotonic()
+        assert await group.call("product", 2) == [(0, 2), (1, 4)]
+        assert time.monotonic() - began > 1.5
+        path = await writing
+        assert path is not None and path.read_text().count("in main") == 2
+        assert not report.is_debugging and 2.5 <= report.seconds_debugging < 20
 
 
 @pytest.mark.usefixtures("worker_module", "nothing_left")

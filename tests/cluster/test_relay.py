@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from megarl.cluster.connected import ConnectedGroup
-from megarl.cluster.deadlines import Deadlines
+from megarl.cluster.deadlines import Deadlines, Limit
 from megarl.cluster.handshake import admit, introduce
 from megarl.cluster.messages import pack
 from megarl.cluster.relay import ANSWER, BATCH, PART, start
@@ -206,6 +206,24 @@ async def test_only_ranks_that_are_stopped_are_ended_and_the_others_read_their_n
         await group.end_if_stopped("sat there", 1.0)
         with pytest.raises(RankFailedError, match="rank 1 of 2 sat there"):
             await calling
+
+
+async def test_a_late_answer_to_a_request_for_stacks_counts(tmp_path: Path) -> None:
+    async with started(2, tmp_path) as group:
+        pids = await group.call("pid")
+        group.deadlines = Deadlines(Limit(9.0), Limit(600.0))
+        for _ in range(3):
+            await group.call("sleep", 0.0)
+        # The slowest call sets the limit to 20 s, and the call is late after 6 s.
+        group.deadlines.note("sleep", 2.0)
+        os.kill(pids[1], signal.SIGSTOP)
+        calling = asyncio.create_task(group.call("sleep", 2.0))
+        async with asyncio.timeout(30):
+            while group.handles[1] not in group._unread:
+                await asyncio.sleep(0.1)
+        os.kill(pids[1], signal.SIGCONT)
+        # The search after 9 s sends it no second request: the answer to the first shows that it works again.
+        assert await calling == [None, None]
 
 
 @pytest.mark.parametrize("stopped", ["rank", "relay"])
