@@ -200,12 +200,10 @@ class ConnectedGroup(WorkerGroup):
         ranks.
         """
 
-    def _show_busy_stacks(self) -> None:
+    def _ask_for_stacks(self, handles: Sequence[RankHandle]) -> None:
         # A byte of urgent TCP data raises SIGURG in a rank on any node. The rank's reading thread skips the byte. A
         # second byte before the first is skipped (in a stopped rank) could become part of a message.
-        for handle in self._handles:
-            if handle in self._unread:
-                continue
+        for handle in handles:
             with contextlib.suppress(OSError):
                 handle.direct.socket.send(b"!", socket.MSG_OOB)
 
@@ -441,7 +439,7 @@ def connect(address: Address, key: bytes, process: Introduction) -> None:
     output = os.open(assigned["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (1, 2):
         os.dup2(output, stream)
-    # The kernel sends SIGURG only to the owner of a socket. See `_show_busy_stacks`.
+    # The kernel sends SIGURG only to the owner of a socket. See `_ask_for_stacks`.
     fcntl.fcntl(sock, fcntl.F_SETOWN, os.getpid())
     faulthandler.register(signal.SIGURG, all_threads=True)
     served = sock

@@ -5,6 +5,7 @@ A method is called verb in the recipe field `cluster.verb_timeout_seconds`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -61,10 +62,14 @@ class Deadlines:
         fitting = Limit(_TIMES_SLOWEST * self._slowest[method], self._shortest.field)
         return min(max(self._shortest, fitting), self._longest)
 
-    def late_after(self, method: str) -> float | None:
-        """Return the seconds after which the next call of a method is late; None: it is not known yet."""
+    def has_own_limit(self, method: str) -> bool:
+        """Whether a recipe field sets the limit of this method, for example of checkpoints."""
+        return method in self._given
+
+    def late_after(self, method: str) -> float:
+        """Return the seconds after which the next call of a method is late; infinite: it is not known yet."""
         if self._num_calls.get(method, 0) < _NUM_FIRST:
-            return None
+            return math.inf
         return max(_LEAST_LATE_SECONDS, _TIMES_LATE * self._slowest[method])
 
     def note(self, method: str, seconds: float) -> None:

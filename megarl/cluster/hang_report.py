@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -48,14 +50,17 @@ class HangReport:
         """Create a writer into `folder`. Native stacks: of `most_native` ranks, for `native_seconds` at most."""
         self._folder, self._groups = folder, groups
         self._native_seconds, self._most_native = native_seconds, most_native
-        self._num_debugging = 0
-        """Number of reports for which debuggers read stacks now."""
-        self._debugging_since = self._seconds_debugging = 0.0
+        self._debugged: set[Future[str]] = set()
+        """Readings of stacks by debuggers now, one for each rank."""
+        self._debugging_since = 0.0
+        """Clock at which the first of them began, in seconds."""
+        self._seconds_debugging = 0.0
+        """Total seconds of the times before."""
 
     @property
     def is_debugging(self) -> bool:
         """Whether a debugger reads stacks of some ranks now. It stops these ranks meanwhile."""
-        return self._num_debugging > 0
+        return bool(self._debugged)
 
     @property
     def seconds_debugging(self) -> float:
@@ -89,35 +94,38 @@ class HangReport:
         with suppress(OSError):
             append_whole(path, ("\n".join(lines) + "\n").encode(errors="replace"))
             chosen = sorted(handles, key=lambda handle: handle not in silent)[: self._most_native]
-            with self._debugging():
-                native = await asyncio.gather(*map(self._native_stacks, chosen))
+            # Threads of its own, so that all debuggers begin at once.
+            pool = ThreadPoolExecutor(max(1, len(chosen)))
+            native = await asyncio.gather(*(self._native_stacks(pool, handle) for handle in chosen))
+            pool.shutdown(wait=False)
             for handle, text in zip(chosen, native, strict=True):
                 append_whole(path, f"\n== rank {handle.rank}: native ==\n{text}\n".encode(errors="replace"))
             return path
         return None
 
-    @contextmanager
-    def _debugging(self) -> Iterator[None]:
-        """Context in which debuggers stop ranks; it counts the time."""
-        if not self._num_debugging:
-            self._debugging_since = time.monotonic()
-        self._num_debugging += 1
-        try:
-            yield
-        finally:
-            self._num_debugging -= 1
-            if not self._num_debugging:
-                self._seconds_debugging += time.monotonic() - self._debugging_since
-
-    async def _native_stacks(self, handle: RankHandle) -> str:
+    async def _native_stacks(self, pool: ThreadPoolExecutor, handle: RankHandle) -> str:
         """Return the native stacks of a rank, or why there are none: the group must end whatever goes wrong here."""
+        if not self._debugged:
+            self._debugging_since = time.monotonic()
+        reading = pool.submit(handle.native_stacks, self._native_seconds)
+        self._debugged.add(reading)
+        loop = asyncio.get_running_loop()
+        # The debugger holds the rank until its thread has ended, whatever happens to this coroutine.
+        reading.add_done_callback(partial(loop.call_soon_threadsafe, self._note_released))
+        # A launcher that does not answer must not block later reports, searches and deadlines.
+        loop.call_later(2 * self._native_seconds, self._note_released, reading)
         try:
-            # A launcher that does not answer must not delay the end. Its thread ends by itself.
-            return await asyncio.wait_for(
-                asyncio.to_thread(handle.native_stacks, self._native_seconds), self._native_seconds + 1.0
-            )
+            # For the same reason. The thread ends by itself.
+            return await asyncio.wait_for(asyncio.wrap_future(reading), self._native_seconds + 1.0)
         except Exception as error:
             return f"no native stacks: {error!r}"
+
+    def _note_released(self, reading: Future[str]) -> None:
+        """Record that a debugger has released its rank."""
+        if reading in self._debugged:
+            self._debugged.remove(reading)
+            if not self._debugged:
+                self._seconds_debugging += time.monotonic() - self._debugging_since
 
     def _unused_path(self) -> Path:
         number = 1

@@ -17,7 +17,8 @@ from typing import Self
 
 from megarl.cluster.connection import Connection
 from megarl.cluster.rank_handle import RankHandle
-from megarl.cluster.worker_group import PartOfRun, WorkerGroup
+from megarl.cluster.stacks import is_complete
+from megarl.cluster.worker_group import Call, PartOfRun, WorkerGroup
 from megarl.files.private_folder import PrivateFolder
 from megarl.groups.rendezvous import Rendezvous
 from megarl.platform import native_stacks
@@ -52,6 +53,9 @@ class _LocalHandle(RankHandle):
     def show_stacks(self) -> None:
         """Send a signal on which the rank writes the stacks of all threads to its log."""
         self.process.signal(signal.SIGUSR2)
+
+    def is_stopped(self) -> bool:
+        return self.process.pid is not None and native_stacks.is_stopped(self.process.pid)
 
     def obstacle(self) -> str:
         server = self.process.stopped_server
@@ -109,6 +113,15 @@ class LocalGroup(WorkerGroup):
         for handle in self._handles:
             assert isinstance(handle, _LocalHandle)
             handle.show_stacks()
+
+    async def _stopped(self, call: Call, patience_seconds: float) -> tuple[list[RankHandle], Mapping[int, str]]:
+        # The kernel says which process is stopped. So the others are not asked for stacks in vain.
+        stopped = [handle for handle in call.silent() if isinstance(handle, _LocalHandle) and handle.is_stopped()]
+        if not stopped:
+            return [], {}
+        stacks = await self._stacks()
+        # One may have continued meanwhile.
+        return [handle for handle in stopped if not is_complete(stacks.get(handle.rank, ""))], stacks
 
     async def _start_processes(self, log_folder: Path, environment: Mapping[str, str]) -> None:
         provide_open_files(2 * self.world_size, f"{self.world_size} ranks")

@@ -208,9 +208,9 @@ class WeightTransfer:
 
     @asynccontextmanager
     async def _watch(self, method: str, limit: float) -> AsyncIterator[None]:
-        """Context finding and ending stopped replicas soon after a cancellation, because they do not leave the group.
+        """Context ending each group with a rank that is still in the process group soon after its cancellation.
 
-        Without a cancellation, each group's call itself looks for its stopped ranks.
+        Only a stopped rank does not leave it. Without a cancellation, each call itself looks for stopped ranks.
         """
 
         async def watch() -> None:

@@ -50,7 +50,7 @@ _ABANDON_SECONDS = 30.0
 _STACKS_SECONDS = 5.0
 """Seconds for ranks to write their stacks."""
 _LOOK_SECONDS = 0.1
-"""Seconds between two looks for stacks in the logs, and least pause between two looks at a call."""
+"""Seconds between two looks for stacks in the logs, and least pause between two checks of a call."""
 
 
 class RankFailedError(types.MegarlError):
@@ -96,7 +96,7 @@ class PartOfRun:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Call:
+class Call:
     """A remote call in progress: its method, its deadline, and its ranks' answers."""
 
     method: str
@@ -105,9 +105,7 @@ class _Call:
     awaited: Sequence[asyncio.Future[None]]
     """Futures that are done when all ranks have answered."""
     started: float
-    """Clock at the start, in seconds."""
-    debugged_before: float
-    """Seconds in which debuggers of hang reports had stopped ranks before the start."""
+    """The group's clock at the start (`_clock`), in seconds."""
 
     def is_answered(self) -> bool:
         """Return whether all ranks have answered without an error."""
@@ -181,7 +179,7 @@ class WorkerGroup(ABC):
         self.deadlines = Deadlines.same(self.start_timeout_seconds)
         self._handles: list[RankHandle] = []
         self._queues = RankQueues(world_size)
-        self._calls: set[_Call] = set()
+        self._calls: set[Call] = set()
         self._seconds_in_calls = self._in_calls_since = 0.0
         self._ending: asyncio.Task[Exception] | None = None
         self.keeps_survivors = False
@@ -200,9 +198,7 @@ class WorkerGroup(ABC):
         """Function returning the run's other groups. A new process gets no place and no log of their processes."""
         self._log_folder, self._environment = Path(), {}
         self._unread: dict[RankHandle, int] = {}
-        """Ranks that did not write their stacks when they were late, and the size of their log before that request.
-        They may not have read the request.
-        """
+        """Ranks asked for their stacks that have not written them, and the size of their log before the request."""
         self.on_asked: Callable[[str], object] = lambda signal_name: None
         self.on_slow: Callable[[str], object] = lambda report: None
         """Callback (report), called when ranks hold up a call much longer than earlier calls took, or fall silent."""
@@ -482,15 +478,16 @@ class WorkerGroup(ABC):
             handle.direct.send(notice)
 
     async def end_if_stopped(self, what: str, patience_seconds: float) -> None:
-        """End the group if a rank shows no sign of life for `patience_seconds`. `what` describes the fault in the
+        """End the group if a living rank writes no stack within `patience_seconds`. `what` describes the fault in the
         error.
 
-        Repeated calls are allowed. A silent rank is ended, so none has an unread signal when the next one is sent.
+        `patience_seconds` is raised to a few seconds, and limited to a minute for ranks on other nodes.
         """
         if self._ending is not None:
             return
-        stacks = await self._stacks(max(_STACKS_SECONDS, min(self._most_stacks_seconds, patience_seconds)))
-        if stopped := [handle for handle in self._handles if not is_complete(stacks[handle.rank])]:
+        stacks = await self._stacks(self._seconds_for_stacks(patience_seconds))
+        silent = [handle for handle in self._handles if not is_complete(stacks.get(handle.rank, ""))]
+        if stopped := [handle for handle in silent if not handle.died.done()]:
             await self._end_once(partial(self._fall_silent, what, stopped, stacks))
 
     async def end_because_of(self, ranks: Sequence[int], what: str) -> Exception:
@@ -547,15 +544,18 @@ class WorkerGroup(ABC):
             if on_answer is not None:
                 for answer in answers.values():
                     answer.add_done_callback(partial(_call_back, on_answer))
-            limit = self.deadlines.limit_for(method)
-            seconds = limit.seconds + budget_seconds + slack_seconds
-            started, debugged_before = time.monotonic(), self._seconds_debugging
-            call = _Call(method, limit._replace(seconds=seconds), answers, awaited, started, debugged_before)
+            limit, extra_seconds = self.deadlines.limit_for(method), budget_seconds + slack_seconds
+            limit = limit._replace(seconds=limit.seconds + extra_seconds)
+            call = Call(method, limit, answers, awaited, self._clock())
             if not self._calls:
-                self._in_calls_since = started
+                self._in_calls_since = time.monotonic()
             self._calls.add(call)
+            watching = asyncio.create_task(self._watch_call(call, budget_seconds, extra_seconds))
             try:
-                await self._wait(call, budget_seconds, slack_seconds)
+                while not call.is_over() and (left := call.started + limit.seconds - self._clock()) > 0:
+                    # The clock may have stood still, so there may be time left afterwards.
+                    await asyncio.wait(awaited, timeout=left, return_when=asyncio.FIRST_EXCEPTION)
+                watching.cancel()
                 if not call.is_answered():
                     raise await self._end_once(partial(self._diagnose, call))
             except BaseException as error:
@@ -563,54 +563,68 @@ class WorkerGroup(ABC):
                 await self._end_once(partial(self._abandon, method, error))
                 raise
             finally:
+                watching.cancel()
                 self._calls.remove(call)
                 if not self._calls:
                     self._seconds_in_calls += time.monotonic() - self._in_calls_since
-            # Planned working time and a debugger's say nothing about how slow the method is.
-            spent = time.monotonic() - started - budget_seconds - self._seconds_debugging + debugged_before
-            self.deadlines.note(method, max(0.0, spent))
+            # Planned working time says nothing about how slow the method is.
+            self.deadlines.note(method, max(0.0, self._clock() - call.started - budget_seconds))
             if stop_signal := next((handle.stop_signal for handle in handles if handle.stop_signal), None):
                 self.on_asked(stop_signal)
             return [answer.result() for answer in answers.values()]
 
-    async def _wait(self, call: _Call, budget_seconds: float, slack_seconds: float) -> None:
-        """Wait until a call is answered, fails or misses its deadline. Meanwhile, ranks that hold it up are reported
-        once, and the group ends if a rank is stopped.
+    def _clock(self) -> float:
+        """Return seconds on a clock that stands still while a debugger of a hang report stops ranks."""
+        stopped = 0.0 if self.hang_report is None else self.hang_report.seconds_debugging
+        return time.monotonic() - stopped
+
+    async def _watch_call(self, call: Call, budget_seconds: float, extra_seconds: float) -> None:
+        """Report ranks that hold up a call, once. End the group if one of them is stopped.
 
         The first calls of a method have a long deadline, and a stopped process would hold up the run until then. So the
-        driver looks for one each time the shortest deadline has passed. `budget_seconds` is planned working time,
-        `slack_seconds` other time that extends the deadline.
+        search for one begins each time the shortest deadline has passed. `budget_seconds` is planned working time.
+        `extra_seconds` is all time that extends the deadline.
         """
-        pause, late_after = self.deadlines.shortest.seconds, self.deadlines.late_after(call.method)
-        look_at = call.started + budget_seconds + pause
-        late_at = math.inf if late_after is None else call.started + late_after + budget_seconds + slack_seconds
-        while not call.is_over():
-            # Ranks that a debugger stops, to report another rank, cannot work meanwhile.
-            deadline = call.started + call.limit.seconds + self._seconds_debugging - call.debugged_before
-            now = time.monotonic()
-            if now >= deadline:
-                return
-            if now >= late_at:
+        pause, deadline = self.deadlines.shortest.seconds, call.started + call.limit.seconds
+        late_at = call.started + self.deadlines.late_after(call.method) + extra_seconds
+        search_at = call.started + budget_seconds + pause
+        # At the deadline, the call itself names the silent ranks.
+        while (next_at := min(late_at, search_at)) < deadline:
+            if (left := next_at - self._clock()) > 0:
+                await asyncio.sleep(max(_LOOK_SECONDS, left))
+                continue
+            seconds = self._clock() - call.started
+            if next_at == late_at:
                 late_at = math.inf
-                await self._report_slow(call, now - call.started)
-            if now >= look_at:
-                what = f"did not answer `{call.method}` within {now - call.started:.0f} s"
-                # Stacks of ranks on other nodes may arrive late, through a shared file system.
-                await self.end_if_stopped(what, call.limit.seconds / 2)
-                look_at = time.monotonic() + pause
-            until = max(_LOOK_SECONDS, min(look_at, late_at, deadline) - time.monotonic())
-            await asyncio.wait(call.awaited, timeout=until, return_when=asyncio.FIRST_EXCEPTION)
+                await self._report_slow(call, seconds)
+                continue
+            # Stacks of ranks on other nodes may arrive late, through a shared file system.
+            stopped, stacks = await self._stopped(call, (call.limit.seconds - extra_seconds) / 2)
+            if stopped:
+                what = f"did not answer `{call.method}` within {seconds:.0f} s"
+                await self._end_once(partial(self._fall_silent, what, stopped, stacks))
+                return
+            search_at = self._clock() + pause
 
-    @property
-    def _seconds_debugging(self) -> float:
-        """Total seconds so far in which a debugger of a hang report stopped ranks."""
-        return 0.0 if self.hang_report is None else self.hang_report.seconds_debugging
+    async def _stopped(self, call: Call, patience_seconds: float) -> tuple[list[RankHandle], Mapping[int, str]]:
+        """Return the ranks of a call that are stopped, and the stacks of all ranks.
 
-    async def _report_slow(self, call: _Call, seconds: float) -> None:
+        A rank is stopped if it writes no stack within `patience_seconds`, which this method limits to a few seconds or
+        a minute. Methods whose limit is a recipe field of their own read or write large files. Their ranks are not
+        asked, because a slow file system may delay the stacks too.
+        """
+        if self.deadlines.has_own_limit(call.method):
+            return [], {}
+        stacks = await self._stacks(self._seconds_for_stacks(patience_seconds))
+        return [h for h in call.silent() if not is_complete(stacks.get(h.rank, "")) and not h.died.done()], stacks
+
+    def _seconds_for_stacks(self, patience_seconds: float) -> float:
+        """Return how long to wait for stacks before a rank counts as stopped; `patience_seconds` is the wish."""
+        return max(_STACKS_SECONDS, min(self._most_stacks_seconds, patience_seconds))
+
+    async def _report_slow(self, call: Call, seconds: float) -> None:
         """Report the ranks that hold up a call, `seconds` after its start."""
-        sizes = {handle: log_size(handle.log) for handle in self._handles}
         stacks = await self._stacks()
-        self._unread |= {h: size for h, size in sizes.items() if not is_complete(stacks.get(h.rank, ""))}
         silent = call.silent()
         slow = [h for h in silent if is_complete(stacks[h.rank]) and not waits_in_collective(stacks[h.rank])]
         # Where all ranks work, none is slower than its peers: the call has more to do than earlier ones.
@@ -656,7 +670,7 @@ class WorkerGroup(ABC):
         await self._end()
         return types.PeerLostError(f"the call of `{method}` on the ranks was interrupted: {error!r}")
 
-    async def _diagnose(self, call: _Call) -> Exception:
+    async def _diagnose(self, call: Call) -> Exception:
         """End the group because a rank failed or missed its deadline. Returns the error naming the first cause.
 
         After a failure, other ranks (of other calls too) have a moment to report an earlier failure.
@@ -668,7 +682,7 @@ class WorkerGroup(ABC):
             return await self._fall_silent(what, call.silent(), await self._stacks(), remedy)
         answers = [answer for other in calls for answer in other.answers.values()]
         await asyncio.wait(answers, timeout=_REPORT_GRACE_SECONDS)
-        failures: list[tuple[RankError, _Call]] = []
+        failures: list[tuple[RankError, Call]] = []
         for other in calls:
             for error in other.errors():
                 # The driver cannot decode an answer: the driver's own error is the cause.
@@ -737,8 +751,8 @@ class WorkerGroup(ABC):
             error.add_note(f"{path} has the stacks of all threads of all ranks.")
         return error
 
-    def _show_busy_stacks(self) -> None:
-        """Make ranks write their stacks to their logs, if they execute a call or have just finished one."""
+    def _ask_for_stacks(self, handles: Sequence[RankHandle]) -> None:
+        """Make ranks write their stacks to their logs: at least these, which have no such request unread."""
         self.show_stacks()
 
     async def _stacks(self, seconds: float = _STACKS_SECONDS) -> dict[int, str]:
@@ -748,11 +762,13 @@ class WorkerGroup(ABC):
         """
         while self._is_debugged:
             await asyncio.sleep(_LOOK_SECONDS)
-        # Only text after the present end of a log counts, because logs may hold stacks of earlier requests. A rank that
-        # has not answered such a request yet gets no second one, and its late answer counts.
+        # Only text after the end of a log at the request counts, because logs may hold earlier stacks. A late answer to
+        # an earlier request shows as well that the rank works.
         self._unread = {h: end for h, end in self._unread.items() if not is_complete(log_since(h.log, end))}
-        ends = {handle: self._unread.get(handle, log_size(handle.log)) for handle in self._handles}
-        self._show_busy_stacks()
+        new = [handle for handle in self._handles if handle not in self._unread]
+        self._unread |= {handle: log_size(handle.log) for handle in new}
+        ends = {handle: self._unread[handle] for handle in self._handles}
+        self._ask_for_stacks(new)
         stacks: dict[int, str] = {}
         last_look = time.monotonic() + seconds
         while True:
@@ -762,7 +778,8 @@ class WorkerGroup(ABC):
             if all(is_complete(stacks[h.rank]) or h.died.done() for h in awaited):
                 return stacks
             if self._is_debugged:
-                # gdb loses the signal of this request if it is killed at its time limit.
+                # gdb loses the signal of this request if it is killed at its time limit. So the ranks are asked again.
+                self._unread = {handle: end for handle, end in self._unread.items() if handle not in awaited}
                 return await self._stacks(seconds)
             if time.monotonic() > last_look:
                 return stacks

@@ -94,8 +94,8 @@ class ClusterConfig(Section):
     verb_timeout_seconds: PositiveFloat = 300.0
     """Minimum deadline in seconds of a call to all ranks (an update, a reshard). The deadline is ten times the longest
     earlier call, at most collective_timeout_seconds, which the first three calls get. Sampling time is added. If a rank
-    misses it, the run ends; the error names the rank and shows all stacks. A stopped process, which writes no stack, is
-    found after this time in every call."""
+    misses it, the run ends; the error names the rank and shows all stacks. In every call,
+    the driver looks for stopped processes (SIGSTOP) each time these seconds have passed."""
     checkpoint_timeout_seconds: PositiveFloat = 3600.0
     """Deadline in seconds for writing or reading a checkpoint, or exporting a model."""
     collective_timeout_seconds: PositiveFloat = 1800.0

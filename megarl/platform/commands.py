@@ -1,12 +1,15 @@
-"""Programs that the caller waits for: short commands, and commands whose output is shown while they run."""
+"""Programs that the caller waits for: short ones, and ones whose output is shown. Resumes stopped processes."""
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -37,6 +40,12 @@ def run_command(
         )
     except subprocess.TimeoutExpired:
         raise TimeoutError(f"{command[0]} did not end within {seconds:g} s") from None
+
+
+def resume_process(pid: int) -> None:
+    """Let a stopped process go on. No effect on one that runs, has ended, or belongs to another user."""
+    with suppress(OSError):
+        os.kill(pid, signal.SIGCONT)
 
 
 _KEPT_ERROR_LINES = 200

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
 
-from megarl.platform.commands import run_command
+from megarl.platform.commands import resume_process, run_command
 
 _DEBUGGERS = {
     # Reads Python frames too, and faster than gdb.
@@ -51,15 +49,15 @@ def native_stacks(pid: int, seconds: float) -> str:
     was_stopped = is_stopped(pid)
     try:
         done = run_command(command, seconds=seconds)
+        fault = f"{name} ended with code {done.returncode}: {done.stderr.strip()[-400:]}" if done.returncode else ""
     except OSError as error:
-        # gdb attaches by SIGSTOP. A gdb that is killed at its time limit leaves the process stopped.
-        if not was_stopped:
-            with suppress(OSError):
-                os.kill(pid, signal.SIGCONT)
-        return f"no native stacks: {error}"
-    if done.returncode:
-        return f"no native stacks: {name} ended with code {done.returncode}: {done.stderr.strip()[-400:]}"
-    return done.stdout.strip()
+        done, fault = None, str(error)
+    if done is not None and not fault:
+        return done.stdout.strip()
+    # gdb attaches by SIGSTOP. If it is killed, at its time limit for example, the process stays stopped.
+    if not was_stopped:
+        resume_process(pid)
+    return f"no native stacks: {fault}"
 
 
 def places_of_threads(pid: int, seconds: float) -> str:

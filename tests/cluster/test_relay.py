@@ -9,7 +9,7 @@ import pickle
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -17,10 +17,12 @@ import numpy as np
 import pytest
 
 from megarl.cluster.connected import ConnectedGroup
-from megarl.cluster.deadlines import Deadlines, Limit
+from megarl.cluster.deadlines import Deadlines
 from megarl.cluster.handshake import admit, introduce
 from megarl.cluster.messages import pack
+from megarl.cluster.rank_handle import RankHandle
 from megarl.cluster.relay import ANSWER, BATCH, PART, start
+from megarl.cluster.stacks import is_complete
 from megarl.cluster.worker_group import RankFailedError
 from megarl.processes.process_tree import descendants
 from megarl.types import DataError, PeerLostError
@@ -208,22 +210,30 @@ async def test_only_ranks_that_are_stopped_are_ended_and_the_others_read_their_n
             await calling
 
 
-async def test_a_late_answer_to_a_request_for_stacks_counts(tmp_path: Path) -> None:
+async def test_a_late_answer_to_a_request_for_stacks_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with started(2, tmp_path) as group:
-        pids = await group.call("pid")
-        group.deadlines = Deadlines(Limit(9.0), Limit(600.0))
-        for _ in range(3):
-            await group.call("sleep", 0.0)
-        # The slowest call sets the limit to 20 s, and the call is late after 6 s.
-        group.deadlines.note("sleep", 2.0)
-        os.kill(pids[1], signal.SIGSTOP)
-        calling = asyncio.create_task(group.call("sleep", 2.0))
-        async with asyncio.timeout(30):
-            while group.handles[1] not in group._unread:
-                await asyncio.sleep(0.1)
-        os.kill(pids[1], signal.SIGCONT)
-        # The search after 9 s sends it no second request: the answer to the first shows that it works again.
-        assert await calling == [None, None]
+        stopped = (await group.call("pid"))[1]
+        asked: list[list[int]] = []
+        ask = group._ask_for_stacks
+
+        def noted(handles: Sequence[RankHandle]) -> None:
+            asked.append([handle.rank for handle in handles])
+            ask(handles)
+
+        monkeypatch.setattr(group, "_ask_for_stacks", noted)
+        os.kill(stopped, signal.SIGSTOP)
+        calling = asyncio.create_task(group.call("product", 2))
+        assert not (await group.current_stacks())[1]
+        # A second byte could become part of a message.
+        searching = asyncio.create_task(group.end_if_stopped("sat there", 60.0))
+        await asyncio.sleep(0.5)
+        os.kill(stopped, signal.SIGCONT)
+        await searching
+        assert asked == [[0, 1], [0]]
+        assert await calling == [(0, 2), (1, 4)]
+        # It has answered, so it is asked again.
+        assert is_complete((await group.current_stacks())[1])
+        assert asked[2:] == [[0, 1]]
 
 
 @pytest.mark.parametrize("stopped", ["rank", "relay"])

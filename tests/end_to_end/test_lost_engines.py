@@ -49,7 +49,7 @@ def share_of_digits(completion_text, answer, correct_score):
     time.sleep(0.0 if os.path.exists("fast") else 0.02)
     return Reward(sum(c.isdigit() for c in completion_text) / max(1, len(completion_text)), True, False)
 """
-PATIENCE_SECONDS = 120.0
+PATIENCE_SECONDS = 200.0
 """Maximum seconds of one wait. Shorter than the test's own time limit, so that a failure shows the run's screen."""
 BUSY_SECONDS = 10.0
 """Seconds that other processes of the machine may add to a start, which takes less than a second here."""

@@ -75,27 +75,33 @@ async def test_row_2_a_stopped_rank_is_named_with_the_stacks_of_all(
 def test_native_stacks_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     states = native_stacks.thread_states(os.getpid())
     assert f"thread {os.getpid()} " in states and ": " in states.partition("\n")[0]
-    assert native_stacks.thread_states(2**22 + 1) == ""
+    nobody = 2**22 + 1
+    assert native_stacks.thread_states(nobody) == ""
     monkeypatch.setattr(native_stacks, "_DEBUGGERS", {"sh": ("sh", "-c", "echo frames of $0", "PID")})
-    assert native_stacks.native_stacks(17, 60.0) == "frames of 17"
+    assert native_stacks.native_stacks(nobody, 60.0) == f"frames of {nobody}"
     monkeypatch.setattr(native_stacks, "_DEBUGGERS", {"sh": ("sh", "-c", "echo denied >&2; exit 3")})
-    assert native_stacks.native_stacks(17, 60.0) == "no native stacks: sh ended with code 3: denied"
+    assert native_stacks.native_stacks(nobody, 60.0) == "no native stacks: sh ended with code 3: denied"
     monkeypatch.setattr(native_stacks, "_DEBUGGERS", {"sleep": ("sleep", "60")})
-    assert native_stacks.native_stacks(17, 0.1) == "no native stacks: sleep did not end within 0.1 s"
+    assert native_stacks.native_stacks(nobody, 0.1) == "no native stacks: sleep did not end within 0.1 s"
 
 
 @pytest.mark.parametrize("was_stopped", [False, True])
+@pytest.mark.parametrize(
+    ("end", "fault"),
+    [("exec sleep 600", "sh did not end within 3 s"), ("kill -KILL $$", "sh ended with code -9: ")],
+    ids=["at its limit", "earlier"],
+)
 def test_a_debugger_that_is_killed_leaves_no_process_stopped(
-    monkeypatch: pytest.MonkeyPatch, was_stopped: bool
+    monkeypatch: pytest.MonkeyPatch, was_stopped: bool, end: str, fault: str
 ) -> None:
     # As gdb does: it stops the process, and is killed before it lets the process go on.
-    monkeypatch.setattr(native_stacks, "_DEBUGGERS", {"sh": ("sh", "-c", "kill -STOP $0; exec sleep 60", "PID")})
+    monkeypatch.setattr(native_stacks, "_DEBUGGERS", {"sh": ("sh", "-c", f"kill -STOP $0; {end}", "PID")})
     process = subprocess.Popen(["sleep", "600"])
     try:
         if was_stopped:
             process.send_signal(signal.SIGSTOP)
             _until(lambda: is_stopped(process.pid))
-        assert native_stacks.native_stacks(process.pid, 1.0) == "no native stacks: sh did not end within 1 s"
+        assert native_stacks.native_stacks(process.pid, 3.0) == f"no native stacks: {fault}"
         _until(lambda: is_stopped(process.pid) == was_stopped)
     finally:
         process.kill()
