@@ -59,7 +59,14 @@ def test_every_recipe_is_searched_or_refused(large: Callable[..., Recipe]) -> No
     assert sorted(searched) == sorted(SEARCHED)
 
 
-@pytest.mark.parametrize("name", SEARCHED)
+# A dense and an MoE model. Each search takes many seconds of CPU time.
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("qwen3_4b_gsm8k", "qwen3_30b_a3b_gspo") else pytest.mark.long)
+        for name in SEARCHED
+    ],
+)
 @pytest.mark.parametrize("staleness", [None, 2])
 def test_printed_overrides_are_accepted_by_a_start(
     large: Callable[..., Recipe], name: str, staleness: int | None

@@ -58,7 +58,12 @@ def check_accounts(simulation: Simulation, state: RLState, buffer: GroupBuffer) 
 
 @pytest.mark.parametrize(
     ("staleness", "sync_every", "dynamic_sampling"),
-    [(1, 1, None), (1, 1, (0.0, 1.0)), (4, 1, None), (3, 3, (0.0, 1.0))],
+    [
+        pytest.param(1, 1, None, marks=pytest.mark.long),
+        pytest.param(1, 1, (0.0, 1.0), marks=pytest.mark.long),
+        (4, 1, None),
+        (3, 3, (0.0, 1.0)),
+    ],
 )
 def test_of_ten_thousand_groups_each_is_trained_once_in_order_within_the_bound(
     tmp_path: Path, staleness: int, sync_every: int, dynamic_sampling: tuple[float, float] | None
