@@ -200,12 +200,16 @@ class ConnectedGroup(WorkerGroup):
         ranks.
         """
 
-    def _ask_for_stacks(self, handles: Sequence[RankHandle]) -> None:
+    def _ask_for_stacks(self, handles: Sequence[RankHandle]) -> Sequence[RankHandle]:
         # A byte of urgent TCP data raises SIGURG in a rank on any node. The rank's reading thread skips the byte. A
         # second byte before the first is skipped (in a stopped rank) could become part of a message.
+        asked: list[RankHandle] = []
         for handle in handles:
+            # A connection that has ended, or whose buffer is full of a command.
             with contextlib.suppress(OSError):
                 handle.direct.socket.send(b"!", socket.MSG_OOB)
+                asked.append(handle)
+        return asked
 
     def host(self) -> str:
         """Return the host name or address at which other nodes reach the driver's machine."""

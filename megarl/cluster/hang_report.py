@@ -59,12 +59,12 @@ class HangReport:
 
     @property
     def is_debugging(self) -> bool:
-        """Whether a debugger reads stacks of some ranks now. It stops these ranks meanwhile."""
+        """Whether a debugger reads stacks of some ranks now. It pauses these ranks meanwhile."""
         return bool(self._debugged)
 
     @property
     def seconds_debugging(self) -> float:
-        """Total seconds so far in which debuggers stopped ranks. Deadlines of calls exclude them."""
+        """Total seconds so far in which debuggers paused ranks. This time does not count towards a call's deadline."""
         return self._seconds_debugging + (time.monotonic() - self._debugging_since if self.is_debugging else 0.0)
 
     async def write(
@@ -105,16 +105,16 @@ class HangReport:
 
     async def _native_stacks(self, pool: ThreadPoolExecutor, handle: RankHandle) -> str:
         """Return the native stacks of a rank, or why there are none: the group must end whatever goes wrong here."""
-        if not self._debugged:
-            self._debugging_since = time.monotonic()
-        reading = pool.submit(handle.native_stacks, self._native_seconds)
-        self._debugged.add(reading)
         loop = asyncio.get_running_loop()
-        # The debugger holds the rank until its thread has ended, whatever happens to this coroutine.
-        reading.add_done_callback(partial(loop.call_soon_threadsafe, self._note_released))
-        # A launcher that does not answer must not block later reports, searches and deadlines.
-        loop.call_later(2 * self._native_seconds, self._note_released, reading)
         try:
+            reading = pool.submit(handle.native_stacks, self._native_seconds)
+            if not self._debugged:
+                self._debugging_since = time.monotonic()
+            self._debugged.add(reading)
+            # The debugger holds the rank until its thread has ended, whatever happens to this coroutine.
+            reading.add_done_callback(partial(loop.call_soon_threadsafe, self._note_released))
+            # A launcher that does not answer must not block later reports, searches and deadlines.
+            loop.call_later(2 * self._native_seconds, self._note_released, reading)
             # For the same reason. The thread ends by itself.
             return await asyncio.wait_for(asyncio.wrap_future(reading), self._native_seconds + 1.0)
         except Exception as error:

@@ -17,7 +17,6 @@ from typing import Self
 
 from megarl.cluster.connection import Connection
 from megarl.cluster.rank_handle import RankHandle
-from megarl.cluster.stacks import is_complete
 from megarl.cluster.worker_group import Call, PartOfRun, WorkerGroup
 from megarl.files.private_folder import PrivateFolder
 from megarl.groups.rendezvous import Rendezvous
@@ -120,8 +119,9 @@ class LocalGroup(WorkerGroup):
         if not stopped:
             return [], {}
         stacks = await self._stacks()
-        # One may have continued meanwhile.
-        return [handle for handle in stopped if not is_complete(stacks.get(handle.rank, ""))], stacks
+        # One may have continued or ended meanwhile.
+        silent = call.silent()
+        return [h for h in stopped if h in silent and h.is_stopped() and not h.died.done()], stacks
 
     async def _start_processes(self, log_folder: Path, environment: Mapping[str, str]) -> None:
         provide_open_files(2 * self.world_size, f"{self.world_size} ranks")

@@ -29,7 +29,8 @@ class Replacements:
     def replace(self, lost: WorkerGroup, error: Exception, num_left: int) -> None:
         """Restart a lost replica in the background. `num_left` is the number of remaining replicas, for the message."""
         self._notify(
-            f"{self._name(lost)} is lost: {error}. The other {num_left} take over its requests; it is being restarted"
+            f"{self._name(lost)} is lost: {error}. Its requests move to the remaining engines ({num_left}). The lost "
+            "engine is being restarted"
         )
         task = asyncio.create_task(self._replace(lost))
         self._starting.add(task)

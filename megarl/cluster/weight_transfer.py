@@ -208,9 +208,10 @@ class WeightTransfer:
 
     @asynccontextmanager
     async def _watch(self, method: str, limit: float) -> AsyncIterator[None]:
-        """Context ending each group with a rank that is still in the process group soon after its cancellation.
+        """Context that ends replicas and trainers with a stopped rank after the process group was cancelled.
 
-        Only a stopped rank does not leave it. Without a cancellation, each call itself looks for stopped ranks.
+        A working rank leaves the process group within 5 s of the cancellation, a stopped one does not. If nothing is
+        cancelled, each call looks for stopped ranks on its own.
         """
 
         async def watch() -> None:

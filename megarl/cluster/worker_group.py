@@ -197,8 +197,10 @@ class WorkerGroup(ABC):
         self.others: Callable[[], Sequence[WorkerGroup]] = lambda: ()
         """Function returning the run's other groups. A new process gets no place and no log of their processes."""
         self._log_folder, self._environment = Path(), {}
-        self._unread: dict[RankHandle, int] = {}
-        """Ranks asked for their stacks that have not written them, and the size of their log before the request."""
+        self._unread: dict[RankHandle, tuple[int, float]] = {}
+        """Ranks asked for their stacks, without an answer yet. Each has the size of its log before the
+        request, in bytes, and the seconds in which debuggers had paused ranks until then.
+        """
         self.on_asked: Callable[[str], object] = lambda signal_name: None
         self.on_slow: Callable[[str], object] = lambda report: None
         """Callback (report), called when ranks hold up a call much longer than earlier calls took, or fall silent."""
@@ -486,8 +488,7 @@ class WorkerGroup(ABC):
         if self._ending is not None:
             return
         stacks = await self._stacks(self._seconds_for_stacks(patience_seconds))
-        silent = [handle for handle in self._handles if not is_complete(stacks.get(handle.rank, ""))]
-        if stopped := [handle for handle in silent if not handle.died.done()]:
+        if stopped := [handle for handle in self._handles if handle in self._unread and not handle.died.done()]:
             await self._end_once(partial(self._fall_silent, what, stopped, stacks))
 
     async def end_because_of(self, ranks: Sequence[int], what: str) -> Exception:
@@ -574,16 +575,15 @@ class WorkerGroup(ABC):
             return [answer.result() for answer in answers.values()]
 
     def _clock(self) -> float:
-        """Return seconds on a clock that stands still while a debugger of a hang report stops ranks."""
-        stopped = 0.0 if self.hang_report is None else self.hang_report.seconds_debugging
-        return time.monotonic() - stopped
+        """Return monotonic seconds, on a clock that stands still while a debugger pauses ranks for a hang report."""
+        return time.monotonic() - self._seconds_debugging
 
     async def _watch_call(self, call: Call, budget_seconds: float, extra_seconds: float) -> None:
-        """Report ranks that hold up a call, once. End the group if one of them is stopped.
+        """Report the ranks holding up a call, once per call. End this group of ranks if one of them is stopped.
 
-        The first calls of a method have a long deadline, and a stopped process would hold up the run until then. So the
-        search for one begins each time the shortest deadline has passed. `budget_seconds` is planned working time.
-        `extra_seconds` is all time that extends the deadline.
+        The first calls of a method have a long deadline, and a stopped process would hold up the run that long. So the
+        search for stopped processes repeats at intervals of the shortest deadline. `budget_seconds` is the working time
+        planned for this call. `extra_seconds` is everything that extends its deadline, `budget_seconds` included.
         """
         pause, deadline = self.deadlines.shortest.seconds, call.started + call.limit.seconds
         late_at = call.started + self.deadlines.late_after(call.method) + extra_seconds
@@ -594,36 +594,49 @@ class WorkerGroup(ABC):
                 await asyncio.sleep(max(_LOOK_SECONDS, left))
                 continue
             seconds = self._clock() - call.started
-            if next_at == late_at:
-                late_at = math.inf
-                await self._report_slow(call, seconds)
-                continue
-            # Stacks of ranks on other nodes may arrive late, through a shared file system.
-            stopped, stacks = await self._stopped(call, (call.limit.seconds - extra_seconds) / 2)
-            if stopped:
-                what = f"did not answer `{call.method}` within {seconds:.0f} s"
-                await self._end_once(partial(self._fall_silent, what, stopped, stacks))
-                return
-            search_at = self._clock() + pause
+            try:
+                if next_at == late_at:
+                    late_at = math.inf
+                    await self._report_slow(call, seconds)
+                else:
+                    # Stacks of ranks on other nodes may arrive late, through a shared file system.
+                    await self._end_stopped(call, seconds, (call.limit.seconds - extra_seconds) / 2)
+                    search_at = self._clock() + pause
+            except Exception as error:
+                # A log that cannot be read must neither end the run nor later searches. asyncio logs the error.
+                search_at = self._clock() + pause
+                message = f"the search for stopped ranks in `{call.method}` failed"
+                asyncio.get_running_loop().call_exception_handler({"message": message, "exception": error})
+
+    async def _end_stopped(self, call: Call, seconds: float, patience_seconds: float) -> None:
+        """End this group of ranks if a rank of a call is stopped. The call has lasted for `seconds`."""
+        stopped, stacks = await self._stopped(call, patience_seconds)
+        if stopped:
+            what = f"did not answer `{call.method}` within {seconds:.0f} s"
+            await self._end_once(partial(self._fall_silent, what, stopped, stacks))
 
     async def _stopped(self, call: Call, patience_seconds: float) -> tuple[list[RankHandle], Mapping[int, str]]:
-        """Return the ranks of a call that are stopped, and the stacks of all ranks.
+        """Return the stopped ranks of a call, and the stacks of all ranks.
 
-        A rank is stopped if it writes no stack within `patience_seconds`, which this method limits to a few seconds or
-        a minute. Methods whose limit is a recipe field of their own read or write large files. Their ranks are not
-        asked, because a slow file system may delay the stacks too.
+        A rank counts as stopped if it writes no stack within `patience_seconds` (see `_seconds_for_stacks`). Calls that
+        read or write large files have deadlines with a recipe field of their own. During them no rank is asked, and
+        none counts as stopped: a slow file system may delay the stacks too.
         """
         if self.deadlines.has_own_limit(call.method):
             return [], {}
         stacks = await self._stacks(self._seconds_for_stacks(patience_seconds))
-        return [h for h in call.silent() if not is_complete(stacks.get(h.rank, "")) and not h.died.done()], stacks
+        # A rank that could not be asked may work.
+        return [h for h in call.silent() if h in self._unread and not h.died.done()], stacks
 
     def _seconds_for_stacks(self, patience_seconds: float) -> float:
-        """Return how long to wait for stacks before a rank counts as stopped; `patience_seconds` is the wish."""
+        """Return the seconds after which a rank without stacks counts as stopped.
+
+        These are `patience_seconds`, but at least 5, and at most 60 for ranks on other nodes (else 5).
+        """
         return max(_STACKS_SECONDS, min(self._most_stacks_seconds, patience_seconds))
 
     async def _report_slow(self, call: Call, seconds: float) -> None:
-        """Report the ranks that hold up a call, `seconds` after its start."""
+        """Report the ranks holding up a call, `seconds` after its start."""
         stacks = await self._stacks()
         silent = call.silent()
         slow = [h for h in silent if is_complete(stacks[h.rank]) and not waits_in_collective(stacks[h.rank])]
@@ -739,7 +752,11 @@ class WorkerGroup(ABC):
                 f"{_ranks(stopped)} of {self.part.num_ranks} {what}; the driver reads the stacks of all ranks, then "
                 "ends the call"
             )
-            path = await self.hang_report.write(self, what, stopped, stacks)
+            # The group must end whatever happens to its report.
+            try:
+                path = await self.hang_report.write(self, what, stopped, stacks)
+            except Exception as error:
+                self.on_slow(f"the report of this hang could not be written: {error!r}")
         await self._end(stopped)
         cause = f"{_ranks(stopped)} of {self.part.num_ranks} {what}"
         if waiting := [handle for handle in silent if handle not in stopped]:
@@ -751,42 +768,61 @@ class WorkerGroup(ABC):
             error.add_note(f"{path} has the stacks of all threads of all ranks.")
         return error
 
-    def _ask_for_stacks(self, handles: Sequence[RankHandle]) -> None:
-        """Make ranks write their stacks to their logs: at least these, which have no such request unread."""
+    def _ask_for_stacks(self, handles: Sequence[RankHandle]) -> Sequence[RankHandle]:
+        """Make ranks write their stacks to their logs: at least these ranks without an unread request.
+
+        Returns the ranks reached.
+        """
         self.show_stacks()
+        return handles
 
     async def _stacks(self, seconds: float = _STACKS_SECONDS) -> dict[int, str]:
-        """Return the stacks of each rank; empty for a rank that is stopped or cannot be reached.
+        """Return the stacks of each rank as text. It is empty for a rank that is stopped or cannot be reached.
 
-        Waits first while a debugger stops ranks for a hang report.
+        While a debugger pauses ranks for a hang report, this method waits before it asks.
         """
         while self._is_debugged:
             await asyncio.sleep(_LOOK_SECONDS)
         # Only text after the end of a log at the request counts, because logs may hold earlier stacks. A late answer to
         # an earlier request shows as well that the rank works.
-        self._unread = {h: end for h, end in self._unread.items() if not is_complete(log_since(h.log, end))}
-        new = [handle for handle in self._handles if handle not in self._unread]
-        self._unread |= {handle: log_size(handle.log) for handle in new}
-        ends = {handle: self._unread[handle] for handle in self._handles}
-        self._ask_for_stacks(new)
+        self._forget_requests()
+        debugged = self._seconds_debugging
+        sizes = {handle: log_size(handle.log) for handle in self._handles}
+        asked = self._ask_for_stacks([handle for handle in self._handles if handle not in self._unread])
+        self._unread |= {handle: (sizes[handle], debugged) for handle in asked}
+        ends = {handle: self._unread.get(handle, (size, 0.0))[0] for handle, size in sizes.items()}
         stacks: dict[int, str] = {}
         last_look = time.monotonic() + seconds
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
             awaited = [handle for handle in ends if not is_complete(stacks.get(handle.rank, ""))]
             stacks |= {handle.rank: log_since(handle.log, ends[handle]) for handle in awaited}
+            for handle in awaited:
+                if is_complete(stacks[handle.rank]) and self._unread.get(handle, (-1, 0.0))[0] == ends[handle]:
+                    del self._unread[handle]
             if all(is_complete(stacks[h.rank]) or h.died.done() for h in awaited):
                 return stacks
             if self._is_debugged:
-                # gdb loses the signal of this request if it is killed at its time limit. So the ranks are asked again.
-                self._unread = {handle: end for handle, end in self._unread.items() if handle not in awaited}
                 return await self._stacks(seconds)
             if time.monotonic() > last_look:
                 return stacks
 
+    def _forget_requests(self) -> None:
+        """Forget requests for stacks that are answered or may be lost, so that these ranks are asked again."""
+        for handle, (end, debugged) in list(self._unread.items()):
+            # gdb loses the signal of a request if it is killed at its time limit. Somebody may have emptied the log.
+            is_lost = self._seconds_debugging > debugged or log_size(handle.log) < end
+            if is_lost or is_complete(log_since(handle.log, end)):
+                del self._unread[handle]
+
+    @property
+    def _seconds_debugging(self) -> float:
+        """Total seconds so far in which debuggers paused ranks for hang reports."""
+        return 0.0 if self.hang_report is None else self.hang_report.seconds_debugging
+
     @property
     def _is_debugged(self) -> bool:
-        """Whether a debugger of a hang report may stop ranks now."""
+        """Whether a debugger pauses ranks for a hang report now."""
         return self.hang_report is not None and self.hang_report.is_debugging
 
     async def _end(self, lost: Sequence[RankHandle] | None = None) -> None:

@@ -93,9 +93,10 @@ class ClusterConfig(Section):
     # The first calls compile kernels and create process groups, so their times predict nothing.
     verb_timeout_seconds: PositiveFloat = 300.0
     """Minimum deadline in seconds of a call to all ranks (an update, a reshard). The deadline is ten times the longest
-    earlier call, at most collective_timeout_seconds, which the first three calls get. Sampling time is added. If a rank
-    misses it, the run ends; the error names the rank and shows all stacks. In every call,
-    the driver looks for stopped processes (SIGSTOP) each time these seconds have passed."""
+    earlier call of the same kind, but not below this field nor above collective_timeout_seconds. The first three calls
+    of a kind have collective_timeout_seconds. Planned sampling time comes on top. If a rank misses the deadline, the
+    run ends; the error names the rank and shows the stacks of all ranks. During a call, the driver also looks for
+    stopped processes (SIGSTOP) at intervals of this field, and treats one like a missed deadline."""
     checkpoint_timeout_seconds: PositiveFloat = 3600.0
     """Deadline in seconds for writing or reading a checkpoint, or exporting a model."""
     collective_timeout_seconds: PositiveFloat = 1800.0

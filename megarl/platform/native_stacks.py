@@ -34,13 +34,17 @@ def thread_states(pid: int) -> str:
 
 def is_stopped(pid: int) -> bool:
     """Return whether a process is stopped, by SIGSTOP for example."""
-    return ": T " in thread_states(pid).partition("\n")[0]
+    try:
+        # The name, in parentheses, may itself contain some.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except OSError:
+        return False
 
 
 def native_stacks(pid: int, seconds: float) -> str:
     """Return the native stacks of a process's threads, from py-spy or gdb, or why there are none.
 
-    The process pauses for the duration, `seconds` at most, and then goes on. A stopped one stays stopped.
+    The process pauses for the duration, `seconds` at most, and then goes on. An already stopped process stays stopped.
     """
     name = next((name for name in _DEBUGGERS if shutil.which(name)), None)
     if name is None:

@@ -7,15 +7,18 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import pytest
 
 from megarl.cluster.deadlines import Deadlines, Limit, run_deadlines
 from megarl.cluster.hang_report import HangReport
+from megarl.cluster.local import LocalGroup
 from megarl.cluster.rank_handle import RankHandle
 from megarl.cluster.stacks import is_complete, ranks_named, summary
-from megarl.cluster.worker_group import RankFailedError
+from megarl.cluster.worker_group import Call, RankFailedError
 from megarl.config import ClusterConfig
 from megarl.platform import native_stacks
 from tests.cluster.started import started
@@ -101,13 +104,48 @@ async def test_a_stopped_rank_is_found_long_before_the_deadline_of_a_first_call(
         # A rank that works goes on.
         assert await group.ask([0, 1], "sleep", [0, 1.8]) == [None, None]
         os.kill((await group.call("pid"))[1], signal.SIGSTOP)
-        # The other rank's call is none of its business.
-        assert await group.ask([0], "sleep", [1.2]) == [None]
         began = time.monotonic()
         with pytest.raises(RankFailedError, match=r"rank 1 of 2 did not answer `product` within \d+ s"):
             await group.call("product", 1)
         # Half a second, and 5 seconds for the stacks that do not come. The machine may be busy.
         assert 5.0 < time.monotonic() - began < 60.0
+
+
+@pytest.mark.usefixtures("worker_module", "nothing_left")
+async def test_a_stopped_rank_outside_of_a_call_does_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with started() as group:
+        os.kill((await group.call("pid"))[1], signal.SIGSTOP)
+        searched: list[list[int]] = []
+
+        async def noted(call: Call, patience_seconds: float) -> tuple[list[RankHandle], Mapping[int, str]]:
+            stopped, stacks = await LocalGroup._stopped(group, call, patience_seconds)
+            searched.append([handle.rank for handle in stopped])
+            return stopped, stacks
+
+        monkeypatch.setattr(group, "_stopped", noted)
+        group.deadlines = Deadlines(Limit(0.5), Limit(600.0))
+        assert await group.ask([0], "sleep", [2.0]) == [None]
+        assert searched and not any(searched)
+
+
+@pytest.mark.usefixtures("worker_module", "nothing_left")
+async def test_a_search_that_fails_is_logged_and_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with started() as group:
+        logged: list[dict[str, object]] = []
+        # asyncio's own handler writes to its log.
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: logged.append(context))
+        failing = AsyncMock(side_effect=OSError("stale file handle"))
+        monkeypatch.setattr(group, "_stopped", failing)
+        group.deadlines = Deadlines(Limit(0.5), Limit(600.0))
+        go = tmp_path / "go"
+        calling = asyncio.create_task(group.call("wait_for", str(go)))
+        async with asyncio.timeout(60):
+            while failing.await_count < 2:
+                await asyncio.sleep(0.05)
+        go.touch()
+        await calling
+    assert {str(one["message"]) for one in logged} == {"the search for stopped ranks in `wait_for` failed"}
+    assert all(str(one["exception"]) == "stale file handle" for one in logged)
 
 
 @pytest.mark.usefixtures("worker_module", "nothing_left")
@@ -145,24 +183,26 @@ async def test_a_rank_that_a_debugger_stops_is_neither_late_nor_lost(
 
     def debugged(process: int, seconds: float) -> str:
         os.kill(process, signal.SIGSTOP)
-        done.wait()
+        done.wait(60.0)
         os.kill(process, signal.SIGCONT)
         return "in main"
 
     monkeypatch.setattr(native_stacks, "native_stacks", debugged)
     async with started(log_folder=tmp_path) as group:
         pids = await group.call("pid")
-        group.hang_report = report = HangReport(tmp_path, lambda: [group])
+        group.hang_report = report = HangReport(tmp_path, lambda: [group], native_seconds=60.0)
         group.deadlines = deadlines
         writing = asyncio.create_task(report.write(group, "fell silent", [], {}))
-        async with asyncio.timeout(60):
-            while not all(map(native_stacks.is_stopped, pids)):
-                await asyncio.sleep(0.01)
-        calling = asyncio.create_task(group.call("product", 2))
-        # Longer than the limit.
-        await asyncio.sleep(5.0)
-        assert not calling.done()
-        done.set()
+        try:
+            async with asyncio.timeout(60):
+                while not all(map(native_stacks.is_stopped, pids)):
+                    await asyncio.sleep(0.01)
+            calling = asyncio.create_task(group.call("product", 2))
+            # Longer than the limit.
+            await asyncio.sleep(5.0)
+            assert not calling.done()
+        finally:
+            done.set()
         assert await calling == [(0, 2), (1, 4)]
         path = await writing
         assert path is not None and path.read_text().count("in main") == 2

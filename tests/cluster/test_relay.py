@@ -6,6 +6,7 @@ import asyncio
 import importlib
 import os
 import pickle
+import re
 import signal
 import socket
 import time
@@ -16,8 +17,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megarl.cluster import worker_group
 from megarl.cluster.connected import ConnectedGroup
-from megarl.cluster.deadlines import Deadlines
+from megarl.cluster.deadlines import Deadlines, Limit
 from megarl.cluster.handshake import admit, introduce
 from megarl.cluster.messages import pack
 from megarl.cluster.rank_handle import RankHandle
@@ -216,9 +218,9 @@ async def test_a_late_answer_to_a_request_for_stacks_counts(tmp_path: Path, monk
         asked: list[list[int]] = []
         ask = group._ask_for_stacks
 
-        def noted(handles: Sequence[RankHandle]) -> None:
+        def noted(handles: Sequence[RankHandle]) -> Sequence[RankHandle]:
             asked.append([handle.rank for handle in handles])
-            ask(handles)
+            return ask(handles)
 
         monkeypatch.setattr(group, "_ask_for_stacks", noted)
         os.kill(stopped, signal.SIGSTOP)
@@ -234,6 +236,35 @@ async def test_a_late_answer_to_a_request_for_stacks_counts(tmp_path: Path, monk
         # It has answered, so it is asked again.
         assert is_complete((await group.current_stacks())[1])
         assert asked[2:] == [[0, 1]]
+
+
+@pytest.mark.parametrize("most_direct", [0, 2])
+async def test_a_stopped_rank_is_found_early_except_in_calls_with_large_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most_direct: int
+) -> None:
+    monkeypatch.setattr(worker_group, "_STACKS_SECONDS", 1.0)
+    async with started(2, tmp_path, most_direct=most_direct) as group:
+        group._most_stacks_seconds = 1.0
+        pids = await group.call("pid")
+        own = {"sleep": Limit(4.0, "cluster.checkpoint_timeout_seconds")}
+        group.deadlines = Deadlines(Limit(0.5), Limit(600.0), own)
+        # A rank that works writes its stacks, and goes on.
+        go = tmp_path / "go"
+        waiting = asyncio.create_task(group.call("wait_for", str(go)))
+        await asyncio.sleep(2.0)
+        go.touch()
+        await waiting
+        assert group._unread == {}
+        os.kill(pids[1], signal.SIGSTOP)
+        large = asyncio.create_task(group.ask([1], "sleep", [0.0]))
+        await asyncio.sleep(2.5)
+        assert not large.done()
+        os.kill(pids[1], signal.SIGCONT)
+        assert await large == [None]
+        os.kill(pids[1], signal.SIGSTOP)
+        with pytest.raises(RankFailedError) as caught:
+            await asyncio.wait_for(group.call("product", 3), 60)
+        assert re.fullmatch(r"rank 1 of 2 did not answer `product` within \d s", caught.value.cause)
 
 
 @pytest.mark.parametrize("stopped", ["rank", "relay"])
