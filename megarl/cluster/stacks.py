@@ -31,6 +31,14 @@ def is_complete(stacks: str) -> bool:
     return bool(heading) and _OUTERMOST.search(main_thread) is not None
 
 
+def has_begun(stacks: str) -> bool:
+    """Return whether a rank has begun to write its stacks: it is not stopped.
+
+    The text may stay incomplete. faulthandler reads the frames of threads at work, and stops where they change.
+    """
+    return _HEADING in stacks
+
+
 def summary(stacks: Mapping[int, str]) -> str:
     """Return a text with the innermost frames of each rank's main thread. Ranks with the same stack are listed
     together.

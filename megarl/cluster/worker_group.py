@@ -33,7 +33,7 @@ from megarl.cluster.rank_handle import (
     log_size,
 )
 from megarl.cluster.rank_queues import RankQueues
-from megarl.cluster.stacks import is_complete, ranks_named, summary, waits_in_collective
+from megarl.cluster.stacks import has_begun, is_complete, ranks_named, summary, waits_in_collective
 from megarl.cluster.topology import NodeKind
 from megarl.groups.rendezvous import Rendezvous
 
@@ -792,19 +792,23 @@ class WorkerGroup(ABC):
         self._unread |= {handle: (sizes[handle], debugged) for handle in asked}
         ends = {handle: self._unread.get(handle, (size, 0.0))[0] for handle, size in sizes.items()}
         stacks: dict[int, str] = {}
-        last_look = time.monotonic() + seconds
+        began = time.monotonic()
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
+            waited = time.monotonic() - began
             awaited = [handle for handle in ends if not is_complete(stacks.get(handle.rank, ""))]
             stacks |= {handle.rank: log_since(handle.log, ends[handle]) for handle in awaited}
-            for handle in awaited:
-                if is_complete(stacks[handle.rank]) and self._unread.get(handle, (-1, 0.0))[0] == ends[handle]:
+            begun = [handle for handle in awaited if has_begun(stacks[handle.rank])]
+            for handle in begun:
+                if self._unread.get(handle, (-1, 0.0))[0] == ends[handle]:
                     del self._unread[handle]
-            if all(is_complete(stacks[h.rank]) or h.died.done() for h in awaited):
+            # An incomplete text may never become complete.
+            done = [handle for handle in begun if is_complete(stacks[handle.rank]) or waited > _STACKS_SECONDS]
+            if all(handle in done or handle.died.done() for handle in awaited):
                 return stacks
             if self._is_debugged:
                 return await self._stacks(seconds)
-            if time.monotonic() > last_look:
+            if waited > seconds:
                 return stacks
 
     def _forget_requests(self) -> None:
@@ -812,7 +816,7 @@ class WorkerGroup(ABC):
         for handle, (end, debugged) in list(self._unread.items()):
             # gdb loses the signal of a request if it is killed at its time limit. Somebody may have emptied the log.
             is_lost = self._seconds_debugging > debugged or log_size(handle.log) < end
-            if is_lost or is_complete(log_since(handle.log, end)):
+            if is_lost or has_begun(log_since(handle.log, end)):
                 del self._unread[handle]
 
     @property

@@ -13,6 +13,7 @@ from unittest.mock import AsyncMock
 
 import pytest
 
+from megarl.cluster import worker_group
 from megarl.cluster.deadlines import Deadlines, Limit, run_deadlines
 from megarl.cluster.hang_report import HangReport
 from megarl.cluster.local import LocalGroup
@@ -126,6 +127,17 @@ async def test_a_stopped_rank_outside_of_a_call_does_not_end_it(monkeypatch: pyt
         group.deadlines = Deadlines(Limit(0.5), Limit(600.0))
         assert await group.ask([0], "sleep", [2.0]) == [None]
         assert searched and not any(searched)
+
+
+@pytest.mark.usefixtures("worker_module", "nothing_left")
+async def test_a_rank_whose_stacks_stay_incomplete_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_group, "_STACKS_SECONDS", 0.5)
+    monkeypatch.setattr(worker_group, "log_since", lambda *_: "Current thread 0x1 (most recent call first):\n  File")
+    async with started() as group:
+        group._most_stacks_seconds = 600.0
+        async with asyncio.timeout(60):
+            await group.end_if_stopped("sat there", 600.0)
+        assert await group.call("product", 2) == [(0, 2), (1, 4)]
 
 
 @pytest.mark.usefixtures("worker_module", "nothing_left")
