@@ -487,8 +487,8 @@ class WorkerGroup(ABC):
         """
         if self._ending is not None:
             return
-        stacks = await self._stacks(self._seconds_for_stacks(patience_seconds))
-        if stopped := [handle for handle in self._handles if handle in self._unread and not handle.died.done()]:
+        stopped, stacks = await self._without_stacks(patience_seconds)
+        if stopped:
             await self._end_once(partial(self._fall_silent, what, stopped, stacks))
 
     async def end_because_of(self, ranks: Sequence[int], what: str) -> Exception:
@@ -618,22 +618,23 @@ class WorkerGroup(ABC):
     async def _stopped(self, call: Call, patience_seconds: float) -> tuple[list[RankHandle], Mapping[int, str]]:
         """Return the stopped ranks of a call, and the stacks of all ranks.
 
-        A rank counts as stopped if it writes no stack within `patience_seconds` (see `_seconds_for_stacks`). Calls that
+        A rank counts as stopped if it writes no stack within `patience_seconds` (see `_without_stacks`). Calls that
         read or write large files have deadlines with a recipe field of their own. During them no rank is asked, and
         none counts as stopped: a slow file system may delay the stacks too.
         """
         if self.deadlines.has_own_limit(call.method):
             return [], {}
-        stacks = await self._stacks(self._seconds_for_stacks(patience_seconds))
-        # A rank that could not be asked may work.
-        return [h for h in call.silent() if h in self._unread and not h.died.done()], stacks
+        silent, stacks = await self._without_stacks(patience_seconds)
+        return [handle for handle in silent if handle in call.silent()], stacks
 
-    def _seconds_for_stacks(self, patience_seconds: float) -> float:
-        """Return the seconds after which a rank without stacks counts as stopped.
+    async def _without_stacks(self, patience_seconds: float) -> tuple[list[RankHandle], Mapping[int, str]]:
+        """Return the living ranks that write no stack in time, and the stacks of all ranks.
 
-        These are `patience_seconds`, but at least 5, and at most 60 for ranks on other nodes (else 5).
+        The time is `patience_seconds`, but at least 5 s, and at most 60 s for ranks on other nodes (else 5 s).
         """
-        return max(_STACKS_SECONDS, min(self._most_stacks_seconds, patience_seconds))
+        stacks = await self._stacks(max(_STACKS_SECONDS, min(self._most_stacks_seconds, patience_seconds)))
+        # A rank that could not be asked may work.
+        return [handle for handle in self._handles if handle in self._unread and not handle.died.done()], stacks
 
     async def _report_slow(self, call: Call, seconds: float) -> None:
         """Report the ranks holding up a call, `seconds` after its start."""
@@ -799,16 +800,13 @@ class WorkerGroup(ABC):
             awaited = [handle for handle in ends if not is_complete(stacks.get(handle.rank, ""))]
             stacks |= {handle.rank: log_since(handle.log, ends[handle]) for handle in awaited}
             begun = [handle for handle in awaited if has_begun(stacks[handle.rank])]
-            for handle in begun:
-                if self._unread.get(handle, (-1, 0.0))[0] == ends[handle]:
-                    del self._unread[handle]
             # An incomplete text may never become complete.
             done = [handle for handle in begun if is_complete(stacks[handle.rank]) or waited > _STACKS_SECONDS]
-            if all(handle in done or handle.died.done() for handle in awaited):
-                return stacks
-            if self._is_debugged:
+            is_over = all(handle in done or handle.died.done() for handle in awaited)
+            if self._is_debugged and not is_over:
                 return await self._stacks(seconds)
-            if waited > seconds:
+            if is_over or waited > seconds:
+                self._forget_requests()
                 return stacks
 
     def _forget_requests(self) -> None:

@@ -53,11 +53,11 @@ def native_stacks(pid: int, seconds: float) -> str:
     was_stopped = is_stopped(pid)
     try:
         done = run_command(command, seconds=seconds)
-        fault = f"{name} ended with code {done.returncode}: {done.stderr.strip()[-400:]}" if done.returncode else ""
+        if not done.returncode:
+            return done.stdout.strip()
+        fault = f"{name} ended with code {done.returncode}: {done.stderr.strip()[-400:]}"
     except OSError as error:
-        done, fault = None, str(error)
-    if done is not None and not fault:
-        return done.stdout.strip()
+        fault = str(error)
     # gdb attaches by SIGSTOP. If it is killed, at its time limit for example, the process stays stopped.
     if not was_stopped:
         resume_process(pid)
