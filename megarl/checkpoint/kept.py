@@ -5,7 +5,6 @@ layout.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from pathlib import Path
@@ -21,6 +20,7 @@ from megarl.files.model_folder import (
     safetensors_header,
     weight_files,
 )
+from megarl.files.strict_json import LARGE, loads
 from megarl.types import DataError
 
 FILE = "kept.safetensors"
@@ -121,7 +121,7 @@ def _places(path: Path) -> Iterator[tuple[str, KeptTensor]]:
     """Yield the tensors of a file, by name. `read_safetensors_header` has checked it."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(size))
+        header = loads(file.read(size), LARGE)
     for name, entry in header.items():
         if name != "__metadata__":
             start, stop = (8 + size + offset for offset in entry["data_offsets"])

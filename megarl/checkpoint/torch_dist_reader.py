@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import errno
 import io
-import json
 import mmap
 import pickle
+import zipfile
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from megarl.checkpoint.torch_dist import BACKEND, COMMON, METADATA, Parameter, S
 from megarl.families import hf_tensors
 from megarl.families.shape import ModelShape
 from megarl.files.atomic import storage_faults_named
+from megarl.files.strict_json import loads
 from megarl.processes.process_tree import fault_of
 from megarl.reshard.boxes import Box, Piece
 from megarl.types import DataError
@@ -163,7 +164,7 @@ def _check_backend(folder: Path) -> None:
     """Raise DataError for a folder in another format than `torch_dist`."""
     path = folder / BACKEND
     try:
-        backend = json.loads(path.read_text(encoding="utf-8"))["sharded_backend"]
+        backend = loads(path.read_bytes())["sharded_backend"]
     except FileNotFoundError:
         pickled = next(iter(sorted(folder.rglob("*.pt"))), folder)
         raise DataError(
@@ -225,7 +226,8 @@ def check_harmless(folder: Path) -> None:
         # Megatron-Core 0.19 stores the state common to all ranks as one of the objects below.
         has_common_object = any(key.partition("/")[0] == _COMMON_OBJECT for key in metadata.state_dict_metadata)
         if path.exists() or not has_common_object:
-            torch.load(path, map_location="cpu", weights_only=True)
+            with path.open("rb") as file:
+                _load_plain(file, path.stat().st_size)
         for index, place in metadata.storage_data.items():
             path = folder / place.relative_path
             if path.parent != folder or place.transform_descriptors or place.offset < 0:
@@ -233,13 +235,26 @@ def check_harmless(folder: Path) -> None:
             if isinstance(metadata.state_dict_metadata[index.fqn], BytesStorageMetadata):
                 with path.open("rb") as file:
                     file.seek(place.offset)
-                    torch.load(io.BytesIO(file.read(place.length)), map_location="cpu", weights_only=True)
+                    _load_plain(io.BytesIO(file.read(place.length)), place.length)
     except Exception as error:  # A damaged pickle can raise anything.
         # A missing file is a damaged checkpoint. Other system errors come from the storage.
         if isinstance(error, OSError) and error.errno not in (None, errno.ENOENT):
             with storage_faults_named(path):
                 raise
         raise DataError(f"{path}: cannot be read ({type(error).__name__}: {error}). {_AGAIN}") from None
+
+
+def _load_plain(file: IO[bytes], num_bytes: int) -> None:
+    """Load a file of `torch.save` that holds only numbers, texts and tensors. Raises an error for any other.
+
+    torch.save compresses nothing. A part with more bytes than the file would expand 1,000 times in memory.
+    """
+    if zipfile.is_zipfile(file):
+        with zipfile.ZipFile(file) as archive:
+            if sum(part.file_size for part in archive.infolist()) > num_bytes:
+                raise ValueError("its parts are compressed, or overlap")
+    file.seek(0)
+    torch.load(file, map_location="cpu", weights_only=True)
 
 
 class _Metadata:

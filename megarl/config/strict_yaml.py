@@ -7,14 +7,12 @@ from collections.abc import Iterator
 
 import yaml
 
+from megarl.files.plain_yaml import MAX_BYTES, MAX_VALUES, is_too_large
+
 MAX_DEPTH = 32
 """Deepest nesting of sections and lists accepted in a YAML file. Recipes need four levels."""
 
-MAX_VALUES = 100_000
-"""Limit of the number of values in a recipe. An alias counts as all its values, because nested aliases grow
-exponentially."""
-
-TOO_LARGE = f"holds more than {MAX_VALUES} values, with the values of every alias counted"
+TOO_LARGE = f"holds more than {MAX_VALUES} values or {MAX_BYTES >> 10} KiB, with the values of every alias counted"
 
 TOO_DEEP = f"nested deeper than {MAX_DEPTH} levels"
 
@@ -30,6 +28,9 @@ def problems(text: str, field: str = "") -> list[str]:
     nesting deeper than MAX_DEPTH. A text with more than MAX_VALUES values gets one line about that only. `field` is the
     dotted name of the whole text. Raises yaml.YAMLError if the text is not YAML.
     """
+    too_large = f"{field or 'the file'}: {TOO_LARGE}; remove values or aliases"
+    if is_too_large(text.encode(errors="replace")):
+        return [too_large]
     # compose keeps the text and quotes of every value. load would already have converted 1:30 to 90.
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -37,8 +38,9 @@ def problems(text: str, field: str = "") -> list[str]:
         return [_too_deep(field)]
     if root is None:
         return []
+    # An alias counts as all its values, because nested aliases grow exponentially.
     if _num_values(root, {}) > MAX_VALUES:
-        return [f"{field or 'the file'}: {TOO_LARGE}; write the values out, or leave the aliases out"]
+        return [too_large]
     return list(_problems(root, field, 0))
 
 

@@ -15,8 +15,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.files.model_folder import read_object
+from megarl.files.model_folder import TOKENIZER, read_object
 from megarl.files.regular import check_folder_of_files, check_regular
+from megarl.files.strict_json import LARGE, MEDIUM, refuse_many_values
 from megarl.processes.process_tree import fault_of
 from megarl.types import ConfigError, DataError
 
@@ -67,6 +68,7 @@ def load_tokenizer(
 
     # First, since transformers would wait forever for the writer of a named pipe.
     check_folder_of_files(Path(folder))
+    _refuse_many_values(Path(folder))
     config = Path(folder) / "config.json"
     # transformers and vLLM 0.30 choose their classes by model_type.
     if config.is_file() and not isinstance(read_object(config).get("model_type"), str):
@@ -110,7 +112,7 @@ def template_text(model: ModelConfig) -> str | None:
     folder = Path(model.folder)
     if (file := folder / "chat_template.jinja").is_file():
         return _template_of(str(file))
-    settings = read_object(config) if (config := folder / "tokenizer_config.json").is_file() else {}
+    settings = read_object(config, MEDIUM) if (config := folder / "tokenizer_config.json").is_file() else {}
     found = settings.get("chat_template")
     return found if isinstance(found, str | None) else json.dumps(found, sort_keys=True)
 
@@ -321,6 +323,18 @@ def _literal_encoder(tokenizer: Tokenizer) -> _LiteralEncoder:
     ids = {number: names[name] for name in names if (number := backend.token_to_id(name)) is not None}
     special_ids = frozenset(token["id"] for token in definition["added_tokens"] if token["special"])
     return _LiteralEncoder(backend, special, ids, special_ids)
+
+
+def _refuse_many_values(folder: Path) -> None:
+    """Raise DataError if a JSON file of a model folder has more values than tokenizers have.
+
+    transformers takes up to 140 times the size of such a file.
+    """
+    for file in sorted(folder.glob("*.json")):
+        try:
+            refuse_many_values(file.read_bytes(), LARGE if file.name == TOKENIZER[0] else MEDIUM)
+        except (OSError, ValueError) as error:
+            raise DataError(f"{file}: cannot be read ({error}); copy the model folder again") from None
 
 
 def _check_config(folder: str | Path) -> None:

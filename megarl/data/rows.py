@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megarl.files.hub import Patterns, cached_folder, download_command, is_hub_name, names_repository
-from megarl.files.strict_json import parse
+from megarl.files.strict_json import MEDIUM, parse
 from megarl.types import ConfigError, DataError
 
 SPLITS = ("train", "training", "validation", "valid", "val", "dev", "test", "eval", "heldout")
@@ -39,8 +39,9 @@ _ARROW_ROWS = 32
 megabytes."""
 # Buffered reads of 1 MiB, so that pyarrow does not load whole column chunks.
 _ARROW_BUFFER_BYTES = 1 << 20
-# 128 Mi characters in a CSV cell; Python's default of 131,072 is shorter than many conversations.
-_LONGEST_CELL = 1 << 27
+# 8 Mi characters in a CSV cell, at least a million tokens. Python's default of 131,072 is shorter than many
+# conversations. The csv module takes 4 bytes for each character.
+_LONGEST_CELL = 1 << 23
 
 
 class Row(NamedTuple):
@@ -264,7 +265,7 @@ def _json_lines(path: Path) -> Iterator[Row]:
         for line, raw in enumerate(file, start=1):
             if raw.strip():
                 try:
-                    yield Row(line, "line", parse(raw))
+                    yield Row(line, "line", parse(raw, MEDIUM))
                 except ValueError as error:
                     text = f"not JSON ({error}); each line must be one JSON object"
                     yield Row(line, "line", DataError(f"{path}, line {line}: {text}"))
@@ -279,7 +280,8 @@ def _json(path: Path) -> Iterator[Row]:
         yield from _json_lines(path)
         return
     try:
-        values = parse(path.read_bytes())
+        # A list has any number of records, so this file takes as much memory as its values need.
+        values = parse(path.read_bytes(), None)
     except ValueError as error:
         raise DataError(f"{path}: not valid JSON ({error}); write a list of objects, or one object per line") from None
     for number, value in enumerate(values, start=1):

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from megarl.environments.tools import ToolEnvironment, tool
 from megarl.files.regular import check_regular
-from megarl.files.strict_json import parse
+from megarl.files.strict_json import MEDIUM, parse
 from megarl.types import DataError
 
 SATURATION = 1.2
@@ -101,7 +101,7 @@ def _index_of_file(path: str) -> Index:
 
 def _text(path: str, number: int, line: bytes) -> str:
     try:
-        fields = parse(line)
+        fields = parse(line, MEDIUM)
     except ValueError as error:
         raise DataError(f"{path}, line {number}: not JSON ({error}); each line must be one JSON object") from None
     if not isinstance(fields, Mapping) or not isinstance(fields.get("text"), str):

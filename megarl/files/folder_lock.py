@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Self
 
 from megarl.files.pid_space import boot_id, pid_namespace
+from megarl.files.strict_json import loads
 from megarl.types import RunFolderLockedError
 
 HOME = "owners"
@@ -60,9 +61,9 @@ class Owner:
     def parse(cls, content: bytes) -> Self | None:
         """Return the owner in a file's content, None if it is not readable."""
         try:
-            values = json.loads(content)
+            values = loads(content)
             owner = cls(**values)
-        except (ValueError, TypeError, RecursionError):
+        except (ValueError, TypeError):
             return None
         fields = {"pid": int, "started": int}
         is_valid = all(type(value) is fields.get(name, str) for name, value in asdict(owner).items())

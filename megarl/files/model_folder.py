@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from megarl.files.hub import cached_folder, download_command
 from megarl.files.regular import check_folder_of_files, check_regular
-from megarl.files.strict_json import parse
+from megarl.files.strict_json import LARGE, MEDIUM, SMALL, parse
 from megarl.types import DataError
 
 INDEX = "model.safetensors.index.json"
@@ -121,7 +121,7 @@ def weight_files(folder: str | Path) -> dict[str, set[str]]:
             )
         return {SINGLE: set()}
     files: dict[str, set[str]] = {}
-    weight_map = read_object(folder / INDEX).get("weight_map")
+    weight_map = read_object(folder / INDEX, MEDIUM).get("weight_map")
     if not isinstance(weight_map, Mapping) or not weight_map:
         raise DataError(f"{folder / INDEX}: the index has no weight_map. {_COPY_AGAIN}")
     for tensor, shard in weight_map.items():
@@ -152,7 +152,7 @@ def largest_token(folder: str | Path) -> tuple[str, int]:
     """Return the largest token id in a folder's tokenizer.json, with its token. Raises DataError for an invalid
     file."""
     path = Path(folder) / TOKENIZER[0]
-    tokenizer = read_object(path)
+    tokenizer = read_object(path, LARGE)
     try:
         vocabulary = tokenizer["model"]["vocab"]
         if isinstance(vocabulary, list):  # A Unigram tokenizer lists tokens and their scores, in the order of ids.
@@ -224,10 +224,10 @@ def safetensors_header(tensors: Mapping[str, HeaderEntry]) -> bytes:
 _COPY_AGAIN = "Copy or download the file again."
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises DataError naming the file."""
+def read_object(path: Path, max_values: int = SMALL) -> dict[str, Any]:
+    """Return the JSON object in a file. Raises DataError naming the file, also for more than `max_values` values."""
     try:
-        value = parse(check_regular(path).read_bytes())
+        value = parse(check_regular(path).read_bytes(), max_values)
     except FileNotFoundError:
         raise DataError(f"{path}: not found. {_COPY_AGAIN}") from None
     except (OSError, ValueError) as error:

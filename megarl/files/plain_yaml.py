@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-MAX_CHARACTERS = 4 << 20
-"""Longest text that is parsed: 4 MiB. A run's config.yaml has some kilobytes."""
+from megarl.files.strict_json import count_values
+
+MAX_BYTES = 1 << 18
+"""Longest text that is parsed: 256 KiB. A recipe with all fields and comments has 40 KiB."""
+MAX_VALUES = 1 << 15
+"""Maximum number of values. PyYAML takes up to 50 us and 700 bytes for each: 2 s and 25 MiB in all."""
+
+
+def is_too_large(content: bytes) -> bool:
+    """Return whether a YAML text has more bytes or more values than a recipe needs. It is not parsed."""
+    return len(content) > MAX_BYTES or count_values(content) + content.count(b"\n") > MAX_VALUES
 
 
 def read_mapping(content: bytes) -> dict[str, Any]:
@@ -22,7 +31,7 @@ def read_mapping(content: bytes) -> dict[str, Any]:
                 raise yaml.YAMLError("aliases are not read")
             return super().compose_node(parent, index)
 
-    if len(content) > MAX_CHARACTERS:
+    if is_too_large(content):
         return {}
     try:
         value = yaml.load(content, Loader=Loader)

@@ -20,6 +20,7 @@ from megarl.families.published import PUBLISHED, published_name
 from megarl.files.atomic import replace_text, storage_faults_named
 from megarl.files.hub import is_hub_name
 from megarl.files.model_folder import CARD, found_folder, read_object
+from megarl.files.plain_yaml import is_too_large
 from megarl.report.evaluations import is_evaluation, read_evaluation
 from megarl.report.recorded import RecordedRun, read_run
 from megarl.types import DataError, MegarlError
@@ -268,7 +269,8 @@ def _versions_text(run: RecordedRun) -> str:
 def _recipe_text(run: Path) -> str:
     """Return the text of the run's recipe, in which secrets are hidden; a comment if there is none."""
     try:
-        return (run / "config.yaml").read_text(encoding="utf-8")
+        content = (run / "config.yaml").read_bytes()
+        return "# The run's config.yaml is too large." if is_too_large(content) else content.decode()
     except (OSError, UnicodeDecodeError):
         return "# The run's config.yaml cannot be read."
 

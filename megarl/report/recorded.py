@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import os
 import re
@@ -16,6 +15,7 @@ from typing import Any, Protocol
 from megarl.files.atomic import storage_faults_named
 from megarl.files.folder_lock import owner_is_gone
 from megarl.files.plain_yaml import read_mapping
+from megarl.files.strict_json import MEDIUM, SMALL, loads
 from megarl.tracking.earlier_run import EarlierRun, attempt_folders, whole_number
 from megarl.types import ConfigError
 
@@ -151,10 +151,10 @@ def run_state(path: Path, status: Mapping[str, Any]) -> str:
 
 
 def json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects among the lines of a file. Other lines are skipped."""
+    """Yield the JSON objects among the lines of a file. Other lines are skipped, and those after the first million."""
     with path.open("rb") as file:
-        for line in file:
-            if isinstance(value := parsed_line(line), dict):
+        for line in itertools.islice(file, MEDIUM):
+            if isinstance(value := parsed_line(line, MEDIUM), dict):
                 yield value
 
 
@@ -193,36 +193,32 @@ def distinct_labels(runs: Sequence[Named]) -> list[str]:
     return [f"{label} ({number})" if labels.count(label) > 1 else label for number, label in enumerate(labels, 1)]
 
 
-def parsed_line(line: bytes) -> Any:
-    """Return the JSON value of a line, None if the line is not valid JSON."""
+def parsed_line(line: bytes, max_values: int = SMALL) -> Any:
+    """Return the JSON value of a line, None if the line is not valid JSON or has more than `max_values` values."""
     try:
-        return json.loads(line)
-    # RecursionError: a damaged file may contain thousands of brackets.
-    except (ValueError, RecursionError):
+        return loads(line, max_values)
+    except ValueError:
         return None
 
 
 def _rows(path: Path, notes: list[str]) -> list[tuple[int, dict[str, float]]]:
     """Return the steps in metrics.jsonl. Adds notes about unreadable lines."""
+    rows: dict[int, dict[str, float]] = {}
+    unreadable = 0
     try:
-        lines = path.read_bytes().split(b"\n")
+        with path.open("rb") as file:
+            for line in filter(bytes.strip, file):
+                if found := metrics_row(line):
+                    # If a step occurs twice, it was trained again, so the last line counts.
+                    step, rows[step] = found
+                elif line.endswith(b"\n") or parsed_line(line) is not None:
+                    unreadable += 1
+                else:
+                    # A running or killed process may leave half a line at the end.
+                    notes.append("The last line of metrics.jsonl is cut short; it is left out.")
     except FileNotFoundError:
         notes.append("metrics.jsonl is not there yet: no step was logged.")
         return []
-    # A running or killed process may leave half a line at the end.
-    *whole, last = lines
-    if last and parsed_line(last) is None:
-        notes.append("The last line of metrics.jsonl is cut short; it is left out.")
-    elif last:
-        whole.append(last)
-    rows: dict[int, dict[str, float]] = {}
-    unreadable = 0
-    for line in filter(None, whole):
-        if (found := metrics_row(line)) is None:
-            unreadable += 1
-            continue
-        # If a step occurs twice, it was trained again, so the last line counts.
-        step, rows[step] = found
     if unreadable:
         notes.append(f"{unreadable} lines of metrics.jsonl cannot be read; they are left out.")
     return sorted(rows.items())

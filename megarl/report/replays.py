@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.files.atomic import replace_text, storage_faults_named
+from megarl.files.strict_json import MEDIUM, loads
 from megarl.report.recorded import now_text
 from megarl.report.sample_text import shortened_text
 
@@ -58,7 +59,7 @@ def replay_contents(run: Path) -> list[dict[str, Any]]:
     found = []
     for file in sorted((run / REPLAYS).glob("step_*.json"), reverse=True)[:_MOST]:
         try:
-            found.append(_content(json.loads(file.read_text(encoding="utf-8"))))
+            found.append(_content(loads(file.read_bytes(), MEDIUM)))
         # Anybody may have written the file: infinite numbers and deep nesting are refused too.
         except (OSError, ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError):
             continue

@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from megarl.files.strict_json import MEDIUM
 from megarl.report.curves import phase_times
 from megarl.report.recorded import (
     metrics_row,
@@ -30,13 +31,18 @@ _MOST_ROWS = 400
 """Number of newest steps held in memory. A dashboard shows fewer, and a run may have a million."""
 _PACE_STEPS = 20
 """Number of newest steps whose mean time predicts the end."""
+_MOST_BYTES = 1 << 24
+"""Number of newest bytes read at once from metrics and warnings (16 MiB): 3,000 steps with 500 metrics each."""
 _SAMPLE_BYTES = 1 << 18
 """Number of last bytes read from a file of samples. A file of a large step may have gigabytes."""
 
 
 @dataclass(slots=True)
 class GrowingFile:
-    """Reader of a file that another process appends to. Each read returns the whole lines added since the last one."""
+    """Reader of a file that another process appends to. Each read returns the whole lines added since the last one.
+
+    If more than 16 MiB were added, it returns those in the last 16 MiB.
+    """
 
     path: Path
     _offset: int = 0
@@ -54,8 +60,13 @@ class GrowingFile:
                 is_replaced = status.st_ino != self._inode or status.st_size < self._offset
                 if is_replaced:
                     self._inode, self._offset = status.st_ino, 0
-                file.seek(self._offset)
-                text = file.read()
+                start = max(self._offset, status.st_size - _MOST_BYTES)
+                file.seek(start)
+                text = file.read(_MOST_BYTES)
+                if start > self._offset:
+                    # The first line lacks its beginning.
+                    skipped, end, text = text.partition(b"\n")
+                    self._offset = start + len(skipped) + len(end)
         except FileNotFoundError:
             return [], False
         # NFS may show the new size of a file before its new bytes: the missing ones are read as zeros.
@@ -238,5 +249,5 @@ class WatchedRun:
             file.seek(max(0, size - _SAMPLE_BYTES))
             lines = file.read().split(b"\n")
         # The first line may lack its begin, the last one its end; neither is then valid JSON.
-        found = [value for line in lines if line and isinstance(value := parsed_line(line), dict)]
+        found = [value for line in lines if line and isinstance(value := parsed_line(line, MEDIUM), dict)]
         self._samples_step, self.samples = self.step, [{**record, "step": step} for record in found[-2:]]

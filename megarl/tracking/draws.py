@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.files.atomic import append_whole, replace_bytes, storage_faults_named
+from megarl.files.strict_json import LARGE, loads
 from megarl.types import DataError
 
 LEDGER = "draws.jsonl"
@@ -231,15 +232,14 @@ def _lines(file: Path) -> Iterator[_Line]:
 def _parsed(line: bytes) -> _Line | None:
     """Return a line of the ledger, None if it is damaged."""
     try:
-        values = json.loads(line)
+        values = loads(line, LARGE)
         sizes = {str(name): _count(size) for name, size in values["sizes"].items()}
         events = [_event(value) for value in values["events"]]
         if not all(event[1] in sizes and sizes[event[1]] > 0 for event in events):
             return None
         counts = [_count(values[name]) for name in ("step", "first", "open", "too_long")]
         return _Line(counts[0], counts[1], sizes, counts[2], counts[3], events)
-    # RecursionError: a damaged line may contain thousands of brackets.
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+    except (ValueError, TypeError, LookupError, AttributeError):
         return None
 
 

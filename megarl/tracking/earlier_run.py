@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ from typing import Any, Self
 
 from megarl.files.atomic import storage_faults_named
 from megarl.files.plain_yaml import read_mapping
+from megarl.files.strict_json import loads
 from megarl.types import ConfigError, DataError
 
 SCHEMA = 6
@@ -229,9 +229,8 @@ def _content(path: Path) -> bytes | None:
 def _as_object(content: bytes | None) -> dict[str, Any]:
     """Return the JSON object in `content`, {} if it is not one."""
     try:
-        value = json.loads(content or b"{}")
-    # RecursionError: a damaged file may contain thousands of brackets.
-    except (ValueError, RecursionError):
+        value = loads(content or b"{}")
+    except ValueError:
         return {}
     return value if isinstance(value, dict) else {}
 

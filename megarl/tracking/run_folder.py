@@ -27,6 +27,7 @@ from megarl.files.atomic import (
     storage_faults_named,
 )
 from megarl.files.folder_lock import HOME, FolderLock
+from megarl.files.strict_json import loads
 from megarl.tracking.draws import LEDGER
 from megarl.tracking.earlier_run import EarlierRun, attempt_folders, whole_number
 from megarl.types import (
@@ -430,8 +431,8 @@ def _forget_lines(file: Path, last: int) -> list[float | None]:
 def _step(line: bytes) -> float | None:
     """Return the step of a line of metrics.jsonl, None if the line is unreadable."""
     try:
-        return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return float(loads(line)["step"])
+    except (ValueError, KeyError, TypeError, OverflowError):
         return None
 
 

@@ -16,6 +16,7 @@ from megarl.data.chat import load_tokenizer
 from megarl.families.shape import read_model_shape
 from megarl.files.model_folder import check_model_folder, largest_token, read_safetensors_header, weight_files
 from megarl.files.regular import check_folder_of_files
+from megarl.files.strict_json import MEDIUM
 from megarl.types import DataError
 
 INDEX = "model.safetensors.index.json"
@@ -209,3 +210,12 @@ def test_a_missing_export_of_a_run_names_what_makes_it(tmp_path: Path, name: str
     [unfinished] = check_model_folder(run / name)
     assert f"megarl train {run} --resume" in unfinished
     assert "hf download" in check_model_folder(tmp_path / "hfx")[0]
+
+
+def test_a_tokenizer_with_more_values_than_any_is_not_loaded(folder: Path) -> None:
+    """transformers would take 140 times the size of such a file."""
+    file = folder / "tokenizer_config.json"
+    fields = json.loads(file.read_text())
+    file.write_text(json.dumps({**fields, "zz": [[]] * MEDIUM}, separators=(",", ":")))
+    with pytest.raises(DataError, match=r"tokenizer_config\.json: cannot be read \(it has more than 1048576 commas"):
+        load_tokenizer(folder)

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import time
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from megarl.files.strict_json import MAX_DEPTH, parse
+from megarl.files.strict_json import LARGE, MAX_DEPTH, MEDIUM, SMALL, loads, parse
 
 
 @pytest.mark.parametrize(
@@ -34,7 +37,7 @@ def test_sound_texts(content: bytes, value: object) -> None:
         pytest.param(b'"\xed\xa0\x80"', "byte 1 is not valid UTF-8", id="half a pair in bytes"),
         pytest.param(b"[" * (MAX_DEPTH + 1) + b"]" * (MAX_DEPTH + 1), "nested deeper than 100", id="deep"),
         pytest.param(b'{"a":' * 200 + b"1" + b"}" * 200, "nested deeper than 100", id="deep objects"),
-        pytest.param(b"[" * 10**6, "nested deeper than 100", id="very deep"),
+        pytest.param(b"[" * 60_000, "nested deeper than 100", id="very deep"),
         pytest.param(b"9" * 5000, "4300 digits", id="long whole number"),
     ],
 )
@@ -47,5 +50,33 @@ def test_a_large_faulty_text_is_refused_at_once() -> None:
     names = b",".join(b'"%d": 1' % number for number in range(200_000))
     started = time.process_time()
     with pytest.raises(ValueError, match='"7" occurs twice'):
-        parse(b"{" + names + b', "7": 1}')
+        parse(b"{" + names + b', "7": 1}', MEDIUM)
     assert time.process_time() - started < 2
+
+
+@pytest.mark.parametrize("read", [loads, parse])
+@pytest.mark.parametrize("max_values", [SMALL, MEDIUM])
+def test_only_so_many_values_are_read(read: Callable[..., Any], max_values: int) -> None:
+    """A list with the most values is read. One more is refused, before Python makes any of them."""
+    most = b"[" + b"0," * (max_values - 2) + b"0]"
+    assert len(read(most, max_values)) == max_values - 1
+    for hostile in (most[:-1] + b",0]", b"[" + b"[]," * max_values + b"0]", b"{" * (max_values + 1)):
+        tracemalloc.start()
+        try:
+            with pytest.raises(ValueError, match=f"more than {max_values} commas and opening brackets"):
+                read(hostile, max_values)
+            assert tracemalloc.get_traced_memory()[1] < 10_000
+        finally:
+            tracemalloc.stop()
+
+
+def test_a_value_nested_too_deeply_for_python_is_refused() -> None:
+    with pytest.raises(ValueError, match="nested too deeply"):
+        loads(b"[" * 60_000)
+
+
+def test_the_defaults_are_those_of_descriptions() -> None:
+    for read in (loads, parse):
+        with pytest.raises(ValueError, match="65536"):
+            read(b"[" + b"0," * SMALL + b"0]")
+    assert parse(b"[" + b"0," * LARGE + b"0]", None) == [0] * (LARGE + 1)

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from megarl.config import Recipe
 from megarl.files.atomic import append_whole, replace_bytes
+from megarl.report import watched
 from megarl.report.watch import dashboard, watch
 from megarl.report.watched import GrowingFile, WatchedRun
 from megarl.tracking.display import Display
@@ -93,6 +94,18 @@ def test_a_line_is_read_once_it_is_whole(tmp_path: Path) -> None:
     assert file.read() == ([b"{}", b""], False)
     replace_bytes(path, b'{"step": 1}\n')
     assert file.read() == ([b'{"step": 1}'], True)
+
+
+def test_only_the_newest_lines_of_a_large_file_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watched, "_MOST_BYTES", 38)
+    path = tmp_path / "metrics.jsonl"
+    file = GrowingFile(path)
+    path.write_bytes(b"".join(b'{"step": %d}\n' % number for number in range(100)))
+    assert file.read() == ([b'{"step": 98}', b'{"step": 99}'], True)
+    append_whole(path, b'{"step": 100}\n{"st')
+    assert file.read() == ([b'{"step": 100}'], False)
+    append_whole(path, b'ep": 101}\n')
+    assert file.read() == ([b'{"step": 101}'], False)
 
 
 def test_a_dashboard_shows_state_metrics_times_warnings_and_samples(run: Run) -> None:
