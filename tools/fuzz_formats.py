@@ -31,6 +31,7 @@ from megarl.files.model_folder import (
     stored_names,
     weight_files,
 )
+from megarl.files.strict_json import LARGE, MEDIUM, SMALL
 from megarl.loops.resume import read_driver
 from megarl.report.browse import Selection, sample_text, select
 from megarl.report.evaluations import read_evaluation
@@ -78,7 +79,9 @@ SAMPLE = {
 
 def formats(shared: Path) -> Iterator[Format]:
     """Yield all formats. `shared` is an empty folder for samples that take long to make."""
-    model = make_tiny_model(shared / "model", num_layers=1)
+    model = shared / "model"
+    if not model.exists():
+        make_tiny_model(model, num_layers=1)
     yield from _settings()
     yield from _data()
     yield from _model_folder(model)
@@ -116,8 +119,9 @@ def _data() -> Iterator[Format]:
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     reader = "data.records.read_records"
 
-    def read(path: Path) -> Any:
-        return list(read_records(path))
+    def read(path: Path) -> None:
+        for _ in read_records(path):
+            pass
 
     def parquet(folder: Path) -> Path:
         import pyarrow
@@ -137,8 +141,9 @@ def _data() -> Iterator[Format]:
             out.write_table(table)
         return folder / "train.arrow"
 
-    yield Format("data set (JSONL)", reader, _text("train.jsonl", lines), read)
-    yield Format("data set (JSON)", reader, _text("train.json", json.dumps(rows)), read)
+    yield Format("data set (JSONL)", reader, _text("train.jsonl", lines), read, max_values=MEDIUM)
+    # A list of records has any number of values.
+    yield Format("data set (JSON)", reader, _text("train.json", json.dumps(rows)), read, max_values=None)
     yield Format("data set (CSV)", reader, _text("train.csv", 'question,answer\n"1 + 1?",2\n3 + 1?,4\n'), read)
     yield Format("data set (Parquet)", reader, parquet, read)
     yield Format("data set (Arrow)", reader, arrow, read)
@@ -148,7 +153,9 @@ def _data() -> Iterator[Format]:
         return _index_of_file(str(path)).best("paris", 2)
 
     documents = '{"text": "Paris is a city.", "title": "Paris"}\n{"text": "Rome is one too."}\n'
-    yield Format("search corpus (JSONL)", "environments.search", _text("corpus.jsonl", documents), search)
+    yield Format(
+        "search corpus (JSONL)", "environments.search", _text("corpus.jsonl", documents), search, max_values=MEDIUM
+    )
 
 
 def _model_folder(model: Path) -> Iterator[Format]:
@@ -167,25 +174,28 @@ def _model_folder(model: Path) -> Iterator[Format]:
         return read_model_shape(path.parent), check_model_folder(path.parent)
 
     yield Format("model: config.json", "families.shape.read_model_shape", copied("config.json"), shape)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
+    for name, max_values in (("tokenizer.json", LARGE), ("tokenizer_config.json", MEDIUM)):
         yield Format(
             f"model: {name}",
             "data.chat.load_tokenizer",
             copied(name),
             lambda path: (largest_token(path.parent), load_tokenizer(path.parent)),
             share=0.2,
+            max_values=max_values,
         )
     yield Format(
         "model: index",
         "files.model_folder.weight_files",
         copied("model.safetensors.index.json"),
         lambda path: (weight_files(path.parent), stored_names(path.parent)),
+        max_values=MEDIUM,
     )
     yield Format(
         "model: safetensors",
         "files.model_folder, checkpoint.kept",
         copied("model.safetensors"),
         lambda path: (read_safetensors_header(path), list(_places(path)), stored_names(path.parent)),
+        max_values=LARGE,
     )
 
     def adapter(name: str) -> Callable[[Path], Path]:
@@ -206,6 +216,7 @@ def _model_folder(model: Path) -> Iterator[Format]:
             "serving.served_adapters",
             adapter(name),
             lambda path: served_adapter(f"a={path.parent}", known),
+            max_values=LARGE if name.endswith(".safetensors") else SMALL,
         )
 
 
@@ -258,7 +269,13 @@ def _checkpoint(model: Path) -> Iterator[Format]:
         write_manifest(folder, {"a.bin": file_record(folder / "a.bin")}, {"format": "torch_dist"})
         return folder / "manifest.json"
 
-    yield Format("manifest.json", "checkpoint.manifest", manifest, lambda path: check_sizes(path.parent))
+    yield Format(
+        "manifest.json",
+        "checkpoint.manifest",
+        manifest,
+        lambda path: check_sizes(path.parent),
+        max_values=MEDIUM,
+    )
 
 
 def _run(folder: Path) -> Path:
@@ -348,7 +365,13 @@ def _run_folder() -> Iterator[Format]:
         "logs/attempt_1/notices.jsonl",
     ):
         yield Format(
-            f"run: {name}", "report (page, watch, model card)", in_run(name), report, never_raises=True, share=0.3
+            f"run: {name}",
+            "report (page, watch, model card)",
+            in_run(name),
+            report,
+            never_raises=True,
+            share=0.3,
+            max_values=MEDIUM if name.endswith(".jsonl") else SMALL,
         )
     for name in (
         "config.yaml",
@@ -358,13 +381,18 @@ def _run_folder() -> Iterator[Format]:
         "parent.json",
         "logs/attempt_1/attempt.json",
     ):
-        yield Format(f"run at a start: {name}", "tracking.earlier_run, run_folder", in_run(name), earlier)
+        # A file of lines is read as a whole, and each line has some bytes beyond its text.
+        max_values = MEDIUM if name.endswith(".jsonl") else SMALL
+        yield Format(
+            f"run at a start: {name}", "tracking.earlier_run, run_folder", in_run(name), earlier, max_values=max_values
+        )
     yield Format(
         "run: replays",
         "report.replays",
         in_run("replays/step_000002.json"),
         lambda path: replay_contents(path.parents[1]),
         never_raises=True,
+        max_values=MEDIUM,
     )
     yield Format(
         "run: samples shown",
@@ -374,12 +402,14 @@ def _run_folder() -> Iterator[Format]:
             sample_text(one) for order in ("file", "best") for one in select({2: path}, Selection(2, order, None, ""))
         ],
         never_raises=True,
+        max_values=MEDIUM,
     )
     yield Format(
         "checkpoint: driver.json",
         "loops.resume.read_driver",
         in_run("checkpoints/step_000002/driver.json"),
         lambda path: (refuse_other_schema(path.parent), read_driver(path.parent)),
+        max_values=MEDIUM,
     )
     yield Format(
         "run: owners/",
@@ -398,7 +428,9 @@ def _run_folder() -> Iterator[Format]:
         events.write(folder / "draws.jsonl", 2, {"s": 3}, 2, 0)
         return folder / "draws.jsonl"
 
-    yield Format("run: draws.jsonl", "tracking.draws.account", ledger, lambda path: account(path.parent))
+    yield Format(
+        "run: draws.jsonl", "tracking.draws.account", ledger, lambda path: account(path.parent), max_values=LARGE
+    )
 
     def evaluation(name: str) -> Callable[[Path], Path]:
         def make(folder: Path) -> Path:
@@ -419,6 +451,7 @@ def _run_folder() -> Iterator[Format]:
             "report.evaluations",
             evaluation(name),
             lambda path: render_evaluations([read_evaluation(path.parent)]),
+            max_values=MEDIUM if name == "answers.jsonl" else SMALL,
         )
 
 
@@ -441,6 +474,7 @@ def _rollout_state() -> Iterator[Format]:
             "rollout.step_record",
             record(name),
             lambda path: StepRecord.load(path.parents[1], 3, find),
+            max_values=LARGE if name.startswith("record.") else SMALL,
         )
 
     def state(name: str) -> Callable[[Path], Path]:
@@ -459,6 +493,7 @@ def _rollout_state() -> Iterator[Format]:
             "rollout.state",
             state(name),
             lambda path: RLState(AlgorithmConfig()).load(path.parent, find),
+            max_values=LARGE,
         )
 
 

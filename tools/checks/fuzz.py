@@ -28,14 +28,15 @@ from typing import Any
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from megarl.files.strict_json import SMALL as FEW_VALUES
 from megarl.types import MegarlError
 
 DURATION = {"small": "60 s (20 mutations each)", "full": "30 min (1,000 mutations each)"}
 SMALL = {"mutations": 20}
 
-_SECONDS = 120
+SECONDS = 120
 """Limit for reading one file. Readers in a child process may use 10 s of CPU time, and a busy machine is slow."""
-_FREE_BYTES = 32 << 20
+FREE_BYTES = 32 << 20
 """Memory that a reader may use beside twice the file's size: libraries, caches, buffers of fixed size."""
 _ODD_VALUES: list[Any] = [
     None,
@@ -110,6 +111,8 @@ class Format:
     never_raises: bool = False
     share: float = 1.0
     """Share of the mutations that this format gets. Below 1: its reader takes seconds for a hostile file."""
+    max_values: int | None = FEW_VALUES
+    """Number of JSON values that its reader accepts in a file, or in a line of one. None: any number."""
 
 
 class Crafted:
@@ -226,7 +229,7 @@ class _Reading:
         tracemalloc.start()
         began = time.monotonic()
         try:
-            with _limited(_SECONDS):
+            with limited(SECONDS):
                 self._format.read(self._file)
         except MegarlError as error:
             self.num_refused += 1
@@ -244,12 +247,12 @@ class _Reading:
             tracemalloc.stop()
             self.most_bytes = max(self.most_bytes, peak)
             self.longest_seconds = max(self.longest_seconds, time.monotonic() - began)
-        allowed = 2 * len(content) + _FREE_BYTES
+        allowed = 2 * len(content) + FREE_BYTES
         return f"{peak >> 20} MiB of memory" if peak > allowed else None
 
 
 @contextmanager
-def _limited(seconds: int) -> Iterator[None]:
+def limited(seconds: int) -> Iterator[None]:
     """Raise TimeoutError in the block after so many seconds."""
 
     def end(*_: object) -> None:

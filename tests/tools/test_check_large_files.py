@@ -1,0 +1,71 @@
+"""Files made to exhaust memory: a careful reader passes the check, a careless one does not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tools import check, fuzz_formats
+from tools.checks import large_files
+from tools.checks.fuzz import Format
+from tools.runs import read_lines
+
+
+class Rows(list[Any]):
+    """Takes the rows in place of a connection."""
+
+    def send(self, row: Any) -> None:
+        self.append(row)
+
+
+def read(tmp_path: Path, format: str, growth: str, mib: int = 8) -> Any:
+    rows: Any = Rows()
+    (tmp_path / "shared").mkdir(exist_ok=True)
+    large_files.read(tmp_path / "shared", tmp_path / growth, format, growth, mib << 20, rows)
+    [row] = rows
+    return row
+
+
+@pytest.mark.parametrize(
+    ("format", "growth", "answer"),
+    [
+        ("run: status.json", "empty lists", "read"),
+        ("run: metrics.jsonl", "rows of the sample", "read"),
+        ("model: config.json", "keys", "/model/config.json: cannot be read (it has more than 65536 commas"),
+        ("checkpoint: common.pt", "compressed", "its parts are compressed"),
+        ("recipe (YAML)", "empty lists", "holds more than 32768 values or 256 KiB"),
+    ],
+)
+def test_a_hostile_file_takes_little_memory(tmp_path: Path, format: str, growth: str, answer: str) -> None:
+    row = read(tmp_path, format, growth)
+    assert row["met"] and answer in row["answer"] and row["peak MiB"] <= row["limit MiB"]
+
+
+def test_a_growth_that_does_not_fit_the_format_has_no_row(tmp_path: Path) -> None:
+    assert read(tmp_path, "model: config.json", "compressed") is None
+
+
+@pytest.mark.parametrize("growth", ["empty lists", "keys", "numbers"])
+def test_a_careless_reader_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, growth: str) -> None:
+    def careless(shared: Path) -> Iterator[Format]:
+        def make(folder: Path) -> Path:
+            (folder / "a.json").write_text("{}")
+            return folder / "a.json"
+
+        yield Format("a", "a", make, lambda path: json.loads(path.read_bytes()))
+
+    monkeypatch.setattr(fuzz_formats, "formats", careless)
+    row = read(tmp_path, "a", growth)
+    assert not row["met"] and row["peak MiB"] > row["limit MiB"]
+
+
+@pytest.mark.long
+def test_the_check_reads_each_file_in_a_process(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    assert check.main(["large_files", "--size", "small", "--json", str(rows)]) == 0
+    found = read_lines(rows)
+    assert len(found) >= 40 and {row["format"] for row in found} >= {"run: status.json", "manifest.json"}
