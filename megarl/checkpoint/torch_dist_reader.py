@@ -245,9 +245,11 @@ def check_harmless(folder: Path) -> None:
 
 
 def _load_plain(file: IO[bytes], num_bytes: int) -> None:
-    """Load a file of `torch.save` that holds only numbers, texts and tensors. Raises an error for any other.
+    """Load a file of `torch.save` without running code from it. `num_bytes` is its size.
 
-    torch.save compresses nothing. A part with more bytes than the file would expand 1,000 times in memory.
+    Raises ValueError if its ZIP entries have more bytes than the file. torch.save does not compress, and a compressed
+    entry may expand 1,000 times in memory. torch raises UnpicklingError for other objects than numbers, strings,
+    tensors, lists and dicts.
     """
     if zipfile.is_zipfile(file):
         with zipfile.ZipFile(file) as archive:

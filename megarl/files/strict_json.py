@@ -10,19 +10,29 @@ from typing import Any, NoReturn
 MAX_DEPTH = 100
 """Maximum nesting of objects and lists. Code that copies or writes a value recurses to the same depth."""
 SMALL = 1 << 16
-"""Maximum number of values in a description, for example config.json or status.json. Honest ones have a few thousand.
+"""Maximum number of JSON values in a small file, for example config.json or status.json. Usual files have a few
+thousand.
 
-Python needs up to 200 bytes for a value of 3 bytes, so 16 MiB of empty lists take 360 MiB.
+A limit of the size would not suffice: parsed by Python, 16 MiB of empty lists take 400 MiB.
 """
 MEDIUM = 1 << 20
-"""Maximum number of values in one line of JSON Lines, or in a list of all files or tensors of a folder."""
+"""Maximum number of JSON values in one line of a JSON Lines file, a checkpoint's index or a manifest.
+
+The index lists all tensors of a model, the manifest all files of a folder.
+"""
 LARGE = 1 << 22
-"""Maximum number of values in a tokenizer, or in the samples that a checkpoint holds. A large tokenizer has half."""
+"""Maximum number of JSON values in tokenizer.json, or in the waiting samples of a checkpoint together.
+
+A tokenizer of 262,144 tokens with all their merges has about 2 million values.
+"""
 
 
 def count_values(content: bytes) -> int:
-    """Return an upper limit of the number of values in a JSON text. It counts characters, and parses nothing."""
-    # Milliseconds for 32 MiB. Commas inside texts count too.
+    """Return an upper bound of the number of values in a JSON text, lists and objects included.
+
+    It counts commas and opening brackets without parsing. Those inside strings count too.
+    """
+    # Milliseconds for 32 MiB. The first value has no comma before it.
     return 1 + sum(content.count(separator) for separator in (b",", b"[", b"{"))
 
 
@@ -73,7 +83,7 @@ def shortened(text: str) -> str:
 def refuse_many_values(content: bytes, max_values: int) -> None:
     """Raise ValueError if a JSON text may have more than `max_values` values. It is not parsed."""
     if count_values(content) > max_values:
-        raise ValueError(f"it has more than {max_values} commas and opening brackets")
+        raise ValueError(f"it has more than {max_values} values, by its commas and opening brackets")
 
 
 def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -39,9 +39,9 @@ _SAMPLE_BYTES = 1 << 18
 
 @dataclass(slots=True)
 class GrowingFile:
-    """Reader of a file that another process appends to. Each read returns the whole lines added since the last one.
+    """Reader of a file that another process appends to. Each read returns the whole lines added since the read before.
 
-    If more than 16 MiB were added, it returns those in the last 16 MiB.
+    The first read begins at the start of the file. If more than 16 MiB were added, older lines are skipped for good.
     """
 
     path: Path

@@ -92,6 +92,7 @@ def train(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=1800)
 
 
+@pytest.mark.long
 def test_a_run_on_two_nodes_learns_what_one_does_alone(folder: Path) -> None:
     """Two data-parallel ranks, whose gradients are summed in the same order."""
     alone = ("name=alone_2", "cluster.launcher=local", "cluster.nodes=1", "cluster.ranks_per_node=2")

@@ -227,7 +227,7 @@ async def test_a_late_answer_to_a_request_for_stacks_counts(tmp_path: Path, monk
         # The rank has no command to execute: faulthandler cannot read the frames of a thread at work.
         assert not (await group.current_stacks())[1]
         # A second byte could become part of a message.
-        searching = asyncio.create_task(group.end_if_stopped("sat there", 60.0))
+        searching = asyncio.create_task(group.end_if_stopped("sat there", 20.0))
         await asyncio.sleep(0.5)
         os.kill(stopped, signal.SIGCONT)
         await searching

@@ -191,6 +191,7 @@ def test_a_lost_rank_and_a_lost_node_cost_the_steps_since_the_checkpoint(cluster
     assert cluster.weights("lost") == alone
 
 
+@pytest.mark.long
 @needs_slurm
 def test_a_lost_rank_and_a_dead_node_are_replaced_within_the_job(cluster: Cluster, alone: bytes) -> None:
     """The rank on its node, and the node by a spare one. The job, its driver and its other rank go on."""

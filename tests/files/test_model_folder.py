@@ -217,5 +217,5 @@ def test_a_tokenizer_with_more_values_than_any_is_not_loaded(folder: Path) -> No
     file = folder / "tokenizer_config.json"
     fields = json.loads(file.read_text())
     file.write_text(json.dumps({**fields, "zz": [[]] * MEDIUM}, separators=(",", ":")))
-    with pytest.raises(DataError, match=r"tokenizer_config\.json: cannot be read \(it has more than 1048576 commas"):
+    with pytest.raises(DataError, match=r"tokenizer_config\.json: cannot be read \(it has more than 1048576 values"):
         load_tokenizer(folder)

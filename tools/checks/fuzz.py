@@ -112,7 +112,8 @@ class Format:
     share: float = 1.0
     """Share of the mutations that this format gets. Below 1: its reader takes seconds for a hostile file."""
     max_values: int | None = FEW_VALUES
-    """Number of JSON values that its reader accepts in a file, or in a line of one. None: any number."""
+    """Maximum number of JSON values that the format's reader accepts: in a file, or in each line of JSON Lines. None:
+    it accepts any number."""
 
 
 class Crafted:

@@ -1,9 +1,11 @@
-"""Files made to exhaust memory: a reader takes at most twice the file's size, or what its most values need.
+"""Files made to exhaust memory: a reader takes at most twice the file's size, and 32 MiB.
 
-A row per file format and kind of growth: a valid sample gets one enormous value, row or text. A new process reads it.
-The row has the peak of its resident memory above the start, and the largest of its child processes as a whole. The
-limit is twice the file's size above 32 MiB, and 240 bytes for each value that honest files of the format may have
-beyond 65,536. Child processes have limits of their own.
+The table has a row for each file format and kind of growth. A valid sample gets one enormous value or text, or many
+lines. A new process reads the file; it may refuse it. The row shows by how much its resident memory grew until its
+peak, and the total of its largest child process.
+
+Some formats need more values than others: a tokenizer has millions. Their limit is higher, by 240 bytes for each value
+that `max_values` of the format allows beyond 65,536. A format without that limit is only shown.
 """
 
 from __future__ import annotations
