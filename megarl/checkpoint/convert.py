@@ -58,7 +58,6 @@ from megarl.files.model_folder import (
     stored_names,
     weight_files,
 )
-from megarl.files.strict_json import MEDIUM
 from megarl.reshard.boxes import Box, Layout, Piece, contiguous_strides
 from megarl.reshard.fingerprint import MASK
 from megarl.reshard.layouts.packed import checkpoint_names, checkpoint_tensors, unpacked
@@ -443,7 +442,7 @@ def _copy_companions(
 def _packs_experts(folder: Path) -> bool:
     """Return whether the manifest of a converted checkpoint records packed experts. False without a manifest."""
     path = folder / MANIFEST
-    return path.exists() and bool(read_object(path, MEDIUM)["layout"].get(_PACKS))
+    return path.exists() and bool(read_object(path)["layout"].get(_PACKS))
 
 
 def find_checkpoint(folder: Path) -> Path:

@@ -20,7 +20,7 @@ from megarl.files.model_folder import (
     safetensors_header,
     weight_files,
 )
-from megarl.files.strict_json import LARGE, loads
+from megarl.files.strict_json import loads
 from megarl.types import DataError
 
 FILE = "kept.safetensors"
@@ -121,7 +121,8 @@ def _places(path: Path) -> Iterator[tuple[str, KeptTensor]]:
     """Yield the tensors of a file, by name. `read_safetensors_header` has checked it."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
-        header = loads(file.read(size), LARGE)
+        # The format limits a header to 100 MB.
+        header = loads(file.read(size), None)
     for name, entry in header.items():
         if name != "__metadata__":
             start, stop = (8 + size + offset for offset in entry["data_offsets"])

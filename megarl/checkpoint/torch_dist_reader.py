@@ -227,7 +227,7 @@ def check_harmless(folder: Path) -> None:
         has_common_object = any(key.partition("/")[0] == _COMMON_OBJECT for key in metadata.state_dict_metadata)
         if path.exists() or not has_common_object:
             with path.open("rb") as file:
-                _load_plain(file, path.stat().st_size)
+                _load_plain(file)
         for index, place in metadata.storage_data.items():
             path = folder / place.relative_path
             if path.parent != folder or place.transform_descriptors or place.offset < 0:
@@ -235,7 +235,7 @@ def check_harmless(folder: Path) -> None:
             if isinstance(metadata.state_dict_metadata[index.fqn], BytesStorageMetadata):
                 with path.open("rb") as file:
                     file.seek(place.offset)
-                    _load_plain(io.BytesIO(file.read(place.length)), place.length)
+                    _load_plain(io.BytesIO(file.read(place.length)))
     except Exception as error:  # A damaged pickle can raise anything.
         # A missing file is a damaged checkpoint. Other system errors come from the storage.
         if isinstance(error, OSError) and error.errno not in (None, errno.ENOENT):
@@ -244,13 +244,14 @@ def check_harmless(folder: Path) -> None:
         raise DataError(f"{path}: cannot be read ({type(error).__name__}: {error}). {_AGAIN}") from None
 
 
-def _load_plain(file: IO[bytes], num_bytes: int) -> None:
-    """Load a file of `torch.save` without running code from it. `num_bytes` is its size.
+def _load_plain(file: IO[bytes]) -> None:
+    """Load a file of `torch.save` without running code from it.
 
     Raises ValueError if its ZIP entries have more bytes than the file. torch.save does not compress, and a compressed
     entry may expand 1,000 times in memory. torch raises UnpicklingError for other objects than numbers, strings,
     tensors, lists and dicts.
     """
+    num_bytes = file.seek(0, io.SEEK_END)
     if zipfile.is_zipfile(file):
         with zipfile.ZipFile(file) as archive:
             if sum(part.file_size for part in archive.infolist()) > num_bytes:

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.files.model_folder import CHECKSUMS, read_object
-from megarl.files.strict_json import MEDIUM
 from megarl.reshard.boxes import Box, Layout
 from megarl.reshard.fingerprint import MASK
 from megarl.reshard.ledger import piece_checksum
@@ -86,7 +85,7 @@ def stored_checksums(folder: Path) -> dict[str, int]:
     path = folder / CHECKSUMS
     if not path.exists():
         return {}
-    content = read_object(path, MEDIUM)
+    content = read_object(path)
     if content.get("format") != _FORMAT:
         raise DataError(
             f"{path}: format = {content.get('format')!r}: this version of megarl reads format {_FORMAT} only; install "

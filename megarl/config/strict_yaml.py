@@ -12,7 +12,7 @@ from megarl.files.plain_yaml import MAX_BYTES, MAX_VALUES, is_too_large
 MAX_DEPTH = 32
 """Deepest nesting of sections and lists accepted in a YAML file. Recipes need four levels."""
 
-TOO_LARGE = f"has more than {MAX_VALUES} values, where an alias counts as all its values, or {MAX_BYTES >> 10} KiB"
+TOO_LARGE = f"has more than {MAX_VALUES} values, where an alias counts as all its values, or {MAX_BYTES >> 20} MiB"
 
 TOO_DEEP = f"nested deeper than {MAX_DEPTH} levels"
 

@@ -15,9 +15,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.files.model_folder import TOKENIZER, read_object
+from megarl.files.model_folder import max_values_of, read_object
 from megarl.files.regular import check_folder_of_files, check_regular
-from megarl.files.strict_json import LARGE, MEDIUM, refuse_many_values
+from megarl.files.strict_json import refuse_many_values
 from megarl.processes.process_tree import fault_of
 from megarl.types import ConfigError, DataError
 
@@ -39,6 +39,11 @@ BORDER_TOKENS = 16
 RENDER_SECONDS = 5.0
 """CPU seconds allowed to a chat template for one short message."""
 # 1 GiB: one short message needs far less, and a runaway template is stopped before it fills the machine.
+_TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "config.json", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json",
+)  # fmt: skip
+"""JSON files that transformers reads to load a tokenizer."""
 _RENDER_BYTES = 1 << 30
 
 
@@ -112,7 +117,7 @@ def template_text(model: ModelConfig) -> str | None:
     folder = Path(model.folder)
     if (file := folder / "chat_template.jinja").is_file():
         return _template_of(str(file))
-    settings = read_object(config, MEDIUM) if (config := folder / "tokenizer_config.json").is_file() else {}
+    settings = read_object(config) if (config := folder / "tokenizer_config.json").is_file() else {}
     found = settings.get("chat_template")
     return found if isinstance(found, str | None) else json.dumps(found, sort_keys=True)
 
@@ -326,13 +331,13 @@ def _literal_encoder(tokenizer: Tokenizer) -> _LiteralEncoder:
 
 
 def _refuse_many_values(folder: Path) -> None:
-    """Raise DataError if a JSON file of a model folder has more values than tokenizers have.
+    """Raise DataError if a tokenizer's file has more values than tokenizers have.
 
     transformers takes up to 140 times the size of such a file.
     """
-    for file in sorted(folder.glob("*.json")):
+    for file in (folder / name for name in _TOKENIZER_FILES if (folder / name).is_file()):
         try:
-            refuse_many_values(file.read_bytes(), LARGE if file.name == TOKENIZER[0] else MEDIUM)
+            refuse_many_values(file.read_bytes(), max_values_of(file.name))
         except (OSError, ValueError) as error:
             raise DataError(f"{file}: cannot be read ({error}); copy the model folder again") from None
 

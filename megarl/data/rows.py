@@ -39,9 +39,8 @@ _ARROW_ROWS = 32
 megabytes."""
 # Buffered reads of 1 MiB, so that pyarrow does not load whole column chunks.
 _ARROW_BUFFER_BYTES = 1 << 20
-# 8 Mi characters in a CSV cell, at least a million tokens. Python's default of 131,072 is shorter than many
-# conversations. The csv module takes 4 bytes for each character.
-_LONGEST_CELL = 1 << 23
+# 128 Mi characters in a CSV cell; Python's default of 131,072 is shorter than many conversations.
+_LONGEST_CELL = 1 << 27
 
 
 class Row(NamedTuple):

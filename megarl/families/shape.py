@@ -17,7 +17,6 @@ from megarl.families.parts import DeltaNet, GroupedQuery, Latent, LayerKind, Par
 from megarl.families.published import PUBLISHED, published_name
 from megarl.families.rotary import Rotary
 from megarl.files.model_folder import missing_folder, read_object, stored_names
-from megarl.files.strict_json import LARGE, MEDIUM
 from megarl.types import DataError
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -290,9 +289,9 @@ def value_head_fields(folder: str | Path, model: ModelShape) -> dict[str, Any]:
 
     transformers scores the last token before the padding. `folder` has the tokenizer.
     """
-    padding = read_object(Path(folder) / "tokenizer_config.json", MEDIUM).get("pad_token")
+    padding = read_object(Path(folder) / "tokenizer_config.json").get("pad_token")
     text = padding.get("content") if isinstance(padding, dict) else padding
-    added = read_object(Path(folder) / "tokenizer.json", LARGE).get("added_tokens") or ()
+    added = read_object(Path(folder) / "tokenizer.json").get("added_tokens") or ()
     family = FAMILIES[model.family]
     derived = family.architecture.replace("ForCausalLM", VALUE_HEAD)
     ids = [("pad_token_id", token["id"]) for token in added if token["content"] == text]

@@ -23,6 +23,13 @@ CARD = "README.md"
 """Name of a model card's file."""
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
+_MAX_VALUES = {
+    "tokenizer.json": LARGE,
+    "vocab.json": LARGE,
+    **dict.fromkeys(("tokenizer_config.json", "added_tokens.json", INDEX, CHECKSUMS, "manifest.json"), MEDIUM),
+}
+"""Maximum number of JSON values by file name. All other files describe something small."""
+
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack", ".onnx", ".gguf")
 """File extensions of weights in any format."""
 UNREAD = (
@@ -121,7 +128,7 @@ def weight_files(folder: str | Path) -> dict[str, set[str]]:
             )
         return {SINGLE: set()}
     files: dict[str, set[str]] = {}
-    weight_map = read_object(folder / INDEX, MEDIUM).get("weight_map")
+    weight_map = read_object(folder / INDEX).get("weight_map")
     if not isinstance(weight_map, Mapping) or not weight_map:
         raise DataError(f"{folder / INDEX}: the index has no weight_map. {_COPY_AGAIN}")
     for tensor, shard in weight_map.items():
@@ -152,7 +159,7 @@ def largest_token(folder: str | Path) -> tuple[str, int]:
     """Return the largest token id in a folder's tokenizer.json, with its token. Raises DataError for an invalid
     file."""
     path = Path(folder) / TOKENIZER[0]
-    tokenizer = read_object(path, LARGE)
+    tokenizer = read_object(path)
     try:
         vocabulary = tokenizer["model"]["vocab"]
         if isinstance(vocabulary, list):  # A Unigram tokenizer lists tokens and their scores, in the order of ids.
@@ -224,10 +231,15 @@ def safetensors_header(tensors: Mapping[str, HeaderEntry]) -> bytes:
 _COPY_AGAIN = "Copy or download the file again."
 
 
-def read_object(path: Path, max_values: int = SMALL) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises DataError naming the file, also for more than `max_values` values."""
+def max_values_of(name: str) -> int:
+    """Return the maximum number of JSON values that a file of this name may have."""
+    return _MAX_VALUES.get(name, SMALL)
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file. Raises DataError naming the file, also for more values than such files have."""
     try:
-        value = parse(check_regular(path).read_bytes(), max_values)
+        value = parse(check_regular(path).read_bytes(), max_values_of(path.name))
     except FileNotFoundError:
         raise DataError(f"{path}: not found. {_COPY_AGAIN}") from None
     except (OSError, ValueError) as error:

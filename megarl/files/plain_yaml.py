@@ -6,8 +6,9 @@ from typing import Any
 
 from megarl.files.strict_json import count_values
 
-MAX_BYTES = 1 << 18
-"""Longest text that is parsed: 256 KiB. A recipe with all fields and comments has 40 KiB."""
+MAX_BYTES = 1 << 20
+"""Longest text that is parsed: 1 MiB. A recipe with all fields and comments has 40 KiB; long lists of files need more.
+"""
 MAX_VALUES = 1 << 15
 """Maximum number of values. PyYAML takes up to 50 us and 700 bytes for each: 2 s and 25 MiB in all."""
 

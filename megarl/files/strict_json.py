@@ -1,9 +1,10 @@
-"""JSON parsers for files that others may have written. They limit the number of values, so also the memory."""
+"""JSON parsers for files that others may have written. They limit the number of values, and with it the memory."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from typing import Any, NoReturn
 
@@ -21,10 +22,9 @@ MEDIUM = 1 << 20
 The index lists all tensors of a model, the manifest all files of a folder.
 """
 LARGE = 1 << 22
-"""Maximum number of JSON values in tokenizer.json, or in the waiting samples of a checkpoint together.
-
-A tokenizer of 262,144 tokens with all their merges has about 2 million values.
-"""
+"""Maximum number of JSON values in tokenizer.json. With 262,144 tokens and their merges it has about 2 million."""
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
+"""A JSON string. Possessive quantifiers (`*+`) and the optional end keep the search linear for broken texts."""
 
 
 def count_values(content: bytes) -> int:
@@ -32,16 +32,22 @@ def count_values(content: bytes) -> int:
 
     It counts commas and opening brackets without parsing. Those inside strings count too.
     """
-    # Milliseconds for 32 MiB. The first value has no comma before it.
-    return 1 + sum(content.count(separator) for separator in (b",", b"[", b"{"))
+    # 20 ms for 32 MiB. The first value has no comma before it.
+    return 1 + _count_separators(content)
 
 
-def loads(content: bytes, max_values: int = SMALL) -> Any:
+def _count_separators(content: bytes) -> int:
+    return content.count(b",") + content.count(b"[") + content.count(b"{")
+
+
+def loads(content: bytes, max_values: int | None = SMALL) -> Any:
     """Return the value of a JSON text, as Python's `json` reads it.
 
-    Raises ValueError if it is malformed, nested too deeply for Python, or has more than `max_values` values.
+    Raises ValueError if it is malformed, nested too deeply for Python, or has more than `max_values` values (None: any
+    number).
     """
-    refuse_many_values(content, max_values)
+    if max_values is not None:
+        refuse_many_values(content, max_values)
     try:
         return json.loads(content)
     except RecursionError:
@@ -81,9 +87,13 @@ def shortened(text: str) -> str:
 
 
 def refuse_many_values(content: bytes, max_values: int) -> None:
-    """Raise ValueError if a JSON text may have more than `max_values` values. It is not parsed."""
-    if count_values(content) > max_values:
-        raise ValueError(f"it has more than {max_values} values, by its commas and opening brackets")
+    """Raise ValueError if a JSON text has more than `max_values` values. It is not parsed."""
+    num_values = count_values(content)
+    if num_values > max_values:
+        # Text and programs have many commas. Strings are searched only if needed, at 1 us each.
+        num_values -= sum(map(_count_separators, (found[0] for found in _STRING.finditer(content))))
+    if num_values > max_values:
+        raise ValueError(f"it has more than {max_values} values")
 
 
 def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

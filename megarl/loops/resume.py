@@ -19,7 +19,6 @@ from megarl.data.problems import num_made
 from megarl.data.rows import data_files
 from megarl.files.atomic import storage_faults_named
 from megarl.files.model_folder import read_object
-from megarl.files.strict_json import MEDIUM
 from megarl.loops.checkpointing import Survey, survey
 from megarl.preflight.files import Kept, data_paths
 from megarl.terminal import Console
@@ -153,7 +152,7 @@ def begin_from_copy(origin: Origin, recipe: Recipe, folder: RunFolder) -> Origin
 def read_driver(checkpoint: Path) -> dict[str, Any]:
     """Return the driver's state in a checkpoint (driver.json). Raises DataError naming the file if it is damaged."""
     path = checkpoint / DRIVER
-    found = read_object(path, MEDIUM)
+    found = read_object(path)
     kinds = dict.fromkeys(("recipe", "models", "data", "kept"), dict)
     optional = {"unlogged": dict, "template": str, "checksum": str}
     wrong = [name for name, kind in kinds.items() if not isinstance(found.get(name, {}), kind)]

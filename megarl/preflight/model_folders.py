@@ -10,7 +10,6 @@ from megarl.checkpoint.stored import tensor_faults
 from megarl.config import Recipe
 from megarl.families.shape import ModelShape, read_model_shape
 from megarl.files.model_folder import TOKENIZER, check_model_folder, largest_token, read_object
-from megarl.files.strict_json import LARGE
 from megarl.preflight import sizes
 from megarl.preflight.registry import Fault, checks
 from megarl.types import DataError
@@ -140,5 +139,5 @@ def _tokens(folder: str) -> tuple[object, object]:
 
     Equal embedding sizes do not prove it, because models pad the embedding differently.
     """
-    tokenizer = read_object(Path(folder) / "tokenizer.json", LARGE)
+    tokenizer = read_object(Path(folder) / "tokenizer.json")
     return tokenizer.get("model", {}).get("vocab"), [(t["content"], t["id"]) for t in tokenizer.get("added_tokens", ())]

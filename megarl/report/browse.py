@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,8 +25,6 @@ TRAINING = "train"
 
 _EVALUATION = -1
 """Number used as the step of an evaluation's answers, which have no step."""
-_MOST_READ = 1 << 17
-"""Number of samples read of a step. They are held in memory; a step of 2,048 prompts with 64 samples has as many."""
 _MOST_FOUND = 200
 """Number of found samples at which a search over all steps stops."""
 
@@ -80,7 +77,7 @@ def browse(
 def select(files: Mapping[int, Path], selection: Selection) -> list[dict[str, Any]]:
     """Return the samples of a selection. Without a step number: those of the newest step.
 
-    A search without a step number covers all steps, newest first. Only the first 131,072 samples of a step are read.
+    A search without a step number covers all steps, newest first.
     """
     if selection.step is None and selection.text:
         steps: Sequence[int] = sorted(files, reverse=True)
@@ -89,8 +86,7 @@ def select(files: Mapping[int, Path], selection: Selection) -> list[dict[str, An
     found: list[dict[str, Any]] = []
     for step in steps:
         with storage_faults_named(files[step]):
-            read = itertools.islice(read_records(files[step], step), _MOST_READ)
-            records = [record for record in read if _is_selected(record, selection)]
+            records = [record for record in read_records(files[step], step) if _is_selected(record, selection)]
         if selection.order != "file":
             records = extreme(records, len(records), sign=1 if selection.order == "worst" else -1)
         found += records

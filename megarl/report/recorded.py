@@ -151,9 +151,9 @@ def run_state(path: Path, status: Mapping[str, Any]) -> str:
 
 
 def json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects among the lines of a file. Other lines are skipped, and those after the first million."""
+    """Yield the JSON objects among the lines of a file. Other lines are skipped."""
     with path.open("rb") as file:
-        for line in itertools.islice(file, MEDIUM):
+        for line in file:
             if isinstance(value := parsed_line(line, MEDIUM), dict):
                 yield value
 

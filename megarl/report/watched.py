@@ -32,7 +32,7 @@ _MOST_ROWS = 400
 _PACE_STEPS = 20
 """Number of newest steps whose mean time predicts the end."""
 _MOST_BYTES = 1 << 24
-"""Number of newest bytes read at once from metrics and warnings (16 MiB): 3,000 steps with 500 metrics each."""
+"""Number of newest bytes read at once from metrics and warnings (16 MiB): about 700 steps with 500 metrics each."""
 _SAMPLE_BYTES = 1 << 18
 """Number of last bytes read from a file of samples. A file of a large step may have gigabytes."""
 
@@ -63,17 +63,19 @@ class GrowingFile:
                 start = max(self._offset, status.st_size - _MOST_BYTES)
                 file.seek(start)
                 text = file.read(_MOST_BYTES)
-                if start > self._offset:
-                    # The first line lacks its beginning.
-                    skipped, end, text = text.partition(b"\n")
-                    self._offset = start + len(skipped) + len(end)
         except FileNotFoundError:
             return [], False
         # NFS may show the new size of a file before its new bytes: the missing ones are read as zeros.
         text = text.partition(b"\0")[0]
         whole, end, _ = text.rpartition(b"\n")
-        self._offset += len(whole) + len(end)
-        return whole.split(b"\n") if end else [], is_replaced
+        if not end:
+            return [], is_replaced
+        lines = whole.split(b"\n")
+        if start > self._offset:
+            # The first line lacks its beginning.
+            del lines[0]
+        self._offset = start + len(whole) + len(end)
+        return lines, is_replaced
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from megarl.config import AlgorithmConfig
 from megarl.data.mixture import Position, Positions
 from megarl.data.streamed import Places
 from megarl.files.atomic import storage_faults_named
-from megarl.files.strict_json import LARGE, loads
+from megarl.files.strict_json import loads
 from megarl.rollout.recording import StartedGroup
 from megarl.tracking.draws import DrawEvents
 from megarl.types import Archive, ConfigError, DataError, ExpertsHandle, FindProblem, Group, Problem, Trajectory
@@ -171,8 +171,8 @@ class RLState:
             ) from None
 
     def _load(self, folder: Path, find_problem: FindProblem) -> None:
-        state = loads((folder / STATE).read_bytes(), LARGE)
-        archive = Archive(load_file(folder / ARRAYS), loads((folder / TIMES).read_bytes(), LARGE))
+        state = loads((folder / STATE).read_bytes(), None)
+        archive = Archive(load_file(folder / ARRAYS), loads((folder / TIMES).read_bytes(), None))
         self.drawn, self.used, self.given_up = state["drawn"], state["used"], state["given_up"]
         self.draws = DrawEvents.from_json(state["draws"])
         self.positions = {name: Position(**position) for name, position in state["positions"].items()}

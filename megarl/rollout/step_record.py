@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save
 
 from megarl.files.atomic import replace_folder, storage_faults_named, sync
-from megarl.files.strict_json import LARGE, loads
+from megarl.files.strict_json import loads
 from megarl.reshard.fingerprint import Fingerprint
 from megarl.rollout.rl_batch import RLBatch
 from megarl.rollout.state import DAMAGE, flatten
@@ -157,7 +157,7 @@ class StepRecord:
         """
         folder = record_folder(records, step)
         with _damage_named(folder):
-            values = loads((folder / RECORD).read_bytes(), LARGE)
+            values = loads((folder / RECORD).read_bytes(), None)
             arrays = load_file(folder / ARRAYS)
             record = cls(
                 step=int(values["step"]),

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.files.atomic import append_whole, replace_bytes, storage_faults_named
-from megarl.files.strict_json import LARGE, loads
+from megarl.files.strict_json import loads
 from megarl.types import DataError
 
 LEDGER = "draws.jsonl"
@@ -232,7 +232,7 @@ def _lines(file: Path) -> Iterator[_Line]:
 def _parsed(line: bytes) -> _Line | None:
     """Return a line of the ledger, None if it is damaged."""
     try:
-        values = loads(line, LARGE)
+        values = loads(line, None)
         sizes = {str(name): _count(size) for name, size in values["sizes"].items()}
         events = [_event(value) for value in values["events"]]
         if not all(event[1] in sizes and sizes[event[1]] > 0 for event in events):

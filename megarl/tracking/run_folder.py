@@ -431,7 +431,7 @@ def _forget_lines(file: Path, last: int) -> list[float | None]:
 def _step(line: bytes) -> float | None:
     """Return the step of a line of metrics.jsonl, None if the line is unreadable."""
     try:
-        return float(loads(line)["step"])
+        return float(loads(line, None)["step"])
     except (ValueError, KeyError, TypeError, OverflowError):
         return None
 

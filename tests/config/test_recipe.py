@@ -147,7 +147,7 @@ def test_a_faulty_override_is_named(small: Path, override: str, told: str) -> No
         pytest.param("a: " + "[" * 5000, "nested deeper than 32 levels", id="deep"),
         pytest.param(f"a: {BOMB}\n", "more than 32768 values", id="alias bomb"),
         pytest.param("a: [" + "[]," * 40_000 + "]\n", "more than 32768 values", id="many values"),
-        pytest.param("a: x\n#" + "-" * (1 << 18), "or 256 KiB", id="large"),
+        pytest.param("a: x\n#" + "-" * (1 << 20), "or 1 MiB", id="large"),
         pytest.param("train:\n  steps: 1:30\n  updates_per_step: 07\n", "train.updates_per_step = 07:", id="doubtful"),
     ],
 )

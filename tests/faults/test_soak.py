@@ -71,7 +71,7 @@ def test_row_51_random_faults(broken_runs: BrokenRuns, num_kills: int) -> None:
     end = broken_runs.train(*overrides, "--resume")
     assert end.exit_code == 0, end.output
     assert outcome(broken_runs) == calm
-    # In place of the last run, which had no fault.
+    # Replaces the time of the last run, which had no fault.
     broken_runs.record("seconds", round(longest, 2))
     ledger = account(broken_runs.run)
     assert (ledger.faults, ledger.last_step) == ([], num_steps)

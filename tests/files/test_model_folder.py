@@ -219,3 +219,14 @@ def test_a_tokenizer_with_more_values_than_any_is_not_loaded(folder: Path) -> No
     file.write_text(json.dumps({**fields, "zz": [[]] * MEDIUM}, separators=(",", ":")))
     with pytest.raises(DataError, match=r"tokenizer_config\.json: cannot be read \(it has more than 1048576 values"):
         load_tokenizer(folder)
+
+
+def test_a_tokenizer_of_the_largest_models_is_read(folder: Path) -> None:
+    """262,144 tokens, most pairs of which are merged, as in Gemma 3."""
+    file = folder / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    tokenizer["model"]["vocab"] = {f"t{number}": number for number in range(262_144)}
+    tokenizer["model"]["merges"] = [["a", f"t{number}"] for number in range(515_000)]
+    file.write_text(json.dumps(tokenizer))
+    assert check_model_folder(folder) == []
+    assert largest_token(folder) == ("t262143", 262_143)

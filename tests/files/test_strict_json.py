@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -7,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megarl.files.strict_json import LARGE, MAX_DEPTH, MEDIUM, SMALL, loads, parse
+from megarl.files.strict_json import LARGE, MAX_DEPTH, MEDIUM, SMALL, count_values, loads, parse
 
 
 @pytest.mark.parametrize(
@@ -63,11 +64,27 @@ def test_only_so_many_values_are_read(read: Callable[..., Any], max_values: int)
     for hostile in (most[:-1] + b",0]", b"[" + b"[]," * max_values + b"0]", b"{" * (max_values + 1)):
         tracemalloc.start()
         try:
-            with pytest.raises(ValueError, match=f"more than {max_values} values, by its commas"):
+            with pytest.raises(ValueError, match=f"more than {max_values} values"):
                 read(hostile, max_values)
             assert tracemalloc.get_traced_memory()[1] < 10_000
         finally:
             tracemalloc.stop()
+
+
+def test_commas_and_brackets_inside_strings_do_not_count() -> None:
+    text = r"a, b: \\( \frac{1}{2}, [3, \"4\"] \\)"
+    rows = [{"prompt": text, "answer": [text]}] * 6000
+    content = json.dumps(rows).encode()
+    assert count_values(content) > SMALL > 7 * len(rows)
+    assert loads(content) == parse(content) == rows
+
+
+@pytest.mark.parametrize("content", [b'"' + b"," * 10**6, b'"' * 10**6 + b"," * SMALL, b'"\\' * 10**6 + b"," * SMALL])
+def test_the_search_for_strings_is_linear(content: bytes) -> None:
+    started = time.process_time()
+    with pytest.raises(ValueError):
+        loads(content)
+    assert time.process_time() - started < 2
 
 
 def test_a_value_nested_too_deeply_for_python_is_refused() -> None:

@@ -79,12 +79,6 @@ def test_commands(run: Path, commands: list[str], last: str) -> None:
     assert shown(run, *commands, "q", "n") == ""
 
 
-def test_only_so_many_samples_of_a_step_are_held(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megarl.report.browse._MOST_READ", 4)
-    text = shown(run)
-    assert "c3" in text and "c4" not in text
-
-
 def test_what_is_not_there_is_refused(run: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"the nearest step with samples is 2. There are 3 such steps, from 0 to 2"):
         shown(run, step=9)

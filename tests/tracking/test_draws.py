@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from megarl.tracking.draws import LEDGER, DrawEvents, account, rewind
+from megarl.tracking.run_folder import _forget_lines
 from megarl.types import DataError
 
 SIZES = {"sums": 3}
@@ -87,6 +88,19 @@ def test_a_resume_cuts_the_ledger_to_the_state_of_its_checkpoint(tmp_path: Path)
     found = account(tmp_path)
     assert found.faults == [] and found.epochs[0].draws == Counter([0, 1, 2]) and events.num_written == 3
     rewind(tmp_path / "no", 0)
+
+
+def test_the_line_of_a_large_batch_is_kept_on_resume(tmp_path: Path) -> None:
+    """A batch of 16,384 prompts has more than 65,536 values."""
+    events = DrawEvents()
+    for number in range(16_384):
+        events.add("drawn", "sums", number, number)
+        events.add("used", "sums", number)
+    events.write(tmp_path / "draws.jsonl", 1, {"sums": 16_384}, 0, 0)
+    content = (tmp_path / "draws.jsonl").read_bytes()
+    assert _forget_lines(tmp_path / "draws.jsonl", 1) == [1.0]
+    assert (tmp_path / "draws.jsonl").read_bytes() == content
+    assert account(tmp_path).faults == []
 
 
 @pytest.mark.parametrize(
