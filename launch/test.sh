@@ -8,7 +8,7 @@
 # --cuda runs the CUDA builds without a GPU, on the stand-in of tools/standin_gpu: first it makes the CUDA environment
 # (8.6 GB, minutes) in the folder GPU_VENV, by default ~/.cache/megarl/gpu_venv, then the stand-in (under a minute).
 # VERSIONS, PYTHON and MEGARL_WHEELS are those of launch/setup.sh.
-# All tests but the long ones take about 35 minutes on two cores, `--tier fast` four. `--tier long` runs the tests
+# All tests but the long ones take about 30 minutes on two cores, `--tier fast` four. `--tier long` runs the tests
 # marked `long`, of all tiers. Nothing is installed outside .venv unless --install-slurm asks for it: Slurm, and the
 # tool that checks the scripts, shellcheck (Debian, Ubuntu; as root).
 # The last lines say which tests are left out here and why; pytest's own closing line is the very last.

@@ -91,7 +91,8 @@ def formats(shared: Path) -> Iterator[Format]:
 
 
 def _settings() -> Iterator[Format]:
-    yield Format("recipe (YAML)", "config.recipe.load", _text("recipe.yaml", RECIPE), load)
+    # PyYAML takes 700 bytes for a value, and a recipe may have 100,000.
+    yield Format("recipe (YAML)", "config.recipe.load", _text("recipe.yaml", RECIPE), load, max_values=MEDIUM)
     yield Format(
         "chat template (Jinja)",
         "data.chat.template_text",
@@ -176,7 +177,9 @@ def _model_folder(model: Path) -> Iterator[Format]:
     def shape(path: Path) -> Any:
         return read_model_shape(path.parent), check_model_folder(path.parent)
 
-    yield Format("model: config.json", "families.shape.read_model_shape", copied("config.json"), shape)
+    yield Format(
+        "model: config.json", "families.shape.read_model_shape", copied("config.json"), shape, max_values=MEDIUM
+    )
     for name, max_values in (("tokenizer.json", LARGE), ("tokenizer_config.json", MEDIUM)):
         yield Format(
             f"model: {name}",
@@ -413,6 +416,7 @@ def _run_folder() -> Iterator[Format]:
         "loops.resume.read_driver",
         in_run("checkpoints/step_000002/driver.json"),
         lambda path: (refuse_other_schema(path.parent), read_driver(path.parent)),
+        max_values=MEDIUM,
     )
     yield Format(
         "run: owners/",
@@ -454,7 +458,7 @@ def _run_folder() -> Iterator[Format]:
             "report.evaluations",
             evaluation(name),
             lambda path: render_evaluations([read_evaluation(path.parent)]),
-            max_values=MEDIUM if name == "answers.jsonl" else SMALL,
+            max_values=SMALL if name == "config.yaml" else MEDIUM,
         )
 
 

@@ -32,7 +32,16 @@ from megarl.families import checkpoint_name, float32_tensors
 from megarl.families.llama import EMBEDDING, HEAD, VALUE_HEAD
 from megarl.families.shape import ModelShape, read_model_shape, value_head_fields
 from megarl.files.atomic import replace_folder
-from megarl.files.model_folder import CARD, CHECKSUMS, INDEX, SINGLE, HeaderEntry, companions, safetensors_header
+from megarl.files.model_folder import (
+    CARD,
+    CHECKSUMS,
+    INDEX,
+    SINGLE,
+    HeaderEntry,
+    companions,
+    max_values_of,
+    safetensors_header,
+)
 from megarl.files.strict_json import loads
 from megarl.reshard.boxes import Box, Layout, Piece, dense_piece
 from megarl.reshard.layouts.packed import checkpoint_tensors, unpacked
@@ -380,7 +389,7 @@ def changed_config(
     With `model`, the fields of its value head are added. Fields of `override` are changed (`config.override`).
     """
     content = path.read_bytes()
-    fields = loads(content)
+    fields = loads(content, max_values_of(path.name))
     changed = overridden(fields, override or {})
     # Quantised weights were dequantised on reading.
     changed.pop("quantization_config", None)

@@ -247,17 +247,32 @@ def check_harmless(folder: Path) -> None:
 def _load_plain(file: IO[bytes]) -> None:
     """Load a file of `torch.save` without running code from it.
 
-    Raises ValueError if its ZIP entries have more bytes than the file. torch.save does not compress, and a compressed
-    entry may expand 1,000 times in memory. torch raises UnpicklingError for other objects than numbers, strings,
-    tensors, lists and dicts.
+    torch raises UnpicklingError for other objects than numbers, strings, tensors, lists and dicts. Raises ValueError
+    for a compressed file.
     """
-    num_bytes = file.seek(0, io.SEEK_END)
-    if zipfile.is_zipfile(file):
-        with zipfile.ZipFile(file) as archive:
-            if sum(part.file_size for part in archive.infolist()) > num_bytes:
-                raise ValueError("its parts are compressed, or overlap")
-    file.seek(0)
+    _refuse_compressed(file)
     torch.load(file, map_location="cpu", weights_only=True)
+
+
+def _refuse_compressed(file: IO[bytes]) -> None:
+    """Raise ValueError if a file of `torch.save` is compressed, or if its ZIP directory is not where it should be.
+
+    torch.save does not compress. A compressed entry may expand 1,000 times in memory. The file's position is 0 after.
+    """
+    file.seek(0)
+    # torch recognises a ZIP archive by these bytes. Its older format is not compressed.
+    is_archive = file.read(4) == b"PK\x03\x04"
+    num_bytes = file.seek(0, io.SEEK_END)
+    if is_archive:
+        try:
+            with zipfile.ZipFile(file) as archive:
+                entries = archive.infolist()
+                is_plain = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries) and not archive.comment
+        except zipfile.BadZipFile as error:
+            raise ValueError(f"it is no ZIP archive ({error})") from None
+        if not is_plain or sum(entry.file_size for entry in entries) > num_bytes:
+            raise ValueError("its entries are compressed, or overlap")
+    file.seek(0)
 
 
 class _Metadata:

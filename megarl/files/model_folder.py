@@ -26,7 +26,11 @@ TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 _MAX_VALUES = {
     "tokenizer.json": LARGE,
     "vocab.json": LARGE,
-    **dict.fromkeys(("tokenizer_config.json", "added_tokens.json", INDEX, CHECKSUMS, "manifest.json"), MEDIUM),
+    **dict.fromkeys(("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"), MEDIUM),
+    # A quantised mixture of experts lists all its layers in config.json.
+    **dict.fromkeys(("config.json", INDEX, CHECKSUMS, "manifest.json"), MEDIUM),
+    # It has the gradient norms and losses of train.spike_window steps.
+    "driver.json": MEDIUM,
 }
 """Maximum number of JSON values by file name. All other files describe something small."""
 

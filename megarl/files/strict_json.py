@@ -49,7 +49,8 @@ def loads(content: bytes, max_values: int | None = SMALL) -> Any:
     if max_values is not None:
         refuse_many_values(content, max_values)
     try:
-        return json.loads(content)
+        # Decoded here: json would accept UTF-16 too, in which the values cannot be counted.
+        return json.loads(content.decode("utf-8-sig"))
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
@@ -88,12 +89,19 @@ def shortened(text: str) -> str:
 
 def refuse_many_values(content: bytes, max_values: int) -> None:
     """Raise ValueError if a JSON text has more than `max_values` values. It is not parsed."""
-    num_values = count_values(content)
-    if num_values > max_values:
-        # Text and programs have many commas. Strings are searched only if needed, at 1 us each.
-        num_values -= sum(map(_count_separators, (found[0] for found in _STRING.finditer(content))))
-    if num_values > max_values:
+    # Text and programs have many commas, so values outside of strings are counted if needed, at 1 us for each string.
+    if count_values(content) > max_values and _has_more_outside_strings(content, max_values):
         raise ValueError(f"it has more than {max_values} values")
+
+
+def _has_more_outside_strings(content: bytes, max_values: int) -> bool:
+    num_values, end = 1, 0
+    for found in _STRING.finditer(content):
+        num_values += _count_separators(content[end : found.start()])
+        end = found.end()
+        if num_values > max_values:
+            return True
+    return num_values + _count_separators(content[end:]) > max_values
 
 
 def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

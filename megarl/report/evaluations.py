@@ -10,6 +10,7 @@ from typing import Any
 from megarl.algorithms.estimates import Measure, mean_with_interval, paired_difference
 from megarl.files.atomic import storage_faults_named
 from megarl.files.plain_yaml import read_mapping
+from megarl.files.strict_json import MEDIUM
 from megarl.report.recorded import flat, json_lines, parsed_line
 from megarl.report.samples import digest
 from megarl.tracking.earlier_run import whole_number
@@ -162,7 +163,7 @@ def _measure(fields: Mapping[str, Any]) -> Measure:
 def _summary(path: Path) -> dict[str, Any]:
     """Return the JSON object in metrics.json, {} if it is missing or broken."""
     try:
-        value = parsed_line(path.read_bytes())
+        value = parsed_line(path.read_bytes(), MEDIUM)
     except OSError:
         return {}
     return value if isinstance(value, dict) else {}

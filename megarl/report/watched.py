@@ -49,7 +49,7 @@ class GrowingFile:
     _inode: int = 0
 
     def read(self) -> tuple[list[bytes], bool]:
-        """Return the new whole lines, and whether the file was replaced: then they are all of its lines.
+        """Return the new whole lines, and whether the file was replaced: then they are its lines from the start.
 
         A line without its end is left for a later read. A missing file has no lines. Raises OSError.
         """

@@ -44,9 +44,7 @@ def parse_body(raw: bytes) -> Mapping[str, Any]:
     # Python's JSON parser holds the interpreter lock, in a thread too: 10 million empty lists take 4 s. A million
     # values are more than the context of any model, as text or as token ids.
     if count_values(raw) > MEDIUM:
-        raise RequestError(
-            f"the body is too complex: it has more than {MEDIUM} commas and opening brackets", status=413
-        )
+        raise RequestError(f"the body is too complex: it has more than {MEDIUM} values", status=413)
     try:
         body = json.loads(raw.decode())
     except (ValueError, RecursionError) as error:

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from megarl.files.atomic import storage_faults_named
 from megarl.files.plain_yaml import read_mapping
-from megarl.files.strict_json import loads
+from megarl.files.strict_json import MEDIUM, loads
 from megarl.types import ConfigError, DataError
 
 SCHEMA = 6
@@ -229,7 +229,7 @@ def _content(path: Path) -> bytes | None:
 def _as_object(content: bytes | None) -> dict[str, Any]:
     """Return the JSON object in `content`, {} if it is not one."""
     try:
-        value = loads(content or b"{}")
+        value = loads(content or b"{}", MEDIUM)
     except ValueError:
         return {}
     return value if isinstance(value, dict) else {}

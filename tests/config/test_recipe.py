@@ -128,7 +128,7 @@ def test_an_unknown_key_says_where_it_may_belong(small: Path, override: str, hin
             id="line end in an option of sbatch",
         ),
         pytest.param("data.validation={a: &a [x, x], b: *a}", "data.validation.a", id="an alias or two is no bomb"),
-        pytest.param(f"rollout.vllm={BOMB}", "more than 32768 values", id="alias bomb"),
+        pytest.param(f"rollout.vllm={BOMB}", "more than 100000 values", id="alias bomb"),
     ],
 )
 def test_a_faulty_override_is_named(small: Path, override: str, told: str) -> None:
@@ -145,9 +145,8 @@ def test_a_faulty_override_is_named(small: Path, override: str, told: str) -> No
         pytest.param("", "name: missing", id="empty"),
         pytest.param("rl\n", "unknown key", id="one word"),
         pytest.param("a: " + "[" * 5000, "nested deeper than 32 levels", id="deep"),
-        pytest.param(f"a: {BOMB}\n", "more than 32768 values", id="alias bomb"),
-        pytest.param("a: [" + "[]," * 40_000 + "]\n", "more than 32768 values", id="many values"),
-        pytest.param("a: x\n#" + "-" * (1 << 20), "or 1 MiB", id="large"),
+        pytest.param(f"a: {BOMB}\n", "more than 100000 values", id="alias bomb"),
+        pytest.param("a: [" + "[]," * 10**6 + "]\n", "more than 100000 values", id="many values"),
         pytest.param("train:\n  steps: 1:30\n  updates_per_step: 07\n", "train.updates_per_step = 07:", id="doubtful"),
     ],
 )

@@ -87,6 +87,14 @@ def test_the_search_for_strings_is_linear(content: bytes) -> None:
     assert time.process_time() - started < 2
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32-le"])
+def test_only_utf_8_is_read(encoding: str) -> None:
+    """In UTF-16, the second byte of U+0122 is a quotation mark: it would hide the values from the count."""
+    with pytest.raises(ValueError):
+        loads('["\u0122",[],[],"\u0122"]'.encode(encoding))
+    assert loads("\ufeff[1]".encode()) == [1]
+
+
 def test_a_value_nested_too_deeply_for_python_is_refused() -> None:
     with pytest.raises(ValueError, match="nested too deeply"):
         loads(b"[" * 60_000)

@@ -35,9 +35,9 @@ def read(tmp_path: Path, format: str, growth: str, mib: int = 8) -> Any:
     [
         ("run: status.json", "empty lists", "read"),
         ("run: metrics.jsonl", "rows of the sample", "read"),
-        ("model: config.json", "keys", "/model/config.json: cannot be read (it has more than 65536 values"),
-        ("checkpoint: common.pt", "compressed", "its parts are compressed"),
-        ("recipe (YAML)", "empty lists", "has more than 32768 values"),
+        ("adapter: adapter_config.json", "keys", "/adapter_config.json: cannot be read (it has more than 65536 values"),
+        ("checkpoint: common.pt", "compressed", "its entries are compressed"),
+        ("recipe (YAML)", "empty lists", "has more than 100000 values"),
     ],
 )
 def test_a_hostile_file_takes_little_memory(tmp_path: Path, format: str, growth: str, answer: str) -> None:
