@@ -387,8 +387,8 @@ def _run_folder() -> Iterator[Format]:
         "parent.json",
         "logs/attempt_1/attempt.json",
     ):
-        # No line may be lost because it is long.
-        max_values = None if name.endswith(".jsonl") else SMALL
+        # No line may be lost because it is long. The others are read like driver.json.
+        max_values = None if name.endswith(".jsonl") else MEDIUM
         yield Format(
             f"run at a start: {name}", "tracking.earlier_run, run_folder", in_run(name), earlier, max_values=max_values
         )
