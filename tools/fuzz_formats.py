@@ -25,8 +25,10 @@ from megarl.environments.search import _index_of_file
 from megarl.families.shape import read_model_shape
 from megarl.files.folder_lock import HOME, owner_is_gone
 from megarl.files.model_folder import (
+    INDEX,
     check_model_folder,
     largest_token,
+    max_values_of,
     read_safetensors_header,
     stored_names,
     weight_files,
@@ -178,23 +180,27 @@ def _model_folder(model: Path) -> Iterator[Format]:
         return read_model_shape(path.parent), check_model_folder(path.parent)
 
     yield Format(
-        "model: config.json", "families.shape.read_model_shape", copied("config.json"), shape, max_values=MEDIUM
+        "model: config.json",
+        "families.shape.read_model_shape",
+        copied("config.json"),
+        shape,
+        max_values=max_values_of("config.json"),
     )
-    for name, max_values in (("tokenizer.json", LARGE), ("tokenizer_config.json", MEDIUM)):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
         yield Format(
             f"model: {name}",
             "data.chat.load_tokenizer",
             copied(name),
             lambda path: (largest_token(path.parent), load_tokenizer(path.parent)),
             share=0.2,
-            max_values=max_values,
+            max_values=max_values_of(name),
         )
     yield Format(
         "model: index",
         "files.model_folder.weight_files",
         copied("model.safetensors.index.json"),
         lambda path: (weight_files(path.parent), stored_names(path.parent)),
-        max_values=MEDIUM,
+        max_values=max_values_of(INDEX),
     )
     yield Format(
         "model: safetensors",
@@ -280,7 +286,7 @@ def _checkpoint(model: Path) -> Iterator[Format]:
         "checkpoint.manifest",
         manifest,
         lambda path: check_sizes(path.parent),
-        max_values=MEDIUM,
+        max_values=max_values_of("manifest.json"),
     )
 
 
@@ -416,7 +422,7 @@ def _run_folder() -> Iterator[Format]:
         "loops.resume.read_driver",
         in_run("checkpoints/step_000002/driver.json"),
         lambda path: (refuse_other_schema(path.parent), read_driver(path.parent)),
-        max_values=MEDIUM,
+        max_values=max_values_of("driver.json"),
     )
     yield Format(
         "run: owners/",

@@ -18,7 +18,8 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any, cast
 
 from megarl.files.atomic import replace_folder, replace_text, storage_faults_named
-from megarl.files.strict_json import MEDIUM, loads
+from megarl.files.model_folder import max_values_of
+from megarl.files.strict_json import loads
 from megarl.types import ConfigError, DataError
 
 MANIFEST = "manifest.json"
@@ -150,7 +151,7 @@ def check_sizes(folder: Path) -> dict[str, str]:
             if not path.exists():
                 return {}
             content = path.read_bytes()
-        files = loads(content, MEDIUM)["files"]
+        files = loads(content, max_values_of(MANIFEST))["files"]
         expected = {name: (entry["size"], entry["sha256"]) for name, entry in files.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{path}: cannot be read ({error}). Copy the folder again.") from None

@@ -255,15 +255,14 @@ def _load_plain(file: IO[bytes]) -> None:
 
 
 def _refuse_compressed(file: IO[bytes]) -> None:
-    """Raise ValueError if a file of `torch.save` is compressed, or if its ZIP directory is not where it should be.
+    """Raise ValueError if the entries of a file of `torch.save` are compressed or overlap. Returns to the file's start.
 
-    torch.save does not compress. A compressed entry may expand 1,000 times in memory. The file's position is 0 after.
+    torch.save does neither. A compressed entry may expand 1,000 times in memory.
     """
+    num_bytes = file.seek(0, io.SEEK_END)
     file.seek(0)
     # torch recognises a ZIP archive by these bytes. Its older format is not compressed.
-    is_archive = file.read(4) == b"PK\x03\x04"
-    num_bytes = file.seek(0, io.SEEK_END)
-    if is_archive:
+    if file.read(4) == b"PK\x03\x04":
         try:
             with zipfile.ZipFile(file) as archive:
                 entries = archive.infolist()

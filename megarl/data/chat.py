@@ -38,12 +38,12 @@ BORDER_TOKENS = 16
 
 RENDER_SECONDS = 5.0
 """CPU seconds allowed to a chat template for one short message."""
-# 1 GiB: one short message needs far less, and a runaway template is stopped before it fills the machine.
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "config.json", "special_tokens_map.json", "added_tokens.json",
     "vocab.json",
 )  # fmt: skip
 """JSON files that transformers reads to load a tokenizer."""
+# 1 GiB: one short message needs far less, and a runaway template is stopped before it fills the machine.
 _RENDER_BYTES = 1 << 30
 
 

@@ -9,9 +9,8 @@ from typing import Any
 
 from megarl.algorithms.estimates import Measure, mean_with_interval, paired_difference
 from megarl.files.atomic import storage_faults_named
-from megarl.files.plain_yaml import read_mapping
 from megarl.files.strict_json import MEDIUM
-from megarl.report.recorded import flat, json_lines, parsed_line
+from megarl.report.recorded import flat, json_lines, mapping_or_empty, object_or_empty
 from megarl.report.samples import digest
 from megarl.tracking.earlier_run import whole_number
 from megarl.types import ConfigError
@@ -95,7 +94,7 @@ def read_evaluation(path: Path) -> RecordedEvaluation:
     measures = {
         name: {"accuracy": accuracy_of(problems)} if is_judged(problems) else {} for name, problems in sets.items()
     }
-    summary = _summary(path / "metrics.json")
+    summary = object_or_empty(path / "metrics.json", MEDIUM)
     # metrics.json is written last, so an interrupted evaluation lacks it.
     if not summary:
         notes.append(f"{path.name}: metrics.json is missing, so the evaluation ended early; sets may be missing.")
@@ -105,7 +104,13 @@ def read_evaluation(path: Path) -> RecordedEvaluation:
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError):
         notes.append(f"{path.name}: metrics.json is damaged; measures are computed from the answers.")
     return RecordedEvaluation(
-        path, path.resolve().name, str(summary.get("model", "")), flat(_recipe(path)), sets, measures, tuple(notes)
+        path,
+        path.resolve().name,
+        str(summary.get("model", "")),
+        flat(mapping_or_empty(path / "config.yaml")),
+        sets,
+        measures,
+        tuple(notes),
     )
 
 
@@ -158,20 +163,3 @@ def _measure(fields: Mapping[str, Any]) -> Measure:
     """Return a measure read from JSON. Raises TypeError or ValueError for other fields."""
     found = Measure(**fields)
     return Measure(float(found.value), float(found.low), float(found.high), found.interval)
-
-
-def _summary(path: Path) -> dict[str, Any]:
-    """Return the JSON object in metrics.json, {} if it is missing or broken."""
-    try:
-        value = parsed_line(path.read_bytes(), MEDIUM)
-    except OSError:
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
-def _recipe(path: Path) -> dict[str, Any]:
-    """Return the recipe of an evaluation, {} if it is missing or broken."""
-    try:
-        return read_mapping((path / "config.yaml").read_bytes())
-    except OSError:
-        return {}

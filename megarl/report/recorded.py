@@ -253,8 +253,8 @@ def _attempts(logs: Path) -> list[Attempt]:
     found = []
     for number, folder in attempt_folders(logs):
         stacks = tuple(file for file in _names(folder) if "stack" in file)
-        config = flat(_yaml(folder / "config.yaml"))
-        found.append(Attempt(number, _object(folder / "attempt.json"), config, stacks, _notices(folder)))
+        config = flat(mapping_or_empty(folder / "config.yaml"))
+        found.append(Attempt(number, object_or_empty(folder / "attempt.json"), config, stacks, _notices(folder)))
     return found
 
 
@@ -266,17 +266,17 @@ def _notices(folder: Path) -> tuple[Mapping[str, Any], ...]:
         return ()
 
 
-def _object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file, {} if it is missing or broken."""
+def object_or_empty(path: Path, max_values: int = SMALL) -> dict[str, Any]:
+    """Return the JSON object in a file. {} if it is missing, broken, or has more than `max_values` values."""
     try:
-        value = parsed_line(path.read_bytes())
+        value = parsed_line(path.read_bytes(), max_values)
     except OSError:
         return {}
     return value if isinstance(value, dict) else {}
 
 
-def _yaml(path: Path) -> dict[str, Any]:
-    """Return the mapping in a YAML file, {} if it is missing or broken."""
+def mapping_or_empty(path: Path) -> dict[str, Any]:
+    """Return the mapping in a YAML file. {} if it is missing, broken or too large."""
     try:
         return read_mapping(path.read_bytes())
     except OSError:

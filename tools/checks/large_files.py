@@ -29,6 +29,7 @@ from typing import Any
 from megarl.files.strict_json import SMALL as FEW_VALUES
 from megarl.types import MegarlError
 from tools.checks.fuzz import FREE_BYTES, SECONDS, limited
+from tools.resident_memory import peak_bytes, resident_bytes, restart_peak
 
 DURATION = {"small": "30 s (6 formats, 1 MiB)", "full": "15 min (16 MiB)"}
 SMALL = {"mib": 1, "only": "status.json|^model: config.json|owners|manifest|tracker"}
@@ -85,9 +86,8 @@ def read(shared: Path, folder: Path, name: str, growth: str, size: int, sender: 
     file.write_bytes(content)
     num_bytes = len(content)
     del content
-    # Sets the peak, VmHWM, to the current size.
-    Path("/proc/self/clear_refs").write_text("5")
-    before, largest_child, began = _kib("VmRSS"), _largest_child_kib(), time.monotonic()
+    restart_peak()
+    before, largest_child, began = resident_bytes(), _largest_child_kib(), time.monotonic()
     answer, fault = "read", False
     try:
         with limited(SECONDS):
@@ -96,7 +96,7 @@ def read(shared: Path, folder: Path, name: str, growth: str, size: int, sender: 
         answer = str(error).replace(str(folder), "")
     except BaseException as error:
         answer, fault = f"{type(error).__name__}: {error}", True
-    peak = (_kib("VmHWM") - before) << 10
+    peak = peak_bytes() - before
     values = format.max_values
     allowed = None if values is None else 2 * num_bytes + FREE_BYTES + _BYTES_PER_VALUE * (values - FEW_VALUES)
     sender.send(
@@ -110,12 +110,6 @@ def read(shared: Path, folder: Path, name: str, growth: str, size: int, sender: 
             "met": not fault and (allowed is None or peak <= allowed),
         }
     )
-
-
-def _kib(name: str) -> int:
-    """Return a count of this process's memory, from the kernel, in KiB."""
-    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:")]
-    return int(line.split()[1])
 
 
 def _largest_child_kib() -> int:

@@ -19,6 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from tools.resident_memory import peak_bytes
 from tools.runs import output_end, run_python
 
 DURATION = {"small": "1 s", "full": "5 s; --mb sets the size"}
@@ -66,24 +67,18 @@ def read(path: Path) -> dict[str, float]:
         text = record.prompt()[0]["content"]
         return index, hashlib.sha256(text.encode()).hexdigest() == record.answer()
 
-    start = _peak_bytes()
+    start = peak_bytes()
     begun = time.monotonic()
     streamed: Streamed[tuple[int, bool]] = Streamed(read_records(path), make, None, folder=path.parent)
     seconds = time.monotonic() - begun
     places = random.Random(0).sample(range(len(streamed)), min(_NUM_TAKEN, len(streamed)))
     wrong = sum(streamed[place] != (place, True) for place in places)
     return {
-        "peak_mb": (_peak_bytes() - start) / 1e6,
+        "peak_mb": (peak_bytes() - start) / 1e6,
         "records": len(streamed),
         "wrong": wrong,
         "megabytes_per_second": path.stat().st_size / 1e6 / seconds,
     }
-
-
-def _peak_bytes() -> int:
-    """The largest resident size of this process so far. getrusage would count that of its parent too."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) << 10
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
