@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import pickle
+import time
+import tracemalloc
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +50,35 @@ def test_a_reader_that_is_not_careful_is_found(tmp_path: Path, read: Callable[[P
 
     row = fuzz.row_of(fuzz.Format("a", "a", make, read), tmp_path / "files", 20, 0)
     assert not row["met"] and fault in row["fault"]
+
+
+def test_a_reader_that_is_too_slow_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reader handles all usual errors, time-outs of the system among them."""
+
+    def make(folder: Path) -> Path:
+        (folder / "a.txt").write_bytes(b"7")
+        return folder / "a.txt"
+
+    def read(path: Path) -> None:
+        with suppress(Exception):
+            time.sleep(30)
+
+    monkeypatch.setattr(fuzz, "TRACED_SECONDS", 1)
+    row = fuzz.row_of(fuzz.Format("a", "a", make, read), tmp_path / "files", 1, 0)
+    assert not row["met"] and "takes more than 1 s" in row["fault"]
+
+
+def test_time_is_measured_without_tracing_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def make(folder: Path) -> Path:
+        (folder / "a.txt").write_bytes(b"7")
+        return folder / "a.txt"
+
+    def read(path: Path) -> None:
+        time.sleep(0.2 if tracemalloc.is_tracing() else 0.01)
+
+    monkeypatch.setattr(fuzz, "_RETIMED_SECONDS", 0.1)
+    row = fuzz.row_of(fuzz.Format("a", "a", make, read), tmp_path / "files", 3, 0)
+    assert row["met"] and row["longest s"] < 0.2, row
 
 
 def _refuse(text: str) -> None:
