@@ -25,6 +25,8 @@ HEARTBEAT_SECONDS = 5.0
 """Seconds between two touches of the owner's file."""
 DEAD_SECONDS = 60.0
 """Age of the last touch after which an owner on another machine counts as dead: 12 lost heartbeats."""
+SILENT_SECONDS = 15.0
+"""Time without a touch after which an owner is reported as silent: 3 lost heartbeats."""
 _POLL_SECONDS = 0.25
 _OWNER = re.compile(r"\d{8}")
 _ENDED = b"ended"
@@ -79,6 +81,13 @@ class Owner:
     def is_running(self) -> bool:
         """Whether the owner's process runs. Valid only if `is_here`."""
         return _start_of(self.pid) in (self.started, _UNKNOWN_START)
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal (SIGSTOP, Ctrl-Z) or a debugger has stopped the owner's process. Valid only if `is_here`."""
+        fields = _stat_of(self.pid)
+        # "t" is a stop by a debugger (proc(5)).
+        return bool(fields) and fields[0] in "Tt" and int(fields[19]) == self.started
 
     def __str__(self) -> str:
         job = f", Slurm job {self.job}" if self.job else ""
@@ -210,6 +219,50 @@ class FolderLock:
                 os.utime(self._file)
 
 
+@dataclass(slots=True)
+class Heartbeats:
+    """Heartbeats of a folder's owner, as another process sees them. It writes nothing into the folder.
+
+    Times come from this process's clock alone, so clocks of other machines do not matter.
+    """
+
+    folder: Path
+    _seen: tuple[str, float] | None = None
+    """Name of the newest owner's file, and the time of its last touch."""
+    _changed_at: float = 0.0
+
+    def silence(self) -> str:
+        """Return in words that the owner is stopped, or was silent since an earlier call 15 s ago; empty otherwise.
+
+        Raises OSError if the owner's file cannot be read.
+        """
+        newest = _newest(self.folder / HOME)
+        if newest is None:
+            return ""
+        try:
+            content, touched = _read(newest)
+        # A later owner removed the file.
+        except FileNotFoundError:
+            return ""
+        if self._seen != (newest.name, touched):
+            self._seen, self._changed_at = (newest.name, touched), time.monotonic()
+        owner = Owner.parse(content)
+        if owner is None:
+            return ""
+        if owner.is_here and owner.is_stopped:
+            return (
+                f"the driver ({owner}) is stopped, by SIGSTOP, Ctrl-Z or a debugger. "
+                f"Resume it with: kill -CONT {owner.pid}"
+            )
+        silent = time.monotonic() - self._changed_at
+        if silent <= SILENT_SECONDS:
+            return ""
+        return (
+            f"the driver ({owner}) has given no sign of life for {silent:.0f} s: it is stopped, its machine hangs, or "
+            "the shared file system does not answer it"
+        )
+
+
 def owner_is_gone(folder: Path) -> bool:
     """Return whether the folder's newest owner has ended: it said so, or its process on this machine is gone.
 
@@ -291,16 +344,22 @@ def _text(owner: Owner | None) -> str:
 
 def _start_of(pid: int) -> int | None:
     """Return the start of a process in clock ticks since the boot, None if it has ended."""
+    if fields := _stat_of(pid):
+        # A zombie has ended; only its parent has not asked for its exit code yet.
+        return None if fields[0] in "ZX" else int(fields[19])
+    # With proc mounted as hidepid=2, another user's process has no folder there, but it has a descriptor.
+    try:
+        os.close(os.pidfd_open(pid))
+    except OSError:
+        return None
+    return _UNKNOWN_START
+
+
+def _stat_of(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat from the third on, the state; [] if the process has no such file."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
-        # With proc mounted as hidepid=2, another user's process has no folder there, but it has a descriptor.
-        try:
-            os.close(os.pidfd_open(pid))
-        except OSError:
-            return None
-        return _UNKNOWN_START
+        return []
     # The process name, in parentheses, may itself contain spaces and parentheses.
-    fields = stat.rpartition(")")[2].split()
-    # A zombie has ended; only its parent has not asked for its exit code yet.
-    return None if fields[0] in "ZX" else int(fields[19])
+    return stat.rpartition(")")[2].split()

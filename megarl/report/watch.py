@@ -71,9 +71,13 @@ def watch(
     else:
         table = StepTable()
         _print_steps(run, new, table, console)
+        was_silent = False
         while not run.is_over:
             sleep(interval_seconds)
             _print_steps(run, run.refresh(), table, console)
+            if bool(run.silence) != was_silent:
+                was_silent = bool(run.silence)
+                console.print(Text(printable(run.silence or "the driver continues"), style="yellow"), soft_wrap=True)
     console.print(Text(printable(end_line(run)), style=_style(run)), soft_wrap=True)
     return MegarlError.exit_code if run.exit_code is None else run.exit_code
 
@@ -105,8 +109,8 @@ def _parts(run: WatchedRun, console: Console) -> Iterator[RenderableType]:
         # In a table, because rich's bar has no line end: a text after it would be cut off.
         bar.add_row(ProgressBar(total=run.steps, completed=min(run.step, run.steps), width=min(console.width, 100)))
         yield bar
-    if run.trouble:
-        yield Text(printable(run.trouble), style="yellow")
+    for text in filter(None, (run.trouble, run.silence)):
+        yield Text(printable(text), style="yellow")
     for text in _warnings(run):
         yield Text(f"warning: {printable(text)}", style="yellow")
     if run.rows:

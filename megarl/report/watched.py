@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from megarl.files.folder_lock import Heartbeats
 from megarl.files.strict_json import MEDIUM
 from megarl.report.curves import phase_times
 from megarl.report.recorded import (
@@ -95,6 +96,9 @@ class WatchedRun:
     """Last samples of the newest step with samples, each with its `step`."""
     trouble: str = ""
     """Why the last refresh could not read a file; empty if it could."""
+    silence: str = ""
+    """Which driver is stopped or gives no sign of life; empty if it seems alive, or if the run has ended."""
+    _heartbeats: Heartbeats | None = None
     _metrics: GrowingFile | None = None
     _warnings: GrowingFile | None = None
     _samples_step: int = -1
@@ -105,6 +109,7 @@ class WatchedRun:
     def __post_init__(self) -> None:
         """Raise ConfigError if the path is not a run folder."""
         refuse_other_folders(self.path)
+        self._heartbeats = Heartbeats(self.path)
         self._metrics = GrowingFile(self.path / "metrics.jsonl")
 
     @property
@@ -181,12 +186,18 @@ class WatchedRun:
             self._read_attempt()
             new = self._read_metrics()
             self._read_samples()
+            self._read_heartbeats()
         except OSError as error:
             self.trouble = f"{error.filename or self.path}: cannot be read ({error.strerror}); trying again"
         return new
 
     def _newest(self, most: int) -> list[dict[str, float]]:
         return list(self.rows.values())[-most:]
+
+    def _read_heartbeats(self) -> None:
+        assert self._heartbeats is not None
+        found = self._heartbeats.silence()
+        self.silence = "" if self.is_over else found
 
     def _read_status(self) -> None:
         try:

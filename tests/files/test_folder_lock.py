@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from megarl.files import folder_lock
-from megarl.files.folder_lock import HOME, FolderLock, Owner, owner_is_gone
+from megarl.files.folder_lock import HOME, FolderLock, Heartbeats, Owner, owner_is_gone
 from megarl.types import RunFolderLockedError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -255,3 +255,41 @@ def wait() -> Callable[[Callable[[], bool]], None]:
             time.sleep(0.005)
 
     return until
+
+
+def test_a_stopped_owner_is_named_until_it_is_resumed(tmp_path: Path) -> None:
+    process = start(HOLD, tmp_path)
+    assert process.stdout is not None and process.stdout.readline() == "owned\n"
+    heartbeats = Heartbeats(tmp_path)
+    assert heartbeats.silence() == ""
+    os.kill(process.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+    assert f"pid {process.pid}, run theirs) is stopped" in heartbeats.silence()
+    assert f"kill -CONT {process.pid}" in heartbeats.silence()
+    os.kill(process.pid, signal.SIGCONT)
+    while heartbeats.silence():
+        time.sleep(0.01)
+    assert process.communicate("\n\n")[0] == "released\n"
+    assert heartbeats.silence() == ""
+
+
+def test_an_owner_elsewhere_without_heartbeats_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write_owner(tmp_path, host="far", boot_id="other", seconds_ago=1000)
+    now = 0.0
+    monkeypatch.setattr(folder_lock.time, "monotonic", lambda: now)
+    heartbeats = Heartbeats(tmp_path)
+    # The watching process knows nothing of the time before its first look.
+    assert heartbeats.silence() == ""
+    now = 15.0
+    assert heartbeats.silence() == ""
+    now = 16.0
+    assert "host far" in heartbeats.silence() and "no sign of life for 16 s" in heartbeats.silence()
+    os.utime(file)
+    assert heartbeats.silence() == ""
+    file.write_bytes(b"ended")
+    now = 100.0
+    assert heartbeats.silence() == ""
+
+
+def test_a_folder_without_an_owner_is_not_silent(tmp_path: Path) -> None:
+    assert Heartbeats(tmp_path).silence() == ""

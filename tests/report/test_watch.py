@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from rich.console import Console
 
 from megarl.config import Recipe
 from megarl.files.atomic import append_whole, replace_bytes
+from megarl.files.folder_lock import Owner
 from megarl.report import watched
 from megarl.report.watch import dashboard, watch
 from megarl.report.watched import GrowingFile, WatchedRun
@@ -193,6 +196,43 @@ def test_a_run_whose_process_is_gone_has_ended(run: Run) -> None:
     console, text = plain()
     assert watch(run.path, console, interval_seconds=1.0) == 70
     assert text.getvalue().splitlines()[-1] == "small: ended unseen, step 1 of 8"
+
+
+def test_a_silent_driver_is_named_once_and_its_next_heartbeat_too(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.step(1)
+    words = iter(["", "the driver is stopped", "the driver is stopped", ""])
+    monkeypatch.setattr(watched.Heartbeats, "silence", lambda self: next(words, ""))
+    naps = iter(range(5))
+
+    def sleep(_: float) -> None:
+        if next(naps) == 4:
+            run.end()
+
+    console, text = plain()
+    assert watch(run.path, console, interval_seconds=1.0, sleep=sleep) == 0
+    lines = text.getvalue().splitlines()
+    assert [line for line in lines if "driver" in line] == ["the driver is stopped", "the driver continues"]
+
+
+def test_a_stopped_driver_is_part_of_the_dashboard(run: Run) -> None:
+    """The owner is another process, as if it drove the run."""
+    run.step(1)
+    sleeper = subprocess.Popen(["sleep", "60"])
+    (file,) = (run.path / "owners").iterdir()
+    owner = Owner.this_process("small")
+    file.write_text(json.dumps(asdict(replace(owner, pid=sleeper.pid, started=started_of(sleeper.pid)))))
+    sleeper.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, sleeper.pid, os.WSTOPPED | os.WNOWAIT)
+    console, text = plain()
+    watch(run.path, console, interval_seconds=1.0, is_once=True)
+    sleeper.kill()
+    sleeper.wait()
+    assert f"kill -CONT {sleeper.pid}" in " ".join(text.getvalue().split())
+
+
+def started_of(pid: int) -> int:
+    """Return the start of a process in clock ticks since the boot."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
 
 
 def test_a_terminal_has_a_dashboard_that_stays_after_the_end(run: Run) -> None:
