@@ -53,7 +53,7 @@ LIMIT_COST = 0.03
 EVERY = 4
 """Steps from one copy of the state to the next, where its cost is measured."""
 BATCH = "train.prompts_per_step=16 train.samples_per_prompt=8"
-"""Samples of a step, where the cost is measured: 128, fewer than a real run has, but not the 16 of the other cases."""
+"""Samples of a step where the cost is measured: 128. Real runs have more, the other cases 16."""
 STEPS = 8
 
 
