@@ -383,7 +383,8 @@ def _run_folder() -> Iterator[Format]:
             report,
             never_raises=True,
             share=0.3,
-            max_values=MEDIUM if name.endswith(".jsonl") else SMALL,
+            # A report reads status.json like a start does.
+            max_values=MEDIUM if name.endswith(("status.json", ".jsonl")) else SMALL,
         )
     for name in (
         "config.yaml",
