@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarl.cluster.worker_group import RankFailedError
+from megarl.cluster.rank_errors import RankFailedError
 from megarl.testing import RankPool
 
 pytestmark = pytest.mark.distributed

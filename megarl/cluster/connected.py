@@ -118,8 +118,6 @@ class RemoteHandle(RankHandle):
 class ConnectedGroup(WorkerGroup):
     """Group of rank processes started by a launcher on several nodes."""
 
-    _most_stacks_seconds = 60.0
-
     def __init__(
         self,
         world_size: int,
@@ -133,6 +131,8 @@ class ConnectedGroup(WorkerGroup):
         `first_place` is the place of its first process. Other groups have the places before it.
         """
         super().__init__(world_size, part)
+        # A shared file system may take long to show what a rank writes.
+        self.stacks.most_seconds = 60.0
         self.ranks_per_node, self._first_place = ranks_per_node or world_size, first_place
         self.new_places: list[int] = []
         """Places of the processes that `launch` has to start, in the order of their turns."""
@@ -200,7 +200,7 @@ class ConnectedGroup(WorkerGroup):
         ranks.
         """
 
-    def _ask_for_stacks(self, handles: Sequence[RankHandle]) -> Sequence[RankHandle]:
+    def ask_for_stacks(self, handles: Sequence[RankHandle]) -> Sequence[RankHandle]:
         # A byte of urgent TCP data raises SIGURG in a rank on any node. The rank's reading thread skips the byte. A
         # second byte before the first is skipped (in a stopped rank) could become part of a message.
         asked: list[RankHandle] = []
@@ -443,7 +443,7 @@ def connect(address: Address, key: bytes, process: Introduction) -> None:
     output = os.open(assigned["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (1, 2):
         os.dup2(output, stream)
-    # The kernel sends SIGURG only to the owner of a socket. See `_ask_for_stacks`.
+    # The kernel sends SIGURG only to the owner of a socket. See `ask_for_stacks`.
     fcntl.fcntl(sock, fcntl.F_SETOWN, os.getpid())
     faulthandler.register(signal.SIGURG, all_threads=True)
     served = sock

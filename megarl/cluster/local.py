@@ -15,9 +15,10 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
+from megarl.cluster.call import Call
 from megarl.cluster.connection import Connection
 from megarl.cluster.rank_handle import RankHandle
-from megarl.cluster.worker_group import Call, PartOfRun, WorkerGroup
+from megarl.cluster.worker_group import PartOfRun, WorkerGroup
 from megarl.files.private_folder import PrivateFolder
 from megarl.groups.rendezvous import Rendezvous
 from megarl.platform import native_stacks
@@ -113,12 +114,12 @@ class LocalGroup(WorkerGroup):
             assert isinstance(handle, _LocalHandle)
             handle.show_stacks()
 
-    async def _stopped(self, call: Call, patience_seconds: float) -> tuple[list[RankHandle], Mapping[int, str]]:
+    async def find_stopped(self, call: Call, patience_seconds: float) -> tuple[list[RankHandle], Mapping[int, str]]:
         # The kernel says which process is stopped. So the others are not asked for stacks in vain.
         stopped = [handle for handle in call.silent() if isinstance(handle, _LocalHandle) and handle.is_stopped()]
         if not stopped:
             return [], {}
-        stacks = await self._stacks()
+        stacks = await self.stacks.read()
         # One may have continued or ended meanwhile.
         silent = call.silent()
         return [h for h in stopped if h in silent and h.is_stopped() and not h.died.done()], stacks

@@ -8,11 +8,12 @@ import pickle
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from socket import socket as Socket  # noqa: N812
 from typing import Any, Protocol
 
+from megarl.cluster.stacks import ranks_named
 from megarl.terminal import printable
 
 LOSS_GRACE_SECONDS = 1.0
@@ -166,6 +167,11 @@ class RankHandle(ABC):
 
     def log_tail(self) -> str:
         return log_tail(self.log)
+
+
+def names_of(handles: Sequence[RankHandle]) -> str:
+    """Return the ranks of these handles as text, for example `ranks 0-2, 5`."""
+    return ranks_named([handle.rank for handle in handles])
 
 
 Answers = dict[RankHandle, asyncio.Future[Any]]

@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 from megarl import faults
 from megarl.cluster.deadlines import Deadlines
 from megarl.cluster.hang_report import HangReport
-from megarl.cluster.worker_group import RankFailedError, WorkerGroup
+from megarl.cluster.rank_errors import RankFailedError
+from megarl.cluster.worker_group import WorkerGroup
 from megarl.types import PeerLostError
 
 _CAUSE_SECONDS = 2.0

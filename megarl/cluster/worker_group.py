@@ -6,7 +6,6 @@ Subclasses start the processes and reach the ranks: `local.LocalGroup`, `srun.Sr
 from __future__ import annotations
 
 import asyncio
-import math
 import secrets
 import sys
 import time
@@ -19,21 +18,17 @@ from pathlib import Path
 from typing import Any, Self
 
 from megarl import faults, types
-from megarl.cluster.deadlines import Deadlines, Limit
+from megarl.cluster.call import Call, packed
+from megarl.cluster.call_watch import watch
+from megarl.cluster.deadlines import Deadlines
 from megarl.cluster.hang_report import HangReport
 from megarl.cluster.messages import pack, pack_cancel
 from megarl.cluster.places import choose_places
-from megarl.cluster.rank_handle import (
-    LOSS_GRACE_SECONDS,
-    Answers,
-    RankConnection,
-    RankError,
-    RankHandle,
-    log_since,
-    log_size,
-)
+from megarl.cluster.rank_errors import RankLostError, error_of
+from megarl.cluster.rank_handle import LOSS_GRACE_SECONDS, Answers, RankConnection, RankError, RankHandle, names_of
 from megarl.cluster.rank_queues import RankQueues
-from megarl.cluster.stacks import has_begun, is_complete, ranks_named, summary, waits_in_collective
+from megarl.cluster.stack_requests import StackRequests
+from megarl.cluster.stacks import summary, waits_in_collective
 from megarl.cluster.topology import NodeKind
 from megarl.groups.rendezvous import Rendezvous
 
@@ -47,33 +42,6 @@ _KILL_SECONDS = 10.0
 """Maximum seconds to wait for the end of killed processes."""
 _ABANDON_SECONDS = 30.0
 """Seconds for surviving ranks to end the call in progress and leave their torch world, after a rank was lost."""
-_STACKS_SECONDS = 5.0
-"""Seconds for ranks to write their stacks."""
-_LOOK_SECONDS = 0.1
-"""Seconds between two looks for stacks in the logs, and least pause between two checks of a call."""
-
-
-class RankFailedError(types.MegarlError):
-    """Raised for an unexpected error of a rank. The message has the rank and the cause, a note has the traceback.
-
-    Its exit code is that of an internal error: a restarted run would most likely fail in the same way.
-    """
-
-    def __init__(self, rank: int, cause: str, details: str = "") -> None:
-        super().__init__(cause)
-        self.rank = rank
-        self.cause = cause
-        self.is_echo = False
-        """Whether the rank failed only because another rank had left a collective."""
-        if details:
-            self.add_note(details.rstrip())
-
-
-class RankLostError(RankFailedError, types.PeerLostError):
-    """Raised for a lost rank: it died, missed a deadline, or lost its device or its peers.
-
-    A note has the end of its log, or its traceback.
-    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,58 +63,6 @@ class PartOfRun:
         return range(self.first_rank, self.first_rank + world_size)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Call:
-    """A remote call in progress: its method, its deadline, and its ranks' answers."""
-
-    method: str
-    limit: Limit
-    answers: Answers
-    awaited: Sequence[asyncio.Future[None]]
-    """Futures that are done when all ranks have answered."""
-    started: float
-    """The group's clock at the start (`_clock`), in seconds."""
-
-    def is_answered(self) -> bool:
-        """Return whether all ranks have answered without an error."""
-        return all(part.done() and not part.cancelled() and part.exception() is None for part in self.awaited)
-
-    def is_over(self) -> bool:
-        """Return whether all ranks have answered, or one of them has failed."""
-        failed = [part for part in self.awaited if part.done() and not part.cancelled() and part.exception()]
-        return bool(failed) or all(part.done() for part in self.awaited)
-
-    def silent(self) -> list[RankHandle]:
-        """Return the ranks that have not answered."""
-        return [handle for handle, answer in self.answers.items() if not answer.done()]
-
-    def errors(self) -> list[Exception]:
-        """Return the errors of failed answers. Cancelled answers are not included."""
-        ended = [answer for answer in self.answers.values() if answer.done() and not answer.cancelled()]
-        return [error for answer in ended if isinstance(error := answer.exception(), Exception)]
-
-
-def _call_back(on_answer: Callable[[Any], object], answer: asyncio.Future[Any]) -> None:
-    """Pass a rank's answer to the callback, unless the call failed."""
-    if not answer.cancelled() and answer.exception() is None:
-        on_answer(answer.result())
-
-
-def _ranks(handles: Sequence[RankHandle]) -> str:
-    """Return the ranks of these handles as text, for example `ranks 0-2, 5`."""
-    return ranks_named([handle.rank for handle in handles])
-
-
-def _packed(method: str, per_rank: Sequence[Any], args: Sequence[Any]) -> list[bytes]:
-    """Return the encoded command for each rank. Ranks with the same first argument, like None, share one."""
-    # Keyed by identity: arguments such as lists of batches are not hashable.
-    messages: dict[int, bytes] = {}
-    for first in per_rank:
-        if id(first) not in messages:
-            messages[id(first)] = pack((method, (first, *args), {}))
-    return [messages[id(first)] for first in per_rank]
-
-
 class WorkerGroup(ABC):
     """Group of `world_size` ranks executing the driver's calls. Create an object of a subclass, then call `start`.
 
@@ -163,9 +79,6 @@ class WorkerGroup(ABC):
     `hosts` holds, for each rank, the address at which other nodes reach it. `topology` holds its node and the network
     switches above, nearest first.
     """
-
-    _most_stacks_seconds = _STACKS_SECONDS
-    """Maximum seconds to wait for stacks. Ranks on other nodes write them through a shared file system."""
 
     def __init__(self, world_size: int, part: PartOfRun | None = None) -> None:
         """Create a group without processes. `part` is its position in the run; None: the group is the whole run."""
@@ -197,10 +110,7 @@ class WorkerGroup(ABC):
         self.others: Callable[[], Sequence[WorkerGroup]] = lambda: ()
         """Function returning the run's other groups. A new process gets no place and no log of their processes."""
         self._log_folder, self._environment = Path(), {}
-        self._unread: dict[RankHandle, tuple[int, float]] = {}
-        """Ranks asked for their stacks, without an answer yet. Each has the size of its log before the
-        request, in bytes, and the seconds in which debuggers had paused ranks until then.
-        """
+        self.stacks = StackRequests(self)
         self.on_asked: Callable[[str], object] = lambda signal_name: None
         self.on_slow: Callable[[str], object] = lambda report: None
         """Callback (report), called when ranks hold up a call much longer than earlier calls took, or fall silent."""
@@ -237,6 +147,11 @@ class WorkerGroup(ABC):
             await self.close()
             raise
         return self
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks of the run. This group may have fewer."""
+        return self.part.num_ranks
 
     @property
     def missing_ranks(self) -> list[int]:
@@ -432,7 +347,7 @@ class WorkerGroup(ABC):
             raise ValueError(
                 f"the remote call of {method} needs {self.world_size} arguments, one per rank: got {len(per_rank)}"
             )
-        messages = _packed(method, per_rank, args)
+        messages = packed(method, per_rank, args)
         return await self._exchange(method, range(self.world_size), messages, budget_seconds, slack_seconds, on_answer)
 
     async def ask(
@@ -453,7 +368,7 @@ class WorkerGroup(ABC):
                 f"the remote call of {method} needs ranks from 0 to {self.world_size - 1}, at least one and each once: "
                 f"got {list(ranks)}"
             )
-        return await self._exchange(method, ranks, _packed(method, per_rank, args), budget_seconds)
+        return await self._exchange(method, ranks, packed(method, per_rank, args), budget_seconds)
 
     @property
     def seconds_in_calls(self) -> float:
@@ -464,6 +379,11 @@ class WorkerGroup(ABC):
     def show_stacks(self) -> None:
         """Make the ranks write the stacks of all threads to their logs and continue, if they can be reached."""
 
+    def ask_for_stacks(self, handles: Sequence[RankHandle]) -> Sequence[RankHandle]:
+        """Make at least these ranks write their stacks to their logs. Returns those that could be reached."""
+        self.show_stacks()
+        return handles
+
     @property
     def handles(self) -> Sequence[RankHandle]:
         """The group's ranks; empty after its end."""
@@ -471,7 +391,7 @@ class WorkerGroup(ABC):
 
     async def current_stacks(self) -> dict[int, str]:
         """Return the present stacks of each rank; empty for a rank that is stopped or cannot be reached."""
-        return await self._stacks()
+        return await self.stacks.read()
 
     def cancel_group(self, group: str, reason: str) -> None:
         """Cancel a cross-world process group on all ranks, even on ranks executing a call."""
@@ -487,9 +407,9 @@ class WorkerGroup(ABC):
         """
         if self._ending is not None:
             return
-        stopped, stacks = await self._without_stacks(patience_seconds)
+        stopped, stacks = await self.stacks.missing(patience_seconds)
         if stopped:
-            await self._end_once(partial(self._fall_silent, what, stopped, stacks))
+            await self.end_silent(what, stopped, stacks)
 
     async def end_because_of(self, ranks: Sequence[int], what: str) -> Exception:
         """End the group because of a fault of the given ranks, described by `what`. Returns the error of all later
@@ -498,7 +418,7 @@ class WorkerGroup(ABC):
 
         async def end() -> Exception:
             silent = [self._handles[rank] for rank in ranks]
-            return await self._fall_silent(what, silent, await self._stacks())
+            return await self._fall_silent(what, silent, await self.stacks.read())
 
         return await self._end_once(end)
 
@@ -542,18 +462,17 @@ class WorkerGroup(ABC):
                 raise await asyncio.shield(self._ending)
             handles = [self._handles[rank] for rank in ranks]
             answers, awaited = self._ask(dict(zip(handles, messages, strict=True)))
-            if on_answer is not None:
-                for answer in answers.values():
-                    answer.add_done_callback(partial(_call_back, on_answer))
             limit, extra_seconds = self.deadlines.limit_for(method), budget_seconds + slack_seconds
             limit = limit._replace(seconds=limit.seconds + extra_seconds)
-            call = Call(method, limit, answers, awaited, self._clock())
+            call = Call(method, limit, answers, awaited, self.clock())
+            if on_answer is not None:
+                call.on_answers(on_answer)
             if not self._calls:
                 self._in_calls_since = time.monotonic()
             self._calls.add(call)
-            watching = asyncio.create_task(self._watch_call(call, budget_seconds, extra_seconds))
+            watching = asyncio.create_task(watch(self, call, budget_seconds, extra_seconds))
             try:
-                while not call.is_over() and (left := call.started + limit.seconds - self._clock()) > 0:
+                while not call.is_over() and (left := call.started + limit.seconds - self.clock()) > 0:
                     # The clock may have stood still, so there may be time left afterwards.
                     await asyncio.wait(awaited, timeout=left, return_when=asyncio.FIRST_EXCEPTION)
                 watching.cancel()
@@ -569,85 +488,30 @@ class WorkerGroup(ABC):
                 if not self._calls:
                     self._seconds_in_calls += time.monotonic() - self._in_calls_since
             # Planned working time says nothing about how slow the method is.
-            self.deadlines.note(method, max(0.0, self._clock() - call.started - budget_seconds))
+            self.deadlines.note(method, max(0.0, self.clock() - call.started - budget_seconds))
             if stop_signal := next((handle.stop_signal for handle in handles if handle.stop_signal), None):
                 self.on_asked(stop_signal)
             return [answer.result() for answer in answers.values()]
 
-    def _clock(self) -> float:
+    def clock(self) -> float:
         """Return monotonic seconds, on a clock that stands still while a debugger pauses ranks for a hang report."""
-        return time.monotonic() - self._seconds_debugging
+        return time.monotonic() - (0.0 if self.hang_report is None else self.hang_report.seconds_debugging)
 
-    async def _watch_call(self, call: Call, budget_seconds: float, extra_seconds: float) -> None:
-        """Report the ranks holding up a call, once per call. End this group of ranks if one of them is stopped.
+    async def end_silent(self, what: str, silent: Sequence[RankHandle], stacks: Mapping[int, str]) -> None:
+        """End the group because of silent ranks, unless it is already ending. For the arguments see `_fall_silent`."""
+        await self._end_once(partial(self._fall_silent, what, silent, stacks))
 
-        The first calls of a method have a long deadline, and a stopped process would hold up the run that long. So the
-        search for stopped processes repeats at intervals of the shortest deadline. `budget_seconds` is the working time
-        planned for this call. `extra_seconds` is everything that extends its deadline, `budget_seconds` included.
-        """
-        pause, deadline = self.deadlines.shortest.seconds, call.started + call.limit.seconds
-        late_at = call.started + self.deadlines.late_after(call.method) + extra_seconds
-        search_at = call.started + budget_seconds + pause
-        # At the deadline, the call itself names the silent ranks.
-        while (next_at := min(late_at, search_at)) < deadline:
-            if (left := next_at - self._clock()) > 0:
-                await asyncio.sleep(max(_LOOK_SECONDS, left))
-                continue
-            seconds = self._clock() - call.started
-            try:
-                if next_at == late_at:
-                    late_at = math.inf
-                    await self._report_slow(call, seconds)
-                else:
-                    # Stacks of ranks on other nodes may arrive late, through a shared file system.
-                    await self._end_stopped(call, seconds, (call.limit.seconds - extra_seconds) / 2)
-                    search_at = self._clock() + pause
-            except Exception as error:
-                # A log that cannot be read must neither end the run nor later searches. asyncio logs the error.
-                search_at = self._clock() + pause
-                message = f"the search for stopped ranks in `{call.method}` failed"
-                asyncio.get_running_loop().call_exception_handler({"message": message, "exception": error})
-
-    async def _end_stopped(self, call: Call, seconds: float, patience_seconds: float) -> None:
-        """End this group of ranks if a rank of a call is stopped. The call has lasted for `seconds`."""
-        stopped, stacks = await self._stopped(call, patience_seconds)
-        if stopped:
-            what = f"did not answer `{call.method}` within {seconds:.0f} s"
-            await self._end_once(partial(self._fall_silent, what, stopped, stacks))
-
-    async def _stopped(self, call: Call, patience_seconds: float) -> tuple[list[RankHandle], Mapping[int, str]]:
+    async def find_stopped(self, call: Call, patience_seconds: float) -> tuple[list[RankHandle], Mapping[int, str]]:
         """Return the stopped ranks of a call, and the stacks of all ranks.
 
-        A rank counts as stopped if it writes no stack within `patience_seconds` (see `_without_stacks`). Calls that
-        read or write large files have deadlines with a recipe field of their own. During them no rank is asked, and
-        none counts as stopped: a slow file system may delay the stacks too.
+        A rank counts as stopped if it writes no stack within `patience_seconds` (see `StackRequests.missing`). Calls
+        that read or write large files have deadlines with a recipe field of their own. During them no rank is asked,
+        and none counts as stopped: a slow file system may delay the stacks too.
         """
         if self.deadlines.has_own_limit(call.method):
             return [], {}
-        silent, stacks = await self._without_stacks(patience_seconds)
+        silent, stacks = await self.stacks.missing(patience_seconds)
         return [handle for handle in silent if handle in call.silent()], stacks
-
-    async def _without_stacks(self, patience_seconds: float) -> tuple[list[RankHandle], Mapping[int, str]]:
-        """Return the living ranks that write no stack in time, and the stacks of all ranks.
-
-        The time is `patience_seconds`, but at least 5 s, and at most 60 s for ranks on other nodes (else 5 s).
-        """
-        stacks = await self._stacks(max(_STACKS_SECONDS, min(self._most_stacks_seconds, patience_seconds)))
-        # A rank that could not be asked may work.
-        return [handle for handle in self._handles if handle in self._unread and not handle.died.done()], stacks
-
-    async def _report_slow(self, call: Call, seconds: float) -> None:
-        """Report the ranks holding up a call, `seconds` after its start."""
-        stacks = await self._stacks()
-        silent = call.silent()
-        slow = [h for h in silent if is_complete(stacks[h.rank]) and not waits_in_collective(stacks[h.rank])]
-        # Where all ranks work, none is slower than its peers: the call has more to do than earlier ones.
-        if slow and len(slow) < len(call.answers) and not call.errors():
-            self.on_slow(
-                f"{_ranks(slow)} of {self.part.num_ranks} {'is' if len(slow) == 1 else 'are'} slow in `{call.method}`: "
-                f"other ranks wait after {seconds:.0f} s, the deadline is {call.limit.seconds:.0f} s\n"
-                + summary({handle.rank: stacks[handle.rank] for handle in slow})
-            )
 
     def _ask(self, messages: Mapping[RankHandle, bytes]) -> tuple[Answers, list[asyncio.Future[None]]]:
         """Send a command to each rank. Returns a future for each rank's answer, keyed by rank, and a list of futures to
@@ -693,7 +557,7 @@ class WorkerGroup(ABC):
         if not call.errors():
             what = f"did not answer `{call.method}` within {call.limit.seconds:g} s"
             remedy = f"; if it needs longer, raise {call.limit.field}" if call.limit.field else ""
-            return await self._fall_silent(what, call.silent(), await self._stacks(), remedy)
+            return await self._fall_silent(what, call.silent(), await self.stacks.read(), remedy)
         answers = [answer for other in calls for answer in other.answers.values()]
         await asyncio.wait(answers, timeout=_REPORT_GRACE_SECONDS)
         failures: list[tuple[RankError, Call]] = []
@@ -709,32 +573,21 @@ class WorkerGroup(ABC):
         first, failed = min(failures, key=lambda found: (found[0].echo, found[0].handle.is_cut_off, found[0].at))
         # The failure is only a consequence. The cause is a rank that did not enter the collective, if there is one.
         if first.echo and (silent := failed.silent()):
-            stacks = await self._stacks()
+            stacks = await self.stacks.read()
             if stopped := [handle for handle in silent if not waits_in_collective(stacks[handle.rank])]:
                 return await self._fall_silent(f"did not enter a collective of `{failed.method}`", stopped, stacks)
         return await self._fail(failed.method, first, [error for error, _ in failures])
 
     async def _fail(self, method: str, first: RankError, failures: Sequence[RankError]) -> Exception:
         """End the group because of a rank's error, the `first` of several. Returns the error naming the first cause."""
-        handle, report, is_dead = first.handle, first.report, first.handle.died.done()
+        report = first.report
+        # Killing the processes would make it look as if this one had ended by itself.
+        is_dead = first.handle.died.done()
         is_lost = report is None or (report["lost"] and not report["megarl_class"])
         # A rank that reported a fault of its own, such as a broken GPU, cannot continue either.
-        lost = [handle, *(error.handle for error in failures if not error.echo)]
+        lost = [first.handle, *(error.handle for error in failures if not error.echo)]
         await self._end(lost if is_lost else None)
-        where = f"rank {handle.rank} of {self.part.num_ranks}"
-        if report is None:
-            return RankLostError(
-                handle.rank, f"{where} {handle.exit_reason(is_dead)} during `{method}`", handle.log_tail()
-            )
-        if report["megarl_class"]:
-            error = getattr(types, report["megarl_class"])(report["message"])
-            error.add_note(f"raised by {where} during `{method}`\n{report['traceback']}")
-            return error
-        cause = f"{where} raised {report['class']} during `{method}`: {report['message']}"
-        kind = RankLostError if report["lost"] else RankFailedError
-        error = kind(handle.rank, cause, report["traceback"])
-        error.is_echo = first.echo
-        return error
+        return error_of(first, method, self.part.num_ranks, is_dead=is_dead)
 
     async def _fall_silent(
         self, what: str, silent: Sequence[RankHandle], stacks: Mapping[int, str], remedy: str = ""
@@ -750,7 +603,7 @@ class WorkerGroup(ABC):
         if self.hang_report is not None:
             # Before the report: a debugger takes seconds, and an operator may act meanwhile.
             self.on_slow(
-                f"{_ranks(stopped)} of {self.part.num_ranks} {what}; the driver reads the stacks of all ranks, then "
+                f"{names_of(stopped)} of {self.part.num_ranks} {what}; the driver reads the stacks of all ranks, then "
                 "ends the call"
             )
             # The group must end whatever happens to its report.
@@ -759,73 +612,15 @@ class WorkerGroup(ABC):
             except Exception as error:
                 self.on_slow(f"the report of this hang could not be written: {error!r}")
         await self._end(stopped)
-        cause = f"{_ranks(stopped)} of {self.part.num_ranks} {what}"
+        cause = f"{names_of(stopped)} of {self.part.num_ranks} {what}"
         if waiting := [handle for handle in silent if handle not in stopped]:
-            cause += f"; {_ranks(waiting)} waited in a collective"
+            cause += f"; {names_of(waiting)} waited in a collective"
         cause += "".join(f"; {obstacle}" for obstacle in obstacles)
         error = RankLostError(stopped[0].rank, cause + remedy, summary(stacks))
         error.add_note("\n".join(handle.log_tail() for handle in stopped))
         if path is not None:
             error.add_note(f"{path} has the stacks of all threads of all ranks.")
         return error
-
-    def _ask_for_stacks(self, handles: Sequence[RankHandle]) -> Sequence[RankHandle]:
-        """Make ranks write their stacks to their logs: at least these ranks without an unread request.
-
-        Returns the ranks reached.
-        """
-        self.show_stacks()
-        return handles
-
-    async def _stacks(self, seconds: float = _STACKS_SECONDS) -> dict[int, str]:
-        """Return the stacks of each rank as text. It is empty for a rank that is stopped or cannot be reached.
-
-        While a debugger pauses ranks for a hang report, this method waits before it asks.
-        """
-        while self._is_debugged:
-            await asyncio.sleep(_LOOK_SECONDS)
-        # Only text after the end of a log at the request counts, because logs may hold earlier stacks. A late answer to
-        # an earlier request shows as well that the rank works.
-        self._forget_requests()
-        debugged = self._seconds_debugging
-        sizes = {handle: log_size(handle.log) for handle in self._handles}
-        asked = self._ask_for_stacks([handle for handle in self._handles if handle not in self._unread])
-        self._unread |= {handle: (sizes[handle], debugged) for handle in asked}
-        ends = {handle: self._unread.get(handle, (size, 0.0))[0] for handle, size in sizes.items()}
-        stacks: dict[int, str] = {}
-        began = time.monotonic()
-        while True:
-            await asyncio.sleep(_LOOK_SECONDS)
-            waited = time.monotonic() - began
-            awaited = [handle for handle in ends if not is_complete(stacks.get(handle.rank, ""))]
-            stacks |= {handle.rank: log_since(handle.log, ends[handle]) for handle in awaited}
-            begun = [handle for handle in awaited if has_begun(stacks[handle.rank])]
-            # An incomplete text may never become complete.
-            done = [handle for handle in begun if is_complete(stacks[handle.rank]) or waited > _STACKS_SECONDS]
-            is_over = all(handle in done or handle.died.done() for handle in awaited)
-            if self._is_debugged and not is_over:
-                return await self._stacks(seconds)
-            if is_over or waited > seconds:
-                self._forget_requests()
-                return stacks
-
-    def _forget_requests(self) -> None:
-        """Forget requests for stacks that are answered or may be lost, so that these ranks are asked again."""
-        for handle, (end, debugged) in list(self._unread.items()):
-            # gdb loses the signal of a request if it is killed at its time limit. Somebody may have emptied the log.
-            is_lost = self._seconds_debugging > debugged or log_size(handle.log) < end
-            if is_lost or has_begun(log_since(handle.log, end)):
-                del self._unread[handle]
-
-    @property
-    def _seconds_debugging(self) -> float:
-        """Total seconds so far in which debuggers paused ranks for hang reports."""
-        return 0.0 if self.hang_report is None else self.hang_report.seconds_debugging
-
-    @property
-    def _is_debugged(self) -> bool:
-        """Whether a debugger pauses ranks for a hang report now."""
-        return self.hang_report is not None and self.hang_report.is_debugging
 
     async def _end(self, lost: Sequence[RankHandle] | None = None) -> None:
         """Kill all remaining rank processes, and free all resources of the group.

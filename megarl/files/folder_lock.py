@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
 
-from megarl.files.pid_space import boot_id, pid_namespace
+from megarl.files.pid_space import boot_id, pid_namespace, stat_fields
 from megarl.files.strict_json import loads
 from megarl.types import RunFolderLockedError
 
@@ -85,7 +85,7 @@ class Owner:
     @property
     def is_stopped(self) -> bool:
         """Whether a signal (SIGSTOP, Ctrl-Z) or a debugger has stopped the owner's process. Valid only if `is_here`."""
-        fields = _stat_of(self.pid)
+        fields = stat_fields(self.pid)
         # "t" is a stop by a debugger (proc(5)).
         return bool(fields) and fields[0] in "Tt" and int(fields[19]) == self.started
 
@@ -344,7 +344,7 @@ def _text(owner: Owner | None) -> str:
 
 def _start_of(pid: int) -> int | None:
     """Return the start of a process in clock ticks since the boot, None if it has ended."""
-    if fields := _stat_of(pid):
+    if fields := stat_fields(pid):
         # A zombie has ended; only its parent has not asked for its exit code yet.
         return None if fields[0] in "ZX" else int(fields[19])
     # With proc mounted as hidepid=2, another user's process has no folder there, but it has a descriptor.
@@ -353,13 +353,3 @@ def _start_of(pid: int) -> int | None:
     except OSError:
         return None
     return _UNKNOWN_START
-
-
-def _stat_of(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the third on, the state; [] if the process has no such file."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return []
-    # The process name, in parentheses, may itself contain spaces and parentheses.
-    return stat.rpartition(")")[2].split()

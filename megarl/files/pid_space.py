@@ -1,4 +1,4 @@
-"""The space in which process ids of this process are valid: the machine, its boot, and the container."""
+"""Process ids: the machine, boot and container in which they are valid, and the state of a process."""
 
 from __future__ import annotations
 
@@ -14,3 +14,16 @@ def boot_id() -> str:
 def pid_namespace() -> str:
     """Return the namespace of process ids: processes of another container have other numbers."""
     return os.readlink("/proc/self/ns/pid")
+
+
+def stat_fields(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat after the process name: state, parent, and so on (proc(5)).
+
+    Empty if the process does not exist, or belongs to another user and is hidden (hidepid=2).
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return []
+    # The process name, in parentheses, may itself contain spaces and parentheses.
+    return stat.rpartition(")")[2].split()

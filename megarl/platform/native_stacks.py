@@ -7,6 +7,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+from megarl.files.pid_space import stat_fields
 from megarl.platform.commands import resume_process, run_command
 
 _DEBUGGERS = {
@@ -34,11 +35,7 @@ def thread_states(pid: int) -> str:
 
 def is_stopped(pid: int) -> bool:
     """Return whether a process is stopped, by SIGSTOP for example."""
-    try:
-        # The name, in parentheses, may itself contain some.
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    except OSError:
-        return False
+    return stat_fields(pid)[:1] == ["T"]
 
 
 def native_stacks(pid: int, seconds: float) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megarl.cluster.deadlines import Deadlines
-from megarl.cluster.worker_group import RankFailedError, WorkerGroup
+from megarl.cluster.rank_errors import RankFailedError
+from megarl.cluster.worker_group import WorkerGroup
 
 
 async def see_who_is_late(group: WorkerGroup, seconds: float) -> None:

@@ -21,9 +21,10 @@ import pytest
 from megarl.cluster.connected import ConnectedGroup
 from megarl.cluster.deadlines import Deadlines
 from megarl.cluster.hang_report import HangReport
+from megarl.cluster.rank_errors import RankFailedError
 from megarl.cluster.run_ranks import RunRanks
 from megarl.cluster.weight_transfer import WeightTransfer
-from megarl.cluster.worker_group import PartOfRun, RankFailedError, WorkerGroup
+from megarl.cluster.worker_group import PartOfRun, WorkerGroup
 from megarl.types import ConfigError
 from tests.child_processes import is_alive
 

@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from megarl.cluster.deadlines import Deadlines
-from megarl.cluster.worker_group import RankFailedError
+from megarl.cluster.rank_errors import RankFailedError
 from megarl.types import PeerLostError
 from tests.child_processes import is_alive
 from tests.cluster.started import started

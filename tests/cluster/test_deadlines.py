@@ -13,13 +13,14 @@ from unittest.mock import AsyncMock
 
 import pytest
 
-from megarl.cluster import worker_group
+from megarl.cluster import stack_requests
+from megarl.cluster.call import Call
 from megarl.cluster.deadlines import Deadlines, Limit, run_deadlines
 from megarl.cluster.hang_report import HangReport
 from megarl.cluster.local import LocalGroup
+from megarl.cluster.rank_errors import RankFailedError
 from megarl.cluster.rank_handle import RankHandle
 from megarl.cluster.stacks import is_complete, ranks_named, summary
-from megarl.cluster.worker_group import Call, RankFailedError
 from megarl.config import ClusterConfig
 from megarl.platform import native_stacks
 from tests.cluster.started import started
@@ -119,11 +120,11 @@ async def test_a_stopped_rank_outside_of_a_call_does_not_end_it(monkeypatch: pyt
         searched: list[list[int]] = []
 
         async def noted(call: Call, patience_seconds: float) -> tuple[list[RankHandle], Mapping[int, str]]:
-            stopped, stacks = await LocalGroup._stopped(group, call, patience_seconds)
+            stopped, stacks = await LocalGroup.find_stopped(group, call, patience_seconds)
             searched.append([handle.rank for handle in stopped])
             return stopped, stacks
 
-        monkeypatch.setattr(group, "_stopped", noted)
+        monkeypatch.setattr(group, "find_stopped", noted)
         group.deadlines = Deadlines(Limit(0.5), Limit(600.0))
         assert await group.ask([0], "sleep", [2.0]) == [None]
         assert searched and not any(searched)
@@ -131,10 +132,10 @@ async def test_a_stopped_rank_outside_of_a_call_does_not_end_it(monkeypatch: pyt
 
 @pytest.mark.usefixtures("worker_module", "nothing_left")
 async def test_a_rank_whose_stacks_stay_incomplete_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_group, "_STACKS_SECONDS", 0.5)
-    monkeypatch.setattr(worker_group, "log_since", lambda *_: "Current thread 0x1 (most recent call first):\n  File")
+    monkeypatch.setattr(stack_requests, "STACKS_SECONDS", 0.5)
+    monkeypatch.setattr(stack_requests, "log_since", lambda *_: "Current thread 0x1 (most recent call first):\n  File")
     async with started() as group:
-        group._most_stacks_seconds = 600.0
+        group.stacks.most_seconds = 600.0
         async with asyncio.timeout(60):
             await group.end_if_stopped("sat there", 600.0)
         assert await group.call("product", 2) == [(0, 2), (1, 4)]
@@ -147,7 +148,7 @@ async def test_a_search_that_fails_is_logged_and_repeated(tmp_path: Path, monkey
         # asyncio's own handler writes to its log.
         asyncio.get_running_loop().set_exception_handler(lambda _, context: logged.append(context))
         failing = AsyncMock(side_effect=OSError("stale file handle"))
-        monkeypatch.setattr(group, "_stopped", failing)
+        monkeypatch.setattr(group, "find_stopped", failing)
         group.deadlines = Deadlines(Limit(0.5), Limit(600.0))
         go = tmp_path / "go"
         calling = asyncio.create_task(group.call("wait_for", str(go)))
@@ -171,7 +172,7 @@ async def test_the_end_of_a_rank_during_a_search_is_named_as_that(monkeypatch: p
             await asyncio.sleep(600)
             return [], {}
 
-        monkeypatch.setattr(group, "_stopped", searched)
+        monkeypatch.setattr(group, "find_stopped", searched)
         group.deadlines = Deadlines(Limit(0.5), Limit(600.0))
         calling = asyncio.create_task(group.call("sleep", 600))
         await asyncio.wait_for(searching.wait(), 60)

@@ -16,8 +16,8 @@ import pytest
 from megarl.cluster.deadlines import Deadlines
 from megarl.cluster.launchers import importing_early, start_ranks
 from megarl.cluster.local import LocalGroup
+from megarl.cluster.rank_errors import RankFailedError
 from megarl.cluster.rank_handle import log_tail
-from megarl.cluster.worker_group import RankFailedError
 from megarl.config import ClusterConfig
 from megarl.processes import fork_server
 from megarl.types import ConfigError, DataError, DiskFullError, PeerLostError

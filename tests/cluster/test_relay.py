@@ -17,15 +17,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megarl.cluster import worker_group
+from megarl.cluster import stack_requests
 from megarl.cluster.connected import ConnectedGroup
 from megarl.cluster.deadlines import Deadlines, Limit
 from megarl.cluster.handshake import admit, introduce
 from megarl.cluster.messages import pack
+from megarl.cluster.rank_errors import RankFailedError
 from megarl.cluster.rank_handle import RankHandle
 from megarl.cluster.relay import ANSWER, BATCH, PART, start
 from megarl.cluster.stacks import is_complete
-from megarl.cluster.worker_group import RankFailedError
 from megarl.processes.process_tree import descendants
 from megarl.types import DataError, PeerLostError
 from tests.child_processes import is_alive
@@ -216,13 +216,13 @@ async def test_a_late_answer_to_a_request_for_stacks_counts(tmp_path: Path, monk
     async with started(2, tmp_path) as group:
         stopped = (await group.call("pid"))[1]
         asked: list[list[int]] = []
-        ask = group._ask_for_stacks
+        ask = group.ask_for_stacks
 
         def noted(handles: Sequence[RankHandle]) -> Sequence[RankHandle]:
             asked.append([handle.rank for handle in handles])
             return ask(handles)
 
-        monkeypatch.setattr(group, "_ask_for_stacks", noted)
+        monkeypatch.setattr(group, "ask_for_stacks", noted)
         os.kill(stopped, signal.SIGSTOP)
         # The rank has no command to execute: faulthandler cannot read the frames of a thread at work.
         assert not (await group.current_stacks())[1]
@@ -242,9 +242,9 @@ async def test_a_late_answer_to_a_request_for_stacks_counts(tmp_path: Path, monk
 async def test_a_stopped_rank_is_found_early_except_in_calls_with_large_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most_direct: int
 ) -> None:
-    monkeypatch.setattr(worker_group, "_STACKS_SECONDS", 1.0)
+    monkeypatch.setattr(stack_requests, "STACKS_SECONDS", 1.0)
     async with started(2, tmp_path, most_direct=most_direct) as group:
-        group._most_stacks_seconds = 1.0
+        group.stacks.most_seconds = 1.0
         pids = await group.call("pid")
         own = {"sleep": Limit(4.0, "cluster.checkpoint_timeout_seconds")}
         group.deadlines = Deadlines(Limit(0.5), Limit(600.0), own)
@@ -254,7 +254,7 @@ async def test_a_stopped_rank_is_found_early_except_in_calls_with_large_files(
         await asyncio.sleep(2.0)
         go.touch()
         await waiting
-        assert group._unread == {}
+        assert group.stacks.unread == {}
         os.kill(pids[1], signal.SIGSTOP)
         large = asyncio.create_task(group.ask([1], "sleep", [0.0]))
         await asyncio.sleep(2.5)

@@ -18,9 +18,10 @@ import pytest
 from megarl.cluster import weight_transfer
 from megarl.cluster.deadlines import Deadlines, Limit
 from megarl.cluster.local import LocalGroup
+from megarl.cluster.rank_errors import RankLostError
 from megarl.cluster.run_ranks import RunRanks
 from megarl.cluster.weight_transfer import WeightTransfer
-from megarl.cluster.worker_group import PartOfRun, RankLostError, WorkerGroup
+from megarl.cluster.worker_group import PartOfRun, WorkerGroup
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.groups.peer_errors import PeerGoneError

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from megarl.cluster.local import LocalGroup
+from megarl.cluster.rank_errors import RankFailedError, RankLostError
 from megarl.cluster.run_ranks import RunRanks
 from megarl.cluster.weight_transfer import WeightTransfer
-from megarl.cluster.worker_group import PartOfRun, RankFailedError, RankLostError, WorkerGroup
+from megarl.cluster.worker_group import PartOfRun, WorkerGroup
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.platform import device

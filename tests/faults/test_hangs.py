@@ -17,7 +17,7 @@ import pytest
 from megarl.cluster import launchers
 from megarl.cluster.deadlines import Deadlines
 from megarl.cluster.hang_report import HangReport
-from megarl.cluster.worker_group import RankLostError
+from megarl.cluster.rank_errors import RankLostError
 from megarl.config import ClusterConfig, RewardConfig
 from megarl.platform import native_stacks
 from megarl.platform.native_stacks import is_stopped

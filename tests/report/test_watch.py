@@ -18,6 +18,7 @@ from rich.console import Console
 from megarl.config import Recipe
 from megarl.files.atomic import append_whole, replace_bytes
 from megarl.files.folder_lock import Owner
+from megarl.files.pid_space import stat_fields
 from megarl.report import watched
 from megarl.report.watch import dashboard, watch
 from megarl.report.watched import GrowingFile, WatchedRun
@@ -220,7 +221,7 @@ def test_a_stopped_driver_is_part_of_the_dashboard(run: Run) -> None:
     sleeper = subprocess.Popen(["sleep", "60"])
     (file,) = (run.path / "owners").iterdir()
     owner = Owner.this_process("small")
-    file.write_text(json.dumps(asdict(replace(owner, pid=sleeper.pid, started=started_of(sleeper.pid)))))
+    file.write_text(json.dumps(asdict(replace(owner, pid=sleeper.pid, started=int(stat_fields(sleeper.pid)[19])))))
     sleeper.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, sleeper.pid, os.WSTOPPED | os.WNOWAIT)
     console, text = plain()
@@ -228,11 +229,6 @@ def test_a_stopped_driver_is_part_of_the_dashboard(run: Run) -> None:
     sleeper.kill()
     sleeper.wait()
     assert f"kill -CONT {sleeper.pid}" in " ".join(text.getvalue().split())
-
-
-def started_of(pid: int) -> int:
-    """Return the start of a process in clock ticks since the boot."""
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
 
 
 def test_a_terminal_has_a_dashboard_that_stays_after_the_end(run: Run) -> None:

@@ -1,0 +1,63 @@
+"""A remote call in progress, and the encoded commands of one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.cluster.deadlines import Limit
+from megarl.cluster.messages import pack
+from megarl.cluster.rank_handle import Answers, RankHandle
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """A remote call in progress: its method, its deadline, and its ranks' answers."""
+
+    method: str
+    limit: Limit
+    answers: Answers
+    awaited: Sequence[asyncio.Future[None]]
+    """Futures that are done when all ranks have answered."""
+    started: float
+    """The group's clock at the start (`WorkerGroup.clock`), in seconds."""
+
+    def is_answered(self) -> bool:
+        """Return whether all ranks have answered without an error."""
+        return all(part.done() and not part.cancelled() and part.exception() is None for part in self.awaited)
+
+    def is_over(self) -> bool:
+        """Return whether all ranks have answered, or one of them has failed."""
+        failed = [part for part in self.awaited if part.done() and not part.cancelled() and part.exception()]
+        return bool(failed) or all(part.done() for part in self.awaited)
+
+    def on_answers(self, use: Callable[[Any], object]) -> None:
+        """Call `use` with each answer as it arrives, unless the call fails before."""
+
+        def arrived(answer: asyncio.Future[Any]) -> None:
+            if not answer.cancelled() and answer.exception() is None:
+                use(answer.result())
+
+        for answer in self.answers.values():
+            answer.add_done_callback(arrived)
+
+    def silent(self) -> list[RankHandle]:
+        """Return the ranks that have not answered."""
+        return [handle for handle, answer in self.answers.items() if not answer.done()]
+
+    def errors(self) -> list[Exception]:
+        """Return the errors of failed answers. Cancelled answers are not included."""
+        ended = [answer for answer in self.answers.values() if answer.done() and not answer.cancelled()]
+        return [error for answer in ended if isinstance(error := answer.exception(), Exception)]
+
+
+def packed(method: str, per_rank: Sequence[Any], args: Sequence[Any]) -> list[bytes]:
+    """Return the encoded command for each rank. Ranks with the same first argument, like None, share one."""
+    # Keyed by identity: arguments such as lists of batches are not hashable.
+    messages: dict[int, bytes] = {}
+    for first in per_rank:
+        if id(first) not in messages:
+            messages[id(first)] = pack((method, (first, *args), {}))
+    return [messages[id(first)] for first in per_rank]

@@ -1,0 +1,49 @@
+"""Errors that the driver raises for failed and lost ranks."""
+
+from __future__ import annotations
+
+from megarl import types
+from megarl.cluster.rank_handle import RankError
+
+
+class RankFailedError(types.MegarlError):
+    """Raised for an unexpected error of a rank. The message has the rank and the cause, a note has the traceback.
+
+    Its exit code is that of an internal error: a restarted run would most likely fail in the same way.
+    """
+
+    def __init__(self, rank: int, cause: str, details: str = "") -> None:
+        super().__init__(cause)
+        self.rank = rank
+        self.cause = cause
+        self.is_echo = False
+        """Whether the rank failed only because another rank had left a collective."""
+        if details:
+            self.add_note(details.rstrip())
+
+
+class RankLostError(RankFailedError, types.PeerLostError):
+    """Raised for a lost rank: it died, missed a deadline, or lost its device or its peers.
+
+    A note has the end of its log, or its traceback.
+    """
+
+
+def error_of(failure: RankError, method: str, num_ranks: int, *, is_dead: bool) -> Exception:
+    """Return the driver's error for a rank's failure during a call of `method`, in a run of `num_ranks` ranks.
+
+    `is_dead`: the rank's process had ended by itself.
+    """
+    handle, report = failure.handle, failure.report
+    where = f"rank {handle.rank} of {num_ranks}"
+    if report is None:
+        return RankLostError(handle.rank, f"{where} {handle.exit_reason(is_dead)} during `{method}`", handle.log_tail())
+    if report["megarl_class"]:
+        error = getattr(types, report["megarl_class"])(report["message"])
+        error.add_note(f"raised by {where} during `{method}`\n{report['traceback']}")
+        return error
+    cause = f"{where} raised {report['class']} during `{method}`: {report['message']}"
+    kind = RankLostError if report["lost"] else RankFailedError
+    error = kind(handle.rank, cause, report["traceback"])
+    error.is_echo = failure.echo
+    return error
