@@ -17,6 +17,7 @@ import sys
 import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "megarl"
@@ -48,11 +49,17 @@ def files(room: str = "") -> list[Path]:
     return sorted((PACKAGE / room).rglob("*.py"))
 
 
+# Each file is walked three times, one after another.
+@lru_cache(maxsize=1)
+def _nodes(path: Path) -> list[ast.AST]:
+    """Return the nodes of a file's syntax tree."""
+    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
 def texts(path: Path) -> Iterator[Text]:
     """Yield all texts of a file that people read."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
     name = path.relative_to(PACKAGE.parent)
-    for node in ast.walk(tree):
+    for node in _nodes(path):
         for before, statement in _pairs(getattr(node, "body", ())):
             words = _literal(getattr(statement, "value", None)) if isinstance(statement, ast.Expr) else None
             if words is not None:
@@ -117,7 +124,7 @@ def _lines(path: Path) -> tuple[list[tuple[int, str]], int]:
     """Return the comments of a file, and the number of its lines of code without docstrings, comments and blanks."""
     source = path.read_text(encoding="utf-8")
     docstrings: set[int] = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in _nodes(path):
         for _, statement in _pairs(getattr(node, "body", ())):
             if isinstance(statement, ast.Expr) and _literal(statement.value) is not None:
                 docstrings.update(range(statement.lineno, (statement.end_lineno or statement.lineno) + 1))
@@ -134,7 +141,7 @@ def _lines(path: Path) -> tuple[list[tuple[int, str]], int]:
 
 
 def _without_shapes(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in _nodes(path):
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.name.startswith("_"):
             continue
         annotations = [argument.annotation for argument in (*node.args.args, *node.args.kwonlyargs)]

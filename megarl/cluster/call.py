@@ -34,7 +34,7 @@ class Call:
         return bool(failed) or all(part.done() for part in self.awaited)
 
     def on_answers(self, use: Callable[[Any], object]) -> None:
-        """Call `use` with each answer as it arrives, unless the call fails before."""
+        """Run the callback `use` with each answer as it arrives. Once the call has failed, it no longer runs."""
 
         def arrived(answer: asyncio.Future[Any]) -> None:
             if not answer.cancelled() and answer.exception() is None:

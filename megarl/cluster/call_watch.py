@@ -1,4 +1,4 @@
-"""Watch over a remote call: names ranks that hold it up, and ends a group with a stopped rank before the deadline."""
+"""Watches a remote call: names slow ranks, and ends the group before the deadline if a rank is suspended."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class Ranks(Protocol):
 
 
 async def watch(group: Ranks, call: Call, budget_seconds: float, extra_seconds: float) -> None:
-    """Report the ranks holding up a call, once per call. End the group of ranks if one of them is stopped.
+    """Report the ranks delaying a call, once per call. End the group of ranks if one of them is suspended.
 
-    The first calls of a method have a long deadline, and a stopped process would hold up the run that long. So the
-    search for stopped processes repeats at intervals of the shortest deadline. `budget_seconds` is the working time
+    The first calls of a method have a long deadline, and a suspended process would hold up the run that long. So the
+    search for suspended processes repeats at intervals of the shortest deadline. `budget_seconds` is the working time
     planned for this call. `extra_seconds` is everything that extends its deadline, `budget_seconds` included.
     """
     pause, deadline = group.deadlines.shortest.seconds, call.started + call.limit.seconds
@@ -66,14 +66,14 @@ async def watch(group: Ranks, call: Call, budget_seconds: float, extra_seconds: 
 
 
 async def _end_stopped(group: Ranks, call: Call, seconds: float, patience_seconds: float) -> None:
-    """End the group if a rank of a call is stopped. The call has lasted for `seconds`."""
+    """End the group if a rank of a call is suspended. The call has lasted for `seconds`."""
     stopped, stacks = await group.find_stopped(call, patience_seconds)
     if stopped:
         await group.end_silent(f"did not answer `{call.method}` within {seconds:.0f} s", stopped, stacks)
 
 
 async def _report_slow(group: Ranks, call: Call, seconds: float) -> None:
-    """Report the ranks holding up a call, `seconds` after its start."""
+    """Report the ranks delaying a call, `seconds` after its start."""
     stacks = await group.stacks.read()
     silent = call.silent()
     slow = [h for h in silent if is_complete(stacks[h.rank]) and not waits_in_collective(stacks[h.rank])]

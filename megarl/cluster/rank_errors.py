@@ -1,4 +1,4 @@
-"""Errors that the driver raises for failed and lost ranks."""
+"""Errors raised by the driver for failed and lost ranks."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class RankLostError(RankFailedError, types.PeerLostError):
 
 
 def error_of(failure: RankError, method: str, num_ranks: int, *, is_dead: bool) -> Exception:
-    """Return the driver's error for a rank's failure during a call of `method`, in a run of `num_ranks` ranks.
+    """Return the driver's exception for the failure of a rank, one of `num_ranks`, during a call of `method`.
 
-    `is_dead`: the rank's process had ended by itself.
+    `is_dead` is true if the rank's process ended before the driver killed the group.
     """
     handle, report = failure.handle, failure.report
     where = f"rank {handle.rank} of {num_ranks}"

@@ -1,4 +1,4 @@
-"""Requests to ranks for their stacks, and the stacks that they write to their logs."""
+"""Requests to ranks for their stack traces, and the traces written to their logs."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ class Ranks(Protocol):
 
 
 class StackRequests:
-    """Asks the ranks of a group for their stacks. A rank with an unread request gets no second one.
+    """Asks the ranks of a group for their stack traces. Ranks write these to their logs.
 
-    `most_seconds` is the maximum time to wait for stacks. Ranks on other nodes write them through a shared file system.
+    A rank with an unread request gets no other one. `most_seconds` is the maximum time to wait for the traces. Ranks on
+    other nodes write them to a shared file system. It may show them late.
     """
 
     def __init__(self, group: Ranks) -> None:
@@ -45,10 +46,10 @@ class StackRequests:
         """
 
     async def read(self, seconds: float | None = None) -> dict[int, str]:
-        """Return the stacks of each rank as text. It is empty for a rank that is stopped or cannot be reached.
+        """Return the stack traces of each rank as text, by rank. The text of a suspended or unreachable rank is empty.
 
-        Ranks have `seconds` to write them; None: 5 s. While a debugger pauses ranks for a hang report, this method
-        waits before it asks.
+        The ranks have `seconds` to write it; None means 5 s. A hang report may pause ranks with a debugger. This method
+        then waits until they run again before it asks.
         """
         seconds = STACKS_SECONDS if seconds is None else seconds
         while self._is_debugged:
@@ -79,7 +80,7 @@ class StackRequests:
                 return stacks
 
     async def missing(self, patience_seconds: float) -> tuple[list[RankHandle], dict[int, str]]:
-        """Return the living ranks that write no stack in time, and the stacks of all ranks.
+        """Ask all ranks for stack traces. Return the living ranks that write none in time, and the traces by rank.
 
         The time is `patience_seconds`, but at least 5 s and at most `most_seconds`.
         """

@@ -26,7 +26,7 @@ HEARTBEAT_SECONDS = 5.0
 DEAD_SECONDS = 60.0
 """Age of the last touch after which an owner on another machine counts as dead: 12 lost heartbeats."""
 SILENT_SECONDS = 15.0
-"""Time without a touch after which an owner is reported as silent: 3 lost heartbeats."""
+"""Seconds without a heartbeat after which an owner is reported: 3 lost heartbeats."""
 _POLL_SECONDS = 0.25
 _OWNER = re.compile(r"\d{8}")
 _ENDED = b"ended"
@@ -83,11 +83,10 @@ class Owner:
         return _start_of(self.pid) in (self.started, _UNKNOWN_START)
 
     @property
-    def is_stopped(self) -> bool:
-        """Whether a signal (SIGSTOP, Ctrl-Z) or a debugger has stopped the owner's process. Valid only if `is_here`."""
+    def is_suspended(self) -> bool:
+        """Whether SIGSTOP or Ctrl-Z has suspended the owner's process. Valid only if `is_here`."""
         fields = stat_fields(self.pid)
-        # "t" is a stop by a debugger (proc(5)).
-        return bool(fields) and fields[0] in "Tt" and int(fields[19]) == self.started
+        return bool(fields) and fields[0] == "T" and int(fields[19]) == self.started
 
     def __str__(self) -> str:
         job = f", Slurm job {self.job}" if self.job else ""
@@ -221,9 +220,9 @@ class FolderLock:
 
 @dataclass(slots=True)
 class Heartbeats:
-    """Heartbeats of a folder's owner, as another process sees them. It writes nothing into the folder.
+    """Watches the heartbeats of the owner of a run folder, the driver. It only reads the folder.
 
-    Times come from this process's clock alone, so clocks of other machines do not matter.
+    It measures time with this machine's monotonic clock alone, so the clocks of other machines do not matter.
     """
 
     folder: Path
@@ -231,10 +230,15 @@ class Heartbeats:
     """Name of the newest owner's file, and the time of its last touch."""
     _changed_at: float = 0.0
 
-    def silence(self) -> str:
-        """Return in words that the owner is stopped, or was silent since an earlier call 15 s ago; empty otherwise.
+    def forget(self) -> None:
+        """Forget the last heartbeat, because nothing could be read meanwhile."""
+        self._seen = None
 
-        Raises OSError if the owner's file cannot be read.
+    def silence(self) -> str:
+        """Return a message if the driver is suspended or silent; otherwise return an empty string.
+
+        The driver is silent if no heartbeat arrived since a call more than 15 s ago. So the first call cannot notice
+        it. Raises OSError if the owner's file in `owners/` cannot be read.
         """
         newest = _newest(self.folder / HOME)
         if newest is None:
@@ -249,18 +253,16 @@ class Heartbeats:
         owner = Owner.parse(content)
         if owner is None:
             return ""
-        if owner.is_here and owner.is_stopped:
-            return (
-                f"the driver ({owner}) is stopped, by SIGSTOP, Ctrl-Z or a debugger. "
-                f"Resume it with: kill -CONT {owner.pid}"
-            )
+        if owner.is_here and owner.is_suspended:
+            return f"the driver ({owner}) is suspended by SIGSTOP or Ctrl-Z. Resume it with: kill -CONT {owner.pid}"
         silent = time.monotonic() - self._changed_at
         if silent <= SILENT_SECONDS:
             return ""
-        return (
-            f"the driver ({owner}) has given no sign of life for {silent:.0f} s: it is stopped, its machine hangs, or "
-            "the shared file system does not answer it"
-        )
+        if owner.is_here:
+            causes = "a debugger holds it, the machine is overloaded, or the file system does not respond"
+        else:
+            causes = "it is suspended or dead, its machine hangs, or the shared file system does not respond"
+        return f"the driver ({owner}) has sent no heartbeat for {silent:.0f} s. Perhaps {causes}."
 
 
 def owner_is_gone(folder: Path) -> bool:

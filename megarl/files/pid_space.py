@@ -22,7 +22,8 @@ def stat_fields(pid: int) -> list[str]:
     Empty if the process does not exist, or belongs to another user and is hidden (hidepid=2).
     """
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        # A process name may end within a UTF-8 character.
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
         return []
     # The process name, in parentheses, may itself contain spaces and parentheses.

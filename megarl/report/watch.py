@@ -75,7 +75,7 @@ def watch(
         while not run.is_over:
             sleep(interval_seconds)
             _print_steps(run, run.refresh(), table, console)
-            if bool(run.silence) != was_silent:
+            if bool(run.silence) != was_silent and not run.is_over:
                 was_silent = bool(run.silence)
                 console.print(Text(printable(run.silence or "the driver continues"), style="yellow"), soft_wrap=True)
     console.print(Text(printable(end_line(run)), style=_style(run)), soft_wrap=True)

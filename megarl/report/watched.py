@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -97,7 +98,7 @@ class WatchedRun:
     trouble: str = ""
     """Why the last refresh could not read a file; empty if it could."""
     silence: str = ""
-    """Which driver is stopped or gives no sign of life; empty if it seems alive, or if the run has ended."""
+    """Message about a suspended or silent driver; empty if the driver seems alive or the run has ended."""
     _heartbeats: Heartbeats | None = None
     _metrics: GrowingFile | None = None
     _warnings: GrowingFile | None = None
@@ -186,9 +187,9 @@ class WatchedRun:
             self._read_attempt()
             new = self._read_metrics()
             self._read_samples()
-            self._read_heartbeats()
         except OSError as error:
             self.trouble = f"{error.filename or self.path}: cannot be read ({error.strerror}); trying again"
+        self._read_heartbeats()
         return new
 
     def _newest(self, most: int) -> list[dict[str, float]]:
@@ -196,8 +197,14 @@ class WatchedRun:
 
     def _read_heartbeats(self) -> None:
         assert self._heartbeats is not None
-        found = self._heartbeats.silence()
-        self.silence = "" if self.is_over else found
+        if self.is_over or self.trouble:
+            self.silence = ""
+            # Time in which no file could be read is no silence of the driver.
+            self._heartbeats.forget()
+            return
+        # They are extra information: the run is shown without them.
+        with suppress(OSError):
+            self.silence = self._heartbeats.silence()
 
     def _read_status(self) -> None:
         try:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -257,33 +258,42 @@ def wait() -> Callable[[Callable[[], bool]], None]:
     return until
 
 
-def test_a_stopped_owner_is_named_until_it_is_resumed(tmp_path: Path) -> None:
+def test_a_suspended_owner_is_named_until_it_is_resumed(tmp_path: Path) -> None:
     process = start(HOLD, tmp_path)
-    assert process.stdout is not None and process.stdout.readline() == "owned\n"
-    heartbeats = Heartbeats(tmp_path)
-    assert heartbeats.silence() == ""
-    os.kill(process.pid, signal.SIGSTOP)
-    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
-    assert f"pid {process.pid}, run theirs) is stopped" in heartbeats.silence()
-    assert f"kill -CONT {process.pid}" in heartbeats.silence()
-    os.kill(process.pid, signal.SIGCONT)
-    while heartbeats.silence():
-        time.sleep(0.01)
-    assert process.communicate("\n\n")[0] == "released\n"
-    assert heartbeats.silence() == ""
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "owned\n"
+        heartbeats = Heartbeats(tmp_path)
+        assert heartbeats.silence() == ""
+        os.kill(process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+        message = heartbeats.silence()
+        assert "is suspended" in message and f"kill -CONT {process.pid}" in message
+        os.kill(process.pid, signal.SIGCONT)
+        while heartbeats.silence():
+            time.sleep(0.01)
+        assert process.communicate("\n\n")[0] == "released\n"
+        assert heartbeats.silence() == ""
+    finally:
+        process.kill()
+        process.wait()
 
 
-def test_an_owner_elsewhere_without_heartbeats_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = write_owner(tmp_path, host="far", boot_id="other", seconds_ago=1000)
+@pytest.mark.parametrize("is_here", [True, False])
+def test_an_owner_without_heartbeats_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_here: bool) -> None:
+    file = write_owner(tmp_path, seconds_ago=1000, **({} if is_here else {"host": "far", "boot_id": "other"}))
     now = 0.0
-    monkeypatch.setattr(folder_lock.time, "monotonic", lambda: now)
+    monkeypatch.setattr(folder_lock, "time", SimpleNamespace(monotonic=lambda: now))
     heartbeats = Heartbeats(tmp_path)
     # The watching process knows nothing of the time before its first look.
     assert heartbeats.silence() == ""
     now = 15.0
     assert heartbeats.silence() == ""
     now = 16.0
-    assert "host far" in heartbeats.silence() and "no sign of life for 16 s" in heartbeats.silence()
+    assert "no heartbeat for 16 s" in heartbeats.silence() and ("machine hangs" in heartbeats.silence()) != is_here
+    heartbeats.forget()
+    assert heartbeats.silence() == ""
+    now = 32.0
+    assert "no heartbeat for 16 s" in heartbeats.silence()
     os.utime(file)
     assert heartbeats.silence() == ""
     file.write_bytes(b"ended")

@@ -201,7 +201,7 @@ def test_a_run_whose_process_is_gone_has_ended(run: Run) -> None:
 
 def test_a_silent_driver_is_named_once_and_its_next_heartbeat_too(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     run.step(1)
-    words = iter(["", "the driver is stopped", "the driver is stopped", ""])
+    words = iter(["", "the driver is suspended", "the driver is suspended", ""])
     monkeypatch.setattr(watched.Heartbeats, "silence", lambda self: next(words, ""))
     naps = iter(range(5))
 
@@ -212,22 +212,42 @@ def test_a_silent_driver_is_named_once_and_its_next_heartbeat_too(run: Run, monk
     console, text = plain()
     assert watch(run.path, console, interval_seconds=1.0, sleep=sleep) == 0
     lines = text.getvalue().splitlines()
-    assert [line for line in lines if "driver" in line] == ["the driver is stopped", "the driver continues"]
+    assert [line for line in lines if "driver" in line] == ["the driver is suspended", "the driver continues"]
 
 
-def test_a_stopped_driver_is_part_of_the_dashboard(run: Run) -> None:
+def test_a_driver_that_is_killed_while_it_is_suspended_does_not_continue(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.step(1)
+    monkeypatch.setattr(watched.Heartbeats, "silence", lambda self: "the driver is suspended")
+    naps = iter(range(3))
+
+    def sleep(_: float) -> None:
+        if next(naps) == 2:
+            run.end()
+
+    console, text = plain()
+    assert watch(run.path, console, interval_seconds=1.0, sleep=sleep) == 0
+    lines = text.getvalue().splitlines()
+    assert [line for line in lines if "driver" in line] == ["the driver is suspended"]
+    assert lines[-1].startswith("small: done")
+
+
+def test_a_suspended_driver_is_part_of_the_dashboard(run: Run) -> None:
     """The owner is another process, as if it drove the run."""
     run.step(1)
     sleeper = subprocess.Popen(["sleep", "60"])
     (file,) = (run.path / "owners").iterdir()
     owner = Owner.this_process("small")
     file.write_text(json.dumps(asdict(replace(owner, pid=sleeper.pid, started=int(stat_fields(sleeper.pid)[19])))))
-    sleeper.send_signal(signal.SIGSTOP)
-    os.waitid(os.P_PID, sleeper.pid, os.WSTOPPED | os.WNOWAIT)
     console, text = plain()
-    watch(run.path, console, interval_seconds=1.0, is_once=True)
-    sleeper.kill()
-    sleeper.wait()
+    try:
+        sleeper.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, sleeper.pid, os.WSTOPPED | os.WNOWAIT)
+        watch(run.path, console, interval_seconds=1.0, is_once=True)
+    finally:
+        sleeper.kill()
+        sleeper.wait()
     assert f"kill -CONT {sleeper.pid}" in " ".join(text.getvalue().split())
 
 

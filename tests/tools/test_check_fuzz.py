@@ -8,6 +8,7 @@ import tracemalloc
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -55,30 +56,42 @@ def test_a_reader_that_is_not_careful_is_found(tmp_path: Path, read: Callable[[P
 def test_a_reader_that_is_too_slow_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reader handles all usual errors, time-outs of the system among them."""
 
-    def make(folder: Path) -> Path:
-        (folder / "a.txt").write_bytes(b"7")
-        return folder / "a.txt"
-
     def read(path: Path) -> None:
         with suppress(Exception):
             time.sleep(30)
 
     monkeypatch.setattr(fuzz, "TRACED_SECONDS", 1)
-    row = fuzz.row_of(fuzz.Format("a", "a", make, read), tmp_path / "files", 1, 0)
+    row = fuzz.row_of(fuzz.Format("a", "a", _number, read), tmp_path / "files", 1, 0)
     assert not row["met"] and "takes more than 1 s" in row["fault"]
 
 
+def _number(folder: Path) -> Path:
+    (folder / "a.txt").write_bytes(b"7")
+    return folder / "a.txt"
+
+
 def test_time_is_measured_without_tracing_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def make(folder: Path) -> Path:
-        (folder / "a.txt").write_bytes(b"7")
-        return folder / "a.txt"
+    now = 0.0
+    monkeypatch.setattr(fuzz, "time", SimpleNamespace(monotonic=lambda: now))
 
     def read(path: Path) -> None:
-        time.sleep(0.2 if tracemalloc.is_tracing() else 0.01)
+        nonlocal now
+        now += 100.0 if tracemalloc.is_tracing() else 2.0
 
-    monkeypatch.setattr(fuzz, "_RETIMED_SECONDS", 0.1)
-    row = fuzz.row_of(fuzz.Format("a", "a", make, read), tmp_path / "files", 3, 0)
-    assert row["met"] and row["longest s"] < 0.2, row
+    row = fuzz.row_of(fuzz.Format("a", "a", _number, read), tmp_path / "files", 3, 0)
+    assert row["met"] and row["longest s"] == 2.0, row
+
+
+def test_a_reader_that_loses_the_time_out_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(fuzz, "time", SimpleNamespace(monotonic=lambda: now))
+
+    def read(path: Path) -> None:
+        nonlocal now
+        now += 2.0 if tracemalloc.is_tracing() else 2.0 + fuzz.SECONDS
+
+    row = fuzz.row_of(fuzz.Format("a", "a", _number, read), tmp_path / "files", 1, 0)
+    assert not row["met"] and f"more than {fuzz.SECONDS} s" in row["fault"]
 
 
 def _refuse(text: str) -> None:

@@ -2,8 +2,8 @@
 
 A row per layout and fault: seconds from the fault to the next step beyond that step's own time, the same for a restart
 of all processes from the newest checkpoint, and the largest difference to an undisturbed run. A further row resizes
-one run several times, and compares the received bytes with `megarl plan --to`. Another measures how much longer copies
-and checksums of the state make the steps of one run. A last row kills random processes at random moments of one run.
+one run several times, and compares the received bytes with `megarl plan --to`. Another measures how much step time
+copies and checksums of the state cost. A last row kills random processes at random moments of one run.
 """
 
 from __future__ import annotations
@@ -241,13 +241,16 @@ def resized(run: HeldRun) -> list[float]:
 
 
 def check_cost(folder: Path, num_steps: int) -> dict[str, Any]:
-    """Measure how much step time the copies and checksums of a state cost.
+    """Measure how much step time the copies and checksums of a state cost, on two ranks.
 
-    After every `EVERY` steps, each rank copies its state and computes checksums. It sends the copy to the other rank
-    during the next step. So two of `EVERY` steps are slower; they are compared with the two steps after them. All are
-    steps of one run, because the times of two equal runs on two cores differ by up to 25 %. The model is wide, so that
-    its state is large. A copy's seconds do not depend on the step's samples, so they are measured in short steps, in
-    which they show best. The limit applies to the mean cost per step of `LARGE_BATCH`, plus two standard errors.
+    After every `EVERY` steps, each rank computes checksums of its weights and copies its state, within the step's time.
+    During the next step it sends the copy to the other rank. So two of `EVERY` steps are slower than the two that
+    follow, by the time of a copy. All steps belong to one run, because two equal runs differ by up to 25 % here. The
+    wide model has a large state.
+
+    The time of a copy does not depend on the number of samples. It is measured with few samples, where steps are short
+    and vary little. The cost per step is this time divided by `EVERY`, relative to the fastest step of `LARGE_BATCH`.
+    The check fails if the cost plus two standard errors exceeds the limit.
     """
     options = f"weights.check_every={EVERY} checkpoint.replicate={EVERY} cluster.recover=restart"
     seconds = step_seconds(folder, num_steps, options)
@@ -255,7 +258,8 @@ def check_cost(folder: Path, num_steps: int) -> dict[str, Any]:
     copied = range(EVERY, num_steps - EVERY + 1, EVERY)
     extra = [seconds[step] + seconds[step + 1] - seconds[step + 2] - seconds[step + 3] for step in copied]
     copy, error = statistics.mean(extra), statistics.stdev(extra) / len(extra) ** 0.5
-    calm = statistics.mean([*step_seconds(folder, LARGE_STEPS, LARGE_BATCH).values()][1:])
+    # The fastest step: another run on this machine may be slower for reasons of its own.
+    calm = min([*step_seconds(folder, LARGE_STEPS, LARGE_BATCH).values()][2:])
     return {
         "seconds of a copy": copy,
         "standard error": error,
