@@ -199,19 +199,24 @@ def test_a_run_whose_process_is_gone_has_ended(run: Run) -> None:
     assert text.getvalue().splitlines()[-1] == "small: ended unseen, step 1 of 8"
 
 
-def test_a_silent_driver_is_named_once_and_its_next_heartbeat_too(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    run.step(1)
-    words = iter(["", "the driver is suspended", "the driver is suspended", ""])
-    monkeypatch.setattr(watched.Heartbeats, "silence", lambda self: next(words, ""))
-    naps = iter(range(5))
+def lines_until_the_end(run: Run, num_looks: int) -> list[str]:
+    """Watch a run through a pipe. The run ends before the last of `num_looks` looks. Return the printed lines."""
+    naps = iter(range(num_looks))
 
     def sleep(_: float) -> None:
-        if next(naps) == 4:
+        if next(naps) == num_looks - 1:
             run.end()
 
     console, text = plain()
     assert watch(run.path, console, interval_seconds=1.0, sleep=sleep) == 0
-    lines = text.getvalue().splitlines()
+    return text.getvalue().splitlines()
+
+
+def test_a_silent_driver_is_named_once_and_its_next_heartbeat_too(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    run.step(1)
+    words = iter(["", "the driver is suspended", "the driver is suspended", ""])
+    monkeypatch.setattr(watched.Heartbeats, "silence", lambda self: next(words, ""))
+    lines = lines_until_the_end(run, 5)
     assert [line for line in lines if "driver" in line] == ["the driver is suspended", "the driver continues"]
 
 
@@ -220,15 +225,7 @@ def test_a_driver_that_is_killed_while_it_is_suspended_does_not_continue(
 ) -> None:
     run.step(1)
     monkeypatch.setattr(watched.Heartbeats, "silence", lambda self: "the driver is suspended")
-    naps = iter(range(3))
-
-    def sleep(_: float) -> None:
-        if next(naps) == 2:
-            run.end()
-
-    console, text = plain()
-    assert watch(run.path, console, interval_seconds=1.0, sleep=sleep) == 0
-    lines = text.getvalue().splitlines()
+    lines = lines_until_the_end(run, 3)
     assert [line for line in lines if "driver" in line] == ["the driver is suspended"]
     assert lines[-1].startswith("small: done")
 

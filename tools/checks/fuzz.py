@@ -223,7 +223,7 @@ def _zipped(content: bytes) -> bytes:
 
 
 class _Outcome(NamedTuple):
-    """What came of the reading of one file. `fault` is what is wrong with it, None if nothing."""
+    """Outcome of reading one file. `fault` describes an error of the reader; None if it has none."""
 
     fault: str | None
     is_refused: bool
