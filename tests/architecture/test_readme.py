@@ -53,7 +53,8 @@ GUIDES = (
     SLURM_GUIDE, CONTAINER_GUIDE,
 )  # fmt: skip
 PAGES = (README, *GUIDES)
-MOST_WORDS = dict.fromkeys(GUIDES, 1500) | {README: 1800}
+# README and guides aim at about 1,800 words. The margin is there so that no sentence is bent to fit a count.
+MOST_WORDS = dict.fromkeys(PAGES, 2000)
 MOST_WORDS_OF_A_SENTENCE = 20
 OPENINGS = ("Of ", "Those ", "Who ", "What ", "As of ")
 
@@ -107,7 +108,7 @@ def test_pages_read_plainly(page: str, tool: Callable[[str], Any]) -> None:
     assert [s for s in found if s.startswith(OPENINGS)] == []
     read_aloud = tool("read_aloud")
     assert [s for s in found if re.search(read_aloud.UNCLEAR, s)] == []
-    assert 100 * sum(word in read_aloud.RELATIVE for word in words) / len(words) <= 1.2
+    assert 100 * sum(word in read_aloud.RELATIVE for word in words) / len(words) <= 1.4
 
 
 # Links.
