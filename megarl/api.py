@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from megarl.config.override_text import as_yaml, override_text
+from megarl.files import shipped
 from megarl.files.private_folder import PrivateFolder
 from megarl.platform.commands import follow_command
 from megarl.terminal import printable
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 RecipeSource = str | Path | Mapping[str, Any]
-"""YAML file of a recipe, or its sections as a mapping."""
+"""YAML file of a recipe, a name that `megarl recipes` lists, or the recipe's sections as a mapping."""
 _SHOWN_LINES = 20
 """Lines of output in an error without a message of its own, such as that of a killed process."""
 Overrides = Mapping[str, Any]
@@ -167,7 +168,7 @@ def load_run(path: str | Path) -> Run:
 def _recipe_file(recipe: RecipeSource) -> Iterator[str]:
     """Context with the path of a recipe's file; that of a mapping exists within the context only."""
     if not isinstance(recipe, Mapping):
-        yield str(recipe)
+        yield shipped.recipe_file(str(recipe))
         return
     with PrivateFolder() as folder:
         file = folder / "recipe.yaml"

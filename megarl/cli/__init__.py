@@ -18,7 +18,7 @@ import typer
 
 from megarl import faults
 from megarl.cli import convert, data, kubernetes, sandbox, slurm
-from megarl.cli.arguments import CommandGroup, Overrides, RecipeCommand, RecipePath
+from megarl.cli.arguments import CommandGroup, Overrides, RecipeCommand, RecipePath, recipe_file
 from megarl.cli.checking import checked, checking, with_notices_shown
 from megarl.cli.export import export
 from megarl.cli.fields import schema, show_config
@@ -271,8 +271,13 @@ def _has_work(recipe: Recipe, resume: str | None) -> bool:
 def evaluate(
     model: Annotated[Path, typer.Argument(metavar="MODEL_OR_RUN", help="Folder of a Hugging Face model, or of a run.")],
     recipe: Annotated[
-        Path,
-        typer.Argument(metavar="RECIPE", help="YAML file of a recipe with data.validation, or the folder of a run."),
+        str,
+        typer.Argument(
+            metavar="RECIPE",
+            help="YAML file of a recipe with data.validation, a name that `megarl recipes` lists, or the folder of a "
+            "run.",
+            callback=recipe_file,
+        ),
     ],
     overrides: Overrides = None,
     n: Annotated[
@@ -309,7 +314,7 @@ def evaluate(
     from megarl.console import print_evaluation
     from megarl.loops.evaluation import prepare, run
 
-    prepared = prepare(model, recipe, overrides or (), options=chosen, sets=of_set or (), out=out, is_best=best)
+    prepared = prepare(model, Path(recipe), overrides or (), options=chosen, sets=of_set or (), out=out, is_best=best)
     with_notices_shown(prepared.recipe)
     print_evaluation(asyncio.run(run(prepared)), prepared.folder)
 
@@ -435,7 +440,9 @@ def doctor(
         str | None,
         typer.Argument(
             metavar="[RECIPE]",
-            help="YAML file of a recipe: also examine all nodes of its launcher, and the network between them.",
+            help="YAML file of a recipe, or a name that `megarl recipes` lists: also examine all nodes of its "
+            "launcher, and the network between them.",
+            callback=recipe_file,
         ),
     ] = None,
     overrides: Overrides = None,

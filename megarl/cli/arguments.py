@@ -20,7 +20,22 @@ def _complete_override(ctx: typer.Context, incomplete: str) -> list[tuple[str, s
     return override_candidates(list(ctx.params.get("overrides") or ()), incomplete)
 
 
-RecipePath = Annotated[str, typer.Argument(metavar="RECIPE", help="YAML file of the recipe.", show_default=False)]
+def recipe_file(given: str | None) -> str | None:
+    """Return the recipe file for a command-line value: a path, or the name of a delivered recipe. Typer's callback."""
+    from megarl.files import shipped
+
+    return None if given is None else shipped.recipe_file(given)
+
+
+RecipePath = Annotated[
+    str,
+    typer.Argument(
+        metavar="RECIPE",
+        help="YAML file of the recipe, or a name that `megarl recipes` lists.",
+        show_default=False,
+        callback=recipe_file,
+    ),
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from megarl.cli.arguments import command_group
+from megarl.cli.arguments import command_group, recipe_file
 from megarl.console import print_survey
 from megarl.types import ConfigError, DataError
 
@@ -31,11 +31,13 @@ def check_data(
         ),
     ] = None,
     recipe: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
-            help="YAML file of a recipe. Its model, field names and system prompt apply; SOURCE is read as "
-            "its training data.",
+            metavar="RECIPE",
+            help="YAML file of a recipe, or a name that `megarl recipes` lists. Its model, field names and system "
+            "prompt apply; SOURCE is read as its training data.",
             show_default=False,
+            callback=recipe_file,
         ),
     ] = None,
     model: Annotated[
@@ -147,7 +149,7 @@ def _names(data_format: str | None, fields: str | None, answer_field: str | None
     return FieldNames(made.format, by_role, made.answer_field, remedy="--fields '{}'")
 
 
-def _check_of_recipe(path: Path, source: str | None, heldout: list[str], others: list[str]) -> None:
+def _check_of_recipe(path: str, source: str | None, heldout: list[str], others: list[str]) -> None:
     """Check the data sets of a recipe, and exit with an error if one of them has errors.
 
     With `source`, check only this source, read like the recipe's training data, and compare its prompts with those of

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.config.explaining import error_page, key_hint, leaves_of
 from megarl.config.schema import default_removes, field_at, recipe_field, section_at
+from megarl.files import shipped
+from megarl.files.nearest import nearest
 from megarl.types import ConfigError
 
 if TYPE_CHECKING:
@@ -62,7 +64,11 @@ def _tree_of_file(path: Path) -> tuple[Any, list[str]]:
             raise ConfigError(error_page(path, problems))
         tree = OmegaConf.load(io.StringIO(text))
     except FileNotFoundError:
-        raise ConfigError(f"{path}: recipe not found. Give the path of a YAML file.") from None
+        near = nearest(path.stem, shipped.recipes()) if path.name == str(path) else None
+        hint = f"; did you mean {near}?" if near else "."
+        raise ConfigError(
+            f"{path}: recipe not found. Give the path of a YAML file, or a name that `megarl recipes` lists{hint}"
+        ) from None
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise ConfigError(f"{path}:{line}: not valid YAML: {error.problem}. Fix this line.") from None

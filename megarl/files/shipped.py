@@ -33,6 +33,15 @@ def schema() -> Path:
     return home() / "launch/recipes" / SCHEMA
 
 
+def recipe_file(given: str) -> str:
+    """Return the file of a delivered recipe if `given` is its name, with or without `.yaml`. Otherwise return `given`.
+
+    An existing file or folder of that name comes first.
+    """
+    delivered = recipes().get(given.removesuffix(".yaml"))
+    return given if delivered is None or Path(given).exists() else str(delivered)
+
+
 def recipes() -> dict[str, Path]:
     """Return the delivered recipes by name, without `.yaml`, in alphabetical order."""
     return {path.stem: path for path in sorted((home() / "launch/recipes").glob("*.yaml"))}
