@@ -12,6 +12,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,8 @@ from megarl.files.private_folder import PrivateFolder
 from megarl.platform.imports import uncollected
 from megarl.processes.fork_server import ForkServer, end_fork_servers
 from tests.forked_command import MEGARL
-from tests.leftovers import Watch
+from tests.hidden_slurm import path_without_slurm
+from tests.leftovers import WITHOUT_SLURM, Watch
 from tests.shared_fork_servers import shared_fork_servers
 
 if TYPE_CHECKING:
@@ -100,6 +102,21 @@ def _leave_out_own_jobs(config: pytest.Config, items: list[pytest.Item]) -> None
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Hide Slurm's programs from a test without the mark `slurm`, and from the fixtures that are set up for it."""
+    if item.get_closest_marker("slurm"):
+        return (yield)
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("PATH", _path_without_slurm(item.config.stash[WATCH].folder / WITHOUT_SLURM))
+        return (yield)
+
+
+@cache
+def _path_without_slurm(folder: Path) -> str:
+    return path_without_slurm(os.environ["PATH"], folder)
 
 
 def pytest_keyboard_interrupt() -> None:

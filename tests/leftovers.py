@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 
 MARK = "MEGARL_TEST_RUN"
 """Names the runs of pytest that a process belongs to, each followed by a comma; a test may start pytest itself."""
+WITHOUT_SLURM = "without_slurm"
+"""Folder of links to programs (`hidden_slurm`), in the run's temporary folder as long as the run."""
 _ENDING_SECONDS = 20.0
 _POLL_SECONDS = 8.0
 _OF_LIBRARIES = re.compile(r"torchinductor_.*|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|tmp\w+wandb-\w+")
@@ -97,9 +99,13 @@ def mapped_memory(processes: list[Process]) -> set[str]:
 def _left(mark: str, folder: Path, memory: set[str]) -> list[str]:
     """Return what a run has on this machine, one line each."""
     processes = [f"process {pid}: {command[:200]}" for pid, command in marked_processes(mark)]
-    made = (path for path in sorted(folder.glob("*")) if not (_OF_LIBRARIES.fullmatch(path.name) or _is_trial(path)))
+    made = (path for path in sorted(folder.glob("*")) if not (path.name == WITHOUT_SLURM or _is_of_libraries(path)))
     files = [str(path) for path in (*made, *(Path("/dev/shm") / n for n in sorted(memory)))]
     return processes + [path for path in files if Path(path).exists()]
+
+
+def _is_of_libraries(path: Path) -> bool:
+    return _OF_LIBRARIES.fullmatch(path.name) is not None or _is_trial(path)
 
 
 def _is_trial(path: Path) -> bool:

@@ -70,10 +70,15 @@ def machines(recipe: Recipe, *, is_start: bool = True) -> Iterator[str]:
     if cluster.launcher == "slurm" and is_start:
         # Slurm sets these variables inside a job only; a dry run on a login node finds none.
         nodes, tasks = os.environ.get("SLURM_JOB_NUM_NODES"), os.environ.get("SLURM_NTASKS_PER_NODE")
-        if nodes is None or shutil.which("srun") is None:
+        if nodes is None:
             yield (
                 "cluster.launcher = slurm: this is no Slurm job; submit one with megarl slurm submit, or set "
                 "cluster.launcher=local"
+            )
+        elif shutil.which("srun") is None:
+            yield (
+                "cluster.launcher = slurm: this job has no program srun on its PATH; add Slurm's folder of programs to "
+                "PATH, or set cluster.launcher=local"
             )
         elif cluster.groups.engines is not None:
             yield from _components(cluster)

@@ -43,9 +43,11 @@ class Cluster:
         self.folder, self.num_nodes, self.patience = folder, num_nodes, 300.0
         self._is_changed = False
         state = folder / "state"
+        path = f"{os.environ['PATH']}:/usr/sbin"
+        assert shutil.which("sbatch", path=path), "no Slurm is seen here: mark the test as test_slurm.needs_slurm does"
         self.environment = {
             **os.environ,
-            "PATH": f"{os.environ['PATH']}:/usr/sbin",
+            "PATH": path,
             "MEGARL_SLURM_DIR": str(state),
             "MEGARL_SLURM_PORT": str(free_ports(num_nodes + 1)),
             "SLURM_CONF": str(state / "slurm.conf"),

@@ -381,6 +381,7 @@ def test_jobs_are_accepted_before_they_wait(cluster: Cluster, launcher: str) -> 
     assert "sbatch refuses the job" in refused
 
 
+@needs_slurm
 def test_a_job_avoids_the_nodes_that_it_found_faulty(cluster: Cluster) -> None:
     """Two starts end with 76 and name their node; each further one is on a node not named so far."""
     (cluster.folder / "faulty.sbatch").write_text(
@@ -464,6 +465,9 @@ def test_outside_a_job_the_launcher_says_so(tmp_path: Path, monkeypatch: pytest.
         monkeypatch.delenv(name, raising=False)
     assert "this is no Slurm job" in next(iter(machines(recipe)))
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "3")
+    assert "cluster.launcher = slurm: this job has no program srun on its PATH" in next(iter(machines(recipe)))
+    (tmp_path / "srun").touch(mode=0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     assert "cluster.nodes = 2: the job has 3 nodes, not 2; set cluster.nodes=3" in next(iter(machines(recipe)))
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
     monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "8")

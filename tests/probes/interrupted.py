@@ -37,7 +37,9 @@ def ray_cluster() -> None:
         Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
 
 
-@pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, *([pytest.mark.slurm] if "HOLD_SLURM" in os.environ else [])]
+
+
 def test_holds(slurm: None, ray_cluster: None) -> None:
     subprocess.Popen([sys.executable, "-S", "-c", DAEMON])
     with RankPool(1, imports=["megarl.testing"]) as pool:
