@@ -2,8 +2,9 @@
 
     import megarl
 
-    run = megarl.train("recipe.yaml", {"train.steps": 3, "reward.functions": [my_reward]})
-    print(run.metrics().select(["step", "reward/mean"]))
+    if __name__ == "__main__":
+        run = megarl.train("recipe.yaml", {"train.steps": 3, "reward.functions": [my_reward]})
+        print(run.metrics().select(["step", "reward/mean"]))
 
 Each call that trains or samples runs the command of its name in a process of its own. A notebook, or a program with
 its own event loop and signals, is therefore not disturbed.
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from megarl.config.override_text import as_yaml, override_text
 from megarl.files import shipped
+from megarl.files.import_path import source_being_imported
 from megarl.files.private_folder import PrivateFolder
 from megarl.platform.commands import follow_command
 from megarl.terminal import printable
@@ -166,7 +168,15 @@ def load_run(path: str | Path) -> Run:
 
 @contextmanager
 def _recipe_file(recipe: RecipeSource) -> Iterator[str]:
-    """Context with the path of a recipe's file; that of a mapping exists within the context only."""
+    """Context with the path of a recipe's file; that of a mapping exists within the context only.
+
+    Raises ConfigError while megarl imports a file for a function in it: that file would start commands without end.
+    """
+    if source := source_being_imported():
+        raise ConfigError(
+            f"{source} calls megarl while megarl imports it for a function of a recipe; put the call below "
+            '`if __name__ == "__main__":`'
+        )
     if not isinstance(recipe, Mapping):
         yield shipped.recipe_file(str(recipe))
         return
@@ -200,7 +210,9 @@ def _import_path(given: Callable[..., Any]) -> str:
         file = None
     if file is None or not file.endswith(".py") or not Path(file).is_file() or not name.isidentifier():
         raise ConfigError(
-            f"the function {name}: other processes cannot import it; define it at the top level of a Python file"
+            f"the function {name}: other processes cannot import it; define it at the top level of a Python file. "
+            "In a notebook, write its cell to a file: begin the cell with `%%writefile my_functions.py`, then run "
+            "`from my_functions import NAME` in the next one"
         )
     module = inspect.getmodule(given)
     # A module of a package may have relative imports, so it cannot be imported from its file alone.

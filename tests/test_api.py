@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 
 import megarl
 from megarl.api import _column, _error_of
+from megarl.files.import_path import import_object, source_being_imported
 from megarl.platform.commands import follow_command
 from megarl.types import ConfigError, MegarlError, StoppedError
 
@@ -83,6 +86,28 @@ def test_other_folders_and_functions_are_refused(tmp_path: Path) -> None:
         megarl.train("recipe.yaml", {"reward.functions": [lambda completion_text: 1.0]})
     with pytest.raises(AttributeError):
         megarl.nothing  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_a_script_without_a_main_guard_is_named(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import megarl\ndef reward(completion_text):\n    return 1.0\nmegarl.train('recipe.yaml')\n")
+    with pytest.raises(ConfigError, match=r'script\.py calls megarl .* `if __name__ == "__main__":`'):
+        import_object(f"{script}:reward", "reward.functions")
+    assert source_being_imported() is None
+
+
+def test_the_package_shows_what_it_offers() -> None:
+    assert {"train", "plan", "evaluate", "load_run", "Run", "ConfigError", "__version__"} <= set(dir(megarl))
+    assert megarl.ConfigError is ConfigError and megarl.__version__ == version("megarl")
+
+
+def test_a_type_checker_resolves_an_editable_install() -> None:
+    """pyright reads `.pth` files but runs no import hooks, so the repository's folder must stand in one as text."""
+    path_files = list(Path(sysconfig.get_path("purelib")).glob("__editable__*megarl*.pth"))
+    if not path_files:
+        pytest.skip("megarl is not installed from its repository in editable mode")
+    [path_file] = path_files
+    assert Path(path_file.read_text().strip()).resolve() == ROOT
 
 
 def test_exit_codes_become_errors() -> None:

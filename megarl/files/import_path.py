@@ -19,6 +19,7 @@ from megarl.files.nearest import nearest
 from megarl.types import ConfigError
 
 Kind = Literal["function", "class"]
+_sources_being_imported: list[str] = []
 
 
 def is_import_path(name: str, *, takes_files: bool = True) -> bool:
@@ -74,11 +75,14 @@ def import_object(path: str, field: str, kind: Kind = "function") -> Callable[..
     object. The error begins with `field`, the recipe field with the path.
     """
     source, _, attribute = path.rpartition(":")
+    _sources_being_imported.append(source)
     try:
         module = _module_of_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
     except Exception as error:  # The module is the user's own code: it may raise anything.
         cause = f"{type(error).__name__}: {error}"
         raise ConfigError(f"{field}: {path!r}: cannot import {source}: {cause}") from error
+    finally:
+        _sources_being_imported.pop()
     found = getattr(module, attribute, None)
     if callable(found):
         return found
@@ -90,6 +94,11 @@ def import_object(path: str, field: str, kind: Kind = "function") -> Callable[..
     else:
         fault = f"module {source} has no {kind} {attribute!r}"
     raise ConfigError(f"{field}: {path!r}: {fault}{hint}")
+
+
+def source_being_imported() -> str | None:
+    """Return the user's file or module whose code `import_object` runs at this moment. None: there is none."""
+    return _sources_being_imported[-1] if _sources_being_imported else None
 
 
 def _module_of_file(path: Path) -> ModuleType:
