@@ -169,54 +169,64 @@ def _run_text(run: RecordedRun) -> str:
 
 
 def _accuracies(evaluation: RecordedEvaluation, first: RecordedEvaluation | None) -> Iterator[str]:
-    """Yield one line per validation set: accuracy, and difference from the first evaluation, with 95 % intervals."""
+    """Yield one line per validation set with 95 % intervals: accuracy, or mean reward if answers have no verdict, and
+    its difference from the first evaluation.
+    """
     from megarl.report.evaluations import differences
 
     compared = {} if first is None else {of_set.name: of_set for of_set in differences(first, evaluation)}
     for name, measures in evaluation.measures.items():
-        line = f"{evaluation.name}: {name} accuracy {_percent(measures['accuracy'])}" if "accuracy" in measures else ""
+        measure = "accuracy" if "accuracy" in measures else "reward/mean"
+        line = f"{evaluation.name}: {name} "
+        line += f"{measure} {measure_text(measure, measures[measure])}" if measure in measures else "not measured"
         if (of_set := compared.get(name)) is not None and of_set.difference is not None:
+            points = " points" if of_set.measure == "accuracy" else f" {of_set.measure}"
             line += (
-                f"; {_percent(of_set.difference, signed=True)} points on {of_set.problems} problems of both, "
-                f"{of_set.gained} gained, {of_set.lost} lost"
+                f"; {measure_text(of_set.measure, of_set.difference, signed=True)}{points} on {of_set.problems} "
+                f"problems of both, {of_set.gained} gained, {of_set.lost} lost"
             )
         if of_set is not None and of_set.left_out:
             line += f"; {of_set.left_out} problems are not in both and left out"
         yield line
 
 
-def _percent(measure: Measure, *, signed: bool = False) -> str:
-    """Format an accuracy in per cent with its 95 % confidence interval."""
+def measure_text(name: str, measure: Measure, *, signed: bool = False) -> str:
+    """Return a measure with its 95 % interval: a share in per cent, a reward (`reward/...`) as it is."""
     sign = "+" if signed else ""
-    value, low, high = (f"{100 * number:{sign}.1f}" for number in (measure.value, measure.low, measure.high))
+    if name.startswith("reward/"):
+        value, low, high = (f"{number:{sign}.4g}" for number in (measure.value, measure.low, measure.high))
+    else:
+        value, low, high = (f"{100 * number:{sign}.1f}" for number in (measure.value, measure.low, measure.high))
     return f"{value} ({low} to {high})"
 
 
-def print_evaluation(found: Sequence[EvaluatedSet], folder: Path) -> None:
-    """Print accuracy and other measures of each validation set and data source, with 95 % intervals."""
+def print_evaluation(evaluated_sets: Sequence[EvaluatedSet], folder: Path) -> None:
+    """Print accuracy, rewards and other measures of each validation set and data source, with 95 % intervals."""
     from rich.table import Table
 
     from megarl.terminal import Console
 
-    table = Table()
-    for heading in ("set", "problems", "measure", "%", "95 % interval", ""):
-        table.add_column(heading, justify="right" if heading in ("problems", "%", "95 % interval") else "left")
+    table = Table(caption="95 % intervals; shares in per cent, rewards as they are", caption_justify="left")
+    # A long name of a set takes several lines, so that no measure is cut: two could begin with the same letters.
+    table.add_column("set", overflow="fold")
+    table.add_column("problems", no_wrap=True)
+    table.add_column("measure", no_wrap=True)
+    table.add_column("value (interval)", no_wrap=True, justify="right")
 
-    def add(name: str, count: str, measures: Mapping[str, Measure]) -> None:
-        for number, (measure, of) in enumerate(measures.items()):
-            bounds = f"{100 * of.low:.1f} to {100 * of.high:.1f}"
-            first = [name, count] if number == 0 else ["", ""]
-            table.add_row(*first, measure, f"{100 * of.value:.1f}", bounds, of.interval)
+    def add_rows(name: str, count: str, measures: Mapping[str, Measure]) -> None:
+        texts = {} if "accuracy" in measures else {"accuracy": "not judged"}
+        texts |= {measure: measure_text(measure, value) for measure, value in measures.items()}
+        for number, (measure, text) in enumerate(texts.items()):
+            first_cells = [name, count] if number == 0 else ["", ""]
+            table.add_row(*first_cells, measure, text)
 
-    for done in found:
+    for evaluated in evaluated_sets:
         # Trajectories are attempts, so problems are trajectories / n.
-        n = done.samples_per_prompt
-        count = f"{len(done.trajectories) // n} x {n}, T {done.temperature:g}"
-        add(done.name, count, done.measures)
-        if not done.measures:
-            table.add_row(done.name, count, "not judged", "", "", "")
-        for name, measures in done.by_data_source.items():
-            add(f"  {name}", "", measures)
+        n = evaluated.samples_per_prompt
+        count = f"{len(evaluated.trajectories) // n} x {n}, T {evaluated.temperature:g}"
+        add_rows(evaluated.name, count, evaluated.measures)
+        for name, measures in evaluated.by_data_source.items():
+            add_rows(f"  {name}", "", measures)
     console = Console(soft_wrap=True, highlight=False, markup=False)
     console.print(table)
     console.print(f"wrote {folder}: answers.jsonl, metrics.json")

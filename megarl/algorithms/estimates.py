@@ -133,6 +133,18 @@ def mean_with_interval(values: Sequence[float]) -> Measure:
     return Measure(mean, *_bootstrap(array), "bootstrap")
 
 
+def mean_score(values: Sequence[float]) -> Measure:
+    """Return the mean of one score or difference of scores per problem, any finite numbers, with a 95 % interval.
+
+    The interval is the percentile bootstrap of `mean_with_interval`; if all values are equal, it has no width. Raises
+    ValueError without problems.
+    """
+    if not len(values):
+        raise ValueError("the mean over problems cannot be computed: there are no problems")
+    array = np.asarray(values, np.float64)
+    return Measure(float(array.mean()), *_bootstrap(array), "bootstrap")
+
+
 def paired_difference(differences: Sequence[float]) -> Measure:
     """Return the mean of one difference per problem, each between -1 and 1, with a 95 % interval.
 

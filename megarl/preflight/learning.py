@@ -111,12 +111,15 @@ def _measure_fault(recipe: Recipe, measure: str) -> str | None:
     # Confidence bounds (low, high) exist wherever the measure itself does.
     measure = re.sub(r"/(low|high)$", "", measure)
     is_judged = judges_answers(recipe) != "none"
+    if measure == "reward/mean":
+        return None
     if measure == "accuracy":
         return None if is_judged else f"there is no accuracy: no reward function judges the answer; {REMEDY}"
     match = re.fullmatch(r"(pass|majority)_at_(\d+)", measure)
     if not match:
         return (
-            "is not measured; measured are accuracy, format_valid, completion_tokens/mean, pass_at_K and majority_at_K"
+            "is not measured; measured are reward/mean, accuracy, format_valid, completion_tokens/mean, pass_at_K and "
+            "majority_at_K"
         )
     if int(match[2]) not in recipe.evaluation.ks:
         return f"is not estimated; put {match[2]} into evaluation.k"

@@ -40,6 +40,7 @@ class Chart(NamedTuple):
 CHARTS = (
     Chart("Reward", "mean of a step's samples; the band is one standard deviation", ("reward/mean",), "reward/std"),
     Chart("Held-out accuracy", "share of right answers", (r"val/[^/]+/accuracy", r"preference/accuracy")),
+    Chart("Held-out reward", "mean over problems", (r"val/[^/]+/reward/mean",)),
     Chart("Held-out loss", "nats per token of the answer", (r"val/[^/]+/loss",)),
     Chart("Accuracy in training", "share of right answers among a step's samples", ("reward/accuracy",)),
     Chart("Length", "tokens of a completion, mean", (_LENGTH,), upper="rollout/completion_tokens/max"),

@@ -37,7 +37,7 @@ def evaluation_content(evaluations: Sequence[RecordedEvaluation], labels: Sequen
 
 
 def _evaluation(evaluation: RecordedEvaluation, label: str) -> dict[str, Any]:
-    """Return an evaluation's labels, notes and measures (accuracy, pass@k) for the page."""
+    """Return an evaluation's labels, notes and measures (accuracy, pass@k, rewards) for the page."""
     return {
         "label": shortened_text(label, 120),
         "path": shortened_text(str(evaluation.path.resolve()), 400),
@@ -58,6 +58,7 @@ def _set_difference(of_set: SetDifference) -> dict[str, Any]:
     """Return the comparison of two evaluations on one validation set, as JSON values."""
     return {
         "set": shortened_text(of_set.name, 120),
+        "measure": of_set.measure,
         "problems": of_set.problems,
         "left_out": of_set.left_out,
         "gained": of_set.gained,

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import Any, Literal
 
-from megarl.algorithms.estimates import Measure, mean_with_interval, paired_difference
+from megarl.algorithms.estimates import Measure, mean_score, mean_with_interval, paired_difference
 from megarl.files.atomic import storage_faults_named
 from megarl.files.strict_json import MEDIUM
 from megarl.report.recorded import flat, json_lines, mapping_or_empty, object_or_empty
@@ -21,12 +22,16 @@ ANSWERS = "answers.jsonl"
 
 @dataclass(slots=True)
 class Answered:
-    """All attempts at one problem: whether each is right, and a hash of the problem's prompt and gold answer."""
+    """All attempts at one problem: whether each is right, its reward, and a hash of the problem's prompt and gold
+    answer.
+    """
 
     identity: bytes
     is_right: list[bool] = field(default_factory=list)
     is_judged: bool = True
     """False if it is unknown whether some attempt is right. Then accuracy is unknown too, not zero."""
+    rewards: list[float] = field(default_factory=list)
+    """Rewards of the scored attempts."""
 
     @property
     def accuracy(self) -> float:
@@ -49,24 +54,26 @@ class RecordedEvaluation:
     """Fields of the evaluation's recipe, keyed by dotted name."""
     sets: Mapping[str, Mapping[Key, Answered]]
     measures: Mapping[str, Mapping[str, Measure]]
-    """Measures in metrics.json (accuracy, pass_at_K, majority_at_K) by validation set. Without the file: accuracy
-    only."""
+    """Measures in metrics.json (accuracy, pass_at_K, majority_at_K, reward/mean, reward/FUNCTION/mean) by validation
+    set. Without the file: accuracy and reward/mean only."""
     notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class SetDifference:
-    """Comparison of a validation set in two evaluations: mean difference of accuracy (later minus earlier) over common
-    problems."""
+    """Comparison of a validation set in two evaluations: mean difference (later minus earlier) over common problems."""
 
     name: str
+    measure: Literal["accuracy", "reward/mean"]
+    """The reward is compared if it is unknown of some attempt whether it is right."""
     problems: int
     left_out: int
     """Number of problems that are in only one evaluation, or whose prompt or gold answer changed."""
     gained: int
     lost: int
+    """Number of problems whose measure rose or fell."""
     difference: Measure | None
-    """Difference of accuracy. None: no problem is in both, or it is unknown whether some attempt is right."""
+    """None: no problem was measured in both."""
 
 
 def is_evaluation(path: Path) -> bool:
@@ -86,14 +93,14 @@ def read_evaluation(path: Path) -> RecordedEvaluation:
             answered = sets.setdefault(str(record.get("set")), {}).setdefault(key, Answered(identity))
             answered.is_right.append(record.get("answer_correct") is True)
             answered.is_judged &= record.get("answer_correct") is not None
+            if isinstance(reward := record.get("reward"), int | float):
+                answered.rewards.append(float(reward))
     if not sets:
         raise ConfigError(
             f"{path / ANSWERS}: the evaluation has no answers, because it ended before its first validation set was "
             "complete; run `megarl eval` again"
         )
-    measures = {
-        name: {"accuracy": accuracy_of(problems)} if is_judged(problems) else {} for name, problems in sets.items()
-    }
+    measures = {name: _measures_of(problems) for name, problems in sets.items()}
     summary = object_or_empty(path / "metrics.json", MEDIUM)
     # metrics.json is written last, so an interrupted evaluation lacks it.
     if not summary:
@@ -117,6 +124,13 @@ def read_evaluation(path: Path) -> RecordedEvaluation:
 def accuracy_of(problems: Mapping[Key, Answered]) -> Measure:
     """Return the mean accuracy over problems, with its 95 % interval."""
     return mean_with_interval([answered.accuracy for answered in problems.values()])
+
+
+def _measures_of(problems: Mapping[Key, Answered]) -> dict[str, Measure]:
+    """Return the accuracy, if all attempts are judged, and the mean reward, if some attempt was scored."""
+    measures = {"accuracy": accuracy_of(problems)} if is_judged(problems) else {}
+    rewards = [fmean(answered.rewards) for answered in problems.values() if answered.rewards]
+    return measures | ({"reward/mean": mean_score(rewards)} if rewards else {})
 
 
 def is_judged(problems: Mapping[Key, Answered]) -> bool:
@@ -147,15 +161,22 @@ def _difference(name: str, before: Mapping[Key, Answered], after: Mapping[Key, A
     """Return the comparison of a validation set over the problems in both evaluations."""
     # A paired comparison removes the variance between problems, so its interval is narrower.
     shared = [key for key in before if key in after and before[key].identity == after[key].identity]
-    has_verdicts = is_judged(before) and is_judged(after)
-    changes = [after[key].accuracy - before[key].accuracy for key in shared] if has_verdicts else []
+    if is_judged(before) and is_judged(after):
+        measure = "accuracy"
+        changes = [after[key].accuracy - before[key].accuracy for key in shared]
+    else:
+        measure = "reward/mean"
+        scored = [key for key in shared if before[key].rewards and after[key].rewards]
+        changes = [fmean(after[key].rewards) - fmean(before[key].rewards) for key in scored]
+    mean_change = paired_difference if measure == "accuracy" else mean_score
     return SetDifference(
         name,
+        measure,
         problems=len(shared),
         left_out=len(before.keys() | after.keys()) - len(shared),
         gained=sum(change > 0 for change in changes),
         lost=sum(change < 0 for change in changes),
-        difference=paired_difference(changes) if changes else None,
+        difference=mean_change(changes) if changes else None,
     )
 
 

@@ -25,6 +25,9 @@ from megarl.report.evaluations import is_evaluation, read_evaluation
 from megarl.report.recorded import RecordedRun, read_run
 from megarl.types import DataError, MegarlError
 
+# A data source belongs to the set's name, a reward function to the measure's: val/SET/data_source/NAME/reward/mean.
+_MEASURE = re.compile(r"val/(.+?)/((?:reward/(?:[^/]+/)?)?[^/]+)")
+
 if TYPE_CHECKING:
     from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
@@ -91,8 +94,8 @@ def _results_of_step(run: RecordedRun, step: int) -> Iterator[Result]:
     for name, value in found.items():
         if not math.isfinite(value):
             continue
-        if name.startswith("val/") and f"{name}/low" in found:
-            set_name, _, measure = name.removeprefix("val/").rpartition("/")
+        if f"{name}/low" in found and (match := _MEASURE.fullmatch(name)):
+            set_name, measure = match.groups()
             interval = found[f"{name}/low"], found[f"{name}/high"]
             yield Result(set_name, measure, value, interval, before.get(name))
         elif name.startswith("val/") and name.endswith("/loss"):

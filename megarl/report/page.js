@@ -295,8 +295,12 @@ addEventListener("error", (event) => { document.documentElement.dataset.error = 
     return h("span", { class: "state " + run.state.split(" ")[0] }, run.state);
   }
   function overview() {
-    const accuracies = [...new Set(RUNS.flatMap((run) => Object.keys(run.series.of)))]
-      .filter((name) => /^val\/.+\/accuracy$/.test(name)).sort();
+    const logged = [...new Set(RUNS.flatMap((run) => Object.keys(run.series.of)))].sort();
+    const accuracies = logged.filter((name) => /^val\/[^/]+\/accuracy$/.test(name))
+      .map((name) => [name, "accuracy, " + name.slice(4, -"/accuracy".length)]);
+    const rewards = logged.filter((name) => /^val\/[^/]+\/reward\/mean$/.test(name))
+      .map((name) => [name, "held-out reward, " + name.slice(4, -"/reward/mean".length)]);
+    const heldout = [...accuracies, ...rewards];
     const of = (name) => (run) => arrow(column(run, name));
     const rows = [
       ["state", state],
@@ -306,7 +310,7 @@ addEventListener("error", (event) => { document.documentElement.dataset.error = 
       ["model", (run) => run.model || null],
       ["fork of", (run) => run.parent || null],
       ["reward", of("reward/mean")],
-      ...accuracies.map((name) => ["accuracy, " + name.slice(4, -9), of(name)]),
+      ...heldout.map(([name, label]) => [label, of(name)]),
       ["completion tokens", of("rollout/completion_tokens/mean")],
       ["loss", of("train/loss")],
       ["largest log-prob gap", (run) => {
@@ -329,7 +333,7 @@ addEventListener("error", (event) => { document.documentElement.dataset.error = 
       RUNS.length > 1 && h("thead", {}, h("tr", {}, h("th"), RUNS.map((run, index) => h("th", {}, chip(index), run.label)))),
       h("tbody", {}, body.map(([name, cells]) =>
         h("tr", {}, h("th", { scope: "row" }, name), cells.map((cell) => h("td", {}, cell === null ? "–" : cell))))));
-    const told = [["reward/mean", "reward"], ...accuracies.map((name) => [name, "accuracy, " + name.slice(4, -9)]), ["train/loss", "loss"]]
+    const told = [["reward/mean", "reward"], ...heldout, ["train/loss", "loss"]]
       .filter(([name]) => SEEDS.some((group) => group.series.final[name]));
     const overSeeds = SEEDS.length > 0 && told.length > 0 && h("div", { class: "card scroll" }, h("table", {},
       h("thead", {}, h("tr", {}, h("th", {}, "last value, mean ± deviation over seeds"), SEEDS.map((group) => h("th", {}, chip(group.runs[0]), group.label)))),
@@ -778,6 +782,8 @@ addEventListener("error", (event) => { document.documentElement.dataset.error = 
   // Evaluations
 
   const percent = (value) => (100 * value).toFixed(1);
+  const signed = (value) => (value >= 0 ? "+" : "−") + fmt(Math.abs(value));
+  const isScore = (measure) => measure.startsWith("reward/");
   const points = (value) => (value >= 0 ? "+" : "−") + Math.abs(100 * value).toFixed(1);
   const interval = (measure, text) => h("span", {}, h("b", {}, text(measure.value)),
     h("span", { class: "soft" }, ` ${text(measure.low)} to ${text(measure.high)}`));
@@ -790,14 +796,14 @@ addEventListener("error", (event) => { document.documentElement.dataset.error = 
       return measures.map((measure, place) => h("tr", {}, h("th", { scope: "row" }, place === 0 ? name : ""), h("td", { class: "name" }, measure),
         all.map((one) => {
           const of = find(one, name);
-          return h("td", {}, of && of.measures[measure] ? interval(of.measures[measure], percent) : "–",
+          return h("td", {}, of && of.measures[measure] ? interval(of.measures[measure], isScore(measure) ? fmt : percent) : "–",
             of && place === 0 && h("span", { class: "soft" }, `, ${fmt(of.problems)} problems`));
         })));
     });
     const table = h("table", {}, h("thead", {}, h("tr", {}, h("th", {}, "set"), h("th", {}, "measure"),
       all.map((one, index) => h("th", {}, chip(index), one.label)))),
     h("tbody", {}, h("tr", {}, h("th", { scope: "row" }, "model"), h("td"), all.map((one) => h("td", { class: "mono" }, one.model || "–"))), rows));
-    return section("accuracies", "Accuracies", "Per cent, with the 95 % interval: about other problems of the same kind.",
+    return section("accuracies", "Accuracies", "Per cent, rewards as they are, with the 95 % interval: about other problems of the same kind.",
       h("div", { class: "card scroll" }, table), all.flatMap((one) => one.notes).map((note) => h("p", { class: "note" }, note)));
   }
   function differencePart() {
@@ -806,14 +812,16 @@ addEventListener("error", (event) => { document.documentElement.dataset.error = 
       const head = h("h3", {}, chip(other), DATA.evaluations[other].label, h("span", { class: "soft" }, " minus "), chip(0), DATA.evaluations[0].label);
       if (!sets.length) return h("div", { class: "card" }, head, empty("They have no validation set of the same name."));
       const rows = sets.map((of) => h("tr", {}, h("th", { scope: "row" }, of.set), h("td", { class: "num" }, fmt(of.problems)),
-        h("td", {}, of.difference ? interval(of.difference, points) : "–"), h("td", { class: "num" }, fmt(of.gained)), h("td", { class: "num" }, fmt(of.lost)),
+        h("td", { class: "name" }, of.measure),
+        h("td", {}, of.difference ? interval(of.difference, isScore(of.measure) ? signed : points) : "–"), h("td", { class: "num" }, fmt(of.gained)), h("td", { class: "num" }, fmt(of.lost)),
         h("td", {}, !of.difference ? "" : of.difference.low > 0 ? h("span", { class: "good" }, "better") : of.difference.high < 0 ? h("span", { class: "bad" }, "worse") : "not told apart"),
         h("td", { class: "num" }, of.left_out ? fmt(of.left_out) : "–")));
       return h("div", { class: "card scroll" }, head, h("table", {}, h("thead", {}, h("tr", {},
-        [["set"], ["problems of both", 1], ["difference, points"], ["gained", 1], ["lost", 1], ["at 95 %"], ["not in both", 1]].map(([name, isNum]) => h("th", { class: isNum ? "num" : null }, name)))),
+        [["set"], ["problems of both", 1], ["measure"], ["difference"], ["gained", 1], ["lost", 1], ["at 95 %"], ["not in both", 1]].map(([name, isNum]) => h("th", { class: isNum ? "num" : null }, name)))),
       h("tbody", {}, rows)));
     });
-    return section("difference", "Difference", "Problem by problem: the mean of the later accuracy minus the earlier one, with its 95 % interval. " +
+    return section("difference", "Difference", "Problem by problem: the mean of the later accuracy minus the earlier one in points, with its 95 % interval. " +
+      "Where answers have no verdict, the reward is compared. " +
       "Problems of one evaluation alone, or with another prompt or gold answer, are left out.", cards);
   }
   function changedPart() {

@@ -20,7 +20,7 @@ from megarl.report.sample_text import shortened_text
 from megarl.report.watched import WatchedRun
 from megarl.terminal import printable
 from megarl.tracking.display import prints_blocks, sparkline
-from megarl.tracking.health import is_accuracy
+from megarl.tracking.health import heldout_metrics
 from megarl.tracking.step_table import StepTable, left_text, short_number
 from megarl.types import MegarlError, StorageError
 
@@ -162,8 +162,7 @@ def _metrics(run: WatchedRun, console: Console) -> Table:
     table.add_column(f"last {_GRAPH_STEPS} values", no_wrap=True)
     table.add_column("from", justify="right", no_wrap=True)
     table.add_column("to", justify="right", no_wrap=True)
-    accuracies = dict.fromkeys(name for row in run.rows.values() for name in row if is_accuracy(name))
-    for name in (*_METRICS, *accuracies):
+    for name in (*_METRICS, *heldout_metrics(run.rows.values())):
         values = [value for value in run.values(name, _GRAPH_STEPS) if math.isfinite(value)]
         if values:
             graph = sparkline(values, with_blocks=prints_blocks(console))

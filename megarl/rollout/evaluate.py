@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
-from megarl.algorithms.estimates import Measure, majority_at_k, mean_with_interval, pass_at_k
+from megarl.algorithms.estimates import Measure, majority_at_k, mean_score, mean_with_interval, pass_at_k
 from megarl.rewards.final_answers import ReadAnswer, reader_of
 from megarl.rewards.http_rewards import COUNTED_FOR
 from megarl.rewards.results import accuracy_metrics, function_metrics
 from megarl.rollout.source import Source, sampling_settings, served_metrics
 from megarl.rollout.step_metrics import by_data_source
-from megarl.types import MegarlError, Trajectory
+from megarl.types import MegarlError, Reward, Trajectory
 
 METRICS = {
     "val/SET/accuracy": (
@@ -26,10 +27,14 @@ METRICS = {
         "problems solved by at least one of K attempts; unbiased estimate over all sets of K",
     ),
     "val/SET/majority_at_K": ("share", "problems for which the most frequent final answer of K attempts is right"),
-    "val/SET/MEASURE/low": ("share", "lower bound of the 95 % interval of accuracy, pass_at_K or majority_at_K"),
-    "val/SET/MEASURE/high": ("share", "upper bound of that interval"),
-    "val/SET/data_source/NAME/MEASURE": ("share", "accuracy, pass_at_K or majority_at_K of one data source of a set"),
-    "val/SET/data_source/NAME/MEASURE/BOUND": ("share", "a bound of that measure's 95 % interval"),
+    "val/SET/reward/mean": ("score", "reward of the scored attempts: mean by problem, then over the problems"),
+    "val/SET/MEASURE/low": (
+        "own",
+        "lower bound of the 95 % interval of accuracy, pass_at_K, majority_at_K, reward/mean or reward/FUNCTION/mean",
+    ),
+    "val/SET/MEASURE/high": ("own", "upper bound of that interval"),
+    "val/SET/data_source/NAME/MEASURE": ("own", "one of these measures, of one data source of a set"),
+    "val/SET/data_source/NAME/MEASURE/BOUND": ("own", "a bound of that measure's 95 % interval"),
     "val/SET/format_valid": ("share", "answers of a validation set with a valid format"),
     "val/SET/completion_tokens/mean": ("tokens", "length of an answer, mean"),
     "val/SET/reward_FAULT": (
@@ -53,8 +58,8 @@ class EvaluatedSet:
     samples_per_prompt: int
     temperature: float
     measures: Mapping[str, Measure]
-    """`accuracy`, `pass_at_K` and `majority_at_K`, each a mean with a 95 % interval. Empty if an answer has no verdict.
-    """
+    """Means over problems with 95 % intervals. If all answers have a verdict: `accuracy`, `pass_at_K` and
+    `majority_at_K`. If an attempt was scored: `reward/mean`, and `reward/NAME/mean` for each reward function."""
     by_data_source: Mapping[str, Mapping[str, Measure]]
     """The same measures for each data source (named in the records' field `reward.source_field`). Empty if there is
     only one.
@@ -67,12 +72,9 @@ class EvaluatedSet:
     def metrics(self) -> dict[str, float]:
         """Metrics of this validation set, named `val/SET/...`.
 
-        Shares of all attempts: `accuracy`, `format_valid`. Shares of problems: `pass_at_K`, `majority_at_K`. `/low` and
-        `/high` are the bounds of 95 % intervals of `accuracy` and the last two. `data_source/NAME/...` repeats them for
-        one data source.
-
-        Others: `completion_tokens/mean`; `reward/NAME/mean` per reward function; `reward/NAME/calls` per scoring
-        server; and counts of failed scorings.
+        Each of `measures`, with the bounds `/low` and `/high` of its 95 % interval. `data_source/NAME/...` repeats them
+        for one data source. Others: `format_valid` (share of all attempts); `completion_tokens/mean`;
+        `reward/NAME/calls` per scoring server; and counts of failed scorings.
         """
         found = self.trajectories
         rewards = [t.reward for t in found if t.reward is not None]
@@ -131,7 +133,7 @@ async def evaluate(sources: Sequence[Source], max_failed_fraction: float) -> Asy
         # Majorities take a while; in a thread, so that the event loop keeps answering calls.
         whole = await asyncio.to_thread(measures_of, found, *given)
         # One data source alone would repeat the set's own numbers.
-        parts = grouped.items() if len(grouped) > 1 and whole else ()
+        parts = grouped.items() if len(grouped) > 1 else ()
         of_parts = {key: await asyncio.to_thread(measures_of, own, *given) for key, own in parts}
         yield EvaluatedSet(
             name,
@@ -148,16 +150,38 @@ async def evaluate(sources: Sequence[Source], max_failed_fraction: float) -> Asy
 def measures_of(
     trajectories: Sequence[Trajectory], samples_per_prompt: int, ks: Sequence[int], read_answer: ReadAnswer | None
 ) -> dict[str, Measure]:
-    """Return accuracy measures over problems with 95 % intervals. Each problem has `samples_per_prompt` consecutive
-    attempts.
+    """Return measures over problems with 95 % intervals. Each problem has `samples_per_prompt` consecutive attempts.
 
     `accuracy` is the share of correct attempts (avg@n). Each k of `ks` adds `pass_at_K` and, with `read_answer`,
-    `majority_at_K`. An unscored attempt counts as not correct. The result is empty if a scored answer has no verdict.
+    `majority_at_K`. An unscored attempt counts as not correct. These are absent if a scored answer has no verdict.
+    `reward/mean` and `reward/NAME/mean` are means of scores, over scored attempts only.
     """
-    if any(t.reward is not None and t.reward.answer_correct is None for t in trajectories):
-        return {}
     starts = range(0, len(trajectories), samples_per_prompt)
     problems = [trajectories[start : start + samples_per_prompt] for start in starts]
+    rewards = _reward_measures([[t.reward for t in attempts if t.reward is not None] for attempts in problems])
+    if any(t.reward is not None and t.reward.answer_correct is None for t in trajectories):
+        return rewards
+    return _verdict_measures(problems, ks, read_answer) | rewards
+
+
+def _reward_measures(problems: Sequence[Sequence[Reward]]) -> dict[str, Measure]:
+    """Return `reward/mean`, and `reward/NAME/mean` by reward function. A problem without a scored attempt is excluded.
+
+    `problems` has the rewards of each problem's scored attempts.
+    """
+    names = dict.fromkeys(name for rewards in problems for reward in rewards for name in reward.scores)
+    scores: dict[str, list[list[float]]] = {"reward/mean": [[r.score for r in rewards] for rewards in problems]}
+    for name in names:
+        by_problem = [[reward.scores.get(name) for reward in rewards] for rewards in problems]
+        scores[f"reward/{name}/mean"] = [[score for score in of if score is not None] for of in by_problem]
+    means = {measure: [fmean(of) for of in by_problem if of] for measure, by_problem in scores.items()}
+    return {measure: mean_score(values) for measure, values in means.items() if values}
+
+
+def _verdict_measures(
+    problems: Sequence[Sequence[Trajectory]], ks: Sequence[int], read_answer: ReadAnswer | None
+) -> dict[str, Measure]:
+    """Return `accuracy`, `pass_at_K` and `majority_at_K` of attempts by problem."""
     flags = [[t.reward is not None and bool(t.reward.answer_correct) for t in attempts] for attempts in problems]
     found = {"accuracy": mean_with_interval([sum(of) / len(of) for of in flags])}
     for k in ks:

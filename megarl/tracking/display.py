@@ -42,8 +42,8 @@ class Closing(NamedTuple):
 
     model: str | None
     """Folder of the trained model. None: the run only evaluated."""
-    accuracies: Mapping[str, tuple[float, float]]
-    """First and last accuracy of each validation set, keyed by its name."""
+    heldout: Mapping[str, tuple[float, float]]
+    """First and last values of the accuracies and mean rewards of validation sets, keyed by metric name."""
     phase_seconds: Mapping[str, float]
     next_commands: Sequence[str]
     resumed_step: int = 0
@@ -166,8 +166,9 @@ class Display:
         rows = [("done", f"{self._steps_text(closing.resumed_step)} in {timedelta(seconds=seconds)}")]
         if closing.model is not None:
             rows.append(("model", closing.model))
-        for name, (before, after) in closing.accuracies.items():
-            rows.append(("accuracy", f"{name} {before:.4g} -> {after:.4g}"))
+        for metric, (first, last) in closing.heldout.items():
+            _, set_name, measure, *_ = metric.split("/")
+            rows.append((measure, f"{set_name} {first:.4g} -> {last:.4g}"))
         if shares := _shares(closing.phase_seconds):
             rows.append(("time", shares))
         rows += [("" if number else "next", command) for number, command in enumerate(closing.next_commands)]

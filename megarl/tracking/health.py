@@ -6,8 +6,9 @@ They are functions of numbers, without ranks, files or screens. Each rule is a r
 from __future__ import annotations
 
 import math
+import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import fmean, median
 from typing import Any, NamedTuple
@@ -262,3 +263,20 @@ def is_accuracy(name: str) -> bool:
     """Return whether a metric is the accuracy of a whole validation set."""
     parts = name.split("/")
     return len(parts) == 3 and parts[0] == "val" and parts[2] == "accuracy"
+
+
+def heldout_metrics(rows: Collection[Mapping[str, float | None]]) -> list[str]:
+    """Return the names of the accuracies and mean rewards of whole validation sets in rows of metrics.
+
+    A reward that equals the set's accuracy in every row says nothing more, and is left out.
+    """
+    names = dict.fromkeys(name for row in rows for name in row)
+    accuracies = [name for name in names if is_accuracy(name)]
+    rewards = [name for name in names if re.fullmatch("val/[^/]+/reward/mean", name)]
+    return accuracies + [
+        name for name in rewards if any(row.get(name) != row.get(_accuracy_of_set(name)) for row in rows)
+    ]
+
+
+def _accuracy_of_set(metric: str) -> str:
+    return f"val/{metric.split('/')[1]}/accuracy"

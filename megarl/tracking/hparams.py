@@ -79,7 +79,9 @@ def _metrics(recipe: Recipe) -> list[str]:
     of_loop = ["reward/mean", "reward/accuracy"] if recipe.is_on_policy else ["train/loss"]
     if recipe.loop == "distillation":
         of_loop.insert(0, "distillation/reverse_kl" if recipe.has_advantages else "distillation/divergence")
-    return [*(f"val/{name}/accuracy" for name in sets), *of_loop]
+    # A set without verdicts has a mean reward only.
+    measures = ("accuracy", "reward/mean") if recipe.has_engine else ("accuracy",)
+    return [*(f"val/{name}/{measure}" for name in sets for measure in measures), *of_loop]
 
 
 def _data_type(annotation: Any) -> str:

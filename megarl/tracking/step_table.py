@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from megarl.tracking.health import is_accuracy
+from megarl.tracking.health import heldout_metrics
 
 LINE_CHARACTERS = 100
 """Longest line of the table. Columns at its end are left out if they do not fit."""
@@ -51,19 +51,20 @@ class StepTable:
     def lines(
         self, step: int, row: Mapping[str, float], seconds_left: float | None, *, most: int = LINE_CHARACTERS
     ) -> list[str]:
-        """Return the lines of a step: a header every 20 lines or for other columns, then numbers and accuracies.
+        """Return the lines of a step: a header every 20 lines or for other columns, then numbers, then the accuracies
+        and rewards of validation sets.
 
-        `row` maps names of metrics to values. Each validation set's accuracy has a line of its own, because its name
+        `row` maps names of metrics to values. Results of validation sets have lines of their own, because their names
         may be long. Lines have at most `most` characters: columns beyond that are left out. A step with nothing but
-        accuracies has no line of numbers.
+        these results has no line of numbers.
         """
         head = f"step {step}" + (f"/{self.steps}" if self.steps else "")
         # Without a number of steps there is room for six digits.
         head = head.ljust(len(f"step {self.steps}/{self.steps}") if self.steps else len("step 123456"))
         shown = _values(row)
-        accuracies = [f"{name}={short_number(row[name])}" for name in row if is_accuracy(name)]
-        if accuracies and not shown:
-            return _wrapped(accuracies, f"{head}  ", most)
+        results = [f"{name}={short_number(row[name])}" for name in heldout_metrics([row])]
+        if results and not shown:
+            return _wrapped(results, f"{head}  ", most)
         columns = self._columns(shown, most - len(head))
         texts = {label: short_number(value) for label, value in shown.items()}
         texts |= {"s/step": _seconds(row["time/step_seconds"]), "left": left_text(seconds_left)}
@@ -73,7 +74,7 @@ class StepTable:
             self._lines_left = LINES_PER_HEADER
         self._lines_left -= 1
         lines.append(head + "".join(f" {texts.get(label, '-'):>{width}}" for label, width in columns.items()))
-        return [line.rstrip() for line in lines] + _wrapped(accuracies, " " * (len(head) + 2), most)
+        return [line.rstrip() for line in lines] + _wrapped(results, " " * (len(head) + 2), most)
 
     def _columns(self, shown: Mapping[str, float], room: int) -> dict[str, int]:
         """Return the labels and widths of the columns fitting into `room` characters. A new column needs a new

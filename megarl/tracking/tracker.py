@@ -14,7 +14,7 @@ from megarl.files.atomic import append_whole, disk_full_named, sync
 from megarl.platform.spans import span
 from megarl.terminal import FirstOfEachKind
 from megarl.tracking.display import Closing, Display
-from megarl.tracking.health import Finding, is_accuracy
+from megarl.tracking.health import Finding, heldout_metrics
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.trackers import RunTracker, start
 from megarl.types import DiskFullError
@@ -178,9 +178,8 @@ class Tracker:
     def summary(self, next_commands: Sequence[str], *, has_model: bool) -> None:
         """Print the results of the finished run and the commands to use next."""
         model = str(self._folder.model_folder) if has_model else None
-        accuracies = self._first_and_last_accuracies()
         resumed_step = self._folder.resumed_step
-        self._display.close(Closing(model, accuracies, self._total_seconds, next_commands, resumed_step))
+        self._display.close(Closing(model, self._heldout_results(), self._total_seconds, next_commands, resumed_step))
 
     def _add_to_totals(self, timing: Mapping[str, float]) -> None:
         """Add a step's seconds by phase to the run's totals. Time outside of all phases is added as `other`."""
@@ -189,14 +188,15 @@ class Tracker:
         for name, seconds in phases.items():
             self._total_seconds[name] = self._total_seconds.get(name, 0.0) + seconds
 
-    def _first_and_last_accuracies(self) -> dict[str, tuple[float, float]]:
-        """Return the first and the last accuracy of each validation set, also over earlier attempts of the run."""
-        found: dict[str, list[float]] = {}
-        for row in self._folder.logged_steps():
-            for name, value in row.items():
-                if is_accuracy(name) and value is not None:
-                    found.setdefault(name.split("/")[1], []).append(value)
-        return {name: (values[0], values[-1]) for name, values in found.items()}
+    def _heldout_results(self) -> dict[str, tuple[float, float]]:
+        """Return the first and last values of `heldout_metrics`, over all starts of the run."""
+        # Only these values are read into memory: a long run has millions of others.
+        rows = [
+            {name: value for name, value in row.items() if name.startswith("val/")}
+            for row in self._folder.logged_steps()
+        ]
+        values = {name: [row[name] for row in rows if row.get(name) is not None] for name in heldout_metrics(rows)}
+        return {name: (of[0], of[-1]) for name, of in values.items() if of}
 
 
 def _write_finding(tracker: RunTracker, finding: Finding) -> None:

@@ -248,10 +248,12 @@ def test_a_run_of_no_steps_needs_something_to_evaluate(recipe: Callable[..., Rec
 @pytest.mark.parametrize(
     ("measure", "function", "told"),
     [
-        ("acc", "boxed", "measured are accuracy"),
+        ("reward/mean", "length", None),
+        ("reward/mean/low", "boxed", None),
+        ("acc", "boxed", "measured are reward/mean, accuracy"),
         ("majority_at_4", "code", "take pass_at_K"),
         ("pass_at_8", "boxed", "put 8 into evaluation.k"),
-        ("reward/code/passed", "boxed", "measured are accuracy"),
+        ("reward/code/passed", "boxed", "measured are reward/mean, accuracy"),
         ("accuracy/low", "boxed", None),
         ("accuracy", "length", "judges_answer: true"),
         ("pass_at_4/low", "length", "judges_answer: true"),

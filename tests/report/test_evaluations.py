@@ -47,11 +47,12 @@ def test_answers_without_a_verdict_are_neither_right_nor_wrong(tmp_path: Path) -
             continue
         lines(path, [json.loads(line) | {"answer_correct": None} for line in path.read_text().splitlines()])
     [found] = differences(read_evaluation(before), read_evaluation(after))
-    assert (found.difference, found.gained, found.lost) == (None, 0, 0)
-    assert read_evaluation(after).measures == {"math": {}}
+    assert found.difference is not None and found.difference.value == pytest.approx(-1 / 3)
+    assert (found.measure, found.gained, found.lost) == ("reward/mean", 0, 1)
+    assert read_evaluation(after).measures["math"].keys() == {"reward/mean"}
     page, _, _ = write_report([before, after], tmp_path / "page.html")
     [comparison] = content(page)["comparisons"]
-    assert comparison["changed"] == [] and comparison["sets"][0]["difference"] is None
+    assert comparison["changed"] == [] and comparison["sets"][0]["measure"] == "reward/mean"
 
 
 def test_means_over_attempts_are_compared(tmp_path: Path) -> None:

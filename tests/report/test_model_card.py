@@ -29,7 +29,8 @@ ROWS = [
         "step": 4,
         "val/heldout/accuracy": 0.5, "val/heldout/accuracy/low": 0.4375, "val/heldout/accuracy/high": 0.5625,
         "val/sums/pass_at_4": 0.75, "val/sums/pass_at_4/low": 0.7, "val/sums/pass_at_4/high": 0.8,
-        "val/heldout/completion_tokens": 12.0, "reward/mean": 0.5,
+        "val/game/data_source/b/reward/mean": 2.5, "val/game/data_source/b/reward/mean/low": 2.0,
+        "val/game/data_source/b/reward/mean/high": 3.0, "val/heldout/completion_tokens": 12.0, "reward/mean": 0.5,
     },
 ]  # fmt: skip
 
@@ -70,6 +71,7 @@ def test_results_have_their_intervals_and_those_of_other_steps_are_left_out(run:
     assert {key: one.metric_value for key, one in results.items()} == {
         ("heldout", "accuracy"): 0.5,
         ("sums", "pass_at_4"): 0.75,
+        ("game/data_source/b", "reward/mean"): 2.5,
     }
     accuracy = results["heldout", "accuracy"]
     assert isinstance(accuracy, EvalResult)
@@ -90,7 +92,7 @@ def test_metadata_recipe_and_versions(run: Path, tmp_path: Path, monkeypatch: py
     assert (card.data.library_name, card.data.pipeline_tag) == ("transformers", "text-generation")
     assert card.data.datasets == ["me/sums"] and card.data.tags == ["megarl", "rl", "grpo"]
     kinds = {one.dataset_name: one.dataset_type for one in card.data.eval_results or ()}
-    assert kinds == {"heldout": "local", "sums": "me/sums"}
+    assert kinds == {"heldout": "local", "sums": "me/sums", "game/data_source/b": "local"}
     assert 'AutoModelForCausalLM.from_pretrained("me/math")' in card.text
     block = card.text.partition("```yaml\n")[2].partition("\n```")[0]
     assert yaml.safe_load(block) == RECIPE

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from megarl.algorithms.estimates import wilson
+from megarl.algorithms.estimates import Measure, wilson
 from megarl.config import Recipe
+from megarl.console import print_evaluation
 from megarl.rewards.reward_process import Failure
 from megarl.rollout.evaluate import EvaluatedSet, evaluate, failure_metrics, measures_of
 from megarl.rollout.source import Source
@@ -70,6 +72,8 @@ def test_every_validation_set_is_sampled_and_measured() -> None:
     expected |= {"format_valid": 2 / 3, "completion_tokens/mean": 1.0}
     of_functions = {"reward/boxed/mean": 2 / 3, "reward/boxed/std": 14**0.5 / 3, "reward/boxed/unscored": 0.0}
     of_functions |= {"reward/boxed/min": -1.0, "reward/boxed/max": 2.0}
+    for measure in ("reward/mean", "reward/boxed/mean"):
+        of_functions |= {measure: 2 / 3, f"{measure}/low": -1.0, f"{measure}/high": 2.0}
     silent = {"reward/mine/unscored": 1.0, "reward/unscored": 0.0}
     of_set = (
         expected | of_functions | silent | {"reward_errors": 0.0, "reward_timeouts": 0.0, "reward_parse_errors": 0.0}
@@ -77,13 +81,54 @@ def test_every_validation_set_is_sampled_and_measured() -> None:
     assert metrics == pytest.approx({f"val/{name}/{key}": value for name in sets for key, value in of_set.items()})
 
 
-def test_nothing_is_measured_of_a_set_whose_answers_were_not_all_judged() -> None:
+def test_a_set_whose_answers_were_not_all_judged_has_rewards_only() -> None:
     unjudged = replace(trajectory(0.4), reward=Reward(0.4, True, None))
     found = [trajectory(1.0), unjudged, trajectory(1.0), trajectory(0.0)]
-    assert measures_of(found, 2, (1, 2), None) == {}
-    done = EvaluatedSet("easy", found, 2, 1.0, {}, {}, {})
+    measures = measures_of(found, 2, (1, 2), None)
+    assert measures.keys() == {"reward/mean", "reward/boxed/mean"} and measures["reward/mean"].value == pytest.approx(
+        (0.7 + 0.5) / 2
+    )
+    done = EvaluatedSet("easy", found, 2, 1.0, measures, {}, {})
     metrics = done.metrics
     assert metrics["val/easy/unjudged"] == 0.25 and not any("accuracy" in name for name in metrics)
+
+
+def test_graded_rewards_have_a_mean_with_an_interval() -> None:
+    """Scores between -0.5 and 1 without verdicts, as environments give them. A failed attempt is left out."""
+
+    def attempt(score: float | None, shape: float | None) -> Trajectory:
+        scored = None if score is None else Reward(score, True, None, {"shape": shape})
+        return replace(trajectory(0.0), reward=scored)
+
+    attempts = [
+        attempt(-0.5, 0.25), attempt(1.0, None), attempt(0.25, 0.75), attempt(None, None), attempt(None, None),
+        attempt(None, None),
+    ]  # fmt: skip
+    measures = measures_of(attempts, 2, (1,), None)
+    assert {name: measure.value for name, measure in measures.items()} == {
+        "reward/mean": 0.25,
+        "reward/shape/mean": 0.5,
+    }
+    assert -0.5 <= measures["reward/shape/mean"].low <= 0.5 <= measures["reward/shape/mean"].high <= 1.0
+    assert measures_of(attempts[3:5], 2, (), None).keys() == {"accuracy"}
+
+
+def test_the_table_of_an_evaluation_cuts_no_name_at_80_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    share, score = Measure(0.5, 0.25, 0.75, "bootstrap"), Measure(-0.25, -0.5, 0.125, "bootstrap")
+    measures = {"accuracy": share, "majority_at_16": share, "majority_at_128": share, "reward/longest_word/mean": score}
+    judged = EvaluatedSet("competition_problems_2026", [trajectory(1.0)] * 256, 128, 0.6, measures, {}, {})
+    graded = EvaluatedSet("game", [trajectory(1.0)] * 2, 2, 1.0, {"reward/mean": score}, {}, {})
+    print_evaluation([judged, graded], Path("out"))
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    for texts in (
+        ("majority_at_16 ", "50.0 (25.0 to 75.0)"), ("majority_at_128 ", "50.0 (25.0 to 75.0)"),
+        ("reward/longest_word/mean ", "-0.25 (-0.5 to 0.125)"), ("game", "not judged"), ("reward/mean ", "-0.25"),
+    ):  # fmt: skip
+        assert any(all(text in line for text in texts) for line in lines), texts
 
 
 def everything(sources: list[Source]) -> list[EvaluatedSet]:
@@ -125,6 +170,7 @@ def test_several_attempts_at_each_problem_are_measured_by_problem_and_by_data_so
         # Of the six pairs of 1, 1, 2, 3: 1 and 1 wins, four are a draw of one right and one wrong, 2 and 3 loses.
         "majority_at_2": ((1 + 4 / 2) / 6 + 0 + 1) / 3, "majority_at_4": 2 / 3,
     }  # fmt: skip
+    expected |= dict.fromkeys(("reward/mean", "reward/boxed/mean"), 0.5)
     assert {name: measure.value for name, measure in done.measures.items()} == pytest.approx(expected)
     assert done.by_data_source.keys() == {"org_easy", "b"}
     assert done.metrics["val/both/data_source/org_easy/pass_at_2"] == pytest.approx(5 / 12)
@@ -135,7 +181,7 @@ def test_several_attempts_at_each_problem_are_measured_by_problem_and_by_data_so
 
 
 def test_what_states_no_answer_has_no_majority() -> None:
-    assert measures_of([trajectory(1.0), trajectory(0.0)], 2, (2,), None).keys() == {"accuracy", "pass_at_2"}
+    assert measures_of([trajectory(1.0), trajectory(0.0)], 2, (2,), None).keys() > {"accuracy", "pass_at_2"}
     found = measures_of([trajectory(1.0), trajectory(0.0)], 2, (2,), lambda text, record: None)
     assert found["majority_at_2"].value == 1.0  # the wrong one does not vote
 

@@ -137,6 +137,15 @@ def test_an_evaluation_before_the_first_step_has_one_line() -> None:
     assert text.getvalue() == "step 0/12   val/easy/accuracy=0.750\n"
 
 
+def test_a_heldout_reward_is_shown_unless_it_equals_the_accuracy() -> None:
+    display, _, text = displayed()
+    row = {"val/game/unjudged": 1.0, "val/game/reward/mean": -0.25, "time/step_seconds": 1.0}
+    display.step(0, row | {"val/easy/accuracy": 0.75, "val/easy/reward/mean": 0.75})
+    assert text.getvalue().split()[2:] == ["val/easy/accuracy=0.750", "val/game/reward/mean=-0.250"]
+    display.close(Closing(None, {"val/game/reward/mean": (-0.25, 0.5)}, {}, []))
+    assert "reward    game -0.25 -> 0.5" in text.getvalue()
+
+
 @pytest.mark.parametrize("name", ["distillation/divergence", "distillation/reverse_kl"])
 def test_a_distillation_s_line_begins_with_what_it_learns(name: str) -> None:
     display, _, text = displayed()
@@ -351,7 +360,7 @@ def test_a_summary_closes_the_run() -> None:
     display.step(40, {"time/step_seconds": 1.0})
     clock.now += 3725
     phases = {"train": 25.0, "rollout": 75.0, "export": 0.0}
-    display.close(Closing("runs/a/hf", {"easy": (0.25, 0.75)}, phases, ["megarl report runs/a", "more"]))
+    display.close(Closing("runs/a/hf", {"val/easy/accuracy": (0.25, 0.75)}, phases, ["megarl report runs/a", "more"]))
     assert text.getvalue().splitlines()[2:] == [
         "done      40 steps in 1:02:05",
         "model     runs/a/hf",

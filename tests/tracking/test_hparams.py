@@ -76,7 +76,9 @@ def test_the_tab_compares_runs_by_settings_and_metrics(tmp_path: Path) -> None:
     assert types["algorithm.whiten_advantages"] == api.DATA_TYPE_BOOL
     assert types["algorithm.advantage"] == types["reward.functions"] == api.DATA_TYPE_STRING
     assert not any(name.startswith(("cluster.", "checkpoint.", "runs_folder")) for name in types)
-    assert [info.name.tag for info in columns.metric_infos] == ["val/easy/accuracy", "reward/mean", "reward/accuracy"]
+    assert [info.name.tag for info in columns.metric_infos] == [
+        "val/easy/accuracy", "val/easy/reward/mean", "reward/mean", "reward/accuracy"
+    ]  # fmt: skip
     assert [session.name for group in (first, second) for session in group.sessions] == [
         "large/tensorboard",
         "small/tensorboard",
