@@ -15,6 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megarl.data.call_arguments import with_fitting_arguments
 from megarl.files.model_folder import max_values_of, read_object
 from megarl.files.regular import check_folder_of_files, check_regular
 from megarl.files.strict_json import refuse_many_values
@@ -191,14 +192,15 @@ def render(
 ) -> str:
     """Return the text of a conversation. `generation_prompt` opens the assistant's next turn.
 
-    `tools` are the JSON schemas of the tools that the assistant may call. Special tokens inside messages or schemas are
-    enclosed in `MARKS`. Raises ValueError if the template fails on the conversation, for example because of an
+    `tools` are the JSON schemas of the tools that the assistant may call. The arguments of tool calls are objects: the
+    template gets them as text if it takes only text. Special tokens inside messages or schemas are enclosed in `MARKS`.
+    Raises ValueError if the template fails on the conversation, for example because of an
     unsupported order of roles.
     """
     special = special_tokens(tokenizer)
     try:
         text = tokenizer.apply_chat_template(
-            [_marked(message, special) for message in messages],
+            [_marked(message, special) for message in with_fitting_arguments(tokenizer, messages)],
             tools=[_marked(tool, special) for tool in tools] or None,
             add_generation_prompt=generation_prompt,
             # Text instead of ids: `encode` must see the marks before any special token is recognised.

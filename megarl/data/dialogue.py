@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -185,22 +184,17 @@ class Dialogue:
 
 
 def _turns_with_calls(answers: Messages) -> Iterator[Mapping[str, Any]]:
-    """Yield an assistant's turn with the tool calls that these messages answer, in the forms that templates accept.
+    """Yield an assistant's turn with the tool calls that these messages answer: all calls, then only one.
 
-    Most templates accept the first form. Some write only one call per turn, and some need the arguments as text.
+    Some templates write only one call per turn, and refuse more.
     """
     for last in (len(answers), 1):
-        for form in (dict, _as_text):
-            calls = [
-                {
-                    "id": answer.get("tool_call_id", ""),
-                    "type": "function",
-                    "function": {"name": answer.get("name", "f"), "arguments": form({"x": _TURN if is_last else "."})},
-                }
-                for answer, is_last in zip(answers[:last], [*[False] * (last - 1), True], strict=True)
-            ]
-            yield {"role": "assistant", "content": "", "tool_calls": calls}
-
-
-def _as_text(arguments: Mapping[str, Any]) -> str:
-    return json.dumps(arguments, ensure_ascii=False)
+        calls = [
+            {
+                "id": answer.get("tool_call_id", ""),
+                "type": "function",
+                "function": {"name": answer.get("name", "f"), "arguments": {"x": _TURN if is_last else "."}},
+            }
+            for answer, is_last in zip(answers[:last], [*[False] * (last - 1), True], strict=True)
+        ]
+        yield {"role": "assistant", "content": "", "tool_calls": calls}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +17,8 @@ from megarl.data.formats import (
     value_at,
 )
 from megarl.data.rows import Row, data_files, rows_of
-from megarl.data.tool_schemas import check_tools
-from megarl.files.strict_json import shortened
+from megarl.data.tool_records import standard_tools, with_standard_calls
+from megarl.files.strict_json import shown
 from megarl.types import DataError
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -117,7 +116,10 @@ class Record:
                 f"'{field}' is {'missing' if value is None else shown(value)}; give "
                 f'{"a text, " if role else ""}one message {{"role": "user", "content": "..."}} or a list of them'
             )
-        value = [_with_standard_names(message) for message in value]
+        value = [
+            self._with_standard_calls(f"{field}[{place}]", _with_standard_names(message))
+            for place, message in enumerate(value)
+        ]
         for place, message in enumerate(value):
             self._check_message(f"{field}[{place}]", message, is_first=place == 0)
         if system_prompt is not None and value[0]["role"] != "system":
@@ -147,10 +149,10 @@ class Record:
             raise self.error(f"{place} is {shown(message)}; give an object with 'role' and 'content'")
         if message.get("role") not in ROLES:
             raise self.error(f"{place} has role {shown(message.get('role'))}; use one of {', '.join(ROLES)}")
-        if message["role"] == "assistant" and "tool_calls" in message:
-            self._check_calls(place, message)
-        elif not isinstance(message.get("content"), str):
-            raise self.error(f"{place} has content {shown(message.get('content'))}; give a string")
+        is_call = "tool_calls" in message
+        if not isinstance(message.get("content"), str | None if is_call else str):
+            remedy = "give a string, or null with tool_calls" if is_call else "give a string"
+            raise self.error(f"{place} has content {shown(message.get('content'))}; {remedy}")
         if message["role"] == "user" and not message["content"].strip():
             raise self.error(f"{place} is a user's message without text; give the prompt, or remove the line")
         if message["role"] == "system" and not is_first:
@@ -158,29 +160,22 @@ class Record:
 
     def tools(self) -> tuple[Mapping[str, Any], ...]:
         """Return the tools of a conversation: JSON schemas in OpenAI's form, or none if the field is missing."""
-        value = self.value(self.format.tools) or ()
-        if not isinstance(value, Sequence) or isinstance(value, str):
-            raise self.error(f"'{self.field(self.format.tools)}' is {shown(value)}; give a list of JSON schemas")
+        value = self.value(self.format.tools)
         try:
-            check_tools(value)
+            return standard_tools(value)
         except ValueError as error:
-            raise self.error(str(error)) from error
-        return tuple(value)
-
-    def _check_calls(self, place: str, message: Mapping[str, Any]) -> None:
-        if not isinstance(message.get("content"), str | None):
-            raise self.error(f"{place} has content {shown(message['content'])}; give a string, or null with tool_calls")
-        calls = message["tool_calls"]
-        functions = (
-            [call.get("function") for call in calls if isinstance(call, Mapping)] if isinstance(calls, list) else []
-        )
-        if not functions or not all(
-            isinstance(function, Mapping) and isinstance(function.get("name"), str) for function in functions
-        ):
             raise self.error(
-                f"{place} has tool_calls {shown(calls)}; give a list of "
-                '{"function": {"name": "...", "arguments": {...}}}'
-            )
+                f"'{self.field(self.format.tools)}' is {shown(value)}: {error}; give a list of tools, each "
+                '{"type": "function", "function": {"name": "...", "parameters": {...}}}'
+            ) from error
+
+    def _with_standard_calls(self, place: str, message: Any) -> Any:
+        """Return a message with its tool calls in the standard form. Raises DataError for calls that cannot be
+        read."""
+        try:
+            return with_standard_calls(message) if isinstance(message, Mapping) else message
+        except ValueError as error:
+            raise self.error(f"{place} {error}") from error
 
 
 def read_records(source: str | Path, names: FieldNames | None = None) -> Iterator[Record]:
@@ -245,8 +240,3 @@ def _with_standard_names(message: Any) -> Any:
     role = message["from"]
     content = {"content": message["value"]} if "value" in message else {}
     return {"role": _ROLES_ELSEWHERE.get(role, role) if isinstance(role, str) else role, **content, **rest}
-
-
-def shown(value: Any) -> str:
-    """Return a value for an error message: as JSON, cut to 60 characters."""
-    return shortened(json.dumps(value, ensure_ascii=False, default=repr))

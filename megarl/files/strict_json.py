@@ -87,6 +87,11 @@ def shortened(text: str) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
+def shown(value: Any) -> str:
+    """Return a value for an error message: as JSON, cut to 60 characters."""
+    return shortened(json.dumps(value, ensure_ascii=False, default=repr))
+
+
 def refuse_many_values(content: bytes, max_values: int) -> None:
     """Raise ValueError if a JSON text has more than `max_values` values. It is not parsed."""
     # Text and programs have many commas, so values outside of strings are counted if needed, at 1 us for each string.

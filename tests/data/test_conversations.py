@@ -123,8 +123,9 @@ def test_calls_are_trained_and_what_tools_reply_is_not(tokenizer, tmp_path):
     ("changed", "words"),
     [
         ({"tools": "add"}, "'tools' is \"add\""),
-        ({"tools": [{"name": "add"}]}, "a tool is"),
-        ({"messages": [said("user", "?"), {"role": "assistant", "tool_calls": []}]}, "messages\\[1\\] has tool_calls"),
+        ({"tools": [{"title": "add"}]}, "a tool is"),
+        ({"messages": [said("user", "?"), {"role": "assistant", "tool_calls": []}]}, r"messages\[1\] has content null"),
+        ({"messages": [said("user", "?"), {"role": "assistant", "tool_calls": [1]}]}, r"messages\[1\] has tool_calls"),
         ({"messages": [said("user", "?"), {"role": "assistant", "tool_calls": [{"name": "f"}]}]}, "give a list of"),
         ({"messages": [said("user", "?"), {"role": "assistant", "content": 1, "tool_calls": [CALL]}]}, "has content 1"),
     ],

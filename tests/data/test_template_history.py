@@ -13,7 +13,7 @@ EXPECTED: dict[str, dict[str, str]] = {
     "qwen": {},
     "forgetful": {"reasoning, then user": DROPS, "tools, then user": DROPS},
     "llama": {"parallel tools": "refuses"},
-    "deepseek": dict.fromkeys(("tool chain with reasoning", "parallel tools", "tools, then user"), "refuses"),
+    "deepseek": {},
 }
 
 

@@ -1,0 +1,68 @@
+"""The form in which a chat template takes the arguments of tool calls: as an object, or as JSON text.
+
+Most templates write an object as JSON, and would write a text once more as a JSON string. Others insert a text as it
+is, and fail on an object.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
+
+_VALUE = "value"
+_ARGUMENTS = {"x": _VALUE}
+_PYTHON_TEXT = repr(_ARGUMENTS)
+"""An object written by a template that expects text. It is Python's form, not JSON."""
+
+
+def with_fitting_arguments(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return messages with the arguments of tool calls as text, if the tokenizer's chat template takes only text."""
+    if not any(message.get("tool_calls") for message in messages):
+        return list(messages)
+    if not _takes_text_only(tokenizer, str(tokenizer.chat_template)):
+        return list(messages)
+    return [_with_text(message) if message.get("tool_calls") else message for message in messages]
+
+
+def _with_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    calls = []
+    for call in message["tool_calls"]:
+        function = call["function"]
+        if isinstance(function.get("arguments"), Mapping):
+            function = {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
+        calls.append({**call, "function": function})
+    return {**message, "tool_calls": calls}
+
+
+@lru_cache(maxsize=8)
+def _takes_text_only(tokenizer: Tokenizer, template: str) -> bool:
+    """Return whether the template writes arguments right if they are text, and not if they are an object.
+
+    `template` is the tokenizer's template: it is part of the cache's key, because users may replace it.
+    """
+    of_object = _rendered_call(tokenizer, template, _ARGUMENTS)
+    if of_object is not None and _VALUE in of_object and _PYTHON_TEXT not in of_object:
+        return False
+    of_text = _rendered_call(tokenizer, template, json.dumps(_ARGUMENTS))
+    return of_text is not None and json.dumps(_ARGUMENTS) in of_text
+
+
+def _rendered_call(tokenizer: Tokenizer, template: str, arguments: Any) -> str | None:
+    """Return a turn with one tool call as the template writes it. None: the template fails on it."""
+    # Nine letters and digits: Mistral's chat templates refuse any other id.
+    call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+    try:
+        # A question first: some templates refuse a conversation that begins with the assistant.
+        return str(
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": "."}, turn], chat_template=template, tokenize=False
+            )
+        )
+    except Exception:  # a template is a program written by the model's author: it may raise anything
+        return None

@@ -1,0 +1,100 @@
+"""Tools and tool calls of data records, converted to the one form that chat templates expect.
+
+Data sets write both in several forms. Tools are a list or JSON text, each in OpenAI's form or flat. The arguments of a
+call are an object or JSON text. Missing calls are null or an empty list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megarl.data.tool_schemas import ToolSchema, check_tools
+from megarl.files.strict_json import MEDIUM, parse, shown
+
+_CALLS_FORM = '[{"function": {"name": "...", "arguments": {...}}}]'
+_SCHEMA_KEYS_ELSEWHERE = ("input_schema", "inputSchema")
+"""Keys of a tool's JSON schema in other programs: Anthropic's, and the Model Context Protocol's."""
+
+
+def with_standard_calls(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message with its tool calls in the form {"function": {"name", "arguments"}}, arguments as an object.
+
+    `tool_calls` of null or [] are removed: exports of `datasets` have them in every message. Raises ValueError, without
+    the message's place, for calls that cannot be read.
+    """
+    if "tool_calls" not in message:
+        return message
+    calls = message["tool_calls"]
+    if calls is None or calls == []:
+        return {name: value for name, value in message.items() if name != "tool_calls"}
+    if message.get("role") != "assistant":
+        raise ValueError(f"has tool_calls {shown(calls)}; only messages of the role assistant may call tools")
+    if not isinstance(calls, list):
+        raise ValueError(f"has tool_calls {shown(calls)}; give a list of calls: {_CALLS_FORM}")
+    return {**message, "tool_calls": [_standard_call(call, place) for place, call in enumerate(calls)]}
+
+
+def _standard_call(call: Any, place: int) -> Mapping[str, Any]:
+    where = f"has tool_calls[{place}]"
+    is_flat = isinstance(call, Mapping) and "function" not in call and "arguments" in call
+    function = call if is_flat else call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise ValueError(f"{where} {shown(call)}; give a list of calls: {_CALLS_FORM}")
+    try:
+        arguments = _arguments(function.get("arguments"))
+    except ValueError as error:
+        raise ValueError(
+            f"{where} with arguments {shown(function.get('arguments'))}: {error}; give an object, {{}} for a call "
+            "without arguments"
+        ) from error
+    if is_flat:
+        rest = {name: value for name, value in call.items() if name not in ("name", "arguments")}
+        return {"type": "function", **rest, "function": {"name": function["name"], "arguments": arguments}}
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _arguments(value: Any) -> Mapping[str, Any]:
+    """Return a call's arguments, given as an object or as its JSON text. Raises ValueError for everything else."""
+    if value is None:
+        raise ValueError("they are missing")
+    if isinstance(value, str):
+        # OpenAI's own form. Rendered as it is, templates would write the text once more as a JSON string.
+        value = _parsed(value)
+    if not isinstance(value, Mapping):
+        raise ValueError("they are not an object")
+    return value
+
+
+def standard_tools(value: Any) -> tuple[ToolSchema, ...]:
+    """Return the tools in a record's field, a list or its JSON text, as {"type": "function", "function": {...}}.
+
+    Null and empty text are no tools. A tool may be JSON text itself, and in the flat form {"name", "parameters"}.
+    Raises ValueError for values that cannot be read, and the errors of `check_tools`.
+    """
+    if isinstance(value, str):
+        value = _parsed(value) if value.strip() else None
+    if value is None:
+        return ()
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise ValueError("not a list of JSON schemas")
+    tools = tuple(_standard_tool(_parsed(tool) if isinstance(tool, str) else tool) for tool in value)
+    check_tools(tools)
+    return tools
+
+
+def _standard_tool(tool: Any) -> Any:
+    """Return a tool with its fields under `function`. Values that are not tools are returned unchanged."""
+    if not isinstance(tool, Mapping) or "function" in tool or "name" not in tool:
+        return tool
+    if foreign := next((key for key in _SCHEMA_KEYS_ELSEWHERE if key in tool), None):
+        raise ValueError(f"the tool {tool['name']!r:.80} has {foreign!r}; rename this key to 'parameters'")
+    return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+
+
+def _parsed(text: str) -> Any:
+    """Return the value of a JSON text. Raises ValueError for broken text, repeated keys, NaN and deep nesting."""
+    try:
+        return parse(text.encode(), MEDIUM)
+    except ValueError as error:
+        raise ValueError(f"not valid JSON ({error})") from None
