@@ -365,7 +365,7 @@ def check_api(source: str) -> None:
     Path("runs/metrics.jsonl").write_text("".join(json.dumps({"step": n, "reward/mean": 0.5}) + "\n" for n in (1, 2)))
     arguments = []
     own = SimpleNamespace(train=lambda *given: (arguments.append(given), megarl.load_run("runs"))[1])
-    exec(source.replace("import megarl\n", ""), {"megarl": own})
+    exec(source.replace("import megarl\n", ""), {"megarl": own, "__name__": "__main__"})
     assert inspect.signature(megarl.train).bind(*arguments[0]).arguments["overrides"] == {"train.steps": 3}
 
 
