@@ -1,6 +1,6 @@
 """Make small programming problems with tests: numbers in, a number out.
 
-    python tools/make_code_data.py --out runs/tiny_code_input/data
+    megarl make code --out runs/tiny_code_input/data
 
 Writes `train.jsonl` and `heldout.jsonl`, a line {"messages": ..., "test_cases": {"inputs": [...], "outputs": [...]}}
 each. No problem is in both. With `--form calls` a function `solve` is called with the numbers.
@@ -60,6 +60,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     make_code_data(given.out, given.train, given.heldout, given.form, given.seed)
+    for path in sorted(given.out.glob("*.jsonl")):
+        print(f"wrote {path}: {len(path.read_bytes().splitlines())} lines, first: {path.open().readline().strip()}")
 
 
 if __name__ == "__main__":

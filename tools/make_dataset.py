@@ -1,6 +1,6 @@
 """Make JSONL data sets from a procedural task of reasoning-gym: fine-tuning, training and held-out.
 
-    python tools/make_dataset.py --out runs/arithmetic --task basic_arithmetic --sft 3000 --train 2400 --heldout 200
+    megarl make arithmetic --out runs/arithmetic --task basic_arithmetic --sft 3000 --train 2400 --heldout 200
 
 Writes three files that share no question, and pairs of answers to the questions of the last two:
 
@@ -165,7 +165,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     if find_spec("reasoning_gym") is None:
-        parser.error("the package reasoning-gym is missing; install it: launch/setup.sh reasoning-gym")
+        parser.error(
+            "the package reasoning-gym is missing; install it: launch/setup.sh reasoning-gym in a clone, else "
+            "pip install 'megarl[reasoning-gym]'"
+        )
     out = make_dataset(**vars(options))
     for path in sorted(out.glob("*.jsonl")):
         print(f"wrote {path}: {len(path.read_bytes().splitlines())} lines, first: {path.open().readline().strip()}")

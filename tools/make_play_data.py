@@ -1,6 +1,6 @@
 """Make conversations of a player who knows the rules of megarl's environments and little more.
 
-    python tools/make_play_data.py --out runs/player_input/data
+    megarl make plays --out runs/player_input/data
 
 Writes `sft.jsonl`: games of guess_number, mastermind and countdown (`GAMES`), mostly guessed at random whatever the
 game says (`HEEDED`); and for the environment `search` a corpus (`corpus.jsonl`: a code for each of many items),

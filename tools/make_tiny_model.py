@@ -1,6 +1,6 @@
 """Make a tiny language model folder with random weights: config, safetensors, tokenizer, chat template.
 
-    python tools/make_tiny_model.py --out runs/tiny_model --hidden-size 128 --num-layers 4
+    megarl make model --out runs/tiny_model --hidden-size 128 --num-layers 4
 
 The architecture is a real one (Qwen, Llama, Mistral, GLM, gpt-oss), so Megatron-Core, vLLM and transformers treat the
 folder as they treat a large checkpoint. The tokenizer is a byte-level BPE trained on a few lines of text below:

@@ -1,6 +1,6 @@
 """Make the data of the tool recipe: products too large for a tiny student, some demonstrations with the calculator.
 
-    python tools/make_tool_data.py --out runs/tiny_tools_input/data
+    megarl make tools --out runs/tiny_tools_input/data
 
 Writes `sft.jsonl` (conversations: in some the calculator has replied already and the answer copies that; of the others
 a small share calls it first, the rest answer at once), `train.jsonl` and `heldout.jsonl` (problems). No problem is in

@@ -18,6 +18,7 @@ from rich import box
 from rich.table import Table
 
 import megarl
+from megarl.files.shipped import is_clone
 from megarl.terminal import Console
 
 
@@ -94,10 +95,11 @@ def main() -> None:
     console.print("three held-out problems, answered by transformers from the exported model")
     for record, question, said in zip(records, questions, answer(arguments.grpo / "hf", questions), strict=True):
         console.print(f"  {question!r}\n    -> {said!r} (gold {record['gt_answer']})", markup=False)
+    programs = ".venv/bin/" if is_clone() else ""
     console.print(
-        f"\nreport:  .venv/bin/megarl report {arguments.grpo}\n"
-        f"samples: .venv/bin/megarl samples {arguments.grpo}\n"
-        f"curves:  .venv/bin/tensorboard --logdir {arguments.grpo.parent}\n"
+        f"\nreport:  {programs}megarl report {arguments.grpo}\n"
+        f"samples: {programs}megarl samples {arguments.grpo}\n"
+        f"curves:  {programs}tensorboard --logdir {arguments.grpo.parent}\n"
         f"model:   {arguments.grpo}/hf/",
         markup=False,
     )

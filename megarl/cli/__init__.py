@@ -31,6 +31,7 @@ from megarl.cli.layouts import (
     refuse_search_options,
     search_layouts,
 )
+from megarl.cli.quickstart import MakeCommand, make, quickstart
 from megarl.cli.reading import metrics, report, samples, watch
 from megarl.cli.recipes import recipes
 from megarl.cli.replay import replay
@@ -63,6 +64,8 @@ app = typer.Typer(
 for group in (sandbox, data, slurm, kubernetes, convert):
     app.add_typer(group.app)
 app.command()(recipes)
+app.command(cls=RecipeCommand)(quickstart)
+app.command(cls=MakeCommand)(make)
 app.command()(export)
 app.command(cls=RecipeCommand)(replay)
 app.command(cls=RecipeCommand)(resize)

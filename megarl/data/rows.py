@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from megarl.data.compressed import ending_of, first_bytes, lines_of, stem_of
 from megarl.data.file_kinds import refuse_other_text
 from megarl.files.hub import Patterns, cached_folder, download_command, is_hub_name, names_repository
+from megarl.files.shipped import input_command
 from megarl.files.strict_json import MEDIUM, parse
 from megarl.types import ConfigError, DataError
 
@@ -146,7 +147,9 @@ def _existing_place(place: str) -> Path:
     if path.exists():
         return path
     if (on_hub := _on_hub(place)) is None:
-        raise DataError(f"{place}: no such file; check the path")
+        command = input_command(path)
+        remedy = f"this command makes it: {command}" if command else "check the path"
+        raise DataError(f"{place}: no such file; {remedy}")
     name = on_hub.name
     folder = cached_folder(name, "dataset", on_hub.only)
     if folder is None:

@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from megarl.files.hub import cached_folder, download_command
 from megarl.files.regular import check_folder_of_files, check_regular
+from megarl.files.shipped import input_command
 from megarl.files.strict_json import LARGE, MEDIUM, SMALL, parse
 from megarl.types import DataError
 
@@ -92,6 +93,8 @@ def missing_folder(folder: Path, file: str = "") -> str:
 
     With `file`, the command downloads only this file. If the model's name on the Hub is known, the command has it.
     """
+    if command := input_command(folder):
+        return f"{folder}: model folder not found; this command makes it: {command}"
     if _EXPORTED.fullmatch(folder.name) and (run := folder.parent).name:
         is_there = (run / "config.yaml").is_file()
         remedy = f"megarl train {run} --resume" if is_there else f"run its recipe first, {run.name}.yaml"

@@ -1,4 +1,4 @@
-"""Files delivered with megarl that are not Python: recipes, and scripts for Slurm."""
+"""Files delivered with megarl outside its package: recipes, scripts for Slurm, makers of tiny models and data."""
 
 from __future__ import annotations
 
@@ -8,14 +8,27 @@ from megarl.types import ConfigError
 
 SCHEMA = "recipe.schema.json"
 """Name of the file with the JSON Schema of recipes, in the folder of the recipes."""
+INPUT_COMMANDS = {
+    "runs/quickstart_input/experts": "megarl make model --family qwen3_moe --num-layers 2 --out "
+    "runs/quickstart_input/experts",
+    "runs/quickstart_input": "megarl quickstart",
+    "runs/quickstart_sft": "megarl quickstart",
+    "runs/quickstart": "megarl quickstart",
+    "runs/tiny_code_input/model": "megarl make model --out runs/tiny_code_input/model",
+    "runs/tiny_code_input/data": "megarl make code --out runs/tiny_code_input/data",
+    "runs/tiny_tools_input/model": "megarl make model --out runs/tiny_tools_input/model --num-layers 2 "
+    "--initializer-range 0.08 --tool-words",
+    "runs/tiny_tools_input/data": "megarl make tools --out runs/tiny_tools_input/data",
+}
+"""Commands that make the inputs of the tiny recipes, by folder. The first folder that holds a path counts."""
 PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def home() -> Path:
-    """Return the folder containing `launch/`: the repository in a clone, the package folder in an installed wheel.
+    """Return the folder with `launch/` and `tools/`: the repository in a clone, the package folder in a wheel.
 
-    The repository has a symbolic link `megarl/launch` to `launch/`. The build of a wheel follows it, so a wheel has
-    copies of these files in its package folder. Raises ConfigError if neither has them.
+    The repository has symbolic links `megarl/launch` and `megarl/tools`. The build of a wheel follows them, so a wheel
+    has copies of these files in its package folder. Raises ConfigError if neither has them.
     """
     for folder in (PACKAGE.parent, PACKAGE):
         if (folder / "launch/recipes").is_dir():
@@ -26,6 +39,17 @@ def home() -> Path:
 def is_clone() -> bool:
     """Return whether megarl runs from its repository."""
     return home() != PACKAGE
+
+
+def tool(name: str) -> Path:
+    """Return a delivered program: a Python file of `tools/`. A wheel has only those of `pyproject.toml`."""
+    return home() / "tools" / name
+
+
+def input_command(path: str | Path) -> str | None:
+    """Return the command that makes an input of the tiny recipes. None: the path is not in one of their folders."""
+    text = Path(path).as_posix()
+    return next((command for folder, command in INPUT_COMMANDS.items() if f"{text}/".startswith(f"{folder}/")), None)
 
 
 def schema() -> Path:

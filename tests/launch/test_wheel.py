@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from megarl.cli.quickstart import MAKERS
+
 pytestmark = pytest.mark.end_to_end
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -28,7 +30,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         check=True,
     ).stdout.split(b"\0")
     kept = [
-        os.fsdecode(file) for file in files if file.startswith((b"megarl/", b"launch/", b"LICENSE", b"README", b"py"))
+        os.fsdecode(file)
+        for file in files
+        if file.startswith((b"megarl/", b"launch/", b"tools/", b"LICENSE", b"README", b"py"))
     ]
     packed = subprocess.run(["tar", "-c", *kept], cwd=ROOT, capture_output=True, check=True).stdout
     subprocess.run(["tar", "-x"], cwd=source, input=packed, check=True)
@@ -75,11 +79,14 @@ def test_it_holds_what_commands_read(wheel: Path) -> None:
     assert {"megarl/py.typed", "megarl/config/migration.md", "megarl/report/page.js"} <= names
     assert "megarl/launch/recipes/recipe.schema.json" in names and "megarl/launch/slurm/site.env" not in names
     assert not any(name.startswith(("tests/", "tools/", "launch/")) for name in names)
+    tools = {name.removeprefix("megarl/tools/") for name in names if name.startswith("megarl/tools/")}
+    assert tools == {file for file, _ in MAKERS.values()} | {"quickstart_report.py"}
 
 
 def test_its_commands_need_no_clone(installed: Callable[..., str], tmp_path: Path) -> None:
     listed = installed("recipes")
     assert "quickstart\n    GRPO on two ranks" in listed
+    assert "wrote problems/" in installed("make", "code", "--out", "problems")
     installed("recipes", "qwen3_14b_dapo_h200", "tiny_rl", "--to", tmp_path)
     recipe = tmp_path / "qwen3_14b_dapo_h200.yaml"
     assert recipe.read_bytes() == (ROOT / "launch/recipes/qwen3_14b_dapo_h200.yaml").read_bytes()
