@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import runpy
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -17,6 +15,7 @@ from typer.core import TyperCommand
 
 from megarl.cli.arguments import Overrides
 from megarl.files import shipped
+from megarl.platform.commands import run_in_foreground
 from megarl.types import ConfigError
 
 MAKERS = {
@@ -88,20 +87,6 @@ def _move_aside(run_folder: Path) -> None:
 
 
 def _run(command: Sequence[str]) -> None:
-    """Run a program to its end, with this terminal. Ends this command with its exit code if it fails."""
-    with subprocess.Popen(command) as process:
-
-        def pass_on(number: int, _: object) -> None:
-            process.send_signal(number)
-
-        # A terminal sends Ctrl-C to the program too. Set after its start, because it would inherit an ignored signal.
-        handlers = {signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: pass_on, signal.SIGHUP: pass_on}
-        earlier_handlers = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-        try:
-            code = process.wait()
-        finally:
-            for number, handler in earlier_handlers.items():
-                signal.signal(number, handler)
-    if code:
-        # A shell reports a program that a signal ended as 128 + the signal's number.
-        raise typer.Exit(code if code > 0 else 128 - code)
+    """Run a program to its end. Ends this command with its exit code if it fails."""
+    if code := run_in_foreground(command):
+        raise typer.Exit(code)

@@ -82,6 +82,28 @@ def follow_command(command: Sequence[str], *, captures_output: bool) -> tuple[in
     return process.returncode, "".join(captured), "".join(errors)
 
 
+def run_in_foreground(command: Sequence[str]) -> int:
+    """Run a program to its end with this process's terminal, and return its exit code.
+
+    SIGTERM and SIGHUP to this process are passed on, and SIGINT is left to the program, which a terminal sends it too.
+    A program that a signal ended has the code 128 + the signal's number, as in a shell. Call it from the main thread.
+    """
+    with subprocess.Popen(command) as process:
+
+        def pass_on(number: int, _: object) -> None:
+            process.send_signal(number)
+
+        # Set after the start, because the program would inherit an ignored signal.
+        handlers = {signal.SIGINT: signal.SIG_IGN, signal.SIGTERM: pass_on, signal.SIGHUP: pass_on}
+        earlier_handlers = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        try:
+            code = process.wait()
+        finally:
+            for number, handler in earlier_handlers.items():
+                signal.signal(number, handler)
+    return code if code >= 0 else 128 - code
+
+
 class _Reading(threading.Thread):
     """Reads a stream of a child to its end: keeps lines, and writes them to another stream."""
 

@@ -148,7 +148,8 @@ def literals(model: type, field: str) -> tuple[str, ...]:
 
 
 def rooms() -> list[str]:
-    folders = {path.parent.name for path in (ROOT / "megarl").glob("*/*.py")}
+    # `megarl/tools` is a link for the build of wheels.
+    folders = {path.parent.name for path in (ROOT / "megarl").glob("*/*.py") if not path.parent.is_symlink()}
     files = [path.stem for path in (ROOT / "megarl").glob("*.py") if not path.stem.startswith("__")]
     return sorted([*(f"{name}/" for name in folders), *files])
 
