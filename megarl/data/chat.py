@@ -88,7 +88,8 @@ def load_tokenizer(
             f"{folder}: the tokenizer does not load ({error}); copy the tokenizer's files into this folder again"
         ) from error
     if template is not None:
-        tokenizer.chat_template = _template_of(template)
+        begin = _text_start(tokenizer) if template == PLAIN else ""
+        tokenizer.chat_template = begin + _template_of(template)
     if not tokenizer.chat_template:
         raise DataError(
             f"{folder}: the tokenizer has no chat template; add a chat_template.jinja to the folder, or set "
@@ -134,6 +135,22 @@ def _template_of(name: str) -> str:
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"model.chat_template = {name}: cannot be read ({error})") from None
+
+
+def _text_start(tokenizer: Tokenizer) -> str:
+    """Return what a template writes first so that texts begin as in pretraining: with the tokens that the tokenizer
+    adds, such as BOS. Empty if it adds none."""
+    text = "a"
+    wanted = tokenizer.encode(text)
+    bare = tokenizer.encode(text, add_special_tokens=False)
+    num_added = next((n for n in range(1, len(wanted)) if wanted[n : n + len(bare)] == bare), 0)
+    if not num_added:
+        return ""
+    added = "".join(map(str, tokenizer.convert_ids_to_tokens(wanted[:num_added])))
+    begun = wanted[: num_added + len(bare)]
+    # After a special token, some tokenizers do not add the space with which they begin a text.
+    space = "" if tokenizer.encode(added + text, add_special_tokens=False) == begun else " "
+    return f"{{{{ {_jinja(added + space)} }}}}"
 
 
 def _with_defaults(template: Any, defaults: Mapping[str, Any]) -> str:

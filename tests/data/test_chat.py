@@ -271,3 +271,44 @@ def test_a_base_model_without_a_template_reads_plain_text(tiny_model: Callable[.
     sequence = train_on_assistant(tokenizer, messages)
     trained = tokenizer.decode(sequence.token_ids[sequence.loss_mask])
     assert trained == f" 3{tokenizer.eos_token}"
+
+
+def base_model(folder: Path, backend: Tokenizer, start: str) -> Path:
+    """Make a folder with a tokenizer that begins each text with the token `start`, as those of base models may."""
+    special = {"<s>": {"id": "<s>", "ids": [0], "tokens": ["<s>"]}}
+    backend.add_special_tokens([AddedToken(name, special=True) for name in ("<s>", "</s>")])
+    definition = json.loads(backend.to_str())
+    (number,) = (token["id"] for token in definition["added_tokens"] if token["content"] == "<s>")
+    special["<s>"]["ids"] = [number]
+    pieces = [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+    pieces = pieces if start == "<s>" else pieces[1:]
+    definition["post_processor"] = {
+        "type": "TemplateProcessing", "single": pieces, "special_tokens": special,
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+    }  # fmt: skip
+    backend = Tokenizer.from_str(json.dumps(definition))
+    PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>").save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    return folder
+
+
+@pytest.mark.parametrize("start", ["<s>", ""], ids=["adds BOS", "adds nothing"])
+@pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param(byte_level, id="byte level"),
+        pytest.param(lambda: sentencepiece("first"), id="space at the start"),
+        pytest.param(lambda: sentencepiece("never"), id="no space"),
+    ],
+)
+def test_plain_text_begins_like_a_text_in_pretraining(
+    tmp_path: Path, backend: Callable[[], Tokenizer], start: str
+) -> None:
+    tokenizer = load_tokenizer(base_model(tmp_path / "base", backend(), start), template="plain")
+    prompt = encode(tokenizer, render(tokenizer, [said("user", "Sort these.")], generation_prompt=True))
+    assert prompt == tokenizer.encode("Sort these.")
+    assert prompt.count(tokenizer.bos_token_id) == (1 if start else 0)
+    sequence = train_on_assistant(
+        tokenizer, [said("user", "a"), said("assistant", " b"), said("user", " c"), said("assistant", " d")]
+    )
+    assert sequence.token_ids.tolist().count(tokenizer.bos_token_id) == (1 if start else 0)
