@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 _ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
+_NOT_SCALING = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
+"""Rotary settings that say which channels rotate. A change of the scaling keeps them."""
 OVERRIDABLE = (*_ROPE, "max_position_embeddings", "rms_norm_eps", "num_experts_per_tok", "norm_topk_prob")
 """Fields of config.json that may be overridden. They change the computation but not the shapes of weights."""
 
@@ -58,7 +60,8 @@ def overridden(config: Mapping[str, Any], override: Mapping[str, Any]) -> dict[s
     """Return the fields of a config.json with the overrides applied.
 
     Settings of rotary embeddings keep the file's form: rope_parameters (transformers 5), or rope_theta and rope_scaling
-    (transformers 4). An override of rope_theta changes only the base, an override of rope_scaling all but the base.
+    (transformers 4). An override of rope_theta changes only the base. An override of rope_scaling changes neither the
+    base nor the fraction of rotated channels.
     """
     changed = {**config, **{name: value for name, value in override.items() if name not in _ROPE}}
     if not override.keys() & set(_ROPE):
@@ -66,32 +69,34 @@ def overridden(config: Mapping[str, Any], override: Mapping[str, Any]) -> dict[s
     rope = rope_parameters(config)
     for name in ("rope_scaling", "rope_parameters"):
         if name in override:
-            rope = {"rope_theta": rope["rope_theta"], **_scaling(override[name])}
+            unscaled = {field: rope[field] for field in ("rope_theta", *_NOT_SCALING) if field in rope}
+            rope = {**unscaled, **_scaling(override[name])}
     if "rope_theta" in override:
         rope["rope_theta"] = override["rope_theta"]
     if "rope_parameters" in config:
         return changed | {"rope_parameters": rope}
-    scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
+    apart = {name: rope.pop(name) for name in ("rope_theta", "partial_rotary_factor") if name in rope}
     # transformers 4 writes null instead of a default rope_scaling.
-    is_plain = scaling["rope_type"] == "default"
-    return changed | {"rope_theta": rope["rope_theta"], "rope_scaling": None if is_plain else scaling}
+    return changed | apart | {"rope_scaling": None if rope["rope_type"] == "default" else rope}
 
 
 def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the rotary settings of a config.json in the form of transformers 5: {rope_theta, rope_type, ...}."""
-    rope = _scaling(config.get("rope_parameters") or config.get("rope_scaling"))
-    # 10000 is transformers' default base.
-    theta = rope.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
-    return {"rope_theta": theta, **rope}
+    older = {name: config[name] for name in ("rope_theta", "partial_rotary_factor") if config.get(name) is not None}
+    return {**older, **_scaling(config.get("rope_parameters") or config.get("rope_scaling"))}
 
 
-def engine_overrides(config: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the overrides as vLLM's `hf_overrides`. Rotary settings are complete, because vLLM replaces a field as a
-    whole."""
+def engine_overrides(
+    config: Mapping[str, Any], override: Mapping[str, Any], rope: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the overrides as vLLM's `hf_overrides`.
+
+    vLLM replaces a field as a whole, so rotary settings are complete: `rope` has those that config.json may lack.
+    """
     plain = {name: value for name, value in override.items() if name not in _ROPE}
     if len(plain) == len(override):
         return plain
-    return plain | {"rope_parameters": rope_parameters(overridden(config, override))}
+    return plain | {"rope_parameters": {**(rope or {}), **rope_parameters(overridden(config, override))}}
 
 
 def _scaling(given: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -127,7 +127,7 @@ def engine_arguments(
     shape = read_model_shape(model_path, override)
     arguments |= _state_arguments(shape)
     fields = read_object(Path(model_path) / "config.json")
-    changes = engine_overrides(fields, override) if override else {}
+    changes = engine_overrides(fields, override, _family_rope(shape)) if override else {}
     if architecture := FAMILIES[shape.family].engine_architecture:
         changes |= {"architectures": [architecture]}
     if fields.get("quantization_config") is not None:
@@ -135,6 +135,12 @@ def engine_arguments(
     elif changes:
         arguments["hf_overrides"] = changes
     return EngineArgs(**{**arguments, **vllm_on_cpu.engine_arguments(max_model_len), **config.vllm})
+
+
+def _family_rope(shape: ModelShape) -> dict[str, float]:
+    """Return the rotary settings that config.json may leave to the model's family."""
+    rope = {"rope_theta": shape.rotary.theta}
+    return rope if shape.rotary.fraction == 1 else {**rope, "partial_rotary_factor": shape.rotary.fraction}
 
 
 def _as_plain(changes: Mapping[str, Any], config: Any) -> Any:

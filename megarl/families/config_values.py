@@ -14,15 +14,15 @@ _LARGEST_SIZE = 1 << 24
 """Upper bound of all sizes: 16 Mi, 64 times the largest vocabularies."""
 
 
-def size(config: Mapping[str, Any], field: str, default: int | None = None) -> int:
-    """Return a positive integer field. With `default` it may be missing, null, or 0 if the default is 0.
+def size(config: Mapping[str, Any], field: str, *, null: int | None = None) -> int:
+    """Return a positive integer field. With `null`, the field may be null, which means this value.
 
-    Raises DataError for another value, KeyError for a missing field without default.
+    If `null` is 0, the field may be 0, too. Raises DataError for another value, KeyError for a missing field.
     """
-    value = config[field] if default is None else config.get(field)
-    if value is None and default is not None:
-        return default
-    if default == 0 and value == 0:
+    value = config[field]
+    if value is None and null is not None:
+        return null
+    if null == 0 and value == 0:
         return 0
     # Not isinstance: True is an instance of int.
     if type(value) is not int or not 0 < value <= _LARGEST_SIZE:
@@ -30,17 +30,17 @@ def size(config: Mapping[str, Any], field: str, default: int | None = None) -> i
     return value
 
 
-def positive(config: Mapping[str, Any], field: str, default: float) -> float:
-    """Return a positive number, or `default` if the field is missing or null. Raises DataError for another value."""
-    value = default if config.get(field) is None else config[field]
+def positive(config: Mapping[str, Any], field: str) -> float:
+    """Return a positive number. Raises DataError for another value, KeyError for a missing field."""
+    value = config[field]
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
         raise DataError(f"{field} is {shown(value)}; it must be a positive number. {COPY_AGAIN}")
     return float(value)
 
 
 def flag(config: Mapping[str, Any], field: str) -> bool:
-    """Return a boolean field; missing or null is false. Raises DataError for another value."""
-    value = config.get(field)
+    """Return a boolean field; null is false. Raises DataError for another value, KeyError for a missing field."""
+    value = config[field]
     if value not in (None, False, True):
         raise DataError(f"{field} is {shown(value)}; it must be true or false. {COPY_AGAIN}")
     return bool(value)

@@ -12,12 +12,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megarl.families import llama, stacks
-from megarl.families.config_values import COPY_AGAIN, flag, mapping, shown, size
-from megarl.families.family import Family
+from megarl.families.config_values import COPY_AGAIN, flag, shown, size
+from megarl.families.family import DEFAULTS, Family
 from megarl.families.mtp import NUMBERED
 from megarl.families.parts import Latent, Parts
 from megarl.families.reading import first_layers_dense, refuse_biases, required, sigmoid_router
-from megarl.families.rotary import Rotary, read_rotary
+from megarl.families.rotary import Rotary, read_rotary, rope_settings
 from megarl.families.rules import Rule, Variant, column, expert_bias, replicated, row, with_experts, with_shared_expert
 from megarl.types import DataError
 
@@ -54,19 +54,19 @@ def read_latent(config: Mapping[str, Any]) -> Parts:
         _rotary(config),
         sigmoid_router(config),
         first_layers_dense(config, size(config, "num_hidden_layers")),
-        num_kept_layers=size(config, "num_nextn_predict_layers", 0),
+        num_kept_layers=size(config, "num_nextn_predict_layers", null=0),
     )
 
 
 def _attention(config: Mapping[str, Any]) -> Latent:
     num_heads = size(config, "num_attention_heads")
-    if (num_kv_heads := size(config, "num_key_value_heads", num_heads)) != num_heads:
+    if (num_kv_heads := size(config, "num_key_value_heads", null=num_heads)) != num_heads:
         raise DataError(
             f"num_key_value_heads {num_kv_heads} differs from num_attention_heads {num_heads}. {COPY_AGAIN}"
         )
     return Latent(
         num_heads=num_heads,
-        query_rank=0 if config.get("q_lora_rank") is None else size(config, "q_lora_rank"),
+        query_rank=size(config, "q_lora_rank", null=0),
         kv_rank=size(config, "kv_lora_rank"),
         plain_channels=size(config, "qk_nope_head_dim"),
         rotary_channels=size(config, "qk_rope_head_dim"),
@@ -76,15 +76,8 @@ def _attention(config: Mapping[str, Any]) -> Latent:
 
 def _rotary(config: Mapping[str, Any]) -> Rotary:
     """Return unscaled or YaRN embeddings. Raises DataError for settings that vLLM 0.30 reads in another way."""
-    rope = {
-        name: value
-        for name, value in (mapping(config, "rope_parameters") or mapping(config, "rope_scaling")).items()
-        if value is not None
-    }
-    # These fields are the whole head's in a config.json of transformers 4 and 5.
-    rotary = read_rotary(config, fraction=1.0)
-    if rotary.fraction != 1.0:
-        raise DataError(f"partial_rotary_factor {rotary.fraction} is not supported; only 1.0 is.")
+    rope = rope_settings(config)
+    rotary = read_rotary(config)
     if rotary.scaling not in ("default", "yarn") or rope.get("rope_type", rope.get("type")) == "dynamic":
         raise DataError(
             f"rope_type {shown(rope.get('rope_type', rope.get('type')))} is not supported, because vLLM 0.30 would "
@@ -161,5 +154,27 @@ def live_stacks(model: ModelShape) -> tuple[stacks.Stack, ...]:
     )
 
 
-# Moonlight is a deepseek_v3 model, Kimi-K2 has a model_type of its own, known to vLLM.
-FAMILY = Family("DeepseekV3ForCausalLM", read, rules, stacks=live_stacks, other_model_types=("kimi_k2",), mtp=NUMBERED)
+FIELDS = {
+    **DEFAULTS,
+    "max_position_embeddings": 4096,
+    "n_group": 8,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536,
+    "routed_scaling_factor": 2.5,
+    "topk_group": 4,
+}
+"""Values of missing fields in DeepSeek-V3 models."""
+
+FAMILY = Family(
+    "DeepseekV3ForCausalLM",
+    read,
+    rules,
+    FIELDS,
+    stacks=live_stacks,
+    # Moonlight is a deepseek_v3 model, Kimi-K2 has a model_type of its own, known to vLLM.
+    other_model_types=("kimi_k2",),
+    mtp=NUMBERED,
+)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from megarl.families import stacks
@@ -14,6 +14,18 @@ from megarl.families.reading import Read
 if TYPE_CHECKING:
     from megarl.families.rules import Rule
     from megarl.families.shape import ModelShape
+
+
+DEFAULTS: Mapping[str, Any] = {
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "mlp_bias": False,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+"""Values that most of transformers' configuration classes give to fields missing in config.json."""
 
 
 def no_settings(model: ModelShape) -> Mapping[str, Any]:
@@ -38,6 +50,9 @@ class Family:
     """Function from config.json to the model's parts. Raises DataError for values computed differently here."""
     rules: Callable[[ModelShape], tuple[Rule, ...]]
     """Function from a model's shape to the rules of its Megatron parameters, each with its Hugging Face tensors."""
+    defaults: Mapping[str, Any] = field(default_factory=lambda: DEFAULTS)
+    """Values of fields that config.json may lack: those of transformers' configuration class, which vLLM uses too. A
+    field that is neither here nor in config.json is an error."""
     stacks: Callable[[ModelShape], Iterable[stacks.Stack]] = stacks.standard
     """Function from a model's shape to vLLM's parameters that fuse, split or convert tensors (`stacks.Stack`). Other
     tensors are stored whole on every rank. Stacks of tensors without a rule are ignored."""

@@ -10,10 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.families import llama, qwen2, qwen3, stacks
 from megarl.families.config_values import flag, size
-from megarl.families.family import Family
+from megarl.families.family import DEFAULTS, Family
 from megarl.families.mtp import NUMBERED
 from megarl.families.parts import Parts
-from megarl.families.reading import first_layers_dense, grouped_query, refuse_biases, sigmoid_router
+from megarl.families.reading import (
+    DEFAULT_SIGMOID,
+    first_layers_dense,
+    grouped_query,
+    refuse_biases,
+    sigmoid_router,
+)
 from megarl.families.rotary import read_rotary
 from megarl.families.rules import Rule, expert_bias, with_experts, with_shared_expert
 from megarl.types import DataError
@@ -34,7 +40,7 @@ def read(config: Mapping[str, Any]) -> Parts:
         read_rotary(config, fraction=0.5),
         sigmoid_router(config),
         first_layers_dense(config, size(config, "num_hidden_layers")),
-        num_kept_layers=size(config, "num_nextn_predict_layers", 0),
+        num_kept_layers=size(config, "num_nextn_predict_layers", null=0),
     )
 
 
@@ -55,4 +61,14 @@ def live_stacks(model: ModelShape) -> tuple[stacks.Stack, ...]:
     return (*stacks.standard(model), *shared, *router)
 
 
-FAMILY = Family("Glm4MoeForCausalLM", read, rules, stacks=live_stacks, mtp=NUMBERED)
+_FIELDS = {
+    **DEFAULTS,
+    **DEFAULT_SIGMOID,
+    "num_key_value_heads": 8,
+    "head_dim": None,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "use_qk_norm": False,
+}
+
+FAMILY = Family("Glm4MoeForCausalLM", read, rules, _FIELDS, stacks=live_stacks, mtp=NUMBERED)

@@ -31,4 +31,17 @@ def live_stacks(model: ModelShape) -> tuple[stacks.Stack, ...]:
     return (*deepseek_v3.live_stacks(model), stacks.float32(llama.LAYER + "mlp.gate.weight"))
 
 
-FAMILY = Family("Glm4MoeLiteForCausalLM", read, deepseek_v3.rules, stacks=live_stacks, mtp=NUMBERED)
+_FIELDS = {
+    **deepseek_v3.FIELDS,
+    "max_position_embeddings": 202752,
+    "n_group": 1,
+    "num_key_value_heads": 20,
+    # transformers' class has no such field.
+    "num_nextn_predict_layers": 0,
+    "q_lora_rank": 768,
+    "rms_norm_eps": 1e-5,
+    "routed_scaling_factor": 1.8,
+    "topk_group": 1,
+}
+
+FAMILY = Family("Glm4MoeLiteForCausalLM", read, deepseek_v3.rules, _FIELDS, stacks=live_stacks, mtp=NUMBERED)

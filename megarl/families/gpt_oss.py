@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.families import llama, qwen2, stacks
 from megarl.families.config_values import shown, size
-from megarl.families.family import Family
+from megarl.families.family import DEFAULTS, Family
 from megarl.families.packed import Alias, Axis
 from megarl.families.parts import LayerKind, Parts, Router
-from megarl.families.reading import grouped_query, refuse_biases, top_k
-from megarl.families.rotary import read_rotary
+from megarl.families.reading import check_normalised, grouped_query, refuse_biases, top_k
+from megarl.families.rotary import read_rotary, rope_settings
 from megarl.families.rules import Rule, Segment, Variant, replicated, with_experts
 from megarl.types import DataError
 
@@ -32,7 +32,7 @@ _ALPHA, _LIMIT = 1.702, 7.0
 def read(config: Mapping[str, Any]) -> Parts:
     """Return the parts of a gpt-oss model. Raises DataError for values that vLLM 0.30 does not read."""
     refuse_biases(config, ignored=("attention_bias",))
-    num_layers, window = size(config, "num_hidden_layers"), size(config, "sliding_window", 128)
+    num_layers, window = size(config, "num_hidden_layers"), size(config, "sliding_window")
     alternating = [("sliding_attention", "full_attention")[layer % 2] for layer in range(num_layers)]
     fixed = {"attention_bias": True, "swiglu_alpha": _ALPHA, "swiglu_limit": _LIMIT, "tie_word_embeddings": False}
     fixed |= {"layer_types": alternating, "rms_norm_eps": 1e-5}
@@ -40,20 +40,19 @@ def read(config: Mapping[str, Any]) -> Parts:
         if config.get(field) not in (None, value):
             raise DataError(f"{field} is {shown(config[field])}; in vLLM 0.30 it is always {shown(value)}.")
     rotary = read_rotary(config)
-    plain = read_rotary({**config, "rope_parameters": {**_rope(config), "attention_factor": None, "mscale": None}})
+    usual = {**rope_settings(config), "attention_factor": None, "mscale": None}
+    plain = read_rotary({**config, "rope_parameters": usual, "rope_scaling": None})
     if rotary.scaling != "yarn" or rotary != plain:
         raise DataError(
             "rope_parameters: for this family vLLM 0.30 supports only YaRN with the default attention factor; use "
             "rope_type yarn without attention_factor and mscale."
         )
     num_experts = size(config, "num_local_experts")
-    router = Router(num_experts, top_k(config, num_experts), size(config, "intermediate_size"))
+    chosen = top_k(config, num_experts)
+    check_normalised(chosen)
+    router = Router(num_experts, chosen, size(config, "intermediate_size"))
     kinds = tuple(LayerKind(has_experts=True, window=0 if layer % 2 else window) for layer in range(num_layers))
     return Parts(grouped_query(config, qkv_bias=True, qk_norm=False), rotary, router, kinds)
-
-
-def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    return config.get("rope_parameters") or config.get("rope_scaling") or {}
 
 
 def rules(model: ModelShape) -> tuple[Rule, ...]:
@@ -143,6 +142,17 @@ def settings(model: ModelShape) -> Mapping[str, Any]:
     }
 
 
+_FIELDS = {
+    **DEFAULTS,
+    "attention_bias": True,
+    "head_dim": 64,
+    "max_position_embeddings": 131072,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150000.0,
+    "sliding_window": 128,
+}
+
 FAMILY = Family(
-    "GptOssForCausalLM", read, rules, stacks=live_stacks, settings=settings, aliases=aliases, reads_mxfp4=True
+    "GptOssForCausalLM", read, rules, _FIELDS, stacks=live_stacks, settings=settings, aliases=aliases, reads_mxfp4=True
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megarl.families.family import Family
+from megarl.families.family import DEFAULTS, Family
 from megarl.families.reading import read_dense
 from megarl.families.rules import Rule, gate_up, query_groups, replicated, row, vocabulary
 
@@ -63,4 +63,11 @@ def rules(model: ModelShape) -> tuple[Rule, ...]:
     )
 
 
-FAMILY = Family("LlamaForCausalLM", read_dense, rules, is_quantisable=True, has_adapter_slots=True)
+FAMILY = Family(
+    "LlamaForCausalLM",
+    read_dense,
+    rules,
+    {**DEFAULTS, "num_key_value_heads": None, "head_dim": None, "max_position_embeddings": 2048},
+    is_quantisable=True,
+    has_adapter_slots=True,
+)

@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from megarl.families import llama, windows
-from megarl.families.family import Family
+from megarl.families.family import DEFAULTS, Family
 from megarl.families.reading import read_dense
 from megarl.families.rules import Rule, query_groups
 
@@ -25,6 +25,15 @@ def biases(model: ModelShape) -> Rule:
     return query_groups(llama.DECODER + "self_attention.linear_qkv.bias", q, k, v, model, ())
 
 
+FIELDS = {
+    **DEFAULTS,
+    **windows.DEFAULTS,
+    "num_key_value_heads": 32,
+    "head_dim": None,
+    "max_position_embeddings": 32768,
+}
+"""Values of missing fields in Qwen2 models."""
+
 FAMILY = Family(
     "Qwen2ForCausalLM",
     partial(
@@ -35,6 +44,7 @@ FAMILY = Family(
         ignored=("attention_bias", "mlp_bias"),
     ),
     rules,
+    FIELDS,
     is_quantisable=True,
     has_adapter_slots=True,
 )

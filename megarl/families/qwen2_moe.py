@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from megarl.families import qwen2, windows
 from megarl.families.family import Family
-from megarl.families.reading import read_experts
+from megarl.families.reading import DEFAULT_EXPERTS, read_experts
 from megarl.families.rules import Rule, with_experts, with_shared_expert
 
 if TYPE_CHECKING:
@@ -23,5 +23,6 @@ FAMILY = Family(
     "Qwen2MoeForCausalLM",
     partial(read_experts, qkv_bias=True, windows=windows.refused),
     rules,
+    {**qwen2.FIELDS, **DEFAULT_EXPERTS, "num_key_value_heads": 16, "shared_expert_intermediate_size": 5632},
     is_quantisable=True,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from megarl.families import llama, windows
+from megarl.families import llama, qwen2, windows
 from megarl.families.family import Family
 from megarl.families.reading import read_dense
 from megarl.families.rules import Rule, replicated
@@ -33,6 +33,7 @@ FAMILY = Family(
     "Qwen3ForCausalLM",
     partial(read_dense, qk_norm=True, windows=windows.from_a_layer_on),
     rules,
+    {**qwen2.FIELDS, "head_dim": 128},
     is_quantisable=True,
     has_adapter_slots=True,
 )

@@ -39,7 +39,7 @@ def read_experts(config: Mapping[str, Any]) -> Parts:
     # transformers and vLLM 0.30 have experts in all layers and normalise their weights. They read none of these fields.
     fixed = {"norm_topk_prob": (None, True), "mlp_only_layers": (None, []), "decoder_sparse_step": (None, 1)}
     for field, values in fixed.items():
-        if config.get(field) not in values:
+        if config[field] not in values:
             raise DataError(f"{field} is {shown(config[field])}; for this family it is always {values[1]}.")
     router = softmax_router({**config, "norm_topk_prob": True})
     return qwen3_next.read_hybrid(_of_text(config), router, [True] * size(config, "num_hidden_layers"), MTP)
@@ -112,7 +112,8 @@ def live_stacks(model: ModelShape) -> tuple[stacks.Stack, ...]:
 
 def _family(architecture: str, *, has_experts: bool, classifier: str = "") -> Family:
     read, own = (read_experts, aliases) if has_experts else (read_dense, no_aliases)
-    return Family(architecture, read, rules, stacks=live_stacks, mtp=MTP, aliases=own, classifier=classifier)
+    defaults = {**qwen3_next.FIELDS, "num_key_value_heads": 2 if has_experts else 4}
+    return Family(architecture, read, rules, defaults, stacks=live_stacks, mtp=MTP, aliases=own, classifier=classifier)
 
 
 def _with_vision(text: Family) -> Family:

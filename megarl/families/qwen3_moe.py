@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from megarl.families import qwen3, windows
+from megarl.families import qwen2, qwen3, windows
 from megarl.families.family import Family
-from megarl.families.reading import read_experts
+from megarl.families.reading import DEFAULT_EXPERTS, read_experts
 from megarl.families.rules import Rule, with_experts
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ FAMILY = Family(
     "Qwen3MoeForCausalLM",
     partial(read_experts, qk_norm=True, windows=windows.switched_on),
     rules,
+    {**qwen2.FIELDS, **DEFAULT_EXPERTS, "num_key_value_heads": 4},
     is_quantisable=True,
     has_adapter_slots=True,
 )

@@ -12,10 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.families import llama, qwen3, stacks
 from megarl.families.config_values import shown, size
-from megarl.families.family import Family
+from megarl.families.family import DEFAULTS, Family
 from megarl.families.mtp import OWN_PREFIX, MtpForm
 from megarl.families.parts import DeltaNet, LayerKind, Parts, Router
-from megarl.families.reading import experts_of_layers, grouped_query, refuse_biases, softmax_router
+from megarl.families.reading import (
+    DEFAULT_EXPERTS,
+    experts_of_layers,
+    grouped_query,
+    refuse_biases,
+    softmax_router,
+)
 from megarl.families.rotary import read_rotary
 from megarl.families.rules import Rule, Segment, replicated, row, with_experts, with_shared_expert
 from megarl.types import DataError
@@ -33,7 +39,7 @@ KEYS = ("query", "key", "value", "z", "beta", "alpha")
 def read(config: Mapping[str, Any]) -> Parts:
     """Return the parts of a Qwen3-Next model."""
     experts = experts_of_layers(config, size(config, "num_hidden_layers"))
-    return read_hybrid(config, softmax_router({"norm_topk_prob": True, **config}), experts, OWN_PREFIX)
+    return read_hybrid(config, softmax_router(config), experts, OWN_PREFIX)
 
 
 def read_hybrid(config: Mapping[str, Any], router: Router | None, has_experts: Sequence[bool], mtp: MtpForm) -> Parts:
@@ -63,7 +69,7 @@ def read_hybrid(config: Mapping[str, Any], router: Router | None, has_experts: S
         ),
         has_zero_centered_norms=True,
         # One is vLLM's default, and released config.json files may lack the field.
-        num_kept_layers=0 if config.get(mtp.num_layers_field) == 0 else size(config, mtp.num_layers_field, 1),
+        num_kept_layers=size({mtp.num_layers_field: 1, **config}, mtp.num_layers_field, null=0),
     )
 
 
@@ -72,7 +78,7 @@ def _mixers(config: Mapping[str, Any]) -> list[Any]:
     num_layers, types = size(config, "num_hidden_layers"), config.get("layer_types")
     if types is None:
         # Releases without the field have an interval. Its default is that of transformers.
-        interval = size(config, "full_attention_interval", 4)
+        interval = size(config, "full_attention_interval")
         types = ["linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(num_layers)]
     if not isinstance(types, list) or len(types) != num_layers or set(types) != set(MIXERS):
         raise DataError(
@@ -193,4 +199,16 @@ def delta_net(model: ModelShape) -> DeltaNet:
     return model.linear_attention
 
 
-FAMILY = Family("Qwen3NextForCausalLM", read, rules, stacks=live_stacks, mtp=OWN_PREFIX)
+FIELDS = {
+    **DEFAULTS,
+    **DEFAULT_EXPERTS,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 32768,
+    "norm_topk_prob": True,
+    "num_key_value_heads": 2,
+    "shared_expert_intermediate_size": 512,
+}
+"""Values of missing fields in Qwen3-Next models."""
+
+FAMILY = Family("Qwen3NextForCausalLM", read, rules, FIELDS, stacks=live_stacks, mtp=OWN_PREFIX)

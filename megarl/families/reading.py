@@ -11,6 +11,25 @@ from megarl.families.parts import GroupedQuery, LayerKind, Parts, Router
 from megarl.families.rotary import read_rotary
 from megarl.types import DataError
 
+DEFAULT_EXPERTS = {
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": None,
+    "norm_topk_prob": False,
+    "shared_expert_intermediate_size": 0,
+}
+"""Values that transformers' classes of Qwen's mixtures of experts give to these fields if config.json lacks them."""
+
+DEFAULT_SIGMOID = {
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_nextn_predict_layers": 1,
+    "routed_scaling_factor": 1.0,
+    "topk_group": 1,
+}
+"""Values that transformers' class of GLM-4.5 gives to these fields if config.json lacks them."""
+
 _BIASES = frozenset({"attention_bias", "mlp_bias"})
 
 
@@ -55,7 +74,7 @@ def uniform(kinds: tuple[LayerKind, ...]) -> tuple[LayerKind, ...]:
 def grouped_query(config: Mapping[str, Any], *, qkv_bias: bool, qk_norm: bool) -> GroupedQuery:
     """Return the sizes of grouped-query attention. Raises DataError if the key-value heads do not divide the heads."""
     num_heads = size(config, "num_attention_heads")
-    num_kv_heads = size(config, "num_key_value_heads", num_heads)
+    num_kv_heads = size(config, "num_key_value_heads", null=num_heads)
     if num_heads % num_kv_heads:
         raise DataError(
             f"num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}. {COPY_AGAIN}"
@@ -63,8 +82,7 @@ def grouped_query(config: Mapping[str, Any], *, qkv_bias: bool, qk_norm: bool) -
     return GroupedQuery(
         num_heads,
         num_kv_heads,
-        # Older config.json files have no head_dim.
-        size(config, "head_dim", size(config, "hidden_size") // num_heads),
+        size(config, "head_dim", null=size(config, "hidden_size") // num_heads),
         qkv_bias=qkv_bias,
         qk_norm=qk_norm,
     )
@@ -77,6 +95,15 @@ def refuse_biases(config: Mapping[str, Any], ignored: Collection[str] = ()) -> N
             raise DataError(f"{bias} is not supported for {config['architectures'][0]}.")
 
 
+def check_normalised(top_k: int) -> None:
+    """Raise DataError for a softmax router that normalises the weight of a single expert to 1."""
+    if top_k == 1:
+        raise DataError(
+            "num_experts_per_tok 1 with normalised weights is not supported: the weight is then always 1, and "
+            "Megatron-Core refuses it."
+        )
+
+
 def top_k(config: Mapping[str, Any], num_experts: int) -> int:
     """Return the number of experts per token. Raises DataError if it exceeds the number of experts."""
     chosen = size(config, "num_experts_per_tok")
@@ -87,7 +114,7 @@ def top_k(config: Mapping[str, Any], num_experts: int) -> int:
 
 def first_layers_dense(config: Mapping[str, Any], num_layers: int) -> tuple[LayerKind, ...]:
     """Return the kinds of layers if the first `first_k_dense_replace` layers are dense, all others have experts."""
-    num_dense = size(config, "first_k_dense_replace", 0)
+    num_dense = size(config, "first_k_dense_replace", null=0)
     if num_dense >= num_layers:
         raise DataError(f"first_k_dense_replace {num_dense} leaves none of the {num_layers} layers with experts.")
     return uniform(tuple(LayerKind(has_experts=layer >= num_dense) for layer in range(num_layers)))
@@ -108,8 +135,8 @@ def sigmoid_router(config: Mapping[str, Any]) -> Router:
     num_experts = size(config, "n_routed_experts")
     chosen, num_groups, top_groups = (
         top_k(config, num_experts),
-        size(config, "n_group", 1),
-        size(config, "topk_group", 1),
+        size(config, "n_group", null=1),
+        size(config, "topk_group", null=1),
     )
     if config.get("norm_topk_prob", True) is not True:
         raise DataError("norm_topk_prob false is not supported: Megatron-Core always normalises sigmoid scores.")
@@ -126,10 +153,10 @@ def sigmoid_router(config: Mapping[str, Any]) -> Router:
         num_experts=num_experts,
         top_k=chosen,
         moe_intermediate_size=expert,
-        shared_intermediate_size=expert * size(config, "n_shared_experts", 0),
+        shared_intermediate_size=expert * size(config, "n_shared_experts", null=0),
         score="sigmoid",
         has_bias=True,
-        scale=positive(config, "routed_scaling_factor", 1.0),
+        scale=positive(config, "routed_scaling_factor"),
         num_groups=num_groups,
         top_groups=top_groups,
     )
@@ -145,11 +172,14 @@ def softmax_router(config: Mapping[str, Any]) -> Router:
         raise DataError("qkv_bias false is not supported.")
     # transformers 5 writes num_local_experts for num_experts.
     num_experts = size(config, "num_experts" if "num_experts" in config else "num_local_experts")
-    shared = size(config, "shared_expert_intermediate_size", 0)
+    shared = size(config, "shared_expert_intermediate_size", null=0)
+    chosen, is_normalised = top_k(config, num_experts), flag(config, "norm_topk_prob")
+    if is_normalised:
+        check_normalised(chosen)
     return Router(
         num_experts=num_experts,
-        top_k=top_k(config, num_experts),
-        norm_topk_prob=flag(config, "norm_topk_prob"),
+        top_k=chosen,
+        norm_topk_prob=is_normalised,
         moe_intermediate_size=size(config, "moe_intermediate_size"),
         shared_intermediate_size=shared,
         has_shared_gate=shared > 0,
@@ -161,7 +191,7 @@ def experts_of_layers(config: Mapping[str, Any], num_layers: int) -> list[bool]:
     dense = config.get("mlp_only_layers") or []
     if not isinstance(dense, list) or any(type(layer) is not int or not 0 <= layer < num_layers for layer in dense):
         raise DataError(f"mlp_only_layers is {shown(dense)}; it must list layers from 0 to {num_layers - 1}.")
-    step = size(config, "decoder_sparse_step", 1)
+    step = size(config, "decoder_sparse_step")
     found = [layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)]
     if not any(found):
         raise DataError("mlp_only_layers and decoder_sparse_step leave no layer with experts.")

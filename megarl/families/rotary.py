@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from megarl.families.config_values import flag, mapping, positive
+from megarl.families.config_values import flag, mapping, positive, shown
 from megarl.types import DataError
 
 Scaling = Literal["default", "linear", "llama3", "yarn"]
@@ -29,6 +29,16 @@ _FIELDS: dict[str, frozenset[str]] = {
     ),
 }  # fmt: skip
 """Parameters of each rope_type read by both transformers and vLLM."""
+
+_ORIGINAL = "original_max_position_embeddings"
+_REQUIRED: dict[str, frozenset[str]] = {
+    "default": frozenset(),
+    "linear": _FIELDS["linear"],
+    "dynamic": frozenset({"factor"}),
+    "llama3": _FIELDS["llama3"],
+    "yarn": frozenset({"factor", _ORIGINAL}),
+}
+"""Parameters that each rope_type needs here. transformers and vLLM replace some missing ones by fields of the model."""
 
 _NAMES = frozenset({"rope_type", "type", "rope_theta"})
 _FRACTION = "partial_rotary_factor"
@@ -64,41 +74,63 @@ class Rotary:
     """yarn: whether the borders of the ramp are rounded to whole dimensions."""
 
 
+def rope_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the rotary settings in a config.json of transformers 4 or 5, without nulls. Raises DataError for two that
+    differ.
+    """
+    # transformers 5 has them in rope_parameters, transformers 4 in rope_scaling, and the base in a field of its own.
+    newer, older = (
+        {name: value for name, value in mapping(config, field).items() if value is not None}
+        for field in ("rope_parameters", "rope_scaling")
+    )
+    if newer and older and newer != older:
+        raise DataError(
+            f"rope_parameters is {shown(newer)} and rope_scaling is {shown(older)}: two names of one setting with "
+            "different values; remove one."
+        )
+    return newer or older
+
+
 def read_rotary(config: Mapping[str, Any], *, fraction: float | None = None) -> Rotary:
     """Return the rotary embeddings in a config.json of transformers 4 or 5. Raises DataError for unsupported ones.
 
     `fraction` is the family's default of `partial_rotary_factor`; None: the family rotates all channels.
     """
-    # transformers 5 keeps the rotary settings in rope_parameters, transformers 4 in fields of their own.
-    rope = dict(mapping(config, "rope_parameters") or mapping(config, "rope_scaling"))
-    if fraction is not None:
-        given = rope.pop(_FRACTION, None)
-        found = positive({_FRACTION: config.get(_FRACTION) if given is None else given}, _FRACTION, fraction)
-        if found > 1:
-            raise DataError(f"{_FRACTION} is {found}; it must be at most 1.")
-        return replace(_read_rotary(config, rope), fraction=found)
-    return _read_rotary(config, rope)
+    rope = dict(rope_settings(config))
+    stored = rope.pop(_FRACTION, config.get(_FRACTION))
+    default = 1.0 if fraction is None else fraction
+    rotated = default if stored is None else positive({_FRACTION: stored}, _FRACTION)
+    if rotated > 1:
+        raise DataError(f"{_FRACTION} is {rotated}; it must be at most 1.")
+    if fraction is None and rotated != 1:
+        # transformers applies it to some types of scaling only, vLLM 0.30 to all.
+        raise DataError(f"{_FRACTION} is {rotated}; models of this family rotate all channels: remove it.")
+    return replace(_read_rotary(config, rope), fraction=rotated)
 
 
 def _read_rotary(config: Mapping[str, Any], rope: Mapping[str, Any]) -> Rotary:
-    theta = positive({"rope_theta": rope.get("rope_theta") or config.get("rope_theta")}, "rope_theta", 10000.0)
+    theta = positive(rope if "rope_theta" in rope else config, "rope_theta")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in _FIELDS:
         raise DataError(f"rope_type {kind} is not supported; supported are {', '.join(_FIELDS)}.")
-    given = {name for name, value in rope.items() if value is not None}
-    if unknown := sorted(given - _FIELDS[kind] - _NAMES):
+    if unknown := sorted(rope.keys() - _FIELDS[kind] - _NAMES):
         raise DataError(f"rope parameter {unknown[0]} is not supported with rope_type {kind}; remove it.")
-    needed = {"original_max_position_embeddings"} if kind == "yarn" else set()
-    for name in sorted((needed | _FIELDS[kind] & {"factor"}) - given):
+    for name in sorted(_REQUIRED[kind] - rope.keys()):
         raise DataError(f"rope parameter {name} is missing; rope_type {kind} needs it.")
     if kind in ("default", "dynamic"):
         return Rotary(theta)
-    factor = positive(rope, "factor", 1.0)
-    original = positive(rope, "original_max_position_embeddings", 8192)
+    factor = positive(rope, "factor")
     if kind == "linear":
         return Rotary(theta, "linear", factor)
+    original = positive(rope, _ORIGINAL)
+    # transformers and vLLM prefer this field to the rope parameter.
+    if config.get(_ORIGINAL) not in (None, original):
+        raise DataError(
+            f"{_ORIGINAL} is {shown(config[_ORIGINAL])}, but the rope parameter of this name is {original:g}; remove "
+            "one."
+        )
     if kind == "llama3":
-        low, high = positive(rope, "low_freq_factor", 1.0), positive(rope, "high_freq_factor", 4.0)
+        low, high = positive(rope, "low_freq_factor"), positive(rope, "high_freq_factor")
         if not low < high:
             raise DataError(f"low_freq_factor {low} must be smaller than high_freq_factor {high}.")
         return Rotary(theta, "llama3", factor, original, low_factor=low, high_factor=high)
@@ -111,26 +143,26 @@ def _read_rotary(config: Mapping[str, Any], rope: Mapping[str, Any]) -> Rotary:
             f"max_position_embeddings {positions} exceeds original_max_position_embeddings * factor = "
             f"{original * factor:g}; lower it or raise the factor."
         )
+    # Defaults of transformers and vLLM 0.30.
+    given = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True, **rope}
     return Rotary(
         theta,
         "yarn",
         factor,
         original,
-        beta_fast=positive(rope, "beta_fast", 32.0),
-        beta_slow=positive(rope, "beta_slow", 1.0),
+        beta_fast=positive(given, "beta_fast"),
+        beta_slow=positive(given, "beta_slow"),
         attention_factor=_attention_factor(rope, factor),
-        truncate=rope.get("truncate") is None or flag(rope, "truncate"),
+        truncate=flag(given, "truncate"),
     )
 
 
 def _attention_factor(rope: Mapping[str, Any], factor: float) -> float:
     """Return YaRN's factor of cosines and sines, as transformers 5 and vLLM 0.30 derive it."""
     if rope.get("attention_factor") is not None:
-        return positive(rope, "attention_factor", 1.0)
+        return positive(rope, "attention_factor")
     if rope.get("mscale") and rope.get("mscale_all_dim"):
-        numerator, denominator = (
-            _concentration(factor, positive(rope, name, 1.0)) for name in ("mscale", "mscale_all_dim")
-        )
+        numerator, denominator = (_concentration(factor, positive(rope, name)) for name in ("mscale", "mscale_all_dim"))
         return numerator / denominator
     return _concentration(factor, 1.0)
 

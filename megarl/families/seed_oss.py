@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarl.families import qwen2
-from megarl.families.config_values import mapping, shown
-from megarl.families.family import Family
+from megarl.families.config_values import shown
+from megarl.families.family import DEFAULTS, Family
 from megarl.families.parts import Parts
 from megarl.families.reading import read_dense
+from megarl.families.rotary import rope_settings
 from megarl.types import DataError
 
 
@@ -18,9 +19,20 @@ def read(config: Mapping[str, Any]) -> Parts:
     for field, value in {"attention_bias": True, "attention_out_bias": False}.items():
         if config.get(field) not in (None, value):
             raise DataError(f"{field} is {shown(config[field])}; in vLLM 0.30 it is always {shown(value)}.")
-    if (mapping(config, "rope_parameters").get("rope_theta") or config.get("rope_theta")) is None:
+    if rope_settings(config).get("rope_theta", config.get("rope_theta")) is None:
         raise DataError("rope_theta is missing: transformers and vLLM 0.30 have different defaults; add it.")
     return read_dense(config, qkv_bias=True, ignored=("attention_bias",))
 
 
-FAMILY = Family("SeedOssForCausalLM", read, qwen2.rules)
+_FIELDS = {
+    **DEFAULTS,
+    "attention_bias": True,
+    "attention_out_bias": False,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 524288,
+}
+# The function above refuses a missing base, because transformers and vLLM 0.30 have different ones.
+del _FIELDS["rope_theta"]
+
+FAMILY = Family("SeedOssForCausalLM", read, qwen2.rules, _FIELDS)

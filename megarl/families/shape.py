@@ -225,31 +225,54 @@ def shape_from_config(config: dict[str, Any]) -> ModelShape:
     # Also where the sizes are in a section: releases have both fields outside of it.
     _check_number_formats(config, family.reads_mxfp4)
     if family.section:
-        # The whole model's field decides whether its embedding is tied.
-        tied = {"tie_word_embeddings": config["tie_word_embeddings"]} if "tie_word_embeddings" in config else {}
-        config = {**mapping(config, family.section), **tied, "architectures": [architecture]}
+        _check_ties(config, family.section)
+        config = {**mapping(config, family.section), "architectures": [architecture]}
         _check_number_formats(config, family.reads_mxfp4)
+    config = {**family.defaults, **config}
     _check_supported(config, architecture)
     parts = family.read(config)
     shape = ModelShape(
         family=name,
         hidden_size=size(config, "hidden_size"),
-        # Missing fields below have the defaults of transformers' configuration classes.
-        # Models with experts everywhere need no such size.
-        intermediate_size=size(config, "intermediate_size", 0 if _has_only_experts(parts) else None),
+        intermediate_size=_dense_intermediate_size(config, parts),
         num_layers=size(config, "num_hidden_layers"),
         vocab_size=size(config, "vocab_size"),
         tie_word_embeddings=flag(config, "tie_word_embeddings"),
-        norm_epsilon=positive(config, "rms_norm_eps", 1e-6),
-        max_position_embeddings=size(config, "max_position_embeddings", 2048),
-        initializer_range=positive(config, "initializer_range", 0.02),
+        norm_epsilon=positive(config, "rms_norm_eps"),
+        max_position_embeddings=size(config, "max_position_embeddings"),
+        initializer_range=positive(config, "initializer_range"),
         **parts._asdict(),
     )
+    _check_rotated_channels(shape)
     return shape.with_value_head() if has_value_head else shape
 
 
-def _has_only_experts(parts: Parts) -> bool:
-    return parts.router is not None and all(kind.has_experts for kind in parts.kinds)
+def _check_rotated_channels(shape: ModelShape) -> None:
+    """Raise DataError if a fraction of a head's channels is rotated that is not a number of pairs."""
+    if shape.rotary.fraction < 1 and (shape.rotary_channels % 2 or not shape.rotary_channels):
+        raise DataError(
+            f"partial_rotary_factor {shape.rotary.fraction:g} rotates {shape.rotary_channels} of the "
+            f"{shape.attention.rotary_channels} channels of a head; it must be an even number of at least 2."
+        )
+
+
+def _check_ties(config: Mapping[str, Any], section: str) -> None:
+    """Raise DataError if the whole model's field and that of its text section disagree on a tied embedding."""
+    name = "tie_word_embeddings"
+    whole, text = flag({name: False, **config}, name), flag({name: False, **mapping(config, section)}, name)
+    if whole != text:
+        raise DataError(
+            f"{name} is {shown(config.get(name))}, but {section}.{name} is "
+            f"{shown(mapping(config, section).get(name))}: transformers reads the first and vLLM the second, missing "
+            "is false; set both to what the folder's weights are."
+        )
+
+
+def _dense_intermediate_size(config: Mapping[str, Any], parts: Parts) -> int:
+    """Return the size of dense feed-forward layers. Models with experts in all layers may lack the field."""
+    if parts.router is not None and all(kind.has_experts for kind in parts.kinds):
+        return size({"intermediate_size": 0, **config}, "intermediate_size", null=0)
+    return size(config, "intermediate_size")
 
 
 def _check_override(override: Mapping[str, Any], shape: ModelShape) -> None:

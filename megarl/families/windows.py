@@ -16,10 +16,8 @@ Windows = Callable[[Mapping[str, Any], int], tuple[int, ...]]
 """Function of config.json and the number of layers: each layer's attention window in tokens, empty if no layer has one.
 Raises DataError for windows that transformers and vLLM place differently."""
 
-_TRANSFORMERS_WINDOW = 4096
-"""Default of `sliding_window` in transformers' configuration classes."""
-_TRANSFORMERS_FIRST = 28
-"""Default of `max_window_layers` in transformers' configuration classes."""
+DEFAULTS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
+"""Values that transformers' classes of Qwen models give to these fields if config.json lacks them."""
 
 
 def read(config: Mapping[str, Any], windows: Windows) -> tuple[int, ...]:
@@ -45,9 +43,7 @@ def none(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
 
 def in_all_layers(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
     """Return Mistral's windows: `sliding_window` in every layer; null means none."""
-    if config.get("sliding_window", _TRANSFORMERS_WINDOW) is None:
-        return ()
-    return (_window(config),) * num_layers
+    return () if config["sliding_window"] is None else (size(config, "sliding_window"),) * num_layers
 
 
 def switched_on(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
@@ -64,7 +60,7 @@ def from_a_layer_on(config: Mapping[str, Any], num_layers: int) -> tuple[int, ..
     if not windows:
         return ()
     types = config.get("layer_types")
-    first = config.get("max_window_layers", _TRANSFORMERS_FIRST)
+    first = config["max_window_layers"]
     windowed = [kind == "sliding_attention" for kind in types] if types else [i >= first for i in range(num_layers)]
     if not all(windowed):
         raise DataError(
@@ -82,7 +78,3 @@ def refused(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
             "false."
         )
     return ()
-
-
-def _window(config: Mapping[str, Any]) -> int:
-    return size(config, "sliding_window", _TRANSFORMERS_WINDOW)

@@ -20,6 +20,7 @@ from megarl.families import FAMILIES
 from megarl.families.parts import Latent, Router
 from megarl.families.shape import ModelShape
 from megarl.files.nearest import nearest
+from megarl.models.partial_rotary import scales_rotated_channels
 from megarl.platform import transformer_engine
 from megarl.types import ConfigError
 
@@ -200,14 +201,8 @@ def _expert_settings(router: Router, shape: ModelShape, layout: ParallelConfig) 
 
 def _model_settings(shape: ModelShape) -> dict[str, Any]:
     attention = shape.attention
-    scale = shape.rotary.attention_factor
-    # YaRN multiplies cosines and sines of queries and keys by its attention factor. Scaling the scores is the same, and
-    # Transformer Engine's fused kernel for packed rows ignores Megatron's own factor (Megatron-Core 0.16.1).
-    # Latent attention has a rotary object of this package, and Megatron's own scale of the scores.
-    is_latent = isinstance(attention, Latent)
-    scaled = {} if scale == 1.0 or is_latent else {"softmax_scale": shape.head_dim**-0.5 * scale**2}
     return (
-        scaled
+        _score_scale(shape)
         | _window_settings(shape)
         | _linear_attention_settings(shape)
         | {
@@ -230,6 +225,20 @@ def _model_settings(shape: ModelShape) -> dict[str, Any]:
         | (_latent_settings(attention, shape) if isinstance(attention, Latent) else {})
         | _own_settings(shape)
     )
+
+
+def _score_scale(shape: ModelShape) -> dict[str, float]:
+    """Return the setting for YaRN's attention factor, if it multiplies whole attention scores.
+
+    YaRN multiplies the cosines and sines of queries and keys. Scaling the scores by the square is the same if all
+    channels rotate. Transformer Engine's fused kernel for packed rows ignores Megatron's own factor (Megatron-Core
+    0.16.1). `models.partial_rotary` handles models in which other channels do not rotate. Latent attention has a rotary
+    object of this package, and Megatron's own scale of the scores.
+    """
+    factor = shape.rotary.attention_factor
+    if factor == 1.0 or isinstance(shape.attention, Latent) or scales_rotated_channels(shape):
+        return {}
+    return {"softmax_scale": shape.head_dim**-0.5 * factor**2}
 
 
 def _own_settings(shape: ModelShape) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from megarl.models.expert_dispatch import ReplayedMoELayer, takes_known_counts
 from megarl.models.experts import OwnOutput
 from megarl.models.gated_attention import GatedAttention
 from megarl.models.norms import RMSNorm
+from megarl.models.partial_rotary import scales_rotated_channels, with_scaled_rotation
 
 
 def block_spec(config: TransformerConfig, shape: ModelShape, vp_stage: int | None, *, exact: bool = False) -> Any:
@@ -39,7 +40,7 @@ def block_spec(config: TransformerConfig, shape: ModelShape, vp_stage: int | Non
     offset = get_transformer_layer_offset(config, vp_stage=vp_stage)
     kinds = shape.layers[offset : offset + get_num_layers_to_build(config, vp_stage=vp_stage)]
     # Windows differ by layer number, not by spec.
-    made = {kind: layer_spec(config, kind, exact=exact) for kind in {kind._replace(window=0) for kind in kinds}}
+    made = {kind: layer_spec(config, shape, kind, exact=exact) for kind in {kind._replace(window=0) for kind in kinds}}
     layers = [made[kind._replace(window=0)] for kind in kinds]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=final_norm())
 
@@ -54,7 +55,7 @@ def has_router(layer: Any) -> bool:
     return hasattr(layer.mlp, "router")
 
 
-def layer_spec(config: TransformerConfig, kind: LayerKind, *, exact: bool = False) -> Any:
+def layer_spec(config: TransformerConfig, shape: ModelShape, kind: LayerKind, *, exact: bool = False) -> Any:
     """Return the spec of one kind of layer.
 
     The local spec gets this package's norm and attention. Routers with balancing losses or noise are replaced by
@@ -96,6 +97,10 @@ def layer_spec(config: TransformerConfig, kind: LayerKind, *, exact: bool = Fals
             attention.q_layernorm = attention.k_layernorm = RMSNorm
         if kind.has_experts and config.add_bias_linear:
             modules.mlp.submodules.experts.submodules.linear_fc2 = OwnOutput
+    if kind.mixer == "attention" and scales_rotated_channels(shape):
+        scaled: Any = layer.submodules
+        inner = scaled.self_attention.submodules
+        inner.core_attention = with_scaled_rotation(inner.core_attention, shape)
     if config.attention_output_gate and kind.mixer == "attention":
         gated: Any = layer.submodules
         gated.self_attention.module = GatedAttention

@@ -55,7 +55,7 @@ class MtpLayer(MultiTokenPredictionLayer):
 
 def build_mtp(config: TransformerConfig, shape: ModelShape, vp_stage: int | None) -> MultiTokenPredictionBlock:
     """Return the trained MTP layers of a model, new ones. They are part of its last stage."""
-    layer = layer_spec(config, shape.layers[mtp_kind_number(shape)])
+    layer = layer_spec(config, shape, shape.layers[mtp_kind_number(shape)])
     if uses_transformer_engine():
         # Only importable with Transformer Engine.
         from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider

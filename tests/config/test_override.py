@@ -21,6 +21,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
 OLDER = {"hidden_size": 8, "rope_theta": 1e6, "rope_scaling": None}
+PARTIAL = {"partial_rotary_factor": 0.75, "mrope_section": [1, 1, 1], "mrope_interleaved": True}
 NEWER = {"hidden_size": 8, "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}
 
 
@@ -57,6 +58,18 @@ NEWER = {"hidden_size": 8, "rope_parameters": {"rope_theta": 1e6, "rope_type": "
             id="the oldest name of the type",
         ),
         pytest.param({**OLDER, "rope_scaling": LLAMA3}, {"rope_scaling": None}, OLDER, id="no scaling"),
+        pytest.param(
+            {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default", **PARTIAL}},
+            {"rope_scaling": LLAMA3},
+            {"rope_parameters": {"rope_theta": 1e6, **PARTIAL, **LLAMA3}},
+            id="scaling keeps the rotated fraction, newer",
+        ),
+        pytest.param(
+            {**OLDER, "partial_rotary_factor": 0.75},
+            {"rope_parameters": LLAMA3},
+            {**OLDER, "partial_rotary_factor": 0.75, "rope_scaling": LLAMA3},
+            id="scaling keeps the rotated fraction, older",
+        ),
         pytest.param({"hidden_size": 8}, {"rms_norm_eps": 1e-5}, {"hidden_size": 8, "rms_norm_eps": 1e-5}, id="added"),
     ],
 )
@@ -75,6 +88,10 @@ def test_the_engine_is_given_whole_fields() -> None:
     whole = {"max_position_embeddings": 99, "rope_parameters": {"rope_theta": 5e6, **LLAMA3}}
     assert engine_overrides({**OLDER, "rope_scaling": LLAMA3}, override) == whole
     assert engine_overrides(OLDER, {"rms_norm_eps": 1e-5}) == {"rms_norm_eps": 1e-5}
+    # What neither file nor override says is the family's.
+    of_family = {"rope_theta": 1e4, "partial_rotary_factor": 0.25}
+    found = engine_overrides({"hidden_size": 8}, {"rope_scaling": LLAMA3}, of_family)
+    assert found == {"rope_parameters": {**of_family, **LLAMA3}}
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ def test_fields_that_transformers_5_writes() -> None:
         ({"rope_scaling": ROPE | {"attention_factor": 1.0}}, "only YaRN with the default attention factor"),
         ({"rope_scaling": None}, "vLLM 0.30 supports only YaRN"),
         ({"num_experts_per_tok": 33}, "num_experts_per_tok 33 is more than the 32 experts"),
+        ({"num_experts_per_tok": 1}, "num_experts_per_tok 1 with normalised weights"),
         ({"quantization_config": {"quant_method": "fp8"}}, "weights of quant_method 'fp8' cannot be trained"),
     ],
 )

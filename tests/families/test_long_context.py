@@ -15,6 +15,8 @@ SIZES = {
     "num_key_value_heads": 2, "head_dim": 4, "vocab_size": 13, "max_position_embeddings": 512,
 }  # fmt: skip
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+ORIGINAL = "original_max_position_embeddings"
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, ORIGINAL: 128}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 SWITCHED_ON = {"use_sliding_window": True, "sliding_window": 5}
 
@@ -53,12 +55,29 @@ def test_rotary_embeddings_are_read_from_both_forms(field: str, rope: dict[str, 
         (YARN | {"factor": "4"}, "factor is '4'; it must be a positive number"),
         (YARN | {"factor": 2.0}, r"max_position_embeddings 512 exceeds .* \* factor = 256"),
         (YARN | {"attn_factor": 1.0}, "rope parameter attn_factor is not supported with rope_type yarn"),
-        ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0}, "low_freq_factor 4.0 must be smaller"),
+        (LLAMA3 | {"low_freq_factor": 4.0}, "low_freq_factor 4.0 must be smaller"),
+        # transformers and vLLM take other values for missing ones, or fail.
+        (LLAMA3 | {ORIGINAL: None}, "original_max_position_embeddings is missing"),
+        (LLAMA3 | {"high_freq_factor": None}, "high_freq_factor is missing"),
+        (YARN | {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; models of this family rotate all"),
     ],
 )
 def test_other_rotary_embeddings_are_refused(rope: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         shape_from_config(config("Llama", rope_parameters=rope))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5; models of this family rotate all channels"),
+        ({"rope_parameters": YARN, ORIGINAL: 64}, "original_max_position_embeddings is 64, but the rope parameter"),
+        ({"rope_parameters": YARN, "rope_scaling": {"type": "linear", "factor": 2.0}}, "two names of one setting"),
+    ],
+)
+def test_two_places_of_one_setting_must_agree(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        shape_from_config(config("Llama", **fields))
 
 
 @pytest.mark.parametrize(

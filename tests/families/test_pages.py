@@ -54,8 +54,8 @@ def test_glm_s_parts_are_read() -> None:
     ids=["transformers 4", "transformers 5"],
 )
 def test_the_rotated_fraction_is_read_from_both_places(fields: dict[str, Any]) -> None:
-    assert read(GLM, **fields).rotary.fraction == 0.25 and read(GLM).rotary.fraction == 0.5
-    assert read(GLM, **fields).rotary_channels == 1
+    assert read(GLM, **fields, head_dim=8).rotary.fraction == 0.25 and read(GLM).rotary.fraction == 0.5
+    assert read(GLM, **fields, head_dim=8).rotary_channels == 2
 
 
 @pytest.mark.parametrize(
@@ -68,6 +68,8 @@ def test_the_rotated_fraction_is_read_from_both_places(fields: dict[str, Any]) -
         ({"num_experts_per_tok": 9}, "num_experts_per_tok 9 is more than the 8 experts"),
         ({"first_k_dense_replace": 3}, "first_k_dense_replace 3 leaves none of the 3 layers"),
         ({"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5"),
+        ({"partial_rotary_factor": 0.25}, "partial_rotary_factor 0.25 rotates 1 of the 4 channels"),
+        ({"partial_rotary_factor": 0.1}, "partial_rotary_factor 0.1 rotates 0 of the 4 channels"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings true"),
         ({"mlp_bias": True}, "mlp_bias is not supported for Glm4MoeForCausalLM"),
     ],
@@ -92,6 +94,12 @@ def test_qwen_s_dense_layers_are_read() -> None:
         read(QWEN, mlp_only_layers=[3])
     with pytest.raises(DataError, match="leave no layer with experts"):
         read(QWEN, mlp_only_layers=[1], decoder_sparse_step=2)
+
+
+def test_a_softmax_router_needs_two_experts_where_weights_are_normalised() -> None:
+    with pytest.raises(DataError, match="num_experts_per_tok 1 with normalised weights"):
+        read(QWEN, num_experts_per_tok=1)
+    assert read(QWEN, num_experts_per_tok=1, norm_topk_prob=False).top_k == 1
 
 
 def test_two_rules_share_a_norm_in_different_layers() -> None:
@@ -122,8 +130,8 @@ def test_flops_count_each_kind_of_layer() -> None:
 
 
 TEXT = SIZES | {
-    "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 4,
-    "linear_value_head_dim": 6, "linear_conv_kernel_dim": 4,
+    "head_dim": 8, "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 4, "linear_value_head_dim": 6, "linear_conv_kernel_dim": 4,
 }  # fmt: skip
 VISION = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": TEXT}
 
@@ -135,6 +143,7 @@ VISION = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": T
         ({"dtype": "int8"}, "dtype is 'int8'"),
         ({"text_config": TEXT | {"quantization_config": {"quant_method": "fp8"}}}, "weights of quant_method 'fp8'"),
         ({"text_config": TEXT | {"torch_dtype": "int8"}}, "torch_dtype is 'int8'"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings is True, but text_config.tie_word_embeddings is missing"),
     ],
 )
 def test_number_formats_are_checked_in_and_outside_of_the_text_section(fields: dict[str, Any], message: str) -> None:

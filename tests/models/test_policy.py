@@ -182,6 +182,15 @@ def test_scaled_rotary_embeddings(
     assert (expected - hugging_face_logits(folder, expected.size(1))).abs().max() > 1e-2
 
 
+def test_a_factor_of_the_rotated_channels_scales_no_others(
+    ranks: RankPool, made: Callable[..., Path], tmp_path: Path
+) -> None:
+    """tools/checks/families.py proves all scalings of all families."""
+    folder = made({"family": "qwen3_5_text", "num_layers": 4, "initializer_range": 0.1})
+    rope = YARN | {"rope_theta": 10000.0, "attention_factor": 1.7, "partial_rotary_factor": 0.5}
+    compare_with_hugging_face(ranks, with_rope(folder, tmp_path / "scaled", rope))
+
+
 def test_dynamic_scaling_starts_beyond_the_positions(
     ranks: RankPool, made: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -7,6 +7,7 @@ largest difference found and its limit. To add a family, add its line to `FAMILI
   Rounding also flips experts with almost equal scores, and one flip moved a log-prob ten times as far. So the trainer's
   bfloat16 pass replays the experts of transformers' float32 pass, and tokens flipped in transformers do not set the
   limit. A row of its own counts the tokens flipped without replay
+- rotary: log-probs again, with each scaling of rotary embeddings and several fractions of rotated channels
 - gradient: trainer against transformers in float64, relative to its norm
 - engine: trainer's log-probs against vLLM's
 - packing: sequences in one row against each alone, also under context parallelism
@@ -30,6 +31,8 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -39,8 +42,9 @@ import numpy as np
 
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
+from megarl.families.shape import read_model_shape
 from megarl.testing import RankPool
-from megarl.types import TrainingSequence
+from megarl.types import DataError, TrainingSequence
 from tools.checks import invariance
 from tools.family_models import (
     ONE_RANK,
@@ -125,6 +129,8 @@ Qwen3.5 gained 0.17 after 80 steps and 0.15 after 100. The loop is not the cause
 training with transformers and torch's Adam gave the same rewards: in step 10, 0.77 for Qwen3 and 0.47 for Qwen3.5.
 """
 LOGPROB_LIMIT, GRADIENT_LIMIT, PACKING_LIMIT = 1e-5, 1e-6, 1e-6
+ROTARY_LIMIT = 1e-4
+"""In nats, in float32. Wider weights make larger log-probs, which round to more."""
 DRAFTS_LIMIT = 5e-5
 """In nats, in float32: products of several tokens round otherwise than those of one."""
 SPARE_FLIPS = 3
@@ -183,6 +189,56 @@ def prove_logprobs(name: str, folder: Path, pool: RankPool, work: Path) -> Found
     allowed = apart(oracle_rounded, exact, without=oracle_flips)
     # Rounding is random: half as much again is not another model.
     yield limited("log-probs, bfloat16", apart(rounded, exact), 1.5 * allowed)
+
+
+YARN = {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 52}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
+SCALINGS: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0},
+    "llama3": LLAMA3 | {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "yarn": YARN,
+    "yarn, no truncation": YARN | {"beta_fast": 8.0, "beta_slow": 2.0, "truncate": False},
+    "yarn, factor 1.7": YARN | {"attention_factor": 1.7},
+    "yarn, factor 0.6": YARN | {"attention_factor": 0.6},
+    "yarn, equal mscales": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+    "yarn, other mscales": YARN | {"mscale": 0.707, "mscale_all_dim": 1.3},
+}
+"""Scaled rotary embeddings for the at least 2048 positions of the models."""
+FRACTIONS = (None, 0.25, 0.5, 0.75, 1.0)
+"""Values of partial_rotary_factor; None: the family's."""
+
+
+def prove_rotary(name: str, folder: Path, pool: RankPool, work: Path) -> Found:
+    # With smaller weights all scores are almost equal, so that their scale has little effect.
+    wide = make_tiny_model(work / "wide", family=name, **{**SIZES, **FAMILIES[name].fields, "initializer_range": 0.08})
+    for scaling, rope in SCALINGS.items():
+        for fraction in FRACTIONS:
+            partial = {} if fraction is None else {"partial_rotary_factor": fraction}
+            scaled = with_rope(wide, work / f"{scaling} {fraction}", {"rope_theta": 1e4, **rope, **partial})
+            yield {"layout": f"{scaling}, {fraction}"} | rotary_row(scaled, pool)
+
+
+def rotary_row(folder: Path, pool: RankPool) -> dict[str, Any]:
+    """Return a row comparing a trainer with transformers, or one with the reason why megarl refuses the folder."""
+    try:
+        read_model_shape(folder)
+    except DataError as error:
+        return refused("rotary", str(error).partition("config.json: ")[2])
+    own = reported(pool.run(logprobs, str(folder), ONE_RANK, "float32", True, world_size=1))
+    row = limited("rotary", apart(own, oracle(folder, "float32")[0]), ROTARY_LIMIT)
+    del row["layout"]
+    return row
+
+
+def with_rope(folder: Path, target: Path, rope: Mapping[str, Any]) -> Path:
+    """Return a copy of a model folder with other settings of rotary embeddings."""
+    shutil.copytree(folder, target)
+    config = json.loads((target / "config.json").read_text(encoding="utf-8"))
+    config.get("text_config", config)["rope_parameters"] = rope
+    (target / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return target
 
 
 def flips(experts: np.ndarray, exact: np.ndarray) -> np.ndarray:
@@ -525,6 +581,7 @@ def prove_export(name: str, folder: Path, pool: RankPool, work: Path) -> Found:
 
 PROOFS: dict[str, Callable[[str, Path, RankPool, Path], Found]] = {
     "log-probs": prove_logprobs,
+    "rotary": prove_rotary,
     "gradient": prove_gradient,
     "engine": prove_engine,
     "packing": prove_packing,

@@ -1,0 +1,34 @@
+"""YaRN's attention factor (arXiv:2309.00071, section 3.4) in models that rotate a part of a head's channels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megarl.families.parts import Latent
+from megarl.families.shape import ModelShape
+
+
+def scales_rotated_channels(shape: ModelShape) -> bool:
+    """Return whether an attention factor applies to some channels of a head only."""
+    is_latent = isinstance(shape.attention, Latent)
+    return shape.rotary.attention_factor != 1.0 and not is_latent and shape.rotary_channels < shape.head_dim
+
+
+def with_scaled_rotation(attention: type[nn.Module], shape: ModelShape) -> type[nn.Module]:
+    """Return a core attention that multiplies the rotated channels of queries by the squared attention factor.
+
+    transformers and vLLM multiply the rotated channels of queries and keys by the factor: the scores are the same.
+    """
+    channels, factor = shape.rotary_channels, shape.rotary.attention_factor**2
+
+    # `policy.evaluating` finds core attention by this ending of its name.
+    class ScaledDotProductAttention(attention):
+        def forward(self, query: Tensor, *others: Any, **named: Any) -> Tensor:
+            """Attend. The last dimension of `query` [tokens, ..., heads, head_dim] begins with the rotated channels."""
+            rotated, plain = query.split([channels, query.size(-1) - channels], dim=-1)
+            return super().forward(torch.cat([rotated * factor, plain], dim=-1), *others, **named)
+
+    return ScaledDotProductAttention
