@@ -13,6 +13,7 @@ from pathlib import Path
 
 from megarl.config import Recipe
 from megarl.config.cluster import ClusterConfig, NodeGroup
+from megarl.files.script_values import host_name, is_host_name
 from megarl.files.shipped import home, is_clone
 from megarl.platform.commands import run_command
 from megarl.tracking.earlier_run import EarlierRun
@@ -24,7 +25,8 @@ def render(recipe: Recipe, arguments: Sequence[str]) -> str:
     """Return the batch script for a recipe and its launcher. `arguments` are further arguments of `megarl train`.
 
     Jobs of one name wait for each other, so that two never write to one run folder. Nodes recorded as faulty in the
-    run's status.json are excluded. Raises ConfigError for Ray together with `cluster.groups.engines`.
+    run's status.json are excluded. Raises ConfigError for Ray together with `cluster.groups.engines`, and DataError if
+    status.json names something other than nodes.
     """
     script = home() / "launch/slurm" / ("ray.sbatch" if recipe.cluster.launcher == "ray" else "train.sbatch")
     template = script.read_text(encoding="utf-8")
@@ -36,7 +38,7 @@ def render(recipe: Recipe, arguments: Sequence[str]) -> str:
     has_gpus = cluster.device != "cpu"
     if not has_gpus:
         template = re.sub(r"(?m)^#SBATCH --gpus-per-node=.*\n", "", template)
-    bad_nodes = EarlierRun.read(run_path(recipe)).bad_nodes
+    bad_nodes = _excluded_nodes(recipe)
     values = _sizes(cluster, has_gpus) | {"job-name": recipe.name, "signal": f"B:USR1@{cluster.signal_seconds}"}
     values["nodes"] = cluster.nodes + cluster.spare_nodes
     for option, value in values.items():
@@ -64,6 +66,17 @@ def render(recipe: Recipe, arguments: Sequence[str]) -> str:
     return re.sub(r"(?m)^MEGARL_HOME=.*$", lambda _: ours, template)
 
 
+def _excluded_nodes(recipe: Recipe) -> list[str]:
+    """Return the nodes that the job must not get, from the run's status.json. Raises DataError for other values.
+
+    None under Ray: the run itself avoids them, by Ray's names, which Slurm does not know.
+    """
+    if recipe.cluster.launcher == "ray":
+        return []
+    folder = run_path(recipe)
+    return [host_name(node, f"{folder / 'status.json'}: bad_nodes") for node in EarlierRun.read(folder).bad_nodes]
+
+
 def _sizes(nodes: ClusterConfig | NodeGroup, has_gpus: bool) -> dict[str, object]:
     """Return the sbatch options that request nodes of one kind."""
     per_node = nodes.ranks_per_node
@@ -83,16 +96,18 @@ def _header(recipe: Recipe) -> str:
 def reporting_bad_nodes() -> Iterator[None]:
     """Context that writes the nodes of a FaultyNodeError, a line each, to the file in MEGARL_BAD_NODES_FILE.
 
-    `launch/slurm/job.sh` sets the variable, and excludes these nodes when it queues the job again.
+    `launch/slurm/job.sh` sets the variable, and excludes these nodes when it queues the job again. Nodes of Ray are
+    left out: Slurm does not know their names, and the run avoids them itself.
     """
     try:
         yield
     except FaultyNodeError as error:
         # A list in a file: the exit code can only say that the job must be queued again.
-        if (file := os.environ.get("MEGARL_BAD_NODES_FILE")) and error.nodes:
+        nodes = [node for node in error.nodes if is_host_name(node)]
+        if (file := os.environ.get("MEGARL_BAD_NODES_FILE")) and nodes:
             # "x": a file that somebody else has put there is refused.
             with Path(file).open("x", encoding="utf-8") as names:
-                names.writelines(f"{node}\n" for node in error.nodes)
+                names.writelines(f"{node}\n" for node in nodes)
         raise
 
 

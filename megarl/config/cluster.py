@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
@@ -28,6 +29,20 @@ CommandOption = Annotated[str, AfterValidator(_on_one_line)]
 """Option of sbatch or srun, for example --partition=NAME."""
 
 
+def _resource_name(name: str) -> str:
+    """Return the name of a Ray resource unchanged. Raises PydanticCustomError for other characters.
+
+    KubeRay puts it into a shell command, so it must have no quotes and no $.
+    """
+    if re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.:/-]*", name) is None:
+        raise PydanticCustomError("resource", "is not the name of a Ray resource: use letters, digits and _ . : / -")
+    return name
+
+
+RayResource = Annotated[str, AfterValidator(_resource_name)]
+"""Name of a Ray resource, for example accelerator_type:H100."""
+
+
 class NodeGroup(Section):
     """Nodes for separate engines, if they are of another kind than the trainer's nodes."""
 
@@ -42,7 +57,7 @@ class NodeGroup(Section):
     """sbatch options for this group's nodes in a job of `megarl slurm`, for example --partition=NAME. The command's own
     --sbatch options apply to the trainer's nodes only."""
     # An amount of 0.001 selects the nodes without using up the resource.
-    ray_resources: dict[str, PositiveFloat] = Field(default_factory=dict)
+    ray_resources: dict[RayResource, PositiveFloat] = Field(default_factory=dict)
     """Ray resources of this group's nodes, by Ray's names, for example {"accelerator_type:H100": 0.001}. Needed if the
     number of GPUs (CPUs) of a node does not distinguish this group from other nodes."""
 

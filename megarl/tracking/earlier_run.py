@@ -62,9 +62,15 @@ class EarlierRun:
 
     @property
     def bad_nodes(self) -> tuple[str, ...]:
-        """Names of faulty nodes in status.json (see `types.FaultyNodeError`)."""
-        found = self.status.get("bad_nodes")
-        return tuple(name for name in found if isinstance(name, str)) if isinstance(found, list) else ()
+        """Names of faulty nodes in status.json (see `types.FaultyNodeError`). Raises DataError for other values."""
+        names = self.status.get("bad_nodes", [])
+        place = f"{self.path / 'status.json'}: bad_nodes"
+        if not isinstance(names, list):
+            raise DataError(f"{place} = {names!r:.80}: is not a list of nodes; write one, or remove the field")
+        for name in names:
+            if not isinstance(name, str) or not name.isprintable() or not name:
+                raise DataError(f"{place} = {name!r:.80}: is not the name of a node; remove the entry")
+        return tuple(names)
 
     def recipe(self) -> dict[str, Any]:
         """Return the earlier start's recipe (config.yaml) as JSON values, {} if it cannot be read."""
