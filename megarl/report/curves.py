@@ -61,7 +61,7 @@ CHARTS = (
     Chart("Staleness", "weight versions from a sample's oldest token to its update", ("staleness/mean",),
           upper="staleness/max"),
     Chart("Turns", "completions of an attempt", ("rollout/turns/mean",), upper="rollout/turns/max"),
-    Chart("Step time", "seconds, without the first step", ("time/step_seconds",)),
+    Chart("Step time", "seconds, without the first step", ("derived/later_step_seconds",)),
 )  # fmt: skip
 """Important charts, the most informative first. A chart is left out if no run has its metric, or if it is uninformative
 (`_QUIET`)."""
@@ -102,18 +102,27 @@ class Bins:
 
 
 def with_derived(rows: Rows) -> list[tuple[int, dict[str, float]]]:
-    """Return the steps with a computed throughput, `derived/tokens_per_second`, if none was measured.
+    """Return the steps with computed metrics: `derived/later_step_seconds`, and `derived/tokens_per_second` if no
+    throughput was measured.
 
-    It is the number of trained tokens divided by the step's time in seconds.
+    The first is the time of each step after the first training step, which includes the start of ranks and engines. It
+    would make the differences between the others invisible. The second is the number of trained tokens divided by the
+    step's time in seconds.
     """
-    if any(name == "perf/tokens_per_second_per_rank" for _, row in rows for name in row):
-        return [(step, dict(row)) for step, row in rows]
-    found = []
+    has_speed = any(name == "perf/tokens_per_second_per_rank" for _, row in rows for name in row)
+    # Step 0 is an evaluation before training.
+    first_step = min((step for step, _ in rows if step > 0), default=0)
+    is_longer = any(step > first_step for step, _ in rows)
+    derived_rows = []
     for step, row in rows:
+        derived: dict[str, float] = {}
         tokens, seconds = row.get("train/tokens"), row.get("time/step_seconds")
-        speed = {"derived/tokens_per_second": tokens / seconds} if tokens and seconds else {}
-        found.append((step, {**row, **speed}))
-    return found
+        if seconds is not None and (step > first_step or not is_longer):
+            derived["derived/later_step_seconds"] = seconds
+        if tokens and seconds and not has_speed:
+            derived["derived/tokens_per_second"] = tokens / seconds
+        derived_rows.append((step, {**row, **derived}))
+    return derived_rows
 
 
 def metric_names(rows: Rows) -> list[str]:

@@ -23,8 +23,11 @@ addEventListener("error", (event) => { document.documentElement.dataset.error = 
   const h = (tag, attributes, ...children) => put(document.createElement(tag), attributes, children);
   const s = (tag, attributes, ...children) => put(document.createElementNS(SVG, tag), attributes, children);
   const color = (index) => "k" + (index % 8);
-  const PHASES = ["rollout", "train", "logprobs", "reshard", "evaluation", "checkpoint", "start", "other"];
-  const hue = (phase) => "p" + (PHASES.includes(phase) ? PHASES.indexOf(phase) : 6);
+  // Common phases first, so that they have the same colours in every report. Each phase has a colour of its own.
+  const PHASES = [...new Set(["rollout", "train", "logprobs", "reshard", "evaluation", "checkpoint", "start", "other",
+    ...RUNS.flatMap((run) => Object.keys(run.phases ? run.phases.total : {})).sort()])];
+  const PHASE_COLORS = 16;
+  const hue = (phase) => "p" + (PHASES.indexOf(phase) % PHASE_COLORS);
   const phaseChip = (phase) => h("span", { class: "chip " + hue(phase) });
   const chip = (index) => h("span", { class: "chip " + color(index) });
   const isNumber = (value) => typeof value === "number" && isFinite(value);
@@ -127,8 +130,6 @@ addEventListener("error", (event) => { document.documentElement.dataset.error = 
     drawnRuns().forEach(({ run, index }) => {
       const main = curve(run, chart.metric);
       if (!main || !main.y.some(isNumber)) return;
-      // The first step includes the start of ranks and engines. It is so long that other steps would be invisible.
-      if (chart.metric === "time/step_seconds" && main.y.length > 2) main.y = [null, ...main.y.slice(1)];
       const line = { index, run, ...main, smooth: view.smooth ? smoothed(main.y, view.smooth) : main.y };
       // Next to a band over seeds, the band of a single run's samples would be misread as one over seeds.
       const spread = chart.spread && !view.seeds && curve(run, chart.spread);
@@ -386,16 +387,26 @@ addEventListener("error", (event) => { document.documentElement.dataset.error = 
     }));
   }
 
+  const phaseTotals = (phases) => phases.x.map((_, i) =>
+    Object.values(phases.of).reduce((sum, seconds) => sum + seconds[i], 0));
+  // The seconds that a chart of phases must show. Steps up to the first training step include the start of ranks and
+  // engines: they are cut off at the top if they are much longer than the others.
+  function phaseScale(phases) {
+    const totals = phaseTotals(phases);
+    const first = phases.x.find((step) => step > 0);
+    const later = totals.filter((_, i) => phases.x[i] > first).reduce((a, b) => Math.max(a, b), 0);
+    const longest = totals.reduce((a, b) => Math.max(a, b), 0);
+    return later > 0 && longest > 2 * later ? 1.15 * later : longest;
+  }
   function stacked(holder, phases) {
     const names = Object.keys(phases.of);
     holder.replaceChildren();
     const width = Math.max(200, holder.clientWidth || 400);
     const height = 170;
-    const totals = phases.x.map((_, i) => names.reduce((sum, name) => sum + phases.of[name][i], 0));
-    const later = totals.slice(1).reduce((a, b) => Math.max(a, b), 0);
-    // A first step with the start of ranks and engines is cut off at the top.
-    const isCut = totals.length > 2 && totals[0] > 2 * later && later > 0;
-    const high = (isCut ? 1.15 * later : Math.max(later, totals[0] || 0)) || 1;
+    const totals = phaseTotals(phases);
+    // One scale for all runs, so that their heights can be compared.
+    const high = Math.max(...RUNS.map((run) => phaseScale(run.phases))) || 1;
+    const cut = totals.findIndex((seconds) => seconds > high);
     const marks = ticks(0, high, 4);
     const left = 8 + 6.2 * Math.max(3, ...marks.map((mark) => short(mark).length));
     const bottom = 20;
@@ -425,9 +436,9 @@ addEventListener("error", (event) => { document.documentElement.dataset.error = 
         svg.append(s("text", { x: left + i * step + Math.min(step, 46) / 2, y: height - 5, "text-anchor": "middle" }, fmt(x)));
       }
     });
-    if (isCut) {
-      const beside = left + Math.min(step, 46) + 4;
-      svg.append(s("text", { x: beside, y: top + 8 }, `step ${fmt(phases.x[0])}: ${duration(totals[0])}, cut off`));
+    if (cut >= 0) {
+      const beside = left + cut * step + Math.min(step, 46) + 4;
+      svg.append(s("text", { x: beside, y: top + 8 }, `step ${fmt(phases.x[cut])}: ${duration(totals[cut])}, cut off`));
     }
     const tip = h("div", { class: "tip", hidden: "" });
     svg.addEventListener("pointermove", (event) => {

@@ -271,3 +271,22 @@ def test_runs_of_several_seeds_are_a_mean_and_a_band(tmp_path: Path, opened: Cal
     [chart] = re.findall(r'<svg[^>]*aria-label="reward/mean".*?</svg>', found)
     assert len(re.findall(r'class="curve k\d"', chart)) == 2 and len(re.findall(r'class="band k0"', chart)) == 1
     assert content(write_report([runs[0], other], tmp_path / "two.html")[0])["seeds"] == []
+
+
+def test_each_phase_has_a_colour_and_runs_share_a_scale(tmp_path: Path, opened: Callable[[Path], str]) -> None:
+    """The second run is three times as slow. Both have phases that the page does not know by name."""
+    pages = []
+    for name, seconds in (("fast", 1.0), ("slow", 3.0)):
+        folder = make_run(tmp_path / name, steps=8)
+        phases = dict.fromkeys(("rollout", "start", "export", "canary", "state_copy", "weight_check"), seconds)
+        row = {f"time/{phase}_seconds": value for phase, value in phases.items()}
+        lines(
+            folder / "metrics.jsonl", [{"step": step, **row, "time/step_seconds": 6.5 * seconds} for step in range(9)]
+        )
+        pages.append(folder)
+    text = opened(write_report(pages, tmp_path / "both.html")[0])
+    legends = re.findall(r'<span class="chip (p\d+)"></span>(\w+) ', text)
+    assert len({name for name, _ in legends}) == len(dict.fromkeys(legends)) == len({of for _, of in legends}) == 7
+    charts = re.findall(r'aria-label="seconds of a step by phase">(.*?)</svg>', text)
+    marks = [re.findall(r'text-anchor="end">([^<]+)<', chart) for chart in charts]
+    assert len(marks) == 2 and marks[0] == marks[1]

@@ -134,8 +134,15 @@ def test_important_curves_come_first_and_quiet_ones_not_at_all() -> None:
         ("KL of the update", "kl/update"),
         ("Tokens per second", "derived/tokens_per_second"),
         ("Loss", "train/loss"),
-        ("Step time", "time/step_seconds"),
+        ("Step time", "derived/later_step_seconds"),
     ]
+
+
+@pytest.mark.parametrize(("steps", "later"), [([0, 1, 2, 3], [2, 3]), ([1, 2], [2]), ([5], [5]), ([0], [0])])
+def test_the_chart_of_step_times_has_no_first_step(steps: list[int], later: list[int]) -> None:
+    """The first training step, and an evaluation before it, include the start of ranks and engines."""
+    rows = with_derived([(step, {"time/step_seconds": 1.0}) for step in steps])
+    assert [step for step, row in rows if "derived/later_step_seconds" in row] == later
 
 
 def test_faults_are_summed() -> None:
