@@ -97,7 +97,9 @@ class Mixture:
         credits[name] -= 1
         stream, at = self._streams[name], found[name]
         taken, passed = at.taken, at.passed
-        while not stream.curriculum.draws(stream.place(taken), at.rates, [self._seed, 2, taken]):
+        # Sources of a mixture count their own draws, so their names tell equal numbers apart.
+        place = name.encode() if len(self._streams) > 1 else b""
+        while not stream.curriculum.draws(stream.place(taken), at.rates, [self._seed, 2, taken, *place]):
             taken, passed = taken + 1, passed + 1
             if taken - at.taken > _MAX_SKIPPED:
                 raise MegarlError(

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -229,27 +230,37 @@ class GroupBuffer:
                 state.drawn += 1
                 self._start_new(state.drawn - 1, state.drawn)
         elif not state.started and len(state.waiting) < self._demand.num_groups and not self._has_drawn_enough:
-            # One draw is a whole batch: its attempts share a seed, and its groups are numbered after the waiting ones.
+            # One draw is a whole batch: it has one seed number, and its groups are numbered after the waiting ones.
             state.drawn += 1
             first = self._num_surplus + self._num_started
+            earlier: Counter[tuple[str, int]] = Counter()
             for draw in range(first, first + num_live):
-                self._start_new(draw, state.drawn)
+                self._start_new(draw, state.drawn, earlier)
 
-    def _start_new(self, draw: int, seed_number: int) -> None:
-        """Draw the next problem, and start sampling its group of attempts."""
+    def _start_new(self, draw: int, seed_number: int, earlier: Counter[tuple[str, int]] | None = None) -> None:
+        """Draw the next problem, and start sampling its group of attempts.
+
+        `earlier` counts the problems of the same batch, by source and index.
+        """
         problem, positions = self._mixture.draw(self.state.positions)
         # All attempts of a group share one temperature, even if its schedule moves on during a long group.
         temperature = self._sources[problem.source].sampling(self._demand.step).temperature
         group = StartedGroup(draw, problem, temperature)
         self.state.start(group, positions)
         self._num_started += 1
-        self._start(group, seed_number)
+        earlier = Counter() if earlier is None else earlier
+        self._start(group, seed_number, repeat=earlier[problem.source, problem.index])
+        earlier[problem.source, problem.index] += 1
 
-    def _start(self, group: StartedGroup, seed_number: int) -> None:
+    def _start(self, group: StartedGroup, seed_number: int, *, repeat: int = 0) -> None:
+        """Start the unfinished attempts of a group. `repeat`: number of earlier draws of its problem in its batch."""
         seed = f"{self._recipe.seed} {seed_number}"
         if self._recipe.mixture:
             # Problems of several sources share their indices.
             seed = f"{seed} {group.problem.source}"
+        if repeat:
+            # A batch has one number. Without this, data smaller than a batch would give equal completions twice.
+            seed = f"{seed} repeat {repeat}"
         if self.policy.is_synchronous:
             self._sampling |= {(group.draw, number) for number in range(self._recipe.train.samples_per_prompt)}
         self._pools[group.draw] = []

@@ -109,9 +109,7 @@ class AgentProgram:
         # The semaphore limits the programs running at once (rollout.agent.max_processes).
         async with self.places:
             limits = Limits(budget.context_tokens, budget.max_turns, idle_seconds=self.config.timeout_seconds)
-            # The seed depends on the attempt only, so a repeated run samples the same tokens in any order of attempts.
-            seed = f"{task.seed} {task.problem.index} {task.number}"
-            session = self.sessions.open(task.name, seed, task.sampling, limits, engines)
+            session = self.sessions.open(task.name, _seed(task), task.sampling, limits, engines)
             failure: str | None = None
             reward: float | None = None
             started = time.monotonic()
@@ -241,6 +239,11 @@ async def agent_program(
         codec.close()
 
 
+def _seed(task: Task) -> str:
+    """Return the seed of an attempt. A repeated run samples the same tokens in any order of attempts."""
+    return f"{task.seed} {task.problem.index} {task.number}"
+
+
 def _task_input(task: Task) -> dict[str, Any]:
     """Return the JSON object for the agent program to read from its standard input."""
     problem = task.problem
@@ -250,7 +253,7 @@ def _task_input(task: Task) -> dict[str, Any]:
         "record": dict(problem.record),
         "index": problem.index,
         "number": task.number,
-        "seed": task.seed,
+        "seed": _seed(task),
     }
 
 

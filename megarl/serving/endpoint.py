@@ -262,7 +262,7 @@ class Endpoint:
         """Open a session for a guest whose key is the endpoint's token. Raises RequestError for other keys."""
         if not self._is_token(key):
             raise _unknown_key()
-        return self._sessions.open("guest", "guest", self._sampling, self._guest_limits())
+        return self._sessions.open("guest", None, self._sampling, self._guest_limits())
 
     def _guest_limits(self) -> Limits:
         """Return the limits of a guest's session. Raises RequestError if the endpoint refuses guests."""

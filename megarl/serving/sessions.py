@@ -320,11 +320,15 @@ class Sessions:
     _num_opened: int = 0
 
     def open(
-        self, name: str, seed: str, sampling: SamplingSettings, limits: Limits, pool: Generates | None = None
+        self, name: str, seed: str | None, sampling: SamplingSettings, limits: Limits, pool: Generates | None = None
     ) -> Session:
-        """Open a session with a unique name. `pool` samples its completions in place of the endpoint's pool."""
+        """Open a session with a unique name. `pool` samples its completions in place of the endpoint's pool.
+
+        `seed` None: the unique name is the seed, so that sessions with equal prompts draw different completions.
+        """
         self._num_opened += 1
-        session = Session(f"{name}-{self._num_opened}", seed, sampling, limits, pool or self.pool, self.codec)
+        unique_name = f"{name}-{self._num_opened}"
+        session = Session(unique_name, seed or unique_name, sampling, limits, pool or self.pool, self.codec)
         self._open[session.secret] = session
         self.used(session)
         return session

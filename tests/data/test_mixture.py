@@ -84,6 +84,21 @@ def test_problems_outside_the_band_are_passed_over_and_tried_again(by: str | Non
     assert metrics["passed"] == positions["a"].taken - 1500
 
 
+def test_sources_of_equal_size_skip_problems_independently() -> None:
+    """All problems are too hard; of both sources about half is skipped, and not the same half."""
+    config = CurriculumConfig(band=(0.2, 0.8), outside=0.5)
+    mixture = Mixture([stream(name, 1.0, 50, config) for name in "ab"], seed=1)
+    positions: Positions = {}
+    drawn: dict[str, set[int]] = {"a": set(), "b": set()}
+    for _ in range(300):
+        problem, positions = mixture.draw(positions)
+        positions = mixture.observe(positions, problem, 0.0)
+        drawn[problem.source].add(positions[problem.source].taken)
+    seen = min(positions[name].taken for name in "ab")
+    agree = sum((place in drawn["a"]) == (place in drawn["b"]) for place in range(50, seen))
+    assert 0.35 < agree / (seen - 50) < 0.65
+
+
 def test_epochs_are_counted_by_source() -> None:
     mixture = Mixture([stream("a", 3.0, 10), stream("b", 1.0, 4)], seed=3)
     assert mixture.epochs({}) == {}

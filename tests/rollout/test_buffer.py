@@ -151,6 +151,75 @@ def test_without_a_filter_a_step_is_a_batch_of_the_data() -> None:
     assert collected.students.seeds == ["7 1", "7 2"]
 
 
+@dataclass
+class Attempts(Students):
+    """Students that note the name from which an attempt's random numbers are drawn, in the order of their starts."""
+
+    names: list[str] = field(default_factory=list)
+
+    async def attempt(self, task: Task, pool: object, before_score: object) -> Trajectory:
+        # Of the sampling seed; that of the environment's start has the word reset in addition (`attempt`).
+        self.names.append(f"{task.seed} | {task.problem.index} | {task.number}")
+        return await super().attempt(task, pool, before_score)
+
+
+def run_of(count: int, prompts: int, *, is_mixed: bool, is_filtered: bool) -> Collected:
+    """A run over `count` problems, in a mixture of this source and a larger one with the same numbers."""
+    algorithm = {"dynamic_sampling": (0.0, 1.0), "oversampling": 1.5, "max_attempts": 50} if is_filtered else {}
+    sections: dict[str, Any] = {"data": {"train": "t"}}
+    if is_mixed:
+        sections = {"mixture": {"large": {"data": {"train": "t"}}, "small": {"weight": 2, "data": {"train": "t"}}}}
+    recipe = Recipe.model_validate(
+        {
+            "name": "r", "loop": "rl", "model": {"path": "m"}, "algorithm": algorithm, **sections,
+            "train": {"prompts_per_step": prompts, "samples_per_prompt": 2},
+        }
+    )  # fmt: skip
+    attempts, state = Attempts({index: 1 + index % 2 for index in range(10)}), RLState(recipe.algorithm)
+    sources = [
+        replace(source, problems=source.problems[: 10 if source.name == "large" else count])
+        for source in sources_of(recipe, attempts)
+    ]
+    return Collected(GroupBuffer(recipe, sources, state), state, attempts)
+
+
+@pytest.mark.parametrize("is_filtered", [False, True], ids=["", "filtered"])
+@pytest.mark.parametrize("is_mixed", [False, True], ids=["", "mixed"])
+@pytest.mark.parametrize(("count", "prompts"), [(1, 4), (3, 7), (5, 4)])
+def test_no_two_attempts_of_a_run_draw_the_same_random_numbers(
+    count: int, prompts: int, is_mixed: bool, is_filtered: bool, tmp_path: Path
+) -> None:
+    """Data smaller than a step, ends of epochs, small sources; a resumed or forked run goes on with the same names."""
+
+    def take(run: Collected) -> list[tuple[str, int, list[int]]]:
+        groups = asyncio.run(run.buffer.take(prompts, weight_version=3))
+        return [(t.problem.source, t.problem.index, t.segments[0].token_ids.tolist()) for t in flatten(groups)]
+
+    def make() -> Collected:
+        return run_of(count, prompts, is_mixed=is_mixed, is_filtered=is_filtered)
+
+    if is_filtered and count == 1:
+        count = 2  # a single problem that the filter refuses would starve the run
+    whole = make()
+    for _ in range(4):
+        take(whole)
+    names = cast(Attempts, whole.students).names
+    assert len(set(names)) == len(names)
+    whole.state.save(tmp_path)
+    num_before = len(names)
+    expected = [take(whole) for _ in range(3)]
+    assert len(set(names)) == len(names)
+    resumed = make()
+    resumed.load(tmp_path)
+    assert take(resumed) == expected[0]
+    take(resumed)
+    # A step that a signal ends is drawn again, with the same names.
+    resumed.state.forget_step()
+    assert [take(resumed) for _ in range(2)] == expected[1:]
+    again = cast(Attempts, resumed.students).names
+    assert set(again) == set(names[num_before:])
+
+
 def measured(attempts: int, kept: float, epoch: float) -> dict[str, float]:
     return {"rollout/attempts": attempts, "rollout/kept": kept, "data/epoch": epoch}
 

@@ -78,6 +78,7 @@ def attempt(group: WorkerGroup, runner: asyncio.Runner, tool_model: Path) -> Cal
 
 def test_a_program_is_told_the_problem_and_its_calls_are_the_trajectory(attempt: Callable[..., Trajectory]) -> None:
     checks = 'assert (told["answer"], told["record"], told["index"], told["number"]) == ("7", {"level": 2}, 3, 2)\n'
+    checks += 'assert told["seed"] == "seed 3 2"\n'
     again = 'ask([*told["messages"], {"role": "assistant", "content": answer}, {"role": "user", "content": "On."}])\n'
     found = attempt(sys.executable, "-c", ASKING + checks + again + 'print("so"); print(0.25)')
     assert found.failure is None and found.reward == Reward(0.25, True, None)

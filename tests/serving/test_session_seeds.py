@@ -1,0 +1,25 @@
+"""Seeds of sessions: no two of an endpoint draw the same random numbers, unless they were given the same seed."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+
+from megarl.serving.sessions import Limits, Sessions
+from tests.serving.served import SAMPLING
+
+
+def test_sessions_without_a_seed_draw_apart() -> None:
+    """Guests ask the same prompt in sessions of their own, to get several answers."""
+    unused: Any = None
+    prompt = np.arange(3, dtype=np.int32)
+
+    async def drive(seed: str | None) -> set[int]:
+        sessions = Sessions(unused, unused)
+        opened = [sessions.open("guest", seed, SAMPLING, Limits(9, 9, 9.0)) for _ in range(3)]
+        return {session._seed_of(prompt) for session in opened}
+
+    assert len(asyncio.run(drive(None))) == 3
+    assert len(asyncio.run(drive("attempt"))) == 1
