@@ -62,8 +62,8 @@ class SamplingConfig(Section):
     stop: Annotated[tuple[StopString, ...], Foreign("rollout_stop stop_strings")] = ()
     """Stop strings: a completion ends after one of them. The completion keeps the string."""
     stop_token_ids: Annotated[tuple[NonNegativeInt, ...], Foreign("rollout_stop_token_ids")] = ()
-    """Ids of tokens that end a completion, in addition to the model's end-of-sequence token. The completion keeps the
-    token."""
+    """Ids of tokens that end a completion, in addition to the model's end-of-sequence tokens and the chat template's
+    ends of turns. The completion keeps the token."""
 
     @property
     def is_truncated(self) -> bool:

@@ -101,13 +101,6 @@ def load_tokenizer(
     return tokenizer
 
 
-def own_template(model: ModelConfig) -> dict[str, str]:
-    """Return the recipe's chat template as file name and text for an export; empty if it is the tokenizer's own."""
-    if model.chat_template is None and not model.chat_template_kwargs:
-        return {}
-    return {"chat_template.jinja": str(tokenizer_of(model).chat_template)}
-
-
 def template_text(model: ModelConfig) -> str | None:
     """Return the text of a recipe's chat template, without loading the tokenizer. None: it has no template.
 

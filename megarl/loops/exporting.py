@@ -12,7 +12,7 @@ from megarl.checkpoint.convert import Conversion, to_hf
 from megarl.checkpoint.manifest import check_sizes
 from megarl.config import Recipe
 from megarl.config.recipe import load
-from megarl.data.chat import own_template
+from megarl.data.turn_ends import own_files
 from megarl.files import hub
 from megarl.files.model_folder import CARD, check_model_folder, read_object
 from megarl.loops.checkpointing import BEST
@@ -90,7 +90,7 @@ def _of_step(earlier: EarlierRun, step: int, out: Path | None) -> Exported:
         hf=Path(recipe.model.folder),
         override=recipe.model.override_config,
         # The base model's card describes another model; `write_card` writes this model's.
-        others={CARD: None, **own_template(recipe.model)},
+        others={CARD: None, **own_files(recipe.model)},
     )
     return Exported(folder, step, done)
 

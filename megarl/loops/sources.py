@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -13,6 +14,7 @@ from megarl.config.judges import judges_answers
 from megarl.config.mixture import SourceRecipe
 from megarl.data.dialogue import Dialogue
 from megarl.data.template_history import history_faults, history_notice
+from megarl.data.turn_ends import added_turn_ends, turn_ends_notice
 from megarl.environments import environment_maker, is_agent, num_processes, with_sandbox
 from megarl.environments.environment_pool import EnvironmentPool, process_settings
 from megarl.environments.shared import close_shared
@@ -23,7 +25,7 @@ from megarl.rewards.reward_process import WorkerSettings, worker_settings
 from megarl.rollout.accuracy import Answers, had_ended, unjudged_text
 from megarl.rollout.groups import GroupSampler
 from megarl.rollout.pool import EnginePool
-from megarl.rollout.source import Source, sampling_settings
+from megarl.rollout.source import Source, sampling_settings, with_stop_tokens
 from megarl.serving.agents import agent_program
 from megarl.types import Problem
 
@@ -147,14 +149,18 @@ async def make_sources(
 ) -> list[Source]:
     """Start the environments, closed with `stack`, and return the recipe's sources sampling with `pool`.
 
-    `earlier`: metrics of the run's earlier steps.
+    Completions also end at the chat template's ends of turns. `earlier`: metrics of the run's earlier steps.
     """
+    folder = recipe.model.folder
+    ends = added_turn_ends(folder, tokenizer)
+    if ends:
+        screen.info(turn_ends_notice(ends, folder, tokenizer))
     stack.push_async_callback(close_shared)
     begin_span = span_factory(recipe, stack, screen.notice)
     environments = _start_environments(recipe, stack, log_folder)
     return [
         await make_source(
-            given,
+            replace(given, recipe=with_stop_tokens(given.recipe, ends)),
             data[given.name],
             rewards[given.name],
             environments.get(given.name),

@@ -59,6 +59,20 @@ def mixture_of(sources: Sequence[Source], seed: int) -> Mixture:
     return Mixture(streams, seed)
 
 
+def with_stop_tokens(recipe: Recipe, token_ids: Sequence[int]) -> Recipe:
+    """Return the recipe with more tokens that end completions, in training and in evaluations."""
+    if not token_ids:
+        return recipe
+    rollout, evaluation = recipe.rollout, recipe.evaluation
+    training = {"stop_token_ids": (*rollout.sampling.stop_token_ids, *token_ids)}
+    rollout = rollout.model_copy(update={"sampling": rollout.sampling.model_copy(update=training)})
+    # Without ids of its own, the evaluation takes those of training.
+    if (own := evaluation.sampling.stop_token_ids) is not None:
+        heldout = evaluation.sampling.model_copy(update={"stop_token_ids": (*own, *token_ids)})
+        evaluation = evaluation.model_copy(update={"sampling": heldout})
+    return recipe.model_copy(update={"rollout": rollout, "evaluation": evaluation})
+
+
 def sampling_settings(
     config: SamplingConfig, temperature: float | None = None, *, repetition_penalty: float = 1.0
 ) -> SamplingSettings:

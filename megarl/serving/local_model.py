@@ -13,6 +13,7 @@ from megarl.config import RolloutConfig
 from megarl.config.parallel import ParallelConfig
 from megarl.config.rollout import EndpointConfig
 from megarl.data.chat import load_tokenizer
+from megarl.data.turn_ends import added_turn_ends, turn_ends_notice
 from megarl.families import kept_prefixes
 from megarl.families.shape import read_model_shape
 from megarl.files.model_folder import read_object, weight_files
@@ -132,6 +133,8 @@ async def serve(
     if endpoint.port and (fault := listen_fault(endpoint.host, endpoint.port)) is not None:
         raise ConfigError(f"--port {endpoint.port}: {taken_text(endpoint.host, endpoint.port, fault)}")
     tokenizer = load_tokenizer(folder)
+    if ends := added_turn_ends(folder, tokenizer):
+        notify(turn_ends_notice(ends, folder, tokenizer))
     shape = read_model_shape(folder)
     context_tokens = shape.max_position_embeddings
     # A run's export is named hf, so the run's name says more.
@@ -172,7 +175,7 @@ async def serve(
             endpoint,
             model=model,
             adapters=tuple(served),
-            sampling=SamplingSettings(context_tokens),
+            sampling=SamplingSettings(context_tokens, stop_token_ids=ends),
             guests=limits,
             notice=notify,
             load=pool.load,

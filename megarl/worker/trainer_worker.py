@@ -14,7 +14,7 @@ from megarl.checkpoint import peft, safetensors
 from megarl.checkpoint.kept import kept_tensors
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
-from megarl.data.chat import own_template
+from megarl.data.turn_ends import own_files
 from megarl.families.shape import ModelShape, padded_vocab_size, read_model_shape
 from megarl.files.atomic import disk_full_named
 from megarl.groups import world
@@ -223,6 +223,8 @@ class TrainerWorker:
         source = recipe.model.folder if model == "policy" else self._critic_source
         trained = self.policy if model == "policy" else self.critic
         assert trained is not None
+        # Rank 0 writes these files. The critic's folder keeps its own.
+        others = own_files(recipe.model) if self.rank == 0 and model == "policy" else {}
         with trained.in_memory():
             layouts = self._layouts(trained.shape)
             weights = trained.weights
@@ -236,7 +238,7 @@ class TrainerWorker:
                     weights,
                     dtype=trained.dtype,
                     bucket_bytes=bucket_bytes,
-                    others=own_template(recipe.model),
+                    others=others,
                     override=recipe.override_of(source),
                 )
             if trained.is_adapted and lora.export_adapter:

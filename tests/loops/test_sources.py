@@ -1,7 +1,9 @@
-"""A source says its settings without a warning."""
+"""Sources of a run: what they say at the start, and where completions end."""
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -10,7 +12,8 @@ from typing import Any
 
 from megarl.config import Recipe
 from megarl.data.chat import load_tokenizer
-from megarl.loops.sources import make_source
+from megarl.loops.sources import make_source, make_sources
+from megarl.rollout.source import sampling_settings
 
 
 async def test_the_history_that_a_policy_is_shown_is_no_warning(tiny_model: Callable[..., Path]) -> None:
@@ -32,3 +35,32 @@ async def test_the_history_that_a_policy_is_shown_is_no_warning(tiny_model: Call
         tokenizer = load_tokenizer(folder)
         await make_source(given, ((), {}), rewards, None, pool, tokenizer, stack, lambda: False, screen)
     assert warnings == [] and [line.partition(":")[0] for line in lines] == ["rollout.history = append"]
+
+
+async def test_completions_end_where_the_template_ends_turns(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_model(), tmp_path / "model")
+    # As in the folders of base models: the template's end of turn is not the model's end token.
+    for name, field, end in (
+        ("generation_config.json", "eos_token_id", 0), ("tokenizer_config.json", "eos_token", "<|endoftext|>"),
+    ):  # fmt: skip
+        content = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps({**content, field: end}))
+    recipe = Recipe.model_validate(
+        {
+            "name": "r", "loop": "rl", "model": {"path": str(folder)}, "data": {"train": "t", "validation": {"v": "t"}},
+            "rollout": {"sampling": {"stop_token_ids": [7]}}, "evaluation": {"sampling": {"stop_token_ids": [8]}},
+        }
+    )  # fmt: skip
+    lines: list[str] = []
+    screen: Any = SimpleNamespace(info=lines.append, notice=lines.append, notice_once=None)
+    rewards: Any = {source.name: SimpleNamespace(score=None, metrics=dict) for source in recipe.sources}
+    data: Any = {source.name: ((), {}) for source in recipe.sources}
+    pool: Any = None
+
+    async with AsyncExitStack() as stack:
+        tokenizer = load_tokenizer(folder)
+        [source] = await make_sources(recipe, data, rewards, pool, tokenizer, stack, tmp_path, screen)
+    assert source.sampling(1).stop_token_ids == (7, 2)
+    assert sampling_settings(source.recipe.evaluation_sampling).stop_token_ids == (8, 2)
+    [line] = lines
+    assert "ends turns with <|im_end|>, the model with <|endoftext|>" in line

@@ -1,0 +1,147 @@
+"""Tokens that end the assistant's turns in a chat template, and the tokens at which the model's engine stops.
+
+They may differ: a base model of Qwen2.5 stops at `<|endoftext|>`, and its template ends turns with `<|im_end|>`. An
+engine that does not know the template's tokens samples on until the length limit.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megarl.data.chat import render, special_tokens, tokenizer_of
+from megarl.files.model_folder import read_object
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
+
+    from megarl.config import ModelConfig
+
+_GENERATION_CONFIG = "generation_config.json"
+_TURN = "\ufdd2"
+"""Placeholder for the text of a turn, or for the last argument of its last call. No valid text has this
+noncharacter."""
+_QUESTION = {"role": "user", "content": "."}
+
+
+def _calling(*arguments: str, **more: Any) -> Mapping[str, Any]:
+    calls = [
+        # Nine letters and digits: Mistral's chat templates refuse any other id.
+        {"id": f"call{place:05}", "type": "function", "function": {"name": "f", "arguments": {"x": argument}}}
+        for place, argument in enumerate(arguments)
+    ]
+    return {"role": "assistant", "content": "", "tool_calls": calls, **more}
+
+
+_ANSWERING = {"role": "assistant", "content": _TURN}
+_REPLY = {"role": "tool", "content": ".", "tool_call_id": "call00000", "name": "f"}
+_TURNS: Sequence[Mapping[str, Any]] = (
+    _ANSWERING,
+    {**_ANSWERING, "reasoning_content": "hm"},
+    _calling(_TURN, reasoning_content="hm"),
+    _calling(".", _TURN),
+)
+"""Sample turns. A special token inside one of them does not end a turn."""
+
+
+def turn_ends(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return the special tokens with which the chat template ends an answer, and a turn with tool calls.
+
+    If it writes none after the turn, the first one of the next message counts: in GLM's templates the next role ends a
+    turn. Tokens that the template also writes inside a turn do not count.
+    """
+    names = _end_of_answer(tokenizer), _end_of_calls(tokenizer)
+    ends = dict.fromkeys(name for name in names if name and not _is_inside_turns(tokenizer, name))
+    # Special tokens have one id each.
+    return tuple(int(tokenizer.encode(name, add_special_tokens=False)[0]) for name in ends)
+
+
+def added_turn_ends(folder: str | Path, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return the tokens of `turn_ends` at which the engine of a model folder does not stop by itself."""
+    known = _engine_ends(Path(folder), tokenizer)
+    return tuple(token for token in turn_ends(tokenizer) if token not in known)
+
+
+def turn_ends_notice(added: Sequence[int], folder: str | Path, tokenizer: Tokenizer) -> str:
+    """Return a line for the start of a run: which tokens of `added_turn_ends` end completions too."""
+    known = _names(_engine_ends(Path(folder), tokenizer), tokenizer)
+    return (
+        f"the chat template ends turns with {_names(added, tokenizer)}, the model with {known or 'no token'}: "
+        f"completions end at both, and {_GENERATION_CONFIG} of exports lists both"
+    )
+
+
+def own_files(model: ModelConfig) -> dict[str, str]:
+    """Return the files of an export that differ from those of the recipe's model folder, as file name and text.
+
+    They are the recipe's chat template, and the generation config with the template's ends of turns.
+    """
+    tokenizer = tokenizer_of(model)
+    files: dict[str, str] = {}
+    if model.chat_template is not None or model.chat_template_kwargs:
+        files["chat_template.jinja"] = str(tokenizer.chat_template)
+    if added := added_turn_ends(model.folder, tokenizer):
+        path = Path(model.folder) / _GENERATION_CONFIG
+        config = read_object(path) if path.is_file() else {}
+        config["eos_token_id"] = [*_engine_ends(Path(model.folder), tokenizer), *added]
+        files[_GENERATION_CONFIG] = json.dumps(config, indent=2) + "\n"
+    return files
+
+
+def _engine_ends(folder: Path, tokenizer: Tokenizer) -> list[int]:
+    """Return the tokens at which vLLM stops by itself.
+
+    They are those of the generation config, or without one of config.json, and the tokenizer's.
+    """
+    path = next((folder / name for name in (_GENERATION_CONFIG, "config.json") if (folder / name).is_file()), None)
+    stored = read_object(path).get("eos_token_id") if path is not None else None
+    ends = [*(stored if isinstance(stored, list) else [stored]), tokenizer.eos_token_id]
+    return [*dict.fromkeys(token for token in ends if isinstance(token, int))]
+
+
+def _names(tokens: Sequence[int], tokenizer: Tokenizer) -> str:
+    return " and ".join(str(tokenizer.convert_ids_to_tokens(token)) for token in tokens)
+
+
+def _end_of_answer(tokenizer: Tokenizer) -> str | None:
+    for following in ((), (_QUESTION,)):
+        if names := _special_after_turn(tokenizer, (_QUESTION, _ANSWERING, *following)):
+            return names[0]
+    return None
+
+
+def _end_of_calls(tokenizer: Tokenizer) -> str | None:
+    messages = (_QUESTION, _calling(_TURN))
+    # Calls have closing tokens of their own before the end of the turn.
+    if names := _special_after_turn(tokenizer, messages):
+        return names[-1]
+    names = _special_after_turn(tokenizer, (*messages, _REPLY))
+    return names[0] if names else None
+
+
+def _special_after_turn(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the special tokens that the template writes after the placeholder. Empty if it refuses the messages."""
+    special = special_tokens(tokenizer)
+    if special is None:
+        return []
+    try:
+        text = render(tokenizer, messages, generation_prompt=messages[-1]["role"] != "assistant")
+    except ValueError:
+        return []
+    _, is_written, following = text.rpartition(_TURN)
+    return special.findall(following) if is_written else []
+
+
+def _is_inside_turns(tokenizer: Tokenizer, name: str) -> bool:
+    """Return whether the template writes a special token inside a sample turn, before its end."""
+    prompt = render(tokenizer, (_QUESTION,), generation_prompt=True)
+    for turn in _TURNS:
+        try:
+            text = render(tokenizer, (_QUESTION, turn), generation_prompt=False)
+        except ValueError:
+            continue
+        if text.rpartition(_TURN)[0].count(name) > prompt.count(name):
+            return True
+    return False
