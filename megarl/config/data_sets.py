@@ -14,7 +14,9 @@ from megarl.config.section import Section
 
 Format = Literal["colossalrl", "rl2", "verl", "trl", "slime", "openrlhf", "alpaca"]
 """Names of record formats. Each is the format written by one training program (`megarl.data.formats`)."""
-Role = Literal["prompt", "answer", "input", "response", "chosen", "rejected", "label", "tools"]
+Role = Literal[
+    "prompt", "answer", "input", "response", "chosen", "rejected", "label", "tools", "system", "history"
+]  # fmt: skip
 """Parts of a record that a format can name, for example prompt and answer (`megarl.data.formats.RecordFormat`)."""
 
 # A union of str and DataSetConfig would report both branches for one mistake; this is one message.

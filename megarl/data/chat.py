@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.data.call_arguments import with_fitting_arguments
+from megarl.data.reasoning_key import with_reasoning_key
 from megarl.files.model_folder import max_values_of, read_object
 from megarl.files.regular import check_folder_of_files, check_regular
 from megarl.files.strict_json import refuse_many_values
@@ -208,9 +209,10 @@ def render(
     unsupported order of roles.
     """
     special = special_tokens(tokenizer)
+    fitting = with_fitting_arguments(tokenizer, messages)
     try:
         text = tokenizer.apply_chat_template(
-            [_marked(message, special) for message in with_fitting_arguments(tokenizer, messages)],
+            [_marked(message, special) for message in with_reasoning_key(tokenizer, fitting)],
             tools=[_marked(tool, special) for tool in tools] or None,
             add_generation_prompt=generation_prompt,
             # Text instead of ids: `encode` must see the marks before any special token is recognised.
@@ -284,13 +286,13 @@ class _LiteralEncoder:
         pieces, start = [], 0
         for match in re.finditer(f"{opening}(?:{self.special.pattern}){closing}|{self.special.pattern}", text):
             written = match.group().startswith(opening)
-            pieces.append(_unmarked(text[start : match.start()]))
-            pieces.append(_unmarked(match.group()) if written else opening + match.group() + closing)
+            pieces.append(unmarked(text[start : match.start()]))
+            pieces.append(unmarked(match.group()) if written else opening + match.group() + closing)
             start = match.end()
-        return "".join([*pieces, _unmarked(text[start:])])
+        return "".join([*pieces, unmarked(text[start:])])
 
 
-def _unmarked(text: str) -> str:
+def unmarked(text: str) -> str:
     """Return the text without marks, including single marks from templates that cut a message."""
     return text.replace(MARKS[0], "").replace(MARKS[1], "")
 

@@ -10,8 +10,10 @@ import numpy as np
 
 from megarl.data.chat import encode, exceeds, render
 from megarl.data.formats import FieldNames, first_name_with_value
+from megarl.data.messages import WEIGHT, without_weights
 from megarl.data.records import Record, TooLongError, read_records
 from megarl.data.streamed import Collect, in_memory
+from megarl.data.written_texts import check_message_written, check_tools_written
 from megarl.types import DataError, TrainingSequence
 
 if TYPE_CHECKING:
@@ -67,9 +69,14 @@ def encode_conversation(
     """
     tools = record.tools()
     try:
-        text = render(tokenizer, messages, generation_prompt=False, tools=tools)
+        text = render(tokenizer, without_weights(messages), generation_prompt=False, tools=tools)
         if exceeds(tokenizer, text, max_tokens):
             raise _too_long(record, f"{len(text)} characters", max_tokens)
+        check_tools_written(tools, text)
+        for number, message in enumerate(messages):
+            # `train_on_assistant` checks the assistant's messages, each in its own turn.
+            if message["role"] != "assistant":
+                check_message_written(number, message, text)
         return train_on_assistant(tokenizer, messages, first=first, tools=tools)
     except ValueError as error:
         raise record.error(str(error)) from error
@@ -88,13 +95,30 @@ def conversation_messages(record: Record, system_prompt: str | None) -> tuple[Ma
     if not first_name_with_value(record.fields, record.format.prompt):
         record.require("prompt", "response")
     prompt = record.prompt(system_prompt)
-    if any(message["role"] == "assistant" for message in prompt) and record.value(record.format.response) is None:
-        return prompt
-    # These names say that the field is a whole conversation. Without an assistant turn it fails later, naming its line.
-    if record.field(record.format.prompt) in ("messages", "conversations"):
-        return prompt
+    messages = (*prompt, *_response(record, prompt))
+    record.refuse_other_prompts(messages, answers=True)
+    return messages
+
+
+def _response(record: Record, prompt: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
+    """Return the messages that a record's response adds to its prompt. None if the prompt is a whole conversation."""
+    if record.value(record.format.response) is None:
+        # These names say that the field is a whole conversation. Without an assistant turn it fails later, naming its
+        # line.
+        is_whole = record.field(record.format.prompt) in ("messages", "conversations")
+        if is_whole or any(message["role"] == "assistant" for message in prompt):
+            return ()
     record.require("response")
-    return (*prompt, *record.messages(field=record.field(record.format.response), role="assistant"))
+    field = record.field(record.format.response)
+    response = record.messages(field, role="assistant")
+    record.refuse_reasoning_field(field)
+    if prompt[-1]["role"] != "assistant":
+        return response
+    if prompt[-len(response) :] == response:
+        return ()
+    raise record.error(
+        f"'{record.field(record.format.prompt)}' ends with an answer, and '{field}' has another one; remove one of them"
+    )
 
 
 def train_on_assistant(
@@ -106,18 +130,21 @@ def train_on_assistant(
 ) -> TrainingSequence:
     """Return a conversation as tokens up to its last assistant turn, with a mask of the tokens to train.
 
-    The mask marks the assistant's tokens and end-of-turn tokens, except in turns before message number `first`. `tools`
-    are JSON schemas of the tools that the assistant may call.
+    The mask marks the assistant's tokens and end-of-turn tokens, except in turns before message number `first` and in
+    messages with `weight` 0. `tools` are JSON schemas of the tools that the assistant may call.
 
     Each turn follows the exact tokens that the model sees in sampling: the earlier messages with a generation prompt.
     So prompt and turn are encoded separately, and no token spans their border. White space that the template writes
     after the end of a turn (a newline in ChatML) belongs to the next prompt.
 
-    Raises ValueError without an assistant turn. Raises ValueError if the template renders earlier messages differently
-    once more messages follow (for example, it drops old reasoning). Then no single sequence has the right prompt for
-    every turn.
+    Raises ValueError without an assistant turn to train, and if the template does not write a text of such a turn.
+    Raises ValueError if the template renders earlier messages differently once more messages follow (for example, it
+    drops old reasoning). Then no single sequence has the right prompt for every turn.
     """
     text, tokens, mask = "", [], []
+    is_trained = [place >= first and WEIGHT not in message for place, message in enumerate(messages)]
+    has_weights = any(WEIGHT in message for message in messages)
+    messages = without_weights(messages)
     for place, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
@@ -130,13 +157,16 @@ def train_on_assistant(
                 f"turns do not fit into one sequence; give each assistant turn a record of its own, or use a template "
                 f"that only appends"
             )
+        check_message_written(place, message, turn[len(prompt) :])
         # Encoded apart, as in sampling: a token across the border would never have been sampled.
-        for piece, trained in ((prompt[len(text) :], False), (turn[len(prompt) :], place >= first)):
+        for piece, trained in ((prompt[len(text) :], False), (turn[len(prompt) :], is_trained[place])):
             piece_tokens = encode(tokenizer, piece)
             tokens += piece_tokens
             mask += [trained] * len(piece_tokens)
         # The next prompt must continue exactly this turn.
         text = turn
+    if not any(mask) and has_weights:
+        raise ValueError("the assistant's messages have weight 0, so nothing is trained; remove the record")
     if not any(mask):
         raise ValueError("no message has the role assistant; fine-tuning needs an assistant's answer to train on")
     return TrainingSequence(np.array(tokens, dtype=np.int64), np.array(mask, dtype=np.bool_))

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from dataclasses import fields as dataclass_fields
+from functools import cache
 from itertools import islice
 from typing import Any
 
-from megarl.files.strict_json import shortened
+from megarl.files.strict_json import MEDIUM, parse, shortened
 
 PROMPTS = ("messages", "prompt", "context", "conversations")
 RESPONSES = ("response", "completion")
+_ALL_PROMPTS = (*PROMPTS, "instruction", "input")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +37,31 @@ class RecordFormat:
     tools: tuple[str, ...] = ("tools",)
     input: tuple[str, ...] = ()
     """Fields with a text appended to the prompt after an empty line, in the user's message."""
-    unread: tuple[str, ...] = ()
-    """Fields that would change the prompt, but that megarl does not read. A record with a value there is refused."""
+    system: tuple[str, ...] = ("system", "system_prompt", "system_message")
+    """Fields with the system message of the record."""
+    history: tuple[str, ...] = ("history",)
+    """Fields with earlier turns, as messages or as pairs of a question and an answer. They come before the prompt."""
+    other_prompts: tuple[str, ...] = _ALL_PROMPTS
+    """Fields that hold a prompt in some format. A record with a text in one of them that is not used is refused."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Return all field names that this format reads."""
+        return _names(self)
 
     def with_fields(self, fields: Mapping[str, str], answer_field: str | None = None) -> RecordFormat:
         """Return a copy of the format with a user's own field names."""
         own: dict[str, tuple[str, ...]] = {role: (name,) for role, name in fields.items()}
         if "prompt" in own:
-            # `input` and `unread` belong to the format's own prompt field, not to another one.
-            own = {"input": (), "unread": (), **own}
+            # `input` belongs to the format's own prompt field. Who names a prompt field has chosen between several.
+            own = {"input": (), "other_prompts": (), **own}
         return replace(self, **own, **({"answer": (answer_field,)} if answer_field else {}))
+
+
+@cache
+def _names(format: RecordFormat) -> frozenset[str]:
+    roles = (getattr(format, field.name) for field in dataclass_fields(format) if field.name != "other_prompts")
+    return frozenset(name for names in roles if isinstance(names, tuple) for name in names)
 
 
 FORMATS = {
@@ -66,8 +84,6 @@ FORMATS = {
             answer=("gt_answer", "answer", "label", "output"),
             response=("output", "response", "completion"),
             input=("input", "context"),
-            # Some data in alpaca's format have a system text and earlier turns here.
-            unread=("system", "history"),
         ),
     )
 }
@@ -191,7 +207,8 @@ def _is_judgement(fields: Mapping[str, Any]) -> bool:
 
 
 def value_at(fields: Mapping[str, Any], name: str) -> Any:
-    """Return the value of a record's field, or None. A dot in the name selects a field of an inner object.
+    """Return the value of a record's field, or None. A dot in the name selects a field of an inner object, also of one
+    in JSON text.
 
     If the record has the full name with its dots as a key, that key counts.
     """
@@ -199,8 +216,19 @@ def value_at(fields: Mapping[str, Any], name: str) -> Any:
         return fields[name]
     value: Any = fields
     for part in name.split("."):
+        value = _object_in_text(value) if isinstance(value, str) else value
         value = value.get(part) if isinstance(value, Mapping) else None
     return value
+
+
+def _object_in_text(text: str) -> Any:
+    """Return the object in a text in JSON, or None. Table programs save objects as text."""
+    if not text.lstrip().startswith("{"):
+        return None
+    try:
+        return parse(text.encode(), MEDIUM)
+    except ValueError:
+        return None
 
 
 def first_name_with_value(fields: Mapping[str, Any], names: tuple[str, ...]) -> str | None:

@@ -14,6 +14,7 @@ from megarl.data.formats import FieldNames, first_name_with_value
 from megarl.data.records import Record, TooLongError, read_records
 from megarl.data.streamed import Collect, in_memory
 from megarl.data.token_batch import TokenBatch, borders
+from megarl.files.strict_json import shown
 from megarl.types import DataError, TrainingSequence
 
 if TYPE_CHECKING:
@@ -46,7 +47,11 @@ def read_preferences(
 
     def make(_: int, record: Record) -> Answers:
         pair = make_pair(record, tokenizer, system_prompt=system_prompt, max_tokens=max_tokens)
-        return tuple(map(with_score_mask, pair)) if is_scored else pair
+        if not is_scored:
+            return pair
+        if not all(sequence.loss_mask[-1] for sequence in pair):
+            raise record.error("an answer ends with weight 0, but its score is that of its end; remove the weight")
+        return tuple(map(with_score_mask, pair))
 
     return collect(read_records(source, names), make, on_long)
 
@@ -89,9 +94,14 @@ def make_pair(record: Record, tokenizer: Tokenizer, *, system_prompt: str | None
     """Return a record's pair as tokens. Raises DataError, and TooLongError for a pair longer than `max_tokens`."""
     record.require("chosen", "rejected", also=("prompt",))
     format = record.format
+    if record.fields.get("margin"):
+        raise record.error(
+            f"'margin' is {shown(record.fields['margin'])}, which no loss reads; remove the field, or set it to 0"
+        )
     chosen, rejected = (
         _conversation(record, record.field(names), system_prompt) for names in (format.chosen, format.rejected)
     )
+    record.refuse_other_prompts((*chosen, *rejected), answers=True)
     if chosen == rejected:
         raise record.error("'chosen' and 'rejected' are the same; remove the line")
     # Messages common to both answers are context, so they are not trained in either.
@@ -120,6 +130,7 @@ def make_judged(record: Record, tokenizer: Tokenizer, *, system_prompt: str | No
         name = record.field(record.format.label)
         raise record.error(f"'{name}' is {label!r}; give true for a good answer, false for a bad one")
     messages = _conversation(record, record.field(record.format.response), system_prompt)
+    record.refuse_other_prompts(messages, answers=True)
     sequence = make_conversation(record, tokenizer, messages, max_tokens=max_tokens, first=len(messages) - 1)
     desirable = (sequence.loss_mask & label).astype(np.float32)
     return (replace(sequence, desirable=desirable),)
@@ -150,16 +161,19 @@ def with_score_masks(batch: TokenBatch) -> TokenBatch:
 
 def _conversation(record: Record, field: str, system_prompt: str | None) -> tuple[Mapping[str, Any], ...]:
     """Return the whole conversation ending with one of the two answers."""
-    given = first_name_with_value(record.fields, record.format.prompt)
-    before = record.messages(system_prompt, field=given, role="user") if given else ()
-    answer = record.messages(None if before else system_prompt, field=field, role="assistant")
+    prompt_field = first_name_with_value(record.fields, record.format.prompt)
+    before = record.prompt(system_prompt) if prompt_field else ()
+    answer = record.messages(field, role="assistant")
+    if not before:
+        answer = record.with_opening(answer, system_prompt)
     if not any(message["role"] in ("user", "tool") for message in (*before, *answer)):
         record.require("prompt")
         raise record.error(f"'{field}' has no prompt; give it in 'messages', 'prompt' or 'context'")
     if not before or answer[0]["role"] == "assistant":
         return (*before, *answer)
-    # The system prompt comes from the recipe, so an answer that repeats its prompt cannot contain it.
-    start = record.messages(field=given, role="user") if given else ()
-    if answer[: len(start)] != start:
-        raise record.error(f"'{field}' neither continues '{given}' nor begins with it; give the answer alone")
-    return (*before, *answer[len(start) :])
+    # An answer that repeats its prompt may leave out the system message, which may come from the recipe.
+    starts = before, before[1:] if before[0]["role"] == "system" else before
+    for start in starts:
+        if start and answer[: len(start)] == start:
+            return (*before, *answer[len(start) :])
+    raise record.error(f"'{field}' neither continues '{prompt_field}' nor begins with it; give the answer alone")

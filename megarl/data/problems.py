@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 
 from megarl.data.chat import encode, exceeds, render
 from megarl.data.formats import FieldNames
+from megarl.data.messages import without_weights
 from megarl.data.records import Record, TooLongError, read_records
 from megarl.data.streamed import Collect, in_memory
+from megarl.data.written_texts import check_prompt_written
 from megarl.types import Problem
 
 if TYPE_CHECKING:
@@ -103,11 +105,15 @@ def make_problem(
 ) -> Problem:
     """Return a record as a problem. Raises DataError, and TooLongError for a prompt longer than `max_prompt_tokens`."""
     record.require("prompt", *(["answer"] if has_answer else []))
-    answer, messages = record.answer() if has_answer else "", record.prompt(system_prompt)
+    answer = record.answer() if has_answer else ""
+    messages = without_weights(record.prompt(system_prompt))
+    tools = record.tools()
     if messages[-1]["role"] not in ("user", "tool"):
         raise record.error(f"the last message has role '{messages[-1]['role']}'; end with the user's or a tool's")
+    record.refuse_other_prompts(messages, answers=False)
     try:
-        text = render(tokenizer, messages, generation_prompt=True)
+        text = render(tokenizer, messages, generation_prompt=True, tools=tools)
+        check_prompt_written(tokenizer, messages, tools, text)
         # Encoding a text of megabytes takes minutes; `exceeds` refuses it after its beginning.
         is_long = exceeds(tokenizer, text, max_prompt_tokens)
         prompt = [] if is_long else encode(tokenizer, text)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from megarl.data.chat_text import chat_in_text
 from megarl.data.formats import (
     FORMATS,
     FieldNames,
@@ -16,14 +17,12 @@ from megarl.data.formats import (
     missing_text,
     value_at,
 )
+from megarl.data.messages import REASONING, REASONING_KEYS, history_messages, is_blank, standard_messages
+from megarl.data.record_fields import unread_field
 from megarl.data.rows import Row, data_files, rows_of
-from megarl.data.tool_records import standard_tools, with_standard_calls
+from megarl.data.tool_records import standard_tools
 from megarl.files.strict_json import shown
 from megarl.types import DataError
-
-ROLES = ("system", "user", "assistant", "tool")
-_ROLES_ELSEWHERE = {"human": "user", "gpt": "assistant"}
-"""Usual role names of messages, keyed by the names in ShareGPT data."""
 
 _BY_FORMAT = FieldNames()
 """Field names for a recipe without any: the format is recognised from the first record."""
@@ -56,6 +55,10 @@ class Record:
         """Return the value of the first of these fields in the record, or None."""
         return next((found for name in names if (found := value_at(self.fields, name)) is not None), None)
 
+    def at(self, name: str) -> Any:
+        """Return the value of a field, or None. A dot in the name selects a field of an inner object."""
+        return value_at(self.fields, name)
+
     def field(self, names: tuple[str, ...]) -> str:
         """Return the first of these field names in the record, else the first name."""
         return first_name_with_value(self.fields, names) or names[0]
@@ -76,7 +79,7 @@ class Record:
         """
         self.require("answer")
         field = self.field(self.format.answer)
-        value = value_at(self.fields, field)
+        value = self.at(field)
         # Refuse true and false: str() would turn them into the answers "True" and "False".
         if value is None or isinstance(value, bool):
             raise self.error(f"'{field}' is {shown(value)}; give the answer as a string")
@@ -89,22 +92,23 @@ class Record:
         return text
 
     def prompt(self, system_prompt: str | None = None) -> tuple[Mapping[str, Any], ...]:
-        """Return the conversation to be answered, from a text, one message, or a list of messages."""
+        """Return the conversation to be answered, from a text, one message, or a list of messages.
+
+        The record's system message and earlier turns come first. `system_prompt` stands for a missing system message.
+        """
         self.require("prompt")
         field = self.field(self.format.prompt)
         # A field named `messages` never holds a plain text; all other fields may.
-        return self.messages(system_prompt, field=field, role=None if field == "messages" else "user")
+        messages = self.messages(field, role=None if field == "messages" else "user")
+        return self.with_opening(messages, system_prompt)
 
-    def messages(
-        self, system_prompt: str | None = None, *, field: str | None = None, role: str | None = None
-    ) -> tuple[Mapping[str, Any], ...]:
-        """Return the conversation in a field (default `messages`), from one message or a list of messages.
+    def messages(self, field: str = "messages", *, role: str | None = None) -> tuple[Mapping[str, Any], ...]:
+        """Return the messages in a field, from one message or a list of them, as objects or as text in JSON.
 
-        With `role`, a text stands for a message of this role. If the format has an `input` field, its text is appended
-        to the prompt. `system_prompt` comes first, unless the conversation has a system message.
+        With `role`, any other text stands for a message of this role. If the format has an `input` field, its text is
+        appended to the prompt. Raises DataError for invalid messages, and for keys that are not read.
         """
-        field = field or "messages"
-        value = value_at(self.fields, field)
+        value = self._read_text(field, self.at(field))
         if field in self.format.prompt:
             value = self._with_input(field, value)
         if role and isinstance(value, str) and value.strip():
@@ -116,24 +120,102 @@ class Record:
                 f"'{field}' is {'missing' if value is None else shown(value)}; give "
                 f'{"a text, " if role else ""}one message {{"role": "user", "content": "..."}} or a list of them'
             )
-        value = [
-            self._with_standard_calls(f"{field}[{place}]", _with_standard_names(message))
-            for place, message in enumerate(value)
-        ]
-        for place, message in enumerate(value):
-            self._check_message(f"{field}[{place}]", message, is_first=place == 0)
-        if system_prompt is not None and value[0]["role"] != "system":
-            value = [{"role": "system", "content": system_prompt}, *value]
-        return tuple(value)
+        try:
+            return tuple(standard_messages(value, field))
+        except ValueError as error:
+            raise self.error(str(error)) from error
+
+    def with_opening(
+        self, messages: Sequence[Mapping[str, Any]], system_prompt: str | None
+    ) -> tuple[Mapping[str, Any], ...]:
+        """Return the messages after the record's system message and its earlier turns.
+
+        `system_prompt` is the system message if neither the record nor the messages have one. Raises DataError for two
+        different system messages.
+        """
+        history = self._history()
+        systems = [turns[0] for turns in (self._system(), history, messages) if turns and turns[0]["role"] == "system"]
+        for system in systems:
+            if system["content"] != systems[0]["content"]:
+                raise self.error(
+                    f"the system messages {shown(systems[0]['content'])} and {shown(system['content'])} differ; give "
+                    f"one, in the conversation or in '{self.field(self.format.system)}'"
+                )
+        if not systems and system_prompt is not None:
+            systems = [{"role": "system", "content": system_prompt}]
+        return (*systems[:1], *(turn for turn in (*history, *messages) if turn["role"] != "system"))
+
+    def _system(self) -> tuple[Mapping[str, Any], ...]:
+        """Return the record's system message, or nothing. Raises DataError for two fields with different ones."""
+        found = [self.messages(name, role="system") for name in self.format.system if not is_blank(self.at(name))]
+        for messages in found:
+            if len(messages) != 1 or messages[0]["role"] != "system" or messages != found[0]:
+                raise self.error(
+                    f"'{self.field(self.format.system)}' is {shown(self.value(self.format.system))}; give the text of "
+                    "one system message, in one field"
+                )
+        return found[0] if found else ()
+
+    def _history(self) -> tuple[Mapping[str, Any], ...]:
+        """Return the record's earlier turns."""
+        name = self.field(self.format.history)
+        if is_blank(turns := self.at(name)):
+            return ()
+        try:
+            return tuple(history_messages(turns, name))
+        except ValueError as error:
+            raise self.error(str(error)) from error
+
+    def _read_text(self, field: str, value: Any) -> Any:
+        """Return a field's value, or the messages in it if it is a text that holds a chat in JSON."""
+        if not isinstance(value, str):
+            return value
+        try:
+            return chat_in_text(value) or value
+        except ValueError as error:
+            raise self.error(f"'{field}' {error}") from error
+
+    def refuse_other_prompts(self, messages: Sequence[Mapping[str, Any]], *, answers: bool) -> None:
+        """Raise DataError if another field has a prompt of its own, of which `messages` do not have the texts.
+
+        With `answers`, the texts of its assistant's messages count too.
+        """
+        used = {self.field(names) for names in (self.format.prompt, self.format.input) if names}
+        for name in self.format.other_prompts:
+            if name in used or is_blank(self.fields.get(name)) or self._is_repeated(name, messages, answers):
+                continue
+            field = self.field(self.format.prompt)
+            raise self.error(
+                f"'{name}' is {shown(self.fields[name])}, but the prompt is read from '{field}'; remove one of the two "
+                f"fields, or name the prompt's: {self.names.remedy.replace('{}', '{prompt: ' + field + '}')}"
+            )
+
+    def _is_repeated(self, name: str, messages: Sequence[Mapping[str, Any]], answers: bool) -> bool:
+        """Return whether all texts in a field, without `answers` only those of questions, are in these messages."""
+        try:
+            turns = self.messages(name, role="user")
+        except DataError:
+            return False
+        texts = "\n".join(message.get("content") or "" for message in messages)
+        questions = [turn for turn in turns if answers or turn["role"] != "assistant"]
+        return all((turn.get("content") or "").strip() in texts for turn in questions)
+
+    def refuse_reasoning_field(self, response: str) -> None:
+        """Raise DataError if the record has the reasoning of its response in a field of its own.
+
+        A response of messages has it in `reasoning_content`, and a text may begin with it.
+        """
+        text = self.at(response)
+        for name in REASONING_KEYS:
+            reasoning = self.fields.get(name)
+            if isinstance(text, str) and isinstance(reasoning, str) and reasoning.strip() not in text:
+                raise self.error(
+                    f"'{name}' is {shown(reasoning)}, which is not read; give '{response}' as a message "
+                    f'{{"role": "assistant", "{REASONING}": "...", "content": "..."}}, or remove the field'
+                )
 
     def _with_input(self, field: str, prompt: Any) -> Any:
         """Return the prompt with the text of the format's `input` field appended, if the record has one."""
-        for name in self.format.unread:
-            if value_at(self.fields, name):
-                raise self.error(
-                    f"'{name}' is {shown(value_at(self.fields, name))}; it is not read in records of the format "
-                    f"{self.format.name}; give the conversation in 'messages', or name the format in data.format"
-                )
         added = self.value(self.format.input)
         if added is None or (isinstance(added, str) and not added.strip()):
             return prompt
@@ -143,20 +225,6 @@ class Record:
                 "the conversation in 'messages'"
             )
         return f"{prompt}\n\n{added}" if prompt.strip() else prompt
-
-    def _check_message(self, place: str, message: Any, *, is_first: bool) -> None:
-        if not isinstance(message, Mapping):
-            raise self.error(f"{place} is {shown(message)}; give an object with 'role' and 'content'")
-        if message.get("role") not in ROLES:
-            raise self.error(f"{place} has role {shown(message.get('role'))}; use one of {', '.join(ROLES)}")
-        is_call = "tool_calls" in message
-        if not isinstance(message.get("content"), str | None if is_call else str):
-            remedy = "give a string, or null with tool_calls" if is_call else "give a string"
-            raise self.error(f"{place} has content {shown(message.get('content'))}; {remedy}")
-        if message["role"] == "user" and not message["content"].strip():
-            raise self.error(f"{place} is a user's message without text; give the prompt, or remove the line")
-        if message["role"] == "system" and not is_first:
-            raise self.error(f"{place} is a system message; only the first message may be one")
 
     def tools(self) -> tuple[Mapping[str, Any], ...]:
         """Return the tools of a conversation: JSON schemas in OpenAI's form, or none if the field is missing."""
@@ -168,14 +236,6 @@ class Record:
                 f"'{self.field(self.format.tools)}' is {shown(value)}: {error}; give a list of tools, each "
                 '{"type": "function", "function": {"name": "...", "parameters": {...}}}'
             ) from error
-
-    def _with_standard_calls(self, place: str, message: Any) -> Any:
-        """Return a message with its tool calls in the standard form. Raises DataError for calls that cannot be
-        read."""
-        try:
-            return with_standard_calls(message) if isinstance(message, Mapping) else message
-        except ValueError as error:
-            raise self.error(f"{place} {error}") from error
 
 
 def read_records(source: str | Path, names: FieldNames | None = None) -> Iterator[Record]:
@@ -195,7 +255,8 @@ def read_records(source: str | Path, names: FieldNames | None = None) -> Iterato
 
 
 def make_record(path: Path, row: Row, names: FieldNames | None, format: RecordFormat | None) -> Record:
-    """Return the record in a row. Raises DataError for a row that is not a JSON object.
+    """Return the record in a row. Raises DataError for a row that is not a JSON object, and for a field that would be
+    ignored though it changes the training.
 
     `format` is the format of the source's first record. None: the row is the first.
     """
@@ -208,7 +269,10 @@ def make_record(path: Path, row: Row, names: FieldNames | None, format: RecordFo
         )
     # A field empty in this row may have values in other rows, so the columns count as field names too.
     format = format or (names or _BY_FORMAT).format_of({**dict.fromkeys(row.columns), **row.value})
-    return Record(path, row.number, row.value, format, row.unit, names or _BY_FORMAT)
+    record = Record(path, row.number, row.value, format, row.unit, names or _BY_FORMAT)
+    if (fault := unread_field(row.value, format)) is not None:
+        raise record.error(fault)
+    return record
 
 
 def make_results(
@@ -229,14 +293,3 @@ def make_results(
             on_long(error)
         else:
             yield made
-
-
-def _with_standard_names(message: Any) -> Any:
-    """Return a message with the keys `role` and `content`, also if it has `from` and `value` (ColossalChat,
-    ShareGPT)."""
-    if not isinstance(message, Mapping) or "role" in message or "from" not in message:
-        return message
-    rest = {name: value for name, value in message.items() if name not in ("from", "value")}
-    role = message["from"]
-    content = {"content": message["value"]} if "value" in message else {}
-    return {"role": _ROLES_ELSEWHERE.get(role, role) if isinstance(role, str) else role, **content, **rest}

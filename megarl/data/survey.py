@@ -210,7 +210,8 @@ def _prompt_messages(record: Record, kind: Kind, system_prompt: str | None) -> l
     answer's."""
     has_prompt = first_name_with_value(record.fields, record.format.prompt) is not None
     if not has_prompt and kind == "pairs":
-        messages = record.messages(system_prompt, field=record.field(record.format.chosen), role="assistant")
+        chosen = record.messages(record.field(record.format.chosen), role="assistant")
+        messages = record.with_opening(chosen, system_prompt)
     else:
         messages = record.prompt(system_prompt)
     first = next((place for place, message in enumerate(messages) if message["role"] == "assistant"), len(messages))

@@ -28,13 +28,13 @@ def test_records_come_in_order_with_their_lines(tmp_path):
 def test_one_message_or_a_list(tmp_path, messages):
     record = only_record(tmp_path, {"messages": messages, "gt_answer": "5"})
     assert record.messages() == (USER,)
-    assert record.messages("Be brief.") == (SYSTEM, USER)
+    assert record.prompt("Be brief.") == (SYSTEM, USER)
     assert record.answer() == "5"
 
 
 def test_a_record_keeps_its_own_system_message(tmp_path):
     own = {"role": "system", "content": "Be long."}
-    assert only_record(tmp_path, {"messages": [own, USER]}).messages("Be brief.") == (own, USER)
+    assert only_record(tmp_path, {"messages": [own, USER]}).prompt("Be brief.") == (own, USER)
 
 
 @pytest.mark.parametrize(

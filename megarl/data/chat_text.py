@@ -1,0 +1,50 @@
+"""Chats that were saved as text: a list of messages in JSON, as CSV files and table programs store it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from megarl.files.strict_json import MEDIUM, parse
+
+# A JSON text inside a JSON text begins with a quote, and its own quotes have backslashes. numpy writes `array(`.
+_BEGINNING = re.compile(r"""\s*"?\s*(?:array\(\s*)?(?:\[\s*)?\{\s*\\?["'][A-Za-z_]+\\?["']\s*:""")
+_ROLE = re.compile(r"""["'](?:role|from)\\?["']\s*:""")
+_CLOSED_LIST = re.compile(r"\}\s*,?\s*\]")
+
+
+def chat_in_text(text: str) -> list[Any] | None:
+    """Return the messages of a chat that was saved as text in JSON, or None if the text is not a chat.
+
+    A single message counts as a chat too. Raises ValueError for a chat in Python's own notation, and for broken JSON.
+    """
+    if not _BEGINNING.match(text) or not _ROLE.search(text):
+        return None
+    try:
+        value = parse(text.encode(), MEDIUM)
+        if isinstance(value, str):
+            value = parse(value.encode(), MEDIUM)
+    except ValueError as error:
+        if _is_quotation(text):
+            return None
+        if re.match(r"[^\"]*'", text):
+            raise ValueError("is a chat in Python's notation instead of JSON; write it with json.dumps") from None
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else error
+        raise ValueError(f"begins like a chat in JSON, but is not valid JSON ({reason}); write it again") from None
+    messages = [value] if isinstance(value, Mapping) else value
+    return messages if _is_chat(messages) else None
+
+
+def _is_quotation(text: str) -> bool:
+    """Return whether a text begins with a chat and goes on with other words, as in a question about it."""
+    is_cut = text.lstrip().startswith("[") and not _CLOSED_LIST.search(text)
+    return not is_cut and not text.rstrip().endswith(("]", "}", ")", '"'))
+
+
+def _is_chat(value: Any) -> bool:
+    if not isinstance(value, list) or not value or not isinstance(value[0], Mapping):
+        return False
+    names = value[0].keys()
+    return not names.isdisjoint(("role", "from")) and not names.isdisjoint(("content", "value", "tool_calls"))

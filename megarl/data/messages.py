@@ -1,0 +1,203 @@
+"""Messages of a conversation in one standard form. A key that megarl does not read is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from itertools import chain, cycle
+from typing import Any
+
+from megarl.data.tool_records import with_standard_calls
+from megarl.files.strict_json import MEDIUM, parse, shown
+
+ROLES = ("system", "user", "assistant", "tool")
+_ROLES_ELSEWHERE = {"human": "user", "gpt": "assistant", "developer": "system"}
+"""Usual role names of messages, keyed by the names in ShareGPT data and in OpenAI's newer API."""
+REASONING = "reasoning_content"
+REASONING_KEYS = (REASONING, "reasoning", "thinking")
+"""Names under which programs write the reasoning of an assistant's message."""
+WEIGHT = "weight"
+"""Key of a message in standard form; it is present, and 0, only if the message is not to be trained."""
+WEIGHT_KEYS = (WEIGHT, "loss", "loss_mask", "trainable", "train", "training")
+"""Names under which programs say whether an assistant's message is trained."""
+_KEYS = {
+    "system": frozenset({"role", "content", "name", *WEIGHT_KEYS}),
+    "user": frozenset({"role", "content", "name", *WEIGHT_KEYS}),
+    "assistant": frozenset({"role", "content", "name", "tool_calls", *REASONING_KEYS, *WEIGHT_KEYS}),
+    "tool": frozenset({"role", "content", "name", "tool_call_id", *WEIGHT_KEYS}),
+}
+"""Keys of messages that are read, by role."""
+_CALL_KEYS = frozenset({"id", "type", "function", "index"})
+_FUNCTION_KEYS = frozenset({"name", "arguments"})
+_TEXT_PARTS = ("text", "input_text", "output_text")
+"""Types of content parts that hold a text, in OpenAI's two APIs."""
+_REMEDIES = {
+    "function_call": "give the call in tool_calls",
+    **dict.fromkeys(
+        ("image", "images", "video", "videos", "audio", "audios"), "megarl trains on text alone, so remove the record"
+    ),
+}
+"""Remedies for known keys that are not read. For all others: remove the key."""
+
+
+def standard_messages(messages: Sequence[Any], field: str) -> list[Mapping[str, Any]]:
+    """Return the messages of a record's field in standard form. Raises ValueError naming the message and its key.
+
+    A message in standard form has `role` and `content`, and perhaps `name`, `tool_calls`, `tool_call_id`,
+    `reasoning_content`, and `weight` = 0. Keys with an empty value are removed, because data sets in columns give every
+    message the same keys.
+    """
+    return [_standard_message(message, f"{field}[{number}]", number == 0) for number, message in enumerate(messages)]
+
+
+def history_messages(value: Any, field: str) -> list[Mapping[str, Any]]:
+    """Return earlier turns in standard form, from messages or from pairs of a question and an answer, also as JSON
+    text.
+
+    Raises ValueError for other values, and the errors of `standard_messages`.
+    """
+    turns = value
+    if isinstance(value, str):
+        with suppress(ValueError):  # The error below shows the text.
+            turns = parse(value.encode(), MEDIUM)
+    if isinstance(turns, list) and all(map(_is_pair, turns)):
+        roles = cycle(("user", "assistant"))
+        turns = [{"role": role, "content": text} for role, text in zip(roles, chain(*turns), strict=False)]
+    if not isinstance(turns, list) or not all(isinstance(turn, Mapping) for turn in turns):
+        raise ValueError(f"'{field}' is {shown(value)}; give messages, or pairs of a question and an answer")
+    return standard_messages(turns, field)
+
+
+def _is_pair(turn: Any) -> bool:
+    return isinstance(turn, list) and len(turn) == 2 and all(isinstance(text, str) for text in turn)
+
+
+def without_weights(messages: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
+    """Return the messages without their key `weight`."""
+    return tuple(
+        {name: value for name, value in message.items() if name != WEIGHT} if WEIGHT in message else message
+        for message in messages
+    )
+
+
+def is_empty(value: Any) -> bool:
+    """Return whether a value says nothing: null, an empty text, list or object. 0 and false say something."""
+    return value is None or (isinstance(value, str | Sequence | Mapping) and not value)
+
+
+def is_blank(value: Any) -> bool:
+    """Return whether a record's field says nothing: it is empty, or a text of white space."""
+    return is_empty(value) or (isinstance(value, str) and not value.strip())
+
+
+def _standard_message(value: Any, place: str, is_first: bool) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{place} is {shown(value)}; give an object with 'role' and 'content'")
+    message = {name: item for name, item in value.items() if name in ("content", "value") or not is_empty(item)}
+    if "role" not in message and "from" in message:
+        message["role"] = message.pop("from")
+        if "value" in message:
+            message["content"] = message.pop("value")
+    if is_empty(message.get("value")):
+        message.pop("value", None)
+    role = message.get("role")
+    if isinstance(role, str):
+        role = message["role"] = _ROLES_ELSEWHERE.get(role, role)
+    if role not in ROLES:
+        raise ValueError(f"{place} has role {shown(role)}; use one of {', '.join(ROLES)}")
+    if role == "system" and not is_first:
+        raise ValueError(f"{place} is a system message; only the first message may be one")
+    try:
+        message = {**with_standard_calls(message)}
+    except ValueError as error:
+        raise ValueError(f"{place} {error}") from error
+    _refuse_unread_keys(message, _KEYS[role], place, f"the role {role}")
+    if isinstance(message.get("content"), list) and message["content"]:
+        message["content"] = _joined_text(message["content"], place)
+    _check_content(message, place)
+    _refuse_unread_call_keys(message, place)
+    _unify_reasoning(message, place)
+    _unify_weight(message, place)
+    return message
+
+
+def _refuse_unread_keys(values: Mapping[str, Any], known: frozenset[str], place: str, of: str) -> None:
+    for name in values:
+        if name not in known and not is_empty(values[name]):
+            remedy = _REMEDIES.get(name, "remove the key")
+            keys = ", ".join(sorted(known))
+            raise ValueError(
+                f"{place} has the key {shown(name)} = {shown(values[name])}, which is not read; {remedy}. Keys of "
+                f"{of}: {keys}"
+            )
+
+
+def _joined_text(parts: Sequence[Any], place: str) -> str:
+    """Return the text of a list of content parts. Raises ValueError for a part that is not text."""
+    texts: list[str] = []
+    for number, part in enumerate(parts):
+        if not isinstance(part, Mapping):
+            raise ValueError(f"{place} has content {shown(parts)}; give a string")
+        kind = part.get("type") or "text"
+        text = part.get("text")
+        if kind not in _TEXT_PARTS or not isinstance(text, str):
+            raise ValueError(
+                f"{place} has a content part of type {shown(kind)}: {shown(part)}; megarl trains on text alone, so "
+                "remove the part or the record"
+            )
+        _refuse_unread_keys(part, frozenset({"type", "text"}), f"{place}.content[{number}]", "a text part")
+        texts.append(text)
+    return "".join(texts)
+
+
+def _check_content(message: Mapping[str, Any], place: str) -> None:
+    content = message.get("content")
+    if content is None and "tool_calls" in message:
+        return
+    if not isinstance(content, str):
+        with_calls = ", or null with tool_calls" if "tool_calls" in message else ""
+        raise ValueError(f"{place} has content {shown(content)}; give a string{with_calls}")
+    if message["role"] == "user" and not content.strip():
+        raise ValueError(f"{place} is a user's message without text; give the prompt, or remove the line")
+
+
+def _refuse_unread_call_keys(message: Mapping[str, Any], place: str) -> None:
+    for number, call in enumerate(message.get("tool_calls", ())):
+        call_place = f"{place}.tool_calls[{number}]"
+        _refuse_unread_keys(call, _CALL_KEYS, call_place, "a tool call")
+        if (kind := call.get("type") or "function") != "function":
+            raise ValueError(f"{call_place} has type {shown(kind)}; only calls of type function are read")
+        _refuse_unread_keys(call["function"], _FUNCTION_KEYS, f"{call_place}.function", "a call's function")
+
+
+def _unify_reasoning(message: dict[str, Any], place: str) -> None:
+    """Write the reasoning of a message under the key `reasoning_content`. Raises ValueError for two different texts."""
+    values = {name: message.pop(name) for name in REASONING_KEYS if name in message}
+    for name, text in values.items():
+        if not isinstance(text, str):
+            raise ValueError(f"{place} has {name} {shown(text)}; give a string")
+        if text != next(iter(values.values())):
+            raise ValueError(f"{place} has different texts in {' and '.join(values)}; keep one of them")
+    if values:
+        message[REASONING] = next(iter(values.values()))
+
+
+def _unify_weight(message: dict[str, Any], place: str) -> None:
+    """Write whether a message is trained under the key `weight`: 0 if it is not, no key if it is.
+
+    Raises ValueError for other numbers, for two names that disagree, and for a trained message of another role.
+    """
+    values = {name: message.pop(name) for name in WEIGHT_KEYS if name in message}
+    for name, value in values.items():
+        if not isinstance(value, bool | int | float) or value not in (0, 1):
+            raise ValueError(
+                f"{place} has {name} {shown(value)}; give 1 or true for a message to train, 0 or false for another one"
+            )
+        if value != next(iter(values.values())):
+            raise ValueError(f"{place}: {' and '.join(values)} disagree; keep one of them")
+        if value and message["role"] != "assistant":
+            raise ValueError(
+                f"{place} has {name} {shown(value)}; only the assistant's messages are trained, so remove the key"
+            )
+    if values and message["role"] == "assistant" and not next(iter(values.values())):
+        message[WEIGHT] = 0

@@ -1,0 +1,54 @@
+"""Record fields that change the training in other programs, but that megarl does not read. A value there is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megarl.data.formats import RecordFormat
+from megarl.data.messages import is_blank
+from megarl.files.strict_json import shown
+
+_TEXT_ONLY = "megarl trains on text alone; remove the records with it, or the field if the prompts do without it"
+_ONE_TEMPLATE = "set model.chat_template_kwargs in the recipe, for all records alike, and remove the field"
+_BY_MESSAGE = 'give "weight": 0 at each message that is not to be trained, and remove the field'
+_REMEDIES = {
+    **dict.fromkeys(
+        ("image", "images", "image_url", "video", "videos", "audio", "audios", "multi_modal_data", "multi_modal_inputs",
+         "multimodal_inputs"),
+        _TEXT_ONLY,
+    ),
+    **dict.fromkeys(
+        ("chat_template_kwargs", "apply_chat_template_kwargs", "template_kwargs", "enable_thinking", "reasoning_effort",
+         "chat_template", "documents", "add_generation_prompt", "continue_final_message"),
+        _ONE_TEMPLATE,
+    ),
+    **dict.fromkeys(
+        ("loss_mask", "response_mask", "completion_mask", "assistant_masks", "mask", "train_on_prompt",
+         "train_on_inputs", "mask_history", "input_ids"),
+        _BY_MESSAGE,
+    ),
+    **dict.fromkeys(
+        ("weight", "loss_weight", "sample_weight", "trainable"),
+        "records have no weights of their own; remove the field, or the record for a weight of 0",
+    ),
+    "functions": "give the tools in the field tools",
+}  # fmt: skip
+"""What to do about a value in a field, keyed by the field's name in other programs."""
+_WEIGHTS = ("weight", "loss_weight", "sample_weight", "trainable")
+
+
+def unread_field(fields: Mapping[str, Any], format: RecordFormat) -> str | None:
+    """Return an error message for the first field whose value would be ignored though it changes the training, or None.
+
+    A field that the record's format reads is no such field.
+    """
+    for name in _REMEDIES.keys() & fields.keys():
+        value = fields[name]
+        if is_blank(value) or name in format.names:
+            continue
+        # A weight of 1 is what every record has.
+        if name in _WEIGHTS and isinstance(value, bool | int | float) and value == 1:
+            continue
+        return f"'{name}' is {shown(value)}, which is not read; {_REMEDIES[name]}"
+    return None

@@ -1,0 +1,78 @@
+"""Checks that a chat template writes every text of a conversation. Templates ignore keys that they do not know."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from megarl.data.chat import render, unmarked
+from megarl.data.messages import REASONING, REASONING_KEYS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
+
+
+def check_prompt_written(
+    tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], rendered: str
+) -> None:
+    """Raise ValueError for a text of a prompt, or a tool's name, that is missing in the rendered prompt.
+
+    Templates may drop reasoning before a later question, so each assistant's message is looked for in a rendering that
+    ends with it.
+    """
+    check_tools_written(tools, rendered)
+    for number, message in enumerate(messages):
+        if message["role"] == "assistant":
+            before = render(tokenizer, messages[:number], generation_prompt=True, tools=tools) if number else ""
+            turn = render(tokenizer, messages[: number + 1], generation_prompt=False, tools=tools)
+            check_message_written(number, message, turn.removeprefix(before))
+        else:
+            check_message_written(number, message, rendered)
+
+
+def check_message_written(number: int, message: Mapping[str, Any], rendered: str) -> None:
+    """Raise ValueError for a text of a conversation's message `number` that is missing in the rendered text."""
+    for key, text in _texts(message):
+        if not _is_in(text, rendered):
+            raise ValueError(_missing(f"the {key} of messages[{number}]", text))
+
+
+def check_tools_written(tools: Sequence[Mapping[str, Any]], rendered: str) -> None:
+    """Raise ValueError for a tool whose name is missing in the rendered text."""
+    for tool in tools:
+        if not _is_in(name := tool["function"]["name"], rendered):
+            raise ValueError(_missing("the record's tool", name))
+
+
+def _missing(what: str, text: str) -> str:
+    return (
+        f"the chat template does not write {what}, {text!r:.60}; remove it, or set model.chat_template to a template "
+        "that writes it"
+    )
+
+
+def _texts(message: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
+    """Yield the texts of a message that a policy must see, each with its name."""
+    if content := message.get("content"):
+        yield "content", content
+    if reasoning := message.get(REASONING):
+        yield f"reasoning ({', '.join(REASONING_KEYS)})", reasoning
+    # A tool's name is known from the call that it answers.
+    if message["role"] != "tool" and (name := message.get("name")):
+        yield "name", name
+    for call in message.get("tool_calls", ()):
+        yield "tool call", call["function"]["name"]
+
+
+def _is_in(text: str, rendered: str) -> bool:
+    """Return whether a rendered text has another text. Templates may change its white space, or write it as JSON."""
+    if text.strip() in rendered:
+        return True
+    whole = _without_space(rendered)
+    forms = text, json.dumps(text, ensure_ascii=False)[1:-1], json.dumps(text)[1:-1]
+    return any(_without_space(form) in whole for form in forms)
+
+
+def _without_space(text: str) -> str:
+    return "".join(unmarked(text).split())

@@ -1,0 +1,314 @@
+"""Keys of records and messages: each that would change what is trained is used or refused."""
+
+import json
+
+import pytest
+
+from megarl.data.conversations import read_conversations
+from megarl.data.formats import FieldNames
+from megarl.data.preferences import make_judged, make_pair
+from megarl.data.problems import read_problems
+from megarl.data.records import read_records
+from megarl.data.survey import survey
+from megarl.types import DataError
+from tests.data.templates import tokenizer_of
+
+ASKED = {"role": "user", "content": "What is 2 + 2?"}
+ANSWERED = {"role": "assistant", "content": "It is 4."}
+WRONG = {"role": "assistant", "content": "BAD"}
+AGAIN = {"role": "user", "content": "Again."}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+ASKED_TEXT = "user\nWhat is 2 + 2?<|im_end|>"
+SYSTEM_TEXT = "system\nBe brief.<|im_end|>"
+
+
+def conversation(**keys):
+    """A record of two turns, the first of them with these keys."""
+    return {"messages": [ASKED, WRONG | keys, AGAIN, ANSWERED]}
+
+
+def problem(prompt="What is 2 + 2?", **fields):
+    return {"prompt": prompt, "answer": "4", **fields}
+
+
+def write(path, record):
+    path.write_text(json.dumps(record))
+    return path
+
+
+def texts_of(tmp_path, record, family="qwen", system_prompt=None, names=None):
+    """Return the whole text that a record becomes, and the part of it that is trained."""
+    path, tokenizer = write(tmp_path / "data.jsonl", record), tokenizer_of(family)
+    if "answer" in record or "label" in record or "reward_model" in record:
+        settings = {"system_prompt": system_prompt, "max_prompt_tokens": 1000, "names": names}
+        if not isinstance(record.get("label"), bool):
+            [made] = read_problems(path, tokenizer, **settings)
+            return tokenizer.decode(made.prompt_token_ids), ""
+    settings = {"system_prompt": system_prompt, "max_tokens": 1000}
+    if "chosen" in record or "label" in record:
+        [read] = read_records(path, names)
+        sequences = (make_pair if "chosen" in record else make_judged)(read, tokenizer, **settings)
+    else:
+        sequences = read_conversations(path, tokenizer, names=names, **settings)
+    trained = [sequence.token_ids[sequence.loss_mask] for sequence in sequences]
+    return "".join(tokenizer.decode(s.token_ids) for s in sequences), "".join(map(tokenizer.decode, trained))
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        pytest.param(conversation(weight=0), id="weight"),
+        pytest.param(conversation(weight=0.0), id="weight as a float"),
+        pytest.param(conversation(loss=False), id="loss"),
+        pytest.param(conversation(trainable=False), id="trainable"),
+        pytest.param(conversation(loss_mask=0), id="loss_mask"),
+        pytest.param(conversation(train=False), id="train"),
+        pytest.param(conversation(training=False, weight=0), id="two that agree"),
+        pytest.param(
+            {"conversations": [
+                {"from": "human", "value": "q"}, {"from": "gpt", "value": "BAD", "weight": 0},
+                {"from": "human", "value": "r"}, {"from": "gpt", "value": "It is 4.", "weight": 1},
+            ]}, id="ShareGPT",
+        ),
+        pytest.param(
+            {"prompt": [ASKED], "chosen": [WRONG | {"weight": 0}, AGAIN, ANSWERED], "rejected": "no"}, id="pair"
+        ),
+    ],
+)  # fmt: skip
+def test_an_excluded_turn_is_not_trained(tmp_path, record):
+    whole, trained = texts_of(tmp_path, record)
+    assert "BAD" in whole
+    assert "BAD" not in trained and "It is 4.<|im_end|>" in trained
+
+
+@pytest.mark.parametrize(
+    "chat",
+    [
+        pytest.param(json.dumps([ASKED]), id="list"),
+        pytest.param(json.dumps(ASKED), id="one message"),
+        pytest.param("\n " + json.dumps([ASKED], indent=2), id="with white space"),
+        pytest.param(json.dumps(json.dumps([ASKED])), id="JSON twice"),
+        pytest.param('[{"from": "human", "value": "What is 2 + 2?"}]', id="ShareGPT"),
+    ],
+)
+def test_a_chat_in_text_is_a_chat(tmp_path, chat):
+    records = [
+        problem(chat), {"messages": chat, "answer": "4"}, {"input": chat, "label": "4"},
+        {"instruction": chat, "answer": "4"}, {"prompt": chat, "reward_model": '{"ground_truth": "4"}'},
+        {"conversations": chat, "response": "It is 4."},
+        {"prompt": chat, "chosen": "4", "rejected": "5"}, {"prompt": chat, "completion": "4", "label": True},
+    ]  # fmt: skip
+    for record in records:
+        assert f"<|im_start|>{ASKED_TEXT}" in texts_of(tmp_path, record)[0]
+
+
+def test_answers_in_text_are_chats_too(tmp_path):
+    whole, other = json.dumps([ASKED, ANSWERED]), json.dumps([ASKED, WRONG])
+    for record in (
+        {"prompt": "q", "response": json.dumps([ANSWERED])},
+        {"chosen": whole, "rejected": other},
+        {"prompt": "q", "completion": json.dumps(ANSWERED), "label": False},
+    ):
+        assert "<|im_start|>assistant\nIt is 4.<|im_end|>" in texts_of(tmp_path, record)[0]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[{"x": 1}]', '[{"role": "admin", "name": "Bob"}]', json.dumps([ASKED]) + " is printed by what?", "[1, 2]",
+        "Write [{'role': 'user', 'content': 'x'}] as JSON.", "[{'role': 'user', 'content': 'x'}] is what in Python?",
+    ],
+)  # fmt: skip
+def test_other_text_remains_text(tmp_path, text):
+    assert f"user\n{text}<|im_end|>" in texts_of(tmp_path, problem(text))[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        pytest.param(str([ASKED]), "Python's notation", id="repr"),
+        pytest.param(f"array([{ASKED}], dtype=object)", "Python's notation", id="numpy"),
+        pytest.param(str([{"role": "user", "content": "It's 4?"}]), "Python's notation", id="repr with an apostrophe"),
+        pytest.param(str([ASKED, ANSWERED])[:-20], "Python's notation", id="cut repr"),
+        pytest.param(json.dumps([ASKED, ANSWERED])[:-20], "not valid JSON", id="cut"),
+        pytest.param(json.dumps([ASKED])[:-1] + ",]", "not valid JSON", id="comma"),
+        pytest.param(json.dumps([{"role": "bot", "content": "x"}]), "has role \"bot\"", id="role"),
+    ],
+)
+def test_broken_chats_in_text_are_refused(tmp_path, text, fault):
+    with pytest.raises(DataError, match=f"line 1: '?prompt.*{fault}"):
+        texts_of(tmp_path, problem(text))
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        pytest.param(problem(system="Be brief."), id="problem"),
+        pytest.param({"messages": ASKED, "gt_answer": "4", "answer": "4", "system_prompt": "Be brief."}, id="name"),
+        pytest.param({"prompt": [ASKED], "reward_model": {"ground_truth": "4"}, "system": "Be brief."}, id="verl"),
+        pytest.param(problem(system={"role": "system", "content": "Be brief."}), id="message"),
+        pytest.param({"prompt": "q", "completion": "a", "system": "Be brief."}, id="prompt and completion"),
+        pytest.param({"conversations": [
+            {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}
+        ], "system": "Be brief."}, id="ShareGPT"),
+        pytest.param({"instruction": "q", "input": "x", "output": "a", "system": "Be brief."}, id="Alpaca"),
+        pytest.param({"prompt": "q", "chosen": "a", "rejected": "b", "system": "Be brief."}, id="pair"),
+        pytest.param({"chosen": [ASKED, ANSWERED], "rejected": [ASKED, WRONG], "system": "Be brief."}, id="whole pair"),
+        pytest.param({"prompt": "q", "response": "a", "label": True, "system": "Be brief."}, id="judged"),
+        pytest.param({"messages": [{"role": "system", "content": "Be brief."}, ASKED, ANSWERED],
+                      "system": "Be brief."}, id="twice the same"),
+        pytest.param({"messages": [{"role": "developer", "content": "Be brief."}, ASKED, ANSWERED]}, id="developer"),
+        pytest.param(problem(system="", system_prompt="Be brief."), id="the name with a text"),
+        pytest.param(problem(history=[{"role": "system", "content": "Be brief."}, ASKED, ANSWERED]), id="history"),
+    ],
+)  # fmt: skip
+def test_the_records_system_message_is_used(tmp_path, record):
+    assert texts_of(tmp_path, record, system_prompt="Be long.")[0].startswith(f"<|im_start|>{SYSTEM_TEXT}")
+
+
+def test_an_empty_system_field_leaves_the_recipes(tmp_path):
+    for empty in (None, "", "  "):
+        assert "system\nBe brief.<" in texts_of(tmp_path, problem(system=empty), system_prompt="Be brief.")[0]
+
+
+@pytest.mark.parametrize(
+    "history", [[["h1", "h2"]], json.dumps([["h1", "h2"]]), [said | {"content": text} for said, text in
+                                                           ((ASKED, "h1"), (ANSWERED, "h2"))]],
+    ids=["pairs", "text", "messages"],
+)  # fmt: skip
+def test_earlier_turns_come_before_the_prompt(tmp_path, history):
+    turns = "<|im_start|>user\nh1<|im_end|>\n<|im_start|>assistant\nh2<|im_end|>\n<|im_start|>user\nq"
+    for record in (
+        {"instruction": "q", "output": "a", "history": history},
+        problem("q", history=history),
+        {"prompt": "q", "chosen": "a", "rejected": "b", "history": history},
+    ):
+        assert turns in texts_of(tmp_path, record)[0]
+
+
+def test_tools_reach_the_prompt(tmp_path):
+    assert '"name": "add"' in texts_of(tmp_path, problem([ASKED], tools=[TOOL]))[0]
+    with pytest.raises(DataError, match="the chat template does not write the record's tool, 'add'"):
+        texts_of(tmp_path, problem([ASKED], tools=[TOOL]), family="glm")
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ([{"type": "text", "text": "q1 ", "image": None}, {"type": "text", "text": "q2"}], "q1 q2"),
+        ([{"type": "input_text", "text": "q1"}], "q1"),
+        ([{"text": "q1"}], "q1"),
+    ],
+)
+def test_text_parts_are_joined(tmp_path, content, text):
+    assert f"user\n{text}<|im_end|>" in texts_of(tmp_path, problem([{"role": "user", "content": content}]))[0]
+
+
+def test_empty_keys_and_other_columns_change_nothing(tmp_path):
+    empty = {"tool_calls": None, "refusal": None, "audio": [], "weight": None, "name": "", "from": None, "value": None}
+    assert "It is 4." in texts_of(tmp_path, {"messages": [ASKED | empty, ANSWERED | empty]})[1]
+    columns = {"id": 7, "difficulty": "easy", "data_source": "x", "extra_info": {"index": 0}, "question": "2 + 2"}
+    columns |= {"images": [], "enable_thinking": None, "chat_template_kwargs": {}, "weight": 1, "messages": [ASKED]}
+    whole, _ = texts_of(tmp_path, problem(**columns))
+    assert whole == texts_of(tmp_path, problem())[0]
+    [made] = read_problems(
+        write(tmp_path / "data.jsonl", problem(**columns)), tokenizer_of("qwen"), system_prompt=None,
+        max_prompt_tokens=100,
+    )  # fmt: skip
+    assert made.record == problem(**columns)
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_is_written_under_the_name_that_the_template_reads(tmp_path, key):
+    tokenizer = tokenizer_of("forgetful")
+    record = {"messages": [ASKED, ANSWERED | {key: "so so"}]}
+    assert "<think>so so</think>" in texts_of(tmp_path, record, family="forgetful")[1]
+    template = str(tokenizer.chat_template)
+    try:
+        tokenizer.chat_template = template.replace("reasoning_content", "thinking")
+        assert "<think>so so</think>" in texts_of(tmp_path, record, family="forgetful")[1]
+    finally:
+        tokenizer.chat_template = template
+
+
+@pytest.mark.parametrize(
+    ("record", "key"),
+    [
+        (conversation(weight=0.5), "weight"),
+        (conversation(weight="0"), "weight"),
+        (conversation(loss_mask=[0, 1]), "loss_mask"),
+        (conversation(weight=0, loss=True), "weight and loss"),
+        ({"messages": [ASKED, ANSWERED | {"weight": 0}]}, "weight 0"),
+        ({"messages": [ASKED | {"train": True}, ANSWERED]}, "train"),
+        (conversation(citations=["x"]), "citations"),
+        (conversation(images=["x"]), "images"),
+        (conversation(function_call={"name": "now", "arguments": "{}"}), "function_call"),
+        (problem([ASKED | {"prefix": True}]), "prefix"),
+        ({"messages": [ASKED | {"name": "Alice"}, ANSWERED]}, "name"),
+        ({"messages": [ASKED | {"tool_calls": [{"name": "add", "arguments": {}}]}, ANSWERED]}, "tool_calls"),
+        (conversation(tool_calls=[{"function": {"name": "add", "arguments": {}, "result": "4"}}]), "result"),
+        (conversation(tool_calls=[{"output": 1, "function": {"name": "add", "arguments": {}}}]), "output"),
+        (conversation(tool_calls=[{"type": "custom", "function": {"name": "add", "arguments": {}}}]), "type"),
+        (conversation(reasoning="hm hm"), "reasoning"),
+        (conversation(reasoning="hm", thinking="so"), "reasoning and thinking"),
+        ({"prompt": [ASKED], "chosen": [ANSWERED | {"thinking": "2+2"}], "rejected": "5"}, "thinking"),
+        (problem([ASKED, ANSWERED | {"reasoning_content": "2+2"}, AGAIN]), "reasoning_content"),
+        ({"prompt": "q", "response": "a", "reasoning_content": "hm hm"}, "reasoning_content"),
+        ({"messages": [ASKED, {"role": "assistant", "content": [{"type": "thinking", "thinking": "x"}]}]}, "thinking"),
+        (problem([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "q"}]}]), "image"),
+        (problem([{"role": "user", "content": [{"type": "text", "text": "q", "cache": "x"}]}]), "cache"),
+        (problem(image="a.png"), "image"),
+        ({"messages": [ASKED, ANSWERED], "videos": ["a.mp4"]}, "videos"),
+        ({"prompt": "q", "chosen": "a", "rejected": "b", "audio": {"path": "x"}}, "audio"),
+        (problem(multi_modal_data={"image": ["x"]}), "multi_modal_data"),
+        (problem(chat_template_kwargs={"enable_thinking": False}), "chat_template_kwargs"),
+        ({"messages": [ASKED, ANSWERED], "enable_thinking": False}, "enable_thinking"),
+        ({"messages": [ASKED, ANSWERED], "loss_mask": [0, 1]}, "loss_mask"),
+        ({"messages": [ASKED, ANSWERED], "mask": "User"}, "mask"),
+        ({"messages": [ASKED, ANSWERED], "weight": 0}, "weight"),
+        ({"messages": [ASKED, ANSWERED], "input_ids": [1, 2]}, "input_ids"),
+        ({"messages": [ASKED, ANSWERED], "functions": [{"name": "add"}]}, "functions"),
+        ({"prompt": "q", "chosen": "a", "rejected": "b", "margin": 0.4}, "margin"),
+        (problem(system=7), "system"),
+        (problem(system="a", system_prompt="b"), "system"),
+        ({"messages": [{"role": "system", "content": "Be long."}, ASKED, ANSWERED], "system": "Be brief."}, "system"),
+        (problem(history=["x"]), "history"),
+        (problem("q", context="The sky is green."), "context"),
+        (problem("q", messages=[ASKED]), "prompt"),
+        ({"prompt": "other", "messages": [ASKED, ANSWERED]}, "prompt"),
+        ({"messages": [ASKED, ANSWERED], "response": "It is 5."}, "response"),
+    ],
+)
+def test_what_is_not_read_is_refused_by_name(tmp_path, record, key):
+    with pytest.raises(DataError, match=rf"data.jsonl, line 1: .*\b{key}\b"):
+        texts_of(tmp_path, record)
+
+
+def test_a_named_prompt_is_the_only_one(tmp_path):
+    names = FieldNames(fields={"prompt": "prompt"})
+    record = problem("q", context="The sky is green.", messages=[ASKED])
+    assert "user\nq<|im_end|>" in texts_of(tmp_path, record, names=names)[0]
+
+
+def test_a_response_continues_the_messages(tmp_path):
+    record = {"messages": [ASKED, ANSWERED, AGAIN], "response": "It is 5."}
+    assert texts_of(tmp_path, record)[1] == "It is 4.<|im_end|>It is 5.<|im_end|>"
+
+
+def test_a_template_that_drops_text_is_refused(tmp_path):
+    tokenizer = tokenizer_of("qwen")
+    template = str(tokenizer.chat_template)
+    try:
+        # DeepSeek-R1's template drops the reasoning in an answer's text.
+        tokenizer.chat_template = template.replace("m.content }}", "m.content.split('</think>')[-1] }}")
+        assert "It is 4." in texts_of(tmp_path, {"messages": [ASKED, ANSWERED]})[1]
+        with pytest.raises(DataError, match=r"the content of messages\[1\]"):
+            texts_of(tmp_path, {"messages": [ASKED, ANSWERED | {"content": "<think>so</think>It is 4."}]})
+    finally:
+        tokenizer.chat_template = template
+
+
+def test_a_survey_without_a_model_refuses_them_too(tmp_path):
+    path = write(tmp_path / "data.jsonl", problem(images=["a.png"]))
+    found = survey(str(path))
+    assert found.num_faults == 1 and "'images' is" in str(found.faults[0])
