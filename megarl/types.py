@@ -110,6 +110,8 @@ class Problem:
     record: Mapping[str, Any] = field(default_factory=dict)
     source: str = ""
     """Name of its source in the recipe's mixture. Without a mixture: the environment's name."""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """The record's tools, JSON schemas in OpenAI's form. The prompt has them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,9 @@ from megarl.data.formats import FieldNames
 from megarl.data.messages import without_weights
 from megarl.data.records import Record, TooLongError, read_records
 from megarl.data.streamed import Collect, in_memory
+from megarl.data.tool_schemas import ToolSchema
 from megarl.data.written_texts import check_prompt_written
+from megarl.files.strict_json import shown
 from megarl.types import Problem
 
 if TYPE_CHECKING:
@@ -65,11 +67,13 @@ def read_problems(
     names: FieldNames | None = None,
     on_long: Callable[[TooLongError], object] | None = None,
     collect: Collect = in_memory,
+    environment_tools: Callable[[], Sequence[ToolSchema]] = tuple,
 ) -> Sequence[Problem]:
     """Return the problems of a data source. Prompts are rendered up to the opening of the assistant's turn.
 
     `name` is the problems' `source`. `needed` is a field required in each record. With `has_answers` a gold answer is
-    required too; otherwise answers are empty.
+    required too; otherwise answers are empty. `environment_tools` returns the tools that the environment offers. A
+    record with other ones is refused.
 
     Raises DataError, with the line, for an invalid record and for a conversation ending with the assistant's turn. A
     prompt longer than `max_prompt_tokens` is never truncated: `on_long` is called with the error, or without `on_long`
@@ -89,6 +93,11 @@ def read_problems(
             max_prompt_tokens=max_prompt_tokens,
             has_answer=has_answers,
         )
+        if made.tools and (tools := tuple(environment_tools())) and tools != made.tools:
+            raise record.error(
+                f"'{record.field(record.format.tools)}' is {shown(made.tools)}, but rollout.environment offers "
+                "tools of its own; remove the field, or choose an environment without tools"
+            )
         return replace(made, source=name) if name else made
 
     return collect(read_records(source, names), make, on_long)
@@ -126,4 +135,4 @@ def make_problem(
             "raise it, remove the line, or set data.overlong=drop",
             TooLongError,
         )
-    return Problem(index, messages, tuple(prompt), answer, record.fields)
+    return Problem(index, messages, tuple(prompt), answer, record.fields, tools=tools)

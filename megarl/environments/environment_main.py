@@ -50,7 +50,7 @@ class _Player:
         if request["do"] == "reset":
             self._environment = self._make()
             given = request["problem"]
-            tuples = {name: tuple(given[name]) for name in ("messages", "prompt_token_ids")}
+            tuples = {name: tuple(given[name]) for name in ("messages", "prompt_token_ids", "tools")}
             problem = Problem(**{**given, **tuples})
             return _start(checked_start(self._called(self._environment.reset, problem, request["seed"])))
         if request["do"] == "step":

@@ -17,7 +17,7 @@ from megarl.data.dialogue import Dialogue
 from megarl.data.problems import MADE
 from megarl.data.template_history import REFUSES, history_faults
 from megarl.data.tool_schemas import check_tools
-from megarl.environments import environment_maker, num_processes, with_sandbox
+from megarl.preflight.environment_tools import environment_errors, environment_factory
 from megarl.preflight.files import data_paths, takes_problems
 from megarl.preflight.registry import Cost, checks
 from megarl.types import ConfigError, MegarlError
@@ -86,25 +86,14 @@ def _rewritten_history(recipe: Recipe, dialogue: Dialogue) -> Iterator[str]:
 def _tools(recipe: Recipe) -> Sequence[Mapping[str, Any]]:
     """Return the environment's tools before an attempt. Raises ConfigError if it cannot be
     constructed."""
-    rollout = recipe.rollout
-    sandbox = recipe.sandbox.model_dump(mode="json")
-    settings = with_sandbox(rollout.environment, rollout.environment_kwargs, sandbox)
-    make = environment_maker(rollout.environment, settings)
-    num_processes(rollout.environment, rollout.environment_processes)
-    try:
+    make = environment_factory(recipe)
+    with environment_errors(recipe):
         made = make()
         if not getattr(made, "makes_problems", False):
             _refuse_made_problems(recipe)
         if check := getattr(made, "check", None):
             check()
         return tuple(getattr(made, "tools", ()))
-    except MegarlError as error:
-        raise ConfigError(f"rollout.environment_kwargs: {rollout.environment}: {error}") from error
-    except Exception as error:  # The class is the recipe author's own code and may raise anything.
-        raise ConfigError(
-            f"rollout.environment_kwargs = {rollout.environment_kwargs}: {rollout.environment} raises "
-            f"{type(error).__name__}: {error}"
-        ) from error
 
 
 def _refuse_made_problems(recipe: Recipe) -> None:

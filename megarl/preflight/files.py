@@ -23,6 +23,7 @@ from megarl.data.records import Record, TooLongError, read_records
 from megarl.data.rows import data_files as found_files
 from megarl.data.streamed import Collect, OnLong, Streamed, collect_count, in_memory
 from megarl.data.survey import Kind, Survey, survey
+from megarl.preflight.environment_tools import tools_of_environment
 from megarl.preflight.registry import Cost, checks
 from megarl.preflight.sizes import row_multiple
 from megarl.rewards import system_prompt_of
@@ -248,6 +249,7 @@ def read_problems(
             name=name,
             needed=by,
             has_answers=bool(recipe.reward.functions),
+            environment_tools=partial(tools_of_environment, recipe),
             **_reading(recipe, data_set, dropped, collect),
         ),
         path,

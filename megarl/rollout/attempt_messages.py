@@ -45,6 +45,9 @@ class AttemptConversation:
     reply_tokens: int | None = None
     """Maximum tokens of a tool's reply; None: no limit."""
     tools: tuple[Mapping[str, Any], ...] = ()
+    """Tools that the environment offers. Calls of them are parsed."""
+    prompt_tools: tuple[Mapping[str, Any], ...] = ()
+    """Tools in the prompt: those of the environment, else those of the record."""
     prompt: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
     calls: list[ModelCall] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
@@ -59,12 +62,13 @@ class AttemptConversation:
         """
         start = checked_start(start)
         self.opening, self.tools = tuple(start.messages), tuple(start.tools)
+        self.prompt_tools = self.tools or problem.tools
         if self.history == "render":
-            self._rendered = self.dialogue.rendered(self.opening, self.tools)
-        if self.opening == tuple(problem.messages) and not self.tools:
+            self._rendered = self.dialogue.rendered(self.opening, self.prompt_tools)
+        if self.opening == tuple(problem.messages) and self.prompt_tools == problem.tools:
             self.prompt = np.array(problem.prompt_token_ids, np.int32)  # tokenised when the data were read
         else:
-            self.prompt = self.dialogue.opening(self.opening, self.tools)
+            self.prompt = self.dialogue.opening(self.opening, self.prompt_tools)
 
     def take(self, completion: Completion, *, is_last: bool = False) -> Turn:
         """Add a completion of the current prompt, and return it as a turn.
@@ -103,14 +107,16 @@ class AttemptConversation:
         """
         if self.history == "render":
             before = self._rendered
-            self._rendered = self.dialogue.rendered(self._messages(), self.tools)
+            self._rendered = self.dialogue.rendered(self._messages(), self.prompt_tools)
             # A template may rewrite history, for example drop earlier reasoning. Then the sampled tokens are no longer
             # a prefix, and the whole text is tokenised again.
             if not self._rendered.startswith(before + self.dialogue.written(self.calls[-1].completion.token_ids)):
                 self.prompt = self.dialogue.encoded(self._rendered)
                 return
         token_ids = self.calls[-1].token_ids.astype(np.int32)
-        self.prompt = np.concatenate([token_ids, self.dialogue.observation(token_ids, step.messages, self.tools)])
+        self.prompt = np.concatenate(
+            [token_ids, self.dialogue.observation(token_ids, step.messages, self.prompt_tools)]
+        )
 
     def before_last(self) -> tuple[Message, ...]:
         """Return all messages before the last completion. Assistant messages have the completion's unparsed text."""

@@ -132,7 +132,7 @@ def test_other_text_remains_text(tmp_path, text):
         pytest.param(str([ASKED, ANSWERED])[:-20], "Python's notation", id="cut repr"),
         pytest.param(json.dumps([ASKED, ANSWERED])[:-20], "not valid JSON", id="cut"),
         pytest.param(json.dumps([ASKED])[:-1] + ",]", "not valid JSON", id="comma"),
-        pytest.param(json.dumps([{"role": "bot", "content": "x"}]), "has role \"bot\"", id="role"),
+        pytest.param(json.dumps([{"role": "bot", "content": "x"}]), 'has role "bot"', id="role"),
     ],
 )
 def test_broken_chats_in_text_are_refused(tmp_path, text, fault):
@@ -190,6 +190,16 @@ def test_tools_reach_the_prompt(tmp_path):
     assert '"name": "add"' in texts_of(tmp_path, problem([ASKED], tools=[TOOL]))[0]
     with pytest.raises(DataError, match="the chat template does not write the record's tool, 'add'"):
         texts_of(tmp_path, problem([ASKED], tools=[TOOL]), family="glm")
+
+
+def test_tools_of_the_record_and_of_the_environment_must_be_equal(tmp_path):
+    path = write(tmp_path / "data.jsonl", problem(tools=[TOOL]))
+    settings = {"system_prompt": None, "max_prompt_tokens": 1000}
+    for offered in ((), (TOOL,)):
+        [made] = read_problems(path, tokenizer_of("qwen"), environment_tools=lambda: offered, **settings)  # noqa: B023
+        assert made.tools == (TOOL,)
+    with pytest.raises(DataError, match=r"line 1: .tools. is .* rollout.environment offers tools"):
+        read_problems(path, tokenizer_of("qwen"), environment_tools=lambda: (TOOL, TOOL), **settings)
 
 
 @pytest.mark.parametrize(

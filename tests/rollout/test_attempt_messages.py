@@ -15,6 +15,7 @@ from megarl.environments import Start, Step, Turn
 from megarl.rewards.calling import Sample
 from megarl.rewards.reward_process import Scored
 from megarl.rollout.attempt import Budget, Task, attempt
+from megarl.rollout.attempt_messages import AttemptConversation
 from megarl.rollout.engine_requests import WaitMeasuringPool
 from megarl.rollout.pool import EnginePool
 from megarl.types import Completion, Problem, Request, Reward, SamplingSettings, Trajectory
@@ -209,3 +210,15 @@ class Clock(Policy):
         self.gates.append(gate := asyncio.Event())
         await gate.wait()
         return await super().generate(request, affinity=affinity, is_last=is_last)
+
+
+def test_tools_of_the_record_stay_in_the_prompt_of_an_environment_without_tools() -> None:
+    dialogue = Dialogue(tokenizer_of("qwen"))
+    read = dialogue.opening(QUESTION, (TOOL,))
+    problem = Problem(0, QUESTION, tuple(read.tolist()), "", tools=(TOOL,))
+    for start in (Start(QUESTION), Start(({"role": "system", "content": "Be brief."}, *QUESTION))):
+        conversation = AttemptConversation(dialogue, "append", QUESTION)
+        conversation.start(start, problem)
+        assert '"name": "f"' in dialogue.text_with_special_tokens(conversation.prompt)
+        # The environment answers no calls, so it gets them as text.
+        assert not conversation.tools

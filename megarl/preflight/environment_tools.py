@@ -1,0 +1,47 @@
+"""The environment of a recipe, made once before a run to ask it for its tools."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from megarl.config import Recipe
+from megarl.data.tool_schemas import ToolSchema
+from megarl.environments import Environment, environment_maker, num_processes, with_sandbox
+from megarl.types import ConfigError, MegarlError
+
+
+def environment_factory(recipe: Recipe) -> Callable[[], Environment]:
+    """Return the function that makes environments of the recipe. Raises ConfigError for unknown names and settings."""
+    rollout = recipe.rollout
+    settings = with_sandbox(rollout.environment, rollout.environment_kwargs, recipe.sandbox.model_dump(mode="json"))
+    make = environment_maker(rollout.environment, settings)
+    num_processes(rollout.environment, rollout.environment_processes)
+    return make
+
+
+@contextmanager
+def environment_errors(recipe: Recipe) -> Iterator[None]:
+    """Raise ConfigError, naming `rollout.environment_kwargs`, for any error of the environment."""
+    rollout = recipe.rollout
+    try:
+        yield
+    except MegarlError as error:
+        raise ConfigError(f"rollout.environment_kwargs: {rollout.environment}: {error}") from error
+    except Exception as error:  # The class is the recipe author's own code and may raise anything.
+        raise ConfigError(
+            f"rollout.environment_kwargs = {rollout.environment_kwargs}: {rollout.environment} raises "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def tools_of_environment(recipe: Recipe) -> Sequence[ToolSchema]:
+    """Return the tools that the recipe's environment offers. An agent program has its own, which megarl does not know.
+
+    Raises ConfigError if the environment cannot be made.
+    """
+    if recipe.rollout.environment == "command":
+        return ()
+    make = environment_factory(recipe)
+    with environment_errors(recipe):
+        return tuple(getattr(make(), "tools", ()))
