@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megarl.algorithms.sequences import sequence_of_tokens
+from megarl.algorithms.sequences import place_at_last_tokens, sequence_of_tokens, sequence_sums
 
 
 def grpo(
@@ -149,6 +149,27 @@ def gae(
     advantages[trained] = advantage[place, sequence]
     returns[trained] = advantages[trained] + values[trained]
     return advantages, returns
+
+
+def token_rewards(scores: Tensor, turn_rewards: Tensor, turns: Tensor, cu_seqlens: Tensor, mask: Tensor) -> Tensor:
+    """Return the rewards of packed tokens for `gae`: [tokens], like `scores`. Their sums are the sequences' scores.
+
+    `scores` are [sequences]; `turn_rewards` [sequences, turns] are the parts given for single turns. `turns` int
+    [tokens] is each token's turn, `mask` bool [tokens] marks trained tokens. A turn's reward is at its last trained
+    token. A turn without one gives its reward to the turn before it. All other rewards are at a sequence's last trained
+    token.
+    """
+    rewards = torch.zeros(len(mask), dtype=scores.dtype, device=scores.device)
+    carried = torch.zeros_like(scores)
+    for turn in range(turn_rewards.shape[1] - 1, -1, -1):
+        of_turn = turn_rewards[:, turn] + carried
+        if not of_turn.any():
+            continue
+        is_of_turn = mask & (turns == turn)
+        has_tokens = sequence_sums(is_of_turn.to(scores.dtype), cu_seqlens, is_of_turn) > 0
+        rewards += place_at_last_tokens(of_turn, cu_seqlens, is_of_turn)
+        carried = torch.where(has_tokens, 0.0, of_turn)
+    return rewards + place_at_last_tokens(scores - turn_rewards.sum(1) + carried, cu_seqlens, mask)
 
 
 def whiten(values: Tensor, mask: Tensor, *, epsilon: float = 1e-8) -> Tensor:

@@ -31,12 +31,12 @@ METRICS = {
     "logprob_gap/correlation": ("1", "correlation of trainer and engine log-probs over the tokens"),
     "importance/mean": ("ratio", "mean token weight of algorithm.importance_sampling"),
     "importance/rejected": ("share", "fraction of tokens with weight zero by algorithm.importance_sampling"),
-    "importance/cut": (
-        "share",
-        "fraction of tokens with an importance ratio clipped, zeroed or replaced by their sequence's",
-    ),
+    "importance/cut": ("share", "fraction of tokens with a weight clipped or zeroed by a bound, beyond rounding"),
 }
 """Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
+
+_ROUNDING = 1e-4
+"""Relative rounding of a ratio. float32 log-probs differ by about 1e-6, and a product sums thousands of them."""
 
 
 def tis(log_ratios: Tensor, cu_seqlens: Tensor, mask: Tensor, *, high: float) -> Tensor:
@@ -111,17 +111,28 @@ def importance_weights(
     return torch.where(mask, weights, 0.0)
 
 
-def weight_metrics(weights: Tensor, old_logprobs: Tensor, rollout_logprobs: Tensor) -> dict[str, Tensor]:
+def unbounded_weights(
+    name: str, old_logprobs: Tensor, rollout_logprobs: Tensor, cu_seqlens: Tensor, mask: Tensor
+) -> Tensor:
+    """Return the weights [tokens] that a named correction would give without bounds; arguments as in
+    `importance_weights`.
+
+    They are ratios of tokens or sequences, or ones if the correction only rejects.
+    """
+    return importance_weights(name, old_logprobs, rollout_logprobs, cu_seqlens, mask, low=0.0, high=float("inf"))
+
+
+def weight_metrics(weights: Tensor, unbounded: Tensor) -> dict[str, Tensor]:
     """Return metrics of a correction's weights for each token; all tensors are [tokens].
 
-    `importance/mean` is the weight. `importance/rejected` is 1 on weights of zero, `importance/cut` on weights
-    differing from the token's ratio.
+    `importance/mean` is the weight. `importance/rejected` is 1 on weights of zero. `importance/cut` is 1 on weights
+    that a bound made smaller, compared with `unbounded_weights`.
     """
-    own = log_ratio(old_logprobs, rollout_logprobs).exp()
     return {
         "importance/mean": weights,
         "importance/rejected": (weights == 0).float(),
-        "importance/cut": (weights != own).float(),
+        # A bound makes weights only smaller. An infinite ratio stays infinite in this product.
+        "importance/cut": (weights < unbounded * (1 - _ROUNDING)).float(),
     }
 
 

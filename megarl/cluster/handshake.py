@@ -26,7 +26,9 @@ _MOST_BYTES = 1 << 20
 
 
 STRANGERS = 64
-"""Number of connections without proof of the key that may wait at a time, in addition to the expected ones."""
+"""Number of connections without proof of the key that may wait at a time, in addition to the expected ones. A further
+connection replaces the oldest.
+"""
 _INTRODUCTION_SECONDS = 10
 """Time limit in seconds for the handshake of a connection."""
 
@@ -52,8 +54,8 @@ async def meet(
     """
     loop = asyncio.get_running_loop()
     complete: asyncio.Future[None] = loop.create_future()
-    # Strangers may hold a few connections for a while, but must not use up this process's file descriptors.
-    places = asyncio.Semaphore(count + STRANGERS)
+    greetings: dict[asyncio.Task[None], None] = {}
+    """Handshakes in progress; the oldest comes first."""
 
     async def greet(connected: socket.socket) -> None:
         connected.setblocking(False)
@@ -67,17 +69,21 @@ async def meet(
         except asyncio.CancelledError:
             connected.close()
             raise
-        finally:
-            places.release()
         if len(met) == count and not complete.done():
             complete.set_result(None)
 
     async def accept() -> None:
-        async with asyncio.TaskGroup() as greetings:
+        async with asyncio.TaskGroup() as group:
             while True:
-                await places.acquire()
                 connected, _ = await loop.sock_accept(server)
-                greetings.create_task(greet(connected))
+                # Silent strangers must use up neither this process's file descriptors nor the places of processes.
+                if len(greetings) >= count + STRANGERS:
+                    oldest = next(iter(greetings))
+                    del greetings[oldest]
+                    oldest.cancel()
+                greeting = group.create_task(greet(connected))
+                greetings[greeting] = None
+                greeting.add_done_callback(lambda ended: greetings.pop(ended, None))
 
     accepting = asyncio.create_task(accept())
     try:

@@ -248,7 +248,7 @@ class AlgorithmConfig(Section):
     turn_discount: Annotated[Annotated[float, Field(ge=0.0, le=1.0)] | None, OnlyIf(REWARDS_TRAINED, *TURNS)] = None
     """Discount factor per turn: a turn's return is its own reward plus turn_discount times the next turn's return. Its
     baseline is the same turn of the group's other samples. Other rewards count at the last turn. Default: none, all
-    tokens get the sum of all rewards. gae discounts by gamma instead."""
+    tokens get the sum of all rewards. gae always rewards each turn at its last token, and discounts by gamma."""
     normalize_by_std: Annotated[bool, KeywordOf("algorithm.advantage"),
         Foreign("norm_adv_by_std_in_grpo grpo_std_normalization normalize_rewards norm_var", RL2="adv.norm_var",
             TRL="scale_rewards")] = True  # fmt: skip

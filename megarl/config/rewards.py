@@ -71,7 +71,7 @@ class RewardConfig(Section):
         Foreign("reward_type rm_type custom_rm_path remote_rm_url custom_reward_function",
             "custom_reward_function.name reward_manager reward_functions", note="names, or package.module:function",
             example="[think_answer_tags]", short="rt", ColossalRL="response_format_tags"),
-        Foreign(note="parameters by megarl's names", example="[my/rewards.py:score]",
+        Foreign(note="used as it is", example="[my/rewards.py:score]",
             verl="custom_reward_function.path"),
         Foreign(example="[boxed]", TRL="reward_funcs"),
         Foreign("reward_weights reward.weights reward.weight",

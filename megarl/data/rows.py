@@ -1,7 +1,7 @@
 """Rows of data sources: JSON lines, JSON, CSV, Parquet and Arrow; a file, a folder of files, or a data set of the Hub.
 
-A source is a path, or a name on the Hub (OWNER/NAME or OWNER/NAME/FOLDER), read from the local cache. SPLIT@ may
-stand before either. Rows are read one after another: only a JSON file is in memory as a whole.
+JSON lines may be compressed. A source is a path, or a name on the Hub (OWNER/NAME or OWNER/NAME/FOLDER), read from the
+local cache. SPLIT@ may stand before either. Rows are read one after another: only a JSON file is in memory as a whole.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megarl.data.compressed import ending_of, first_bytes, lines_of, stem_of
+from megarl.data.file_kinds import refuse_other_text
 from megarl.files.hub import Patterns, cached_folder, download_command, is_hub_name, names_repository
 from megarl.files.shipped import input_command
 from megarl.files.strict_json import MEDIUM, parse
@@ -73,7 +75,7 @@ def data_files(source: str | Path) -> list[Path]:
     inside = [
         file
         for file in sorted(path.rglob("*"))
-        if file.suffix.lower() in READERS and file.name not in _DESCRIPTIONS and file.is_file()
+        if ending_of(file) in READERS and file.name not in _DESCRIPTIONS and file.is_file()
     ]
     # Hidden folders hold no data: `hf download --local-dir` puts its records into `.cache`.
     inside = [file for file in inside if not any(part.startswith(".") for part in file.relative_to(path).parts)]
@@ -86,7 +88,7 @@ def data_files(source: str | Path) -> list[Path]:
         raise DataError(
             f"{source}: the folder {path} holds no data files; add files ending with one of {', '.join(READERS)}"
         )
-    endings = sorted({file.suffix.lower() for file in inside})
+    endings = sorted({ending_of(file) for file in inside})
     if len(endings) > 1:
         raise DataError(
             f"{source}: the folder {path} has data files of several kinds, {', '.join(endings)}; give a folder with "
@@ -97,7 +99,7 @@ def data_files(source: str | Path) -> list[Path]:
 
 def rows_of(path: Path) -> Iterator[Row]:
     """Yield the rows of a file. Its extension decides how it is read; unknown ones are JSON lines. Raises DataError."""
-    yield from READERS.get(path.suffix.lower(), _json_lines)(path)
+    yield from READERS.get(ending_of(path), _json_lines)(path)
 
 
 def _partition_source(source: str) -> tuple[str | None, str]:
@@ -134,7 +136,7 @@ def _on_hub(place: str) -> HubDataSet | None:
     """Return the data set of a path in the form of a Hub name (OWNER/NAME or OWNER/NAME/FOLDER). None: a local path."""
     name, inside = "/".join(place.split("/")[:2]), "/".join(place.split("/")[2:]).strip("/")
     # A path such as data/train.jsonl has the form of a Hub name too.
-    if not is_hub_name(name) or Path(place).exists() or Path(place).suffix.lower() in READERS:
+    if not is_hub_name(name) or Path(place).exists() or ending_of(Path(place)) in READERS:
         return None
     return HubDataSet(name, (inside, f"{inside}/*") if inside else None)
 
@@ -174,7 +176,9 @@ def _files_of_split(source: str | Path, files: dict[Path, Path], split: str | No
         return files
     # An exact name wins over names that only contain the word: `test` is not `test_hard`.
     exact = {
-        file: inside for file, inside in files.items() if split in (*inside.parts[:-1], inside.stem, _set_name(inside))
+        file: inside
+        for file, inside in files.items()
+        if split in (*inside.parts[:-1], stem_of(inside), _set_name(inside))
     }
     if exact:
         return exact
@@ -249,7 +253,7 @@ def _name_parts(path: Path) -> tuple[str, ...]:
 
 def _set_name(path: Path) -> str:
     """Return a file's name without the number of its shard or part."""
-    return _PART.sub("", _SHARD.sub("", path.stem))
+    return _PART.sub("", _SHARD.sub("", stem_of(path)))
 
 
 def _split_words_in_path(path: Path) -> set[str]:
@@ -263,24 +267,26 @@ def _split_words(name: str) -> set[str]:
 
 
 def _json_lines(path: Path) -> Iterator[Row]:
-    with path.open("rb") as file:
-        for line, raw in enumerate(file, start=1):
-            if raw.strip():
-                try:
-                    yield Row(line, "line", parse(raw, MEDIUM))
-                except ValueError as error:
-                    text = f"not JSON ({error}); each line must be one JSON object"
-                    yield Row(line, "line", DataError(f"{path}, line {line}: {text}"))
+    refuse_other_text(path)
+    for line, raw in enumerate(lines_of(path), start=1):
+        if raw.strip():
+            try:
+                yield Row(line, "line", parse(raw, MEDIUM))
+            except ValueError as error:
+                text = f"not JSON ({error}); each line must be one JSON object"
+                yield Row(line, "line", DataError(f"{path}, line {line}: {text}"))
 
 
 def _json(path: Path) -> Iterator[Row]:
     """Yield the objects of a JSON list. If the file has JSON lines despite its extension, yield those."""
-    with path.open("rb") as file:
-        # Skip white space and a byte-order mark; lists begin with a bracket, lines with a brace.
-        is_list = file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+    # Skip white space and a byte-order mark; lists begin with a bracket, lines with a brace.
+    is_list = first_bytes(path, 4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
     if not is_list:
         yield from _json_lines(path)
         return
+    if ending_of(path) != ".json":
+        # A list is in memory as a whole, and a few compressed bytes may expand to gigabytes.
+        raise DataError(f"{path}: is a compressed JSON list; decompress it, or write one object per line")
     try:
         # A list has any number of records, so this file takes as much memory as its values need.
         values = parse(path.read_bytes(), None)
@@ -294,6 +300,7 @@ def _csv(path: Path) -> Iterator[Row]:
     """Yield the rows of a CSV file under its header. All values are text, and an empty cell is a missing field."""
     # The limit is global to the Python process, so it is only raised. Prompts are longer than its default.
     csv.field_size_limit(max(csv.field_size_limit(), _LONGEST_CELL))
+    refuse_other_text(path)
     # Spreadsheet programs begin files with a byte-order mark. `newline=""` leaves line breaks inside cells unchanged.
     with path.open(newline="", encoding="utf-8-sig") as file:
         reader = csv.reader(file, strict=True)
@@ -418,7 +425,11 @@ def _to_python(value: Any) -> Any:
 
 READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
     ".jsonl": _json_lines,
+    ".jsonl.gz": _json_lines,
+    ".jsonl.zst": _json_lines,
     ".json": _json,
+    ".json.gz": _json,
+    ".json.zst": _json,
     ".csv": _csv,
     ".parquet": _parquet,
     ".arrow": _arrow,

@@ -49,6 +49,7 @@ class StepChecks:
         for tool in self._tool_use.never_called:
             text = uncalled_text([tool], f"up to step {step}", self._look)
             self._tracker.notice_once(f"tool {tool} is not called", text)
+        self._report_empty_update(step, metrics)
         faults = self._check_mismatch(step, metrics), self._check_health(step, metrics)
         return next((fault for fault in faults if fault is not None), None)
 
@@ -65,6 +66,18 @@ class StepChecks:
     @property
     def _go_on(self) -> str:
         return f"The state after the step is saved; go on with: megarl train {self._folder.path} --resume"
+
+    def _report_empty_update(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Warn once if an update of the policy or critic was skipped because none of its tokens is trained."""
+        if not any(metrics.get(f"{prefix}/empty_update") for prefix in ("train", "critic")):
+            return
+        truncated = " or was truncated (algorithm.mask_truncated)" if self._recipe.algorithm.mask_truncated else ""
+        self._tracker.notice_once(
+            "empty update",
+            f"step {step}: an update was skipped, because none of its tokens is trained: each of its attempts has no "
+            f"reward{truncated}; train/update_skipped marks such steps. Look at {self._look}; then repair the rewards, "
+            "or raise rollout.sampling.max_new_tokens",
+        )
 
     def _check_mismatch(self, step: int, metrics: Mapping[str, float]) -> MegarlError | None:
         """Return the error ending the run if trainer and engine log-probs differ too much in a step

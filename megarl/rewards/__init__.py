@@ -14,8 +14,9 @@ Reading order. Functions: `boxed`, `think_answer_tags`, `gsm8k`, `math_competiti
 `answer_format`, `length`, `reasoning_gym`, `code`. Where an answer stands in a completion: `final_answers`. Whether it
 is right: `math_equivalence`, `quantities` and `units` (numbers with units), `formulas` (parser and comparison of
 formulas), `choice_answers` (letters of choices). `harmless` checks text before it is evaluated. Tests of programs:
-`code_cases` (formats), `code_programs` (execution). Calling functions: `calling` (arguments), `results`, `reward_main`
-(the process), `reward_process` (its driver's side), `reward_pool`. Servers: `http_rewards`, `judge`, `remote_model`.
+`code_cases` (formats), `code_programs` (execution). Calling functions: `calling` (arguments), `foreign_functions` (of
+verl and TRL), `results`, `reward_main` (the process), `reward_process` (its driver's side), `reward_pool`. Servers:
+`http_rewards`, `judge`, `remote_model`.
 Importing this package imports no reward function; a function's module is imported in a reward process only.
 """
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from megarl.files.nearest import nearest
 from megarl.rewards import metric_name
+from megarl.rewards.foreign_functions import foreign_function
 from megarl.types import Completion, ConfigError, Problem
 
 PARAMETERS = {
@@ -120,20 +121,28 @@ def bind(name: str, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> 
         ) from None
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     named = {p.name: p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
-    if reserved := [key for key in kwargs if key in PARAMETERS and key not in _RECIPE_PARAMETERS]:
+    foreign = foreign_function(function, named, takes_any=takes_any)
+    of_samples = PARAMETERS.keys() - set(_RECIPE_PARAMETERS) if foreign is None else foreign.reserved
+    if reserved := [key for key in kwargs if key in of_samples]:
         raise ConfigError(
             f"reward.functions: {name!r}: kwargs.{reserved[0]}: every sample has its own value of this, so the "
             "recipe cannot set it; remove it"
         )
-    if foreign := [key for key in kwargs if key not in named and not takes_any]:
-        near = nearest(foreign[0], named)
+    if additional := [key for key in kwargs if key not in named and not takes_any]:
+        near = nearest(additional[0], named)
         hint = f"did you mean {near}?" if near else f"it takes {', '.join(named) or 'none'}"
         raise ConfigError(
-            f"reward.functions: {name!r}: kwargs.{foreign[0]}: is not a parameter of the function; {hint}"
+            f"reward.functions: {name!r}: kwargs.{additional[0]}: is not a parameter of the function; {hint}"
         )
-    for parameter in named.values():
-        if parameter.default is parameter.empty and parameter.name not in (*PARAMETERS, *kwargs):
-            raise ConfigError(_unknown(name, parameter.name))
+    if foreign is not None:
+        unknown = foreign.unknown(kwargs)
+    else:
+        required = (p.name for p in named.values() if p.default is p.empty)
+        unknown = [parameter for parameter in required if parameter not in (*PARAMETERS, *kwargs)]
+    if unknown:
+        raise ConfigError(_unknown(name, unknown))
+    if foreign is not None:
+        return BoundFunction(foreign, foreign.needs, {}, kwargs)
     # A function with **rest gets every value of the sample except the sandbox.
     wanted = named.keys() | (PARAMETERS.keys() - {_SANDBOX} if takes_any else set())
     needs = frozenset(key for key in PARAMETERS if key in wanted and key not in kwargs)
@@ -146,12 +155,29 @@ def expected(name: str) -> str:
     return f"def {metric_name(name)}(completion_text: str, answer: str) -> float | megarl.types.Reward"
 
 
-def _unknown(name: str, parameter: str) -> str:
-    # Parameter names of other libraries' reward functions (verl, TRL), for a helpful hint.
-    meant = {"solution_str": "completion_text", "completions": "completion_text", "ground_truth": "answer"}
-    near = meant.get(parameter) or nearest(parameter, PARAMETERS)
-    hint = f" Did you mean {near}?" if near else ""
+def _unknown(name: str, parameters: Sequence[str]) -> str:
+    listed = "; ".join(f"{parameter}: {_counterpart(parameter)}" for parameter in parameters)
     return (
-        f"reward.functions: {name!r}: its parameter {parameter} is not known.{hint} Known are {', '.join(PARAMETERS)}; "
-        f"give others a default, or a value in kwargs. For example: {expected(name)}"
+        f"reward.functions: {name!r}: parameters that are not known, each with its counterpart here: {listed}. Known "
+        f"are {', '.join(PARAMETERS)}; give others a default, or a value in kwargs. For example: {expected(name)}"
     )
+
+
+def _counterpart(parameter: str) -> str:
+    return _COUNTERPARTS.get(parameter) or nearest(parameter, PARAMETERS) or "none"
+
+
+_COUNTERPARTS = {
+    other: own
+    for own, others in {
+        "completion_text": "solution_str completion completions response responses output outputs prediction text",
+        "answer": "ground_truth gold gold_answer label labels target targets solution reference gt gt_answer expected",
+        "prompt_messages": "prompt prompts question problem input",
+        "messages": "query queries conversation conversations",
+        "record": "data_source extra_info sample metadata example row doc",
+        "finish_reason": "status stop_reason",
+        "num_tokens": "completion_ids response_length",
+    }.items()
+    for other in others.split()
+}
+"""Parameters of megarl, by the names that verl, TRL, OpenRLHF, slime and NeMo RL use."""

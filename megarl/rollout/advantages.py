@@ -11,12 +11,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megarl.algorithms.advantages import ADVANTAGES, gae, soft_overlong, turn_returns, whiten
-from megarl.algorithms.importance import importance_weights, weight_metrics
+from megarl.algorithms.advantages import ADVANTAGES, gae, soft_overlong, token_rewards, turn_returns, whiten
+from megarl.algorithms.importance import importance_weights, unbounded_weights, weight_metrics
 from megarl.algorithms.keywords import supported_kwargs
 from megarl.algorithms.kl import KL_ESTIMATORS
 from megarl.algorithms.reduction import highest_entropy_mask
-from megarl.algorithms.sequences import broadcast_to_tokens, place_at_last_tokens, sequence_sums
+from megarl.algorithms.sequences import broadcast_to_tokens, sequence_sums
 from megarl.algorithms.trial import ResultError, checked_advantages
 from megarl.algorithms.value_losses import explained_variance
 from megarl.config import AlgorithmConfig, Recipe, RewardConfig
@@ -85,8 +85,9 @@ def compute_advantages(batch: RLBatch, recipe: Recipe, kl_coefficient: float) ->
         # After the metrics: they report the plain KL, without its coefficient.
         divergence = kl_coefficient * divergence
     if algorithm.advantage == "gae":
+        turn_rewards, turns = torch.from_numpy(batch.turn_rewards), torch.from_numpy(batch.turns)
         # float32, like the critic's values; the other estimators compare float64 rewards.
-        rewards = place_at_last_tokens(scores.float(), cu_samples, mask)
+        rewards = token_rewards(scores, turn_rewards, turns, cu_samples, mask).float()
         if algorithm.kl_placement == "reward":
             rewards = rewards - divergence
         expected = torch.from_numpy(batch.per_token["values"])
@@ -122,18 +123,13 @@ def compute_importance_weights(batch: TokenBatch, algorithm: AlgorithmConfig) ->
     """
     if algorithm.importance_sampling is None:
         return {}
-    mask = torch.from_numpy(batch.loss_mask)
+    name, mask = algorithm.importance_sampling, torch.from_numpy(batch.loss_mask)
     old, rollout = (torch.from_numpy(batch.per_token[name]) for name in ("old_logprobs", "rollout_logprobs"))
-    weights = importance_weights(
-        algorithm.importance_sampling,
-        old,
-        rollout,
-        torch.from_numpy(batch.cu_samples),
-        mask,
-        **algorithm.correction_settings,
-    )
+    tokens = old, rollout, torch.from_numpy(batch.cu_samples), mask
+    weights = importance_weights(name, *tokens, **algorithm.correction_settings)
     batch.per_token["importance_weights"] = weights.numpy()
-    return {name: float(values[mask].mean()) for name, values in weight_metrics(weights, old, rollout).items()}
+    metrics = weight_metrics(weights, unbounded_weights(name, *tokens))
+    return {metric: float(values[mask].mean()) for metric, values in metrics.items()}
 
 
 def keep_highest_entropies(batch: RLBatch, algorithm: AlgorithmConfig) -> dict[str, float]:

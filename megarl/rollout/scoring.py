@@ -81,6 +81,8 @@ async def add_model_scores(
     added = iter((config.model_weight * clipped).tolist())
     rescored = [[_with_score(t, next(added), config.function_weight) for t in group] for group in groups]
     batch.rewards = np.array([t.reward.score if t.reward else 0.0 for group in rescored for t in group])
+    # `rewards` include the turns' rewards, so these have the same weight.
+    batch.turn_rewards = config.function_weight * batch.turn_rewards
     batch.model_scores = clipped
     return rescored, {"reward/model": float(scores.mean()), "reward/model_std": float(scores.std())}
 

@@ -16,6 +16,8 @@ from megarl.serving.refusal import RequestError
 
 MAX_BODY_BYTES = 32 << 20
 """Largest accepted body of an HTTP request, in bytes (32 MiB)."""
+_BODY_SECONDS = 60.0
+"""Seconds until a body must be complete. 32 MiB take that long at 5 Mbit/s."""
 _LARGE_BYTES = 64 << 10
 """Bodies from this size on are parsed in a thread. Parsing 64 KiB blocks other clients for about 1 ms."""
 
@@ -24,14 +26,17 @@ async def read_body(request: web.Request) -> tuple[bytes, Mapping[str, Any]]:
     """Return a request's body: its bytes and the JSON object in them.
 
     Call it only after checking the client's key, because it holds up to `MAX_BODY_BYTES` in memory. Raises RequestError
-    with status 413 for a body that is too large. The status is 400 for one that is malformed, not a JSON object, nested
-    too deeply, or not representable in UTF-8.
+    with status 413 for a body that is too large, and 408 for one that does not arrive. The status is 400 for one that
+    is malformed, not a JSON object, nested too deeply, or not representable in UTF-8.
     """
     # Refused before a byte is read. Without a length, aiohttp's client_max_size ends the read.
     if request.content_length is not None and request.content_length > MAX_BODY_BYTES:
         raise RequestError(f"the body has {request.content_length} bytes; the limit is {MAX_BODY_BYTES}", status=413)
     try:
-        raw = await request.read()
+        async with asyncio.timeout(_BODY_SECONDS):
+            raw = await request.read()
+    except TimeoutError as error:
+        raise RequestError(f"the body is not complete after {_BODY_SECONDS:g} seconds", status=408) from error
     except (HttpProcessingError, ClientPayloadError, web.RequestPayloadError) as error:
         raise RequestError(f"the body cannot be read: {type(error).__name__}: {error!s:.200}") from error
     if len(raw) < _LARGE_BYTES:

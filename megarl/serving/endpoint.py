@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
-import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
 
 from megarl.config.rollout import EndpointConfig
 from megarl.processes.open_files import allow_open_files
 from megarl.rollout.pool import PoolLoad
 from megarl.serving.body import MAX_BODY_BYTES, read_body
+from megarl.serving.http_server import HttpServer
 from megarl.serving.keys import is_token, key_of
-from megarl.serving.listen import listen
 from megarl.serving.monitor import EndpointMetrics, add_pages
 from megarl.serving.protocol import (
     Asked,
@@ -43,8 +41,6 @@ _LINGERING_SECONDS = 1.0
 """Seconds for reading and discarding the body of a refused request, so the client receives the answer and not a
 reset.
 """
-_LOGGED_A_MINUTE = 10
-"""Maximum log lines a minute about malformed requests. The next line says how many were not logged."""
 _CLIENT_LEFT = 499
 """Status counted for a request whose client closed the connection. It is never sent; web servers log the same."""
 _OTHER_FILES = 512
@@ -84,8 +80,7 @@ class Endpoint:
         self._adapters = tuple(adapters)
         self._sampling, self._guests = sampling, guests
         self._notices = FirstOfEachKind(notice)
-        self._admitted: set[Any] = set()
-        self._runner: web.AppRunner | None = None
+        self._server: HttpServer | None = None
         self.base_url = ""
 
     async def start(self) -> None:
@@ -108,24 +103,22 @@ class Endpoint:
         app.router.add_post("/sessions/{secret}/reward", self._reward)
         if self._metrics is not None:
             add_pages(app, self._metrics.registry, self._metrics.health, self._check_token)
-        self._runner = web.AppRunner(
+        self._server = HttpServer(
             app,
+            section="rollout.endpoint",
+            max_connections=most,
             # aiohttp cancels a handler only on request; without it an agent's dead call would sample to its end.
             handler_cancellation=True,
-            access_log=None,
-            logger=_endpoint_log(),
             lingering_time=_LINGERING_SECONDS,
             shutdown_timeout=_SHUTDOWN_SECONDS,
-            # The run has its own signal handlers.
-            handle_signals=False,
         )
-        self.base_url = await listen(self._runner, self._config.host, self._config.port, "rollout.endpoint.port")
+        self.base_url = await self._server.start(self._config.host, self._config.port)
 
     async def close(self) -> None:
         """End all sessions, then stop the server."""
         await self._sessions.close()
-        if self._runner is not None:
-            await self._runner.cleanup()
+        if self._server is not None:
+            await self._server.close()
 
     def url_of(self, session: Session) -> str:
         """Return the base URL with which an OpenAI client makes calls in a session."""
@@ -151,31 +144,32 @@ class Endpoint:
             return await handler(request)
         except RequestError as error:
             response = web.json_response(error.body(), status=error.status, headers=error.headers())
+            # The body may be unread. Closing the connection avoids waiting for the rest of its bytes.
+            is_last = error.status in (401, 408, 413, 503)
         except web.HTTPException as error:
             refusal = RequestError(error.text or error.reason, status=error.status)
             response = web.json_response(refusal.body(), status=error.status, headers=refusal.headers())
-        if response.status in (401, 413, 503):
-            # The body may be unread. Closing the connection avoids waiting for the rest of its bytes.
+            is_last = True
+        if is_last:
             response.force_close()
         return response
 
     def _admit(self, request: web.Request) -> None:
-        """Count a new connection. Raises RequestError if there are too many."""
-        connection = request.protocol
-        if connection in self._admitted:
+        """Count the connection of a request with a known key. Raises RequestError if there are too many.
+
+        Others stay strangers to the server; they are refused by the handlers.
+        """
+        secret = _secret(request)
+        if self._sessions.find(secret) is None and not self._is_token(secret):
             return
-        if len(self._admitted) >= self._config.max_connections:
-            assert self._runner is not None and self._runner.server is not None
-            # Closed connections are dropped only at the limit, so that most requests need no scan.
-            self._admitted.intersection_update(self._runner.server.connections)
-        if len(self._admitted) >= self._config.max_connections:
+        assert self._server is not None, "requests come after the start"
+        if not self._server.admit(request):
             raise RequestError(
                 f"this endpoint has {self._config.max_connections} connections "
                 "(rollout.endpoint.max_connections); retry later",
                 status=503,
                 retry_after=1,
             )
-        self._admitted.add(connection)
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         self._check_right(request)
@@ -375,47 +369,6 @@ class Endpoint:
 def _secret(request: web.Request) -> str:
     """Return the secret or token carried by a request, in its path or in its header."""
     return request.match_info.get("secret") or key_of(request)
-
-
-class _MalformedRequests(logging.Filter):
-    """Log filter for malformed requests: one line without a traceback, and at most `_LOGGED_A_MINUTE` lines a
-    minute.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._minute = -1
-        self._num_logged = 0
-        self._num_dropped = 0
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether to log the record. A malformed request's record is shortened to one line."""
-        error = record.exc_info[1] if record.exc_info else None
-        if not isinstance(error, HttpProcessingError | web.RequestPayloadError):
-            return True
-        minute = int(time.monotonic() / 60)
-        if minute != self._minute:
-            self._minute = minute
-            self._num_logged = 0
-        # A client that sends garbage in a loop must not fill the disk.
-        if self._num_logged >= _LOGGED_A_MINUTE:
-            self._num_dropped += 1
-            return False
-        self._num_logged += 1
-        dropped = f" ({self._num_dropped} more were not logged)" if self._num_dropped else ""
-        self._num_dropped = 0
-        reason = " ".join(str(error).split())
-        record.msg = f"rollout.endpoint: malformed request{dropped}: {type(error).__name__}: {reason:.200}"
-        record.args, record.exc_info, record.exc_text = (), None, None
-        return True
-
-
-def _endpoint_log() -> logging.Logger:
-    """Return a logger of this endpoint alone, so its filter is not added twice to a shared logger."""
-    log = logging.Logger("megarl.serving.endpoint", logging.WARNING)
-    log.parent = logging.getLogger("megarl")
-    log.addFilter(_MalformedRequests())
-    return log
 
 
 def _is_retry(request: web.Request) -> bool:

@@ -13,11 +13,13 @@ from prometheus_client.registry import Collector
 
 from megarl.config.monitor import MonitorConfig
 from megarl.rollout.pool import PoolLoad
+from megarl.serving.http_server import HttpServer
 from megarl.serving.keys import is_token, key_of
-from megarl.serving.listen import listen
 
 _SHUTDOWN_SECONDS = 1.0
 """Seconds that a scrape under way gets to end at shutdown."""
+_MAX_CONNECTIONS = 64
+"""Maximum number of connections of the run's server whose requests have the token."""
 _HEALTHY = ("starting", "running", "done", "ok")
 _BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 """Upper limits in seconds of the histogram of request times. A completion may take minutes."""
@@ -94,7 +96,7 @@ class Monitor:
     ) -> None:
         """Prepare the server. `health` returns JSON values with a `state`."""
         self._config, self._registry, self._health = config, registry, health
-        self._runner: web.AppRunner | None = None
+        self._server: HttpServer | None = None
         self.base_url = ""
 
     async def start(self) -> None:
@@ -103,24 +105,38 @@ class Monitor:
         assert port is not None, "without a port no monitor is started"
         app = web.Application(middlewares=[self._admit])
         add_pages(app, self._registry, self._health)
-        self._runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=_SHUTDOWN_SECONDS)
-        self.base_url = await listen(self._runner, self._config.host, port, "monitor.port")
+        self._server = HttpServer(
+            app, section="monitor", max_connections=_MAX_CONNECTIONS, shutdown_timeout=_SHUTDOWN_SECONDS
+        )
+        self.base_url = await self._server.start(self._config.host, port)
 
     async def close(self) -> None:
         """Stop the server."""
-        if self._runner is not None:
-            await self._runner.cleanup()
+        if self._server is not None:
+            await self._server.close()
 
     @web.middleware
     async def _admit(self, request: web.Request, handler: Callable[..., Any]) -> web.StreamResponse:
-        """Answer with status 401 if a request lacks the token."""
+        """Answer with status 401 if a request lacks the token, with 503 if too many connections have it.
+
+        A connection answers one request: scrapes are rare, and strangers shall not keep theirs.
+        """
+        assert self._server is not None, "requests come after the start"
         if not is_token(key_of(request), self._config.token):
-            return web.json_response(
+            response: web.StreamResponse = web.json_response(
                 {"error": "the request needs the header Authorization: Bearer TOKEN (monitor.token)"},
                 status=401,
                 headers={"WWW-Authenticate": "Bearer"},
             )
-        return await handler(request)
+        elif not self._server.admit(request):
+            response = web.json_response({"error": f"there are {_MAX_CONNECTIONS} connections"}, status=503)
+        else:
+            try:
+                response = await handler(request)
+            except web.HTTPException as error:
+                response = web.json_response({"error": error.reason}, status=error.status)
+        response.force_close()
+        return response
 
 
 def registry_of(*collectors: Collector) -> CollectorRegistry:

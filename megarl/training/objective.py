@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.algorithms.importance import importance_weights, mismatch_moments, weight_metrics
+from megarl.algorithms.importance import importance_weights, mismatch_moments, unbounded_weights, weight_metrics
 from megarl.algorithms.keywords import supported_kwargs
 from megarl.algorithms.kl import KL_ESTIMATORS, k3
 from megarl.algorithms.policy_losses import POLICY_LOSSES, LossAndMetrics, is_sequence_loss
@@ -117,8 +117,10 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
     estimate_settings = supported_kwargs(estimate, {"k3_max": config.k3_max})
 
     def objective(output: Tensor, batch: Microbatch, numbers: StepNumbers) -> RowLoss:
-        policy_logprobs, entropies = output
-        given = batch.per_token
+        given, is_supervised = batch.per_token, batch.per_token.get("supervised")
+        # Conversations of data.ptx share the row: their tokens get the supervised loss and none of the policy terms.
+        is_of_policy = batch.mask if is_supervised is None else batch.mask & (is_supervised == 0)
+        policy_logprobs, entropies = _with_gradient_on(is_of_policy, output)
         old_logprobs = old_logprobs_or_own(policy_logprobs, batch)
         arguments = policy_logprobs, old_logprobs, given["advantages"]
         try:
@@ -132,8 +134,8 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
             "train/entropy": entropies.detach(),
         }
         if (weights := given.get("importance_weights")) is None and config.importance_sampling is not None:
-            weights = _importance_weights(config, old_logprobs, batch)
-            metrics |= weight_metrics(weights, old_logprobs, given["rollout_logprobs"])
+            weights, unbounded = _importance_weights(config, old_logprobs, batch)
+            metrics |= weight_metrics(weights, unbounded)
         if weights is not None:
             loss = loss * weights
         if config.old_logprobs == "trainer":
@@ -146,14 +148,10 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
                 metrics["kl/capped"] = (divergence >= config.k3_max).float()
         if config.entropy_coefficient:
             loss = loss - config.entropy_coefficient * entropies
-        is_of_policy = batch.mask
         logged: dict[str, RowMetric] = {}
-        if (is_supervised := given.get("supervised")) is not None:
-            # Conversations of data.ptx share the row: their tokens get the supervised loss and none of the policy
-            # terms.
-            loss = torch.where(is_supervised > 0, -policy_logprobs, loss)
-            is_of_policy = batch.mask & (is_supervised == 0)
-            logged["train/ptx_loss"] = mean_of(-policy_logprobs, batch.mask & (is_supervised > 0))
+        if is_supervised is not None:
+            loss = torch.where(is_supervised > 0, -output[0], loss)
+            logged["train/ptx_loss"] = mean_of(-output[0], batch.mask & (is_supervised > 0))
         if (rollout_logprobs := given.get("rollout_logprobs")) is not None:
             # With old_logprobs = rollout, no earlier pass computed the trainer's log-probs: this pass provides them.
             trainer_logprobs = policy_logprobs.detach() if config.old_logprobs == "rollout" else old_logprobs
@@ -195,25 +193,20 @@ def old_logprobs_or_own(policy_logprobs: Tensor, batch: Microbatch) -> Tensor:
     return own if given is None else torch.where(given.isnan(), own, given)
 
 
-def _importance_weights(config: AlgorithmConfig, old_logprobs: Tensor, batch: Microbatch) -> Tensor:
-    """Return the weights of algorithm.importance_sampling, [tokens], for `old_logprobs` [tokens]. Each sample is in one
-    row if the correction compares whole samples.
+def _importance_weights(config: AlgorithmConfig, old_logprobs: Tensor, batch: Microbatch) -> tuple[Tensor, Tensor]:
+    """Return the weights of algorithm.importance_sampling with and without bounds, [tokens] each.
+
+    `old_logprobs` are [tokens]. Each sample is in one row if the correction compares whole samples.
     """
-    assert config.importance_sampling is not None
-    row, own = batch.row, batch.row.local
+    name, row, own = config.importance_sampling, batch.row, batch.row.local
+    assert name is not None
     assert own is not None
     old, rollout, mask = (
         whole_row(values, row) for values in (old_logprobs, batch.per_token["rollout_logprobs"], batch.mask.float())
     )
-    weights = importance_weights(
-        config.importance_sampling,
-        old,
-        rollout,
-        _sample_borders(batch),
-        mask > 0,
-        **config.correction_settings,
-    )
-    return weights[own]
+    tokens = old, rollout, _sample_borders(batch), mask > 0
+    weights = importance_weights(name, *tokens, **config.correction_settings)
+    return weights[own], unbounded_weights(name, *tokens)[own]
 
 
 def divergence_objective(output: Tensor, batch: Microbatch, numbers: StepNumbers) -> RowLoss:
@@ -252,8 +245,8 @@ def critic_objective(config: CriticConfig) -> Objective:
     """Return the loss of a critic. Metric: `train/clipped`, the fraction of tokens with a clipped value."""
 
     def objective(output: Tensor, batch: Microbatch, numbers: StepNumbers) -> RowLoss:
-        given = batch.per_token
-        loss, metrics = clipped_values(output[0], given["values"], given["returns"], clip=config.clip)
+        given, [predicted] = batch.per_token, _with_gradient_on(batch.mask, output)
+        loss, metrics = clipped_values(predicted, given["values"], given["returns"], clip=config.clip)
         return _weighted(loss, {f"train/{name}": value for name, value in metrics.items()}, batch, batch.mask)
 
     return objective
@@ -310,6 +303,14 @@ def _weighted(loss: Tensor, metrics: Mapping[str, Tensor], batch: Microbatch, is
     logged |= means_of(metrics, is_counted)
     # Megatron's schedules require a token count. It is not used: the token weights are already normalised.
     return total, torch.ones((), dtype=torch.int, device=total.device), logged
+
+
+def _with_gradient_on(is_trained: Tensor, output: Tensor) -> Tensor:
+    """Return a model's output [rows, tokens] with the same values, and without gradient on all other tokens.
+
+    Selecting the loss alone is not enough: a gradient of zero times an infinite slope is NaN.
+    """
+    return torch.where(is_trained, output, output.detach())
 
 
 def _mismatch_metrics(trainer_logprobs: Tensor, rollout_logprobs: Tensor, is_counted: Tensor) -> dict[str, RowMetric]:

@@ -58,6 +58,7 @@ METRICS = {
     "train/learning_rate": ("1", "learning rate, largest of the step's updates"),
     "train/update_skipped": ("0 or 1", "whether an update changed no parameter"),
     "train/not_finite": ("0 or 1", "whether an update was skipped because its loss or gradient was not finite"),
+    "train/empty_update": ("0 or 1", "1 if an update was skipped because none of its tokens is trained"),
     "train/gap_exceeded": ("0 or 1", "whether updates were skipped because of train.max_logprob_gap"),
 }
 """Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
@@ -337,10 +338,10 @@ class TrainingEngine(ModelShard):
         algorithm.kl_coefficient). `kto_kl` is KTO's reference point, a KL in nats per answer. `limits` are the gradient
         norm and the loss of a spike (train.on_spike); None: no limits.
 
-        No parameter changes (metric `train/update_skipped`) if loss or gradient is not finite, the mean ratio exceeds
-        `algorithm.skip_ratio`, the mismatch exceeds `train.max_logprob_gap`, or a limit is exceeded. The first of
-        consecutive updates that are not finite is computed again, to name the first such tensor (`last_not_finite`).
-        Raises MegarlError with it after too many.
+        No parameter changes (metric `train/update_skipped`) if no token is trained, loss or gradient is not finite, the
+        mean ratio exceeds `algorithm.skip_ratio`, the mismatch exceeds `train.max_logprob_gap`, or a limit is exceeded.
+        The first of consecutive updates that are not finite is computed again, to name the first such tensor
+        (`last_not_finite`). Raises MegarlError with it after too many.
         """
         faults.reach("update")
         own = self.shared(rows)
@@ -407,19 +408,23 @@ class TrainingEngine(ModelShard):
         self.schedule.step(increment=1)
         learning_rate = self.optimizer.param_groups[0]["lr"]
         numbers = [part[name].number for part in losses for name in ("train/loss", "mtp/loss") if name in part]
-        finite = self._on_all_ranks(bool(np.isfinite(numbers).all()))
+        num_tokens = sum(part["train/tokens"].number for part in losses if "train/tokens" in part)
+        # Without a trained token, weight decay and momentum would still move the weights.
+        finite, has_tokens = self._all_and_any(bool(np.isfinite(numbers).all()), num_tokens > 0)
         is_gap_exceeded = self._is_mean_above(self.role.max_logprob_gap, losses, "logprob_gap/mean")
         strayed = self._is_mean_above(self.role.skip_ratio, losses, "train/ratio") or is_gap_exceeded
         is_spike = self._is_sum_above(limits.loss, losses, "train/loss")
         grad_norm, applied = step_if_finite(
-            self.optimizer, is_wanted=finite and not strayed and not is_spike, max_norm=limits.grad_norm
+            self.optimizer,
+            is_wanted=has_tokens and finite and not strayed and not is_spike,
+            max_norm=limits.grad_norm,
         )
-        is_finite = finite and math.isfinite(grad_norm)
+        is_finite = not has_tokens or (finite and math.isfinite(grad_norm))
         # The norm is the same on all ranks, and so is this decision.
         is_spike |= limits.grad_norm is not None and grad_norm > limits.grad_norm
-        is_spike &= is_finite
+        is_spike &= is_finite and has_tokens
         # Updates skipped by a limit are intended. Only consecutive non-finite ones count.
-        is_dropped = (finite and strayed) or is_spike
+        is_dropped = not has_tokens or (finite and strayed) or is_spike
         self.skipped_in_a_row = 0 if applied or is_dropped else self.skipped_in_a_row + 1
         if not self.reports:
             return {}
@@ -429,17 +434,21 @@ class TrainingEngine(ModelShard):
             "train/update_skipped": Max(float(not applied)),
             "train/not_finite": Max(float(not is_finite)),
         }
+        if not has_tokens:
+            metrics["train/empty_update"] = Max(1.0)
         if limits != UpdateLimits():
             metrics["train/spikes"] = Max(float(is_spike))
         if self.role.max_logprob_gap is not None:
             metrics["train/gap_exceeded"] = Max(float(is_gap_exceeded))
         return merge([metrics, *losses])
 
-    def _on_all_ranks(self, flag: bool) -> bool:
-        """Return whether the flag is True on all ranks."""
-        flags = torch.tensor([float(flag)], device=self.device)
+    def _all_and_any(self, holds_here: bool, occurs_here: bool) -> tuple[bool, bool]:
+        """Return whether the first flag is True on all ranks, and whether the second is True on any rank."""
+        # One collective for both: the host waits for it.
+        flags = torch.tensor([float(holds_here), -float(occurs_here)], device=self.device)
         torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MIN)
-        return bool(flags.item())
+        holds, occurs = flags.tolist()
+        return holds == 1, occurs == -1
 
     def _is_mean_above(self, limit: float | None, losses: Sequence[Mapping[str, Metric]], name: str) -> bool:
         """Return whether a metric's mean over the global batch exceeds the recipe's limit; the same on all ranks."""

@@ -4,7 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.algorithms.importance import importance_weights, mismatch_metrics, mismatch_moments
+from megarl.algorithms.importance import (
+    IMPORTANCE_SAMPLING,
+    importance_weights,
+    mismatch_metrics,
+    mismatch_moments,
+    unbounded_weights,
+    weight_metrics,
+)
 
 CU_SEQLENS = torch.tensor([0, 3, 5])
 MASK = torch.tensor([0, 1, 1, 1, 1], dtype=torch.bool)
@@ -30,6 +37,54 @@ def test_corrections(name, low, high, expected):
     rollout = torch.zeros(5, dtype=torch.float64)
     found = importance_weights(name, OLD, rollout, CU_SEQLENS, MASK, low=low, high=high)
     torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))
+
+
+def shares_cut(name, old, rollout, cu_seqlens, mask, **bounds):
+    weights = importance_weights(name, old, rollout, cu_seqlens, mask, **bounds)
+    metrics = weight_metrics(weights, unbounded_weights(name, old, rollout, cu_seqlens, mask))
+    return {metric: float(values[mask].mean()) for metric, values in metrics.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "high"),
+    # A rejection at its bound is no rounding.
+    [*((name, 2.0) for name in IMPORTANCE_SAMPLING), ("tis", 1.0), ("sequence_tis", 1.0)],
+)
+def test_rounding_cuts_no_weight(name, high):
+    """float32 log-probs of one model from two kernels; a bound of 1 is as near as rounding can make it."""
+    g = torch.Generator().manual_seed(7)
+    cu_seqlens = torch.tensor([0, 300, 310, 1000])
+    rollout = -5 * torch.rand(1000, generator=g)
+    old = rollout + 1e-6 * torch.randn(1000, generator=g)
+    mask = torch.rand(1000, generator=g) < 0.7
+    found = shares_cut(name, old, rollout, cu_seqlens, mask, low=0.5, high=high)
+    assert found == pytest.approx({"importance/mean": 1, "importance/rejected": 0, "importance/cut": 0}, abs=1e-3)
+    assert found["importance/cut"] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "low", "high", "expected"),
+    [
+        ("tis", 0.0, 1.25, 2 / 4),
+        ("tis", 0.0, 2.5, 0),
+        ("icepop", 0.5, 1.75, 2 / 4),
+        ("sequence_tis", 0.0, 0.75, 2 / 4),
+        ("sequence_tis", 0.0, 1.5, 0),
+        ("sequence_rejection", 0.3, 1.1, 2 / 4),
+        ("sequence_rejection", 0.2, 1.1, 0),
+        ("sequence_mask", 0.0, 0.2, 1),
+        ("geometric_rejection", 0.6, 1.1, 2 / 4),
+    ],
+)
+def test_share_of_cut_weights(name, low, high, expected):
+    rollout = torch.zeros(5, dtype=torch.float64)
+    assert shares_cut(name, OLD, rollout, CU_SEQLENS, MASK, low=low, high=high)["importance/cut"] == expected
+
+
+def test_a_ratio_beyond_all_numbers_is_cut():
+    old = torch.full((60,), 20.0)
+    every, mask = torch.tensor([0, 60]), torch.ones(60, dtype=torch.bool)
+    assert shares_cut("sequence_tis", old, -old, every, mask, high=2.0)["importance/cut"] == 1
 
 
 def test_gap_of_equal_logprobs_is_none():

@@ -158,6 +158,17 @@ def test_a_tool_that_is_never_called_is_reported_once() -> None:
     assert len(notices) == len(ends) == 1
 
 
+@pytest.mark.parametrize("model", ["train", "critic"])
+def test_an_update_without_a_trained_token_is_reported_once(model: str) -> None:
+    notices: dict[str, str] = {}
+    checks = checks_with(SimpleNamespace(notice_once=notices.setdefault))
+    assert checks.check(1, {f"{model}/update_skipped": 1.0}) is None and not notices
+    for step in (2, 3):
+        assert checks.check(step, {f"{model}/update_skipped": 1.0, f"{model}/empty_update": 1.0}) is None
+    [text] = notices.values()
+    assert text.startswith("step 2: an update was skipped")
+
+
 @pytest.mark.parametrize(("action", "is_last"), [("stop", True), ("skip", False)])
 def test_a_mismatch_beyond_its_limit_ends_the_run_or_is_reported_once(action: str, is_last: bool) -> None:
     notices: list[str] = []

@@ -65,20 +65,27 @@ def test_only_what_is_needed_is_sent() -> None:
     assert bind("my:function", reward_fn, {}).needs == {"messages", "answer"}
 
 
-def of_trl(completions, **kwargs): ...
+def of_openrlhf(queries, prompts, labels): ...
 
 
-def of_verl(data_source, solution_str, ground_truth, extra_info=None): ...
+def of_slime(args, sample, **kwargs): ...
+
+
+def of_trl(completions, completion_ids, trainer_state): ...
+
+
+def of_verl(solution_str, ground_truth, tokenizer): ...
 
 
 @pytest.mark.parametrize(
     ("function", "kwargs", "error_text"),
     [
-        pytest.param(of_trl, {}, "its parameter completions is not known. Did you mean completion_text?", id="TRL"),
-        pytest.param(of_verl, {}, "its parameter data_source is not known.", id="verl"),
-        pytest.param(
-            of_verl, {"data_source": ""}, "solution_str is not known. Did you mean completion_text?", id="2nd"
-        ),
+        pytest.param(of_openrlhf, {}, "queries: messages; prompts: prompt_messages; labels: answer", id="OpenRLHF"),
+        pytest.param(of_openrlhf, {"prompts": []}, "here: queries: messages; labels: answer", id="a value in kwargs"),
+        pytest.param(of_slime, {}, "here: args: none; sample: record.", id="slime"),
+        pytest.param(of_trl, {}, "here: completion_ids: num_tokens; trainer_state: none.", id="only TRL has them"),
+        pytest.param(of_verl, {}, "here: tokenizer: none.", id="verl's, and one more"),
+        pytest.param(of_verl, {"ground_truth": 4}, "kwargs.ground_truth: every sample has its own", id="verl's value"),
         pytest.param(
             reward_fn, {"k": 1}, "kwargs.k: is not a parameter of the function; it takes messages, answer", id="foreign"
         ),
@@ -95,5 +102,5 @@ def test_what_cannot_be_called_is_refused(
     with pytest.raises(ConfigError) as caught:
         bind("my.rewards:function", function, kwargs)
     assert error_text in str(caught.value) and "reward.functions: 'my.rewards:function'" in str(caught.value)
-    if "not known" in error_text:
+    if "here:" in error_text:
         assert ", ".join(PARAMETERS) in str(caught.value)

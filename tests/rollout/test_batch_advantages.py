@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,8 +15,10 @@ import torch
 
 from megarl.algorithms.advantages import turn_returns
 from megarl.config import AlgorithmConfig, Recipe
+from megarl.data.token_batch import TokenBatch
 from megarl.rollout.advantages import compute_advantages, compute_importance_weights, keep_highest_entropies
 from megarl.rollout.rl_batch import RLBatch
+from megarl.rollout.scoring import add_model_scores
 from megarl.types import ConfigError, Problem, Reward, Segment, Trajectory
 from tests.rollout.batches import attempt, batch_of, of_sequences, recipe, segmented, weights
 
@@ -98,6 +102,103 @@ def turns(group: int, rewards: Sequence[float], whole: float = 0.0, is_scored: b
     return Trajectory(
         "game", Problem(group, (), (), "7"), group, 0, (segment,), reward, turn_rewards=tuple(enumerate(rewards))
     )
+
+
+def episode(random: np.random.Generator, group: int, *, first_is_empty: bool = False) -> Trajectory:
+    """A trajectory of random turns in one or two segments, some turns without a token, some without a reward."""
+    counts = random.integers(0, 4, random.integers(1, 5))
+    counts[0] = 0 if first_is_empty else max(counts[0], 1)
+    counts[-1] = max(counts[-1], 1)
+    parts = np.split(np.arange(len(counts)), random.integers(1, len(counts) + 1, 1))
+    segments = []
+    for part in parts:
+        of_tokens = np.concatenate([[-1] * random.integers(1, 3) + [turn] * counts[turn] for turn in part] or [[-1]])
+        mask = of_tokens >= 0
+        zeros = np.zeros(len(mask), np.float32)
+        versions = np.where(mask, 1, -1).astype(np.int32)
+        segments.append(Segment(np.arange(len(mask)), mask, zeros, versions, of_tokens.astype(np.int16)))
+    rewards = tuple((turn, float(random.normal())) for turn in range(len(counts)) if random.random() < 0.8)
+    # The rest is what a reward model adds for the whole attempt.
+    score = sum(reward for _, reward in rewards) + float(random.normal())
+    reward = None if random.random() < 0.2 else Reward(score, True, True)
+    return Trajectory("game", Problem(group, (), (), "7"), group, 0, tuple(segments), reward, turn_rewards=rewards)
+
+
+def gae_by_recursion(trajectory: Trajectory, values: Sequence[float], gamma: float, factor: float) -> list[float]:
+    """The advantages of an attempt's sampled tokens, in order, by the definition in float64."""
+    turns = [int(turn) for segment in trajectory.segments for turn in segment.turns[segment.loss_mask]]
+    assert trajectory.reward is not None
+    rewards = [0.0] * len(turns)
+    rewards[-1] += trajectory.reward.score - sum(reward for _, reward in trajectory.turn_rewards)
+    for turn, reward in trajectory.turn_rewards:
+        # Tokens are in the order of turns. Before the first token there is no action to reward.
+        before = [place for place, of in enumerate(turns) if of <= turn]
+        rewards[before[-1] if before else -1] += reward
+    advantages = [0.0] * (len(turns) + 1)
+    following = [*values[1:], 0.0]
+    for place in reversed(range(len(turns))):
+        delta = rewards[place] + gamma * following[place] - values[place]
+        advantages[place] = delta + gamma * factor * advantages[place + 1]
+    return advantages[:-1]
+
+
+@pytest.mark.parametrize(("gamma", "factor"), [(1.0, 1.0), (1.0, 0.95), (0.9, 0.5), (0.7, 0.0)])
+def test_gae_gives_each_turn_its_own_reward(gamma: float, factor: float) -> None:
+    random = np.random.default_rng(17)
+    trajectories = [episode(random, group, first_is_empty=group % 5 == 4) for group in range(60)]
+    batch = batch_of(trajectories)
+    batch.per_token["values"] = random.normal(size=len(batch.token_ids)).astype(np.float32)
+    changed = recipe(
+        algorithm={"advantage": "gae", "gamma": gamma, "gae_lambda": factor}, critic={"path": "c"}, **SEVERAL_TURNS
+    )
+    compute_advantages(batch, changed, 0.0)
+    sample = batch.samples.repeat(batch.lengths)
+    for number, trajectory in enumerate(trajectories):
+        is_own = (sample == number) & (batch.turns >= 0)
+        found = batch.per_token["advantages"][is_own]
+        if trajectory.reward is None:
+            assert not found.any()
+            continue
+        expected = gae_by_recursion(trajectory, batch.per_token["values"][is_own].tolist(), gamma, factor)
+        assert found == pytest.approx(expected, abs=2e-6)
+        returns = batch.per_token["returns"][is_own]
+        assert returns == pytest.approx(batch.per_token["values"][is_own] + expected, abs=4e-6)
+
+
+def test_rewards_of_turns_that_cancel_have_returns() -> None:
+    batch = batch_of([turns(0, [1.0, -1.0])])
+    batch.per_token["values"] = np.zeros(6, np.float32)
+    compute_advantages(batch, recipe(algorithm={"advantage": "gae", "gae_lambda": 1.0}, critic={"path": "c"}), 0.0)
+    assert of_sequences(batch, "returns") == [[0, 0, 0, 0, -1, -1]]
+    assert of_sequences(batch, "advantages") == [[0, 0, 0, 0, -1, -1]]
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.5])
+def test_a_reward_model_leaves_the_environment_its_weight_in_each_turn(weight: float) -> None:
+    """The model's score and `reward.function_weight` times the turns' rewards, wherever turns count singly."""
+    groups = [[turns(0, [1.0, -1.0]), turns(0, [0.0, 2.0])]]
+    reward = {"functions": ["boxed"], "function_weight": weight, "model": "m"}
+
+    def with_scores(algorithm: dict[str, Any], **sections: Any) -> RLBatch:
+        batch = RLBatch.from_groups(groups)
+        batch.per_token["values"] = np.zeros(len(batch.token_ids), np.float32)
+        changed = recipe(algorithm=algorithm, reward=reward, **SEVERAL_TURNS, **sections)
+        model: Any = SimpleNamespace(forward=_constant_scores)
+        asyncio.run(add_model_scores(groups, batch, model, changed.reward))
+        compute_advantages(batch, changed, 0.0)
+        return batch
+
+    returns = with_scores({"advantage": "gae", "gae_lambda": 1.0}, critic={"path": "c"}).per_token["returns"]
+    model_score = 3.0
+    first = [model_score, model_score - weight]
+    second = [model_score + 2 * weight, model_score + 2 * weight]
+    assert returns.reshape(4, 3)[:, 1:].ravel().tolist() == pytest.approx([x for x in first + second for _ in (0, 1)])
+    singly = with_scores(CENTRED | {"turn_discount": 1.0}).per_token["advantages"].reshape(4, 3)[:, 1]
+    assert singly.tolist() == pytest.approx([-weight, -1.5 * weight, weight, 1.5 * weight])
+
+
+async def _constant_scores(batch: TokenBatch) -> np.ndarray:
+    return np.full(len(batch.token_ids), 3.0, np.float32)
 
 
 def test_returns_of_turns() -> None:

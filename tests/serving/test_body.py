@@ -97,7 +97,7 @@ def test_malformed_http_is_logged_in_one_line_each_and_not_without_end(
         assert await raw_status(s, compressed, b"zzzz") == 400
 
     served(test, guests=LIMITS)
-    logged = [record for record in caplog.records if record.name == "megarl.serving.endpoint"]
+    logged = [record for record in caplog.records if record.name == "megarl.serving.http_server"]
     assert all(record.exc_info is None and "malformed request" in record.getMessage() for record in logged)
     # The minute of the bound may turn within the test.
     assert 1 <= len(logged) <= 20

@@ -432,7 +432,8 @@ def test_connections_beyond_the_limit_are_turned_away_and_sessions_go_on(served:
                     return response.status
 
             async with aiohttp.ClientSession() as kept:
-                held = [await kept.get(url) for _ in range(2)]
+                # At once: one after the other would share a connection.
+                held = await asyncio.gather(*(kept.get(url) for _ in range(2)))
                 assert [response.status for response in held] == [200, 200]
                 others = await asyncio.gather(*(status() for _ in range(40)))
                 assert others.count(503) >= 38
@@ -442,6 +443,24 @@ def test_connections_beyond_the_limit_are_turned_away_and_sessions_go_on(served:
             assert (await client.completions.create(**body)).choices[0].text == LOOP * 100
 
     served(test, max_connections=3)
+
+
+def test_strangers_do_not_take_the_places_of_sessions(served: Any) -> None:
+    async def test(s: Served) -> None:
+        url = urlsplit(s.endpoint.base_url)
+        wrong_key = b"GET /v1/models HTTP/1.1\r\nHost: h\r\nAuthorization: Bearer wrong\r\n\r\n"
+        held = []
+        for sent in (b"", b"GET /v1/models HTTP/1.1\r\n", b"GET /nothing HTTP/1.1\r\nHost: h\r\n\r\n", wrong_key):
+            for _ in range(20):
+                _, writer = await asyncio.open_connection(url.hostname, url.port)
+                writer.write(sent)
+                held.append(writer)
+        async with s.client(s.open()) as client:
+            assert [model.id async for model in client.models.list()] == ["policy"]
+        for writer in held:
+            writer.close()
+
+    served(test, max_connections=1, token="a token that is long enough")
 
 
 def test_two_thousand_connections_against_a_thousand(served: Any) -> None:

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.config import AlgorithmConfig
+from megarl.config import AlgorithmConfig, CriticConfig
 from megarl.data.token_batch import TokenBatch
 from megarl.rollout.advantages import keep_highest_entropies
 from megarl.rollout.rl_batch import assign_token_weights
 from megarl.testing import RankPool
 from megarl.training.microbatch import pack_row
-from megarl.training.objective import StepNumbers, policy_objective
+from megarl.training.objective import StepNumbers, critic_objective, policy_objective
 from megarl.training.row_metrics import read
 from megarl.types import ConfigError, TrainingSequence
 from tests.rollout.batches import rl_batch
@@ -103,6 +103,72 @@ def test_tokens_of_lower_entropy_have_kl_and_entropy_bonus_alone() -> None:
     expected = -clipped * (value["entropies"] >= threshold) + 0.2 * (np.exp(difference) - difference - 1)
     assert loss.item() == pytest.approx((expected - 0.05 * value["later"]).sum() / count, rel=1e-5)
     assert metrics == pytest.approx({"entropy/threshold": threshold, "entropy/kept": np.ceil(share * count) / count})
+
+
+RECIPROCAL = """
+def loss(policy_logprobs, old_logprobs, advantages):
+    ratios = (policy_logprobs - old_logprobs).exp()
+    return -ratios * advantages + 0.01 * ratios / advantages, {"ratio": ratios.detach()}
+"""
+"""A loss with an infinite value and slope on tokens with advantage zero, as untrained ones have."""
+
+
+@pytest.mark.parametrize("supervised", [False, True], ids=["", "with conversations"])
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        pytest.param({"policy_loss": "own.py:loss"}, id="own loss"),
+        pytest.param({"kl_coefficient": 0.2, "kl_estimator": "k2"}, id="k2"),
+        pytest.param({"kl_coefficient": 0.2, "kl_estimator": "k1"}, id="k1"),
+        pytest.param({"entropy_coefficient": 0.1}, id="entropies"),
+    ],
+)
+def test_what_is_not_trained_stays_out_of_the_gradient(
+    algorithm: dict[str, Any], supervised: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gradient of the trained tokens alone: of a batch whose other tokens hold numbers in place of NaN."""
+    monkeypatch.chdir(tmp_path)
+    Path("own.py").write_text(RECIPROCAL)
+    config = AlgorithmConfig.model_validate(algorithm)
+    mask = np.array([0, 0, 1, 1, 0, 1, 1], bool)
+    is_policy = mask & (np.arange(7) < 6) if supervised else mask
+    random = np.random.default_rng(3)
+    names = ["old_logprobs", "reference_logprobs", "rollout_logprobs", "advantages", "importance_weights"]
+    names += ["policy", "entropies"]
+    values = {name: random.uniform(-2, -1, 7).astype(np.float32) for name in names}
+
+    def gradient(elsewhere: float) -> torch.Tensor:
+        batch = TokenBatch.from_sequences([TrainingSequence(np.arange(7), mask)])
+        # A model's outputs stay numbers: NaN there would reach the gradient of its own layers.
+        filled = {name: np.where(is_policy, array, np.float32(elsewhere)) for name, array in values.items()}
+        filled["advantages"] = np.where(is_policy, values["advantages"], np.float32(1.0 if elsewhere == 1.0 else 0.0))
+        batch.per_token |= filled | {name: values[name] for name in ("policy", "entropies")}
+        if supervised:
+            batch.per_token["supervised"] = (mask & ~is_policy).astype(np.float32)
+        assign_token_weights(batch, config)
+        row = pack_row(batch, multiple=1, qkv_format="packed", device=torch.device("cpu"))
+        output = torch.stack([row.per_token["policy"], row.per_token["entropies"]]).requires_grad_()
+        loss, _, _ = policy_objective(config)(output, row, StepNumbers(config.kl_coefficient))
+        loss.backward()
+        assert output.grad is not None and np.isfinite(loss.item())
+        return output.grad
+
+    found = gradient(np.nan)
+    torch.testing.assert_close(found, gradient(1.0), rtol=0, atol=0)
+    # Position t of a row predicts token t + 1.
+    is_trained = torch.from_numpy(np.append(mask[1:], False))
+    assert found[0].any() and not found[:, ~is_trained].any()
+
+
+def test_returns_of_tokens_that_are_not_trained_stay_out_of_the_critic_s_gradient() -> None:
+    mask = np.array([0, 1, 0, 1], bool)
+    batch = TokenBatch.from_sequences([TrainingSequence(np.arange(4), mask)])
+    batch.per_token |= {name: np.where(mask, 2.0, np.nan).astype(np.float32) for name in ("values", "returns")}
+    assign_token_weights(batch, AlgorithmConfig(aggregation="token_mean"))
+    row = pack_row(batch, multiple=1, qkv_format="packed", device=torch.device("cpu"))
+    output = torch.ones(1, 4).requires_grad_()
+    critic_objective(CriticConfig(path="c", clip=None))(output, row, StepNumbers(0.0))[0].backward()
+    assert output.grad is not None and output.grad.tolist() == [[-0.5, 0, -0.5, 0]]
 
 
 def test_a_loss_of_the_user_s_own_that_returns_another_form_is_named(

@@ -60,6 +60,32 @@ def test_a_dropped_update_leaves_the_state_of_a_run_without_it(
     )
 
 
+def test_an_update_without_a_trained_token_leaves_the_state_of_a_run_without_it(
+    ranks: RankPool, tiny_model: Callable[..., Path]
+) -> None:
+    """One trained token on one of the ranks is enough for an update."""
+    folder = tiny_model(hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=48, vocab_size=431)
+    recipe, layout = recipe_of(folder, "rl"), ParallelConfig(1, 1, 2, 1)
+    recipe = recipe.model_copy(update={"optimizer": recipe.optimizer.model_copy(update={"weight_decay": 0.1})})
+    first, middle, last = make_updates(recipe, 431)
+    empty = [replace(one, loss_mask=np.zeros_like(one.loss_mask)) for one in middle]
+    single = [*empty[:-1], replace(middle[-1], loss_mask=np.arange(len(middle[-1].loss_mask)) == 5)]
+    none = UpdateLimits()
+
+    def state(updates: list[Any], limit: UpdateLimits) -> Any:
+        return ranks.run(state_after, recipe, layout, updates, [limit] * len(updates), world_size=2)
+
+    found = state([first, empty, last], UpdateLimits(grad_norm=100.0, loss=10.0))
+    for (metrics, tensors), (_, wanted) in zip(found, state([first, last], none), strict=True):
+        assert [one["train/update_skipped"] for one in metrics] == [0, 1, 0]
+        assert [one.get("train/empty_update") for one in metrics] == [None, 1, None]
+        assert [one["train/spikes"] for one in metrics] == [0, 0, 0]
+        assert all(torch.equal(tensors[name], wanted[name]) for name in wanted)
+    for metrics, tensors in state([first, single, last], none):
+        assert [one["train/update_skipped"] for one in metrics] == [0, 0, 0]
+        assert any(not torch.equal(tensors[name], found[0][1][name]) for name in tensors)
+
+
 def test_limits_follow_the_median() -> None:
     detector = SpikeDetector(factor=10.0, loss_factor=2.0, window=4)
     detector.observe(1.0, 3.0, is_spike=False)

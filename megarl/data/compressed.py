@@ -1,0 +1,95 @@
+"""Lines of text files, plain or compressed by gzip (`.gz`) or Zstandard (`.zst`), read one after another."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, cast
+
+from megarl.types import ConfigError, DataError
+
+COMPRESSIONS = (".gz", ".zst")
+"""Endings of compressed files that are read."""
+# A few bytes may expand to gigabytes. No record of a data set is as long as this.
+MAX_LINE_BYTES = 1 << 28
+
+
+def ending_of(path: Path) -> str:
+    """Return a file's extension in lower case, with that of its compression: `.jsonl`, `.jsonl.gz`."""
+    last = path.suffix.lower()
+    return path.with_suffix("").suffix.lower() + last if last in COMPRESSIONS else last
+
+
+def stem_of(path: Path) -> str:
+    """Return a file's name without its extension and that of its compression."""
+    return path.name[: len(path.name) - len(ending_of(path))]
+
+
+def first_bytes(path: Path, size: int) -> bytes:
+    """Return the first bytes of a file, decompressed. Raises DataError for a damaged compressed file."""
+    with _decompressed(path) as file, _damage_named(path):
+        return file.read(size)
+
+
+def lines_of(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file, decompressed.
+
+    Raises DataError for a damaged compressed file, and for one with a line longer than MAX_LINE_BYTES.
+    """
+    if path.suffix.lower() not in COMPRESSIONS:
+        with path.open("rb") as file:
+            yield from file
+        return
+    number = 0
+    with _decompressed(path) as file:
+        while True:
+            with _damage_named(path, number):
+                line = file.readline(MAX_LINE_BYTES + 1)
+            if not line:
+                return
+            number += 1
+            if len(line) > MAX_LINE_BYTES:
+                raise DataError(
+                    f"{path}, line {number}: has more than {MAX_LINE_BYTES >> 20} MiB; decompress the file to read it"
+                )
+            yield line
+
+
+@contextmanager
+def _decompressed(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file for reading its decompressed bytes."""
+    ending = path.suffix.lower()
+    if ending == ".gz":
+        with gzip.open(path) as file:
+            yield cast(IO[bytes], file)
+    elif ending == ".zst":
+        try:
+            import pyarrow
+        except ImportError:
+            raise ConfigError(
+                f"{path}: pyarrow is not installed, but .zst files need it; run launch/setup.sh, or decompress the file"
+            ) from None
+        # pyarrow's own file has no lines.
+        with io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd")) as file:
+            yield file
+    else:
+        with path.open("rb") as file:
+            yield file
+
+
+@contextmanager
+def _damage_named(path: Path, num_lines: int = 0) -> Iterator[None]:
+    """Raise DataError instead of the errors of the libraries that decompress a file."""
+    try:
+        yield
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        if path.suffix.lower() not in COMPRESSIONS:
+            raise
+        reason = " ".join(str(error).split())
+        raise DataError(
+            f"{path}, after line {num_lines}: cannot be decompressed ({reason}); copy the file again"
+        ) from None

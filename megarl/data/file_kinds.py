@@ -1,0 +1,65 @@
+"""Kinds of data files that are not read, recognised by their first bytes so that an error can name them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from megarl.data.compressed import COMPRESSIONS, ending_of, first_bytes
+from megarl.types import DataError
+
+_FIRST_BYTES = 4096
+_COMPRESSED = {
+    b"\x1f\x8b": "gzip",
+    b"\x28\xb5\x2f\xfd": "Zstandard",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ": "xz",
+    b"PK\x03\x04": "zip",
+}
+"""Names of compressions by the first bytes of a file."""
+_READ_COMPRESSED = {"gzip": ".jsonl.gz", "Zstandard": ".jsonl.zst"}
+_UTF32, _UTF16 = (b"\xff\xfe\0\0", b"\0\0\xfe\xff"), (b"\xff\xfe", b"\xfe\xff")
+"""Byte-order marks."""
+_BARE_UTF16 = re.compile(rb"[\x09-\x7e]\0|\0[\x09-\x7e]")
+"""The first ASCII character of a text in UTF-16 without a byte-order mark."""
+_NOT_LINES = (".csv", ".tsv", ".parquet", ".arrow", ".tar")
+_DELIMITERS = {b"\t": "tabs", b";": "semicolons"}
+_CONVERT = "convert it to JSON lines, Parquet, or CSV with commas"
+
+
+def refuse_other_text(path: Path) -> None:
+    """Raise DataError for a text file in another encoding, with another delimiter than commas, or compressed by a
+    program that its name does not show."""
+    start = first_bytes(path, _FIRST_BYTES)
+    _refuse_compressed(path, start)
+    encoding = "UTF-32" if start.startswith(_UTF32) else "UTF-16" if start.startswith(_UTF16) else None
+    if encoding is None and _BARE_UTF16.match(start):
+        encoding = "UTF-16"
+    if encoding is not None:
+        raise DataError(
+            f"{path}: is encoded as {encoding}; save it as UTF-8, for example: "
+            f"iconv -f {encoding} -t UTF-8 {path.name} > NEW_FILE"
+        )
+    if delimiter := _delimiter(path, start):
+        raise DataError(f"{path}: its values are separated by {delimiter}; {_CONVERT}")
+
+
+def _refuse_compressed(path: Path, start: bytes) -> None:
+    inner = path.with_suffix("").suffix.lower() if path.suffix.lower() in COMPRESSIONS else ""
+    if inner in _NOT_LINES:
+        raise DataError(f"{path}: is a compressed {inner} file, of which only JSON lines are read; decompress it")
+    kind = next((kind for magic, kind in _COMPRESSED.items() if start.startswith(magic)), None)
+    if kind is not None:
+        as_lines = f", or if it holds JSON lines, end its name with {_READ_COMPRESSED.get(kind)}"
+        raise DataError(f"{path}: is compressed by {kind}; decompress it{as_lines if kind in _READ_COMPRESSED else ''}")
+
+
+def _delimiter(path: Path, start: bytes) -> str | None:
+    """Return the name of the delimiter in the first line of a table without commas, or None."""
+    header = start.removeprefix(b"\xef\xbb\xbf").lstrip().partition(b"\n")[0]
+    # JSON lines begin with a brace, and a CSV header of one column has none of these characters.
+    if header.startswith((b"{", b"[")) or (ending_of(path) == ".csv" and b"," in header):
+        return None
+    if path.suffix.lower() in (".tsv", ".tab"):
+        return "tabs"
+    return next((name for sign, name in _DELIMITERS.items() if sign in header), None)

@@ -1,0 +1,217 @@
+"""HTTP server of the driver. Clients without a key can neither hold its file descriptors nor fill its log."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import socket
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+
+from megarl.processes.listening import in_url, taken_text
+from megarl.types import ConfigError
+
+STRANGERS = 64
+"""Number of connections without a known key that may be open at a time, in addition to the maximum of others."""
+HEAD_SECONDS = 10.0
+"""Seconds after which a new connection ends, unless it has sent the head of a request with a known key."""
+_IDLE_SECONDS = 75.0
+"""Seconds from an answer until the head of the next request must be complete. Clients keep connections open between
+their requests, most of them for a few seconds.
+"""
+_UNREAD_SECONDS = 30
+"""Seconds after which the kernel ends a connection whose client does not read its answer."""
+SPARE_FILES = 128
+"""File descriptors below the process's limit that no connection takes: ranks, logs and checkpoints need them."""
+_PAUSE_SECONDS = 0.5
+"""Seconds without accepting connections after file descriptors ran out."""
+_BACKLOG = 128
+"""Number of connections that wait in the kernel until they are accepted; the default of asyncio."""
+_LOGGED_A_MINUTE = 10
+"""Maximum log records a minute of one server. The next record says how many were not logged."""
+
+
+class HttpServer:
+    """HTTP server of an application. It counts a connection when it is accepted, before anything is read.
+
+    A connection is a stranger's until `admit` is called for one of its requests. At most `max_connections` are
+    admitted. Strangers may use the places that admitted ones leave, and `STRANGERS` more. If all are taken, a new
+    connection replaces the oldest stranger's, so a client that sends its request at once is served.
+    """
+
+    def __init__(self, app: web.Application, *, section: str, max_connections: int, **settings: Any) -> None:
+        """Prepare the server. `section` is its part of the recipe; `settings` are those of aiohttp's runner."""
+        self._section, self._max_connections = section, max_connections
+        self._log = _server_log(section)
+        self._runner = web.AppRunner(
+            app,
+            access_log=None,
+            logger=self._log,
+            keepalive_timeout=_IDLE_SECONDS,
+            # The run has its own signal handlers.
+            handle_signals=False,
+            **settings,
+        )
+        self._open = _OpenConnections({}, set())
+        self._listeners: list[socket.socket] = []
+        self._accepting: list[asyncio.Task[None]] = []
+
+    async def start(self, host: str, port: int) -> str:
+        """Listen at an address, and return the base URL. Port 0 takes any free port.
+
+        Raises ConfigError with the port's field if the address is not available; the server is closed then.
+        """
+        await self._runner.setup()
+        loop = asyncio.get_running_loop()
+        try:
+            # asyncio finds and binds the addresses. It does not accept, because it would do so without limit.
+            bound = await loop.create_server(self._connection, host, port, start_serving=False)
+            self._listeners = [listener.dup() for listener in bound.sockets]
+            bound.close()
+            for listener in self._listeners:
+                listener.setblocking(False)
+                listener.listen(_BACKLOG)
+        except OSError as error:
+            await self.close()
+            reason = error.strerror or str(error)
+            raise ConfigError(f"{self._section}.port = {port}: {taken_text(host, port, reason)}") from error
+        self._accepting = [asyncio.create_task(self._accept(listener)) for listener in self._listeners]
+        return f"http://{in_url(host)}:{self._listeners[0].getsockname()[1]}"
+
+    async def close(self) -> None:
+        """Stop listening, and end all connections."""
+        for accepting in self._accepting:
+            accepting.cancel()
+        if self._accepting:
+            await asyncio.wait(self._accepting)
+        for listener in self._listeners:
+            listener.close()
+        await self._runner.cleanup()
+
+    def admit(self, request: web.Request) -> bool:
+        """Count the connection of a request with a known key. Returns False if `max_connections` are admitted."""
+        connection = None if request.transport is None else request.transport.get_protocol()
+        # One that has ended meanwhile is not counted.
+        if not isinstance(connection, _Connection) or connection not in self._open.strangers:
+            return True
+        if len(self._open.admitted) >= self._max_connections:
+            return False
+        connection.admit()
+        return True
+
+    async def _accept(self, listener: socket.socket) -> None:
+        """Accept connections until the task is cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                accepted, _ = await loop.sock_accept(listener)
+            except OSError as error:
+                self._log.warning("%s: accepts no connections for a while: %s", self._section, error)
+                await asyncio.sleep(_PAUSE_SECONDS)
+                continue
+            # The kernel gives the lowest free number, so those below are in use.
+            if accepted.fileno() >= resource.getrlimit(resource.RLIMIT_NOFILE)[0] - SPARE_FILES:
+                accepted.close()
+                self._log.warning("%s: refuses connections: too few open files are left (ulimit -n)", self._section)
+                continue
+            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _UNREAD_SECONDS)
+            if len(self._open.strangers) + len(self._open.admitted) >= self._max_connections + STRANGERS:
+                next(iter(self._open.strangers)).abort()
+            await loop.connect_accepted_socket(self._connection, accepted)
+
+    def _connection(self) -> _Connection:
+        assert self._runner.server is not None, "the runner is set up before connections are accepted"
+        return _Connection(self._runner.server(), self._open)
+
+
+@dataclass(slots=True)
+class _OpenConnections:
+    """The open connections of a server. The oldest stranger comes first."""
+
+    strangers: dict[_Connection, None]
+    admitted: set[_Connection]
+
+
+class _Connection(asyncio.Protocol):
+    """Connection of a client, counted from its start to its end. `handler` is aiohttp's protocol."""
+
+    def __init__(self, handler: asyncio.Protocol, connections: _OpenConnections) -> None:
+        self._handler, self._connections = handler, connections
+        self._transport: asyncio.Transport | None = None
+        self._deadline = asyncio.get_running_loop().call_later(HEAD_SECONDS, self.abort)
+        self.data_received = handler.data_received
+        self.eof_received = handler.eof_received
+        self.pause_writing = handler.pause_writing
+        self.resume_writing = handler.resume_writing
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._connections.strangers[self] = None
+        self._handler.connection_made(transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._forget()
+        self._handler.connection_lost(exc)
+
+    def admit(self) -> None:
+        """Count the connection as one whose client has a known key."""
+        self._forget()
+        self._connections.admitted.add(self)
+
+    def abort(self) -> None:
+        """End the connection without sending what is still to be sent."""
+        self._forget()
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _forget(self) -> None:
+        self._deadline.cancel()
+        self._connections.strangers.pop(self, None)
+        self._connections.admitted.discard(self)
+
+
+class _BoundedLog(logging.Filter):
+    """Log filter of a server: at most `_LOGGED_A_MINUTE` records a minute; a malformed request's is one line."""
+
+    def __init__(self, section: str) -> None:
+        super().__init__()
+        self._section = section
+        self._minute = -1
+        self._num_logged = 0
+        self._num_dropped = 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether to log the record. A malformed request's record is shortened to one line."""
+        minute = int(time.monotonic() / 60)
+        if minute != self._minute:
+            self._minute = minute
+            self._num_logged = 0
+        # A client that sends garbage in a loop must not fill the disk.
+        if self._num_logged >= _LOGGED_A_MINUTE:
+            self._num_dropped += 1
+            return False
+        self._num_logged += 1
+        text = record.getMessage()
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, HttpProcessingError | web.RequestPayloadError):
+            reason = " ".join(str(error).split())
+            text = f"{self._section}: malformed request: {type(error).__name__}: {reason:.200}"
+            record.exc_info, record.exc_text = None, None
+        dropped = f" ({self._num_dropped} more were not logged)" if self._num_dropped else ""
+        self._num_dropped = 0
+        record.msg, record.args = text + dropped, ()
+        return True
+
+
+def _server_log(section: str) -> logging.Logger:
+    """Return a logger of this server alone, so its filter is not added twice to a shared logger."""
+    log = logging.Logger("megarl.serving.http_server", logging.WARNING)
+    log.parent = logging.getLogger("megarl")
+    log.addFilter(_BoundedLog(section))
+    return log

@@ -1,0 +1,28 @@
+"""The meeting of the driver and its processes, while strangers hold connections."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+from megarl.cluster.handshake import STRANGERS, introduce, meet
+
+KEY = bytes(32)
+
+
+async def test_a_process_enters_at_once_though_silent_strangers_hold_more_places_than_there_are() -> None:
+    met: dict[int, socket.socket] = {}
+    with socket.create_server(("127.0.0.1", 0), backlog=4096) as server:
+        server.setblocking(False)
+        meeting = asyncio.create_task(meet(met, server, KEY, 1, lambda message: message["rank"]))
+        strangers = []
+        for _ in range(STRANGERS + 20):
+            strangers.append(socket.create_connection(server.getsockname()))
+            await asyncio.sleep(0)
+        with socket.create_connection(server.getsockname()) as process:
+            await asyncio.wait_for(asyncio.to_thread(introduce, process, KEY, {"rank": 0}), 5)
+            await asyncio.wait_for(meeting, 5)
+            met[0].close()
+        for stranger in strangers:
+            stranger.close()
+    assert list(met) == [0]
