@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from megarl.rewards.code_cases import read_cases
-from megarl.rewards.code_programs import Trial, last_block
+from megarl.rewards.code_programs import Trial, last_block, long_integers
 from megarl.sandbox.sandbox_fusion import AnySandbox
 from megarl.types import Reward
 
@@ -24,6 +24,7 @@ METRICS = {
 """Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
 
 
+@long_integers()
 def code(
     completion_text: str,
     answer: Any,

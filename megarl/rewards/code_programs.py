@@ -6,6 +6,9 @@ import json
 import math
 import re
 import secrets
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TypeGuard
 
 from megarl.rewards.code_cases import Case
@@ -13,6 +16,7 @@ from megarl.rewards.code_cases import Case
 _RELATIVE, _ABSOLUTE = 1e-5, 1e-8
 """Relative and absolute tolerance for comparing printed decimal fractions with expected ones, as in ColossalRL
 (numpy.allclose)."""
+_MAX_DIGITS = 200_000
 _DECIMAL = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 """Regular expression of a decimal number as printed by programs. Python's float() would also accept 1_0, nan and
 inf.
@@ -35,6 +39,8 @@ from random import *
 from builtins import *
 """
 """Imports added before a sampled program. `builtins` come last, because math.pow differs from Python's own pow."""
+_LONG_INTEGERS = "import sys\nif hasattr(sys, 'set_int_max_str_digits'):\n    sys.set_int_max_str_digits(0)\n"
+"""Start of every program. By default Python 3.11 and later refuse to read or print integers above 4,300 digits."""
 _NUMPY = "import numpy\nimport numpy as np\n"
 _CALL = """
 import io, json, sys
@@ -53,6 +59,20 @@ _found = _function(*_given["arguments"])
 _printed.write("\\n" + _given["mark"] + json.dumps(_found, default=_as_json) + "\\n")
 _printed.flush()
 """
+
+
+@contextmanager
+def long_integers() -> Iterator[None]:
+    """Context in which integers of up to 200,000 digits are read and written, for the comparison of results.
+
+    Python's own limit is 4,300 digits. Without any limit, reading a million digits would take ten seconds.
+    """
+    before = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(_MAX_DIGITS)
+    try:
+        yield
+    finally:
+        sys.set_int_max_str_digits(before)
 
 
 def last_block(text: str) -> str | None:
@@ -78,7 +98,7 @@ class Trial:
         prelude = _PRELUDE + (_NUMPY if needs_numpy else "")
         if case.function is None:
             # The source is compiled separately, so that its own `from __future__` and line numbers work.
-            self.program = f"{prelude}\nexec(compile({source!a}, 'solution.py', 'exec', dont_inherit=True))"
+            self.program = f"{_LONG_INTEGERS}{prelude}\nexec(compile({source!a}, 'solution.py', 'exec', dont_inherit=True))"
             self.stdin = case.stdin
             return
         # A secret marks the result's line, so that printed text is not taken for it. Finding it gains nothing: it marks
@@ -91,7 +111,7 @@ class Trial:
             "arguments": case.arguments,
             "mark": self._mark,
         }
-        self.program, self.stdin = _CALL, json.dumps(given)
+        self.program, self.stdin = _LONG_INTEGERS + _CALL, json.dumps(given)
 
     @property
     def output_bytes(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _sitebuiltins
 import atexit
 import builtins
 import gc
@@ -120,6 +121,9 @@ def _reset_interpreter(search_path: Sequence[str]) -> None:
     sys.path[:] = search_path
     sys.path_importer_cache.clear()
     sys.argv[:] = [_FILE]
+    # The module `site` adds these to every Python, but the spawner runs with -S, which leaves `site` out.
+    for name in ("exit", "quit"):
+        setattr(builtins, name, _sitebuiltins.Quitter(name, "Ctrl-D (i.e. EOF)"))
     for name, descriptor, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
         errors = "surrogateescape" if name == "stdin" else "backslashreplace"
         stream = open(descriptor, mode, encoding="utf-8", errors=errors, closefd=False)  # noqa: SIM115

@@ -1,11 +1,14 @@
 """The reward `code`: solutions that pass, fail, wait and attack, called and in a reward process."""
 
 import contextlib
+import json
+import sys
 import time
 
 import pytest
 
 from megarl.rewards.code import code
+from megarl.rewards.code_programs import long_integers
 from megarl.rewards.results import function_metrics
 from megarl.sandbox.sandbox import Sandbox, SandboxSettings
 from tests.rewards.pools import all_scored, pool_of
@@ -13,6 +16,8 @@ from tests.rewards.pools import all_scored, pool_of
 SUMS = {"inputs": ["2 3\n", "5 6\n", "10 -4\n"], "outputs": ["5\n", "11\n", "6\n"]}
 RIGHT = "Add them.\n```python\na, b = map(int, input().split())\nprint(a + b)\n```"
 TWO_SUM = {"inputs": [[[2, 7, 11], 9], [[3, 3], 6]], "outputs": [[0, 1], [0, 1]], "fn_name": "two_sum"}
+with long_integers():
+    LONG = str(2**20000)
 SOLUTION = """```python
 class Solution:
     def two_sum(self, nums: List[int], target: int) -> List[int]:
@@ -71,6 +76,45 @@ def test_the_part_of_the_tests_that_pass(sandbox, source, shares):
     assert reward.score == pytest.approx(1 / 3) and not reward.answer_correct and reward.format_valid
     names = ("passed", "wrong", "runtime_errors", "timeouts", "unrun")
     assert {name: round(3 * reward.metrics[name]) for name in names if reward.metrics[name] > 0.01} == shares
+
+
+@pytest.mark.parametrize(
+    ("source", "printed"),
+    [
+        pytest.param("print(4)\nexit()", "4", id="exit"),
+        pytest.param("print(4)\nexit(0)\nprint(5)", "4", id="exit 0"),
+        pytest.param("print(4)\nquit()", "4", id="quit"),
+        pytest.param("n = int(input())\nif n == 0:\n    print(4)\n    exit()\nprint(n)", "4", id="early end"),
+        pytest.param("def f():\n    print(4)\n    quit(None)\nf()", "4", id="in a function"),
+        pytest.param("try:\n    exit()\nfinally:\n    print(4)", "4", id="finally"),
+        pytest.param("try:\n    exit()\nexcept SystemExit:\n    print(4)", "4", id="caught"),
+        pytest.param("print(4)\nimport builtins\nbuiltins.exit()", "4", id="of builtins"),
+        pytest.param("input()\ntry:\n    input()\nexcept EOFError:\n    print(4)\n    exit()", "4", id="end of input"),
+        pytest.param("print(4)\nexit(1)", None, id="exit 1"),
+        pytest.param("print(4)\nquit('fault')", None, id="quit with a text"),
+        pytest.param("print(2 ** 20000)", LONG, id="6,021 digits"),
+        pytest.param("print(int('7' * 5000) % 9)", "8", id="long text read"),
+        pytest.param("import math\nprint(len(str(math.factorial(3000))))", "9131", id="length of a factorial"),
+        pytest.param("print(int(input()) + 2 ** 20000)", LONG, id="sum"),
+    ],
+)
+def test_programs_end_and_count_as_under_any_python(sandbox, source, printed):
+    reward = code(block(source), {"inputs": ["0\n"], "outputs": [printed or "4"]}, {}, sandbox)
+    assert reward.answer_correct == (printed is not None), reward
+
+
+def test_long_integers_are_arguments_and_results(sandbox):
+    """As numbers of the record, as JSON text, and as the answer's own JSON."""
+    number = 2**20000
+    double = block("def f(n):\n    return 2 * n")
+    as_numbers = {"inputs": [[number]], "outputs": [2 * number], "fn_name": "f"}
+    with long_integers():
+        as_text = {"inputs": [LONG], "outputs": [str(2 * number)], "fn_name": "f"}
+        as_json = json.dumps(as_numbers)
+    wrong = {"inputs": [[number]], "outputs": [2 * number + 1], "fn_name": "f"}
+    found = [code(double, given, {}, sandbox) for given in (as_text, as_numbers, as_json, wrong)]
+    assert [reward.answer_correct for reward in found] == [True, True, True, False], found
+    assert len(LONG) == 6021 and sys.get_int_max_str_digits() == sys.int_info.default_max_str_digits
 
 
 def test_results_of_numpy_are_what_they_hold(sandbox):
