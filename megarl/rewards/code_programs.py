@@ -98,7 +98,8 @@ class Trial:
         prelude = _PRELUDE + (_NUMPY if needs_numpy else "")
         if case.function is None:
             # The source is compiled separately, so that its own `from __future__` and line numbers work.
-            self.program = f"{_LONG_INTEGERS}{prelude}\nexec(compile({source!a}, 'solution.py', 'exec', dont_inherit=True))"
+            started = f"exec(compile({source!a}, 'solution.py', 'exec', dont_inherit=True))"
+            self.program = f"{_LONG_INTEGERS}{prelude}\n{started}"
             self.stdin = case.stdin
             return
         # A secret marks the result's line, so that printed text is not taken for it. Finding it gains nothing: it marks
