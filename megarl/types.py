@@ -363,6 +363,8 @@ class Trajectory:
     ended: Ended = "done"
     turn_rewards: tuple[tuple[int, float], ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
+    is_in_thoughts: bool = False
+    """Whether the last completion ended, or was cut, before its thoughts were closed. It then gives no answer."""
     restarts: int = 0
     """Number of restarts of the attempt because its environment was unavailable."""
     temperature: float = 1.0
@@ -436,6 +438,7 @@ class Trajectory:
             "texts": self.texts,
             "messages": self.messages,
             "turn_rewards": self.turn_rewards,
+            "is_in_thoughts": self.is_in_thoughts,
             "problem": self.problem.index,
             "source": self.problem.source,
             "segments": len(self.segments),
@@ -458,6 +461,8 @@ class Trajectory:
             texts=tuple(values["texts"]),
             messages=tuple(tuple(new) for new in values["messages"]),
             turn_rewards=tuple((turn, value) for turn, value in values["turn_rewards"]),
+            # Records of earlier versions lack it.
+            is_in_thoughts=values.get("is_in_thoughts", False),
             metrics=values["metrics"] | times["metrics"],
             engine_seconds=times["engine_seconds"],
             environment_seconds=times["environment_seconds"],

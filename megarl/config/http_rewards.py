@@ -68,8 +68,9 @@ class JudgeConfig(ServedConfig):
     taking longer than one second counts as no match. Default: the answer's last line, without a label such as
     "Verdict:" and punctuation."""
     thoughts: Literal["hide", "show"] = "hide"
-    """Treatment of the completion's thoughts, the text up to its last </think>. hide (default): the judge does not see
-    them; of a completion cut while thinking it sees nothing. show: the judge sees the whole completion."""
+    """Whether the judge sees the completion's thoughts, the text up to its last </think>: hide (default) or show.
+    A completion that ends, or is cut, inside its thoughts has no answer: with the default choices, or with
+    correct_from, it gets the lowest score, and the judge is not asked."""
     max_shown_characters: PositiveInt = 100_000
     """Maximum number of the completion's characters in the judge's prompt. If it is longer, the judge sees only its
     end."""

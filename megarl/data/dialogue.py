@@ -12,6 +12,7 @@ import numpy as np
 from megarl.data.chat import encode, num_tokens, render, special_tokens
 from megarl.data.tool_calls import ParsedTurn, parse, parser_of_template
 from megarl.data.tool_formats import PARSERS
+from megarl.thoughts import ALL_MARKS, MARKS, ends_in_thoughts
 from megarl.types import ConfigError
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ Tools = Sequence[Mapping[str, Any]]
 _TURN = "\ufdd2"
 """Placeholder for an assistant's turn, or for the last argument of a tool call in it. No valid text has this
 noncharacter."""
-REASONING_OPENINGS = "<think>", "[THINK]"
+REASONING_OPENINGS = tuple(opening for opening, _ in MARKS)
 REASONING_TOKENS = 8
 """Number of tokens at the end of a prompt in which the opening of a reasoning block is searched."""
 # Placed before a turn to render, because some templates refuse a conversation that begins with the assistant.
@@ -108,15 +109,29 @@ class Dialogue:
         `turn` is the number of the turn. Raises ConfigError if no call format is configured and the template does not
         show one.
         """
-        end_of_prompt = self.text_with_special_tokens(prompt_token_ids[-REASONING_TOKENS:]).rstrip()
         return parse(
             self.call_format,
             self.text_with_special_tokens(token_ids),
             tools,
             turn=turn,
             # Some templates open the reasoning block in the prompt; then only its closing tag is sampled.
-            in_reasoning=True if end_of_prompt.endswith(REASONING_OPENINGS) else None,
+            in_reasoning=True if self._opens_thoughts(prompt_token_ids) else None,
         )
+
+    def ends_in_thoughts(self, prompt_token_ids: NDArray[np.int32], token_ids: NDArray[np.int64], text: str) -> bool:
+        """Return whether a completion [new_tokens] after a prompt [prompt] ends before its thoughts are closed.
+
+        `text` is the completion without special tokens.
+        """
+        special = special_tokens(self.tokenizer)
+        # Marks that are special tokens are missing in `text`. Decoding a long completion again takes milliseconds.
+        if special is not None and any(map(special.fullmatch, ALL_MARKS)):
+            text = self.text_with_special_tokens(token_ids)
+        return ends_in_thoughts(text, begins_in_thoughts=self._opens_thoughts(prompt_token_ids))
+
+    def _opens_thoughts(self, prompt_token_ids: NDArray[np.int32]) -> bool:
+        end_of_prompt = self.text_with_special_tokens(prompt_token_ids[-REASONING_TOKENS:]).rstrip()
+        return end_of_prompt.endswith(REASONING_OPENINGS)
 
     @property
     def call_format(self) -> str:

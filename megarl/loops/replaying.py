@@ -404,6 +404,7 @@ async def _rescored(groups: Sequence[Group], pools: Mapping[str, RewardPool]) ->
             trajectory.problem.record,
             "length" if trajectory.ended == "length" else "stop",
             trajectory.num_sampled,
+            is_in_thoughts=trajectory.is_in_thoughts,
         )
         [pool] = pools.values()
         scored = await pool.score(sample)

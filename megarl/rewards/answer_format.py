@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Literal
 
-from megarl.rewards.final_answers import has_valid_tags, last_boxed
+from megarl.rewards.final_answers import answering_text, has_valid_tags, last_boxed
 from megarl.rewards.results import FunctionScore
 
 Form = Literal["think_answer_tags", "boxed", "code", "hashes"]
@@ -22,6 +22,7 @@ _FORMS: dict[str, Callable[[str], bool]] = {
 def answer_format(
     completion_text: str,
     *,
+    in_thoughts: bool = False,
     form: Form | None = None,
     pattern: str | None = None,
     valid_score: float = 1.0,
@@ -30,14 +31,15 @@ def answer_format(
     """Score whether a completion has an answer in the given `form`, or matches the regular expression `pattern`
     completely.
 
-    With both, both must hold; `.` also matches line ends. The result has no verdict on the answer. Metric: `valid`, the
+    With both, both must hold; `.` also matches line ends. A completion that ends inside its thoughts has no answer in
+    any form. The result has no verdict on the answer. Metric: `valid`, the
     share of completions in the format.
     """
     if form is None and pattern is None:
         raise ValueError(f"kwargs.form and kwargs.pattern are missing: set one; form is one of {', '.join(_FORMS)}")
     if form is not None and form not in _FORMS:
         raise ValueError(f"kwargs.form = {form!r}: is not an answer form; set it to one of {', '.join(_FORMS)}")
-    is_valid = form is None or _FORMS[form](completion_text)
+    is_valid = form is None or _FORMS[form](answering_text(completion_text, in_thoughts=in_thoughts))
     if is_valid and pattern is not None:
         is_valid = re.fullmatch(pattern, completion_text, re.DOTALL) is not None
     score = valid_score if is_valid else invalid_score

@@ -10,6 +10,7 @@ from typing import Any
 from megarl.files.nearest import nearest
 from megarl.rewards import metric_name
 from megarl.rewards.foreign_functions import foreign_function
+from megarl.thoughts import ends_in_thoughts
 from megarl.types import Completion, ConfigError, Problem
 
 PARAMETERS = {
@@ -22,6 +23,7 @@ PARAMETERS = {
     "num_tokens": "int: tokens of the completion",
     "truncated": "bool: whether the completion hit the length limit",
     "turn": "int: number of the turn, from 1",
+    "in_thoughts": "bool: whether the completion ended, or was cut, before its thoughts were closed",
     "correct_score": "float: reward.correct_score",
     "sandbox": "megarl.sandbox.sandbox_fusion.AnySandbox: runs programs of the policy, if it is named",
 }
@@ -47,6 +49,8 @@ class Sample:
     finish_reason: str = "stop"
     num_tokens: int = 0
     turn: int = 1
+    is_in_thoughts: bool = False
+    """Whether the tokens end inside thoughts. The text alone may not show it, if the prompt opened them."""
 
     @classmethod
     def of(
@@ -57,8 +61,12 @@ class Sample:
         *,
         prompt_messages: Sequence[Mapping[str, Any]],
         turn: int,
+        is_in_thoughts: bool,
     ) -> Sample:
-        """Return the sample of a completion. `turn` is the number of the completion in the attempt, from 1."""
+        """Return the sample of a completion. `turn` is the number of the completion in the attempt, from 1.
+
+        `is_in_thoughts`: the completion ends before its thoughts are closed.
+        """
         return cls(
             completion_text,
             problem.answer,
@@ -67,7 +75,13 @@ class Sample:
             completion.finish_reason,
             len(completion.token_ids),
             turn,
+            is_in_thoughts,
         )
+
+    @property
+    def in_thoughts(self) -> bool:
+        """Whether the completion ended, or was cut, before its thoughts were closed."""
+        return self.is_in_thoughts or ends_in_thoughts(self.completion_text)
 
     def values(self, names: frozenset[str], correct_score: float) -> dict[str, Any]:
         """Return the values of the sample for the parameters `names`, by name."""
@@ -82,6 +96,7 @@ class Sample:
             "num_tokens": self.num_tokens,
             "truncated": self.finish_reason == "length",
             "turn": self.turn,
+            "in_thoughts": self.in_thoughts,
             "correct_score": correct_score,
             "sandbox": None,  # The reward process has its own.
         }

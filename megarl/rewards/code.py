@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from megarl.rewards.code_cases import read_cases
 from megarl.rewards.code_programs import Trial, last_block, long_integers
+from megarl.rewards.final_answers import answering_text
 from megarl.sandbox.sandbox_fusion import AnySandbox
 from megarl.types import Reward
 
@@ -31,6 +32,7 @@ def code(
     record: Mapping[str, Any],
     sandbox: AnySandbox,
     *,
+    in_thoughts: bool = False,
     correct_score: float = 1.0,
     score: Literal["all", "fraction"] = "all",
     max_tests: int | None = None,
@@ -41,7 +43,7 @@ def code(
     The tests are in the record's `field`, or in the places known to `code_cases.read_cases`. With `score` all, passing
     all tests gives `correct_score`, and testing stops at the first failure. With `score` fraction, the score is the
     passed share times `correct_score`. Only the first `max_tests` tests are run. Testing also stops at the first
-    timeout. The format is valid if the code block exists.
+    timeout. The format is valid if the code block exists. A completion that ends inside its thoughts has none.
 
     Metrics are shares of the tests: `passed`, `wrong`, `runtime_errors`, `timeouts`, `unrun`; `judge_errors`: wrong
     because the comparison raised an error; `wall_timeouts`: timeouts of wall-clock time. `cpu_seconds` sums all runs,
@@ -54,7 +56,7 @@ def code(
             f"kwargs.max_tests = {max_tests}: is not positive; set it to 1 or more, or remove it to run all tests"
         )
     cases = read_cases(answer, record, field)[:max_tests]
-    source = last_block(completion_text)
+    source = last_block(answering_text(completion_text, in_thoughts=in_thoughts))
     if source is None:
         unrun = dict.fromkeys(("passed", "wrong", "runtime_errors", "timeouts"), 0.0) | {"unrun": 1.0}
         return Reward(0.0, format_valid=False, answer_correct=False, metrics=unrun)

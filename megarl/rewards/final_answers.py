@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from megarl.files.import_path import import_object
 from megarl.rewards import ANSWER_READERS, kind_of
+from megarl.thoughts import ends_in_thoughts, without_thoughts
 
 AnswerForm = Literal["boxed", "tags", "hashes", "answer_line"]
 ReadAnswer = Callable[[str, Mapping[str, Any]], str | None]
@@ -170,21 +171,25 @@ def has_valid_tags(completion_text: str) -> bool:
     )
 
 
-def without_thoughts(text: str) -> str:
-    """Return the text after its last </think>; the whole text if there is none."""
-    return text.rpartition("</think>")[2]
+def answering_text(text: str, *, in_thoughts: bool = False) -> str:
+    """Return the text that may hold a final answer: empty if the completion ended inside its thoughts.
+
+    An answer there was only considered, so no reward function judges it. `in_thoughts` is known from the tokens; the
+    text does not show it if the prompt opened the thoughts.
+    """
+    return "" if in_thoughts or ends_in_thoughts(text) else text
 
 
 def boxed_answer(text: str, record: Mapping[str, Any], **kwargs: Any) -> str | None:
     r"""Return the final answer in the last \boxed{}, as the reward `boxed` scores it; None: there is none."""
-    return last_boxed(text)
+    return last_boxed(answering_text(text))
 
 
 def tagged_answer(text: str, record: Mapping[str, Any], **kwargs: Any) -> str | None:
     """Return the final answer in the last answer tags, as the reward `think_answer_tags` scores it; None: there is
     none.
     """
-    return last_tagged(text)
+    return last_tagged(answering_text(text))
 
 
 def competition_answer(
@@ -197,8 +202,9 @@ def competition_answer(
 ) -> str | None:
     """Return the final answer after the last </think>, as the reward `math_competition` scores it.
 
-    Returns None if no answer has a valid format.
+    Returns None if no answer has a valid format, or if the thoughts are not closed.
     """
+    text = answering_text(text)
     if thoughts == "required" and _TAGS[1] not in text:
         return None
     stated = last_stated(without_thoughts(text), forms)

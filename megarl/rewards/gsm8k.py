@@ -8,7 +8,15 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any, Literal, get_args
 
-from megarl.rewards.final_answers import GSM8K_FORMS, MARKED_NUMBER, NUMBER, has_valid_tags, last_stated, marked_line
+from megarl.rewards.final_answers import (
+    GSM8K_FORMS,
+    MARKED_NUMBER,
+    NUMBER,
+    answering_text,
+    has_valid_tags,
+    last_stated,
+    marked_line,
+)
 from megarl.rewards.quantities import read_quantity
 from megarl.types import Reward
 
@@ -22,6 +30,7 @@ def gsm8k(
     completion_text: str,
     answer: Any,
     *,
+    in_thoughts: bool = False,
     correct_score: float = 1.0,
     format_score: float = 0.0,
     forms: tuple[Form, ...] | list[Form] = GSM8K_FORMS,
@@ -32,7 +41,8 @@ def gsm8k(
     The number is read from the last `#### n`, \boxed{n} or <answer>n</answer>, whichever of them `forms` lists. After
     #### the whole line must be a number, optionally with a unit: 3/4, 5 million, 5 apples, but not 10-12. For tags, the
     four tags of `think_answer_tags` must be well-formed. With method flexible (verl's), a completion without any of the
-    forms is scored by its last number, but its format is invalid.
+    forms is scored by its last number, but its format is invalid. A completion that ends inside its thoughts has no
+    number.
 
     The gold answer is a number, or GSM8K's solution ending with `#### n`. Numbers are equal by value: 1,234 and
     $1234.00. The score is `correct_score` for the right number, `format_score` for another number in one of the forms,
@@ -44,7 +54,9 @@ def gsm8k(
     if not forms or set(forms) - set(get_args(Form)):
         raise ValueError(f"kwargs.forms = {forms!r}: is not a valid list; list some of {', '.join(get_args(Form))}")
     gold = gold_number(answer)
-    number, format_valid = _stated_number(completion_text, tuple(forms), method)
+    number, format_valid = _stated_number(
+        answering_text(completion_text, in_thoughts=in_thoughts), tuple(forms), method
+    )
     is_fallback = number is not None and not format_valid
     is_correct = number == gold
     score = correct_score if is_correct else format_score if format_valid else 0.0
@@ -77,7 +89,7 @@ def final_answer(
     """Return the final number of a completion as text, as the reward `gsm8k` scores it. None: the completion states
     none.
     """
-    number, _ = _stated_number(text, tuple(forms), method)
+    number, _ = _stated_number(answering_text(text), tuple(forms), method)
     return None if number is None else str(number)
 
 

@@ -142,8 +142,14 @@ class ServedReward(Generic[Config]):
     def check_record(self, sample: Sample) -> None:
         """Raise ValueError if a record lacks a field needed for the request."""
 
+    def score_unasked(self, sample: Sample) -> FunctionScore | None:
+        """Return the score of a sample for which the server need not be asked; None: it is asked."""
+        return None
+
     async def score(self, sample: Sample) -> FunctionScore:
         """Return the score of a completion, retrying failed calls. Raises ServerFailedError if all calls fail."""
+        if (unasked := self.score_unasked(sample)) is not None:
+            return unasked
         self._adopt_loop()
         try:
             body = json.dumps(self.request(sample)).encode()

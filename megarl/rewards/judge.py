@@ -13,8 +13,9 @@ import regex
 from megarl.config.http_rewards import JudgeConfig
 from megarl.files.regular import check_regular
 from megarl.rewards.calling import Sample
-from megarl.rewards.final_answers import without_thoughts
 from megarl.rewards.http_rewards import ServedReward
+from megarl.rewards.results import FunctionScore
+from megarl.thoughts import without_thoughts
 from megarl.types import DataError
 
 PROMPT = """You are given a question, its gold answer and a solution that somebody wrote. Judge whether the solution's
@@ -87,6 +88,15 @@ class Judge(ServedReward[JudgeConfig]):
             **self.config.request,
         }
 
+    def score_unasked(self, sample: Sample) -> FunctionScore | None:
+        """Return the lowest score for a completion that ends inside its thoughts, if the judge's verdicts say whether
+        answers are right.
+        """
+        if self.config.right_from is None or not sample.in_thoughts:
+            return None
+        lowest = 0.0 if self.config.scale is not None else min(self.config.choices.values())
+        return FunctionScore(lowest, answer_correct=False)
+
     def read(self, answer: Any) -> float:
         try:
             text = answer["choices"][0]["message"]["content"]
@@ -153,7 +163,7 @@ class Judge(ServedReward[JudgeConfig]):
         asked = [message.get("content") for message in sample.prompt_messages if message.get("role") == "user"]
         values = {
             "question": _text(asked[-1]) if asked else "",
-            "completion": self._shown(sample.completion_text),
+            "completion": self._shown(sample),
             "answer": _text(sample.answer),
         }
         for name in self._names(self._prompt):
@@ -161,12 +171,11 @@ class Judge(ServedReward[JudgeConfig]):
                 values[name] = _text(_field(sample.record or {}, name.partition(".")[2]))
         return values
 
-    def _shown(self, completion: str) -> str:
-        """Return the part of a completion shown to the judge (`thoughts`, `max_completion_characters`)."""
+    def _shown(self, sample: Sample) -> str:
+        """Return the part of a completion shown to the judge (`thoughts`, `max_shown_characters`)."""
+        completion = sample.completion_text
         if self.config.thoughts == "hide":
-            # Thoughts cut off by the length limit have no end tag, so nothing after them is an answer.
-            is_cut = completion.rfind("<think>") > completion.rfind("</think>")
-            completion = "" if is_cut else without_thoughts(completion)
+            completion = "" if sample.in_thoughts else without_thoughts(completion)
         # The end is kept, because the final answer is there.
         return completion[-self.config.max_shown_characters :]
 

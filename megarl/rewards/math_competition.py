@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-from megarl.rewards.final_answers import MATH_COMPETITION_FORMS, competition_answer, gold_answers
+from megarl.rewards.final_answers import MATH_COMPETITION_FORMS, answering_text, competition_answer, gold_answers
 from megarl.rewards.math_equivalence import agreement
 from megarl.types import Reward
 
@@ -20,6 +20,7 @@ def math_competition(
     answer: Any,
     record: Mapping[str, Any],
     *,
+    in_thoughts: bool = False,
     correct_score: float = 1.0,
     wrong_score: float = 0.0,
     invalid_score: float = 0.0,
@@ -29,10 +30,11 @@ def math_competition(
     r"""Score the final answer by one of three levels: right, wrong, or invalid format.
 
     The answer is taken after the last </think>, from the last of these `forms`: \boxed{}, a line `Answer: x`, or
-    <answer> tags. Without any the format is invalid; with thoughts = required also without </think>. There may be a
-    list of gold answers, each with or without a box: one that agrees is enough. An answer equal only as text earns the
-    mean of `correct_score` and `wrong_score`. Metric: `level_N`, the share of right answers by the record's `level`
-    (`Level 5` in MATH).
+    <answer> tags. Without any the format is invalid. With `thoughts` optional, a completion without thoughts is scored
+    too; required: its format is invalid without </think>. With both, a completion that ends inside its thoughts has no
+    answer. There may be a list of gold answers, each with or without a box: one that agrees is enough. An answer equal
+    only as text earns the mean of `correct_score` and `wrong_score`. Metric: `level_N`, the share of right answers by
+    the record's `level` (`Level 5` in MATH).
 
     verl's and slime's math_dapo: wrong_score and invalid_score -1, forms [answer_line]. DeepScaleR: thoughts required.
     """
@@ -41,7 +43,8 @@ def math_competition(
     if thoughts not in ("optional", "required"):
         raise ValueError(f"kwargs.thoughts = {thoughts!r}: is not a valid value; set it to optional or required")
     golds = gold_answers(answer)
-    stated = competition_answer(completion_text, record, forms=forms, thoughts=thoughts)
+    text = answering_text(completion_text, in_thoughts=in_thoughts)
+    stated = competition_answer(text, record, forms=forms, thoughts=thoughts)
     agreed = 0.0 if stated is None else max(agreement(stated, gold) for gold in golds)
     level = _level(record)
     metrics = {} if level is None else {f"level_{level}": float(agreed > 0)}

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megarl.rewards.choice_answers import ALSO_RIGHT, choice_letter, is_hedged
-from megarl.rewards.final_answers import last_box, last_tags, without_thoughts
+from megarl.rewards.final_answers import answering_text, last_box, last_tags
+from megarl.thoughts import without_thoughts
 from megarl.types import Reward
 
 Gold = Literal["letter", "text", "index"]
@@ -17,23 +18,46 @@ Gold = Literal["letter", "text", "index"]
 _FIELDS = ("choices", "options")
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _WRAPPED = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")
+_MARKS = " \t\n*_$`\"'"
 _ALONE = re.compile(r"\(?([A-Za-z])(?:[).:]|\b(?=\s*$))")
 _LED_BY = re.compile(r"\(?([A-Z])(?:[).:]+\s+|\)\s*)(\S.*)", re.DOTALL)
-_WITH_REASON = re.compile(r"\(?([A-Z])[).:]?,?\s+(?i:since|because)\b")
-_LETTER = r"\(?([A-Z])\)?(?=[\s*_]*(?:[.):,;\]]|$))"
+_REASON = r"(?i:since|because|as(?!\s+well\b)|due\s+to|given)\b"
+_WITH_REASON = re.compile(rf"\(?([A-Z])[).:]?,?\s+{_REASON}")
+_OPENED = r"(?:\\[(\[]|\\(?:text|textbf|mathrm|mathbf)\s*\{|[\s*_$`\"'\u201c\u2018\[{(])*+"
+_CLOSED = r"(?:\\[)\]]|[*_$`\"'\u201d\u2019\]})])*+"
+"""Regular expressions of what may stand around a letter: dollar signs, bold marks, quotes, brackets."""
+_GOES_ON = (
+    r"(?:(?<=[)\]}])(?!\s*(?:[-+*/^=<>]|\(?[A-Z]\b))"
+    r"|(?=[ \t]*+(?:[.,:;!]|$|[-\u2013\u2014]+\s++(?![A-Z]\b)|\((?!\s*(?i:or|and)\b|\s*[A-Z]\s*\))"
+    rf"|{_REASON}|(?i:which|not|by|according|rather\s+than|instead\s+of|or|and|as\s+well\s+as)\b|[/&])))"
+)
+"""Regular expression of the place after a stated letter: the end of a statement, its reason, or a second choice.
+
+Other words show that the letter is not the whole answer: `the answer is A number`, `the answer is C if`.
+"""
+_LETTER = rf"{_OPENED}(?:([A-Z])|(?<=\()([a-z])(?=\))){_CLOSED}{_GOES_ON}"
+_IS = r"(?i:\s+(?:is|(?:should|must|would|has\s+to)\s+be)\b(?:\s+(?:clearly|therefore|thus|then|either|both)\b)?)"
 _STATED = re.compile(
-    r"\b(?i:answer|choice|option)\b(?:(?i:\s+is\b)(?:[\s*_]*+[:=])?|[\s*_]*+[:=])[\s*_]*+(?i:(?:option|choice)\s+)?"
-    + _LETTER
-    + r"|(?<!not )(?<!n't )\b(?i:choose|chose|pick|select|go\s+with)\s+(?i:(?:option|choice|answer)\s+)?" + _LETTER,
+    rf"\b(?i:answer|choice|option)\b(?:{_IS}(?:[\s*_]*+[:=])?|[\s*_]*+[:=]|\s+[-\u2013\u2014]+(?=\s))[\s*_]*+"
+    rf"(?i:(?:option|choice)\s+)?{_LETTER}"
+    r"|(?<!not )(?<!n't )\b(?i:choose|chose|pick|select|go\s+with)\s+(?i:(?:option|choice|answer)\s+)?" + _LETTER,
     re.MULTILINE,
-)  # fmt: skip
+)
 """Regular expression of a text stating the answer: `the answer is (B)`. A mere mention, `since option A, ...`, does not
 match.
 """
+_CALLED_RIGHT = re.compile(
+    rf"(?:(?i:so|thus|therefore|hence),?\s+)?(?i:(?:option|choice|answer)\s+)?{_OPENED}([A-Z]){_CLOSED}"
+    r"\s+is\s+(?i:(?:the\s+)?(?:correct|right|best)(?:\s+(?:answer|option|choice|one))?)[\s*_$]*[.!]*"
+)
+"""Regular expression of a whole line calling a choice right: `So option (B) is the correct answer.`"""
+_LABELLED = re.compile(r"(?i:(?:(?:the|my|final|correct)\s+){0,2}(?:answer|choice|option))[\s*_]*[:=](.*)")
+_BEFORE_TEXT = re.compile(r"[\s.,:(*]*(?:[-\u2013\u2014]+\s)?\s*")
+"""Regular expression of what separates a stated letter from the choice's text."""
 _NAMED = r"[\s*_]*(?i:(?:option|choice)\s+)?\(?"
 _SECOND = re.compile(
-    rf"[\s*_.):,;\]]*(?:(?i:or|and|/|&){_NAMED}(?!I\s+[a-z])[A-Z]\b|(?<=[\s*_.):,;\]]){_NAMED}{ALSO_RIGHT})"
-    rf"|[ \t*_)]*[,;]{_NAMED}[A-Z][)*_]*(?=[ \t]*(?:[,;.\n]|(?i:and|or)\b|$))"
+    rf"[\s*_.):,;\]]*+(?:(?i:or|and|/|&|as\s+well\s+as){_NAMED}(?!I\s+[a-z])[A-Z]\b|(?<=[\s*_.):,;\]]){_NAMED}{ALSO_RIGHT})"
+    rf"|[ \t*_)]*[,;]{_NAMED}[A-Z][)*_]*(?=[ \t]*(?:[,;.!\n]|(?i:and|or)\b|{_REASON}|$))"
     r"(?![^.\n]*\b(?i:wrong|incorrect|false|not|eliminated|excluded)\b)"
     r"|[ \t*_)]*\.[ \t*_]*\(?[A-Z][.)*_]*[ \t]*(?:\n|$)"
 )
@@ -68,7 +92,8 @@ class Choices:
 
     def by_letter(self, said: str) -> str | None:
         """Return the letter of a choice if the text is this letter or begins with it. None: it does not."""
-        plain = _plain(said)
+        # "B!" is a letter, but "5!" is a choice's text.
+        plain = _plain(_plain(said).rstrip("!"))
         alone = _ALONE.fullmatch(plain)
         letter = alone[1].upper() if alone else self._leading(plain)
         return letter if letter and letter in self.letters else None
@@ -98,6 +123,7 @@ def multiple_choice(
     answer: Any,
     record: Mapping[str, Any],
     *,
+    in_thoughts: bool = False,
     correct_score: float = 1.0,
     num_choices: int | None = None,
     field: str | None = None,
@@ -107,15 +133,16 @@ def multiple_choice(
 
     Choices are in the record's `choices` or `options`, or another `field`: a list, {"label": [...], "text": [...]} or
     {"A": ...}. Without them there are `num_choices`, at most 26. The gold answer is a letter or label, a choice's text,
-    or its index from 0. `gold` selects one of these three, and is required if an answer is ambiguous. Only the
-    completion after its last </think> counts: its last box or <answer> tags, else its last `the answer is (B)`, else a
-    last line consisting of a choice. The format is valid if that place names exactly one choice. Metrics: `chosen_A`,
-    `chosen_B`, ...: the share of answers with this letter. Raises ValueError if the gold answer is not a choice or is
-    ambiguous.
+    or its index from 0. `gold` selects one of these three, and is required if an answer is ambiguous.
+
+    The completion after its last </think> counts, and nothing of one that ends inside its thoughts. Its last box or
+    <answer> tags count, else its last `the answer is (B)`, else a last line consisting of a choice. The format is valid
+    if that place names exactly one choice. Metrics: `chosen_A`, `chosen_B`, ...: the share of answers with this letter.
+    Raises ValueError if the gold answer is not a choice or is ambiguous.
     """
     choices = choices_of(record, field, num_choices)
     right = gold_choice(answer, choices, gold)
-    letter = _chosen(without_thoughts(completion_text), choices)
+    letter = _chosen(answering_text(completion_text, in_thoughts=in_thoughts), choices)
     # At most 10 letters become metrics, to keep their number small.
     shown = _LETTERS[: min(len(choices.labels), 10)] if choices.texts or num_choices else ""
     metrics = {f"chosen_{each}": float(each == letter) for each in shown}
@@ -173,7 +200,7 @@ def final_answer(
     text: str, record: Mapping[str, Any], *, num_choices: int | None = None, field: str | None = None, **kwargs: Any
 ) -> str | None:
     """Return the letter of the choice at the end of a completion, as scored. None: the completion names no choice."""
-    return _chosen(without_thoughts(text), choices_of(record, field, num_choices))
+    return _chosen(answering_text(text), choices_of(record, field, num_choices))
 
 
 def check_record(
@@ -190,20 +217,35 @@ def check_record(
 
 
 def _chosen(text: str, choices: Choices) -> str | None:
+    text = without_thoughts(text)
     marked = [found for found in (last_box(text), last_tags(text)) if found is not None]
     if marked:
         return choices.letter(max(marked)[1])
+    lines = text.strip().splitlines()
+    last_line = lines[-1].strip() if lines else ""
+    if (called_right := _CALLED_RIGHT.fullmatch(last_line)) and called_right[1] in choices.letters:
+        return called_right[1]
     # Letters that are not choices, as in "the answer is I think", are skipped.
     stated = deque((found for found in _STATED.finditer(text) if _stated_letter(found) in choices.letters), maxlen=1)
     if stated:
-        # "the answer is A or B" names two choices, so it counts as none.
-        return None if _SECOND.match(text, stated[0].end()) else _stated_letter(stated[0])
-    lines = text.strip().splitlines()
-    return choices.letter(lines[-1]) if lines else None
+        return _agreed_letter(text, stated[0], choices)
+    labelled = _LABELLED.fullmatch(last_line)
+    return choices.letter(labelled[1] if labelled else last_line)
+
+
+def _agreed_letter(text: str, stated: re.Match[str], choices: Choices) -> str | None:
+    """Return the letter of a statement. None: a second choice follows, or the text of another one: `C, red`."""
+    # "the answer is A or B" names two choices, so it counts as none.
+    if _SECOND.match(text, stated.end()):
+        return None
+    letter = _stated_letter(stated)
+    rest_of_line = text[stated.end() :].partition("\n")[0]
+    named = choices.by_text(_BEFORE_TEXT.sub("", rest_of_line, count=1).rstrip(" \t).!*"))
+    return letter if named in (None, letter) else None
 
 
 def _stated_letter(found: re.Match[str]) -> str:
-    return found[1] or found[2]
+    return next(letter for letter in found.groups() if letter is not None).upper()
 
 
 def _only(said: str, names: Sequence[str]) -> str | None:
@@ -214,4 +256,5 @@ def _only(said: str, names: Sequence[str]) -> str | None:
 
 
 def _plain(text: str) -> str:
-    return _WRAPPED.sub(r"\1", text).strip(" \t\n*_$`\"'").rstrip(".").strip()
+    # Twice, because a full stop may stand within the marks or after them.
+    return _WRAPPED.sub(r"\1", text).strip(_MARKS).rstrip(".").strip(_MARKS)

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from typing import Any, Literal
 
 from megarl.files.nearest import nearest
-from megarl.rewards.final_answers import last_boxed, last_tagged
+from megarl.rewards.final_answers import answering_text, last_boxed, last_tagged
 from megarl.rewards.harmless import harmless_answer, is_formula, is_integer_arithmetic, is_literal
 from megarl.types import ConfigError, Reward
 
@@ -35,6 +35,7 @@ def reasoning_gym(
     answer: Any,
     record: Mapping[str, Any],
     *,
+    in_thoughts: bool = False,
     correct_score: float = 1.0,
     place: Place = "tags",
 ) -> Reward:
@@ -43,7 +44,8 @@ def reasoning_gym(
     Other arguments are as in `scorer_of`. Metric: the mean score per task, under the task's name.
     """
     task = task_of(record)
-    scored = _score(task, completion_text, answer, record, correct_score, place, {})
+    text = answering_text(completion_text, in_thoughts=in_thoughts)
+    scored = _score(task, text, answer, record, correct_score, place, {})
     return Reward(
         scored.score,
         scored.format_valid,
@@ -58,8 +60,8 @@ def scorer_of(task: str) -> Callable[..., Reward]:
     It passes the last <answer> tags, the last \boxed{} or the whole completion (`place`) to the task's scorer, and
     multiplies the score by `correct_score`. An answer is right from a score of 0.99 on. The record needs
     reasoning-gym's `metadata`, an object or its JSON, at the top or in `extra_info`. `config` has the task's settings,
-    for scorers depending on them. If the scorer evaluates answers as code, an answer that is neither literal nor
-    formula counts as empty. Metric: `raw`, the scorer's own value.
+    for scorers depending on them. A completion that ends inside its thoughts counts as empty. If the scorer evaluates
+    answers as code, an answer that is neither literal nor formula does too. Metric: `raw`, the scorer's own value.
     """
 
     def score(
@@ -67,11 +69,13 @@ def scorer_of(task: str) -> Callable[..., Reward]:
         answer: Any,
         record: Mapping[str, Any],
         *,
+        in_thoughts: bool = False,
         correct_score: float = 1.0,
         place: Place = "tags",
         config: Mapping[str, Any] | None = None,
     ) -> Reward:
-        return _score(task, completion_text, answer, record, correct_score, place, config or {})
+        text = answering_text(completion_text, in_thoughts=in_thoughts)
+        return _score(task, text, answer, record, correct_score, place, config or {})
 
     return score
 
@@ -162,7 +166,7 @@ def final_answer(text: str, record: Mapping[str, Any], *, place: Place = "tags",
     places: dict[str, Callable[[str], str | None]] = {"tags": last_tagged, "boxed": last_boxed, "text": str}
     if place not in places:
         raise ValueError(f"kwargs.place = {place!r}: is not a valid value; set it to one of {', '.join(places)}")
-    found = places[place](text)
+    found = places[place](answering_text(text))
     return None if found is None else found.strip()
 
 

@@ -215,6 +215,7 @@ async def attempt(
             (number, float(step.reward)) for number, step in enumerate(steps) if step.reward is not None
         ),
         metrics=_summed([step.metrics for step in steps]),
+        is_in_thoughts=conversation.is_in_thoughts,
         restarts=restarts,
         engine_seconds=engines.seconds,
         environment_seconds=clock.environment_seconds,
@@ -231,6 +232,7 @@ async def attempt(
         # Reward functions see the whole conversation before the scored completion.
         prompt_messages=conversation.before_last(),
         turn=max(len(calls), 1),
+        is_in_thoughts=conversation.is_in_thoughts,
     )
     scored = await score(sample)
     return replace(trajectory, reward=scored.trajectory_reward, failure=scored.failure)
@@ -387,6 +389,7 @@ def unscored(
     ended: Ended,
     failure: str | None,
     metrics: Mapping[str, float],
+    is_in_thoughts: bool,
     turn_rewards: tuple[tuple[int, float], ...] = (),
     restarts: int = 0,
     engine_seconds: float,
@@ -395,6 +398,7 @@ def unscored(
     """Return the trajectory of an attempt's model calls, before it gets a reward.
 
     `texts` are the completions. `messages` has, before each completion and after the last one, the new messages.
+    `is_in_thoughts`: the last completion ended before its thoughts were closed.
     """
     return Trajectory(
         environment=task.environment,
@@ -409,6 +413,7 @@ def unscored(
         ended=ended,
         turn_rewards=turn_rewards,
         metrics=metrics,
+        is_in_thoughts=is_in_thoughts,
         restarts=restarts,
         temperature=task.sampling.temperature,
         engine_seconds=engine_seconds,

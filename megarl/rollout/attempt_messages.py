@@ -52,6 +52,8 @@ class AttemptConversation:
     calls: list[ModelCall] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
+    is_in_thoughts: bool = False
+    """Whether the last completion ended, or was cut, before its thoughts were closed."""
     _rendered: str = ""
     """The chat template's text of which `prompt` holds the tokens. Empty with `history` = append."""
 
@@ -80,6 +82,10 @@ class AttemptConversation:
         number, token_ids = len(self.turns), completion.token_ids
         text = self.dialogue.text(token_ids)
         turn = Turn(number, text, finish_reason, completion=text, is_last=is_last)
+        self.is_in_thoughts = self.dialogue.ends_in_thoughts(self.prompt, token_ids, text)
+        if self.is_in_thoughts:
+            # An environment must not judge an answer that the policy only considered.
+            turn = replace(turn, text="", reasoning=text)
         if self.tools:
             parsed = self.dialogue.parsed(self.prompt, token_ids, self.tools, turn=number)
             turn = replace(turn, text=parsed.text, reasoning=parsed.reasoning or "", calls=parsed.calls)

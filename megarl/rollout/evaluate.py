@@ -199,6 +199,8 @@ def _verdict_measures(
 
 def final_answer(trajectory: Trajectory, read_answer: ReadAnswer) -> str | None:
     """Return the final answer in an attempt's last completion, stripped of white space; None if there is none."""
+    if trajectory.is_in_thoughts:
+        return None
     said = read_answer(trajectory.texts[-1], trajectory.problem.record or {}) if trajectory.texts else None
     # Without blanks, because votes compare texts: "x = 1" and "x=1" are one answer.
     return None if said is None else "".join(said.split())

@@ -311,6 +311,7 @@ def _trajectory(
         _new_messages(answers),
         ended=ended,
         failure=failure,
+        is_in_thoughts=bool(answers) and answers[-1].is_in_thoughts,
         metrics=counts | {"model_calls": float(len(calls)), "program_seconds": program_seconds},
         engine_seconds=engine_seconds,
         environment_seconds=environment_seconds,
@@ -342,7 +343,7 @@ def _sample(problem: Problem, session: Session) -> Sample:
     if not answers:
         # The program made no call. Reward functions score an empty completion.
         nothing = unanswered(problem).completion
-        return Sample.of(problem, nothing, "", prompt_messages=problem.messages, turn=1)
+        return Sample.of(problem, nothing, "", prompt_messages=problem.messages, turn=1, is_in_thoughts=False)
     last = answers[-1]
     return Sample.of(
         problem,
@@ -350,4 +351,5 @@ def _sample(problem: Problem, session: Session) -> Sample:
         last.text,
         prompt_messages=last.prompt_messages or problem.messages,
         turn=len(answers),
+        is_in_thoughts=last.is_in_thoughts,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -24,6 +24,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 Result = TypeVar("Result")
+
+
+class Decoded(NamedTuple):
+    """A sampled completion as text.
+
+    `turn` has its parts (text, reasoning, tool calls), `whole` is all of it without special tokens. `is_in_thoughts`:
+    it ended before its thoughts were closed.
+    """
+
+    turn: ParsedTurn
+    whole: str
+    is_in_thoughts: bool
 
 
 class Codec:
@@ -62,19 +74,16 @@ class Codec:
         messages = ({"role": "user", "content": text},)
         return await self._in_thread(lambda: np.array(encode(self._dialogue.tokenizer, text), np.int32), messages)
 
-    async def parsed(self, call: ModelCall, tools: Sequence[ToolSchema], turn: int) -> tuple[ParsedTurn, str]:
-        """Parse a sampled completion. Returns its parts (text, reasoning, tool calls), and its text without special
-        tokens.
+    async def parsed(self, call: ModelCall, tools: Sequence[ToolSchema], turn: int) -> Decoded:
+        """Parse a sampled completion. Without `tools` the text is not searched for tool calls."""
 
-        Without `tools` the text is not searched for tool calls.
-        """
-
-        def parts() -> tuple[ParsedTurn, str]:
-            token_ids = call.completion.token_ids
+        def parts() -> Decoded:
+            prompt, token_ids = call.prompt_token_ids, call.completion.token_ids
             whole = self._dialogue.text(token_ids)
+            is_in_thoughts = self._dialogue.ends_in_thoughts(prompt, token_ids, whole)
             if not tools:
-                return ParsedTurn(whole, None, ()), whole
-            return self._dialogue.parsed(call.prompt_token_ids, token_ids, tools, turn=turn), whole
+                return Decoded(ParsedTurn(whole, None, ()), whole, is_in_thoughts)
+            return Decoded(self._dialogue.parsed(prompt, token_ids, tools, turn=turn), whole, is_in_thoughts)
 
         return await self._in_thread(parts)
 

@@ -47,13 +47,14 @@ class Answer:
     """A finished model call. `number` is its place in the order in which the calls started.
 
     `text` is the answer without reasoning and tool calls, `completion_text` includes both. `calls` are the tool calls
-    as (id, name, arguments as text).
+    as (id, name, arguments as text). `is_in_thoughts`: the completion ended before its thoughts were closed.
     """
 
     number: int
     call: ModelCall
     text: str
     completion_text: str
+    is_in_thoughts: bool
     prompt_messages: tuple[Message, ...] = ()
     reasoning: str | None = None
     calls: tuple[tuple[str, str, str], ...] = ()
@@ -256,9 +257,18 @@ class Session:
             token_ids = await self._codec.continued(known.token_ids, added, conversation.tools)
         call = await self._sample(number, token_ids, sampling)
         # Parsed from tokens, because special tokens mark reasoning and calls.
-        turn, whole = await self._codec.parsed(call, conversation.tools, number)
-        text = _until_stop(turn.text, call.completion, sampling)
-        return Answer(number, call, text, whole, conversation.messages, turn.reasoning, _sent_calls(turn))
+        decoded = await self._codec.parsed(call, conversation.tools, number)
+        turn = decoded.turn
+        return Answer(
+            number,
+            call,
+            text=_until_stop(turn.text, call.completion, sampling),
+            completion_text=decoded.whole,
+            is_in_thoughts=decoded.is_in_thoughts,
+            prompt_messages=conversation.messages,
+            reasoning=turn.reasoning,
+            calls=_sent_calls(turn),
+        )
 
     async def _complete(self, prompt: str | NDArray[np.int32], sampling: SamplingSettings) -> Answer:
         """Sample a completion of a prompt. If possible, the prompt reuses the tokens of an earlier text."""
@@ -271,8 +281,9 @@ class Session:
         else:
             token_ids = await self._codec.encoded(prompt)
         call = await self._sample(number, token_ids, sampling)
-        _, whole = await self._codec.parsed(call, (), number)
-        return Answer(number, call, _until_stop(whole, call.completion, sampling), whole)
+        decoded = await self._codec.parsed(call, (), number)
+        text = _until_stop(decoded.whole, call.completion, sampling)
+        return Answer(number, call, text=text, completion_text=decoded.whole, is_in_thoughts=decoded.is_in_thoughts)
 
     async def _sample(self, number: int, token_ids: NDArray[np.int32], sampling: SamplingSettings) -> ModelCall:
         """Sample a completion of `token_ids` [prompt].

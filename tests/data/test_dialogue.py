@@ -146,3 +146,24 @@ def test_calls_are_read_from_the_tokens_in_the_template_s_format() -> None:
     assert len(Dialogue(tokenizer, "hermes").parsed(prompt, unclosed, [CALCULATOR], turn=0).calls) == 1
     with pytest.raises(ConfigError, match=r"rollout\.tool_parser: .* hermes"):
         Dialogue(tokenizer).parsed(prompt, unclosed, [CALCULATOR], turn=0)
+
+
+def test_thoughts_are_open_by_tokens_that_the_text_does_not_show() -> None:
+    """The opening is in the prompt, or its marks are special tokens."""
+    tokenizer = make_tokenizer()
+    dialogue = Dialogue(tokenizer)
+    prompt = np.array(ids(tokenizer, [QUESTION]), np.int32)
+    thinking = np.concatenate([prompt, tokenizer.encode("<think>\n", add_special_tokens=False)]).astype(np.int32)
+
+    def is_open(before: np.ndarray, text: str, dialogue: Dialogue = dialogue) -> bool:
+        tokenizer = dialogue.tokenizer
+        sampled = np.array(tokenizer.encode(text, add_special_tokens=False), np.int64)
+        return dialogue.ends_in_thoughts(before, sampled, dialogue.text(sampled))
+
+    assert [is_open(prompt, text) for text in ("7", "<think>7", "<think>7</think>7<|im_end|>")] == [False, True, False]
+    assert [is_open(thinking, text) for text in ("7<|im_end|>", "7</think>7", "")] == [True, False, True]
+    marking = make_tokenizer()
+    marking.add_special_tokens({"additional_special_tokens": ["[THINK]", "[/THINK]"]})
+    marked = Dialogue(marking)
+    assert marked.text(np.array(marking.encode("[THINK]7", add_special_tokens=False), np.int64)) == "7"
+    assert [is_open(prompt, text, marked) for text in ("[THINK]7", "[THINK]7[/THINK]7")] == [True, False]

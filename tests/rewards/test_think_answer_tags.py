@@ -17,9 +17,9 @@ from megarl.types import Reward
         pytest.param("<think>a</think><answer>{0.5</answer>", Reward(1.0, True, True), id="unparsable_half_score"),
         pytest.param("<think>a</think><answer>1/2</answer>.", Reward(0.0, False, True), id="text_after_the_end"),
         pytest.param("<think>a</think><answer>1/2</answer>\n", Reward(0.0, False, True), id="newline_after_the_end"),
-        pytest.param("<think>a<answer>1/2</answer>", Reward(0.0, False, True), id="missing_tag"),
+        pytest.param("<think>a<answer>1/2</answer>", Reward(0.0, False, False), id="missing_tag"),
         pytest.param("<answer>1/2</answer><think>a</think>", Reward(0.0, False, True), id="wrong_order"),
-        pytest.param("</think><think><answer>1/2</answer>", Reward(0.0, False, True), id="think_tags_swapped"),
+        pytest.param("</think><think><answer>1/2</answer>", Reward(0.0, False, False), id="think_tags_swapped"),
         pytest.param(
             "<think>a</think><answer>7</answer><answer>1/2</answer>", Reward(0.0, False, True), id="twice_last_counts"
         ),

@@ -17,8 +17,9 @@ from megarl.rewards.reward_process import Scored
 from megarl.rollout.attempt import Budget, Task, attempt
 from megarl.rollout.attempt_messages import AttemptConversation
 from megarl.rollout.engine_requests import WaitMeasuringPool
+from megarl.rollout.evaluate import final_answer
 from megarl.rollout.pool import EnginePool
-from megarl.types import Completion, Problem, Request, Reward, SamplingSettings, Trajectory
+from megarl.types import Archive, Completion, Problem, Request, Reward, SamplingSettings, Trajectory
 from tests.data.templates import tokenizer_of
 
 TOOL = {
@@ -222,3 +223,37 @@ def test_tools_of_the_record_stay_in_the_prompt_of_an_environment_without_tools(
         assert '"name": "f"' in dialogue.text_with_special_tokens(conversation.prompt)
         # The environment answers no calls, so it gets them as text.
         assert not conversation.tools
+
+
+@pytest.mark.parametrize(
+    ("said", "is_in_thoughts"), [("<think>maybe 7", True), ("<think>hm</think>7", False), ("7", False)]
+)
+def test_an_attempt_knows_whether_it_ended_in_its_thoughts(said: str, is_in_thoughts: bool) -> None:
+    """Reward functions, environments and majority votes then find no answer. It is recorded with the attempt."""
+    samples: list[Sample] = []
+    turns: list[Turn] = []
+
+    class Asking(Answering):
+        async def reset(self, problem: Problem, seed: int) -> Start:
+            return Start(problem.messages)
+
+        async def step(self, turn: Turn) -> Step:
+            turns.append(turn)
+            return Step(done=True)
+
+    async def keep(sample: Sample) -> Scored:
+        samples.append(sample)
+        return await score(sample)
+
+    policy = Policy([said])
+    problem = Problem(0, QUESTION, (1,), "7")
+    task = Task("test", problem, 0, 0, "s", SamplingSettings(500))
+    dialogue = Dialogue(policy.tokenizer)
+    trajectory = asyncio.run(attempt(task, lambda: Asking(), policy, Budget(9000, 20, "close"), dialogue, keep))
+    assert trajectory.is_in_thoughts == samples[0].in_thoughts == is_in_thoughts
+    assert samples[0].completion_text == turns[0].completion == said
+    assert turns[0].text == ("" if is_in_thoughts else said)
+    archive = Archive({}, {})
+    again = Trajectory.from_json(trajectory.to_json(archive, "a."), archive, "a.", lambda source, index: problem)
+    assert again.is_in_thoughts == is_in_thoughts
+    assert final_answer(trajectory, lambda text, record: text) == (None if is_in_thoughts else said)

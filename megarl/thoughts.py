@@ -1,0 +1,28 @@
+"""Marks between which models write their thoughts, and whether a completion ends before its thoughts do."""
+
+from __future__ import annotations
+
+MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
+"""Openings and closings: most families, Mistral, Seed-OSS."""
+_CHANNEL = "<|channel|>"
+"""Begin of a channel's name in gpt-oss (Harmony). Thoughts are the channel `analysis`."""
+ALL_MARKS = (*(mark for pair in MARKS for mark in pair), _CHANNEL)
+
+
+def ends_in_thoughts(text: str, *, begins_in_thoughts: bool = False) -> bool:
+    """Return whether a completion ended, or was cut, before its thoughts were closed. It then gives no answer.
+
+    `begins_in_thoughts`: the prompt opens the thoughts, as some chat templates do.
+    """
+    opened = max(text.rfind(opening) for opening, _ in MARKS)
+    closed = max(text.rfind(closing) for _, closing in MARKS)
+    channel = text.rfind(_CHANNEL)
+    if channel > max(opened, closed):
+        return text.startswith("analysis", channel + len(_CHANNEL))
+    return opened > closed if max(opened, closed) >= 0 else begins_in_thoughts
+
+
+def without_thoughts(text: str) -> str:
+    """Return the text after its last closed thoughts; the whole text if there are none."""
+    ends = [text.rfind(closing) + len(closing) for _, closing in MARKS if closing in text]
+    return text[max(ends) :] if ends else text
