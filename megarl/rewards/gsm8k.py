@@ -17,6 +17,7 @@ from megarl.rewards.final_answers import (
     last_stated,
     marked_line,
 )
+from megarl.rewards.formulas.spelling import with_ascii_signs
 from megarl.rewards.quantities import read_quantity
 from megarl.types import Reward
 
@@ -65,7 +66,7 @@ def gsm8k(
 
 def gold_number(answer: Any) -> Fraction:
     """Return the number in a gold answer. Raises ValueError if there is none."""
-    text = str(answer)
+    text = with_ascii_signs(str(answer))
     marked = deque(MARKED_NUMBER.finditer(text), maxlen=1)
     number = _quantity(marked_line(text, marked[0]) if marked else text)
     if number is None:
@@ -97,6 +98,7 @@ def _stated_number(
     text: str, forms: tuple[Form, ...], method: Literal["strict", "flexible"]
 ) -> tuple[Fraction | None, bool]:
     """Return the final number of a completion, and whether it stands in one of the answer forms."""
+    text = with_ascii_signs(text)
     number = _in_form(text, forms)
     if number is not None or method == "strict":
         return number, number is not None
@@ -123,7 +125,8 @@ def _quantity(text: str) -> Fraction | None:
     text = _without_marks(text.strip())
     # The limit keeps huge numbers and long texts from taking time.
     found = read_quantity(text) if len(text) <= _MAX_CHARACTERS else None
-    return None if found is None else found.number
+    # The number of 2 h 30 min depends on the unit.
+    return None if found is None or found.smallest else found.number
 
 
 def _without_marks(text: str) -> str:

@@ -25,7 +25,7 @@ from megarl.rewards.units import Unit, read_unit
 __all__ = ["agreement", "is_within_caps"]
 
 _NO_WORDS: frozenset[str] = frozenset()
-_IN_BASE = re.compile(r"([0-9][0-9A-F]*)_\{?(?:\\text\s*\{)?(?:[0-9]+|[a-z]+)\}*")
+_IN_BASE = re.compile(r"([0-9][0-9A-F]*|[0-9A-F]{2,}(?=_\{?16\b))_\{?(?:\\text\s*\{)?(?:[0-9]+|[a-z]+)\}*")
 
 
 def agreement(prediction: str, answer: str) -> float:
@@ -51,7 +51,7 @@ def agreement(prediction: str, answer: str) -> float:
     predicted_quantity = read_quantity(prediction, words)
     if predicted_quantity and gold_quantity:
         return float(same_quantity(predicted_quantity, gold_quantity))
-    # A gold answer in another base, 101_2, is often answered without naming the base.
+    # A gold answer in another base, 1A_{16}, is often answered without naming the base.
     gold_base = _IN_BASE.fullmatch(answer)
     if gold_base and gold_base[1] == prediction:
         return 1.0

@@ -52,6 +52,12 @@ _CURRENCY_NAMES = frozenset(name for _, name in _CURRENCIES)
 
 
 _SPACES = re.compile(r"(?:\s|\\,|\\ |~)+")
+_SEVERAL_UNITS = re.compile(r"[0-9][^A-Za-z]*[A-Za-z][^0-9]*[0-9][^A-Za-z]*[A-Za-z]")
+_UNIT_STEP = re.compile(
+    r"(?:(?:^|,|\band\b|(?<=[\sA-Za-z.]))\s*)(?P<number>[0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(?P<unit>[A-Za-z]+)\b\.?\s*",
+    re.ASCII,
+)
+"""Regular expression of one part of a quantity in several units: `and 30 min`."""
 _AMOUNT = re.compile(r"\s*([A-Za-z¢€£]+)\s*(?:(/|(?:per|an?|each|every|apiece)\b)\s*(.*))?", re.DOTALL)
 """Regular expression of a currency, optionally followed by `each`, `per` or `/` and what the money is paid for."""
 
@@ -60,12 +66,14 @@ _AMOUNT = re.compile(r"\s*([A-Za-z¢€£]+)\s*(?:(/|(?:per|an?|each|every|apiec
 class Quantity:
     """An exact number with or without a unit.
 
-    `money` is the currency of a price for something, as in `$5 per hour`.
+    `money` is the currency of a price for something, as in `$5 per hour`. `smallest` is the last unit of a quantity
+    in several units, as in `2 h 30 min`; its number is in the first one.
     """
 
     number: Fraction
     unit: Unit | None = None
     money: Unit | None = None
+    smallest: Unit | None = None
 
     @property
     def value(self) -> Fraction:
@@ -85,6 +93,9 @@ def read_quantity(text: str, known: Collection[str] | None = None) -> Quantity |
     rest = text[end:]
     if not rest.strip():
         return Quantity(number, currency)
+    in_several_units = _read_several_units(text) if currency is None else None
+    if in_several_units is not None:
+        return in_several_units
     paid = _read_amount(number, currency, rest, known)
     if paid is not None:
         return paid
@@ -110,6 +121,30 @@ def read_quantity(text: str, known: Collection[str] | None = None) -> Quantity |
     if currency is not None:
         return _read_amount(number, currency, rest, known)
     return Quantity(number, unit) if is_known else None
+
+
+def _read_several_units(text: str) -> Quantity | None:
+    """Parse a quantity in falling units of one kind: `2 h 30 min`, `5 feet 6 inches`. None: any other text."""
+    if not _SEVERAL_UNITS.search(text):
+        return None
+    words = _SPACES.sub(" ", plain_text(text)).strip()
+    steps = [(Fraction(step["number"]), step["unit"]) for step in _UNIT_STEP.finditer(words)]
+    if len(steps) < 2 or _UNIT_STEP.sub("", words).strip():
+        return None
+    units = [read_unit(f"\\text{{{name}}}", ())[1] for _, name in steps]
+    first, *others = units
+    total = Fraction(0)
+    limit = None
+    for (number, _), unit in zip(steps, units, strict=True):
+        # Each part is less than one of the unit before it: not 2 h 90 min, and not 3 m 4 m.
+        if unit is None or first is None or unit.dimensions != first.dimensions or unit.is_percentage:
+            return None
+        if limit is not None and not number * unit.factor < limit:
+            return None
+        total += number * unit.factor
+        limit = unit.factor
+    assert first is not None
+    return Quantity(total / first.factor, first, smallest=others[-1])
 
 
 def _read_amount(number: Fraction, currency: Unit | None, text: str, known: Collection[str] | None) -> Quantity | None:
@@ -146,8 +181,13 @@ def same_quantity(prediction: Quantity, gold: Quantity) -> bool:
     If both have a unit, the prediction is converted to the gold's unit. If only one has a unit, the numbers alone are
     compared: a predicted 5% equals a gold 5. A price for something also equals the amount alone: $5 per hour and $5. A
     percentage may also equal its value as a fraction: 50% equals 0.5. A predicted percentage below 1% equals a gold
-    answer without a unit only as a fraction: 0.5% equals 0.005, but not 0.5.
+    answer without a unit only as a fraction: 0.5% equals 0.005, but not 0.5. `2 h 30 min` equals 2.5 and 150 without a
+    unit; as gold answer it needs one.
     """
+    if gold.smallest and not prediction.unit:
+        return False
+    if prediction.smallest and not gold.unit:
+        return gold.number in (prediction.number, prediction.value / prediction.smallest.factor)
     if gold.unit and prediction.unit:
         for rate, amount in ((prediction, gold), (gold, prediction)):
             if rate.money and amount.unit and amount.unit.dimensions == rate.money.dimensions:

@@ -162,7 +162,8 @@ _NOT_A_UNIT = set(MULTIPLES) | set(
     additional extra left remaining minimum maximum max min average mean total sum product difference quotient ratio
     inclusive exclusive once score gross googol zero one two three four five six seven eight nine ten eleven twelve
     thirteen fourteen fifteen sixteen seventeen eighteen nineteen twenty thirty forty fifty sixty seventy eighty
-    ninety quadrillion quintillion hundredfold fold tuple recurring repeating repeated
+    ninety quadrillion quintillion hundredfold fold tuple recurring repeating repeated am pm january february march
+    april june july august september october november december jan feb mar apr jun jul aug sep sept oct nov dec
     """.split()  # noqa: SIM905
 )
 """Words next to a number that are not units. They change the number (half), or say that it is no quantity."""

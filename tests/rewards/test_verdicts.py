@@ -18,6 +18,10 @@ HOSTILE = (
     "9" * 990, "0." + "3" * 900 + "...", "1e" + "9" * 500, "1e99999", r"\sqrt[64]{" + "9" * 900 + "}",
     r"\sqrt[9999999]{2}", r"\lfloor 10^{9000}\pi\rfloor", "(x+1)^{10000}", r"((2^{9000})^{9000})^{9000}",
     "1+" * 499 + "1", "1," * 499, r"\{" + "x_1," * 150 + r"x_2\}", "(1,2)," * 160 + "(1,2)",
+    r"\sum_{k=1}^{10^9}k", r"\prod_{k=1}^{999}k!", r"\sum_{a=1}^{99}" * 40 + "a", r"\sum_{k=1}^{n}\sin(k)+" * 30 + "1",
+    r"(\frac{1}{3})!+10^{200}", r"\gcd(10^{9999},10^{9998}x)", r"\max\{" * 90, "1-" * 400 + "1", "1:" * 400 + "1",
+    "1" * 300 + "a" * 300 + "1" * 300, r"3\pmod" * 150 + "7", r"\color[" * 120, "the value of " * 70 + "is 7",
+    "p or q and " * 80 + "p", r"\vec a\times" * 60 + r"\vec a",
     "x<1 or " * 120 + "x>2",
     r"(0,1)\cup" * 90 + "(0,1)", "x<" * 400 + "2", r"|x|<" * 200 + "2", r"\{x\mid " * 100, "1&" * 400,
     r"\begin{pmatrix}" * 50, r"\sin" * 190 + "x", r"\frac" * 200, r"\text{" * 100, "5 m/" * 200, "." * 100_000 + "x",
@@ -40,14 +44,14 @@ GOLDS = (
 @pytest.mark.parametrize("table", TABLES)
 def test_no_wrong_answer_is_paid(table: str) -> None:
     wrong = [pair for pair in pairs(table) if not pair.is_right]
-    assert len(wrong) > 400
+    assert len(wrong) > 250
     assert [pair for pair in wrong if agreement(pair.answer, pair.gold) > 0] == []
 
 
 @pytest.mark.parametrize("table", TABLES)
 def test_one_right_answer_of_a_hundred_is_refused_at_most(table: str) -> None:
     right = [pair for pair in pairs(table) if pair.is_right]
-    assert len(right) > 250
+    assert len(right) > 200
     refused = [pair for pair in right if agreement(pair.answer, pair.gold) < 1]
     assert len(refused) <= 0.01 * len(right), refused
 

@@ -1,16 +1,20 @@
-"""Verdicts on answers: the tables in `verdicts/`, one gold answer a line with its right and its wrong answers.
+"""Verdicts on answers: the tables in `verdicts/`.
 
-`development` is the table that the rules were made with. `held_back` and `second_round` were written from mathematical
-judgement alone, before the rules were run on them. A line is {"gold", "right": [...], "wrong": [...]}.
+`development` and `everyday` are the tables that the rules were made with. `held_back`, `second_round` and
+`everyday_held_back` were written from mathematical judgement alone, before the rules were run on them.
+
+A line of a JSON table is {"gold", "right": [...], "wrong": [...]}. A line of a TSV table is T or F, the gold answer and
+an answer; lines with # are headings.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-TABLES = ("development", "held_back", "second_round")
+TABLES = ("development", "held_back", "second_round", "everyday", "everyday_held_back")
 _FOLDER = Path(__file__).parent / "verdicts"
 
 
@@ -24,9 +28,21 @@ class Pair:
 
 
 def pairs(table: str) -> list[Pair]:
-    found: list[Pair] = []
-    for line in (_FOLDER / f"{table}.jsonl").read_text(encoding="utf-8").splitlines():
+    path = _FOLDER / f"{table}.jsonl"
+    if path.is_file():
+        return list(_json_pairs(path))
+    return list(_tsv_pairs(_FOLDER / f"{table}.tsv"))
+
+
+def _json_pairs(path: Path) -> Iterator[Pair]:
+    for line in path.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
-        found += [Pair(row["gold"], answer, True) for answer in row["right"]]
-        found += [Pair(row["gold"], answer, False) for answer in row["wrong"]]
-    return found
+        yield from (Pair(row["gold"], answer, True) for answer in row["right"])
+        yield from (Pair(row["gold"], answer, False) for answer in row["wrong"])
+
+
+def _tsv_pairs(path: Path) -> Iterator[Pair]:
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#"):
+            verdict, gold, answer = line.split("\t")
+            yield Pair(gold, answer, verdict == "T")

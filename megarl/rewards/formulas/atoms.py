@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from megarl.rewards.formulas.commands import FUNCTIONS, Commands
+from megarl.rewards.formulas.commands import FUNCTIONS, MODULUS_COMMANDS, SERIES, Commands, fraction
 from megarl.rewards.formulas.nodes import DEGREE, EMPTY_SET, INFINITY, Node, joined, number, symbol
 from megarl.rewards.formulas.tokens import NotMathematicsError
 
@@ -29,7 +29,7 @@ _ALWAYS_FUNCTIONS = frozenset("fgFG")
 _PERHAPS_FUNCTIONS = frozenset("hpqsuvyPQRSTHV")
 # Two-letter words to be read as text; any other two letters are a product of variables.
 _TWO_LETTER_WORDS = frozenset(
-    "am an as at ax be by do go ha he hi if in is it me my no of oh on or ox so to up us we id no".split()  # noqa: SIM905
+    "am an as at be do go ha he hi if in is it me my no of oh on or ox so to up us we id no".split()  # noqa: SIM905
 )
 _PRODUCT_LETTERS = frozenset("abcxyz")
 
@@ -54,11 +54,14 @@ class Atoms(Commands):
     def starts_factor(self) -> bool:
         """Return whether the next token can begin another factor of a product without a sign (`2x`)."""
         token = self.token
-        if token.kind in ("number", "letter"):
+        if token.kind in ("number", "numeral", "letter"):
             return True
         if token.kind == "word":
             return token.text.isupper()
         if token.kind == "sign":
+            # (mod 7) ends a congruence.
+            if token.text == "(" and self.following().text in MODULUS_COMMANDS:
+                return False
             # Within bars, the next | closes them. Outside it begins an absolute value.
             return token.text in ("(", "[", "{") or (token.text == "|" and self.bars == 0)
         return token.kind == "command" and self._is_atom(token.text)
@@ -68,7 +71,7 @@ class Atoms(Commands):
             name in GREEK or name in DECORATIONS or name in FUNCTIONS or name in _FONTS or name in _SHAPES
             or name.startswith("mathbb")
             or name in ("pi", "infty", "frac", "sqrt", "binom", "begin", "lfloor", "lceil", "emptyset", "ldots")
-            or name in ("imath", "langle")
+            or name in ("imath", "langle", "neg") or name in SERIES
         )  # fmt: skip
 
     def power(self) -> Node:
@@ -201,6 +204,9 @@ class Atoms(Commands):
         if token.kind == "number":
             self.advance()
             return number(token.number if token.number is not None else Fraction(0))
+        if token.kind == "numeral":
+            self.advance()
+            return Node("numeral", (number(token.number or 0),), token.text.partition("_")[0].lstrip("0") or "0")
         if token.kind == "letter":
             self.advance()
             # e and i are constants in answers, hardly ever variables.
@@ -271,6 +277,8 @@ class Atoms(Commands):
         closing = self._tokens[self._place - 1].text
         if node.kind == "list" and node.value == ",":
             return Node("tuple", node.parts, opening + closing)
+        if node.kind == "list" and opening + closing == "()":
+            return node
         # Only intervals and tuples may mix brackets.
         if closing != _CLOSING[opening][0] or node.kind == "list":
             raise NotMathematicsError("the opening and the closing bracket do not match")
@@ -282,9 +290,6 @@ class Atoms(Commands):
         # A group in braces starts anew: bars outside it cannot close inside.
         bars, self.bars = self.bars, 0
         node = self.items()
-        if self.token.text == "choose":
-            self.advance()
-            node = Node("call", (node, self.sum()), "binomial")
         self.bars = bars
         self.brackets -= 1
         self.expect("}")
@@ -331,7 +336,11 @@ class Atoms(Commands):
             return simple[name]
         if name in ("frac", "binom"):
             over, under = self.argument(), self.argument()
-            return Node("quotient", (over, under)) if name == "frac" else Node("call", (over, under), "binomial")
+            return fraction(over, under) if name == "frac" else Node("call", (over, under), "binomial")
+        if name in SERIES:
+            return self.series(name)
+        if name == "neg":
+            return Node("apply", (self.power(),), "not")
         if name == "sqrt":
             return self.root()
         if name in ("lfloor", "lceil"):

@@ -5,10 +5,14 @@ from __future__ import annotations
 from fractions import Fraction
 
 from megarl.rewards.formulas.cursor import Cursor
-from megarl.rewards.formulas.nodes import Node, joined, number, symbol
+from megarl.rewards.formulas.nodes import Node, joined, number, replaced, symbol
 from megarl.rewards.formulas.tokens import FUNCTION_WORDS, NotMathematicsError, Token
 
 FUNCTIONS = FUNCTION_WORDS - {"sqrt", "mod"}
+MODULUS_COMMANDS = frozenset(("mod", "pmod", "bmod"))
+SERIES = {"sum": "sum", "prod": "product"}
+_SEVERAL_ARGUMENTS = ("max", "min", "gcd", "lcm")
+_DIFFERENTIALS = (symbol("d"), symbol("partial"), symbol("Delta"))
 _MATRICES = ("pmatrix", "matrix", "vmatrix", "Vmatrix", "array", "cases", "Bmatrix")
 
 
@@ -82,6 +86,9 @@ class Commands(Cursor):
         return spelled
 
     def function(self, name: str) -> Node:
+        # In "min = 3" the word is the name of a value.
+        if self.token.text == "=":
+            return Node("words", (), name)
         base = exponent = None
         while self.token.text in ("_", "^") and self.token.kind == "sign":
             is_base = self.token.text == "_"
@@ -97,7 +104,7 @@ class Commands(Cursor):
         return Node("power", (node, exponent))
 
     def _call(self, name: str, argument: Node, base: Node | None) -> Node:
-        parts = argument.parts if argument.kind in ("list", "tuple") else (argument,)
+        parts = argument.parts if argument.kind in ("list", "tuple", "set") else (argument,)
         if name == "exp":
             return Node("power", (Node("constant", (), "e"), argument))
         if name in ("log", "ln", "lg"):
@@ -107,8 +114,10 @@ class Commands(Cursor):
             return Node("call", (argument, base), "log")
         if base is not None:
             raise NotMathematicsError(f"the function {name} has an index; only a logarithm may have one, its base")
-        # These have several arguments and no numeric value here, so compare them by their arguments.
-        if name in ("max", "min", "gcd", "lcm", "det"):
+        if name in _SEVERAL_ARGUMENTS:
+            return Node("call", tuple(parts), name)
+        # A determinant has no numeric value here, so it is compared by its argument.
+        if name == "det":
             return Node("apply", tuple(parts), name)
         return Node("call", (argument,), name)
 
@@ -129,6 +138,26 @@ class Commands(Cursor):
                 raise NotMathematicsError("two numbers follow each other without an operator")
             parts.append(self.power())
         return joined("product", parts)
+
+    def series(self, name: str) -> Node:
+        r"""Parse a sum or a product over an index: `\sum_{k=1}^{10} k`."""
+        scripts: dict[str, Node] = {}
+        while self.token.text in ("_", "^") and self.token.kind == "sign":
+            sign = self.token.text
+            self.advance()
+            scripts[sign] = self.script()
+        start, high = scripts.get("_"), scripts.get("^")
+        if start is None or high is None or start.kind != "relation" or start.value != ("=",):
+            raise NotMathematicsError(f"the {name} has no index with a first and a last value")
+        index, low = start.parts
+        # An index called i or e is not the constant.
+        if index.kind != "symbol" and index not in (Node("constant", (), "i"), Node("constant", (), "e")):
+            raise NotMathematicsError(f"the index of a {name} is not a letter")
+        body = self.term()
+        # Indices are numbered, so that their letters do not matter.
+        depth = sum(node.kind == "series" for node in body.walk())
+        bound = symbol(f"index {depth}")
+        return Node("series", (replaced(body, index, bound), low, high), (SERIES[name], bound.value))
 
     def matrix(self) -> Node:
         name = self.spelled_argument()
@@ -162,3 +191,16 @@ class Commands(Cursor):
             return Node("list", tuple(row.parts[0] for row in rows), ",")
         kind = {"pmatrix": "matrix", "Bmatrix": "matrix"}.get(name, name)
         return Node("matrix", tuple(rows), kind)
+
+
+def fraction(over: Node, under: Node) -> Node:
+    """Return the node of a fraction, or of a derivative like `dy/dx`, whose d cannot be cancelled."""
+    sign = _leading_factor(under)
+    is_derivative = sign in _DIFFERENTIALS and under.kind == "product" and _leading_factor(over) == sign
+    return Node("apply", (over, under), "derivative") if is_derivative else Node("quotient", (over, under))
+
+
+def _leading_factor(node: Node) -> Node:
+    """Return the first factor of a product, without its exponent."""
+    first = node.parts[0] if node.kind == "product" else node
+    return first.parts[0] if first.kind == "power" else first

@@ -30,6 +30,9 @@ class Cursor:
     def sum(self) -> Node:
         raise NotImplementedError
 
+    def term(self) -> Node:
+        raise NotImplementedError
+
     def power(self) -> Node:
         raise NotImplementedError
 

@@ -7,9 +7,29 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import product
 
+from megarl.rewards.formulas.digit_groups import as_formula, same_digit_groups
 from megarl.rewards.formulas.exact import exact
-from megarl.rewards.formulas.labels import assignments, is_label, same_label, solutions, without_domain
-from megarl.rewards.formulas.nodes import BLANK, DEGREE, EMPTY_SET, INFINITY, Node, joined, negative, number, symbol
+from megarl.rewards.formulas.labels import (
+    assignments,
+    is_label,
+    is_sought,
+    same_label,
+    solutions,
+    with_shared_relation,
+    without_domain,
+)
+from megarl.rewards.formulas.nodes import (
+    BLANK,
+    DEGREE,
+    EMPTY_SET,
+    INFINITY,
+    Node,
+    joined,
+    negative,
+    number,
+    replaced,
+    symbol,
+)
 from megarl.rewards.formulas.number_sets import INEQUALITIES, same_set
 from megarl.rewards.formulas.values import is_proportional, is_within_percent, same_value
 
@@ -32,19 +52,35 @@ class Comparison:
 
     def same(self, gold: Node, predicted: Node) -> bool:
         """Return whether the predicted answer equals the gold one."""
-        gold = both_signs(without_domain(gold))
-        predicted = both_signs(without_domain(_without_approximation(predicted)))
+        gold, domain = without_domain(gold)
+        predicted, predicted_domain = without_domain(_without_rounding(predicted))
+        if domain is not None and predicted_domain is not None:
+            if domain.parts[1] != predicted_domain.parts[1]:
+                return False
+            predicted = _renamed(predicted, predicted_domain.parts[0], domain.parts[0])
+        gold = with_shared_relation(both_signs(_without_sign_of_approximation(gold)))
+        predicted = with_shared_relation(both_signs(_without_sign_of_approximation(predicted)))
         if gold == predicted and self.factor == 1:
             return True
+        # The sides of a relation and the items of a list are compared for themselves.
+        if not {gold.kind, predicted.kind} & {"relation", "list", "set"}:
+            by_digits = same_digit_groups(gold, predicted)
+            if by_digits is not None:
+                return by_digits
+            gold, predicted = as_formula(gold), as_formula(predicted)
+        if gold.kind == "numeral" or (gold.kind == "negative" and gold.parts[0].kind == "numeral"):
+            return _same_numeral(gold, predicted)
+        if "congruence" in (gold.kind, predicted.kind):
+            return gold.kind == predicted.kind and self._same_congruence(gold, predicted)
         by_name = self._named(gold, predicted)
         if by_name is not None:
             return by_name
         gold_name, gold = solutions(gold)
         predicted_name, predicted = solutions(predicted)
         # x = 5 and y = 5 are different answers. A name in one of them only is ignored.
-        if gold_name and predicted_name and gold_name != predicted_name:
+        if gold_name and predicted_name and not same_label(gold_name, predicted_name):
             return False
-        if gold.kind == "relation" or predicted.kind == "relation":
+        if any(node.kind == "relation" or _is_condition(node) for node in (gold, predicted)):
             return self._related(gold, predicted)
         return self._unrelated(gold, predicted)
 
@@ -70,6 +106,8 @@ class Comparison:
         # Every equation in one variable is a set of solutions too, but as an equation it must agree itself.
         if verdict is not None and not _is_equation(gold):
             return verdict
+        if gold.kind == "list" or predicted.kind == "list":
+            return self._same_lists(gold, predicted)
         if gold.kind == predicted.kind == "relation":
             return self._same_relation(gold, predicted)
         if gold.kind == "relation":
@@ -81,10 +119,21 @@ class Comparison:
             return predicted.parts[0].kind == "symbol" and self.same(gold, predicted.parts[1])
         return _is_equation(predicted) and self._names_or_holds(gold, predicted.parts)
 
+    def _same_lists(self, gold: Node, predicted: Node) -> bool:
+        """Return whether conditions, or what one of them is compared with, are equal item by item."""
+        if gold.kind == predicted.kind == "list":
+            return self._same_items(gold, predicted)
+        if gold.kind == "relation" and _is_equation(gold) and is_label(gold.parts[0]):
+            return self.same(gold.parts[-1], predicted)
+        return _is_equation(predicted) and is_label(predicted.parts[0]) and self.same(gold, predicted.parts[-1])
+
     def _names_or_holds(self, gold: Node, parts: Sequence[Node]) -> bool:
         """Return whether a predicted equation assigns the gold value to a name (`x = 5`, `5 = x`) or computes it (`2+3
         = 5`).
         """
+        # An expression of several variables does not determine one of them, so its value is the answer.
+        if not gold.symbols() and is_sought(parts[0]):
+            return all(self.same(gold, value) for value in parts[1:])
         values = [part for part in parts if not is_label(part)]
         # With two names or more, the gold answer must be a symbol itself: y = x.
         if len(values) < len(parts) - 1:
@@ -116,6 +165,7 @@ class Comparison:
             found_left, found_right = found_right, found_left
         if is_label(right) and not is_label(left):
             left, right = right, left
+        found_left, found_right = _with_argument_of(left, found_left, found_right)
         if is_label(left) and is_label(found_left) and same_label(left, found_left) and self.same(right, found_right):
             return True
         # x = 5 has a single solution, so a multiple such as 2x = 10 must not match it by proportion.
@@ -167,9 +217,9 @@ class Comparison:
         return all(map(self.same, gold.parts, predicted.parts))
 
     def _same_items(self, gold: Node, predicted: Node) -> bool:
-        # "A or B" as the prediction names two choices, so it does not answer with both.
-        if predicted.kind == "list" and predicted.value == "or" and any(_is_choice(part) for part in predicted.parts):
-            return gold.value == "or" and self._match(gold.parts, predicted.parts)
+        # Values may be joined by any word, but "A or B" names two choices, and conditions mean something else.
+        if _is_either(gold) != _is_either(predicted) and (_has_statements(gold) or _has_statements(predicted)):
+            return False
         one, other = gold.parts, predicted.parts
         # Solutions given as equations are not values: keep x = 1, x = 2 apart from 1, 2.
         if not any(_is_equation(part) for part in one) and any(_is_equation(part) for part in other):
@@ -215,14 +265,36 @@ class Comparison:
         if gold.kind == predicted.kind == "ratio":
             if len(gold.parts) != len(predicted.parts):
                 return False
-            first, found = gold.parts[0], predicted.parts[0]
-            # a : b = c : d exactly if a d = b c for all parts, without division by zero.
+            zeros = [exact(part) == 0 for part in gold.parts]
+            if zeros != [exact(part) == 0 for part in predicted.parts]:
+                return False
+            sides = zip(gold.parts, predicted.parts, zeros, strict=True)
+            pairs = [(one, two) for one, two, is_zero in sides if not is_zero]
+            # With one part left there is no proportion: 5:0 is not 7:0.
+            if len(pairs) < 2:
+                return all(self.same(one, two) for one, two in pairs)
+            first, found = pairs[0]
+            # a : b = c : d exactly if a d = b c for all parts.
             return all(
-                same_value(joined("product", [first, two]), joined("product", [found, one]))
-                for one, two in zip(gold.parts[1:], predicted.parts[1:], strict=True)
+                same_value(joined("product", [first, two]), joined("product", [found, one])) for one, two in pairs[1:]
             )
+        # 48 to 1 is not 48.
+        if any(each.value == "to" for each in (gold, predicted)) and any(
+            each.kind == "number" for each in (gold, predicted)
+        ):
+            return False
+        if any(exact(part) == 0 for each in (gold, predicted) if each.kind == "ratio" for part in each.parts):
+            return False
         one, other = (_as_quotient(each) for each in (gold, predicted))
         return one is not None and other is not None and same_value(one, other)
+
+    def _same_congruence(self, gold: Node, predicted: Node) -> bool:
+        if BLANK not in (gold.parts[0], predicted.parts[0]) and not self.same(gold.parts[0], predicted.parts[0]):
+            return False
+        if not same_value(gold.parts[2], predicted.parts[2]):
+            return False
+        steps = exact(Node("quotient", (joined("sum", [gold.parts[1], negative(predicted.parts[1])]), gold.parts[2])))
+        return steps.denominator == 1 if steps is not None else self.same(gold.parts[1], predicted.parts[1])
 
     def _same_expression(self, gold: Node, predicted: Node) -> bool:
         gold_degrees, predicted_degrees = _degrees(gold), _degrees(predicted)
@@ -241,12 +313,9 @@ def both_signs(node: Node) -> Node:
     n-th signs of both sides change together. Formulas with more than MAX_SIGNS signs are returned unchanged.
     """
     if node.kind == "list":
-        parts = [both_signs(part) for part in node.parts]
-        flat = [part for each in parts for part in (each.parts if each.kind == "list" else (each,))]
-        return Node("list", tuple(flat), node.value)
+        return Node("list", tuple(formula for part in node.parts for formula in _formulas_meant(part)), node.value)
     if node.kind == "set":
-        parts = [both_signs(part) for part in node.parts]
-        return Node("set", tuple(part for each in parts for part in (each.parts if each.kind == "list" else (each,))))
+        return Node("set", tuple(formula for part in node.parts for formula in _formulas_meant(part)))
     signs = _count_signs(node)
     if not 0 < signs <= MAX_SIGNS:
         return node
@@ -256,6 +325,12 @@ def both_signs(node: Node) -> Node:
     # Sums of equal numbers, as in \pm1\pm1, have fewer values than choices of signs.
     distinct = {_key(each): each for each in found} if signs > 1 else dict(enumerate(found))
     return Node("list", tuple(distinct.values()), "and")
+
+
+def _formulas_meant(node: Node) -> tuple[Node, ...]:
+    formulas = both_signs(node)
+    # A list within a list stays one item: x < 1 or (y > 2 and z < 3).
+    return formulas.parts if formulas.kind == "list" and node.kind != "list" else (formulas,)
 
 
 def _key(node: Node) -> Node | Fraction:
@@ -307,18 +382,12 @@ def _determines(left: Node, right: Node, difference: Node) -> bool:
     if left.kind != "symbol" or left.value in right.symbols() or left.value not in difference.symbols():
         return False
     zero = number(0)
-    if not same_value(_replaced(difference, left, right), zero):
+    if not same_value(replaced(difference, left, right), zero):
         return False
     # An equal, non-zero slope between three points means linear.
-    at = [_replaced(difference, left, number(point)) for point in (1, 2, 3)]
+    at = [replaced(difference, left, number(point)) for point in (1, 2, 3)]
     slope = joined("sum", [at[1], negative(at[0])])
     return same_value(slope, joined("sum", [at[2], negative(at[1])])) and not same_value(slope, zero)
-
-
-def _replaced(node: Node, old: Node, new: Node) -> Node:
-    if node == old:
-        return new
-    return Node(node.kind, tuple(_replaced(part, old, new) for part in node.parts), node.value) if node.parts else node
 
 
 def _operands(node: Node, sign: str) -> list[Node]:
@@ -339,7 +408,59 @@ def _without_point_name(node: Node) -> Node:
     return node.parts[1] if is_point and _is_choice(node.parts[0]) else node
 
 
-def _without_approximation(node: Node) -> Node:
+def _without_sign_of_approximation(node: Node) -> Node:
+    r"""Return `\approx 5` as 5 and `x \approx 5` as x = 5: the value must still be the same exactly."""
+    if node.kind != "relation" or node.value != ("approx",):
+        return node
+    name, value = node.parts
+    if name == BLANK:
+        return value
+    return Node("relation", node.parts, ("=",)) if is_label(name) else node
+
+
+def _same_numeral(gold: Node, predicted: Node) -> bool:
+    """Return whether an answer is the gold number in its base, with or without the base."""
+    if gold.kind == "negative":
+        return _same_numeral(gold.parts[0], negative(predicted))
+    if predicted.kind == "numeral":
+        return gold == predicted
+    return predicted.kind == "number" and str(predicted.value) == gold.value
+
+
+def _is_either(node: Node) -> bool:
+    return node.kind == "list" and node.value == "or"
+
+
+def _has_statements(node: Node) -> bool:
+    """Return whether a list has conditions, choices or propositions instead of values."""
+    if node.kind != "list":
+        return False
+    is_propositions = all(part.kind in ("symbol", "list") or part.value == "not" for part in node.parts)
+    return is_propositions or any(part.kind in ("relation", "list") or _is_choice(part) for part in node.parts)
+
+
+def _is_condition(node: Node) -> bool:
+    """Return whether a list consists of relations that are not all equations."""
+    if node.kind != "list" or not all(part.kind == "relation" or _is_condition(part) for part in node.parts):
+        return False
+    return not all(_is_equation(part) for part in node.parts)
+
+
+def _renamed(node: Node, old: Node, new: Node) -> Node:
+    """Return the formula with a variable renamed, unless the new name has another meaning in it."""
+    return node if new.value in node.symbols() else replaced(node, old, new)
+
+
+def _with_argument_of(function: Node, predicted: Node, value: Node) -> tuple[Node, Node]:
+    """Return a predicted definition f(t) = ... with the argument of `function`: f(x) = ..."""
+    is_definition = function.kind == predicted.kind == "apply" and len(function.parts) == len(predicted.parts) == 1
+    if not is_definition or {part.kind for part in (*function.parts, *predicted.parts)} != {"symbol"}:
+        return predicted, value
+    old, new = predicted.parts[0], function.parts[0]
+    return _renamed(predicted, old, new), _renamed(value, old, new)
+
+
+def _without_rounding(node: Node) -> Node:
     r"""Return the formula without a decimal approximation after it, if within 1 %: `\frac16 \approx 0.1667`."""
     if node.kind != "relation" or node.value[-1] != "approx" or not set(node.value[:-1]) <= {"="}:
         return node
@@ -391,10 +512,14 @@ def _degrees(node: Node) -> Node | None:
 
 def _with_constant_of(gold: Node, predicted: Node) -> Node:
     """Return the prediction with its constant of integration renamed to the gold answer's: `x^2+c` becomes `x^2+C`."""
-    constant = symbol("C")
-    if gold.kind != "sum" or predicted.kind != "sum" or constant not in gold.parts or constant in predicted.parts:
+    if gold.kind != "sum" or predicted.kind != "sum":
         return predicted
-    for name in _CONSTANTS_OF_INTEGRATION:
+    constant = next((symbol(name) for name in ("C", "c") if symbol(name) in gold.parts), None)
+    if constant is None or constant in predicted.parts:
+        return predicted
+    # In ax^2 + bx + c the last letter is a coefficient.
+    names = _CONSTANTS_OF_INTEGRATION if constant == symbol("C") else () if gold.symbols() & {"a", "b"} else ("C",)
+    for name in names:
         if symbol(name) in predicted.parts and name not in gold.symbols():
-            return _replaced(predicted, symbol(name), constant)
+            return replaced(predicted, symbol(name), constant)
     return predicted

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 
-from megarl.rewards.formulas.nodes import Node
+from megarl.rewards.formulas.nodes import Node, number, replaced, symbol
 
 MAX_BITS = 20_000
 """Maximum bits of an exact number. Below it an operation takes microseconds."""
+
+
+MAX_SERIES_SIZE = 10_000
+"""Maximum number of terms of a sum or product, times the nodes of a term."""
+_SIZE_OF_SERIES = 100
 
 
 class NoValueError(ArithmeticError):
@@ -26,6 +32,10 @@ def exact(node: Node) -> Fraction | None:
 def _exact(node: Node) -> Fraction:
     if node.kind == "number":
         return node.value
+    if node.kind == "numeral":
+        return node.parts[0].value
+    if node.kind == "series":
+        return _exact_series(node)
     # A degree is pi/180, not rational.
     if node.kind == "constant" and node.value == "degree":
         raise NoValueError
@@ -48,6 +58,26 @@ def _exact(node: Node) -> Fraction:
     else:
         raise NoValueError
     return _bounded(found)
+
+
+def _exact_series(node: Node) -> Fraction:
+    low, high = _exact(node.parts[1]), _exact(node.parts[2])
+    found = Fraction(0 if node.value[0] == "sum" else 1)
+    for term in series_terms(node, low, high):
+        found = _bounded(found + _exact(term) if node.value[0] == "sum" else found * _exact(term))
+    return found
+
+
+def series_terms(node: Node, low: Fraction, high: Fraction) -> Iterator[Node]:
+    """Yield the terms of a sum or a product from index `low` to `high`. Raises NoValueError beyond the limits."""
+    body, index = node.parts[0], symbol(node.value[1])
+    if low.denominator != 1 or high.denominator != 1:
+        raise NoValueError
+    size = sum(_SIZE_OF_SERIES if part.kind == "series" else 1 for part in body.walk())
+    if (high - low + 1) * size > MAX_SERIES_SIZE:
+        raise NoValueError
+    for place in range(int(low), int(high) + 1):
+        yield replaced(body, index, number(place))
 
 
 def _bounded(found: Fraction) -> Fraction:
@@ -105,6 +135,12 @@ def _whole_root(radicand: int, degree: int) -> int:
     return low
 
 
+def _whole(operands: tuple[Fraction, ...]) -> list[int]:
+    if any(operand.denominator != 1 for operand in operands):
+        raise NoValueError
+    return [int(operand) for operand in operands]
+
+
 _EXACT_FUNCTIONS: dict[str, Callable[..., Fraction]] = {
     "abs": lambda operand: abs(operand),
     "floor": lambda operand: Fraction(operand.__floor__()),
@@ -112,4 +148,9 @@ _EXACT_FUNCTIONS: dict[str, Callable[..., Fraction]] = {
     "factorial": _exact_factorial,
     "binomial": _exact_binomial,
     "root": _exact_root,
+    "mod": lambda operand, modulus: operand % modulus,
+    "max": lambda *operands: max(operands),
+    "min": lambda *operands: min(operands),
+    "gcd": lambda *operands: Fraction(math.gcd(*_whole(operands))),
+    "lcm": lambda *operands: Fraction(math.lcm(*_whole(operands))),
 }

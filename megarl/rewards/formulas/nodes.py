@@ -15,8 +15,11 @@ class Node:
     Kinds: number (value: Fraction), symbol and constant (value: name), sum, product, quotient, power, negative, sign
     (value: 1 for \pm, -1 for \mp), call (value: function), apply (value: unknown function), index (value: name;
     a_{n+1}), tuple (value: its brackets), list (value: `,`, `and` or `or`), set, builder (variable, condition), matrix
-    (value: environment; parts: rows), row, relation (value: signs between the parts), setop (value: sign), ratio,
-    transpose, words (value: text), quantity (value: unit), blank.
+    (value: environment; parts: rows), row, relation (value: signs between the parts), setop (value: sign), ratio
+    (value: `to` if written so), transpose, words (value: text), quantity (value: unit), blank, numeral (a number with
+    its base; value: digits), cross (product of two vectors), series (body, first and last index; value: sum or product,
+    and the index), congruence (name, representative, modulus), clock (value: AM, PM or ""), groups (value: sign, and
+    the digits as written).
     """
 
     kind: str
@@ -30,8 +33,10 @@ class Node:
             yield from part.walk()
 
     def symbols(self) -> set[str]:
-        """Return the names of all variables and unknown functions in the formula."""
-        return {node.value for node in self.walk() if node.kind in ("symbol", "apply", "index")}
+        """Return the names of all variables and unknown functions in the formula, without indices of sums."""
+        nodes = list(self.walk())
+        names = {node.value for node in nodes if node.kind in ("symbol", "apply", "index")}
+        return names - {node.value[1] for node in nodes if node.kind == "series"}
 
 
 BLANK = Node("blank")
@@ -61,3 +66,10 @@ def joined(kind: str, parts: list[Node]) -> Node:
     """
     flat = [part for node in parts for part in (node.parts if node.kind == kind else (node,))]
     return flat[0] if len(flat) == 1 else Node(kind, tuple(flat))
+
+
+def replaced(node: Node, old: Node, new: Node) -> Node:
+    """Return the formula with every `old` in it replaced by `new`."""
+    if node == old:
+        return new
+    return Node(node.kind, tuple(replaced(part, old, new) for part in node.parts), node.value) if node.parts else node

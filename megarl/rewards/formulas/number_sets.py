@@ -42,8 +42,8 @@ def same_set(one: Node, other: Node) -> bool | None:
     if first.variable and second.variable and first.variable != second.variable:
         return False
     edges = (first.edges or ()) + (second.edges or ())
-    # Without any edges known, agreement at the fixed points alone proves nothing.
-    if (first.edges is None and second.edges is None) or len(edges) > MAX_EDGES:
+    # Without an edge, agreement at the fixed points alone proves nothing, unless no edges are known to exist.
+    if (not edges and None in (first.edges, second.edges)) or len(edges) > MAX_EDGES:
         return None
     return all(first.contains(point) == second.contains(point) for point in _points(edges))
 
@@ -82,7 +82,7 @@ def _number_set(node: Node) -> NumberSet | None:
         return _combined(sets, "setminus")
     if node.kind == "builder":
         return _built(node)
-    if node.kind == "list" and all(part.kind == "relation" for part in node.parts):
+    if node.kind == "list" and all(part.kind in ("relation", "list") for part in node.parts):
         return _all_or_any(node)
     return None
 
@@ -141,6 +141,9 @@ def _solutions(node: Node) -> NumberSet | None:
     if node.value == ("in",) and node.parts[0].kind == "symbol":
         found = _number_set(node.parts[1])
         return found and NumberSet(found.contains, found.edges, node.parts[0].value)
+    if node.value == ("notin",) and node.parts[0].kind == "symbol":
+        found = _number_set(node.parts[1])
+        return found and NumberSet(lambda point: not found.contains(point), found.edges, node.parts[0].value)
     if len(names) != 1 or BLANK in node.parts or not set(node.value) <= INEQUALITIES | {"="}:
         return None
     (name,) = names
@@ -194,18 +197,18 @@ def _built(node: Node) -> NumberSet | None:
 def _all_or_any(node: Node) -> NumberSet | None:
     """Return the set of numbers meant by several relations: the union for `or`, otherwise the intersection.
 
-    If the intersection is empty, the union is returned.
+    Relations separated by commas mean their union if the intersection is empty.
     """
     sets = [_number_set(part) for part in node.parts]
     known = [each for each in sets if each is not None]
     if len(known) < len(sets) or len({each.variable for each in known}) > 1:
         return None
     # Several equations are solutions to be compared as a list.
-    if all(set(part.value) == {"="} for part in node.parts):
+    if all(part.kind == "relation" and set(part.value) == {"="} for part in node.parts):
         return None
     edges = None if any(each.edges is None for each in known) else tuple(e for each in known for e in each.edges or ())
     is_union = node.value == "or"
-    if not is_union and edges is not None:
+    if node.value == "," and edges is not None:
         is_union = not any(all(each.contains(point) for each in known) for point in _points(edges))
     combine = any if is_union else all
     return NumberSet(lambda point: combine(each.contains(point) for each in known), edges, known[0].variable)

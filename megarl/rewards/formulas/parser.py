@@ -6,8 +6,10 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from megarl.rewards.formulas.atoms import Atoms, is_product
-from megarl.rewards.formulas.nodes import BLANK, Node, joined, negative, number
+from megarl.rewards.formulas.atoms import is_product
+from megarl.rewards.formulas.commands import MODULUS_COMMANDS
+from megarl.rewards.formulas.digit_groups import DigitGroups
+from megarl.rewards.formulas.nodes import BLANK, Node, joined, negative, number, symbol
 from megarl.rewards.formulas.tokens import NotMathematicsError, Token, tokenized
 
 ReadUnit = Callable[[str, bool], tuple[bool, Any]]
@@ -19,6 +21,7 @@ _RELATIONS = {
     "subseteq": "subseteq", "propto": "propto", "perp": "perp", "parallel": "parallel", "Rightarrow": "=>",
     "mapsto": "mapsto",
 }  # fmt: skip
+_ARROWS = ("vec ", "overrightarrow ")
 _UNIT_FRACTION = re.compile(r"\\frac\s*\{\s*\\(?:text|mathrm)")
 _SET_SIGNS = {"cup": "cup", "cap": "cap", "setminus": "setminus", "backslash": "setminus"}
 _CONNECTIVES = {",": ",", ";": ",", "and": "and", "or": "or"}
@@ -35,12 +38,14 @@ def parsed(text: str, read_unit: ReadUnit | None = None, *, groups: bool = True)
         return None
 
 
-class _Parser(Atoms):
-    """Parser of statements, relations, sums and products. Its base class `Atoms` parses operands."""
+class _Parser(DigitGroups):
+    """Parser of statements, relations, sums and products. Its base class parses operands."""
 
     def __init__(self, text: str, read_unit: ReadUnit | None, *, groups: bool) -> None:
         super().__init__(text, _with_single_letters(tokenized(text, groups=groups)))
         self._read_unit = read_unit
+        self.is_congruence = False
+        self._vectors = {token.text for token in self._tokens if token.is_bold}
 
     def whole(self) -> Node:
         """Parse the whole text: one formula or a list of several, optionally with a unit at the end."""
@@ -56,12 +61,19 @@ class _Parser(Atoms):
 
     def items(self) -> Node:
         found = [self.relation()]
-        connective = ""
+        signs: list[str] = []
         while (sign := self._connective()) is not None:
-            # "or" anywhere makes the list alternatives; commas before it only separate.
-            connective = "or" if "or" in (sign, connective) else "and" if "and" in (sign, connective) else ","
+            signs.append(sign)
             found.append(self.relation())
-        return Node("list", tuple(found), connective) if connective else found[0]
+        return self._over_or_choose(_connected(found, signs))
+
+    def _over_or_choose(self, node: Node) -> Node:
+        if self.token.kind != "command" or self.token.text not in ("over", "choose"):
+            return node
+        command = self.token.text
+        self.advance()
+        under = self.items()
+        return Node("quotient", (node, under)) if command == "over" else Node("call", (node, under), "binomial")
 
     def _connective(self) -> str | None:
         if self.token.text in ("&", "\\&") and not self.brackets:
@@ -75,29 +87,59 @@ class _Parser(Atoms):
         return found
 
     def relation(self) -> Node:
-        self._skip_label()
+        if (label := self._label()) is not None:
+            return Node("relation", (label, self.relation()), ("=",))
         if (sign := self._relation_sign()) is not None:
-            node = self.set_expression()
+            self.is_congruence = sign == "equiv"
+            node = self._side()
+            self.is_congruence = False
+            if (modulus := self._modulus()) is not None:
+                return _congruence([node], [], modulus)
             # "= 5" is an answer with the left side omitted.
             return node if sign == "=" else Node("relation", (BLANK, node), (sign,))
-        parts = [self.set_expression()]
-        # Within a set's braces, a colon begins the condition.
-        if self.token.text == ":" and self.bars == 0:
-            return self._ratio(parts)
+        if (groups := self.digit_groups()) is not None:
+            return groups
+        parts = [self._side()]
         signs: list[str] = []
         while (sign := self._relation_sign()) is not None:
             signs.append(sign)
-            parts.append(self.set_expression())
+            self.is_congruence = sign == "equiv"
+            parts.append(self._side())
+        self.is_congruence = False
+        if (modulus := self._modulus()) is not None:
+            return _congruence(parts, signs, modulus)
         return Node("relation", tuple(parts), tuple(signs)) if signs else parts[0]
 
-    def _skip_label(self) -> None:
-        """Skip words before a colon, as in `Answer: 12`."""
-        following = self.following()
-        if self.token.kind == "text" and self.token.text.endswith(":") and len(self.token.text) > 3:
+    def _label(self) -> Node | None:
+        """Parse words before a colon, as in `Area: 12`. None: there are none."""
+        text = self.token.text
+        if self.token.kind != "text" or len(text.rstrip(":")) < 3:
+            return None
+        if not text.endswith(":"):
+            if self.following().text != ":":
+                return None
             self.advance()
-        elif self.token.kind == "text" and following.text == ":" and len(self.token.text) > 2:
+        self.advance()
+        return Node("words", (), text.rstrip(": ").lower())
+
+    def _side(self) -> Node:
+        """Parse one side of a relation: an expression, a ratio or a time."""
+        if self.token.kind == "number" and self.following().text == ":" and (clock := self.digit_groups()) is not None:
+            return clock
+        return self._ratio(self.set_expression())
+
+    def _modulus(self) -> Node | None:
+        r"""Parse the modulus after a congruence: `\pmod 7`, `(mod 7)`, `mod 7`. None: there is none."""
+        is_bracketed = self.token.text == "(" and self.following().text in MODULUS_COMMANDS
+        if is_bracketed:
             self.advance()
-            self.advance()
+        if self.token.kind != "command" or self.token.text not in MODULUS_COMMANDS:
+            return None
+        self.advance()
+        modulus = self.term()
+        if is_bracketed:
+            self.expect(")")
+        return modulus
 
     def _relation_sign(self) -> str | None:
         if self.token.kind not in ("sign", "command") or self.token.text not in _RELATIONS:
@@ -106,11 +148,16 @@ class _Parser(Atoms):
         self.advance()
         return sign
 
-    def _ratio(self, parts: list[Node]) -> Node:
-        while self.token.text == ":":
+    def _ratio(self, first: Node) -> Node:
+        parts = [first]
+        # Within a set's braces, a colon begins the condition.
+        while self.token.text == ":" and self.bars == 0:
             self.advance()
             parts.append(self.set_expression())
-        return Node("ratio", tuple(parts))
+        if len(parts) == 1 and self.token.kind in ("word", "text") and self.token.text == "to":
+            self.advance()
+            return Node("ratio", (first, self.set_expression()), "to")
+        return Node("ratio", tuple(parts)) if len(parts) > 1 else first
 
     def set_expression(self) -> Node:
         node = self.sum()
@@ -133,38 +180,61 @@ class _Parser(Atoms):
 
     def _signed_term(self, *, is_first: bool) -> Node:
         if not self._is_sign():
-            return self._term()
+            return self.term()
         sign = self.token.text
         self.advance()
         # +-5 and --5 have a sign of their own after the operator.
         if not is_first and self.token.text in ("+", "-"):
             return self._with_sign(sign, self._signed_term(is_first=True))
-        return self._with_sign(sign, self._term())
+        return self._with_sign(sign, self.term())
 
     def _with_sign(self, sign: str, node: Node) -> Node:
         if sign == "+":
             return node
         return negative(node) if sign == "-" else Node("sign", (node,), 1 if sign == "pm" else -1)
 
-    def _term(self) -> Node:
+    def term(self) -> Node:
         node = self._factor_or_mixed()
         if node.kind == "words":
             return node
         while True:
             if self.token.text in ("*", "cdot", "times") and self.token.kind in ("sign", "command"):
+                is_cross = self.token.text == "times"
                 self.advance()
-                node = joined("product", [node, self._signed_factor()])
+                factor = self._signed_factor()
+                node = self._times(node, factor) if is_cross else joined("product", [node, factor])
+            elif self.token.text == "bmod" and self.token.kind == "command" and not self.is_congruence:
+                self.advance()
+                node = Node("call", (node, self._signed_factor()), "mod")
             elif self.token.text in ("/", "div"):
                 self.advance()
                 node = Node("quotient", (node, self._signed_factor()))
             # A letter after a number may begin its unit instead of another factor.
             elif self.starts_factor() and not self._has_unit_here():
                 # Two numbers in a row are a typo or a list, except when the second begins a power: 2 3^2.
-                if self.token.kind == "number" and not (self.token.spaced and self.following().text == "^"):
+                if self.token.kind in ("number", "numeral") and not (
+                    self.token.spaced and self.following().text == "^"
+                ):
                     raise NotMathematicsError("two numbers follow each other without an operator")
                 node = joined("product", [node, self.power()])
             else:
                 return node
+
+    def _times(self, node: Node, factor: Node) -> Node:
+        r"""Return the product of two operands of \times: for vectors the cross product, for sets the set of pairs."""
+        before, last = (node.parts[:-1], node.parts[-1]) if node.kind == "product" else ((), node)
+        if _is_named_set(last) and _is_named_set(factor):
+            return Node("setop", (node, factor), "times")
+        is_cross = self.is_vector(last) and (self.is_vector(factor) or last == symbol("nabla"))
+        return joined(
+            "product", [*before, Node("cross", (last, factor)) if is_cross else joined("product", [last, factor])]
+        )
+
+    def is_vector(self, node: Node) -> bool:
+        """Return whether a formula is a vector: a bold letter, one with an arrow, or a sum or multiple of vectors."""
+        if node.kind == "symbol":
+            return node.value in self._vectors or node.value == "nabla" or node.value.startswith(_ARROWS)
+        return node.kind in ("sum", "product", "negative", "cross") and any(map(self.is_vector, node.parts))
 
     def _signed_factor(self) -> Node:
         if self.token.text in ("+", "-"):
@@ -228,6 +298,45 @@ class _Parser(Atoms):
         return (unit,) if is_unit else None
 
 
+def _is_named_set(node: Node) -> bool:
+    return node.kind == "symbol" and node.value.startswith("mathbb")
+
+
+def _connected(items: list[Node], signs: list[str]) -> Node:
+    """Return the items as a list. `and` binds closer than `or`; a comma means the same as the other signs."""
+    if not signs:
+        return items[0]
+    if not {"and", "or"} <= set(signs):
+        connective = "or" if "or" in signs else "and" if "and" in signs else ","
+        return Node("list", tuple(_with_shared_modulus(items)), connective)
+    alternatives = [[items[0]]]
+    for sign, item in zip(signs, items[1:], strict=True):
+        if sign == "or":
+            alternatives.append([])
+        alternatives[-1].append(item)
+    parts = [each[0] if len(each) == 1 else Node("list", tuple(each), "and") for each in alternatives]
+    return Node("list", tuple(parts), "or")
+
+
+def _with_shared_modulus(items: list[Node]) -> list[Node]:
+    r"""Return congruences instead of the values before one, as in `x \equiv 1, 4 \pmod 5`."""
+    last = items[-1]
+    if last.kind != "congruence" or any(item.kind == "congruence" for item in items[:-1]):
+        return items
+    first = items[0]
+    is_named = first.kind == "relation" and first.value == ("equiv",)
+    name = first.parts[0] if is_named else last.parts[0]
+    values = [first.parts[1] if is_named else first, *items[1:-1], last.parts[1]]
+    return [Node("congruence", (name, value, last.parts[2])) for value in values]
+
+
+def _congruence(parts: list[Node], signs: list[str], modulus: Node) -> Node:
+    """Return the node of a residue class, with its name or a blank, its representative and its modulus."""
+    if len(parts) > 2 or signs not in ([], ["equiv"], ["="]):
+        raise NotMathematicsError("a modulus follows something other than a congruence")
+    return Node("congruence", (parts[0] if signs else BLANK, parts[-1], modulus))
+
+
 def _has_words(node: Node) -> bool:
     """Return whether a formula contains words, apart from a name before an equals sign."""
     if node.kind == "relation" and node.parts[0].kind == "words":
@@ -238,8 +347,10 @@ def _has_words(node: Node) -> bool:
 def _with_single_letters(tokens: list[Token]) -> list[Token]:
     """Return the tokens, with products of variables like `xy` split into single letters."""
     found: list[Token] = []
-    for token in tokens:
-        if token.kind == "word" and is_product(token.text):
+    for token, following in zip(tokens, [*tokens[1:], tokens[-1]], strict=True):
+        # In ax + by the letters are variables, but in "m by n" they are a word.
+        is_word = token.text in ("ax", "by") and following.kind in ("letter", "word", "number")
+        if token.kind == "word" and not is_word and is_product(token.text):
             for place, letter in enumerate(token.text):
                 # The first letter remembers the word, in case it turns out to be a unit.
                 origin = "" if place else token.text

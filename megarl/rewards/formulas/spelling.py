@@ -12,8 +12,14 @@ MAX_NESTING = 10
 MAX_EXPONENT = 10_000
 MAX_FACTORIAL = 10_000
 
+_ASCII_SIGNS = (
+    {0xFF01 + place: 0x21 + place for place in range(94)}
+    | {0x1D7CE + place: 0x30 + place % 10 for place in range(50)}
+    | dict.fromkeys((0x2010, 0x2011, 0x2012, 0x2013, 0x2212, 0xFE63), "-")
+)
+"""Full-width signs, digits of mathematical fonts and signs for minus, each with its ASCII sign."""
 _WRITTEN_OTHERWISE = {
-    "\u2212": "-", "\u2013": "-", "\u00d7": r"\times ", "\u2022": r"\cdot ", "\u22c5": r"\cdot ", "…": r"\ldots ",
+    "\u00d7": r"\times ", "\u2022": r"\cdot ", "\u22c5": r"\cdot ", "…": r"\ldots ",
     "÷": "/", "·": r"\cdot ", "π": r"\pi ", "∞": r"\infty ", "°": r"^\circ ", "√": r"\sqrt ", "′": "'", "″": "''",
     "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "\u222a": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ",
     "≈": r"\approx ", "±": r"\pm ", "∓": r"\mp ", "→": r"\to ", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ",
@@ -33,19 +39,21 @@ _WRITTEN_OTHERWISE = {
     r"\thinspace": " ", r"\lvert": "|", r"\rvert": "|", r"\vert": "|", r"\lbrace": r"\{", r"\rbrace": r"\}",
     r"\lbrack": "[", r"\rbrack": "]", r"\prime": "'", r"\varepsilon": r"\epsilon ", r"\varphi": r"\phi ",
     r"\vartheta": r"\theta ", r"\div": "/", r"\degree": r"^\circ ", r"\degrees": r"^\circ ",
-    r"\land": r"\text{ and }", r"\lor": r"\text{ or }", r"\begin{bmatrix}": r"\begin{pmatrix}",
+    r"\land": r"\text{ and }", r"\lor": r"\text{ or }", r"\wedge": r"\text{ and }", r"\vee": r"\text{ or }",
+    "∧": r"\text{ and }", "∨": r"\text{ or }", "¬": r"\neg ", r"\lnot": r"\neg ", "≡": r"\equiv ", "⇒": r"\Rightarrow ",
+    "∉": r"\notin ", "⊂": r"\subset ", "⊆": r"\subseteq ", "⌊": r"\lfloor ", "⌋": r"\rfloor ", "⌈": r"\lceil ",
+    "⌉": r"\rceil ", "∑": r"\sum ", "∏": r"\prod ", r"\lVert": "|", r"\rVert": "|", r"\|": "|",
+    r"\begin{bmatrix}": r"\begin{pmatrix}",
     r"\end{bmatrix}": r"\end{pmatrix}", r"\begin{smallmatrix}": r"\begin{matrix}",
     r"\end{smallmatrix}": r"\end{matrix}", r"\therefore": "", r"\implies": r"\Rightarrow ", r"\rightarrow": r"\to ",
     r"\longrightarrow": r"\to ", "<=": r"\le ", ">=": r"\ge ",
 }  # fmt: skip
 """Unicode characters and LaTeX commands with their normalised spelling."""
 _SPELLING = re.compile(
-    "|".join(
-        re.escape(sign) + ("(?![A-Za-z])" if sign[-1].isalpha() and sign[0] == "\\" else "")
-        # Longest first, and no letter after a command: \le must not match within \left.
-        for sign in sorted(_WRITTEN_OTHERWISE, key=len, reverse=True)
-    )
+    r"\\not ?=|\\text\{all real numbers\}|all real numbers|\\(?:begin|end)\{(?:bmatrix|smallmatrix)\}"
+    r"|\\[A-Za-z]+|\\[^A-Za-z]|[<>]=|[^\x00-\x7f]"
 )
+"""Regular expression of what may have a normalised spelling: a whole command, or a sign outside ASCII."""
 TEXT_COMMANDS = (
     "text|textbf|textit|textrm|textsf|texttt|mathrm|mathbf|mathit|mathsf|mbox|hbox|operatorname|boldsymbol|bm"
 )
@@ -70,28 +78,109 @@ _SCRIPTS = re.compile("([⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ]+)|([₀₁₂₃�
 _ALL_DOTTED = re.compile(r"\\dot\s*\{?(\d)\}?(\d*)\s*\\dot\s*\{?(\d)\}?")
 _BRACKETED_REPETEND = re.compile(r"(?<=\d\.)\((\d+)\)")
 _WHOLE_TEXT = re.compile(r"\\(?:text|textbf|textrm|mathrm|mbox)\s*\{([^{}]*\d[^{}]*)\}")
+_PRESENTATION = re.compile(
+    r"\\(?:(?:color|textcolor|colorbox|hspace|vspace|phantom|hphantom|vphantom|tag|label)\*?"
+    r"\s*(?:\[[^\]]*\]\s*)?\{[^{}]*\}"
+    r"|(?:underline|uline|ensuremath|bf|rm|it|sf|tt|scriptsize|footnotesize|small|normalsize|large|Large|LARGE|huge|Huge"
+    r"|nonumber|noindent|strut|hfill)(?![A-Za-z]))"
+)
+"""Regular expression of commands that change only how a formula looks: colours, sizes, fonts, underlines, blanks."""
+_EMPHASIZED = re.compile(r"\\(?:emph|textnormal|textup|textsc|textmd)(?=\s*\{)")
+_BOLD_LETTER = re.compile(r"\\(mathbf|boldsymbol|bm)\s+([A-Za-z])(?![A-Za-z])")
+_ANNOUNCEMENT = re.compile(
+    r"(\\(?:text|textbf|mathrm|mbox)\s*\{\s*)?(?:(?:so|thus|hence|therefore|finally)\b,?\s+)*(?:(?:the|my|our)\s+)?"
+    r"(?:(?:final|correct|right)\s+)?(?:answer|result|solution|value(?:\s+of\b[^=<>]{1,40}?)?)"
+    r"(?:\s+(?:is|equals)\b\s*:?|\s*:)\s*(\})?\s*",
+    re.IGNORECASE,
+)
+"""Regular expression of words announcing an answer: `The answer is`, `Final answer:`."""
+_NAMED_VALUE = re.compile(
+    r"^(?:\\text\s*\{\s*)?the\s+([A-Za-z][A-Za-z ]{2,60}?)\s+is(?:\s*\}\s*|\s+(?=[^{}]*$))(?=[-+.(\[\\$\d])",
+    re.IGNORECASE,
+)
+"""Regular expression of words naming an answer: `The area is`."""
+_WITHOUT_SOLUTION = re.compile(
+    r"(?:\\(?:text|textbf|mathrm|mbox)\s*\{\s*)?(?:there\s+(?:is|are|exists?)\s+)?no\s+(?:real\s+)?(?:solutions?|roots?)"
+    r"(?:\s+exists?)?\s*\.?\s*\}?",
+    re.IGNORECASE,
+)
+_BRACKETED_NUMERAL = re.compile(r"\(\s*([0-9][0-9A-F]*)\s*\)(?=\s*_)")
+_DERIVATIVE = re.compile(r"(?<![A-Za-z\\])d([a-z])\s*/\s*d([a-z])(?![A-Za-z])")
+_MERIDIEM = re.compile(
+    r"(?<=\d)(?:\s|\\[,; ]|~)*(?:\\(?:text|mathrm|textrm|mbox)\s*\{\s*)?"
+    r"(?:([AaPp])(?:[Mm]|\.\s?[Mm]\.?)|(noon)|(midnight))(?![A-Za-z])\s*\}?"
+)
+"""Regular expression of `AM`, `p.m.` or `noon` after a number."""
+_DOMAIN = re.compile(
+    r"(?:\(\s*(?P<name>[A-Za-z])\s*\\in\s*(?P<set>\\mathbb\s*(?:\{[A-Z]\}|[A-Z]))\s*\)$"
+    r"|,?\s*\\text\s*\{\s*,?\s*(?:where|for|with)\s*\}\s*(?=[A-Za-z]\s*\\in(?![A-Za-z])))"
+)
+"""Regular expression of a parameter's values written in brackets, or of the word before them."""
 _MEANINGFUL = re.compile(r"[_^]\s*\{|\\[A-Za-z]+\s*(?:\[[^\]]*\]\s*)?\{|\}\s*\{")
 """Regular expression of a brace with a meaning: around an index, an exponent, or a command's argument."""
 
 
 def normalized(text: str) -> str:
     r"""Return the text in normalised spelling, without a \boxed{} around it, dollar signs or a final full stop."""
-    text = text.strip()
+    text = with_ascii_signs(text).strip()
     for _ in range(3):  # A box in dollars in a box is the deepest nesting seen in answers.
         text = _without_wrapping(text)
-    text = _SPELLING.sub(lambda sign: _WRITTEN_OTHERWISE[sign[0]], text).strip()
-    text = _SCRIPTS.sub(_script, text)
+    text = _SPELLING.sub(lambda sign: _WRITTEN_OTHERWISE.get(sign[0], sign[0]), text).strip()
+    text = _without_presentation(text) or text
+    text = _SCRIPTS.sub(_script, text) if not text.isascii() else text
     text = _ALL_DOTTED.sub(r"\\overline{\1\2\3}", text)
     text = _BRACKETED_REPETEND.sub(r"\\overline{\1}", text)
     text = _LETTERLESS_TEXT.sub(r"\1", text)
     text = _WHOLE_TEXT.sub(r"\1", text) if _WHOLE_TEXT.fullmatch(text) else text
+    text = _without_announcement(text)
     text = _ORDINAL.sub(r"\1", text)
+    text = _DERIVATIVE.sub(r"\\frac{d\1}{d\2}", _MERIDIEM.sub(_meridiem, text))
+    text = _DOMAIN.sub(_separate_domain, text) if "\\in" in text else text
+    text = _BRACKETED_NUMERAL.sub(r"\1", text) if "_" in text else text
     # A leading ~ means "about", not a space.
     text = r"\sim " + text[1:] if text.startswith("~") and text[1:].strip() else text
     text = _THIN.sub("", text)
     without_stop = re.sub(r"(?:[.,;]|\\[,!]|\s)+$", "", text)
+    if _WITHOUT_SOLUTION.fullmatch(without_stop):
+        return r"\emptyset"
     # Three final dots are a sequence's continuation, not a full stop.
     return text.strip() if text.rstrip().endswith(("...", r"\ldots")) or not without_stop else without_stop
+
+
+def with_ascii_signs(text: str) -> str:
+    """Return the text with ASCII digits, letters and minus signs instead of full-width and typographic ones.
+
+    The text keeps its length.
+    """
+    return text if text.isascii() else text.translate(_ASCII_SIGNS)
+
+
+def _without_presentation(text: str) -> str:
+    if "\\" not in text:
+        return text
+    text = _EMPHASIZED.sub(r"\\text", _PRESENTATION.sub("", text))
+    return _BOLD_LETTER.sub(r"\\\1{\2}", text).strip()
+
+
+def _without_announcement(text: str) -> str:
+    announcement = _ANNOUNCEMENT.match(text)
+    if announcement is None:
+        return _NAMED_VALUE.sub(r"\\text{\1}=", text, count=1) if text[:1] in ("\\", "T", "t") else text
+    command, brace = announcement.groups()
+    answer = text[announcement.end() :]
+    # The brace closes the text of the announcement alone, or it must be one with the answer in it.
+    if (brace is not None) != (command is not None):
+        answer = f"{command}{answer}" if command is not None else text
+    return answer or text
+
+
+def _meridiem(found: re.Match[str]) -> str:
+    half = found[1].upper() if found[1] else "P" if found[2] else "A"
+    return rf" \text{{{half}M}}"
+
+
+def _separate_domain(found: re.Match[str]) -> str:
+    return rf", {found['name']} \in {found['set']}" if found["name"] else ", "
 
 
 def _script(found: re.Match[str]) -> str:

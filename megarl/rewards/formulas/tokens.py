@@ -17,8 +17,9 @@ class NotMathematicsError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """Token of a formula. `kind` is number, letter, word, command, text, sign or end; `start` is its index in the
-    text.
+    """Token of a formula. `kind` is number, numeral (with a base), letter, word, command, text, sign or end.
+
+    `start` is its index in the text.
     """
 
     kind: str
@@ -29,6 +30,7 @@ class Token:
     number: Fraction | None = None
     origin: str = ""
     """The whole word, if this token is the first letter of a split word; otherwise empty."""
+    is_bold: bool = False
 
 
 FUNCTION_WORDS = frozenset(
@@ -66,6 +68,7 @@ _COMMAND = re.compile(r"\\([A-Za-z]+|.)", re.DOTALL)
 _WORD = re.compile(r"[A-Za-z]+")
 _TEXTUAL = frozenset(("text", "textbf", "textit", "textrm", "textsf", "texttt", "mbox", "hbox", "operatorname"))
 _UPRIGHT = frozenset(("mathrm", "mathbf", "mathit", "mathsf", "boldsymbol", "bm"))
+_BOLD = frozenset(("mathbf", "boldsymbol", "bm"))
 _ARGUMENT = re.compile(r"\*?\s*\{([^{}]*)\}")
 _MATHEMATICAL_TEXT = re.compile(
     r"[\s()]*(?:[A-Z](?:\s*[,)(&]+\s*|\s+and\s+|\s+or\s+))+[A-Z][\s()]*|[\s\d.,=+*/()<>-]*\d[^A-Za-z]*"
@@ -147,7 +150,7 @@ def _command(text: str, position: int, spaced: bool, found: list[Token]) -> int:
         content = argument[1].strip()
         # Upright letters are variables, but in \text only e and i are.
         if re.fullmatch("[A-Za-z]" if name in _UPRIGHT else "[ei]", content):
-            found.append(Token("letter", content, position, spaced))
+            found.append(Token("letter", content, position, spaced, is_bold=name in _BOLD))
         elif _MATHEMATICAL_TEXT.fullmatch(content):
             start = argument.start(1)
             # Choices or numbers in \text are mathematics, so tokenize them.
@@ -174,7 +177,7 @@ def _command(text: str, position: int, spaced: bool, found: list[Token]) -> int:
 def _number(text: str, position: int, spaced: bool, *, groups: bool) -> tuple[Token, int]:
     # After ^ an index is not a base: 2^3_1.
     if text[position - 1 : position] != "^" and (match := _IN_BASE.match(text, position)):
-        return Token("number", match[0], position, spaced, _in_base(match)), match.end()
+        return Token("numeral", match[0], position, spaced, _in_base(match)), match.end()
     if match := _REPEATING.match(text, position):
         # 0.33... may be a rounded decimal, so a single digit must occur three times.
         repeats = match["dotted"] is None or len(match["once"]) > 1 or match["dotted"].endswith(match["once"] * 3)
