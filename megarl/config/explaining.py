@@ -9,7 +9,7 @@ from typing import Any
 
 from megarl.config.migration import counterpart, nearest_value, short_counterpart
 from megarl.config.schema import all_fields, description, field_at, recipe_field, removal, section_at, section_of
-from megarl.config.secrets import Place, holds_secret
+from megarl.config.secrets import HIDDEN, Place, holds_secret, secret_items, shown_key
 from megarl.files.nearest import nearest
 
 
@@ -191,13 +191,17 @@ def printable(value: Any, place: Place, references: Mapping[Place, str]) -> Any:
     if hasattr(value, "model_dump"):
         value = value.model_dump()
     if isinstance(value, Mapping):
-        return {name: printable(item, (*place, str(name)), references) for name, item in value.items()}
+        return {shown_key(str(name)): printable(v, (*place, str(name)), references) for name, v in value.items()}
     if isinstance(value, list | tuple):
-        return [printable(item, (*place, index), references) for index, item in enumerate(value)]
+        hidden = {index for index in secret_items(place, value) if (*place, index) not in references}
+        return [
+            HIDDEN if index in hidden else printable(item, (*place, index), references)
+            for index, item in enumerate(value)
+        ]
     if isinstance(value, str):
         # Escaped, because `load` would resolve a bare ${...} as a reference.
-        return "<hidden>" if holds_secret(place, value) else value.replace("${", "\\${")
-    return value
+        return HIDDEN if holds_secret(place, value) else value.replace("${", "\\${")
+    return HIDDEN if holds_secret(place, value) else value
 
 
 def reference_around(place: Place, references: Mapping[Place, str]) -> str | None:

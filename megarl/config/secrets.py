@@ -3,31 +3,78 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 Place = tuple[str | int, ...]
 """Place of a value in a recipe: its keys and list indices from the top."""
 
 REMEDY = "refer to it by the name of an environment variable: ${oc.env:NAME}"
+HIDDEN = "<hidden>"
+"""Text shown instead of a secret."""
 
 _SECRET_NAME = re.compile(
     r"(^|_)("
-    r"tokens?|secrets?|passwords?|passwd|passphrases?|credentials?|auth|authorization|bearer|apikeys?|"
-    r"(api|access|private|secret)_keys?"
+    r"[a-z]*passwords?|[a-z]*secrets?|passwd|pwd|passphrases?|passcodes?|credentials?|auth|authorization|bearer|"
+    r"tokens?|(access|auth|bearer|refresh|session|api|bot)tokens?|cookies?|webhooks?(_urls?)?|apikeys?|"
+    r"(api|access|private|secret|signing|encryption|account|storage|session|ssh|service|license|master|shared|deploy|"
+    r"subscription|wandb|openai|anthropic|hf|huggingface|aws|azure|gcp|google|github|gitlab|slack)_keys?"
     r")$"
+    # Not a pass over something, as in num_pass or forward_pass.
+    r"|(?<!num)(?<!one)(?<!two)(?<!first)(?<!second)(?<!forward)(?<!backward)(?<!multi)(?<!single)(^|_)pass$"
 )
 _TOKENIZER_NAME = re.compile(r"(^|_)(bos|eos|pad|unk|sep|cls|mask|image|audio|video|stop|special|start|end)_tokens?$")
 """Field names that end like a secret's name but mean tokens of a vocabulary."""
-# Both forms occur: scheme://user:password@host, and https://token@host.
-_URL_WITH_PASSWORD = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/\s:@]*:[^/\s@]+@|https?://[^/\s:@]+@")
-_ASSIGNMENT = re.compile(r"([A-Za-z][A-Za-z0-9_-]*)=([^\s,&]+)")
+_NUMERIC_NAME = re.compile(r"(passwords?|passwd|pwd|passphrases?|passcodes?|_keys?|apikeys?)$")
+"""Names whose value is a secret even if it is a number. `max_tokens: 64` is none."""
+_URL_PARAMETER = re.compile(r"[?&;#](key|sig|signature|code)=[^\s&]", re.IGNORECASE)
+
+_EDGE = r"(?<![A-Za-z0-9_/.-])"
+_END = r"(?![A-Za-z0-9_/-]|\.[A-Za-z0-9])"
+# Repetitions are bounded where a search could begin many times within one long word: it would be quadratic.
+_FORMS = re.compile(
+    # https://user:password@host, and https://token@host.
+    # A scheme is looked for at the start of a word only: searches of long words would be quadratic.
+    r"(?<![A-Za-z0-9+.-])[A-Za-z][A-Za-z0-9+.-]*://[^/\s:@]*:[^/\s@]+@|https?://[^/\s:@]+@"
+    # OpenAI, Anthropic and others. Shorter ones need a digit, so that sk-learn is none.
+    rf"|{_EDGE}sk-(?:(?=[\w-]{{0,80}}\d)[\w-]{{8,}}|[\w-]{{16,}}){_END}"
+    rf"|{_EDGE}hf_(?:(?=[a-z]{{0,80}}[A-Z0-9])[A-Za-z0-9]{{10,}}|[A-Za-z0-9]{{16,}}){_END}"
+    rf"|{_EDGE}(?:gh[opusr]_|gsk_|npm_|nvapi-|glpat-|xai-|r8_)[A-Za-z0-9-]{{16,}}{_END}"
+    rf"|{_EDGE}(?:github_pat_|dckr_pat_|[rs]k_(?:live|test)_)\w{{16,}}{_END}"
+    rf"|{_EDGE}xox[abeoprs]-[A-Za-z0-9-]{{10,}}|{_EDGE}(?:AIza|ya29\.)[\w-]{{20,}}|{_EDGE}SG\.[\w-]{{16,}}\.[\w-]{{16,}}"
+    rf"|{_EDGE}(?:AKIA|ASIA)[A-Z0-9]{{8,}}{_END}"
+    r"|-----BEGIN [A-Z0-9 ]*PRIVATE KEY"
+    # JWT: JSON in base64, content, signature.
+    rf"|{_EDGE}eyJ[\w-]{{5,}}\.[\w-]{{5,}}\.[\w-]*"
+    r"|^(?i:bearer|basic)\s+[A-Za-z0-9._~+/=-]{6,}$"
+    r"|(?i:AccountKey|SharedAccessKey|SharedAccessSignature)=[^\s;]+"
+    # Whoever knows the address of a webhook may post to it.
+    r"|https?://(?:hooks\.slack\.com/(?:services|workflows|triggers)|(?:\w+\.)?discord(?:app)?\.com/api/webhooks"
+    r"|[\w.-]{0,80}webhook\.office\.com|outlook\.office\.com/webhook|hooks\.zapier\.com/hooks"
+    r"|maker\.ifttt\.com/\S{0,80}key"
+    r"|api\.telegram\.org/bot[^/\s]{1,80})/?\S"
+    r"|https?://[^\s?#]{1,80}/(?:webhooks?|hooks)\w{0,8}/[^\s?#]{0,80}(?=\w{0,80}\d)\w{8}"
+)
+"""Texts that are, or contain, a secret whatever their field is called."""
+
+_PROSE = re.compile(r"(prompt|system|stop|template|pattern|instruction|message)s?$")
+"""Fields whose text is for a model or a search, so `password=` in it is only a word."""
+_COMMAND = re.compile(r"(command|cmd|arg|argument|argv|option|flag|environment|env|export|script|entrypoint|header)s?$")
+"""Fields whose text may hold options of a program, variables or HTTP headers. Lists of texts may too."""
+# Matches may overlap: --export=HF_TOKEN=VALUE has two.
+_ASSIGNMENT = re.compile(r"(?<![A-Za-z0-9_])([A-Za-z][A-Za-z0-9_-]*)=(?=[\"']?([^\s,&;\"']+))")
+_OPTION = re.compile(r"(?<!\S)--?([A-Za-z][A-Za-z0-9_-]*)\s+[\"']?([^\s\"'-][^\s\"']*)")
+_HEADER = re.compile(r"(?<![A-Za-z0-9_])([A-Za-z][A-Za-z0-9_-]*):\s*(?:(?i:bearer|basic|token)\s+)?([^\s\"']+)")
+_JSON_VALUE = re.compile(r"[\"']([A-Za-z][A-Za-z0-9_-]*)[\"']\s*:\s*[\"']([^\"']+)[\"']")
+_USER_OPTION = re.compile(r"(?<!\S)(?:-u|--user|--proxy-user)[\s=]+[\"']?[^\s:/\"'$]+:(?!\d+(?:\s|$))[^\s\"'$]+")
+"""User and password, as curl takes them. Two numbers are the ids of a user and a group."""
 _REFERENCE = re.compile(r"\$\{[^{}]*\}")
 
 
 def is_secret_name(name: str) -> bool:
     """Return whether a field name denotes a secret, like `hf_token`, `apiKeys` or `auth`."""
-    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).replace("-", "_").lower()
+    words = _words(name)
     return bool(_SECRET_NAME.search(words)) and not _TOKENIZER_NAME.search(words)
 
 
@@ -42,15 +89,27 @@ def is_secret_place(place: Place) -> bool:
 def holds_secret(place: Place, value: Any) -> bool:
     """Return whether a value is a secret in clear text: its field is named like one, or it contains a password or
     token."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return is_secret_place(place[-1:]) and bool(_NUMERIC_NAME.search(_words(str(place[-1]))))
     if not isinstance(value, str) or not value:
         return False
-    if is_secret_place(place) or _URL_WITH_PASSWORD.search(value):
+    if is_secret_place(place) and not _is_count(_name_at(place), value):
         return True
-    is_url = "://" in value
-    # srun's options may set variables of the job (--export=HF_TOKEN=...), and a URL may have a token as parameter.
-    if not is_url and place[:2] != ("cluster", "srun_options"):
-        return False
-    return any(is_secret_name(name) for name, _ in _ASSIGNMENT.findall(value))
+    if _FORMS.search(value) or _URL_PARAMETER.search(value if "://" in value else ""):
+        return True
+    # A URL may have a token as parameter.
+    return bool("://" in value and _has_assigned_secret(value, _ASSIGNMENT)) or _has_secret_argument(place, value)
+
+
+def secret_items(place: Place, items: Sequence[Any]) -> set[int]:
+    """Return the indices of a list's items that are the values of options named like secrets: `--token`, VALUE."""
+    if place[:1] == ("data",):
+        return set()
+    return {
+        index
+        for index, (option, value) in enumerate(pairwise(items), start=1)
+        if isinstance(option, str) and isinstance(value, str) and _is_secret_option(option, value)
+    }
 
 
 def literal_secrets(values: Any, references: Mapping[Place, str], place: Place = ()) -> Iterator[str]:
@@ -60,17 +119,76 @@ def literal_secrets(values: Any, references: Mapping[Place, str], place: Place =
         while (shorter := _REFERENCE.sub("", literal)) != literal:
             literal = shorter
         if not is_secret_place(place) and holds_secret(place, literal):
-            yield f"{dotted(place)} = <hidden>: a secret must not stand in a recipe; {REMEDY}"
+            yield _error(place)
     elif isinstance(values, Mapping):
         for name, value in values.items():
+            if _FORMS.search(str(name)):
+                yield _error((*place, HIDDEN))
             yield from literal_secrets(value, references, (*place, str(name)))
     elif isinstance(values, list | tuple):
+        secrets = secret_items(place, values)
         for index, value in enumerate(values):
-            yield from literal_secrets(value, references, (*place, index))
+            if index in secrets and (*place, index) not in references:
+                yield _error((*place, index))
+            else:
+                yield from literal_secrets(value, references, (*place, index))
     elif holds_secret(place, values):
-        yield f"{dotted(place)} = <hidden>: a secret must not stand in a recipe; {REMEDY}"
+        yield _error(place)
 
 
 def dotted(place: Place) -> str:
     """Return a place (keys and list indices) as a dotted name."""
     return ".".join(str(part) for part in place)
+
+
+def shown_key(name: str) -> str:
+    """Return a key of a mapping as it is shown: hidden if it is a secret itself."""
+    return HIDDEN if _FORMS.search(name) else name
+
+
+def _error(place: Place) -> str:
+    return f"{dotted(place)} = {HIDDEN}: a secret must not stand in a recipe; {REMEDY}"
+
+
+def _words(name: str) -> str:
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).replace("-", "_").lower()
+
+
+def _name_at(place: Place) -> str:
+    return next((part for part in reversed(place) if isinstance(part, str)), "")
+
+
+def _is_count(name: str, value: str) -> bool:
+    """Return whether a text is a number of tokens, as in `max_tokens: "64"`."""
+    return _words(name).endswith("tokens") and value.isdecimal()
+
+
+def _is_given_secret(name: str, value: str) -> bool:
+    """Return whether `name`, of an option or a variable, means a secret and `value` is one in clear text."""
+    # A variable of the shell is no secret.
+    return is_secret_name(name) and not value.startswith("$") and not _is_count(name, value)
+
+
+def _is_secret_option(option: str, value: str) -> bool:
+    """Return whether an item of a command is an option for a secret, and the next item its value in clear text."""
+    if _USER_OPTION.fullmatch(f"{option} {value}"):
+        return True
+    name = option.lstrip("-")
+    return option.startswith("-") and not value.startswith("-") and _is_given_secret(name, value)
+
+
+def _has_secret_argument(place: Place, text: str) -> bool:
+    """Return whether a text of a command, a variable or a header has a secret: `--token X`, `TOKEN=X`, JSON."""
+    name = _words(_name_at(place))
+    if _PROSE.search(name) or place[:1] == ("data",):
+        return False
+    if _has_assigned_secret(text, _JSON_VALUE):
+        return True
+    if not (isinstance(place[-1], int) or _COMMAND.search(name)):
+        return False
+    forms = (_ASSIGNMENT, _OPTION, _HEADER)
+    return bool(_USER_OPTION.search(text)) or any(_has_assigned_secret(text, form) for form in forms)
+
+
+def _has_assigned_secret(text: str, form: re.Pattern[str]) -> bool:
+    return any(_is_given_secret(name, value) for name, value in form.findall(text))
