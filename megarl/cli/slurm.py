@@ -13,27 +13,29 @@ from megarl.cli.checking import checked
 app = command_group("slurm", "Run a recipe as a Slurm batch job.")
 
 
+SbatchOptions = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--sbatch",
+        help="Further option of sbatch, for example --sbatch=--partition=gpu. May be repeated.",
+        show_default=False,
+    ),
+]
+
+
 @app.command(cls=RecipeCommand)
-def render(recipe: RecipePath, overrides: Overrides = None) -> None:
+def render(recipe: RecipePath, overrides: Overrides = None, option: SbatchOptions = None) -> None:
     """Print the Slurm batch script of a recipe."""
-    print(_batch_script(recipe, overrides or ()), end="")
+    print(_batch_script(recipe, overrides or (), option or ()), end="")
 
 
 @app.command(cls=RecipeCommand)
-def submit(
-    recipe: RecipePath,
-    overrides: Overrides = None,
-    option: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--sbatch",
-            help="Further option of sbatch, for example --sbatch=--partition=gpu. May be repeated.",
-            show_default=False,
-        ),
-    ] = None,
-) -> None:
+def submit(recipe: RecipePath, overrides: Overrides = None, option: SbatchOptions = None) -> None:
     """Check a recipe as a dry run does, let sbatch test the batch script, then submit it."""
-    from megarl.cluster.sbatch import submit
+    from megarl.cluster.sbatch import require_sbatch, submit
+
+    # Before the checks, which take half a minute.
+    require_sbatch()
     from megarl.preflight import load, with_memory_defaults, with_steps
     from megarl.tracking.display import Display
 
@@ -43,11 +45,11 @@ def submit(
     # The batch script sets the launcher to slurm, unless the recipe uses ray. The checks must see the same.
     by_slurm = [] if loaded.cluster.launcher == "ray" else ["cluster.launcher=slurm"]
     checked(with_memory_defaults(with_steps(load(recipe, [*given, *by_slurm]))), Display(), is_start=False)
-    print(submit(_batch_script(recipe, given), option or ()))
+    print(submit(_batch_script(recipe, given, ()), option or ()))
 
 
-def _batch_script(recipe: str, overrides: Sequence[str]) -> str:
+def _batch_script(recipe: str, overrides: Sequence[str], options: Sequence[str]) -> str:
     from megarl.cluster.sbatch import render
     from megarl.config.recipe import load
 
-    return render(load(recipe, overrides), [recipe, *overrides])
+    return render(load(recipe, overrides), arguments=[recipe, *overrides], options=options)

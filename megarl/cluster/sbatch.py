@@ -21,8 +21,11 @@ from megarl.tracking.run_folder import run_path
 from megarl.types import ConfigError, FaultyNodeError
 
 
-def render(recipe: Recipe, arguments: Sequence[str]) -> str:
-    """Return the batch script for a recipe and its launcher. `arguments` are further arguments of `megarl train`.
+def render(recipe: Recipe, *, arguments: Sequence[str], options: Sequence[str] = ()) -> str:
+    """Return the batch script for a recipe and its launcher.
+
+    `arguments` are those of `megarl train`. `options` are further options of sbatch, such as `--partition=gpu`; they
+    count more than the recipe's and hold for the trainer's nodes.
 
     Jobs of one name wait for each other, so that two never write to one run folder. Nodes recorded as faulty in the
     run's status.json are excluded. Raises ConfigError for Ray together with `cluster.groups.engines`, and DataError if
@@ -48,13 +51,16 @@ def render(recipe: Recipe, arguments: Sequence[str]) -> str:
     more += ["no-kill"] if cluster.recover != "stop" else []
     lines = "".join(f"#SBATCH --{option}\n" for option in more)
     template = re.sub(r"(?m)^#SBATCH --requeue$", f"{lines}#SBATCH --requeue", template)
+    components = [_option_line(option) for option in options]
     if (engines := cluster.groups.engines) is not None:
         # Components of the same name would wait for each other, as jobs do.
         own = _sizes(engines, has_gpus) | {"job-name": f"{recipe.name}-engines"}
-        options = [*(f"--{option}={value}" for option, value in own.items()), "--exclusive", "--mem=0"]
-        component = "\n".join(f"#SBATCH {option}" for option in ["hetjob", *options, *engines.sbatch_options])
-        # A function as replacement, because `re.sub` would interpret backslashes in a text.
-        template = re.sub(r"(?m)^MEGARL_HOME=", lambda _: f"{component}\nMEGARL_HOME=", template, count=1)
+        sizes = [*(f"--{option}={value}" for option, value in own.items()), "--exclusive", "--mem=0"]
+        components += [f"#SBATCH {option}" for option in ["hetjob", *sizes, *engines.sbatch_options]]
+    # After the template's own options, because sbatch takes the last of equal ones. A function as replacement, because
+    # `re.sub` would interpret backslashes in a text.
+    block = "".join(f"{line}\n" for line in components)
+    template = re.sub(r"(?m)^MEGARL_HOME=", lambda _: f"{block}MEGARL_HOME=", template, count=1)
     template = re.sub(r"(?s)^(#!\S+[^\n]*\n).*?(?=#SBATCH)", lambda found: found[1] + _header(recipe), template)
     ours = f"MEGARL_HOME={shlex.quote(str(home()))}\nset -- {shlex.join(arguments)}"
     if cluster.launcher != "ray":
@@ -64,6 +70,13 @@ def render(recipe: Recipe, arguments: Sequence[str]) -> str:
         # A wheel has no .venv next to launch/: the job uses this command's environment.
         ours = f"MEGARL_VENV=${{MEGARL_VENV:-{shlex.quote(sys.prefix)}}}\n{ours}"
     return re.sub(r"(?m)^MEGARL_HOME=.*$", lambda _: ours, template)
+
+
+def _option_line(option: str) -> str:
+    """Return an option of sbatch as a line of a batch script. Raises ConfigError for a text of several lines."""
+    if not option.isprintable():
+        raise ConfigError(f"--sbatch={option!r}: has a control character; an option of sbatch is one line of text")
+    return f"#SBATCH {shlex.quote(option)}"
 
 
 def _excluded_nodes(recipe: Recipe) -> list[str]:
@@ -111,13 +124,18 @@ def reporting_bad_nodes() -> Iterator[None]:
         raise
 
 
+def require_sbatch() -> None:
+    """Raise ConfigError if this machine has no program `sbatch`."""
+    if shutil.which("sbatch") is None:
+        raise ConfigError("sbatch: not found; submit from a node that has Slurm's commands, or use megarl slurm render")
+
+
 def submit(script: str, options: Sequence[str]) -> str:
     """Submit a batch script with further sbatch `options`, after a trial with --test-only. Returns sbatch's output.
 
     Raises ConfigError with sbatch's message if Slurm refuses the job.
     """
-    if shutil.which("sbatch") is None:
-        raise ConfigError("sbatch: not found; submit from a node that has Slurm's commands, or use megarl slurm render")
+    require_sbatch()
     for trial in (["--test-only"], []):
         done = run_command(["sbatch", *trial, *options], stdin=script)
         if done.returncode:

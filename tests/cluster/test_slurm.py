@@ -18,6 +18,7 @@ from types import ModuleType
 
 import pytest
 
+from megarl.cli import main
 from megarl.cluster.sbatch import render
 from megarl.config import Recipe
 from megarl.config.recipe import load
@@ -404,32 +405,48 @@ def test_a_job_avoids_the_nodes_that_it_found_faulty(cluster: Cluster) -> None:
 
 def test_a_script_excludes_the_run_s_faulty_nodes(tmp_path: Path) -> None:
     recipe = load(ROOT / "launch/recipes/qwen3_32b_grpo.yaml", [f"runs_folder={tmp_path}"])
-    assert "--exclude" not in render(recipe, ["recipe.yaml"])
+    assert "--exclude" not in render(recipe, arguments=["recipe.yaml"])
     run = tmp_path / recipe.name
     run.mkdir()
     (run / "status.json").write_text('{"state": "failed", "step": 3, "bad_nodes": ["gpu7", "gpu12"]}')
-    lines = render(recipe, ["recipe.yaml"]).splitlines()
+    lines = render(recipe, arguments=["recipe.yaml"]).splitlines()
     assert "#SBATCH --exclude=gpu7,gpu12" in lines and "#SBATCH --requeue" in lines
 
 
 def test_a_script_says_what_the_recipe_says() -> None:
     recipe = load(ROOT / "launch/recipes/qwen3_32b_grpo.yaml")
-    lines = render(recipe, ["my recipe.yaml", "train.steps=3"]).splitlines()
+    lines = render(recipe, arguments=["my recipe.yaml", "train.steps=3"]).splitlines()
     for line in ("--job-name=qwen3_32b_grpo", "--nodes=2", "--ntasks-per-node=8", "--gpus-per-node=8", "--mem=0"):
         assert f"#SBATCH {line}" in lines
     assert lines[lines.index(f"MEGARL_HOME={shlex.quote(str(ROOT))}") + 1] == "set -- 'my recipe.yaml' train.steps=3"
-    on_cpu = render(load(ROOT / "launch/recipes/qwen3_32b_grpo.yaml", ["cluster.device=cpu"]), [])
+    on_cpu = render(load(ROOT / "launch/recipes/qwen3_32b_grpo.yaml", ["cluster.device=cpu"]), arguments=[])
     assert "--ntasks-per-node=8" in on_cpu and "gpus-per-node" not in on_cpu
     comments = [line for line in lines if line.startswith("# ")]
     assert comments[0] == "# The job of run qwen3_32b_grpo, written by megarl slurm: recipe, nodes and ranks are set."
     assert not any("sbatch --nodes" in line for line in comments)
 
 
+def test_options_of_the_command_stand_in_the_printed_script(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """sbatch takes the last of equal options, so they come after the recipe's, and before the engines' component."""
+    recipe = load(ROOT / "launch/recipes/qwen3_32b_grpo.yaml")
+    lines = render(recipe, arguments=[], options=["--output=my log", "--partition=gpu"]).splitlines()
+    options = [line for line in lines if line.startswith("#SBATCH ")]
+    assert options[-3:] == ["#SBATCH --output=megarl-%j.log", "#SBATCH '--output=my log'", "#SBATCH --partition=gpu"]
+    with pytest.raises(ConfigError, match=r"--sbatch='--comment=a\\nb': has a control character"):
+        render(recipe, arguments=[], options=["--comment=a\nb"])
+    monkeypatch.setattr(sys, "argv", ["megarl", "slurm", "render", "qwen3_32b_grpo", "--sbatch=--partition=gpu"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code and "#SBATCH --partition=gpu\n" in capfd.readouterr().out
+
+
 def test_a_job_with_engines_on_nodes_of_their_own_kind_has_two_components() -> None:
     engines = "{nodes: 4, ranks_per_node: 4, sbatch_options: [--partition=small]}"
     given = ("rollout.placement=separate", "rollout.tp=4", f"cluster.groups.engines={engines}")
     recipe = load(ROOT / "launch/recipes/qwen3_32b_grpo.yaml", given)
-    own, component = "\n".join(render(recipe, ["recipe.yaml"]).splitlines()).split("#SBATCH hetjob\n")
+    own, component = "\n".join(render(recipe, arguments=["recipe.yaml"]).splitlines()).split("#SBATCH hetjob\n")
     assert "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=8\n#SBATCH --gpus-per-node=8\n" in own
     sizes, _, rest = component.partition("MEGARL_HOME=")
     assert sizes.splitlines() == [
@@ -446,7 +463,10 @@ def test_a_job_with_engines_on_nodes_of_their_own_kind_has_two_components() -> N
     ]
     assert "train " in rest and "#SBATCH" not in rest
     with pytest.raises(ConfigError, match=r"cluster.groups.engines: a Ray cluster inside a Slurm job has nodes of one"):
-        render(load(ROOT / "launch/recipes/qwen3_32b_grpo.yaml", (*given, "cluster.launcher=ray")), ["recipe.yaml"])
+        render(
+            load(ROOT / "launch/recipes/qwen3_32b_grpo.yaml", (*given, "cluster.launcher=ray")),
+            arguments=["recipe.yaml"],
+        )
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="needs shellcheck: apt-get install shellcheck")
@@ -492,3 +512,8 @@ def test_without_slurm_s_commands_it_is_said(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("PATH", "")
     with pytest.raises(ConfigError, match="sbatch: not found"):
         sbatch.submit("#!/bin/sh\n", [])
+    # Before anything else is read.
+    monkeypatch.setattr(sys, "argv", ["megarl", "slurm", "submit", "missing.yaml"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2

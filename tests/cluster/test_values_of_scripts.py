@@ -46,7 +46,7 @@ def write_status(folder: Path, bad_nodes: object) -> Path:
 def test_what_is_not_a_host_does_not_reach_a_batch_script(tmp_path: Path, value: object) -> None:
     run = write_status(tmp_path, ["n1", value])
     with pytest.raises(DataError, match=r"status\.json: bad_nodes = ") as error:
-        render(load(RECIPE, [f"runs_folder={tmp_path}"]), ["recipe.yaml"])
+        render(load(RECIPE, [f"runs_folder={tmp_path}"]), arguments=["recipe.yaml"])
     assert str(run) in str(error.value) and "\n" not in str(error.value)
 
 
@@ -54,19 +54,21 @@ def test_what_is_not_a_host_does_not_reach_a_batch_script(tmp_path: Path, value:
 def test_nodes_that_are_not_a_list_are_refused(tmp_path: Path, value: object) -> None:
     write_status(tmp_path, value)
     with pytest.raises(DataError, match=r"status\.json: bad_nodes = .*not a list"):
-        render(load(RECIPE, [f"runs_folder={tmp_path}"]), ["recipe.yaml"])
+        render(load(RECIPE, [f"runs_folder={tmp_path}"]), arguments=["recipe.yaml"])
 
 
 def test_names_and_addresses_of_hosts_are_excluded(tmp_path: Path) -> None:
     names = ["gpu7", "node-1.cluster.example", "gpu_07", "10.0.0.7", "fe80::1"]
     write_status(tmp_path, names)
-    script = render(load(RECIPE, [f"runs_folder={tmp_path}"]), ["recipe.yaml"])
+    script = render(load(RECIPE, [f"runs_folder={tmp_path}"]), arguments=["recipe.yaml"])
     assert f"#SBATCH --exclude={','.join(names)}" in script.splitlines()
 
 
 def test_a_job_of_ray_excludes_no_nodes_because_the_run_avoids_them(tmp_path: Path) -> None:
     write_status(tmp_path, ["10.0.0.7 (abcdef12)"])
-    assert "--exclude" not in render(load(RECIPE, [f"runs_folder={tmp_path}", "cluster.launcher=ray"]), ["r.yaml"])
+    assert "--exclude" not in render(
+        load(RECIPE, [f"runs_folder={tmp_path}", "cluster.launcher=ray"]), arguments=["r.yaml"]
+    )
 
 
 def test_a_resumed_run_refuses_nodes_that_are_not_names(tmp_path: Path) -> None:
