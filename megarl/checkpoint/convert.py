@@ -217,7 +217,7 @@ class _Slab:
 
 def _stream(source: Source, slabs: Iterable[_Slab]) -> None:
     """Fill the parts in order. Each is written in the background while the next one is filled."""
-    with ThreadPoolExecutor(1) as writer:
+    with _one_thread_per_operation(), ThreadPoolExecutor(1) as writer:
         writing = None
         for slab in slabs:
             filled = _fill(source, slab)
@@ -226,6 +226,21 @@ def _stream(source: Source, slabs: Iterable[_Slab]) -> None:
             writing = writer.submit(slab.write, filled)
         if writing is not None:
             writing.result()
+
+
+@contextmanager
+def _one_thread_per_operation() -> Iterator[None]:
+    """Context in which torch computes each operation in the calling thread.
+
+    Reading, writing and hashing have a thread each. More threads for one copy would mostly wait, and OpenMP's threads
+    wait busily: on two cores they took half of a conversion's CPU time.
+    """
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def _fill(source: Source, slab: _Slab) -> Tensor:
@@ -367,7 +382,7 @@ def verify_copy(source: Source, result: Source, model: ModelShape, folder: Path)
     """Read a conversion back and compare hashes of files and bits of tensors. Raises DataError with the first
     difference.
     """
-    with ThreadPoolExecutor(1) as reader:
+    with _one_thread_per_operation(), ThreadPoolExecutor(1) as reader:
         hashed = reader.submit(check_hashes, folder, check_sizes(folder))
         for name, shape in hf_tensors(model).items():
             for box in _slices(name, shape, result.dtypes[name]):
@@ -470,10 +485,17 @@ def _checkpoint_of_run(folder: Path) -> Path:
     """Return the newest checkpoint of a run, or the folder itself if it does not belong to a run."""
     if (newest := newest_checkpoint(folder)) is not None:
         return newest
+    if (folder / "config.json").is_file():
+        raise ConfigError(
+            f"{folder}: is a Hugging Face model folder, not a checkpoint of Megatron; `megarl convert to-megatron --hf "
+            "FOLDER` converts it"
+        )
     if folder.is_dir() and folder.name == "checkpoints":
         raise ConfigError(f"{folder}: has no checkpoint step_NNNNNN; set checkpoint.every_steps so that the run saves")
     if not folder.exists() and (others := EarlierRun.read(folder.parent.parent).checkpoints):
         raise ConfigError(f"{folder}: not found; the run's checkpoints are {', '.join(other.name for other in others)}")
+    if not folder.exists():
+        raise ConfigError(f"{folder}: not found; name the folder of a checkpoint, of a run, or of several checkpoints")
     return folder
 
 

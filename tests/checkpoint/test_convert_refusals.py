@@ -213,3 +213,23 @@ def test_verification_names_the_tensor(tmp_path: Path) -> None:
     save_file(tensors, file)
     with pytest.raises(DataError, match=f"changed: {name} differs from its source"):
         verify_copy(FolderReader(source, model), FolderReader(changed, model), model, changed)
+
+
+def test_a_folder_that_is_no_checkpoint_is_named(tmp_path: Path) -> None:
+    model = moe_folder(tmp_path / "model")
+    with pytest.raises(ConfigError, match=f"{tmp_path}/missing: not found; name the folder of a checkpoint"):
+        to_hf(tmp_path / "missing", tmp_path / "out")
+    with pytest.raises(ConfigError, match=f"{model}: is a Hugging Face model folder.* to-megatron"):
+        to_hf(model, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_conversion_restores_the_number_of_threads(tmp_path: Path) -> None:
+    """It computes with one thread per operation: more would wait busily."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    try:
+        to_megatron(moe_folder(tmp_path / "model"), tmp_path / "megatron")
+        assert torch.get_num_threads() == before + 1
+    finally:
+        torch.set_num_threads(before)
