@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 
+Conversation = tuple[TrainingSequence, ...]
+"""The sequences of a record: one, or several if the chat template rewrites earlier turns."""
+
+
 def read_conversations(
     source: str | Path,
     tokenizer: Tokenizer,
@@ -29,18 +34,17 @@ def read_conversations(
     names: FieldNames | None = None,
     on_long: Callable[[TooLongError], object] | None = None,
     collect: Collect = in_memory,
-) -> Sequence[TrainingSequence]:
+) -> Sequence[Conversation]:
     """Return the conversations of a data source as tokens, with the assistant's tokens marked for training.
 
     A record has a conversation, or a prompt and a response; each is a text or messages (`data.formats`). Assistant
     messages may have `tool_calls`, and a record may list its `tools`.
 
-    Raises DataError, with the line, for an invalid record, for one without an assistant turn, and if the chat template
-    changes earlier turns. A conversation longer than `max_tokens` is never truncated: `on_long` is called with the
-    error, or without `on_long` it is raised.
+    Raises DataError, with the line, for an invalid record and for one without an assistant turn. A conversation longer
+    than `max_tokens` is never truncated: `on_long` is called with the error, or without `on_long` it is raised.
     """
 
-    def make(_: int, record: Record) -> TrainingSequence:
+    def make(_: int, record: Record) -> Conversation:
         return make_conversation(record, tokenizer, conversation_messages(record, system_prompt), max_tokens=max_tokens)
 
     return collect(read_records(source, names), make, on_long)
@@ -48,20 +52,20 @@ def read_conversations(
 
 def make_conversation(
     record: Record, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], *, max_tokens: int, first: int = 0
-) -> TrainingSequence:
+) -> Conversation:
     """Return a record's messages as tokens, encoded by `train_on_assistant`.
 
     Raises DataError, with the line, for invalid messages, and TooLongError above `max_tokens`.
     """
-    sequence = encode_conversation(record, tokenizer, messages, max_tokens=max_tokens, first=first)
-    if len(sequence) > max_tokens:
-        raise _too_long(record, f"{len(sequence)} tokens", max_tokens)
-    return sequence
+    sequences = encode_conversation(record, tokenizer, messages, max_tokens=max_tokens, first=first)
+    if (longest := max(map(len, sequences))) > max_tokens:
+        raise _too_long(record, f"{longest} tokens", max_tokens)
+    return sequences
 
 
 def encode_conversation(
     record: Record, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], *, max_tokens: int, first: int
-) -> TrainingSequence:
+) -> Conversation:
     """Return messages as tokens, encoded by `train_on_assistant`. Raises DataError, with the line, for invalid
     messages.
 
@@ -127,7 +131,7 @@ def train_on_assistant(
     *,
     first: int = 0,
     tools: Sequence[Mapping[str, Any]] = (),
-) -> TrainingSequence:
+) -> Conversation:
     """Return a conversation as tokens up to its last assistant turn, with a mask of the tokens to train.
 
     The mask marks the assistant's tokens and end-of-turn tokens, except in turns before message number `first` and in
@@ -137,11 +141,14 @@ def train_on_assistant(
     So prompt and turn are encoded separately, and no token spans their border. White space that the template writes
     after the end of a turn (a newline in ChatML) belongs to the next prompt.
 
+    The template may render earlier messages differently once more messages follow (for example, it drops old
+    reasoning). Then no single sequence has the right prompt for every turn, and a new sequence begins. Sequences
+    without a turn to train are left out.
+
     Raises ValueError without an assistant turn to train, and if the template does not write a text of such a turn.
-    Raises ValueError if the template renders earlier messages differently once more messages follow (for example, it
-    drops old reasoning). Then no single sequence has the right prompt for every turn.
+    Raises ValueError if a rendered turn does not begin with its prompt.
     """
-    text, tokens, mask = "", [], []
+    sequences = [_Sequence()]
     is_trained = [place >= first and WEIGHT not in message for place, message in enumerate(messages)]
     has_weights = any(WEIGHT in message for message in messages)
     messages = without_weights(messages)
@@ -151,25 +158,43 @@ def train_on_assistant(
         prompt = render(tokenizer, messages[:place], generation_prompt=True, tools=tools)
         rendered = render(tokenizer, messages[: place + 1], generation_prompt=False, tools=tools)
         turn = _without_trailing_space(tokenizer, rendered)
-        if not prompt.startswith(text) or not turn.startswith(prompt):
+        if not turn.startswith(prompt):
             raise ValueError(
-                f"the chat template rewrites the text before messages[{place}] when this message is added, so the "
-                f"turns do not fit into one sequence; give each assistant turn a record of its own, or use a template "
-                f"that only appends"
+                f"the chat template writes messages[{place}] otherwise than it begins the turn in sampling, so what is "
+                "trained would never be sampled; use a template that only appends"
             )
         check_message_written(place, message, turn[len(prompt) :])
+        if not prompt.startswith(sequences[-1].text):
+            sequences.append(_Sequence())
+        sequences[-1].extend(tokenizer, prompt, is_trained=False)
         # Encoded apart, as in sampling: a token across the border would never have been sampled.
-        for piece, trained in ((prompt[len(text) :], False), (turn[len(prompt) :], is_trained[place])):
-            piece_tokens = encode(tokenizer, piece)
-            tokens += piece_tokens
-            mask += [trained] * len(piece_tokens)
-        # The next prompt must continue exactly this turn.
-        text = turn
-    if not any(mask) and has_weights:
+        sequences[-1].extend(tokenizer, turn, is_trained=is_trained[place])
+    trained = tuple(sequence.made() for sequence in sequences if any(sequence.mask))
+    if not trained and has_weights:
         raise ValueError("the assistant's messages have weight 0, so nothing is trained; remove the record")
-    if not any(mask):
+    if not trained:
         raise ValueError("no message has the role assistant; fine-tuning needs an assistant's answer to train on")
-    return TrainingSequence(np.array(tokens, dtype=np.int64), np.array(mask, dtype=np.bool_))
+    return trained
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """A sequence that grows turn by turn."""
+
+    text: str = ""
+    """The rendered text so far."""
+    tokens: list[int] = field(default_factory=list)
+    mask: list[bool] = field(default_factory=list)
+
+    def extend(self, tokenizer: Tokenizer, text: str, *, is_trained: bool) -> None:
+        """Add the tokens of a longer text after those of the text so far."""
+        piece = encode(tokenizer, text[len(self.text) :])
+        self.tokens += piece
+        self.mask += [is_trained] * len(piece)
+        self.text = text
+
+    def made(self) -> TrainingSequence:
+        return TrainingSequence(np.array(self.tokens, dtype=np.int64), np.array(self.mask, dtype=np.bool_))
 
 
 def _without_trailing_space(tokenizer: Tokenizer, text: str) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megarl.data.conversations import encode_conversation, make_conversation
+from megarl.data.conversations import Conversation, encode_conversation, make_conversation
 from megarl.data.formats import FieldNames, first_name_with_value
 from megarl.data.records import Record, TooLongError, read_records
 from megarl.data.streamed import Collect, in_memory
@@ -110,7 +110,7 @@ def make_pair(record: Record, tokenizer: Tokenizer, *, system_prompt: str | None
         min(len(chosen), len(rejected)),
     )
     pair = [
-        encode_conversation(record, tokenizer, messages, max_tokens=max_tokens, first=shared)
+        _only_sequence(record, encode_conversation(record, tokenizer, messages, max_tokens=max_tokens, first=shared))
         for messages in (chosen, rejected)
     ]
     if (size := sum(map(len, pair))) > max_tokens:
@@ -131,9 +131,22 @@ def make_judged(record: Record, tokenizer: Tokenizer, *, system_prompt: str | No
         raise record.error(f"'{name}' is {label!r}; give true for a good answer, false for a bad one")
     messages = _conversation(record, record.field(record.format.response), system_prompt)
     record.refuse_other_prompts(messages, answers=True)
-    sequence = make_conversation(record, tokenizer, messages, max_tokens=max_tokens, first=len(messages) - 1)
+    first = len(messages) - 1
+    conversation = make_conversation(record, tokenizer, messages, max_tokens=max_tokens, first=first)
+    sequence = _only_sequence(record, conversation)
     desirable = (sequence.loss_mask & label).astype(np.float32)
     return (replace(sequence, desirable=desirable),)
+
+
+def _only_sequence(record: Record, conversation: Conversation) -> TrainingSequence:
+    """Return the sequence of an answer. Raises DataError for one of several: a loss compares whole answers."""
+    sequence, *others = conversation
+    if others:
+        raise record.error(
+            "the chat template rewrites earlier turns of an answer, so its turns do not fit into one sequence; give "
+            "each assistant turn a record of its own, or use a template that only appends"
+        )
+    return sequence
 
 
 def with_score_mask(sequence: TrainingSequence) -> TrainingSequence:

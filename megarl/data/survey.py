@@ -239,7 +239,7 @@ def _sequences(
         return make_judged(record, tokenizer, system_prompt=system_prompt, max_tokens=_NO_LIMIT)
     if kind == "conversations":
         messages = conversation_messages(record, system_prompt)
-        return [make_conversation(record, tokenizer, messages, max_tokens=_NO_LIMIT)]
+        return make_conversation(record, tokenizer, messages, max_tokens=_NO_LIMIT)
     problem = make_problem(
         record, 0, tokenizer, system_prompt=system_prompt, max_prompt_tokens=_NO_LIMIT, has_answer=has_answers
     )

@@ -50,6 +50,13 @@ class TokenBatch:
     """Whether the model computes shared prefixes of these sequences once, as a tree. For batches of one row."""
 
     @classmethod
+    def from_samples(cls, samples: Sequence[Sequence[TrainingSequence]]) -> TokenBatch:
+        """Return a batch of samples, each with one or more sequences. All must have the same optional arrays."""
+        batch = cls.from_sequences([sequence for sample in samples for sequence in sample])
+        batch.samples = np.repeat(np.arange(len(samples)), [len(sample) for sample in samples])
+        return batch
+
+    @classmethod
     def from_sequences(cls, sequences: Sequence[TrainingSequence]) -> TokenBatch:
         """Return a batch with one sample per sequence. All sequences must have the same optional arrays."""
         return cls(

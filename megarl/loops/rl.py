@@ -84,4 +84,4 @@ def conversations_of(recipe: Recipe, tokenizer: Tokenizer, dropped: Dropped) -> 
         return lambda number: None
     conversations = read_conversations(recipe, tokenizer, recipe.data.ptx, dropped)
     order = DataOrder(len(conversations), recipe.algorithm.ptx_conversations, recipe.seed, recipe.data.shuffle)
-    return lambda number: TokenBatch.from_sequences([conversations[index] for index in order.batch(number - 1)])
+    return lambda number: TokenBatch.from_samples([conversations[index] for index in order.batch(number - 1)])

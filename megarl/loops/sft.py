@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from megarl.data.conversations import Conversation
 from megarl.data.sampler import DataOrder
 from megarl.data.token_batch import TokenBatch
 from megarl.loops.session import Session
@@ -14,14 +15,13 @@ from megarl.platform.spans import span
 from megarl.preflight import collect_for, read_conversations
 from megarl.rollout.rl_batch import assign_token_weights
 from megarl.tracking.metrics import values
-from megarl.types import TrainingSequence
 
 METRICS = {
     "val/SET/loss": ("nats", "loss of held-out conversations, mean over the assistant's tokens"),
 }
 """Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
 
-HeldOut = Mapping[str, Sequence[TrainingSequence]]
+HeldOut = Mapping[str, Sequence[Conversation]]
 """Conversations of data.validation_conversations, by the name of their set."""
 
 
@@ -45,7 +45,7 @@ async def train(session: Session) -> None:
             step.log({"data/epoch": order.epochs(number - 1)})
             with span("batch"):
                 indices = order.batch(number - 1)
-                batch = TokenBatch.from_sequences([conversations[index] for index in indices])
+                batch = TokenBatch.from_samples([conversations[index] for index in indices])
                 assign_token_weights(batch, recipe.algorithm)
             async with session.steps.updating(step):
                 step.log(values(await session.models["policy"].update(batch)))
@@ -91,8 +91,8 @@ async def _losses(session: Session, held_out: HeldOut) -> dict[str, float]:
     scalars: dict[str, float] = {}
     policy = session.models["policy"]
     with session.tracker.phase("evaluation"), policy.work.uncounted():
-        for name, sequences in held_out.items():
-            batch = TokenBatch.from_sequences(sequences)
+        for name, conversations in held_out.items():
+            batch = TokenBatch.from_samples(conversations)
             logprobs = await policy.forward(batch)
             scalars[f"val/{name}/loss"] = -float(logprobs[batch.loss_mask].mean(dtype=np.float64))
     return scalars

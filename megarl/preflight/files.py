@@ -27,11 +27,12 @@ from megarl.preflight.environment_tools import tools_of_environment
 from megarl.preflight.registry import Cost, checks
 from megarl.preflight.sizes import row_multiple
 from megarl.rewards import system_prompt_of
-from megarl.types import ConfigError, DataError, MegarlError, Problem, TrainingSequence
+from megarl.types import ConfigError, DataError, MegarlError, Problem
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
+    from megarl.data.conversations import Conversation
     from megarl.data.preferences import Answers
 
 
@@ -287,7 +288,7 @@ def read_conversations(
     dropped: Dropped | None = None,
     *,
     collect: Collect = in_memory,
-) -> Sequence[TrainingSequence]:
+) -> Sequence[Conversation]:
     """Read the conversations of a data source for supervised training. Raises DataError if one exceeds a microbatch."""
     from megarl.data import conversations
 

@@ -148,8 +148,8 @@ class RLBatch(TokenBatch):
                 minibatch = self.select_samples(samples)
                 assign_token_weights(minibatch, recipe.algorithm, longest)
                 if conversations is not None:
-                    dealt = np.arange(update, conversations.num_sequences, updates)
-                    minibatch = _mixed(minibatch, conversations.select(dealt), recipe.algorithm.ptx_coefficient)
+                    dealt = conversations.select_samples(np.arange(update, len(conversations.num_segments), updates))
+                    minibatch = _mixed(minibatch, dealt, recipe.algorithm.ptx_coefficient)
                 minibatches.append(minibatch)
         if recipe.algorithm.old_logprobs == "rollout" or not recipe.has_advantages:
             # From the second update on the weights differ from the engine's, so a comparison would be meaningless.

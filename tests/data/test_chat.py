@@ -151,7 +151,7 @@ def test_the_text_around_a_literal_special_token_is_encoded_as_ever(tokenizer: A
 
 def test_an_answer_that_writes_a_special_token_is_trained_as_text(tokenizer: Any) -> None:
     name = tokenizer.eos_token
-    sequence = train_on_assistant(tokenizer, [said("user", "a"), said("assistant", f"b {name} c")])
+    (sequence,) = train_on_assistant(tokenizer, [said("user", "a"), said("assistant", f"b {name} c")])
     trained = sequence.token_ids[sequence.loss_mask].tolist()
     assert trained.count(tokenizer.eos_token_id) == 1 and trained[-1] == tokenizer.eos_token_id
     assert f"b {name} c" in tokenizer.decode(trained)
@@ -268,7 +268,7 @@ def test_a_base_model_without_a_template_reads_plain_text(tiny_model: Callable[.
     tokenizer = load_tokenizer(folder, template="plain")
     messages = [said("system", "Add."), said("user", "1 + 2 ="), said("assistant", " 3")]
     assert render(tokenizer, messages[:2], generation_prompt=True) == "Add.\n\n1 + 2 ="
-    sequence = train_on_assistant(tokenizer, messages)
+    (sequence,) = train_on_assistant(tokenizer, messages)
     trained = tokenizer.decode(sequence.token_ids[sequence.loss_mask])
     assert trained == f" 3{tokenizer.eos_token}"
 
@@ -308,7 +308,7 @@ def test_plain_text_begins_like_a_text_in_pretraining(
     prompt = encode(tokenizer, render(tokenizer, [said("user", "Sort these.")], generation_prompt=True))
     assert prompt == tokenizer.encode("Sort these.")
     assert prompt.count(tokenizer.bos_token_id) == (1 if start else 0)
-    sequence = train_on_assistant(
+    (sequence,) = train_on_assistant(
         tokenizer, [said("user", "a"), said("assistant", " b"), said("user", " c"), said("assistant", " d")]
     )
     assert sequence.token_ids.tolist().count(tokenizer.bos_token_id) == (1 if start else 0)

@@ -3,9 +3,11 @@ import json
 import numpy as np
 import pytest
 
-from megarl.data.chat import load_tokenizer
+from megarl.data.chat import encode, load_tokenizer, render
 from megarl.data.conversations import read_conversations, train_on_assistant
+from megarl.data.token_batch import TokenBatch
 from megarl.types import DataError, Problem, Trajectory
+from tests.data import templates
 
 
 def said(role, content):
@@ -36,7 +38,7 @@ def tokenizer(tiny_model):
 
 
 def test_only_what_the_assistant_says_is_trained(tokenizer):
-    sequence = train_on_assistant(tokenizer, DIALOGUE)
+    (sequence,) = train_on_assistant(tokenizer, DIALOGUE)
     pieces, start = [], 0
     for end in [*(np.flatnonzero(np.diff(sequence.loss_mask)) + 1), len(sequence)]:
         pieces.append((bool(sequence.loss_mask[start]), tokenizer.decode(sequence.token_ids[start:end])))
@@ -51,20 +53,62 @@ def test_only_what_the_assistant_says_is_trained(tokenizer):
 
 
 def test_each_turn_follows_the_prompt_that_sampling_shows(tokenizer):
-    sequence = train_on_assistant(tokenizer, DIALOGUE)
+    (sequence,) = train_on_assistant(tokenizer, DIALOGUE)
     starts = np.flatnonzero(np.diff(sequence.loss_mask.astype(int)) == 1) + 1
     for place, start in zip([2, 5], starts, strict=True):
         prompt = tokenizer.apply_chat_template(DIALOGUE[:place], add_generation_prompt=True, return_dict=True)
         assert sequence.token_ids[:start].tolist() == prompt["input_ids"]
 
 
-def test_a_template_that_rewrites_history_is_refused_only_where_it_does(tokenizer):
+def pieces_of(tokenizer, sequence):
+    """The text of a sequence, and the part of it that is trained."""
+    trained = sequence.token_ids[sequence.loss_mask]
+    return tokenizer.decode(sequence.token_ids), tokenizer.decode(trained)
+
+
+def test_a_template_that_rewrites_history_splits_a_conversation_only_where_it_does(tokenizer):
     tokenizer.chat_template = FORGETFUL
     plain = [said("user", "a"), said("assistant", "b"), said("user", "c"), said("assistant", "think|d")]
-    sequence = train_on_assistant(tokenizer, plain)
+    (sequence,) = train_on_assistant(tokenizer, plain)
     assert tokenizer.decode(sequence.token_ids[sequence.loss_mask]) == "b<|im_end|>think|d<|im_end|>"
-    with pytest.raises(ValueError, match=r"rewrites the text before messages\[3\]"):
-        train_on_assistant(tokenizer, [said("user", "a"), said("assistant", "think|b"), *plain[2:]])
+    end = "<|im_end|>"
+    thoughtful = [said("user", "a"), said("assistant", "hm|b"), *plain[2:], said("user", "e"), said("assistant", "f")]
+    assert [pieces_of(tokenizer, sequence) for sequence in train_on_assistant(tokenizer, thoughtful)] == [
+        (f"[user]a{end}[assistant]hm|b{end}", f"hm|b{end}"),
+        (f"[user]a{end}[assistant]b{end}[user]c{end}[assistant]think|d{end}", f"think|d{end}"),
+        (f"[user]a{end}[assistant]b{end}[user]c{end}[assistant]d{end}[user]e{end}[assistant]f{end}", f"f{end}"),
+    ]
+
+
+def test_each_turn_of_a_reasoning_model_follows_the_prompt_that_sampling_shows():
+    tokenizer = templates.tokenizer_of("forgetful")
+    turns = [said("user", "a"), said("assistant", "b"), said("user", "c"), said("assistant", "d")]
+    turns[1]["reasoning_content"], turns[3]["reasoning_content"] = "first thought", "second thought"
+    sequences = train_on_assistant(tokenizer, turns)
+    for place, sequence in zip((1, 3), sequences, strict=True):
+        prompt = encode(tokenizer, render(tokenizer, turns[:place], generation_prompt=True))
+        assert sequence.token_ids[: len(prompt)].tolist() == prompt and not sequence.loss_mask[: len(prompt)].any()
+        assert sequence.loss_mask[len(prompt) :].all()
+    # A turn that is not trained needs no sequence.
+    assert len(train_on_assistant(tokenizer, [turns[0], turns[1] | {"weight": 0}, *turns[2:]])) == 1
+    assert len(train_on_assistant(tokenizer, turns, first=3)) == 1
+
+
+def test_a_template_that_begins_a_turn_otherwise_than_in_sampling_is_refused(tokenizer):
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]<think>{% endif %}"
+    )
+    with pytest.raises(ValueError, match=r"writes messages\[1\] otherwise"):
+        train_on_assistant(tokenizer, [said("user", "a"), said("assistant", "b")])
+
+
+def test_a_conversation_in_parts_is_one_sample_of_a_batch(tokenizer):
+    tokenizer.chat_template = FORGETFUL
+    thoughtful = [said("user", "a"), said("assistant", "hm|b"), said("user", "c"), said("assistant", "d")]
+    short = [said("user", "a"), said("assistant", "b")]
+    batch = TokenBatch.from_samples([train_on_assistant(tokenizer, turns) for turns in (thoughtful, short)])
+    assert batch.samples.tolist() == [0, 0, 1] and batch.num_segments.tolist() == [2, 1]
 
 
 def test_a_template_without_an_end_token_keeps_its_white_space(tokenizer):
@@ -72,7 +116,7 @@ def test_a_template_without_an_end_token_keeps_its_white_space(tokenizer):
         "{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}"
         "{% if add_generation_prompt %}assistant: {% endif %}"
     )
-    sequence = train_on_assistant(tokenizer, [said("user", "a"), said("assistant", "b")])
+    (sequence,) = train_on_assistant(tokenizer, [said("user", "a"), said("assistant", "b")])
     assert tokenizer.decode(sequence.token_ids[sequence.loss_mask]) == "b\n\n"
 
 
@@ -84,7 +128,7 @@ def read(tmp_path, tokenizer, *conversations, max_tokens=100):
 
 def test_a_file_of_conversations(tmp_path, tokenizer):
     pair = [said("user", "a"), said("assistant", "b")]
-    first, second = read(tmp_path, tokenizer, DIALOGUE, pair)
+    (first,), (second,) = read(tmp_path, tokenizer, DIALOGUE, pair)
     assert tokenizer.decode(first.token_ids).startswith("<|im_start|>system\nBe brief.<|im_end|>")
     assert tokenizer.decode(second.token_ids).startswith("<|im_start|>system\nHi.<|im_end|>")
     assert second.token_ids.dtype == np.int64 and second.loss_mask.dtype == np.bool_
@@ -110,7 +154,7 @@ CALLING = [
 def test_calls_are_trained_and_what_tools_reply_is_not(tokenizer, tmp_path):
     path = tmp_path / "calls.jsonl"
     path.write_text(json.dumps({"messages": CALLING, "tools": [TOOL]}))
-    (sequence,) = read_conversations(path, tokenizer, system_prompt=None, max_tokens=200)
+    ((sequence,),) = read_conversations(path, tokenizer, system_prompt=None, max_tokens=200)
     sampled = tokenizer.decode(sequence.token_ids[sequence.loss_mask])
     written = '<tool_call>\n{"name": "add", "arguments": {"a": 12, "b": 3}}\n</tool_call>'
     assert sampled == f"{written}<|im_end|>It is 15.<|im_end|>"
@@ -141,7 +185,7 @@ def test_samples_of_a_run_are_conversations_to_learn(tokenizer, tmp_path):
     problem = Problem(0, (said("system", "Be brief."), said("user", "12 + 3?")), (1, 2), "15")
     sampled = Trajectory("single_turn", problem, 0, 0, (), None, texts=("15",), messages=(problem.messages,))
     (tmp_path / "step_000000.jsonl").write_text(json.dumps({"set": "train"} | sampled.record()) + "\n")
-    [found] = read_conversations(str(tmp_path / "step_000000.jsonl"), tokenizer, system_prompt=None, max_tokens=64)
-    expected = train_on_assistant(tokenizer, [*problem.messages, said("assistant", "15")])
+    [[found]] = read_conversations(str(tmp_path / "step_000000.jsonl"), tokenizer, system_prompt=None, max_tokens=64)
+    (expected,) = train_on_assistant(tokenizer, [*problem.messages, said("assistant", "15")])
     assert found.token_ids.tolist() == expected.token_ids.tolist()
     assert found.loss_mask.tolist() == expected.loss_mask.tolist()

@@ -49,7 +49,7 @@ def texts_of(tmp_path, record, family="qwen", system_prompt=None, names=None):
         [read] = read_records(path, names)
         sequences = (make_pair if "chosen" in record else make_judged)(read, tokenizer, **settings)
     else:
-        sequences = read_conversations(path, tokenizer, names=names, **settings)
+        [sequences] = read_conversations(path, tokenizer, names=names, **settings)
     trained = [sequence.token_ids[sequence.loss_mask] for sequence in sequences]
     return "".join(tokenizer.decode(s.token_ids) for s in sequences), "".join(map(tokenizer.decode, trained))
 

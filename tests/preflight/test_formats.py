@@ -196,7 +196,7 @@ def test_an_instruction_and_its_input_are_one_prompt(
         assert (found.messages, found.answer) == (one.messages, one.answer)
     elif loop == "sft":
         plain = recipe(loop="sft", data={"train": paths[0]}, rollout={"sampling": {}})
-        [one], [found] = (read_conversations(r, tokenizer, r.data.train) for r in (plain, made))
+        [[one]], [[found]] = (read_conversations(r, tokenizer, r.data.train) for r in (plain, made))
         assert np.array_equal(found.token_ids, one.token_ids) and np.array_equal(found.loss_mask, one.loss_mask)
     else:
         plain = recipe(loop="preference", data={"train": paths[0]}, rollout={"sampling": {}})
@@ -246,7 +246,7 @@ def test_conversations(recipe: Callable[..., Recipe], tmp_path: Path, record: di
     path = write(tmp_path / "other.jsonl", record)
     made = recipe(loop="sft", data={"train": path}, rollout={"sampling": {}})
     tokenizer = load_tokenizer(made.model.path)
-    [expected], [found] = (read_conversations(made, tokenizer, name) for name in (own, path))
+    [[expected]], [[found]] = (read_conversations(made, tokenizer, name) for name in (own, path))
     assert np.array_equal(found.token_ids, expected.token_ids)
     assert np.array_equal(found.loss_mask, expected.loss_mask) and found.loss_mask.any()
 

@@ -38,8 +38,8 @@ def test_the_readers_take_the_files(dataset, tiny_model):
     problems = read_problems(dataset / "train.jsonl", tokenizer, system_prompt=None, max_prompt_tokens=48)
     conversations = read_conversations(dataset / "sft.jsonl", tokenizer, system_prompt=None, max_tokens=64)
     assert (len(problems), len(conversations)) == (70, 60)
-    assert max(sequence.loss_mask.sum() for sequence in conversations) <= 48
-    for sequence in conversations:
+    assert max(sequence.loss_mask.sum() for (sequence,) in conversations) <= 48
+    for (sequence,) in conversations:
         assert tokenizer.decode(sequence.token_ids[sequence.loss_mask]).endswith("}<|im_end|>")
 
 
