@@ -28,10 +28,12 @@ DEAD_SECONDS = 60.0
 SILENT_SECONDS = 15.0
 """Seconds without a heartbeat after which an owner is reported: 3 lost heartbeats."""
 _POLL_SECONDS = 0.25
-_OWNER = re.compile(r"\d{8}")
+_OWNER = re.compile(r"\d{8,}")
 _ENDED = b"ended"
 """Content of the file of an owner that released the folder. Overwriting needs no space, so a full disk allows it."""
 _UNKNOWN_START = -1
+_MOST_PID = (1 << 31) - 1
+"""Highest number that fits a process id."""
 _MOST_BYTES = 1 << 16
 """Bytes read of an owner's file. A longer one was not written by this module."""
 
@@ -70,7 +72,7 @@ class Owner:
         fields = {"pid": int, "started": int}
         is_valid = all(type(value) is fields.get(name, str) for name, value in asdict(owner).items())
         # The values are printed: others could write control characters of a terminal into the file.
-        return owner if is_valid and owner.pid > 0 and str(owner).isprintable() else None
+        return owner if is_valid and 0 < owner.pid <= _MOST_PID and str(owner).isprintable() else None
 
     @property
     def is_here(self) -> bool:
@@ -100,8 +102,8 @@ class FolderLock:
     creation of the next number, so of several takers one wins, also on NFS and Lustre. The highest file is never
     renamed or removed, only overwritten. Therefore a slow taker that saw an older state cannot win.
 
-    A background thread touches the file every 5 s. `taken_from` is the dead owner before this one, None if the folder
-    was free.
+    A background thread touches the file every 5 s. If somebody has removed it, the thread and `check` write it again,
+    with the next number. `taken_from` is the dead owner before this one, None if the folder was free.
     """
 
     def __init__(self, folder: Path, run: str, on_wait: Callable[[str], None] = lambda text: None) -> None:
@@ -113,8 +115,9 @@ class FolderLock:
         self._home = folder / HOME
         self._home.mkdir(exist_ok=True)
         self.taken_from: str | None = None
-        self._file = self._take(json.dumps(asdict(Owner.this_process(run))).encode(), on_wait)
-        self._number = int(self._file.name)
+        self._content = json.dumps(asdict(Owner.this_process(run))).encode()
+        self._file = self._take(self._content, on_wait)
+        self._restoring = threading.Lock()
         self._is_released = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="folder lock", daemon=True)
         self._thread.start()
@@ -122,14 +125,40 @@ class FolderLock:
     def check(self) -> None:
         """Raise RunFolderLockedError if another process has taken the folder.
 
-        That happens after a stop of more than 60 s: a paused virtual machine, or a lost file server.
+        That happens after a stop of more than 60 s (a paused virtual machine, or a lost file server), and if somebody
+        removed `owners/`. Raises OSError if the folder is gone.
         """
+        if self._is_owner() or self._restore():
+            return
         newest = _newest(self._home)
-        if newest is not None and int(newest.name) > self._number:
-            raise RunFolderLockedError(
-                f"{self._folder}: this process gave no sign of life for {DEAD_SECONDS:.0f} s, so the folder was taken "
-                f"over by {_content_text(newest)}. This process writes no more; leave the other one running."
-            )
+        raise RunFolderLockedError(
+            f"{self._folder}: this process gave no sign of life for {DEAD_SECONDS:.0f} s, or {HOME}/ was removed, so "
+            f"the folder was taken over by {_content_text(newest)}. This process writes no more; leave the other one "
+            "running."
+        )
+
+    def _is_owner(self) -> bool:
+        """Return whether this process's file is the newest. After a removal another owner's may have its name."""
+        with suppress(FileNotFoundError):
+            return _newest(self._home) == self._file and _read(self._file)[0] == self._content
+        return False
+
+    def _restore(self) -> bool:
+        """Write this process's file again after `owners/` was emptied. Returns False if the folder has another owner.
+
+        Its number is higher than before, so a taker that creates the first number meanwhile gives way. Raises OSError,
+        also if the locked folder itself is gone.
+        """
+        with self._restoring, suppress(FileExistsError):
+            if self._is_owner():
+                return True
+            self._home.mkdir(exist_ok=True)
+            if _newest(self._home) is None:
+                restored = self._home / f"{int(self._file.name) + 1:08d}"
+                _create(restored, self._content)
+                self._file = restored
+                return self._is_owner()
+        return False
 
     def release(self) -> None:
         """Free the folder. Further calls do nothing."""
@@ -138,7 +167,10 @@ class FolderLock:
         self._is_released.set()
         # Otherwise the thread may touch the file of a later owner in this process. It waits only for the event.
         self._thread.join(_POLL_SECONDS)
-        # Missing if a later owner removed it.
+        # Missing if a later owner removed it; another's if `owners/` was removed.
+        with suppress(OSError):
+            if not self._is_owner():
+                return
         with suppress(OSError), self._file.open("r+b", buffering=0) as file:
             file.write(_ENDED)
             file.truncate()
@@ -171,6 +203,7 @@ class FolderLock:
         Raises RunFolderLockedError if it lives.
         """
         first: float | None = None
+        began = time.monotonic()
         while True:
             content, touched = _read(file)
             if content == _ENDED:
@@ -188,11 +221,12 @@ class FolderLock:
                 and owner.boot_id != boot_id()
                 and touched < now - time.clock_gettime(time.CLOCK_BOOTTIME)
             )
-            if is_of_earlier_boot or now - touched > DEAD_SECONDS:
+            # A touch in the future says nothing of the present, so the watch itself has the same limit.
+            if is_of_earlier_boot or now - touched > DEAD_SECONDS or time.monotonic() - began > DEAD_SECONDS:
                 return _text(owner)
             if first is None:
                 first = touched
-                left_seconds = DEAD_SECONDS - (now - touched)
+                left_seconds = DEAD_SECONDS - max(0.0, now - touched)
                 on_wait(f"{self._folder}: waiting up to {left_seconds:.0f} s for a sign of life of {_text(owner)}")
             elif touched != first:
                 raise self._in_use(owner)
@@ -213,9 +247,11 @@ class FolderLock:
 
     def _beat(self) -> None:
         while not self._is_released.wait(HEARTBEAT_SECONDS):
-            # Without times, a file server uses its own clock. An error passes: `check` notices a lost folder.
+            # An error passes: `check` notices a lost folder.
             with suppress(OSError):
-                os.utime(self._file)
+                if self._is_owner() or self._restore():
+                    # Without times, a file server uses its own clock.
+                    os.utime(self._file)
 
 
 @dataclass(slots=True)
@@ -330,13 +366,14 @@ def _newest(home: Path) -> Path | None:
         names = [name for name in os.listdir(home) if _OWNER.fullmatch(name)]
     except FileNotFoundError:
         return None
-    return home / max(names) if names else None
+    # As numbers: the one after 99999999 has a digit more.
+    return home / max(names, key=int) if names else None
 
 
-def _content_text(file: Path) -> str:
+def _content_text(file: Path | None) -> str:
     """Return the owner in a file as text."""
     with suppress(OSError):
-        return _text(Owner.parse(_read(file)[0]))
+        return _text(None) if file is None else _text(Owner.parse(_read(file)[0]))
     return _text(None)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -216,6 +217,53 @@ def test_a_taker_with_an_old_view_does_not_win(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(RunFolderLockedError, match="run theirs"):
         FolderLock(tmp_path, "mine")
     assert owner_files(tmp_path) == ["00000003"]
+
+
+def test_a_heartbeat_in_the_future_does_not_lengthen_the_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder_lock, "DEAD_SECONDS", 0.5)
+    write_owner(tmp_path, seconds_ago=-1e7, host="elsewhere", boot_id="other")
+    waits: list[str] = []
+    lock = FolderLock(tmp_path, "mine", waits.append)
+    assert len(waits) == 1 and "waiting up to 0 s" in waits[0]
+    lock.release()
+
+
+def test_the_highest_number_of_eight_digits_has_a_next_one(tmp_path: Path) -> None:
+    file = write_owner(tmp_path, number=99_999_999)
+    file.write_bytes(b"")
+    os.utime(file, (1, 1))
+    lock = FolderLock(tmp_path, "mine")
+    assert owner_files(tmp_path) == ["100000000"]
+    lock.check()
+    lock.release()
+
+
+def test_a_number_that_is_no_process_id_names_nobody(tmp_path: Path) -> None:
+    os.utime(write_owner(tmp_path, pid=10**30), (1, 1))
+    FolderLock(tmp_path, "mine").release()
+
+
+@pytest.mark.parametrize("is_checked_before", [True, False])
+def test_an_owner_whose_file_was_removed_stays_the_only_one(tmp_path: Path, is_checked_before: bool) -> None:
+    lock = FolderLock(tmp_path, "mine")
+    shutil.rmtree(tmp_path / HOME)
+    if is_checked_before:
+        lock.check()
+        with pytest.raises(RunFolderLockedError, match="run mine"):
+            FolderLock(tmp_path, "theirs")
+        lock.check()
+        lock.release()
+        FolderLock(tmp_path, "theirs").release()
+        return
+    with start(HOLD, tmp_path) as owner:
+        assert owner.stdin is not None and owner.stdout is not None and owner.stdout.readline() == "owned\n"
+        with pytest.raises(RunFolderLockedError, match=rf"removed.* taken over by host .*pid {owner.pid}"):
+            lock.check()
+        lock.release()
+        # Its release must not free the folder of the other owner, whose file has the same name.
+        with pytest.raises(RunFolderLockedError, match="run theirs"):
+            FolderLock(tmp_path, "again")
+        owner.communicate("\n\n")
 
 
 def test_an_owner_that_was_replaced_writes_no_more(tmp_path: Path) -> None:
