@@ -95,7 +95,7 @@ class TrainerConfig(Section):
     needs Transformer Engine), shared_experts."""
     # Weights, gradients, norms, attention and the head keep their types. Each layer stores its weights in FP8 twice.
     # Critic, reference, reward model and teachers compute like the policy.
-    fp8: Annotated[Literal["none", "blockwise"], Decides(fp8="fp8 fp8_recipe fp8_param"),
+    fp8: Annotated[Literal["none", "blockwise"], UntriedOnGpu("blockwise"), Decides(fp8="fp8 fp8_recipe fp8_param"),
         Foreign("fp8_recipe fp8_cfg fp8_cfg.enabled fp8_format fp8",
             note="blockwise; other recipes by Megatron's own names, trainer.megatron.fp8 and fp8_recipe"),
     ] = "none"  # fmt: skip
