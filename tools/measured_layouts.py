@@ -121,21 +121,44 @@ class Machine:
             flops=speeds.flops, memory=speeds.memory, memory_bytes=math.inf, nvlink=speeds.link, network=speeds.link
         )
         constants = _constants(speeds, calibrated)
-        load = Workload(self.lengths, PROMPTS, SAMPLES, updates=1, scoring_passes=0)
-        at = Layouts.of(tuple(layout.sizes.values()))
+        load = Workload(
+            lengths=self.lengths,
+            num_prompts=PROMPTS,
+            samples_per_prompt=SAMPLES,
+            updates=1,
+            scoring_passes=0,
+        )
+        at = Layouts.of(layout.sizes)
         never = np.zeros(1)
-        trainer = TrainerCost(work, rank, constants, work.score_flops(load.lengths.sequences), ITEM_BYTES)
+        trainer = TrainerCost(
+            work=work,
+            gpu=rank,
+            constants=constants,
+            score_flops=work.score_flops(load.lengths.sequences),
+            item_bytes=ITEM_BYTES,
+        )
         update = trainer.update(
             at,
-            Recomputed(never, never),
+            Recomputed(attention=never, feed_forward=never),
             tokens=load.tokens,
             updates=load.updates,
             row_tokens=np.array([float(layout.row_tokens)]),
         )
         engines = EngineLayout(
-            layout.engine_tp, RANKS // layout.engine_tp, max_requests=load.num_samples, cache_tokens=math.inf
+            tp=layout.engine_tp,
+            num_engines=RANKS // layout.engine_tp,
+            max_requests=load.num_samples,
+            cache_tokens=math.inf,
         )
-        sampled = RolloutCost(work, rank, constants, ITEM_BYTES, ITEM_BYTES, ITEM_BYTES).rollout(
+        rollout = RolloutCost(
+            work=work,
+            gpu=rank,
+            constants=constants,
+            item_bytes=ITEM_BYTES,
+            activation_bytes=ITEM_BYTES,
+            cache_item_bytes=ITEM_BYTES,
+        )
+        sampled = rollout.rollout(
             engines, load.lengths, num_samples=load.num_samples, samples_per_prompt=load.samples_per_prompt
         )
         shard = ITEM_BYTES * work.weights / layout.engine_tp
@@ -293,5 +316,5 @@ def measure_layouts(rounds: int) -> Iterator[dict[str, Any]]:
         runs = run_layouts(folder, rounds)
         measured = {layout: phase_seconds([read_metrics(run) for run in found]) for layout, found in runs.items()}
         # The prompts' mean is read from the run.
-        lengths = lengths_of_run(runs[CALIBRATING[0]][0], MAX_NEW_TOKENS, math.nan)
+        lengths = lengths_of_run(runs[CALIBRATING[0]][0], limit=MAX_NEW_TOKENS, prompt_tokens=math.nan)
         yield from table(Machine(shape, speeds, lengths), measured)

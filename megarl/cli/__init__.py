@@ -11,6 +11,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
@@ -417,7 +418,7 @@ def plan(
         head["kv_cache_gib"] = loaded.rollout.kv_cache_gib if memory.cache else None
         head["notices"] = [*not_downloaded(loaded), *small_cache(loaded, layout, memory), *slower_layout(loaded)]
         if explain:
-            head["terms"] = [term._asdict() for term in explained(memory)]
+            head["terms"] = [asdict(term) for term in explained(memory)]
         print(json.dumps({**head, "memory": memory.as_json(), **counted}))
     else:
         print_plan(loaded, layout, counted, is_assumed=kind is None)

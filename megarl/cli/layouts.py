@@ -109,10 +109,10 @@ def _lengths(recipe: Recipe, run: Path | None, mean_tokens: int | None) -> Lengt
     if run is not None:
         if mean_tokens is not None:
             raise ConfigError("--lengths and --mean-tokens: give one of them; a run's samples have a mean")
-        return lengths_of_run(run, limit, prompt_tokens)
+        return lengths_of_run(run, limit=limit, prompt_tokens=prompt_tokens)
     if mean_tokens is not None and mean_tokens > limit:
         raise ConfigError(
             f"--mean-tokens {mean_tokens}: exceeds rollout.sampling.max_new_tokens = {limit}; lower one, or raise the "
             "other"
         )
-    return log_normal(mean_tokens or _ASSUMED_SHARE * limit, limit, prompt_tokens)
+    return log_normal(mean=mean_tokens or _ASSUMED_SHARE * limit, limit=limit, prompt_tokens=prompt_tokens)

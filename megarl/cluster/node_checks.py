@@ -289,7 +289,7 @@ def memory_shortages(
     """
     for node, report in reports.items():
         trainers, others = nodes[:num_trainers].count(node), nodes[num_trainers:].count(node)
-        needed = planned.of_node(NodeRanks(trainers, others))
+        needed = planned.of_node(NodeRanks(trainers=trainers, engines=others))
         if needed > report["memory"]:
             yield (
                 f"node {node}: its {trainers + others} ranks need {needed / 2**30:.0f} GiB of host memory, "

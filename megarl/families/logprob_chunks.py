@@ -7,6 +7,8 @@ gradient. More blocks save memory.
 
 from __future__ import annotations
 
+from functools import partial
+
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.families.shape import ModelShape, padded_vocab_size
@@ -30,7 +32,7 @@ _BLOCK_SECONDS = {True: 7.5e-12, False: 5.7e-12}
 
 
 def head_seconds(
-    num_tokens: int, hidden_size: int, vocabulary_rows: int, num_blocks: int, *, has_kernels: bool
+    *, num_tokens: int, hidden_size: int, vocabulary_rows: int, num_blocks: int, has_kernels: bool
 ) -> float:
     """Return the seconds of log-probs, entropies and their gradients on an H200 in bfloat16.
 
@@ -46,26 +48,30 @@ def logit_bytes(itemsize: int, *, has_kernels: bool) -> int:
 
 
 def chosen_chunk_tokens(
-    num_tokens: int, hidden_size: int, vocabulary_rows: int, itemsize: int, *, has_kernels: bool
+    *, num_tokens: int, hidden_size: int, vocabulary_rows: int, itemsize: int, has_kernels: bool
 ) -> int:
     """Return the chunk with the least memory whose blocks cost at most `BLOCK_SHARE` of the head's time on a GPU.
 
     `num_tokens` are a row's tokens on a rank, `vocabulary_rows` the head's rows there, `itemsize` bytes of a weight.
     The logits of a chunk never exceed `LIMIT_BYTES`; then blocks may cost more time.
     """
-    without = head_seconds(1, hidden_size, vocabulary_rows, 0, has_kernels=has_kernels)
-    of_block = head_seconds(1, hidden_size, vocabulary_rows, 1, has_kernels=has_kernels) - without
+    seconds = partial(
+        head_seconds, num_tokens=1, hidden_size=hidden_size, vocabulary_rows=vocabulary_rows, has_kernels=has_kernels
+    )
+    without = seconds(num_blocks=0)
+    of_block = seconds(num_blocks=1) - without
     most_tokens = max(1, LIMIT_BYTES // (vocabulary_rows * logit_bytes(itemsize, has_kernels=has_kernels)))
     num_blocks = max(1, int(BLOCK_SHARE * without / of_block), -(-num_tokens // most_tokens))
     # The smallest blocks have 64 rows. More of them would not make the chunk smaller.
-    while (chunk := _even_chunk(num_tokens, vocabulary_rows, num_blocks)) > most_tokens:
+    even_chunk = partial(_even_chunk, num_tokens=num_tokens, vocabulary_rows=vocabulary_rows)
+    while (chunk := even_chunk(num_blocks=num_blocks)) > most_tokens:
         if num_blocks * 64 >= vocabulary_rows:
             break
         num_blocks += 1
     return min(chunk, most_tokens)
 
 
-def _even_chunk(num_tokens: int, vocabulary_rows: int, num_blocks: int) -> int:
+def _even_chunk(*, num_tokens: int, vocabulary_rows: int, num_blocks: int) -> int:
     """Return the chunk that splits the vocabulary into blocks of equal size, without a small last one."""
     # Blocks are multiples of 64 rows, as in `models.logprobs.vocabulary_blocks`.
     rows = -(-vocabulary_rows // (64 * num_blocks)) * 64
@@ -87,9 +93,9 @@ def logprob_chunk_tokens(recipe: Recipe, shape: ModelShape, layout: ParallelConf
     if not is_gpu:
         return CPU_CHUNK_TOKENS
     return chosen_chunk_tokens(
-        max(1, recipe.trainer.max_tokens_per_microbatch // layout.cp),
-        shape.hidden_size,
-        padded_vocab_size(shape.vocab_size, layout.tp) // layout.tp,
-        2 if recipe.model.dtype == "bfloat16" else 4,
+        num_tokens=max(1, recipe.trainer.max_tokens_per_microbatch // layout.cp),
+        hidden_size=shape.hidden_size,
+        vocabulary_rows=padded_vocab_size(shape.vocab_size, layout.tp) // layout.tp,
+        itemsize=2 if recipe.model.dtype == "bfloat16" else 4,
         has_kernels=has_logit_kernels(recipe, is_gpu=is_gpu),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -20,7 +20,8 @@ _VPP = (1, 2, 4)
 """Model chunks of a pipeline stage. Each further chunk saves less of the bubble and holds more activations."""
 
 
-class TrainerSizes(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerSizes:
     """Parallel sizes of a trainer, by the names of the recipe's section `trainer`."""
 
     tp: int
@@ -32,10 +33,14 @@ class TrainerSizes(NamedTuple):
     dp: int
 
     @property
+    def by_axis(self) -> dict[str, int]:
+        """Return the sizes by axis: tp, pp, cp, vpp, ep, etp, dp."""
+        return asdict(self)
+
+    @property
     def values(self) -> dict[str, Any]:
         """Return the recipe fields with these sizes. The data-parallel size follows from them."""
-        own = {f"trainer.{name}": getattr(self, name) for name in self._fields if name != "dp"}
-        return own | {"trainer.dp": None}
+        return {f"trainer.{axis}": size for axis, size in self.by_axis.items()} | {"trainer.dp": None}
 
 
 class EngineSizes(NamedTuple):
@@ -45,7 +50,8 @@ class EngineSizes(NamedTuple):
     ep: bool
 
 
-class Placement(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
     """Ranks that only sample (0: engines share the trainer's), and by how many steps they may sample ahead."""
 
     ranks: int
@@ -77,14 +83,16 @@ class Recomputation(NamedTuple):
         return {"trainer.recompute": self.recompute, **modules}
 
     @property
-    def shares(self) -> tuple[float, float]:
-        """Return the shares of attention and of feed-forward layers that are computed again."""
-        if self.recompute == "full":
-            return 1.0, 1.0
-        if self.recompute == "none":
-            return 0.0, 0.0
+    def attention_share(self) -> float:
+        """Return the share of attention layers that are computed again."""
+        return float(self.recompute == "full")
+
+    @property
+    def feed_forward_share(self) -> float:
+        """Return the share of feed-forward layers that are computed again."""
         # An activation function alone costs no matrix product.
-        return 0.0, float(any(module in ("mlp", "moe") for module in self.modules))
+        has_products = self.recompute == "selective" and any(module in ("mlp", "moe") for module in self.modules)
+        return float(self.recompute == "full" or has_products)
 
 
 @dataclass(frozen=True)
@@ -101,14 +109,14 @@ class Candidates:
         """Yield the placements: colocated, and separate engines on a share of the nodes (of the ranks, on one node)."""
         cluster = self.recipe.cluster
         if cluster.groups.engines is not None:
-            yield Placement(cluster.groups.engines.num_ranks, staleness)
+            yield Placement(ranks=cluster.groups.engines.num_ranks, staleness=staleness)
             return
-        yield Placement(0, 0)
+        yield Placement(ranks=0, staleness=0)
         world, node = cluster.world_size, cluster.ranks_per_node
         unit = node if cluster.nodes > 1 else 1
         shares = sorted({world * eighths // 8 // unit * unit for eighths in range(1, 8)} - {0, world})
         for ranks in shares:
-            placement = Placement(ranks, staleness)
+            placement = Placement(ranks=ranks, staleness=staleness)
             # Engines of one rank each fit any share, so only faults of the placement itself are left.
             values = placement.values | {"rollout.tp": 1}
             if not self._refuses([*sizes.placement(with_field_values(self.recipe, values))]):
@@ -119,7 +127,7 @@ class Candidates:
         found = []
         ranks = placed.separate_ranks or placed.cluster.world_size
         own = has_whole_experts(placed)
-        for tp, ep in product(_divisors(ranks, self.shape.num_heads), (own, not own)):
+        for tp, ep in product(_divisors(ranks, most=self.shape.num_heads), (own, not own)):
             # Whole experts take as long as split ones in the cost model, so the recipe's choice stays where it may.
             if ep != own and (tp == 1 or not self.shape.num_experts or EngineSizes(tp, own) in found):
                 continue
@@ -135,17 +143,20 @@ class Candidates:
         world, node = placed.trainer_ranks, placed.cluster.ranks_per_node
         with_one = with_field_values(placed, {"rollout.tp": 1} if not placed.separate_ranks else {})
         dense = product(
-            _divisors(world, min(node, self.shape.num_heads)), _divisors(world, self.shape.num_layers),
-            _divisors(world, _MOST_CP), _VPP,
-        )  # fmt: skip
+            _divisors(world, most=min(node, self.shape.num_heads)),
+            _divisors(world, most=self.shape.num_layers),
+            _divisors(world, most=_MOST_CP),
+            _VPP,
+        )
         experts = [(1, 1)]
         if self.shape.num_experts:
-            experts = [*product(_divisors(self.shape.num_experts), _divisors(self.shape.moe_intermediate_size, node))]
+            expert_splits = _divisors(self.shape.moe_intermediate_size, most=node)
+            experts = [*product(_divisors(self.shape.num_experts), expert_splits)]
         for tp, pp, cp, vpp in dense:
             if world % (tp * pp * cp):
                 self.refused["trainer.tp * trainer.pp * trainer.cp does not divide the ranks"] += len(experts)
                 continue
-            at = TrainerSizes(tp, pp, cp, vpp, 1, 1, world // (tp * pp * cp))
+            at = TrainerSizes(tp=tp, pp=pp, cp=cp, vpp=vpp, ep=1, etp=1, dp=world // (tp * pp * cp))
             other = with_field_values(with_one, at.values)
             rules = (sizes.ranks, _batches, sizes.lengths)
             if self._refuses([fault for rule in rules for fault in rule(other)], len(experts)):
@@ -159,7 +170,7 @@ class Candidates:
                 if world % (ep * etp * pp):
                     self.refused["trainer.ep * trainer.etp * trainer.pp does not divide the ranks"] += 1
                     continue
-                split = at._replace(ep=ep, etp=etp)
+                split = replace(at, ep=ep, etp=etp)
                 # Pipeline stages were checked above, and experts do not depend on them.
                 key = (tp, cp, ep, etp)
                 if key not in self._expert_faults:
@@ -243,5 +254,5 @@ def reason_of(fault: str) -> str:
     return re.sub(r"\d+(?:[,.]\d+)*", "N", fault.partition(";")[0])
 
 
-def _divisors(number: int, most: int | None = None) -> list[int]:
+def _divisors(number: int, *, most: int | None = None) -> list[int]:
     return [size for size in range(1, min(number, most or number) + 1) if number % size == 0]

@@ -12,7 +12,7 @@ from megarl.step_cost.rollout import RolloutSeconds
 from megarl.step_cost.step import StepSeconds
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class FoundLayout:
     """A layout that fits, with its prediction."""
 
@@ -32,7 +32,7 @@ class FoundLayout:
     @property
     def trainer_text(self) -> str:
         """Return the trainer's sizes in words: `tp 4 pp 2 dp 1`."""
-        sizes_text = " ".join(f"{name} {size}" for name, size in self.trainer._asdict().items() if size > 1)
+        sizes_text = " ".join(f"{name} {size}" for name, size in self.trainer.by_axis.items() if size > 1)
         return sizes_text or "one rank"
 
     @property
@@ -72,7 +72,7 @@ class FoundLayout:
         }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SearchResult:
     """Result of a search."""
 

@@ -65,7 +65,7 @@ class _Row(NamedTuple):
     row_tokens: int
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Group:
     """All combinations of one placement, as arrays over `rows`, engines and offloads."""
 
@@ -115,7 +115,7 @@ class _Group:
         }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LayoutSearch:
     """Searches the layouts of a recipe. `lengths` are those of its completions."""
 
@@ -142,12 +142,34 @@ class LayoutSearch:
         updates = train.updates_per_step
         # The first update computes its own old log-probs; a reference scores everything.
         passes = (1 - 1 / updates) * (algorithm.old_logprobs == "trainer") + self.recipe.has_reference
-        return Workload(self.lengths, train.prompts_per_step, train.samples_per_prompt, updates, passes, self.staleness)
+        return Workload(
+            lengths=self.lengths,
+            num_prompts=train.prompts_per_step,
+            samples_per_prompt=train.samples_per_prompt,
+            updates=updates,
+            scoring_passes=passes,
+            staleness=self.staleness,
+        )
+
+    @property
+    def _item_bytes(self) -> int:
+        """Return the bytes of a trained weight and of an activation."""
+        return ITEM_BYTES[self.recipe.model.dtype]
+
+    @property
+    def _engine_item_bytes(self) -> int:
+        """Return the bytes of a weight in the engines."""
+        return self._item_bytes if self.recipe.rollout.quantization == "none" else 1
+
+    @property
+    def _cache_item_bytes(self) -> int:
+        """Return the bytes of a number in the engines' KV cache."""
+        return self._item_bytes if self.recipe.rollout.kv_cache_dtype == "auto" else 1
 
     @cached_property
     def _state_bytes(self) -> dict[str, int]:
         """Return the bytes of a trained parameter by state: weight, float32 gradient, main weight and moments."""
-        item = ITEM_BYTES[self.recipe.model.dtype]
+        item = self._item_bytes
         copies = (item < _FLOAT32) + 2 * (self.recipe.optimizer.name == "adam")
         return {"weights": item, "gradients": _FLOAT32, "optimizer": _FLOAT32 * copies}
 
@@ -157,16 +179,26 @@ class LayoutSearch:
 
     def _cost_of(self, shape: ModelShape) -> TrainerCost:
         """Return the cost model of a model on the trainer's GPUs."""
-        work, on_host = model_work(shape), self.recipe.trainer.optimizer_offload_fraction
-        constants = FITTED.on(self.speeds)
-        return TrainerCost(work, self.speeds, constants, work.score_flops(self.lengths.sequences), on_host)
+        work = model_work(shape)
+        return TrainerCost(
+            work=work,
+            gpu=self.speeds,
+            constants=FITTED.on(self.speeds),
+            score_flops=work.score_flops(self.lengths.sequences),
+            item_bytes=self._item_bytes,
+            host_share=self.recipe.trainer.optimizer_offload_fraction,
+        )
 
     @cached_property
     def _rollout_cost(self) -> RolloutCost:
-        rollout, speeds = self.recipe.rollout, self.engine_speeds
-        item = 1 if rollout.quantization != "none" else 2
-        cached = 1 if rollout.kv_cache_dtype != "auto" else 2
-        return RolloutCost(model_work(self.shape), speeds, FITTED.on(speeds), item, cached)
+        return RolloutCost(
+            work=model_work(self.shape),
+            gpu=self.engine_speeds,
+            constants=FITTED.on(self.engine_speeds),
+            item_bytes=self._engine_item_bytes,
+            activation_bytes=self._item_bytes,
+            cache_item_bytes=self._cache_item_bytes,
+        )
 
     def search(self, most: int = 10) -> SearchResult:
         """Return the fastest layouts, at most `most`. Each pair of trainer's and engines' sizes appears once."""
@@ -203,13 +235,13 @@ class LayoutSearch:
                 found[key] = layout
         ranked = sorted(found.values(), key=lambda layout: layout.seconds.step)[:most]
         return SearchResult(
-            tuple(ranked),
-            sum(group.bound.size for group in groups),
-            num_planned,
-            dict(refused.most_common()),
-            time.monotonic() - started,
-            is_complete,
-            self.lengths.source,
+            layouts=tuple(ranked),
+            num_candidates=sum(group.bound.size for group in groups),
+            num_planned=num_planned,
+            refused=dict(refused.most_common()),
+            search_seconds=time.monotonic() - started,
+            is_complete=is_complete,
+            lengths=self.lengths.source,
         )
 
     def _group(self, candidates: Candidates, placement: Placement) -> _Group | None:
@@ -226,7 +258,7 @@ class LayoutSearch:
             for row_tokens in dict.fromkeys(candidates.row_lengths(placed, trainer))
             for recomputation in recomputations
         ]
-        at = Layouts.of(*(row.trainer for row in rows))
+        at = Layouts.of(*(row.trainer.by_axis for row in rows))
         held = self._held_bytes(at)
         states = self._least_states(held)
         # The trainer's states alone.
@@ -235,12 +267,15 @@ class LayoutSearch:
         if not fits.any():
             return None
         rows = [row for row, fit in zip(rows, fits, strict=True) if fit]
-        at, states = Layouts(*(axis[fits] for axis in at)), states[fits]
+        at, states = at.select(fits), states[fits]
         held = {state: taken[fits] for state, taken in held.items()}
-        shares = np.array([row.recomputation.shares for row in rows]).T
+        recomputed = Recomputed(
+            attention=np.array([row.recomputation.attention_share for row in rows]),
+            feed_forward=np.array([row.recomputation.feed_forward_share for row in rows]),
+        )
         row_tokens = np.array([float(row.row_tokens) for row in rows])
         load, cost = self.load, self._trainer_cost
-        update = cost.update(at, Recomputed(*shares), tokens=load.tokens, updates=load.updates, row_tokens=row_tokens)
+        update = cost.update(at, recomputed, tokens=load.tokens, updates=load.updates, row_tokens=row_tokens)
         scoring = cost.scoring(at, tokens=load.tokens, row_tokens=row_tokens)
         train, logprobs = update.seconds, scoring.seconds * load.scoring_passes
         if (reward_model := self.models.frozen.get("reward_model")) is not None:
@@ -259,9 +294,21 @@ class LayoutSearch:
             bound = np.where(self._is_overfull(held, engines, offloads), math.inf, bound)
         settings = RankMemory(placed, self.models, GPU, 0).pass_settings(self.models.policy)
         return _Group(
-            placement, placed, rows, engines, offloads, update, train, logprobs, offload, reshard, bound, states,
-            settings, candidates.refused,
-        )  # fmt: skip
+            placement=placement,
+            placed=placed,
+            rows=rows,
+            engines=engines,
+            offloads=offloads,
+            update=update,
+            train=train,
+            logprobs=logprobs,
+            offload=offload,
+            reshard=reshard,
+            bound=bound,
+            states=states,
+            settings=settings,
+            refused=candidates.refused,
+        )
 
     def _held_bytes(self, at: Layouts) -> dict[str, NDArray[np.float64]]:
         """Return the bytes of a rank's trainer states by state, each [layouts]: weights, gradients and optimizer.
@@ -286,7 +333,7 @@ class LayoutSearch:
         """
         group.examined.add(number)
         row = group.rows[number]
-        layout = replace(group.layout, **row.trainer._asdict())
+        layout = replace(group.layout, **row.trainer.by_axis)
         settings = replace(
             group.settings,
             row_tokens=row.row_tokens,
@@ -319,8 +366,8 @@ class LayoutSearch:
         resident = [
             held["weights"] + sum(held[state] for state in on_gpu if state not in offloaded) for offloaded in offloads
         ]
-        item = 1 if self.recipe.rollout.quantization != "none" else 2
-        awake = np.array([item * model_work(self.shape).weights / engine.tp for engine in engines])
+        weights = self._engine_item_bytes * model_work(self.shape).weights
+        awake = np.array([weights / engine.tp for engine in engines])
         taken = np.stack(resident, axis=1)[:, None, :] + awake[None, :, None] + CONTEXT_BYTES
         return taken > (self.gpus.trainer - MARGIN_GIB) * _GIB
 
@@ -340,7 +387,13 @@ class LayoutSearch:
 
     def _reshard_seconds(self, placement: Placement, engine: EngineSizes) -> float:
         """Return the least seconds of a reshard to these engines."""
-        return reshard_seconds(model_work(self.shape), engine.tp, self.engine_speeds, is_separate=placement.ranks > 0)
+        return reshard_seconds(
+            model_work(self.shape),
+            engine.tp,
+            self.engine_speeds,
+            is_separate=placement.ranks > 0,
+            item_bytes=self._item_bytes,
+        )
 
     @property
     def _other_seconds(self) -> float:
@@ -350,7 +403,12 @@ class LayoutSearch:
     def _rollout(self, placement: Placement, engine: EngineSizes, cache_tokens: float) -> RolloutSeconds:
         """Return the seconds of a rollout with a KV cache of this many tokens in each engine."""
         ranks = placement.ranks or self.recipe.cluster.world_size
-        at = EngineLayout(engine.tp, ranks // engine.tp, self.recipe.rollout.max_concurrent_requests, cache_tokens)
+        at = EngineLayout(
+            tp=engine.tp,
+            num_engines=ranks // engine.tp,
+            max_requests=self.recipe.rollout.max_concurrent_requests,
+            cache_tokens=cache_tokens,
+        )
         load, cost = self.load, self._rollout_cost
         sampled = load.num_samples * self.recipe.algorithm.oversampling
         if placement.ranks and placement.staleness:
@@ -383,7 +441,7 @@ class LayoutSearch:
         other = with_field_values(group.placed, values)
         table = self._table(other)
         # The margin for wrong guesses holds for all phases, as it does for the default KV cache.
-        limit = self.gpus._replace(trainer=self.gpus.trainer - MARGIN_GIB, engine=self.gpus.engine - MARGIN_GIB)
+        limit = replace(self.gpus, trainer=self.gpus.trainer - MARGIN_GIB, engine=self.gpus.engine - MARGIN_GIB)
         if over := limit.exceeded(table):
             refused[f"memory: {over[0].name} exceeds a GPU"] += 1
             if any(phase.metric in ("train", "logprobs") for phase in over):
@@ -412,7 +470,15 @@ class LayoutSearch:
             refused[reason_of(fault)] += 1
             return None
         return FoundLayout(
-            overrides, row.trainer, engine, group.placement, seconds, rollout, group.update.at(index[0]), gib, cache
+            overrides=overrides,
+            trainer=row.trainer,
+            engine=engine,
+            placement=group.placement,
+            seconds=seconds,
+            rollout=rollout,
+            update=group.update.at(index[0]),
+            gib=gib,
+            kv_cache_gib=cache,
         )
 
     def _table(self, recipe: Recipe) -> MemoryTable:
@@ -432,9 +498,8 @@ class LayoutSearch:
 
     def _token_bytes(self, engine: EngineSizes) -> int:
         """Return the bytes of a token in an engine rank's KV cache."""
-        item = ITEM_BYTES[self.recipe.model.dtype] if self.recipe.rollout.kv_cache_dtype == "auto" else 1
         shape = self.shape.with_mtp(self.recipe.drafts_with_mtp)
-        return cache_block_bytes(shape, engine.tp, block_tokens=1, itemsize=item)
+        return cache_block_bytes(shape, engine.tp, block_tokens=1, itemsize=self._cache_item_bytes)
 
     def _least_cache_gib(self, engine: EngineSizes) -> float:
         """Return the GiB of the smallest KV cache that holds a longest sequence, rounded up."""
@@ -481,8 +546,16 @@ def search_of(
             f"cluster.groups.engines.gpu_memory_gib = {own:g}: --search needs the kind of the engines' GPUs; set it to "
             "h100, h200 or b200"
         )
-    models = models_of(recipe, sizes.layout_of(recipe))
-    return LayoutSearch(recipe, models, gpus, GPUS[kind], GPUS[own], lengths, staleness, file)
+    return LayoutSearch(
+        recipe=recipe,
+        models=models_of(recipe, sizes.layout_of(recipe)),
+        gpus=gpus,
+        speeds=GPUS[kind],
+        engine_speeds=GPUS[own],
+        lengths=lengths,
+        staleness=staleness,
+        file=file,
+    )
 
 
 def _in_order(groups: Sequence[_Group]) -> Iterator[tuple[_Group, tuple[int, int, int]]]:

@@ -28,7 +28,7 @@ _NUMBERS = 64
 Spec = Literal["local", "transformer_engine"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PassSettings:
     """How packed rows (microbatches) pass through a model: sizes and recomputation."""
 
@@ -60,7 +60,7 @@ class PassSettings:
     ranks."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Widths:
     """Widths of one token on a rank, in channels."""
 

@@ -8,7 +8,7 @@ Sources are measurements in NVIDIA/nccl's issues; nothing was measured with mega
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 from megarl.config.parallel import ParallelConfig
 
@@ -32,6 +32,7 @@ class Communicator:
 
     name: str
     num_ranks: int
+    _: KW_ONLY
     has_collectives: bool = True
     num_peers: int = 0
     """Ranks of the same node that this rank sends to or receives from."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from megarl.memory_plan.memory_table import MemoryTable, Phase
 
@@ -26,7 +25,7 @@ LIBRARY_BYTES = 500 << 20
 """Host memory that a rank's libraries take before any weight is loaded, in bytes."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Platform:
     """Device of a run's ranks: GPUs, or a CPU, where all memory is host memory."""
 
@@ -42,7 +41,8 @@ GPU = Platform(is_gpu=True, has_transformer_engine=True)
 CPU = Platform(is_gpu=False, has_transformer_engine=False)
 
 
-class GpuMemory(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuMemory:
     """Memory in GiB of one of the trainer's GPUs and of one of the engines' GPUs. With shared GPUs they are equal."""
 
     trainer: float

@@ -31,7 +31,7 @@ _QUANTISING_BYTES = 8
 
 # A search of layouts asks for the same engine next to many trainers.
 @lru_cache(maxsize=512)
-def engine_weights(layouts: VllmLayouts, rank: int, itemsize: int, quantization: str = "none") -> int:
+def engine_weights(layouts: VllmLayouts, rank: int, *, itemsize: int, quantization: str = "none") -> int:
     """Return the bytes of the engine's parameters on a rank, with scales of FP8 weights and rotary embeddings."""
     model = layouts.model
     # vLLM stores cosines and sines for all positions, half of the head's channels each.
@@ -47,7 +47,7 @@ def engine_weights(layouts: VllmLayouts, rank: int, itemsize: int, quantization:
     return total
 
 
-def unquantised_bytes(layouts: VllmLayouts, rank: int, itemsize: int, *, bucket_bytes: int, stages: int) -> int:
+def unquantised_bytes(layouts: VllmLayouts, rank: int, *, itemsize: int, bucket_bytes: int, stages: int) -> int:
     """Return the peak bytes of a reshard to an FP8 engine on a rank, in addition to weights and buckets.
 
     Two things take them. First, weights that have only partly arrived (`reshard.quantised`): the plan runs through the
@@ -103,7 +103,7 @@ def cache_block_bytes(model: ModelShape, tp: int, *, block_tokens: int, itemsize
     return block_tokens * layers * model.attention.cached_numbers(tp) * itemsize
 
 
-def cache_bytes(asked: int, block_bytes: int) -> int:
+def cache_bytes(asked: int, *, block_bytes: int) -> int:
     """Return the bytes of vLLM's KV cache under a limit in bytes. It has whole blocks only."""
     return asked // block_bytes * block_bytes
 

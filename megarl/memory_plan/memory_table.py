@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass
 from typing import Any, Literal
 
 
@@ -11,11 +11,12 @@ class Use:
     """Bytes of one use of memory (weights, gradients, ...) on one rank, on its GPU and on the host."""
 
     kind: str
+    _: KW_ONLY
     device_bytes: int = 0
     host_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
     """A phase of a run, and its peak memory on the rank that needs most. `name` is the phase's name in metrics. For a
     model other than the policy, the model's name is appended (`train critic`). For separate engines, `engine` is
@@ -52,7 +53,7 @@ class Phase:
         return next((use for use in self.uses if use.kind == kind), Use(kind))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CacheCapacity:
     """Number of requests fitting into the KV cache of one engine."""
 
@@ -103,7 +104,7 @@ class CacheCapacity:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryTable:
     """Predicted memory of all phases of a run, and the capacity of its engines' KV cache (None without an engine)."""
 
@@ -126,7 +127,7 @@ class MemoryTable:
             for part in parts
         )
 
-    def host_bytes(self, num_trainers: int, num_engines: int = 0) -> int:
+    def host_bytes(self, *, num_trainers: int = 0, num_engines: int = 0) -> int:
         """Return the bytes of host memory needed by these numbers of trainer and engine ranks, each at its maximum."""
         counts = (num_trainers, num_engines)
         return sum(count * phase.host_bytes for count, phase in zip(counts, self.fullest_host, strict=False))

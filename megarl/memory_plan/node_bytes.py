@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from megarl.config import Recipe
 from megarl.memory_plan.devices import LIBRARY_BYTES
@@ -13,14 +13,16 @@ DRIVER_BYTES = LIBRARY_BYTES + 10**9
 tools/check.py driver_bytes, at most a gigabyte."""
 
 
-class NodeRanks(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeRanks:
     """Number of ranks on one node: trainers (colocated ones also sample), and ranks used only for sampling."""
 
-    trainers: int
-    engines: int
+    trainers: int = 0
+    engines: int = 0
 
 
-class RankHostBytes(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankHostBytes:
     """Maximum bytes of host memory of one rank, for each kind of rank."""
 
     trainer: int
@@ -33,20 +35,26 @@ class RankHostBytes(NamedTuple):
 
 def rank_host_bytes(table: MemoryTable) -> RankHostBytes:
     """Return the host memory of each kind of rank. An engine on a trainer's rank counts as part of the trainer."""
-    return RankHostBytes(*(table.host_bytes(*ranks) for ranks in (NodeRanks(1, 0), NodeRanks(0, 1))))
+    return RankHostBytes(trainer=table.host_bytes(num_trainers=1), engine=table.host_bytes(num_engines=1))
 
 
 def fullest_node(recipe: Recipe, table: MemoryTable) -> NodeRanks:
-    """Return the ranks of the node with most host memory. They take `table.host_bytes(*fullest_node(...))` bytes."""
-    return max(_ranks_of_nodes(recipe), key=lambda ranks: table.host_bytes(*ranks))
+    """Return the ranks of the node with most host memory."""
+    return max(_ranks_of_nodes(recipe), key=rank_host_bytes(table).of_node)
+
+
+def fullest_node_bytes(recipe: Recipe, table: MemoryTable) -> int:
+    """Return the host memory in bytes of the ranks of the node with most."""
+    return rank_host_bytes(table).of_node(fullest_node(recipe, table))
 
 
 def node_terms(recipe: Recipe, table: MemoryTable) -> dict[str, int]:
     """Return the host memory of the fullest node in bytes, by its parts in words: ranks of each kind, driver."""
-    counts = fullest_node(recipe, table)
+    ranks = fullest_node(recipe, table)
+    # Without separate engines there is one kind of rank, and it trains.
     parts = {
         f"{count} ranks in {phase.name}": count * phase.host_bytes
-        for count, phase in zip(counts, table.fullest_host, strict=False)
+        for count, phase in zip((ranks.trainers, ranks.engines), table.fullest_host, strict=False)
         if count
     }
     return parts | {"driver": DRIVER_BYTES}
@@ -56,8 +64,8 @@ def _ranks_of_nodes(recipe: Recipe) -> set[NodeRanks]:
     """Return the different numbers of trainer and engine ranks that nodes of the run have."""
     ranks, engines = recipe.cluster.ranks_per_node, recipe.cluster.groups.engines
     if engines is not None:
-        return {NodeRanks(ranks, 0), NodeRanks(0, engines.ranks_per_node)}
+        return {NodeRanks(trainers=ranks), NodeRanks(engines=engines.ranks_per_node)}
     # Ranks are numbered node by node with trainers first, so at most one node has both kinds.
     before = range(0, recipe.cluster.world_size, ranks)
     trainers = {min(ranks, max(0, recipe.trainer_ranks - first)) for first in before}
-    return {NodeRanks(count, ranks - count) for count in trainers}
+    return {NodeRanks(trainers=count, engines=ranks - count) for count in trainers}

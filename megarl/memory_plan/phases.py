@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -55,14 +55,15 @@ def memory_table(
     layout = models.policy.layout
     ranks = [layout.rank(tp=0, dp=0, pp=stage) for stage in (range(layout.pp) if stages is None else stages)]
     ranks += layout.leaders()[:1] if layout.is_separate else ()
-    memories = [RankMemory(recipe, models, platform, rank, gpu_gib) for rank in ranks]
+    memories = [RankMemory(recipe, models, platform, rank, gpu_gib=gpu_gib) for rank in ranks]
     by_name: dict[str, list[Phase]] = {}
     for memory in memories:
         for phase in memory.phases():
             by_name.setdefault(phase.name, []).append(phase)
     phases = tuple(max(same, key=lambda phase: (phase.device_bytes, phase.host_bytes)) for same in by_name.values())
     sampling = next((memory for memory in memories if memory.has_engine), None)
-    return MemoryTable(phases, None if sampling is None else sampling.cache_capacity(), is_gpu=platform.is_gpu)
+    cache = None if sampling is None else sampling.cache_capacity()
+    return MemoryTable(phases=phases, cache=cache, is_gpu=platform.is_gpu)
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ class RankMemory:
     models: Models
     platform: Platform
     rank: int
+    _: KW_ONLY
     gpu_gib: float | None = None
     expert_load: float = activations.EXPERT_IMBALANCE
     """Assumed tokens of the fullest expert-parallel rank, divided by the mean over these ranks."""
@@ -112,7 +114,7 @@ class RankMemory:
         if not self.has_trainer:
             return {}
         return {
-            name: trainer_bytes.parameter_bytes(built.layouts, self.rank, self.itemsize)
+            name: trainer_bytes.parameter_bytes(built.layouts, self.rank, itemsize=self.itemsize)
             for name, built in self.models.frozen.items()
         }
 
@@ -120,8 +122,12 @@ class RankMemory:
     def engine_weights(self) -> int:
         if not self.has_engine:
             return 0
-        quantization = self.recipe.rollout.quantization
-        weights = engine_bytes.engine_weights(self._engine_layouts, self._engine_rank, self.itemsize, quantization)
+        weights = engine_bytes.engine_weights(
+            self._engine_layouts,
+            self._engine_rank,
+            itemsize=self.itemsize,
+            quantization=self.recipe.rollout.quantization,
+        )
         return weights + self.adapter_slots
 
     @cached_property
@@ -141,7 +147,7 @@ class RankMemory:
         return engine_bytes.unquantised_bytes(
             self._engine_layouts,
             self._engine_rank,
-            self.itemsize,
+            itemsize=self.itemsize,
             bucket_bytes=self.recipe.weights.bucket_mib << 20,
             stages=self.layout.pp,
         )
@@ -165,7 +171,7 @@ class RankMemory:
     def cache_bytes(self) -> int:
         if not self.has_engine:
             return 0
-        return engine_bytes.cache_bytes(self._cache_asked, self._block_bytes)
+        return engine_bytes.cache_bytes(self._cache_asked, block_bytes=self._block_bytes)
 
     @cached_property
     def engine_step(self) -> int:
@@ -198,7 +204,12 @@ class RankMemory:
         # vLLM 0.30 holds one block back.
         tokens = max(0, blocks - 1) * self._block_tokens
         most = self.recipe.rollout.max_concurrent_requests
-        return CacheCapacity(tokens, self.recipe.context_tokens, most, min(most, self._requests_of_step))
+        return CacheCapacity(
+            tokens=tokens,
+            longest=self.recipe.context_tokens,
+            max_concurrent_requests=most,
+            under_way=min(most, self._requests_of_step),
+        )
 
     @property
     def _requests_of_step(self) -> int:
@@ -215,7 +226,8 @@ class RankMemory:
             part = "trainer" if self.has_trainer else "engine"
         moments = self._of_trainer() if self.has_trainer else self._of_engine()
         for name, uses in moments.items():
-            yield Phase(name, self.rank, tuple(self._placed([*uses, *self._background_send(name)])), part)
+            placed = tuple(self._placed([*uses, *self._background_send(name)]))
+            yield Phase(name=name, rank=self.rank, uses=placed, part=part)
 
     def _of_engine(self) -> dict[str, list[Use]]:
         """Return the phases of a rank that only samples."""
@@ -246,7 +258,7 @@ class RankMemory:
         building = [*self._states(began, _ALL), *self._critic(()), *self._idle_engine(), *self._idle_models()]
         if built := max(self.policy.built, self.critic.built):
             on_host = max(self.policy.built_on_host, self.critic.built_on_host)
-            building.append(Use("optimizer being built", built, on_host))
+            building.append(Use("optimizer being built", device_bytes=built, host_bytes=on_host))
         moments = [building]
         if self.recipe.has_engine:
             moments += [self._awake_engine(), self._reshard(began), self._rollout(began)]
@@ -266,12 +278,17 @@ class RankMemory:
         is_alone = self.layout.is_separate
         uses = [*self._states(states, _ALL if is_alone else ("parameters",)), *self._critic(()), *self._idle_models()]
         if states.merged and not self.recipe.sends_adapter:
-            uses.append(Use("merged adapters", states.merged))
+            uses.append(Use("merged adapters", device_bytes=states.merged))
         if self.unquantised_weights:
-            uses.append(Use("unquantised weights", self.unquantised_weights))
+            uses.append(Use("unquantised weights", device_bytes=self.unquantised_weights))
         # On a colocated GPU the cache is released during a reshard.
         cache = 0 if self.platform.is_gpu and not is_alone else self.cache_bytes
-        return [*uses, Use("engine weights", self.engine_weights), Use("KV cache", cache), Use("staging", self.staging)]
+        return [
+            *uses,
+            Use("engine weights", device_bytes=self.engine_weights),
+            Use("KV cache", device_bytes=cache),
+            Use("staging", device_bytes=self.staging),
+        ]
 
     def _scoring(self, name: str) -> list[Use]:
         built = self._built(name)
@@ -281,7 +298,12 @@ class RankMemory:
         uses = [*self._working(name), *self._idle_engine()]
         forward = activations.forward_bytes(built.shape, built.layout, settings)
         logits = activations.logits_bytes(built.shape, built.layout, settings) if self._is_last(built) else 0
-        return [*uses, *self._fp8(built), Use("activations", int(forward)), Use("logits", int(logits))]
+        return [
+            *uses,
+            *self._fp8(built),
+            Use("activations", device_bytes=int(forward)),
+            Use("logits", device_bytes=int(logits)),
+        ]
 
     def _training(self, name: str) -> list[Use]:
         built = self._built(name)
@@ -298,10 +320,10 @@ class RankMemory:
             *self._working(name),
             *self._idle_engine(),
             *self._fp8(built),
-            Use("activations", int(saved)),
-            Use("pipeline", int(activations.pipeline_bytes(built.shape, built.layout, stage, settings))),
-            Use("backward", int(passing)),
-            Use("logits", int(logits)),
+            Use("activations", device_bytes=int(saved)),
+            Use("pipeline", device_bytes=int(activations.pipeline_bytes(built.shape, built.layout, stage, settings))),
+            Use("backward", device_bytes=int(passing)),
+            Use("logits", device_bytes=int(logits)),
         ]
 
     def _fp8(self, built: Built) -> Iterator[Use]:
@@ -310,7 +332,8 @@ class RankMemory:
         """
         if self.recipe.trainer.fp8 != "none":
             models = {id(model): model.layouts for model in (built, self.models.policy)}
-            yield Use("weights in FP8", sum(trainer_bytes.fp8_bytes(layouts, self.rank) for layouts in models.values()))
+            copies = sum(trainer_bytes.fp8_bytes(layouts, self.rank) for layouts in models.values())
+            yield Use("weights in FP8", device_bytes=copies)
 
     def _save(self) -> list[Use]:
         saved = (self.policy + self.critic).saved
@@ -322,7 +345,7 @@ class RankMemory:
             *self._critic(_ALL),
             *self._idle_engine(),
             *self._idle_models(),
-            Use("checkpoint", 0, saved),
+            Use("checkpoint", host_bytes=saved),
         ]
 
     def _working(self, name: str) -> list[Use]:
@@ -339,23 +362,27 @@ class RankMemory:
         device. The others are on the host."""
         offload = self.recipe.trainer.offload
         is_here = {name: name in awake or name not in offload for name in _ALL}
-        yield Use("parameters", states.parameters * is_here["parameters"])
-        yield Use("gradients", states.gradients * is_here["gradients"])
-        yield Use("main weights", states.main_weights * is_here["optimizer"])
-        yield Use("moments", states.moments * is_here["optimizer"])
+        yield Use("parameters", device_bytes=states.parameters * is_here["parameters"])
+        yield Use("gradients", device_bytes=states.gradients * is_here["gradients"])
+        yield Use("main weights", device_bytes=states.main_weights * is_here["optimizer"])
+        yield Use("moments", device_bytes=states.moments * is_here["optimizer"])
         copies = states.pinned_parameters * ("parameters" in offload) + states.pinned_optimizer * (
             "optimizer" in offload
         )
         # With separate engines, only models alternating in training (policy and critic) are ever offloaded.
         takes_turns = not self.layout.is_separate or self.models.critic is not None
-        yield Use("offloaded copies", 0, copies * takes_turns)
+        yield Use("offloaded copies", host_bytes=copies * takes_turns)
         if states.on_host:
-            yield Use("optimizer on the host", 0, states.on_host)
+            yield Use("optimizer on the host", host_bytes=states.on_host)
 
     def _critic(self, awake: Collection[str]) -> Iterator[Use]:
         """Yield the critic's states, summed as one use."""
         uses = [*self._states(self.critic, awake)]
-        yield Use("critic", sum(use.device_bytes for use in uses), sum(use.host_bytes for use in uses))
+        yield Use(
+            "critic",
+            device_bytes=sum(use.device_bytes for use in uses),
+            host_bytes=sum(use.host_bytes for use in uses),
+        )
 
     def _background_send(self, phase: str) -> Iterator[Use]:
         """Yield the memory of a reshard that overlaps the trainer's work: a copy of the weights, and in some phases
@@ -363,22 +390,26 @@ class RankMemory:
         if not (self.has_trainer and self.layout.is_separate and self.recipe.weights.overlap):
             return
         policy = self.models.policy
-        yield Use("weights being sent", trainer_bytes.parameter_bytes(policy.layouts, self.rank, self.itemsize))
+        sent = trainer_bytes.parameter_bytes(policy.layouts, self.rank, itemsize=self.itemsize)
+        yield Use("weights being sent", device_bytes=sent)
         if phase in ("logprobs", "train", "save") or phase.startswith(("logprobs ", "train ")):
-            yield Use("staging", self.staging)
+            yield Use("staging", device_bytes=self.staging)
 
     def _idle_models(self, at_work: str = "") -> Iterator[Use]:
         """Yield the memory of the scoring models. On GPUs each waits in host memory until it is used."""
         for name, size in self.frozen.items():
+            is_on_device = name == at_work or not self.platform.is_gpu
             yield Use(
-                name, size if name == at_work or not self.platform.is_gpu else 0, size if self.platform.is_gpu else 0
+                name,
+                device_bytes=size if is_on_device else 0,
+                host_bytes=size if self.platform.is_gpu else 0,
             )
 
     def _awake_engine(self) -> list[Use]:
         return [
-            Use("engine weights", self.engine_weights),
-            Use("KV cache", self.cache_bytes),
-            Use("engine step", self.engine_step),
+            Use("engine weights", device_bytes=self.engine_weights),
+            Use("KV cache", device_bytes=self.cache_bytes),
+            Use("engine step", device_bytes=self.engine_step),
         ]
 
     def _idle_engine(self) -> list[Use]:
@@ -388,27 +419,27 @@ class RankMemory:
         """
         if not self.platform.is_gpu:
             return self._awake_engine()[:2]
-        return [Use("sleeping engine", 0, self.engine_weights)] if self.adapter_slots else []
+        return [Use("sleeping engine", host_bytes=self.engine_weights)] if self.adapter_slots else []
 
     def _placed(self, uses: list[Use]) -> Iterator[Use]:
         """Yield the uses, and the memory of libraries. On a CPU everything counts as host memory."""
         if self.platform.is_gpu:
             yield from uses
-            yield Use("CUDA", CONTEXT_BYTES)
-            yield Use("NCCL", sum(one.num_bytes for one in self.communicators))
-            yield Use("CUDA graphs", self._graphs)
+            yield Use("CUDA", device_bytes=CONTEXT_BYTES)
+            yield Use("NCCL", device_bytes=sum(one.num_bytes for one in self.communicators))
+            yield Use("CUDA graphs", device_bytes=self._graphs)
             # The share was simulated with expandable segments, which only trainers turn on. A rank that only samples
             # wastes more: how much is not known.
             temporary = sum(use.device_bytes for use in uses if use.kind in TEMPORARY)
-            yield Use("fragmentation", int(FRAGMENTATION_SHARE * temporary))
+            yield Use("fragmentation", device_bytes=int(FRAGMENTATION_SHARE * temporary))
             if self.has_trainer and self.recipe.trainer.moe_dispatcher == "flex":
-                yield Use("DeepEP", self._deep_ep)
+                yield Use("DeepEP", device_bytes=self._deep_ep)
         else:
-            yield from (Use(use.kind, 0, use.device_bytes + use.host_bytes) for use in uses)
+            yield from (Use(use.kind, host_bytes=use.device_bytes + use.host_bytes) for use in uses)
         if self.has_trainer and self.recipe.checkpoint.replicate and self.layout.world_size > 1:
             # This rank's state and a partner's, after the newest copied step and while the next copy is made.
-            yield Use("copies of the state", 0, 4 * (self.policy + self.critic).saved)
-        yield Use("libraries", 0, LIBRARY_BYTES)
+            yield Use("copies of the state", host_bytes=4 * (self.policy + self.critic).saved)
+        yield Use("libraries", host_bytes=LIBRARY_BYTES)
 
     @property
     def _deep_ep(self) -> int:
@@ -423,7 +454,7 @@ class RankMemory:
         widest = max(built.shape.hidden_size for built in models if built is not None)
         given = self.recipe.trainer.megatron.get("moe_deepep_num_sms")
         num_sms = given if isinstance(given, int) else NUM_SMS
-        return deep_ep_bytes(widest, ITEM_BYTES[self.recipe.model.dtype], num_ranks, num_sms)
+        return deep_ep_bytes(hidden_size=widest, itemsize=self.itemsize, num_ranks=num_ranks, num_sms=num_sms)
 
     @cached_property
     def communicators(self) -> list[Communicator]:

@@ -230,7 +230,7 @@ def _fitted_rows(recipe: Recipe, models: Models, gpus: GpuMemory) -> int | None:
 
     if least > most or not fits(least):
         return None
-    return _greatest(least, most, fits) * multiple
+    return _greatest(fits, least=least, most=most) * multiple
 
 
 def forward_row_tokens(recipe: Recipe, models: Models, gpus: GpuMemory) -> int | None:
@@ -254,7 +254,7 @@ def forward_row_tokens(recipe: Recipe, models: Models, gpus: GpuMemory) -> int |
     least, most = -(-shortest // multiple), _LONGEST_FORWARD * shortest // multiple
     if least > most or not fits(least):
         return None
-    found = _greatest(least, most, fits) * multiple
+    found = _greatest(fits, least=least, most=most) * multiple
     return found if found > shortest else None
 
 
@@ -274,7 +274,7 @@ def _pass_bytes(recipe: Recipe, models: Models, gpus: GpuMemory) -> tuple[int, i
     return max(training), max(scoring, default=0)
 
 
-def _greatest(least: int, most: int, fits: Callable[[int], bool]) -> int:
+def _greatest(fits: Callable[[int], bool], *, least: int, most: int) -> int:
     """Return the greatest number of `least` to `most` that `fits`. `least` does, and memory grows with the number."""
     while least < most:
         middle = (least + most + 1) // 2

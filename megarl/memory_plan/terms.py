@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from megarl.memory_plan.memory_table import MemoryTable
@@ -144,7 +145,8 @@ def term_of(kind: str) -> Term:
     return TERMS.get(kind, _FROZEN)
 
 
-class ExplainedTerm(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExplainedTerm:
     """A term with the most bytes that it has in any phase, on a GPU and on the host."""
 
     kind: str
@@ -159,6 +161,14 @@ def explained(table: MemoryTable) -> list[ExplainedTerm]:
     found = []
     for kind in table.kinds:
         uses = [phase.use(kind) for phase in table.phases]
-        most = (max(use.device_bytes for use in uses), max(use.host_bytes for use in uses))
-        found.append(ExplainedTerm(kind, *most, *term_of(kind)))
+        term = term_of(kind)
+        found.append(
+            ExplainedTerm(
+                kind=kind,
+                device_bytes=max(use.device_bytes for use in uses),
+                host_bytes=max(use.host_bytes for use in uses),
+                formula=term.formula,
+                source=term.source,
+            )
+        )
     return found

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import KW_ONLY, dataclass, fields
 from functools import lru_cache
-from typing import NamedTuple
 
 from megarl.config.parallel import FP8_BLOCK
 from megarl.reshard.layouts.megatron import MegatronLayouts, chunk_prefix, parameter_shapes
@@ -21,23 +20,25 @@ FLOAT32 = 4
 _PARAMETER_MULTIPLE, _BUCKET_MULTIPLE = 64, 128
 
 
-class Parameter(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Parameter:
     """Number of elements of one parameter on a rank; whether it has its own bucket in Megatron-Core; whether it has one
     axis."""
 
     numel: int
+    _: KW_ONLY
     has_own_bucket: bool = False
     is_vector: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerStates:
     """Bytes of a trained model on one rank, by state."""
 
-    parameters: int
-    gradients: int
-    main_weights: int
-    moments: int
+    parameters: int = 0
+    gradients: int = 0
+    main_weights: int = 0
+    moments: int = 0
     merged: int = 0
     """Bytes of the weights merged with their LoRA adapters. They exist only during a reshard or an export."""
     pinned_parameters: int = 0
@@ -63,10 +64,12 @@ class TrainerStates:
         return self.parameters + self.gradients + self.optimizer
 
     def __add__(self, other: TrainerStates) -> TrainerStates:
-        return TrainerStates(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
+        return TrainerStates(
+            **{field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)}
+        )
 
 
-NOTHING = TrainerStates(0, 0, 0, 0)
+NOTHING = TrainerStates()
 
 
 # A search of layouts asks for the same sizes with many settings of activations.
@@ -99,14 +102,12 @@ def trainer_states(
         frozen = sum(map(math.prod, shapes.values())) * itemsize
         merged = sum(math.prod(shape) for name, shape in shapes.items() if name in linears) * itemsize
         trained = adapters
-    states = TrainerStates(frozen, 0, 0, 0, merged)
-    if frozen and is_pinned:
-        states += TrainerStates(0, 0, 0, 0, pinned_parameters=frozen)
+    states = TrainerStates(parameters=frozen, merged=merged, pinned_parameters=frozen if is_pinned else 0)
     for parameters, num_shards, shard in buffers_of(trained, rank):
         states += _buffer_states(
             parameters,
-            num_shards,
-            shard,
+            num_shards=num_shards,
+            shard=shard,
             itemsize=itemsize,
             is_distributed=is_distributed,
             num_moments=2 if has_moments else 0,
@@ -116,7 +117,7 @@ def trainer_states(
     return states
 
 
-def parameter_bytes(layouts: MegatronLayouts, rank: int, itemsize: int) -> int:
+def parameter_bytes(layouts: MegatronLayouts, rank: int, *, itemsize: int) -> int:
     """Return the bytes of a frozen model on a rank."""
     shapes = parameter_shapes(layouts, layouts.parallel.coordinates(rank))
     return sum(map(math.prod, shapes.values())) * itemsize
@@ -147,8 +148,8 @@ def buffers_of(layouts: MegatronLayouts, rank: int) -> Iterator[tuple[Sequence[P
         dense = [
             Parameter(
                 math.prod(shape),
-                is_shared and name.endswith(("word_embeddings.weight", "output_layer.weight")),
-                len(shape) == 1,
+                has_own_bucket=is_shared and name.endswith(("word_embeddings.weight", "output_layer.weight")),
+                is_vector=len(shape) == 1,
             )
             for name, shape in own.items()
             if ".experts." not in name
@@ -163,9 +164,9 @@ def buffers_of(layouts: MegatronLayouts, rank: int) -> Iterator[tuple[Sequence[P
 
 def _buffer_states(
     parameters: Sequence[Parameter],
+    *,
     num_shards: int,
     shard: int,
-    *,
     itemsize: int,
     is_distributed: bool,
     num_moments: int,
@@ -191,7 +192,7 @@ def _buffer_states(
     buckets = _buckets(parameters, num_shards)
     size = buckets[-1].stop
     overlaps = [
-        _overlap(start, stop, bucket.shard(shard, num_shards))
+        _overlap((start, stop), bucket.shard(shard, num_shards=num_shards))
         for bucket in buckets
         for start, stop in bucket.parameters
     ]
@@ -237,12 +238,13 @@ def _taken_to_the_host(numels: Sequence[int], is_vector: Sequence[bool], fractio
     return taken
 
 
-class _Bucket(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Bucket:
     start: int
     stop: int
     parameters: tuple[tuple[int, int], ...]
 
-    def shard(self, index: int, num_shards: int) -> tuple[int, int]:
+    def shard(self, index: int, *, num_shards: int) -> tuple[int, int]:
         part = (self.stop - self.start) // num_shards
         return self.start + index * part, self.start + (index + 1) * part
 
@@ -256,13 +258,13 @@ def _buckets(parameters: Sequence[Parameter], num_shards: int) -> list[_Bucket]:
 
     def close(end: int) -> int:
         nonlocal begin, inside
-        stop = _up(end, multiple)
-        buckets.append(_Bucket(begin, stop, tuple(inside)))
+        stop = _up(end, multiple=multiple)
+        buckets.append(_Bucket(start=begin, stop=stop, parameters=tuple(inside)))
         begin, inside = stop, []
         return stop
 
     for parameter in reversed(parameters):
-        position = _up(position, _PARAMETER_MULTIPLE)
+        position = _up(position, multiple=_PARAMETER_MULTIPLE)
         if parameter.has_own_bucket and inside:
             position = close(position)
         inside.append((position, position + parameter.numel))
@@ -274,11 +276,12 @@ def _buckets(parameters: Sequence[Parameter], num_shards: int) -> list[_Bucket]:
     return buckets
 
 
-def _overlap(start: int, stop: int, part: tuple[int, int]) -> int:
-    return min(stop, part[1]) - max(start, part[0])
+def _overlap(parameter: tuple[int, int], shard: tuple[int, int]) -> int:
+    """Return the elements that both ranges (first, end) have. Not positive: none."""
+    return min(parameter[1], shard[1]) - max(parameter[0], shard[0])
 
 
-def _up(number: int, multiple: int) -> int:
+def _up(number: int, *, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 

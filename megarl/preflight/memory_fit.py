@@ -16,7 +16,7 @@ from megarl.families.shape import planned_shape
 from megarl.memory_plan.devices import CPU, GPU, GPU_MEMORY_GIB, GpuMemory
 from megarl.memory_plan.memory_table import MemoryTable, Phase
 from megarl.memory_plan.models import Models, read_models
-from megarl.memory_plan.node_bytes import RankHostBytes, fullest_node, rank_host_bytes
+from megarl.memory_plan.node_bytes import RankHostBytes, fullest_node_bytes, rank_host_bytes
 from megarl.memory_plan.phases import memory_table
 from megarl.memory_plan.remedies import Remedy, remedies, with_field_values
 from megarl.platform.cuda_extensions import runs_on_cpu
@@ -179,7 +179,7 @@ def _fits_on_gpus(recipe: Recipe, models: Models, gpus: GpuMemory) -> bool:
 def verdict_on_cpus(recipe: Recipe, models: Models, table: MemoryTable) -> Verdict:
     """Return whether a prediction for CPUs fits: the sum of the maxima of a node's ranks is compared with this
     machine's memory."""
-    needed, limit = table.host_bytes(*fullest_node(recipe, table)), machine_bytes()
+    needed, limit = fullest_node_bytes(recipe, table), machine_bytes()
     phases = " and ".join(phase.name for phase in table.fullest_host)
     text = f"the ranks take {needed / _GIB:.1f} GiB of host memory in {phases}, this machine has {limit / _GIB:.1f}"
     limits = {phase.name: limit for phase in table.phases}
@@ -200,7 +200,7 @@ def _cache_remedies_on_cpus(recipe: Recipe, models: Models) -> tuple[str, ...]:
     values = {"rollout.kv_cache_gib": least_cache_gib(recipe, models.policy.shape)}
     other = with_field_values(recipe, values)
     remedy = Remedy(values, memory_table(other, models, CPU))
-    fits = remedy.table.host_bytes(*fullest_node(other, remedy.table)) <= machine_bytes()
+    fits = fullest_node_bytes(other, remedy.table) <= machine_bytes()
     return (" ".join(remedy.overrides),) if fits and _too_long_request(remedy.table) is None else ()
 
 
@@ -281,8 +281,10 @@ def gpu_memory(recipe: Recipe) -> GpuMemory | None:
     if (gib := gpu_gib(recipe)) is None:
         return None
     engines = recipe.cluster.groups.engines
-    given = None if engines is None else engines.gpu_memory_gib
-    return GpuMemory(gib, gib if given is None else GPU_MEMORY_GIB[given] if isinstance(given, str) else given)
+    engine = None if engines is None else engines.gpu_memory_gib
+    if isinstance(engine, str):
+        engine = GPU_MEMORY_GIB[engine]
+    return GpuMemory(trainer=gib, engine=gib if engine is None else engine)
 
 
 def ranks_on_cpu(recipe: Recipe) -> bool:

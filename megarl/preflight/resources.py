@@ -131,7 +131,7 @@ def resource_warnings(recipe: Recipe, layout: ParallelConfig) -> Iterator[str]:
     if not runs_on_cpu():
         return
     table = memory_table(recipe, models_of(recipe, layout), CPU)
-    if (needed := table.host_bytes(layout.world_size, layout.rollout_ranks)) > memory:
+    if (needed := table.host_bytes(num_trainers=layout.world_size, num_engines=layout.rollout_ranks)) > memory:
         phases = " and ".join(phase.name for phase in table.fullest_host)
         yield (
             f"cluster.ranks_per_node = {ranks}: the ranks need {needed / 2**30:.1f} GiB of memory in the phase "
@@ -172,7 +172,10 @@ def slower_layout(recipe: Recipe) -> Iterator[str]:
     # Experts are measured in no layout but their own.
     if models.policy.shape.num_experts or any(sizes.model_fit(whole, models.policy.shape)):
         return
-    if memory_table(whole, models, CPU).host_bytes(layout.world_size, layout.rollout_ranks) > machine_bytes():
+    if (
+        memory_table(whole, models, CPU).host_bytes(num_trainers=layout.world_size, num_engines=layout.rollout_ranks)
+        > machine_bytes()
+    ):
         return
     faster = " ".join(f"{name}=1" for name in given)
     # Two ranks on two cores: 0.5 of the step time with 0.64M parameters.

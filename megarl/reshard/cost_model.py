@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,8 @@ from megarl.reshard.overlap import Overlap
 from megarl.reshard.plan import Plan, make_plan
 
 
-class Speeds(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speeds:
     """The bandwidths of a GPU in bytes per second."""
 
     nvlink: float
@@ -40,9 +41,9 @@ class Speeds(NamedTuple):
 SPEEDS = {
     # NVLink and network: data sheet values. Memory: device copies on an H200 were measured at 4.3 of the data sheet's
     # 4.8 TB/s. The other GPUs are assumed to reach the same share of theirs.
-    "h100": Speeds(450e9, 50e9, 3.0e12),
-    "h200": Speeds(450e9, 50e9, 4.3e12),
-    "b200": Speeds(900e9, 50e9, 7.2e12),
+    "h100": Speeds(nvlink=450e9, infiniband=50e9, memory=3.0e12),
+    "h200": Speeds(nvlink=450e9, infiniband=50e9, memory=4.3e12),
+    "b200": Speeds(nvlink=900e9, infiniband=50e9, memory=7.2e12),
 }
 """Bandwidths by kind of GPU. Source: NVIDIA's data sheets of the SXM modules, and ConnectX-7 at 400 Gb/s for each
 GPU."""
@@ -52,7 +53,7 @@ TIERS = ("local", "same_node", "other_node")
 _Bytes = NDArray[np.int64]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Traffic:
     """The bytes moved by a plan, by rank.
 
@@ -153,7 +154,7 @@ def forecast(
             name: count(planned(layout), speeds).summary() for name, layout in rank_orders(model, parallel)
         },
         "gpu": gpu,
-        "bytes_per_second": speeds._asdict(),
+        "bytes_per_second": dataclasses.asdict(speeds),
     }
 
 
@@ -175,7 +176,7 @@ def count(plan: Plan, speeds: Speeds = SPEEDS["h200"]) -> Traffic:
     turn_of = cache(partial(_turn, plan))
     missing_of, gathered_of = (cache(partial(f, plan)) for f in (_lower_bound, _gathered))
     for tensor, overlap, turn, buckets in plan.steps:
-        one, width = turn_of(overlap, turn, len(buckets)), plan.width(tensor)
+        one, width = turn_of(overlap, turn=turn, num_slices=len(buckets)), plan.width(tensor)
         received += width * one.received
         sent += width * one.sent
         copies += one.copies
@@ -223,11 +224,11 @@ def reshard_plan(
         ends.destinations,
         itemsize=itemsize,
         bucket_bytes=bucket_bytes,
-        topology=_topology(parallel, ranks_per_node, engine_ranks_per_node),
+        topology=_topology(parallel, ranks_per_node=ranks_per_node, engine_ranks_per_node=engine_ranks_per_node),
     )
 
 
-def _topology(parallel: ParallelConfig, ranks_per_node: int, engine_ranks_per_node: int | None) -> list[tuple[int]]:
+def _topology(parallel: ParallelConfig, *, ranks_per_node: int, engine_ranks_per_node: int | None) -> list[tuple[int]]:
     """Return the node number of each rank."""
     if engine_ranks_per_node is None:
         return [(rank // ranks_per_node,) for rank in range(parallel.num_ranks)]
@@ -292,7 +293,8 @@ def _rank_permutations(model: ModelShape, parallel: ParallelConfig) -> list[tupl
     return found
 
 
-class _Turn(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Turn:
     """Elements sent and received, and copies, to reshard one tensor from a certain choice of source ranks: [tier, rank]
     or [rank].
 
@@ -305,7 +307,7 @@ class _Turn(NamedTuple):
     pairs: NDArray[np.int64]
 
 
-def _turn(plan: Plan, overlap: Overlap, turn: int, num_slices: int) -> _Turn:
+def _turn(plan: Plan, overlap: Overlap, *, turn: int, num_slices: int) -> _Turn:
     """Count the elements sent and received by each rank, and the copies it makes, to reshard one tensor."""
     num = plan.num_ranks
     received, sent, copies = np.zeros((3, num), np.int64), np.zeros((3, num), np.int64), np.zeros(num, np.int64)
@@ -321,7 +323,7 @@ def _turn(plan: Plan, overlap: Overlap, turn: int, num_slices: int) -> _Turn:
         np.add.at(copies, takers, copy_templates)
         np.add.at(copies, source[kind > 0], copy_templates)
         pairs.append((source * num + takers)[kind > 0])
-    return _Turn(received, sent, copies, np.concatenate(pairs))
+    return _Turn(received=received, sent=sent, copies=copies, pairs=np.concatenate(pairs))
 
 
 def _lower_bound(plan: Plan, overlap: Overlap) -> _Bytes:

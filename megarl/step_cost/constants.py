@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from megarl.step_cost.gpus import GpuSpeeds
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Constants:
     """Constants that are fitted to published steps."""
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from megarl.reshard.cost_model import SPEEDS
 
 
-class GpuSpeeds(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuSpeeds:
     """Data sheet values of one GPU."""
 
     flops: float
@@ -32,11 +33,39 @@ class GpuSpeeds(NamedTuple):
 
 
 GPUS = {
-    "h100": GpuSpeeds(989e12, 3.35e12, 85e9, SPEEDS["h100"].nvlink, SPEEDS["h100"].infiniband),
-    "h200": GpuSpeeds(989e12, 4.8e12, 150e9, SPEEDS["h200"].nvlink, SPEEDS["h200"].infiniband),
-    "b200": GpuSpeeds(2250e12, 8e12, 191e9, SPEEDS["b200"].nvlink, SPEEDS["b200"].infiniband, is_blackwell=True),
+    "h100": GpuSpeeds(
+        flops=989e12,
+        memory=3.35e12,
+        memory_bytes=85e9,
+        nvlink=SPEEDS["h100"].nvlink,
+        network=SPEEDS["h100"].infiniband,
+    ),
+    "h200": GpuSpeeds(
+        flops=989e12,
+        memory=4.8e12,
+        memory_bytes=150e9,
+        nvlink=SPEEDS["h200"].nvlink,
+        network=SPEEDS["h200"].infiniband,
+    ),
+    "b200": GpuSpeeds(
+        flops=2250e12,
+        memory=8e12,
+        memory_bytes=191e9,
+        nvlink=SPEEDS["b200"].nvlink,
+        network=SPEEDS["b200"].infiniband,
+        is_blackwell=True,
+    ),
     # Used by published steps only. Its NVLink connects 72 GPUs; parallel groups use powers of two.
-    "gb200": GpuSpeeds(2500e12, 8e12, 198e9, 900e9, 50e9, nvlink_gpus=64, is_blackwell=True, has_grace=True),
-    "h20": GpuSpeeds(148e12, 4.0e12, 102e9, 450e9, 50e9),
+    "gb200": GpuSpeeds(
+        flops=2500e12,
+        memory=8e12,
+        memory_bytes=198e9,
+        nvlink=900e9,
+        network=50e9,
+        nvlink_gpus=64,
+        is_blackwell=True,
+        has_grace=True,
+    ),
+    "h20": GpuSpeeds(flops=148e12, memory=4.0e12, memory_bytes=102e9, nvlink=450e9, network=50e9),
 }
 """Speeds by kind of GPU. Source: NVIDIA's data sheets of the SXM modules, and ConnectX-7 at 400 Gb/s for each GPU."""

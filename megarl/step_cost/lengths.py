@@ -23,7 +23,7 @@ _STEPS_READ = 8
 _PROMPT_METRIC = "rollout/prompt_tokens/mean"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths:
     """Completion lengths of samples, in tokens, and the mean length of prompts."""
 
@@ -64,7 +64,7 @@ class Lengths:
         return float(min(self.limit, last * math.exp(more)))
 
 
-def log_normal(mean: float, limit: int, prompt_tokens: float, sigma: float = SIGMA) -> Lengths:
+def log_normal(*, mean: float, limit: int, prompt_tokens: float, sigma: float = SIGMA) -> Lengths:
     """Return log-normal lengths cut at the limit, with this mean after the cut. `mean` is at most the limit."""
     mean = min(mean, 0.98 * limit)
     normal = NormalDist()
@@ -76,17 +76,23 @@ def log_normal(mean: float, limit: int, prompt_tokens: float, sigma: float = SIG
         too_short = np.minimum(math.exp(middle) * scale, limit).mean() < mean
         low, high = (middle, high) if too_short else (low, middle)
     quantiles = np.clip(math.exp(low) * scale, 1, limit)
-    return Lengths(quantiles, limit, prompt_tokens, f"log-normal, mean {mean:,.0f}, at most {limit:,} tokens")
+    return Lengths(
+        quantiles=quantiles,
+        limit=limit,
+        prompt_tokens=prompt_tokens,
+        source=f"log-normal, mean {mean:,.0f}, at most {limit:,} tokens",
+    )
 
 
-def recorded(tokens: Sequence[float], limit: int, prompt_tokens: float, source: str) -> Lengths:
+def recorded(tokens: Sequence[float], *, limit: int, prompt_tokens: float, source: str) -> Lengths:
     """Return the distribution of recorded completion lengths."""
     values = np.clip(np.asarray(tokens, np.float64), 1, limit)
     places = (np.arange(_NUM_QUANTILES) + 0.5) / _NUM_QUANTILES
-    return Lengths(np.asarray(np.quantile(values, places), np.float64), limit, prompt_tokens, source)
+    quantiles = np.asarray(np.quantile(values, places), np.float64)
+    return Lengths(quantiles=quantiles, limit=limit, prompt_tokens=prompt_tokens, source=source)
 
 
-def lengths_of_run(folder: Path, limit: int, prompt_tokens: float) -> Lengths:
+def lengths_of_run(folder: Path, *, limit: int, prompt_tokens: float) -> Lengths:
     """Return the completion lengths in a run's samples/, of its newest steps.
 
     The mean length of prompts is the run's metric, or else `prompt_tokens`. Raises ConfigError for a folder of another
@@ -100,4 +106,5 @@ def lengths_of_run(folder: Path, limit: int, prompt_tokens: float) -> Lengths:
     tokens = [float(r["tokens"]) for r in records if "set" not in r and isinstance(r.get("tokens"), int | float)]
     if not tokens:
         raise DataError(f"{folder}: has no samples with lengths in samples/; give a run with samples_every_steps")
-    return recorded(tokens, limit, prompt_tokens, f"{len(tokens):,} samples of {folder}")
+    source = f"{len(tokens):,} samples of {folder}"
+    return recorded(tokens, limit=limit, prompt_tokens=prompt_tokens, source=source)

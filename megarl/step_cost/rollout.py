@@ -6,7 +6,7 @@ as fit. Then requests end one by one, and steps get shorter but not fewer: this 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,7 @@ _POINTS = 96
 """Number of moments of the tail at which the time of a step is computed."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLayout:
     """Engines of a run: their parallel size and how many requests each can decode."""
 
@@ -34,7 +34,7 @@ class EngineLayout:
     """Tokens in the KV cache of an engine."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSeconds:
     """Seconds of a rollout by its three parts."""
 
@@ -53,7 +53,7 @@ class RolloutSeconds:
         return self.prefill + self.full + self.tail
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RolloutCost:
     """Predicts rollouts of a model on a kind of GPU."""
 
@@ -79,17 +79,25 @@ class RolloutCost:
         requests = max(1.0, min(own, at.max_requests, fitting))
         full = 0.0
         if own > requests:
-            step = self.step_seconds(at.tp, np.array([requests]), np.array([lengths.prompt_tokens + aged]))
+            step = self.step_seconds(
+                at.tp, requests=np.array([requests]), context=np.array([lengths.prompt_tokens + aged])
+            )
             full = float((own - requests) * sizes.mean() / requests * step[0])
         grid, alive = self._tail(lengths, waits=own > requests, num_samples=requests * at.num_engines)
         active = np.maximum(requests * alive, 1.0)
         contexts = lengths.prompt_tokens + np.minimum(grid + (aged if own > requests else 0.0), lengths.limit)
-        steps = self.step_seconds(at.tp, active, contexts)
+        steps = self.step_seconds(at.tp, requests=active, context=contexts)
         tail = float(np.trapezoid(steps, grid))
         prompts = num_samples / samples_per_prompt / at.num_engines
         rate = self.constants.gemm_efficiency * self.gpu.flops * at.tp
         prefill = prompts * lengths.prompt_tokens * (self.work.layer_flops + self.work.expert_flops) / rate
-        return RolloutSeconds(prefill, full, tail, requests, fitting < min(own, at.max_requests))
+        return RolloutSeconds(
+            prefill=prefill,
+            full=full,
+            tail=tail,
+            requests=requests,
+            limited_by_cache=fitting < min(own, at.max_requests),
+        )
 
     def steady_seconds(
         self, at: EngineLayout, lengths: Lengths, *, num_samples: float, samples_per_prompt: int, staleness: int
@@ -101,11 +109,9 @@ class RolloutCost:
         """
         batches = max(1, staleness)
         whole = self.rollout(at, lengths, num_samples=num_samples * batches, samples_per_prompt=samples_per_prompt)
-        return RolloutSeconds(
-            whole.prefill / batches, whole.full / batches, whole.tail / batches, whole.requests, whole.limited_by_cache
-        )
+        return replace(whole, prefill=whole.prefill / batches, full=whole.full / batches, tail=whole.tail / batches)
 
-    def step_seconds(self, tp: int, requests: Numbers, context: Numbers) -> Numbers:
+    def step_seconds(self, tp: int, *, requests: Numbers, context: Numbers) -> Numbers:
         """Return the seconds of a decoding step for numbers of requests and their mean tokens, each [n]."""
         work, constants, gpu = self.work, self.constants, self.gpu
         shape = work.shape

@@ -9,7 +9,7 @@ from megarl.step_cost.lengths import Lengths
 from megarl.step_cost.work import ModelWork
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
     """Samples of a training step and how they are trained."""
 
@@ -32,7 +32,7 @@ class Workload:
         return self.num_samples * float(self.lengths.sequences.mean())
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepSeconds:
     """Predicted seconds of a step by phase."""
 
@@ -64,11 +64,11 @@ def moved_seconds(shard_bytes: float, *, link: float, memory: float) -> float:
     return max(shard_bytes / link, 2 * shard_bytes / memory)
 
 
-def reshard_seconds(work: ModelWork, tp: int, gpu: GpuSpeeds, *, is_separate: bool) -> float:
+def reshard_seconds(work: ModelWork, tp: int, gpu: GpuSpeeds, *, is_separate: bool, item_bytes: int = 2) -> float:
     """Return the least seconds of a reshard to engines of `tp` ranks, sent from shard to shard.
 
-    Each engine rank's weights cross its link once, and are read and written once. Engines of their own are reached over
-    the network.
+    Each engine rank's weights cross its link once, and are read and written once. A weight has `item_bytes`. Engines of
+    their own are reached over the network.
     """
     link = gpu.network if is_separate else gpu.nvlink
-    return moved_seconds(2 * work.weights / tp, link=link, memory=gpu.memory)
+    return moved_seconds(item_bytes * work.weights / tp, link=link, memory=gpu.memory)

@@ -7,8 +7,9 @@ for empty stages.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +35,8 @@ _BACKWARD_COLLECTIVES = 1.5
 """Tensor-parallel collectives of a backward pass, in those of a forward pass: inputs are gathered again."""
 
 
-class Layouts(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layouts:
     """Parallel sizes of many trainers, each int [layouts], by the names of the recipe's section `trainer`."""
 
     tp: NDArray[np.int64]
@@ -50,12 +52,18 @@ class Layouts(NamedTuple):
         return self.tp * self.pp * self.cp * self.dp
 
     @classmethod
-    def of(cls, *rows: tuple[int, ...]) -> Layouts:
-        """Return the layouts with these sizes, in the order of the fields."""
-        return cls(*np.asarray(rows, np.int64).T)
+    def of(cls, *layouts: Mapping[str, int]) -> Layouts:
+        """Return the layouts with these sizes by axis. A missing size is 1."""
+        rows = [dict.fromkeys((field.name for field in fields(cls)), 1) | dict(layout) for layout in layouts]
+        return cls(**{axis: np.asarray([row[axis] for row in rows], np.int64) for axis in rows[0]})
+
+    def select(self, is_selected: NDArray[np.bool_]) -> Layouts:
+        """Return the layouts for which `is_selected` [layouts] is true, in the same order."""
+        return Layouts(**{field.name: getattr(self, field.name)[is_selected] for field in fields(self)})
 
 
-class Recomputed(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recomputed:
     """Shares of a forward pass computed again in the backward pass, each [layouts] from 0 to 1."""
 
     attention: Numbers
@@ -64,7 +72,7 @@ class Recomputed(NamedTuple):
     """Share of dense feed-forward layers, routers and experts, with their collectives."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
     """Seconds by cause, each [layouts]."""
 
@@ -82,10 +90,10 @@ class Parts:
     optimizer: Any = 0.0
 
     def __add__(self, other: Parts) -> Parts:
-        return Parts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+        return Parts(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
 
     def __mul__(self, factor: Any) -> Parts:
-        return Parts(*(getattr(self, f.name) * factor for f in fields(self)))
+        return Parts(**{f.name: getattr(self, f.name) * factor for f in fields(self)})
 
     @property
     def seconds(self) -> Any:
@@ -102,7 +110,7 @@ class Parts:
         return {name: value for name, value in found.items() if value}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TrainerCost:
     """Predicts passes and updates of a model on a kind of GPU."""
 
@@ -121,10 +129,16 @@ class TrainerCost:
 
         `tokens`: number in the whole batch. `row_tokens`: capacity of a row, over all context-parallel ranks [layouts].
         """
-        rows, filled = self._rows(at, tokens / updates, row_tokens, has_groups=True)
+        rows, filled = self._rows(at, tokens=tokens / updates, row_tokens=row_tokens, has_groups=True)
         attention, feed_forward = self._layer_parts(at, filled)
         head = self._head(at, filled)
-        backward = Parts(2.0, 2.0, _BACKWARD_COLLECTIVES, 2.0, 1.0)
+        backward = Parts(
+            compute=2.0,
+            launches=2.0,
+            tensor_exchange=_BACKWARD_COLLECTIVES,
+            context_exchange=2.0,
+            expert_exchange=1.0,
+        )
         row = _scaled(attention, backward) + _scaled(feed_forward, backward) + head * 3
         row += attention * (1 + recomputed.attention) + feed_forward * (1 + recomputed.feed_forward)
         passes = row * rows
@@ -134,12 +148,12 @@ class TrainerCost:
 
     def scoring(self, at: Layouts, *, tokens: float, row_tokens: Numbers) -> Parts:
         """Return the seconds of one pass without gradients over the batch."""
-        rows, filled = self._rows(at, tokens, row_tokens, has_groups=False)
+        rows, filled = self._rows(at, tokens=tokens, row_tokens=row_tokens, has_groups=False)
         attention, feed_forward = self._layer_parts(at, filled)
         row = attention + feed_forward + self._head(at, filled)
         return (row * rows + Parts(bubble=row.seconds * (at.pp - 1))) * _BALANCE
 
-    def _rows(self, at: Layouts, tokens: float, row_tokens: Numbers, *, has_groups: bool) -> tuple[Numbers, Numbers]:
+    def _rows(self, at: Layouts, *, tokens: float, row_tokens: Numbers, has_groups: bool) -> tuple[Numbers, Numbers]:
         """Return the number of rows of a data-parallel rank and the tokens in each, both [layouts]."""
         own = tokens / at.dp
         rows = np.maximum(1, np.ceil(own / (_FILL * row_tokens)))
@@ -244,4 +258,4 @@ class TrainerCost:
 
 
 def _scaled(parts: Parts, factors: Parts) -> Parts:
-    return Parts(*(getattr(parts, f.name) * getattr(factors, f.name) for f in fields(parts)))
+    return Parts(**{f.name: getattr(parts, f.name) * getattr(factors, f.name) for f in fields(parts)})

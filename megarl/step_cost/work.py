@@ -15,7 +15,7 @@ from megarl.families.flops import forward_flops, matrix_flops
 from megarl.families.shape import ModelShape
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelWork:
     """FLOPs of a token's forward pass, and numbers of weights. Experts are counted apart."""
 

@@ -109,10 +109,10 @@ def test_the_checks_of_nodes_compare_memory() -> None:
     fields = {"name": "n", "loop": "rl", "model": {"path": "m"}, "data": {"train": "d"}}
     recipe = Recipe.model_validate(fields | {"cluster": {"ranks_per_node": 8}})
     reports = {"n1": GOOD | {"memory": 480 << 30}}
-    planned = RankHostBytes(60 << 30, 0)
+    planned = RankHostBytes(trainer=60 << 30, engine=0)
     assert all_faults(reports, ["n1"] * 8, recipe, "/runs/a", planned) == []
     assert all_faults(reports, ["n1"] * 8, recipe, "/runs/a", None) == []
-    (text,) = all_faults(reports, ["n1"] * 8, recipe, "/runs/a", RankHostBytes(61 << 30, 0))
+    (text,) = all_faults(reports, ["n1"] * 8, recipe, "/runs/a", RankHostBytes(trainer=61 << 30, engine=0))
     assert text.startswith("node n1: its 8 ranks need 488 GiB of host memory, but the node has 480")
 
 

@@ -34,7 +34,7 @@ __all__ = ["large"]
 
 def _search(recipe: Recipe, max_staleness: int | None = None) -> LayoutSearch:
     limit = recipe.rollout.sampling.max_new_tokens
-    return search_of(recipe, log_normal(limit / 4, limit, 200.0), max_staleness)
+    return search_of(recipe, log_normal(mean=limit / 4, limit=limit, prompt_tokens=200.0), max_staleness)
 
 
 SEARCHED = (
@@ -73,7 +73,9 @@ def test_printed_overrides_are_accepted_by_a_start(
 ) -> None:
     recipe, path = large(name), RECIPES / f"{name}.yaml"
     limit = recipe.rollout.sampling.max_new_tokens
-    search = search_of(recipe, log_normal(limit / 4, limit, 200.0), staleness, RecipeFile(path))
+    search = search_of(
+        recipe, log_normal(mean=limit / 4, limit=limit, prompt_tokens=200.0), staleness, RecipeFile(path)
+    )
     result = search.search(20)
     assert result.layouts and not any("does nothing" in reason for reason in result.refused)
     for found in result.layouts:
@@ -94,7 +96,7 @@ def test_fields_of_the_old_placement_are_removed(large: Callable[..., Recipe]) -
         "algorithm.importance_sampling=tis", "rollout.sync_every=1",
     )  # fmt: skip
     recipe = large("qwen3_14b_dapo_h200", *separate)
-    overrides = overrides_between(recipe, placement_values(recipe, Placement(0, 0)))
+    overrides = overrides_between(recipe, placement_values(recipe, Placement(ranks=0, staleness=0)))
     path = RECIPES / "qwen3_14b_dapo_h200.yaml"
     other = load(path, (*separate, *overrides))
     assert not other.weights.overlap and other.rollout.placement == "colocated"
@@ -104,7 +106,7 @@ def test_fields_of_the_old_placement_are_removed(large: Callable[..., Recipe]) -
 
 
 def test_stale_samples_get_a_correction(large: Callable[..., Recipe]) -> None:
-    recipe, separate = large("qwen3_14b_dapo_h200"), Placement(4, 1)
+    recipe, separate = large("qwen3_14b_dapo_h200"), Placement(ranks=4, staleness=1)
     overrides = overrides_between(recipe, placement_values(recipe, separate))
     assert "algorithm.importance_sampling=tis" in overrides
     file = RecipeFile(RECIPES / "qwen3_14b_dapo_h200.yaml")
@@ -141,6 +143,12 @@ def test_found_layouts_can_be_pasted_and_fit(large: Callable[..., Recipe], name:
     result = _search(large(name)).search(5)
     steps = [found.seconds.step for found in result.layouts]
     assert len(steps) == 5 and steps == sorted(steps) and result.is_complete
+    if name == "qwen3_14b_dapo_h200":
+        # Its layout was chosen by this search, so nothing is left to override.
+        sizes = {axis for axis in result.layouts[0].trainer.by_axis if axis != "dp"}
+        assert not {f"trainer.{axis}" for axis in sizes} & {
+            text.partition("=")[0] for text in result.layouts[0].overrides
+        }
     assert all(_is_sound(name, found.overrides) for found in result.layouts)
     assert len({(found.trainer, found.engine, found.placement) for found in result.layouts}) == 5
 
@@ -192,7 +200,7 @@ def test_a_recipe_without_known_gpus_is_refused(large: Callable[..., Recipe]) ->
     with pytest.raises(ConfigError, match=r"--search needs the kind of the run's GPUs; set cluster.gpu_memory_gib"):
         _search(large("qwen3_14b_dapo_h200", "cluster.gpu_memory_gib=100"))
     with pytest.raises(ConfigError, match="loop = sft: --search ranks layouts of the loop rl only"):
-        search_of(large("qwen3_8b_sft"), log_normal(10, 100, 1.0))
+        search_of(large("qwen3_8b_sft"), log_normal(mean=10, limit=100, prompt_tokens=1.0))
     with pytest.raises(ConfigError, match=r"lora\.rank = 32: --search ranks training of all weights only"):
         _search(large("qwen3_8b_lora", "lora.rank=32"))
     with pytest.raises(ConfigError, match=r"trainer\.fp8 = blockwise: --search ranks training in bfloat16 only"):
@@ -211,7 +219,7 @@ def test_engines_of_another_kind_have_its_speed(large: Callable[..., Recipe]) ->
         _search(large("qwen3_14b_dapo_h200", *given, f"cluster.groups.engines.gpu_memory_gib={kind}"))
         for kind in ("h200", "h100")
     ]
-    fast, slow = (search._rollout(Placement(8, 1), EngineSizes(1, False), 1e6) for search in kinds)
+    fast, slow = (search._rollout(Placement(ranks=8, staleness=1), EngineSizes(1, False), 1e6) for search in kinds)
     assert fast.seconds < slow.seconds and kinds[1].speeds == GPUS["h200"]
     with pytest.raises(ConfigError, match=r"cluster\.groups\.engines\.gpu_memory_gib = 80: --search needs the kind"):
         _search(large("qwen3_14b_dapo_h200", *given, "cluster.groups.engines.gpu_memory_gib=80"))
@@ -221,7 +229,7 @@ def test_a_reward_model_takes_a_forward_pass(large: Callable[..., Recipe]) -> No
     shortest = []
     for own in ((), ("reward.model=models/Qwen3-8B",)):
         search = _search(large("qwen3_14b_dapo_h200", "train.updates_per_step=4", *own))
-        group = search._group(Candidates(search.recipe, search.shape, Counter()), Placement(0, 0))
+        group = search._group(Candidates(search.recipe, search.shape, Counter()), Placement(ranks=0, staleness=0))
         assert group is not None and search.load.scoring_passes == 0.75
         # Rows of a trainer come with the shortest first.
         first = {at: numbers[0] for at, numbers in group.rows_of.items()}
@@ -238,7 +246,11 @@ def test_a_reward_model_takes_a_forward_pass(large: Callable[..., Recipe]) -> No
 def test_engines_ahead_sample_no_surplus(large: Callable[..., Recipe]) -> None:
     recipe = large("qwen3_14b_dapo_h200", "algorithm.dynamic_sampling=[0,1]")
     one, two = (_search(with_field_values(recipe, {"algorithm.oversampling": surplus})) for surplus in (1.0, 2.0))
-    for placement, is_longer in ((Placement(0, 0), True), (Placement(4, 0), True), (Placement(4, 1), False)):
+    for placement, is_longer in (
+        (Placement(ranks=0, staleness=0), True),
+        (Placement(ranks=4, staleness=0), True),
+        (Placement(ranks=4, staleness=1), False),
+    ):
         few, many = (search._rollout(placement, EngineSizes(1, False), 1e6).seconds for search in (one, two))
         assert (many > few) == is_longer
 

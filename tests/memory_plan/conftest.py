@@ -57,6 +57,14 @@ MODELS: dict[str, dict[str, Any]] = {
 """Fields of the published config.json."""
 
 
+FOUR_WAY = {
+    "trainer.tp": 4, "trainer.cp": 1, "trainer.max_tokens_per_microbatch": 40960, "rollout.kv_cache_gib": 102.5,
+}  # fmt: skip
+"""Layout of 14B on 8 H200 whose bytes these tests know by hand, as overrides of qwen3_14b_dapo_h200."""
+VARIANTS = {"qwen3_14b_four_way": ("qwen3_14b_dapo_h200", [f"{field}={value}" for field, value in FOUR_WAY.items()])}
+"""Recipes of tests by name: a recipe of launch/recipes, and overrides."""
+
+
 @pytest.fixture
 def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Recipe]:
     """`large("qwen3_14b_dapo", "trainer.tp=2", ...)` is that recipe of launch/recipes with overrides."""
@@ -65,4 +73,9 @@ def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Reci
         folder.mkdir(parents=True)
         (folder / "config.json").write_text(json.dumps(fields))
     monkeypatch.chdir(tmp_path)
-    return lambda name, *overrides: load(RECIPES / f"{name}.yaml", overrides)
+
+    def read(name: str, *overrides: str) -> Recipe:
+        base, given = VARIANTS.get(name, (name, []))
+        return load(RECIPES / f"{base}.yaml", (*given, *overrides))
+
+    return read

@@ -32,13 +32,21 @@ WORKSPACE, GRANULE = 32 << 20, 512 << 20
     ],
 )
 def test_sizes_in_bfloat16(num_ranks: int, hidden_size: int, within: int, granules: int) -> None:
-    assert deep_ep_bytes(hidden_size, 2, num_ranks) == within + WORKSPACE + granules * GRANULE
+    assert (
+        deep_ep_bytes(hidden_size=hidden_size, itemsize=2, num_ranks=num_ranks)
+        == within + WORKSPACE + granules * GRANULE
+    )
     # A channel of one byte has room for two.
-    assert deep_ep_bytes(hidden_size, 1, num_ranks) == within + WORKSPACE + granules * GRANULE
+    assert (
+        deep_ep_bytes(hidden_size=hidden_size, itemsize=1, num_ranks=num_ranks)
+        == within + WORKSPACE + granules * GRANULE
+    )
 
 
 def test_half_the_multiprocessors_have_half_the_channels() -> None:
-    whole, half = (deep_ep_bytes(4096, 2, 8, num_sms) - WORKSPACE for num_sms in (20, 10))
+    whole, half = (
+        deep_ep_bytes(hidden_size=4096, itemsize=2, num_ranks=8, num_sms=num_sms) - WORKSPACE for num_sms in (20, 10)
+    )
     assert whole == pytest.approx(2 * half, abs=128)
 
 

@@ -18,7 +18,7 @@ from megarl.memory_plan.remedies import with_field_values
 from megarl.preflight import resource_warnings, small_cache, table_of, with_memory_defaults
 from megarl.preflight.memory_fit import memory_faults, models_of
 from megarl.preflight.sizes import layout_of
-from tests.memory_plan.conftest import RECIPES
+from tests.memory_plan.conftest import FOUR_WAY, RECIPES
 
 GIB = 2**30
 Make = Callable[..., Recipe]
@@ -28,6 +28,9 @@ Make = Callable[..., Recipe]
 def make(large: Make, tmp_path: Path) -> Make:
     """`make("cluster.gpu_memory_gib=h200", ...)` is a recipe of a 14B model that leaves the cache out."""
     sections = yaml.safe_load((RECIPES / "qwen3_14b_dapo_h200.yaml").read_text())
+    for field, value in FOUR_WAY.items():
+        section, _, name = field.partition(".")
+        sections[section][name] = value
     del sections["rollout"]["kv_cache_gib"], sections["cluster"]["gpu_memory_gib"]
     (tmp_path / "without.yaml").write_text(yaml.safe_dump(sections))
     return lambda *overrides: load(tmp_path / "without.yaml", overrides)

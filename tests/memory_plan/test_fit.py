@@ -68,8 +68,8 @@ def test_each_change_that_is_named_fits(large: Callable[..., Recipe], name: str,
 
 
 def test_a_cache_that_is_named_is_as_large_as_fits(large: Callable[..., Recipe]) -> None:
-    recipe = large("qwen3_14b_dapo_h200", "cluster.gpu_memory_gib=130")
-    found = remedies(recipe, models_of(recipe, layout_of(recipe)), GpuMemory(130.0, 130.0), most=9)
+    recipe = large("qwen3_14b_four_way", "cluster.gpu_memory_gib=130")
+    found = remedies(recipe, models_of(recipe, layout_of(recipe)), GpuMemory(trainer=130.0, engine=130.0), most=9)
     (cache,) = [remedy.values for remedy in found if list(remedy.values) == ["rollout.kv_cache_gib"]]
     assert 129.8 < peak(with_field_values(recipe, cache)) <= 130.0
 
@@ -77,12 +77,12 @@ def test_a_cache_that_is_named_is_as_large_as_fits(large: Callable[..., Recipe])
 def test_an_optimizer_that_fits_nowhere_else_goes_to_the_host(large: Callable[..., Recipe]) -> None:
     """On a single GPU a model of 14B never fits otherwise; of 8B parameters weights and gradients do, just so."""
     sizes = ("cluster.ranks_per_node=1", "trainer.tp=1", "rollout.tp=1", "trainer.max_tokens_per_microbatch=24576")
-    recipe = large("qwen3_14b_dapo_h200", *sizes, "rollout.kv_cache_gib=8", "cluster.gpu_memory_gib=110")
+    recipe = large("qwen3_14b_four_way", *sizes, "rollout.kv_cache_gib=8", "cluster.gpu_memory_gib=110")
     (text,) = faults(recipe)
     (overrides,) = re.findall(r"what fits: (.*?)(?:, or |$)", text)
     assert "trainer.optimizer_offload_fraction=1" in overrides and "optimizer," not in overrides
     other = large(
-        "qwen3_14b_dapo_h200", *sizes, "rollout.kv_cache_gib=8", "cluster.gpu_memory_gib=110", *overrides.split()
+        "qwen3_14b_four_way", *sizes, "rollout.kv_cache_gib=8", "cluster.gpu_memory_gib=110", *overrides.split()
     )
     assert faults(other) == []
     table = memory_table(other, models_of(other, layout_of(other)), GPU)
@@ -94,7 +94,7 @@ def test_an_optimizer_that_fits_nowhere_else_goes_to_the_host(large: Callable[..
 
 def test_weights_in_fp8_are_counted(large: Callable[..., Recipe]) -> None:
     """Qwen3-14B at tp 4: 12.4e9 of its weights are of linear layers, two bytes more of each; none while it samples."""
-    recipe = with_field_values(large("qwen3_14b_dapo_h200"), {"trainer.fp8": "blockwise"})
+    recipe = with_field_values(large("qwen3_14b_four_way"), {"trainer.fp8": "blockwise"})
     phases = {p.name: p for p in memory_table(recipe, models_of(recipe, layout_of(recipe)), GPU).phases}
     layer = 5120 * (40 * 128 * 2 + 8 * 128 * 2) + 3 * 5120 * 17408
     for name in ("train", "logprobs"):
@@ -104,10 +104,14 @@ def test_weights_in_fp8_are_counted(large: Callable[..., Recipe]) -> None:
 
 
 def test_a_share_of_the_gpu_is_lowered(large: Callable[..., Recipe]) -> None:
-    recipe = large("qwen3_14b_dapo_h200")
+    recipe = large("qwen3_14b_four_way")
     shared = with_field_values(recipe, {"rollout.gpu_memory_utilization": 0.98})
     assert peak(shared, GPU_MEMORY_GIB["h200"]) > GPU_MEMORY_GIB["h200"]
-    found = remedies(shared, models_of(shared, layout_of(shared)), GpuMemory(*[GPU_MEMORY_GIB["h200"]] * 2))
+    found = remedies(
+        shared,
+        models_of(shared, layout_of(shared)),
+        GpuMemory(trainer=GPU_MEMORY_GIB["h200"], engine=GPU_MEMORY_GIB["h200"]),
+    )
     assert found and all(peak(with_field_values(shared, r.values), 139.8) <= 139.8 for r in found)
     assert any("rollout.gpu_memory_utilization" in r.values for r in found)
 
@@ -140,7 +144,7 @@ def test_every_choice_of_a_recipe_has_its_reason_in_the_table(large: Callable[..
 def test_a_list_of_recomputed_modules_is_made_longer(large: Callable[..., Recipe]) -> None:
     """Beside trainer.recompute=full it would do nothing, which is refused."""
     given = ("trainer.recompute=selective", "trainer.recompute_modules=[core_attn]")
-    recipe = large("qwen3_14b_dapo_h200", *given, "trainer.max_tokens_per_microbatch=65536")
+    recipe = large("qwen3_14b_four_way", *given, "trainer.max_tokens_per_microbatch=65536")
     (text,) = faults(recipe)
     assert "trainer.recompute_modules=[core_attn,mlp]" in text and "trainer.recompute=" not in text
 
@@ -150,10 +154,10 @@ SEPARATE = ("rollout.placement=separate", "cluster.ranks_per_node=16", "rollout.
 
 def test_whichever_kind_of_ranks_does_not_fit_is_named(large: Callable[..., Recipe]) -> None:
     def separate(*overrides: str) -> Recipe:
-        return large("qwen3_14b_dapo_h200", *SEPARATE, *overrides)
+        return large("qwen3_14b_four_way", *SEPARATE, *overrides)
 
     # Where nothing of the trainer is, the KV cache may be larger than in the recipe's own placement.
-    assert faults(large("qwen3_14b_dapo_h200", "rollout.kv_cache_gib=115")) != []
+    assert faults(large("qwen3_14b_four_way", "rollout.kv_cache_gib=115")) != []
     assert faults(separate("rollout.kv_cache_gib=115")) == []
 
     (text,) = faults(separate("rollout.kv_cache_gib=140"))
@@ -176,7 +180,7 @@ def test_engines_on_gpus_of_another_kind_have_a_limit_of_their_own(large: Callab
     def kinds(*overrides: str) -> Recipe:
         engines = "{nodes: 1, ranks_per_node: 4, gpu_memory_gib: h100}"
         return large(
-            "qwen3_14b_dapo_h200", SEPARATE[0], "trainer.offload=[]", f"cluster.groups.engines={engines}", *overrides
+            "qwen3_14b_four_way", SEPARATE[0], "trainer.offload=[]", f"cluster.groups.engines={engines}", *overrides
         )
 
     sound = kinds("rollout.kv_cache_gib=20")
@@ -196,7 +200,7 @@ def test_engines_on_gpus_of_another_kind_have_a_limit_of_their_own(large: Callab
 
 
 def test_a_copy_of_the_weights_that_does_not_fit_is_left_out(large: Callable[..., Recipe]) -> None:
-    recipe = large("qwen3_14b_dapo_h200", *SEPARATE, "rollout.kv_cache_gib=4")
+    recipe = large("qwen3_14b_four_way", *SEPARATE, "rollout.kv_cache_gib=4")
     fullest = memory_table(recipe, models_of(recipe, layout_of(recipe)), GPU).fullest
     recipe = with_field_values(recipe, {"cluster.gpu_memory_gib": fullest.device_bytes / 2**30 + 1})
     assert faults(recipe) == [] and fullest.name == "train"
@@ -206,13 +210,13 @@ def test_a_copy_of_the_weights_that_does_not_fit_is_left_out(large: Callable[...
 
 def test_a_gpu_that_nobody_names_refuses_nothing(large: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megarl.preflight.memory_fit.installed_gpu_gib", lambda: None)
-    assert faults(large("qwen3_14b_dapo_h200", "cluster.gpu_memory_gib=null", "rollout.kv_cache_gib=500")) == []
+    assert faults(large("qwen3_14b_four_way", "cluster.gpu_memory_gib=null", "rollout.kv_cache_gib=500")) == []
 
 
 def test_other_gpus_than_are_named(large: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megarl.preflight.memory_fit.installed_gpu_gib", lambda: 79.6)
     monkeypatch.setattr("megarl.preflight.memory_fit.runs_on_cpu", lambda: False)
-    recipe = large("qwen3_14b_dapo_h200", "cluster.launcher=local")
+    recipe = large("qwen3_14b_four_way", "cluster.launcher=local")
     (text,) = memory_faults(recipe, layout_of(recipe), is_start=True)
     assert text == (
         "cluster.gpu_memory_gib = h200: this machine's GPUs have only 79.6 GiB; leave it out, or run on GPUs "

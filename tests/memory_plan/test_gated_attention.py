@@ -55,7 +55,15 @@ def test_gates_take_what_was_planned(
 ) -> None:
     folder = str(tiny_model(num_layers=2, num_heads=4, num_kv_heads=2, hidden_size=64, head_dim=32))
     counted = [ranks.run(saved_bytes, folder, gate, dtype_name, world_size=1)[0] for gate in (False, True)]
-    settings = PassSettings(sum(LENGTHS), 50, itemsize, False, "local", pads_attention=True, longest=max(LENGTHS))
+    settings = PassSettings(
+        row_tokens=sum(LENGTHS),
+        chunk_tokens=50,
+        itemsize=itemsize,
+        sequence_parallel=False,
+        spec="local",
+        pads_attention=True,
+        longest=max(LENGTHS),
+    )
     planned = [
         2 * layer_bytes(shape, ONE, settings, shape.layers[0])
         for shape in (gated(folder, gate) for gate in (False, True))

@@ -43,7 +43,13 @@ def test_the_model_of_time_has_the_measured_seconds() -> None:
         columns = VOCABULARY * chunk // TOKENS // 64 * 64
         measured = 6 * TOKENS * HIDDEN * VOCABULARY / FLOPS / row["value"]
         has_kernels = "Triton" in row["case"]
-        found = head_seconds(TOKENS, HIDDEN, VOCABULARY, -(-VOCABULARY // columns), has_kernels=has_kernels)
+        found = head_seconds(
+            num_tokens=TOKENS,
+            hidden_size=HIDDEN,
+            vocabulary_rows=VOCABULARY,
+            num_blocks=-(-VOCABULARY // columns),
+            has_kernels=has_kernels,
+        )
         assert found == pytest.approx(measured, rel=0.02 if has_kernels else 0.04), row["case"]
 
 
@@ -68,7 +74,13 @@ def test_the_logits_of_a_recipe_stay_within_a_gib(large: Callable[..., Recipe], 
     rows = VOCABULARY // layout.tp
 
     def seconds(chunk: int) -> float:
-        return head_seconds(tokens, models.policy.shape.hidden_size, rows, -(-tokens // chunk), has_kernels=True)
+        return head_seconds(
+            num_tokens=tokens,
+            hidden_size=models.policy.shape.hidden_size,
+            vocabulary_rows=rows,
+            num_blocks=-(-tokens // chunk),
+            has_kernels=True,
+        )
 
     assert seconds(completed.trainer.logprob_chunk_tokens or 0) <= (1 + BLOCK_SHARE) * seconds(min(tokens, 1024))
 
@@ -78,7 +90,9 @@ def test_the_logits_of_a_recipe_stay_within_a_gib(large: Callable[..., Recipe], 
 @pytest.mark.parametrize("rows", [512, 18992, 37984, 151936, 262144])
 @pytest.mark.parametrize("tokens", [1, 512, 8192, 40960, 1_000_000])
 def test_any_sizes_stay_below_the_limit(tokens: int, rows: int, itemsize: int, has_kernels: bool) -> None:
-    chunk = chosen_chunk_tokens(tokens, 4096, rows, itemsize, has_kernels=has_kernels)
+    chunk = chosen_chunk_tokens(
+        num_tokens=tokens, hidden_size=4096, vocabulary_rows=rows, itemsize=itemsize, has_kernels=has_kernels
+    )
     assert 1 <= chunk <= tokens
     assert chunk * rows * logit_bytes(itemsize, has_kernels=has_kernels) <= LIMIT_BYTES
 
@@ -89,11 +103,14 @@ def test_without_a_limit_blocks_are_even_and_cost_little(
     tokens: int, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megarl.families.logprob_chunks.LIMIT_BYTES", 1 << 60)
-    chunk = chosen_chunk_tokens(tokens, 4096, rows, 2, has_kernels=True)
+    chunk = chosen_chunk_tokens(num_tokens=tokens, hidden_size=4096, vocabulary_rows=rows, itemsize=2, has_kernels=True)
     blocks = [len(block) for block in vocabulary_blocks(tokens, rows, chunk)]
     # Sizes are multiples of 64, so the last block is smaller by at most 64 for each block.
     assert max(blocks) - min(blocks) <= 64 * len(blocks)
-    seconds = [head_seconds(tokens, 4096, rows, count, has_kernels=True) for count in (0, len(blocks))]
+    seconds = [
+        head_seconds(num_tokens=tokens, hidden_size=4096, vocabulary_rows=rows, num_blocks=count, has_kernels=True)
+        for count in (0, len(blocks))
+    ]
     assert len(blocks) == 1 or seconds[1] <= (1 + BLOCK_SHARE) * seconds[0]
 
 
@@ -120,7 +137,7 @@ def test_the_chosen_number_is_printed_and_read_back(
     main_output = _printed(capsys, ["show-config", str(RECIPES / "qwen3_14b_dapo_h200.yaml")])
     (tmp_path / "printed.yaml").write_text(main_output)
     chosen = load(tmp_path / "printed.yaml").trainer.logprob_chunk_tokens
-    assert chosen is not None and 8192 < chosen < 40960
+    assert chosen is not None and 1024 < chosen < 27648
     planned = _printed(capsys, ["plan", str(RECIPES / "qwen3_14b_dapo_h200.yaml")])
     assert f"trainer.logprob_chunk_tokens = {chosen} by default" in planned
 
@@ -134,5 +151,7 @@ def _printed(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
 
 def test_a_row_far_too_long_gets_the_chunk_of_the_limit() -> None:
     """Blocks of 64 rows are the smallest, and this row's logits do not fit even then."""
-    chunk = chosen_chunk_tokens(1_700_000, 2560, 151_936, 2, has_kernels=False)
+    chunk = chosen_chunk_tokens(
+        num_tokens=1_700_000, hidden_size=2560, vocabulary_rows=151_936, itemsize=2, has_kernels=False
+    )
     assert chunk == LIMIT_BYTES // (151_936 * logit_bytes(2, has_kernels=False))

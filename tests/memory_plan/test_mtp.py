@@ -66,7 +66,15 @@ def test_a_trained_layer_takes_what_was_planned(
     folder = str(tiny_model(family=family, num_layers=MODELS[family], **SIZES))
     counted = [ranks.run(measured, folder, has, dtype, "none", world_size=1)[0] for has in (False, True)]
     itemsize = 4 if dtype == "float32" else 2
-    settings = PassSettings(sum(LENGTHS), 50, itemsize, False, "local", pads_attention=True, longest=max(LENGTHS))
+    settings = PassSettings(
+        row_tokens=sum(LENGTHS),
+        chunk_tokens=50,
+        itemsize=itemsize,
+        sequence_parallel=False,
+        spec="local",
+        pads_attention=True,
+        longest=max(LENGTHS),
+    )
     shapes = [read_model_shape(folder).with_mtp(has) for has in (False, True)]
     planned = [stage_bytes(shape, ONE, 0, settings) for shape in shapes]
     assert counted[1][1] - counted[0][1] == pytest.approx(planned[1] - planned[0], rel=0.03)

@@ -22,17 +22,19 @@ from megarl.reshard.quantised import shared_places, spans_of
 
 def test_weights_of_a_dense_model_take_half(large: Callable[..., Recipe]) -> None:
     """Qwen3-14B at tp 2: 40 layers of 5120 x (40 + 2 * 8 heads + 40) * 128 and 3 * 5120 * 17408, by hand."""
-    recipe = large("qwen3_14b_dapo_h200", "rollout.quantization=fp8", "rollout.kv_cache_dtype=fp8")
+    recipe = large("qwen3_14b_four_way", "rollout.quantization=fp8", "rollout.kv_cache_dtype=fp8")
     projections = 40 * (5120 * (40 + 16 + 40) * 128 + 3 * 5120 * 17408) // 2
     scales = projections // 128**2
     norms, embeddings = 40 * (2 * 5120 + 2 * 128) + 5120, 2 * 151936 // 2 * 5120
     shape = models_of(recipe, layout_of(recipe)).policy.shape
     layouts = VllmLayouts(shape, 2, 8)
-    assert engine_weights(layouts, 0, 2, "fp8") == projections + 4 * scales + 2 * (norms + embeddings + 40960 * 128)
+    assert engine_weights(layouts, 0, itemsize=2, quantization="fp8") == projections + 4 * scales + 2 * (
+        norms + embeddings + 40960 * 128
+    )
     by_channel = 40 * ((40 + 16) * 128 // 2 + 5120 + 17408 + 5120)
     wanted = projections + 4 * by_channel + 2 * (norms + embeddings + 40960 * 128)
-    assert engine_weights(layouts, 0, 2, "fp8_per_channel") == wanted
-    tables = [memory_table(r, models_of(r, layout_of(r)), GPU) for r in (recipe, large("qwen3_14b_dapo_h200"))]
+    assert engine_weights(layouts, 0, itemsize=2, quantization="fp8_per_channel") == wanted
+    tables = [memory_table(r, models_of(r, layout_of(r)), GPU) for r in (recipe, large("qwen3_14b_four_way"))]
     (quantised, plain), (room, usual) = (
         [next(p for p in table.phases if p.name == "reshard") for table in tables],
         [table.cache for table in tables],
@@ -51,7 +53,7 @@ def test_experts_are_counted_in_whole_blocks(large: Callable[..., Recipe]) -> No
     plain = 48 * (2 * 2048 + 2 * 128 + 128 * 2048) + 2048 + 2 * 151936 // 4 * 2048
     wanted = experts + dense + 4 * (experts + dense) // 128**2 + 2 * (plain + 40960 * 128)
     # Scales of a last block that is not whole count as whole: 10 heads of 128 channels, 8 rows of blocks.
-    assert engine_weights(layouts, 0, 2, "fp8") == pytest.approx(wanted, rel=1e-6)
+    assert engine_weights(layouts, 0, itemsize=2, quantization="fp8") == pytest.approx(wanted, rel=1e-6)
 
 
 def modules_of(layouts: VllmLayouts, rank: int) -> dict[str, dict[str, int]]:
@@ -71,8 +73,8 @@ def modules_of(layouts: VllmLayouts, rank: int) -> dict[str, dict[str, int]]:
     ("name", "sizes"),
     [
         # Each rank copies all from itself: nothing is sent, and still the plan has buckets.
-        ("qwen3_14b_dapo_h200", {"tp": 2, "rollout": 2}),
-        ("qwen3_14b_dapo_h200", {"tp": 2, "pp": 2, "rollout": 4}),
+        ("qwen3_14b_four_way", {"tp": 2, "rollout": 2}),
+        ("qwen3_14b_four_way", {"tp": 2, "pp": 2, "rollout": 4}),
         ("qwen3_30b_a3b_gspo", {"tp": 2, "ep": 2, "rollout": 2}),
     ],
 )
@@ -93,7 +95,7 @@ def test_few_layers_wait_at_a_time(name: str, sizes: dict[str, int], large: Call
     spans = spans_of(modules, plan, layouts[0])
     _, room = shared_places([(*spans[module], sum(names.values())) for module, names in modules.items()])
     whole = sum(sum(names.values()) for names in modules.values())
-    assert 2 * room < unquantised_bytes(layouts, 0, 2, bucket_bytes=bucket, stages=layout.pp)
+    assert 2 * room < unquantised_bytes(layouts, 0, itemsize=2, bucket_bytes=bucket, stages=layout.pp)
     assert room < whole / 5
     unbounded = make_plan(ends.sources, ends.destinations, itemsize=2, bucket_bytes=bucket)
     assert len(unbounded.exchanged) <= len(plan.exchanged)

@@ -8,7 +8,7 @@ import pytest
 
 from megarl.config import Recipe
 from megarl.memory_plan.devices import MARGIN_GIB
-from megarl.memory_plan.node_bytes import NodeRanks, fullest_node
+from megarl.memory_plan.node_bytes import NodeRanks, fullest_node_bytes
 from megarl.preflight import check_plan, planned_host_bytes, table_of
 from megarl.preflight.memory_fit import verdict_of
 from megarl.preflight.sizes import batches, lengths
@@ -71,8 +71,8 @@ def test_the_host_memory_of_a_node_is_planned(large: Callable[..., Recipe], monk
     planned = planned_host_bytes(recipe)
     assert planned is not None and planned.engine == 0
     table = table_of(recipe, check_plan(recipe)[1])
-    assert planned.of_node(NodeRanks(8, 0)) == table.host_bytes(*fullest_node(recipe, table))
-    assert 400 < planned.of_node(NodeRanks(8, 0)) / GIB < 560
+    assert planned.of_node(NodeRanks(trainers=8)) == fullest_node_bytes(recipe, table)
+    assert 400 < planned.of_node(NodeRanks(trainers=8)) / GIB < 560
 
     apart = large("qwen3_14b_dapo_h200", "rollout.placement=separate", "rollout.ranks=4", "trainer.offload=[]")
     planned = planned_host_bytes(apart)
@@ -94,7 +94,7 @@ def test_a_recipe_for_cpus_fits_into_16_gib(
     table = table_of(recipe, layout)
     found = verdict_of(recipe, layout, table)
     assert found.fits, found.text
-    assert 0.5 < table.host_bytes(*fullest_node(recipe, table)) / GIB < 16
+    assert 0.5 < fullest_node_bytes(recipe, table) / GIB < 16
 
 
 OWN = {"tiny_distillation": ("distillation.teacher=models/tiny",)}

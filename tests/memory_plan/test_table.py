@@ -40,7 +40,7 @@ def test_14b_on_eight_gpus_takes_what_was_computed_by_hand(large: Callable[..., 
     Of 24,576 tokens 40 layers keep 48 GB, SwiGLU in one kernel. A save stages each rank's part in host memory, 1.85e9
     weights and 12 bytes for each, which takes nothing of the GPU.
     """
-    table = table_of(large("qwen3_14b_dapo_h200", *AS_ON_THE_PAGE))
+    table = table_of(large("qwen3_14b_four_way", *AS_ON_THE_PAGE))
     phases = {phase.name: phase for phase in table.phases}
     by_hand = {
         "rollout": {"parameters": 7.4, "gradients": 14.8, "engine weights": 14.8, "KV cache": 51.5, "moments": 0},
@@ -71,8 +71,8 @@ def test_14b_on_eight_gpus_takes_what_was_computed_by_hand(large: Callable[..., 
 
 def test_an_activation_in_steps_keeps_two_more_copies(large: Callable[..., Recipe]) -> None:
     """Megatron's own SwiGLU keeps the activated gate, and up with its offset added: 17,408 channels of bf16 each."""
-    steps = large("qwen3_14b_dapo_h200", *AS_ON_THE_PAGE, "trainer.megatron.bias_activation_fusion=false")
-    tables = table_of(large("qwen3_14b_dapo_h200", *AS_ON_THE_PAGE)), table_of(steps)
+    steps = large("qwen3_14b_four_way", *AS_ON_THE_PAGE, "trainer.megatron.bias_activation_fusion=false")
+    tables = table_of(large("qwen3_14b_four_way", *AS_ON_THE_PAGE)), table_of(steps)
     fused, unfused = (next(p for p in table.phases if p.name == "train").use("activations") for table in tables)
     assert unfused.device_bytes - fused.device_bytes == pytest.approx(40 * 24576 * 2 * 17408 // 4 * 2, rel=1e-6)
 
@@ -81,9 +81,9 @@ def test_an_activation_in_steps_keeps_two_more_copies(large: Callable[..., Recip
     ("name", "module", "channels"),
     [
         # Of each layer: its norm is inside the linear layer behind it, so that nothing of a norm is left to save.
-        ("qwen3_14b_dapo_h200", "layernorm", 0),
+        ("qwen3_14b_four_way", "layernorm", 0),
         # The norm's output, gate, up and product, of channels split four ways; the norm's statistics are 4 bytes.
-        ("qwen3_14b_dapo_h200", "mlp", 5120 // 4 + 2 / 4 + 3 * 17408 // 4),
+        ("qwen3_14b_four_way", "mlp", 5120 // 4 + 2 / 4 + 3 * 17408 // 4),
         # Eight experts a token, a quarter more on the fullest rank: the product of 768 channels.
         ("qwen3_30b_a3b_gspo", "moe_act", 8 * 1.25 * 768),
         ("qwen3_30b_a3b_gspo", "moe", 8 * 1.25 * (2048 + 3 * 768) + 3 * 128 * 2 + 4 * 8 * 4),
@@ -109,7 +109,7 @@ def test_shards_of_a_buffer() -> None:
     parameters = [Parameter(100), Parameter(30)]
     states = [
         trainer_bytes._buffer_states(
-            parameters, 2, shard, itemsize=2, is_distributed=True, num_moments=2, is_pinned=True
+            parameters, num_shards=2, shard=shard, itemsize=2, is_distributed=True, num_moments=2, is_pinned=True
         )
         for shard in (0, 1)
     ]
@@ -123,9 +123,11 @@ def test_shards_of_a_buffer() -> None:
     # 120 and 256 bytes, 144: each pinned in a power of two, for main weights and two moments.
     assert [state.pinned_optimizer for state in states] == [3 * (128 + 256), 3 * 256]
     whole = trainer_bytes._buffer_states(
-        parameters, 2, 0, itemsize=2, is_distributed=False, num_moments=0, is_pinned=False
+        parameters, num_shards=2, shard=0, itemsize=2, is_distributed=False, num_moments=0, is_pinned=False
     )
-    assert whole == TrainerStates(260, 520, 520, 0, 0, 260, 520, 390)
+    assert whole == TrainerStates(
+        parameters=260, gradients=520, main_weights=520, pinned_parameters=260, pinned_optimizer=520, saved=390
+    )
 
 
 def test_a_shared_embedding_has_a_bucket_of_its_own() -> None:
@@ -153,8 +155,8 @@ def test_requests_that_fit_in_a_cache() -> None:
 
 def test_a_share_of_the_gpu_leaves_what_is_left_to_the_cache(large: Callable[..., Recipe]) -> None:
     """The engine's weights, a step, graphs, CUDA and one communicator take a part of 0.6 * 139.8 GiB."""
-    own = table_of(large("qwen3_14b_dapo_h200"), 139.8)
-    share = table_of(with_field_values(large("qwen3_14b_dapo_h200"), {"rollout.gpu_memory_utilization": 0.6}), 139.8)
+    own = table_of(large("qwen3_14b_four_way"), 139.8)
+    share = table_of(with_field_values(large("qwen3_14b_four_way"), {"rollout.gpu_memory_utilization": 0.6}), 139.8)
     rollout = next(phase for phase in share.phases if phase.name == "rollout")
     others = sum(rollout.use(kind).device_bytes for kind in ("engine weights", "engine step", "CUDA graphs", "CUDA"))
     cache = 0.6 * 139.8 * 2**30 - others - 544 * 2**20
@@ -163,7 +165,7 @@ def test_a_share_of_the_gpu_leaves_what_is_left_to_the_cache(large: Callable[...
 
 
 def test_on_a_cpu_all_is_the_hosts(large: Callable[..., Recipe]) -> None:
-    recipe = large("qwen3_14b_dapo_h200")
+    recipe = large("qwen3_14b_four_way")
     table = memory_table(recipe, models_of(recipe, layout_of(recipe)), CPU)
     assert all(phase.device_bytes == 0 for phase in table.phases)
     train = next(phase for phase in table.phases if phase.name == "train")
@@ -193,7 +195,7 @@ SEPARATE = ("rollout.placement=separate", "cluster.ranks_per_node=16", "rollout.
 
 def test_ranks_that_train_and_ranks_that_sample(large: Callable[..., Recipe]) -> None:
     """Each has all of its own, and nothing of the other: a trainer no engine, an engine no weights but its own."""
-    table = table_of(large("qwen3_14b_dapo_h200", *SEPARATE))
+    table = table_of(large("qwen3_14b_four_way", *SEPARATE))
     phases = {phase.name: phase for phase in table.phases}
     parts = {name: (phase.part, phase.rank) for name, phase in phases.items()}
     trainer_rank, engine_rank = ("trainer", 0), ("engine", 8)
@@ -205,24 +207,24 @@ def test_ranks_that_train_and_ranks_that_sample(large: Callable[..., Recipe]) ->
     for phase in table.phases:
         has = [kind for kind in (*states, *sampled) if phase.use(kind).device_bytes]
         assert has == list(sampled if phase.part == "engine" else states if phase.name != "start" else states[:3])
-    colocated = {phase.name: phase for phase in table_of(large("qwen3_14b_dapo_h200", "trainer.offload=[]")).phases}
+    colocated = {phase.name: phase for phase in table_of(large("qwen3_14b_four_way", "trainer.offload=[]")).phases}
     # It never sleeps, and never offloads.
     rollout, reshard = phases["rollout"], phases["reshard engine"]
     assert rollout.use("engine weights") == colocated["rollout"].use("engine weights")
     assert reshard.use("KV cache") == rollout.use("KV cache") and reshard.use("staging").device_bytes > 0
     assert phases["reshard"].use("moments") == phases["train"].use("moments") == colocated["train"].use("moments")
-    offloaded = table_of(large("qwen3_14b_dapo_h200", *SEPARATE, "trainer.offload=[optimizer,gradients,parameters]"))
+    offloaded = table_of(large("qwen3_14b_four_way", *SEPARATE, "trainer.offload=[optimizer,gradients,parameters]"))
     assert offloaded == table
     # A phase that both have is predicted at its fullest rank.
     assert table.predicted()["reshard"] == max(phases["reshard"].device_bytes, reshard.device_bytes)
     assert table.predicted()["rollout"] == rollout.device_bytes
     trains, samples = table.fullest_host
     assert (trains.part, samples.part) == ("trainer", "engine")
-    assert table.host_bytes(3, 2) == 3 * trains.host_bytes + 2 * samples.host_bytes
+    assert table.host_bytes(num_trainers=3, num_engines=2) == 3 * trains.host_bytes + 2 * samples.host_bytes
 
 
 def test_a_copy_of_the_weights_is_sent_beside_every_phase_of_the_trainer(large: Callable[..., Recipe]) -> None:
-    recipe = large("qwen3_14b_dapo_h200", *SEPARATE)
+    recipe = large("qwen3_14b_four_way", *SEPARATE)
     tables = [table_of(with_field_values(recipe, {"weights.overlap": flag})) for flag in (False, True)]
     without, beside = ({phase.name: phase for phase in table.phases} for table in tables)
     # 14.77e9 weights in bf16 over tp 4, and two buckets of 256 MiB.

@@ -65,6 +65,13 @@ def test_stored_tokens_take_what_was_planned(
     for rank in ranks.run(saved_bytes, folder, layout, batch, dtype_name, world_size=layout.world_size):
         (represented, apart), (stored, shared) = rank
         assert (represented, stored) == (1024, 424)
-        settings = PassSettings(stored, CHUNK_TOKENS, itemsize, False, "local", shares_prefixes=True)
+        settings = PassSettings(
+            row_tokens=stored,
+            chunk_tokens=CHUNK_TOKENS,
+            itemsize=itemsize,
+            sequence_parallel=False,
+            spec="local",
+            shares_prefixes=True,
+        )
         assert shared == pytest.approx(stage_bytes(read_model_shape(folder), layout, 0, settings), rel=0.03)
         assert shared < 0.5 * apart

@@ -103,7 +103,10 @@ TIGHT = ("trainer.offload=[]", "trainer.recompute=full", "trainer.max_tokens_per
     [
         (("rollout.kv_cache_gib=0.01",), "rollout.kv_cache_gib=default"),
         # The least cache is larger than the free memory of these GPUs, so states are offloaded too.
-        (("rollout.kv_cache_gib=0.01", "cluster.gpu_memory_gib=64", *TIGHT), "rollout.kv_cache_gib="),
+        (
+            ("rollout.kv_cache_gib=0.01", "cluster.gpu_memory_gib=64", "trainer.tp=4", "trainer.cp=1", *TIGHT),
+            "rollout.kv_cache_gib=",
+        ),
         (("rollout.kv_cache_gib=default", "rollout.gpu_memory_utilization=0.05"), "rollout.gpu_memory_utilization="),
     ],
 )

@@ -15,7 +15,7 @@ from megarl.types import ConfigError, DataError
 
 @pytest.mark.parametrize(("mean", "limit"), [(490, 2048), (3200, 3946), (4096, 16384)])
 def test_a_cut_log_normal_has_the_given_mean_and_limit(mean: int, limit: int) -> None:
-    lengths = log_normal(mean, limit, 100.0)
+    lengths = log_normal(mean=mean, limit=limit, prompt_tokens=100.0)
     assert lengths.mean == pytest.approx(mean, rel=1e-6)
     assert lengths.quantiles.max() <= limit
     assert np.all(np.diff(lengths.quantiles) >= 0)
@@ -23,13 +23,13 @@ def test_a_cut_log_normal_has_the_given_mean_and_limit(mean: int, limit: int) ->
 
 
 def test_the_survival_is_the_share_of_longer_completions() -> None:
-    lengths = recorded([1, 2, 3, 4], 10, 0.0, "typed in")
+    lengths = recorded([1, 2, 3, 4], limit=10, prompt_tokens=0.0, source="typed in")
     share = lengths.survival(np.array([0.0, 2.5, 4.0]))
     assert share[0] == 1 and share[1] == pytest.approx(0.5, abs=0.01) and share[2] == 0
 
 
 def test_more_samples_have_a_longer_longest_one() -> None:
-    lengths = log_normal(1000, 32768, 0.0)
+    lengths = log_normal(mean=1000, limit=32768, prompt_tokens=0.0)
     longest = [lengths.longest(number) for number in (1, 16, 512, 2048, 16384)]
     assert longest == sorted(longest) and longest[-1] > 1.2 * longest[2]
     assert longest[0] == pytest.approx(np.median(lengths.quantiles), rel=1e-3)
@@ -48,7 +48,7 @@ def _run(folder: Path, records: Sequence[Mapping[str, object]]) -> Path:
 def test_lengths_of_a_run_are_those_of_its_training_samples(tmp_path: Path) -> None:
     records = [{"tokens": 10 * number} for number in range(1, 102)]
     run = _run(tmp_path / "run", [*records, {"tokens": 9999, "set": "heldout"}])
-    lengths = lengths_of_run(run, 2000, 5.0)
+    lengths = lengths_of_run(run, limit=2000, prompt_tokens=5.0)
     assert lengths.mean == pytest.approx(510, rel=0.01)
     assert lengths.quantiles.max() == pytest.approx(1010, rel=0.01)
     assert lengths.prompt_tokens == 33.0
@@ -57,6 +57,6 @@ def test_lengths_of_a_run_are_those_of_its_training_samples(tmp_path: Path) -> N
 
 def test_a_run_without_samples_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no samples with lengths"):
-        lengths_of_run(_run(tmp_path / "run", []), 100, 1.0)
+        lengths_of_run(_run(tmp_path / "run", []), limit=100, prompt_tokens=1.0)
     with pytest.raises(ConfigError, match="no such folder"):
-        lengths_of_run(tmp_path / "absent", 100, 1.0)
+        lengths_of_run(tmp_path / "absent", limit=100, prompt_tokens=1.0)

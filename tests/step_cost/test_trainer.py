@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -18,18 +19,22 @@ LENGTHS = np.full(64, 4096.0)
 TOKENS = float(LENGTHS.sum())
 
 
-def _update(cost: TrainerCost, *rows: tuple[int, ...], again: float = 0.0, row_tokens: float = 16384.0) -> Parts:
-    at = Layouts.of(*rows)
-    share = np.full(len(rows), again)
+def _update(cost: TrainerCost, *layouts: Mapping[str, int], again: float = 0.0, row_tokens: float = 16384.0) -> Parts:
+    at = Layouts.of(*layouts)
+    share = np.full(len(layouts), again)
     return cost.update(
-        at, Recomputed(share, share), tokens=TOKENS, updates=1, row_tokens=np.full(len(rows), row_tokens)
+        at,
+        Recomputed(attention=share, feed_forward=share),
+        tokens=TOKENS,
+        updates=1,
+        row_tokens=np.full(len(layouts), row_tokens),
     )
 
 
 @pytest.fixture
 def cost(dense: ModelShape, gpu: GpuSpeeds, bare: Constants) -> TrainerCost:
     work = model_work(dense)
-    return TrainerCost(work, gpu, bare, work.score_flops(LENGTHS))
+    return TrainerCost(work=work, gpu=gpu, constants=bare, score_flops=work.score_flops(LENGTHS))
 
 
 def test_weights_are_those_of_the_published_model(dense: ModelShape, experts: ModelShape) -> None:
@@ -40,7 +45,7 @@ def test_weights_are_those_of_the_published_model(dense: ModelShape, experts: Mo
 
 
 def test_one_rank_computes_three_forward_passes(cost: TrainerCost, dense: ModelShape, gpu: GpuSpeeds) -> None:
-    parts = _update(cost, (1, 1, 1, 1, 1, 1, 1))
+    parts = _update(cost, {})
     flops = forward_flops(dense, LENGTHS.astype(np.int64))
     # 1.03: the slowest data-parallel rank.
     assert float(parts.compute[0]) == pytest.approx(1.03 * 3 * flops / gpu.flops)
@@ -48,7 +53,7 @@ def test_one_rank_computes_three_forward_passes(cost: TrainerCost, dense: ModelS
 
 
 def test_recomputed_layers_are_a_third_more_without_the_head(cost: TrainerCost, dense: ModelShape) -> None:
-    once, again = (_update(cost, (1, 1, 1, 1, 1, 1, 1), again=share) for share in (0.0, 1.0))
+    once, again = (_update(cost, {}, again=share) for share in (0.0, 1.0))
     head = 2.0 * dense.hidden_size * dense.vocab_size * TOKENS / cost.gpu.flops
     expected = (float(once.compute[0]) / 1.03 - 3 * head) / 3
     assert float(again.compute[0] - once.compute[0]) == pytest.approx(1.03 * expected)
@@ -56,29 +61,31 @@ def test_recomputed_layers_are_a_third_more_without_the_head(cost: TrainerCost, 
 
 def test_a_pipeline_waits_for_its_other_stages(cost: TrainerCost) -> None:
     # 64 * 4096 tokens in rows of 16k, filled to 0.95, are 17 rows: 18 with two chunks of a stage.
-    parts = _update(cost, (1, 4, 1, 1, 1, 1, 1), (1, 4, 1, 2, 1, 1, 1))
+    parts = _update(cost, {"pp": 4}, {"pp": 4, "vpp": 2})
     passes = parts.seconds - parts.bubble - parts.optimizer
     assert parts.bubble / passes == pytest.approx([3 / 17, 3 / 2 / 20])
 
 
 def test_adam_on_the_host_moves_gradients_and_weights(cost: TrainerCost, gpu: GpuSpeeds) -> None:
-    half = replace(cost, gpu=gpu._replace(pcie=5e10, host_memory=3e10), host_share=0.5)
-    parts = _update(half, (1, 1, 1, 1, 1, 1, 1))
+    half = replace(cost, gpu=replace(gpu, pcie=5e10, host_memory=3e10), host_share=0.5)
+    parts = _update(half, {})
     # 30 bytes a parameter through memory; on the host 4 bytes of gradient go there, and 2 of the weight come back.
     second = 0.5 * 30 / 4e12 + 0.5 * (30 / 3e10 + 6 / 5e10)
     assert float(parts.optimizer[0]) == pytest.approx(cost.work.weights * second)
 
 
 def test_groups_over_nodes_exchange_at_the_network_speed(cost: TrainerCost) -> None:
-    parts = _update(cost, (8, 1, 1, 1, 1, 1, 1), (16, 1, 1, 1, 1, 1, 1))
+    parts = _update(cost, {"tp": 8}, {"tp": 16})
     near, far = (float(value) for value in parts.tensor_exchange)
     assert far / near == pytest.approx((15 / 16) / (7 / 8) * 8)
 
 
 def test_experts_over_nodes_send_more_slowly(experts: ModelShape, gpu: GpuSpeeds, bare: Constants) -> None:
     work = model_work(experts)
-    cost = TrainerCost(work, gpu, replace(bare, expert_half_tokens=100.0), work.score_flops(LENGTHS))
-    parts = _update(cost, *((1, 1, 1, 1, ep, 1, 32) for ep in (1, 8, 32)))
+    cost = TrainerCost(
+        work=work, gpu=gpu, constants=replace(bare, expert_half_tokens=100.0), score_flops=work.score_flops(LENGTHS)
+    )
+    parts = _update(cost, *({"ep": ep, "dp": 32} for ep in (1, 8, 32)))
     exchange = [float(value) for value in np.broadcast_to(parts.expert_exchange, 3)]
     assert exchange[0] == 0 < exchange[1] < exchange[2]
     # More ranks send their tokens to one expert, so its products are longer and more efficient.
@@ -86,15 +93,17 @@ def test_experts_over_nodes_send_more_slowly(experts: ModelShape, gpu: GpuSpeeds
 
 
 def test_a_pass_without_gradients_takes_a_third(cost: TrainerCost) -> None:
-    at = Layouts.of((2, 1, 1, 1, 1, 1, 4))
+    at = Layouts.of({"tp": 2, "dp": 4})
     row_tokens = np.array([16384.0])
     scoring = cost.scoring(at, tokens=TOKENS, row_tokens=row_tokens)
-    update = cost.update(at, Recomputed(np.zeros(1), np.zeros(1)), tokens=TOKENS, updates=1, row_tokens=row_tokens)
+    update = cost.update(
+        at, Recomputed(attention=np.zeros(1), feed_forward=np.zeros(1)), tokens=TOKENS, updates=1, row_tokens=row_tokens
+    )
     assert float(update.compute[0] / scoring.compute[0]) == pytest.approx(3)
 
 
 def test_float32_numbers_are_twice_as_many_bytes(cost: TrainerCost) -> None:
-    split = (2, 1, 2, 1, 1, 1, 2)
+    split = {"tp": 2, "cp": 2, "dp": 2}
     short, long = (_update(at, split) for at in (cost, replace(cost, item_bytes=4)))
     for name in ("tensor_exchange", "context_exchange"):
         assert float(getattr(long, name)[0]) == pytest.approx(2 * float(getattr(short, name)[0])), name

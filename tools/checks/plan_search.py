@@ -96,8 +96,8 @@ def held_out() -> frozenset[str]:
 
 
 @cache
-def _lengths_of(mean: float, limit: int, prompt: float) -> Lengths:
-    return log_normal(mean, limit, prompt)
+def _lengths_of(*, mean: float, limit: int, prompt: float) -> Lengths:
+    return log_normal(mean=mean, limit=limit, prompt_tokens=prompt)
 
 
 def predict(row: Mapping[str, Any], constants: Constants, refit: Sequence[float] | None = None) -> dict[str, float]:
@@ -109,7 +109,7 @@ def predict(row: Mapping[str, Any], constants: Constants, refit: Sequence[float]
     work, gpu = model_work(shape_of(row["model"])), GPUS[row["gpu"]]
     constants = constants.on(gpu)
     load = Workload(
-        lengths=_lengths_of(row["mean_tokens"], row["max_tokens"], row["prompt_tokens"]),
+        lengths=_lengths_of(mean=row["mean_tokens"], limit=row["max_tokens"], prompt=row["prompt_tokens"]),
         num_prompts=row["prompts"],
         samples_per_prompt=row["samples"] // row["prompts"],
         updates=row["updates"],
@@ -118,12 +118,13 @@ def predict(row: Mapping[str, Any], constants: Constants, refit: Sequence[float]
     )
     trainers = row["gpus"] - row["engine_gpus"]
     dp = trainers // (row["tp"] * row["cp"] * row["pp"])
-    at = Layouts.of((row["tp"], row["pp"], row["cp"], 1, row["ep"], 1, dp))
-    trainer = TrainerCost(work, gpu, constants, work.score_flops(load.lengths.sequences))
+    at = Layouts.of({axis: row[axis] for axis in ("tp", "pp", "cp", "ep")} | {"dp": dp})
+    score_flops = work.score_flops(load.lengths.sequences)
+    trainer = TrainerCost(work=work, gpu=gpu, constants=constants, score_flops=score_flops)
     again = np.array([float(row["recompute"] == "full")])
     update = trainer.update(
         at,
-        Recomputed(again, again),
+        Recomputed(attention=again, feed_forward=again),
         tokens=load.tokens,
         updates=load.updates,
         row_tokens=np.array([float(row["row_tokens"])]),
@@ -131,7 +132,7 @@ def predict(row: Mapping[str, Any], constants: Constants, refit: Sequence[float]
     train = float(update.seconds[0])
     scoring = trainer.scoring(at, tokens=load.tokens, row_tokens=np.array([float(row["forward_row_tokens"])]))
     engines = _engines(row, gpu.memory_bytes)
-    cost = RolloutCost(work, gpu, constants)
+    cost = RolloutCost(work=work, gpu=gpu, constants=constants)
     if row["staleness"]:
         sampled = cost.steady_seconds(
             engines,
