@@ -16,7 +16,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from megarl.config.annotations import Foreign, ForeignValues, KeywordOf, OnlyIf
+from megarl.config.annotations import Decides, Foreign, ForeignValues, KeywordOf, OnlyIf
 from megarl.config.conditions import (
     ADVANTAGES,
     CORRECTION,
@@ -98,6 +98,8 @@ class LoraConfig(Section):
     """LoRA adapters: rank, scaling and target modules."""
 
     rank: Annotated[NonNegativeInt,
+        Decides(vllm="enable_lora max_loras max_lora_rank lora_dtype max_cpu_loras fully_sharded_loras "
+            "specialize_active_lora enable_mixed_moe_lora_format enable_moe_shared_loras max_lora_cls_labels"),
         Foreign("lora_rank lora_r lora_dim", example="32", short="r", verl="actor_rollout_ref.model.lora_rank"),
         Foreign(example="16", RL2="lora.rank"),
         Foreign(example="lora.rank=16 lora.alpha=32 lora.dropout=0.1", also="lora.alpha lora.dropout lora.targets",
@@ -107,7 +109,7 @@ class LoraConfig(Section):
     """LoRA alpha: the adapters' output is scaled by alpha / rank."""
     dropout: Annotated[Decay, OnlyIf(*LORA), Foreign("lora_dropout linear_lora_dropout")] = 0.0
     """Dropout probability of the LoRA adapters' inputs during updates."""
-    targets: Annotated[tuple[_Target, ...], Field(min_length=1), OnlyIf(*LORA),
+    targets: Annotated[tuple[_Target, ...], Field(min_length=1), OnlyIf(*LORA), Decides(vllm="lora_target_modules"),
         BeforeValidator(
             fused_targets, json_schema_input_type=Literal["all-linear"] | tuple[_WrittenTarget, ...]),
         Foreign("lora_target_modules target_modules")] = (
@@ -280,7 +282,7 @@ class AlgorithmConfig(Section):
     """Policy loss (default: clipped, as in PPO). All names: megarl/algorithms/policy_losses.py. For your own give its
     import path; launch/recipes/README.md shows the signature."""
     clip_low: Annotated[PositiveFloat, KeywordOf("algorithm.policy_loss"),
-        Foreign("clip_ratio cliprange clip_eps clip_range", note="Adam's epsilon is optimizer.epsilon",
+        Foreign("clip_ratio cliprange clip_eps clip_range", hint="Adam's epsilon is optimizer.epsilon",
             example="algorithm.clip_low=0.2 algorithm.clip_high=0.2", also="algorithm.clip_high", RL2="actor.clip",
             verl="actor_rollout_ref.actor.clip_ratio", slime="--eps-clip", TRL="epsilon", AReaL="actor.eps_clip"),
         Foreign("epsilon_low clip_ratio_low eps_clip_low ratio_clip_min", ColossalRL="clip_eps_low"),
@@ -318,7 +320,7 @@ class AlgorithmConfig(Section):
     0.2). Default: all tokens. Denominators, KL and entropy bonus still use all tokens. Needs old_logprobs trainer, to
     compute entropies before the update. Metrics: entropy/threshold, entropy/kept."""
     kl_coefficient: Annotated[NonNegativeFloat,
-        Foreign(note="of pairs of answers: preference.beta; Adam's: optimizer.betas", example="0.01", ColossalRL="beta",
+        Foreign(hint="of pairs of answers: preference.beta; Adam's: optimizer.betas", example="0.01", ColossalRL="beta",
             TRL="beta"),
         Foreign("kl_coef init_kl_coef kl_coeff kl_ctrl.kl_coef reference_policy_kl_penalty kl_beta", example="0.001",
             short="kl", RL2="kl.coef", verl="actor_rollout_ref.actor.kl_loss_coef",

@@ -244,7 +244,7 @@ class RolloutConfig(Section):
     waits for it. drop: drop it and draw another prompt; long answers are then trained less (metric
     staleness/dropped)."""
     kv_cache_gib: Annotated[PositiveFloat, OnlyIf(instead_of("rollout.gpu_memory_utilization")),
-        Decides(vllm="kv_cache_memory_bytes"),
+        Decides(vllm="kv_cache_memory_bytes num_gpu_blocks_override"),
         Foreign("sglang_mem_fraction_static mem_fraction_static", note="the KV cache's size in GiB")] = 1.0  # fmt: skip
     """Size of one rank's KV cache in GiB. Default on GPUs: the memory left by `megarl plan`'s prediction, minus 8 GiB;
     on CPUs: 1. The run folder's config.yaml records the value, and a resumed run keeps it."""
@@ -260,6 +260,7 @@ class RolloutConfig(Section):
     # quantises its own part, with the result vLLM has for the exported model. See also logprob_gap/ess, and
     # importance/cut for the effect of a correction (tis; icepop for experts).
     quantization: Annotated[Literal["none", "fp8", "fp8_per_channel"], UntriedOnGpu("fp8, fp8_per_channel"),
+        Decides(vllm="quantization quantization_config allow_deprecated_quantization"),
         Foreign("quantization vllm_cfg.precision", note="fp8, of a bfloat16 model", example="fp8",
             verl="actor_rollout_ref.rollout.quantization",
             NeMo_RL="policy.generation.vllm_cfg.precision")] = "none"  # fmt: skip
@@ -274,8 +275,9 @@ class RolloutConfig(Section):
     vllm: Annotated[dict[str, Any],
         Foreign("enforce_eager max_num_batched_tokens enable_chunked_prefill enable_prefix_caching max_model_len",
             "engine_kwargs", note="by vLLM's own names")] = Field(default_factory=dict)  # fmt: skip
-    """Further fields of vLLM's EngineArgs, by their own names. speculative_config: speculative decoding by a drafter
-    without weights (method ngram, suffix, custom_class; on GPUs ngram_gpu). Metric: perf/accepted_length."""
+    """Further fields of vLLM's EngineArgs, by their own names. Those that need another executor, or keep something of
+    old weights, are refused. speculative_config: a drafter without weights (method ngram, suffix, custom_class; on GPUs
+    ngram_gpu). Metric: perf/accepted_length."""
 
     @property
     def turns_of_attempt(self) -> int:

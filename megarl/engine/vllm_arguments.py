@@ -14,7 +14,7 @@ import torch
 from pydantic import ValidationError
 
 from megarl.config import LoraConfig, RolloutConfig
-from megarl.config.library_settings import decided
+from megarl.config.engine_fields import engine_field_fault, faults_by_field
 from megarl.config.override import engine_overrides
 from megarl.families import FAMILIES
 from megarl.families.shape import ModelShape, read_model_shape
@@ -86,15 +86,16 @@ def engine_arguments(
 
     `max_model_len` is in tokens. `override` holds replacements for fields of the model's config.json. `adapter`
     describes a LoRA adapter, for which the engine makes slots; `served` are adapters loaded from folders. Raises
-    ConfigError for a field of `rollout.vllm` unknown to vLLM, or set by another recipe field.
+    ConfigError for a field of `rollout.vllm` that vLLM does not know, or that megarl refuses.
     """
     known = {field.name for field in dataclasses.fields(EngineArgs)}
     for key in config.vllm:
-        if key in decided("vllm"):
-            raise ConfigError(f"rollout.vllm.{key}: set {decided('vllm')[key]} instead")
-        if key not in known:
+        if key not in known and key not in faults_by_field():
             hint = f"did you mean {near}?" if (near := nearest(key, known)) else "remove it"
             raise ConfigError(f"rollout.vllm.{key}: vLLM's EngineArgs has no such field; {hint}")
+        # Values are left out, because a token may be one of them.
+        if (fault := engine_field_fault(key)) is not None:
+            raise ConfigError(f"rollout.vllm.{key}: {fault}")
     slots = [(one.rank, one.modules) for one in (served or {}).values()]
     if adapter is not None:
         slots.append((adapter.rank, adapter.targets))

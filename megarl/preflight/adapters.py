@@ -38,13 +38,11 @@ def adapter_slots(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
             f"{chosen}: vLLM's kernels for adapters on GPUs need 16-bit weights, but model.dtype is float32; set "
             f"model.dtype=bfloat16, or {merged}"
         )
-    quantisers = {"quantization": rollout.quantization, "vllm.quantization": rollout.vllm.get("quantization")}
-    for field, value in quantisers.items():
-        if value not in (None, "none"):
-            yield f"{chosen}: rollout.{field} = {value} would quantise the weights next to the adapter; {merged}"
-    for name in rollout.vllm:
-        if "lora" in name:
-            yield f"{chosen}: rollout.vllm.{name} = {rollout.vllm[name]!r} is set by megarl then; remove it"
+    if rollout.quantization != "none":
+        yield (
+            f"{chosen}: rollout.quantization = {rollout.quantization} would quantise the weights next to the adapter; "
+            f"{merged}"
+        )
     if recipe.drafts_with_mtp:
         yield (
             f"{chosen}: rollout.vllm.speculative_config drafts with layers that have no adapter; leave it out, or "

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config import Recipe
+from megarl.config.engine_fields import engine_field_fault, faults_by_field
 from megarl.config.library_settings import decided, without_effect
 from megarl.config.secrets import holds_secret
 from megarl.families import FAMILIES
@@ -96,11 +97,12 @@ def _without_replay(settings: Mapping[str, Any]) -> Iterator[str]:
 
 @checks("rollout", Cost.FILES)
 def vllm_fields(recipe: Recipe) -> Iterator[str]:
-    """Yield errors of `rollout.vllm`: fields that vLLM's EngineArgs lacks, or that other recipe fields set."""
+    """Yield errors of `rollout.vllm`: fields that vLLM's EngineArgs lacks, that megarl refuses, or of a wrong type."""
     known = class_fields("vllm", "engine/arg_utils.py", "EngineArgs")
     for field, value in recipe.rollout.vllm.items():
-        if field in decided("vllm"):
-            yield f"rollout.vllm.{field}: set {decided('vllm')[field]} instead"
+        is_listed = field in known or field in faults_by_field()
+        if is_listed and (fault := engine_field_fault(field)) is not None:
+            yield f"rollout.vllm.{field} = {_shown('rollout.vllm', field, value)}: {fault}"
         elif known:
             yield from _check("rollout.vllm", "vLLM's EngineArgs", field, value, known)
 
@@ -147,10 +149,14 @@ def _check(section: str, owner: str, field: str, value: Any, known: Mapping[str,
         shown = f" = {value!r}" if isinstance(value, bool | int | float) else ""
         yield f"{section}.{field}{shown}: {owner} has no such field; {hint}"
     elif not accepts(known[field], value):
-        shown = "<hidden>" if holds_secret((*section.split("."), field), value) else repr(value)
         yield (
-            f"{section}.{field} = {shown}: {owner} has the type {ast.unparse(known[field])}; give a value of that type"
+            f"{section}.{field} = {_shown(section, field, value)}: {owner} has the type "
+            f"{ast.unparse(known[field])}; give a value of that type"
         )
+
+
+def _shown(section: str, field: str, value: Any) -> str:
+    return "<hidden>" if holds_secret((*section.split("."), field), value) else repr(value)
 
 
 def accepts(annotation: ast.expr, value: Any) -> bool:

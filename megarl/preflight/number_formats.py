@@ -98,18 +98,6 @@ def quantisation(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
             f"{field}: megarl cannot write FP8 weights of a {shape.family} model into vLLM, only of "
             f"{', '.join(known)}; set rollout.quantization=none"
         )
-    # vLLM would quantise a second time from its own settings.
-    for name in ("quantization", "quantization_config"):
-        if rollout.vllm.get(name) is not None:
-            yield (
-                f"{field}: rollout.vllm.{name} = {rollout.vllm[name]!r} would quantise the weights too; leave one of "
-                "both out"
-            )
-    if rollout.vllm.get("enable_lora"):
-        yield (
-            f"{field}: LoRA adapters inside vLLM (rollout.vllm.enable_lora) have weights of their own; leave one of "
-            "both out"
-        )
     if rollout.quantization == "fp8" and not runs_on_cpu():
         yield from _groups(recipe, shape, field)
     yield from _backend(recipe, field, "linear_backend", LINEAR_BACKENDS)

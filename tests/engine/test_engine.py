@@ -485,7 +485,6 @@ REFUSED = [
         "rollout.vllm.max_num_batched_tokens = 'many'. vLLM refuses it: Inp",
     ),
     ({"vllm": {"block_size": "x", "enforce_eager": True}}, "rollout.vllm.block_size = 'x'. vLLM refuses it: Input"),
-    ({"vllm": {"quantization": "none"}}, "rollout.vllm.quantization = 'none'. vLLM refuses it: Value error, Unknown"),
     ({"vllm": {"compilation_config": {"mode": "x"}}}, "rollout.vllm.compilation_config = {'mode': 'x'}. vLLM refuses"),
     ({"vllm": {"attention_backend": "NO"}}, "rollout.vllm.attention_backend = 'NO'. vLLM refuses it: Unknown att"),
     ({"kv_cache_gib": 1e-5}, "rollout.kv_cache_gib = 1e-05: too small for one sequence of 128 tokens"),

@@ -24,11 +24,6 @@ ADAPTER = {"rank": 8, "sync": "adapter"}
             id="fp8",
         ),
         pytest.param(
-            {"rollout": {"vllm": {"max_lora_rank": 32}}},
-            ["rollout.vllm.max_lora_rank = 32", "remove it"],
-            id="settings of slots",
-        ),
-        pytest.param(
             {"weights": {"overlap": True}, "rollout": {"placement": "separate", "ranks": 1, "max_staleness": 1},
              "cluster": {"ranks_per_node": 2}, "algorithm": {"importance_sampling": "tis"}},
             ["set weights.overlap=false"], id="overlap",

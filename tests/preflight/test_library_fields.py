@@ -66,8 +66,58 @@ MODEL_FIELDS = [
     ),
     pytest.param(
         {"rollout": {"vllm": {"max_num_seqs": 8}}},
-        ["rollout.vllm.max_num_seqs: set rollout.max_concurrent_requests instead"],
+        ["rollout.vllm.max_num_seqs = 8: set rollout.max_concurrent_requests instead"],
         id="vLLM, decided",
+    ),
+    pytest.param(
+        {"rollout": {"vllm": {"kv_transfer_config": {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}}}},
+        ["rollout.vllm.kv_transfer_config = {'kv_connector'", "would outlive a weight update", "remove it"],
+        id="vLLM, a cache outside the engine",
+    ),
+    pytest.param(
+        {"rollout": {"vllm": {"kv_offloading_size": 4.0}}},
+        ["rollout.vllm.kv_offloading_size = 4.0", "would outlive a weight update", "remove it"],
+        id="vLLM, a cache on the host",
+    ),
+    pytest.param(
+        {"rollout": {"vllm": {"pipeline_parallel_size": 2}}},
+        ["rollout.vllm.pipeline_parallel_size = 2", "needs another executor", "rollout.tp"],
+        id="vLLM, pipeline stages",
+    ),
+    pytest.param(
+        {"rollout": {"vllm": {"data_parallel_size": 2}}},
+        ["rollout.vllm.data_parallel_size = 2", "needs another executor"],
+        id="vLLM, replicas inside an engine",
+    ),
+    pytest.param(
+        {"rollout": {"vllm": {"cpu_offload_gb": 2}}},
+        ["rollout.vllm.cpu_offload_gb = 2", "a reshard writes each weight"],
+        id="vLLM, weights elsewhere",
+    ),
+    pytest.param(
+        {"rollout": {"vllm": {"enable_eplb": True}}},
+        ["rollout.vllm.enable_eplb = True", "a reshard writes each weight"],
+        id="vLLM, experts that move",
+    ),
+    pytest.param(
+        {"rollout": {"vllm": {"load_format": "auto"}}},
+        ["rollout.vllm.load_format = 'auto'", "megarl sets it", "remove it"],
+        id="vLLM, set by megarl",
+    ),
+    pytest.param(
+        {"rollout": {"vllm": {"trust_remote_code": True}}},
+        ["rollout.vllm.trust_remote_code = True", "is never run"],
+        id="vLLM, code of a folder",
+    ),
+    pytest.param(
+        {"lora": {"rank": 8, "sync": "adapter"}, "rollout": {"vllm": {"max_lora_rank": 32}}},
+        ["rollout.vllm.max_lora_rank = 32: set lora.rank instead"],
+        id="vLLM, slots of adapters",
+    ),
+    pytest.param(
+        {"rollout": {"vllm": {"spec_method": "eagle"}}},
+        ["rollout.vllm.spec_method = 'eagle'", "rollout.vllm.speculative_config"],
+        id="vLLM, a drafter in short",
     ),
 ]
 
@@ -146,7 +196,7 @@ def test_fields_without_effect(recipe: Callable[..., Recipe]) -> None:
 
 def test_fields_of_the_libraries_that_fit(recipe: Callable[..., Recipe]) -> None:
     megatron = {"hidden_dropout": 0, "recompute_granularity": "selective", "recompute_modules": ["mlp"]}
-    vllm = {"block_size": 64, "enforce_eager": True, "disable_custom_all_reduce": True, "quantization": None}
+    vllm = {"block_size": 64, "enforce_eager": True, "disable_custom_all_reduce": True, "attention_backend": None}
     check(recipe(trainer={"megatron": megatron}, rollout={"vllm": vllm}))
 
 

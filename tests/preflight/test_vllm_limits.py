@@ -57,17 +57,17 @@ TWO_ENGINES = SEPARATE | {"ranks": 2}
         ),
         pytest.param(
             {"rollout": {"quantization": "fp8", "vllm": {"quantization": "fp8_per_tensor"}}},
-            ["rollout.vllm.quantization = 'fp8_per_tensor' would quantise the weights too; leave one of both out"],
+            ["rollout.vllm.quantization = 'fp8_per_tensor': set rollout.quantization instead"],
             id="fp8 twice",
         ),
         pytest.param(
             {"rollout": {"quantization": "fp8", "vllm": {"enable_lora": True}}},
-            ["rollout.quantization = fp8: LoRA adapters inside vLLM"],
+            ["rollout.vllm.enable_lora = True: set lora.rank instead"],
             id="fp8 beside adapters in the engine",
         ),
         pytest.param(
             {"rollout": {"vllm": {"kv_cache_dtype": "fp8"}}},
-            ["rollout.vllm.kv_cache_dtype: set rollout.kv_cache_dtype instead"],
+            ["rollout.vllm.kv_cache_dtype = 'fp8': set rollout.kv_cache_dtype instead"],
             id="type of the cache",
         ),
     ],
