@@ -132,6 +132,8 @@ class Foreign:
     note: str
     """How the option of another trainer differs from the recipe field, or why megarl has no such field. Error messages
     and MIGRATION.md show this text."""
+    hint: str
+    """Like `note`, but shown in error messages only: one option means several things there, one in each program."""
     remark: str
     """Like `note`, but shown on MIGRATION.md only. Error messages then suggest the option's value for the recipe
     field."""
@@ -150,6 +152,7 @@ class Foreign:
         self,
         *names: str,
         note: str = "",
+        hint: str = "",
         remark: str = "",
         example: str = "",
         also: str = "",
@@ -157,7 +160,7 @@ class Foreign:
         short: str = "",
         **options: str,
     ) -> None:
-        values = {"note": note, "remark": remark, "example": example, "inside": inside}
+        values = {"note": note, "hint": hint, "remark": remark, "example": example, "inside": inside}
         values |= {"names": tuple(" ".join(names).split()), "also": tuple(also.split()), "short": tuple(short.split())}
         values |= {"options": {program: tuple(text.split()) for program, text in options.items()}}
         for name, value in values.items():

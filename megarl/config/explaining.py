@@ -7,7 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl.config.migration import counterpart, nearest_value, short_counterpart
+from megarl.config.migration import (
+    Counterpart,
+    counterpart,
+    nearest_value,
+    other_meanings,
+    short_counterpart,
+    written_override,
+)
 from megarl.config.schema import all_fields, description, field_at, recipe_field, removal, section_at, section_of
 from megarl.config.secrets import HIDDEN, Place, holds_secret, secret_items, shown_key
 from megarl.files.nearest import nearest
@@ -91,20 +98,26 @@ def _unknown(place: str, value: Any) -> Iterator[str]:
     is_foreign = any(counterpart(name) for name, _ in leaves)
     is_elsewhere = not is_misspelt and any(_elsewhere(name) for name, _ in leaves)
     for name, item in leaves if is_foreign or is_elsewhere else [(place, value)]:
-        yield f"{name} = {shortened(item)}: unknown key; {key_hint(name)}"
+        written = str(item).lower() if isinstance(item, bool) else str(item)
+        yield f"{name} = {shortened(item)}: unknown key; {key_hint(name, written)}"
 
 
-def key_hint(place: str) -> str:
-    """Return a hint for an unknown key: the similar recipe field, or the recipe field for another program's option."""
+def key_hint(place: str, value: str | None = None) -> str:
+    """Return a hint for an unknown key: the similar recipe field, or the recipe field for another program's option.
+
+    `value` is the key's value, because some options mean another field with some values.
+    """
     from megarl.config.mixture import SourceConfig
 
     # Fields of list items exist nowhere else, so other sections are not searched for them.
     found, short = [] if _is_in_item(place) else _elsewhere(place), short_counterpart(place)
-    if foreign := counterpart(place) or (None if found else short):
-        return str(foreign)
+    foreign = counterpart(place) or (None if found else short)
+    others = [] if found and foreign is None else other_meanings(place, value, foreign)
+    if foreign is not None or others:
+        return "; ".join(str(meaning) for meaning in (foreign, *others) if meaning is not None)
     if place.startswith("mixture."):
         inner = recipe_field(place)
-        return key_hint(inner) if inner != place else f"a source has {', '.join(SourceConfig.model_fields)}"
+        return key_hint(inner, value) if inner != place else f"a source has {', '.join(SourceConfig.model_fields)}"
     if found:
         parents = [name.rpartition(".")[0] or "the top level" for name in found]
         also = f"; ColossalRL's -{place} {short}" if short else ""
@@ -155,18 +168,28 @@ def option_hint(option: str, value: str | None, options: Sequence[str]) -> str:
     own = [name] if name in known else _elsewhere(name)
     is_own = option.startswith("--") and bool(own)
     foreign = counterpart(name) or (None if is_own else short_counterpart(option.lstrip("-")))
-    written = "VALUE" if value is None else value
-    if foreign is not None:
-        is_same = len(foreign.fields) == 1 and not foreign.foreign.note
-        return f"{foreign}" + (f"; write {foreign.fields[0]}={written}" if is_same else "")
+    others = [] if is_own and foreign is None else other_meanings(name, value, foreign)
+    if foreign is not None or others:
+        advice = None if foreign is None else _advice(foreign, value)
+        return "; ".join(str(part) for part in (foreign, advice, *others) if part is not None)
     if fields := [field for field in own if section_of(known[field]) is None]:
-        return f"write {' or '.join(f'{field}={written}' for field in fields)}"
+        return f"write {' or '.join(written_override(field, value) for field in fields)}"
     if own:
-        return f"is a section here; write {' or '.join(f'{field}={written}' for field in _children(own[0]))}"
+        return f"is a section here; write {' or '.join(written_override(field, value) for field in _children(own[0]))}"
     if near := nearest(name, [known.lstrip("-") for known in options]):
         return f"did you mean --{near}?"
     near = _nearest_field(name)
+    written = "VALUE" if value is None else value
     return f"did you mean {near}? Write it as SECTION.FIELD={written}" if near else "no option or field is like it"
+
+
+def _advice(foreign: Counterpart, value: str | None) -> str | None:
+    """Return the override that replaces an option, or None if its value means something else in a recipe."""
+    if len(foreign.fields) != 1 or foreign.foreign.note or foreign.foreign.hint:
+        return None
+    override, remark = written_override(foreign.fields[0], value), foreign.foreign.remark
+    is_translated = value is not None and override != f"{foreign.fields[0]}={value}"
+    return f"write {override}" + (f" ({remark})" if is_translated and remark else "")
 
 
 def leaves_of(value: Any) -> Iterator[tuple[str, Any]]:

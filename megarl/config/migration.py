@@ -6,6 +6,7 @@ right field. `migration_page` lists all options by program.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -87,7 +88,7 @@ class Counterpart:
 
     def __str__(self) -> str:
         """Return the end of an error message, for example `here it is train.samples_per_prompt`."""
-        note = self.foreign.note
+        note = self.foreign.note or self.foreign.hint
         if not self.fields:
             return f"has no counterpart: {note}"
         return f"here it is {' and '.join(self.fields)}" + (f" ({note})" if note else "")
@@ -120,9 +121,87 @@ def _by_name() -> dict[str, Counterpart]:
 
 def counterpart(name: str) -> Counterpart | None:
     """Return the recipe fields for another program's dotted option name, or None if it is unknown."""
+    return next((_by_name()[tail] for tail in _tails(name) if tail in _by_name()), None)
+
+
+def _tails(name: str) -> list[str]:
+    """Return a dotted option name and its ends, longest first, as they are compared."""
     parts = _plain(name).split(".")
-    tails = (".".join(parts[start:]) for start in range(len(parts)))
-    return next((_by_name()[tail] for tail in tails if tail in _by_name()), None)
+    return [".".join(parts[start:]) for start in range(len(parts))]
+
+
+@dataclass(frozen=True, slots=True)
+class OptionRow:
+    """A row of MIGRATION.md: what an option of one program is in a recipe."""
+
+    program: str
+    option: str
+    """The option as its program writes it, perhaps with a value: `--algo GRPO`."""
+    overrides: tuple[str, ...]
+    """Overrides of a recipe. Empty: megarl has no such field."""
+    difference: str
+
+    def __str__(self) -> str:
+        """Return the end of an error message, for example `in ColossalChat it is train.steps (of a rollout)`."""
+        fields = " and ".join(override.partition("=")[0] for override in self.overrides)
+        meaning = f"it is {fields}" if fields else "it has no counterpart"
+        return f"in {self.program} {meaning}" + (f" ({self.difference})" if self.difference else "")
+
+    @property
+    def name(self) -> str:
+        return _plain(self.option.split()[0])
+
+    @property
+    def value(self) -> str:
+        """Return the value of the option that the row is about. Empty: the row is about all values."""
+        return self.option.partition(" ")[2]
+
+    def agrees_with(self, entry: Counterpart | None) -> bool:
+        """Return whether a counterpart names a field of this row, or both have none."""
+        if entry is None:
+            return False
+        own = {override.partition("=")[0] for override in self.overrides}
+        return (
+            any(name == field or name.startswith(f"{field}.") for name in own for field in entry.fields)
+            if own
+            else not entry.fields
+        )
+
+
+_ROW = re.compile(r"\| `([^`]+)` \| (?:`([^`]+)`|—) \| (.*?) ?\|")
+
+
+@cache
+def option_rows() -> tuple[OptionRow, ...]:
+    """Return all rows of MIGRATION.md, in its order."""
+    rows, program = [], ""
+    for line in migration_page().splitlines():
+        if line.startswith("## "):
+            program = line[3:].partition(":")[0]
+        elif match := _ROW.fullmatch(line):
+            option, overrides, difference = match.groups()
+            rows.append(OptionRow(program, option, tuple((overrides or "").split()), difference))
+    return tuple(rows)
+
+
+def other_meanings(name: str, value: str | None, entry: Counterpart | None) -> list[OptionRow]:
+    """Return the rows of programs in which an option means something else than its counterpart, one for each program.
+
+    A row about this `value` of the option goes before one about all values.
+    """
+    tails = _tails(name)
+    matched = next((tail for tail in tails if tail in _by_name()), tails[-1])
+    # A shorter tail is another option than the counterpart's.
+    names = tails[: tails.index(matched) + 1]
+    rows = [row for row in option_rows() if row.name in names]
+    found: dict[str, OptionRow] = {}
+    for program in dict.fromkeys(row.program for row in rows):
+        own = [row for row in rows if row.program == program]
+        exact = [row for row in own if row.value and row.value == value]
+        chosen = (exact or [row for row in own if not row.value] or own)[0]
+        if not chosen.agrees_with(entry):
+            found[program] = chosen
+    return [*found.values()]
 
 
 def short_counterpart(name: str) -> Counterpart | None:
@@ -167,11 +246,51 @@ def _words(kind: Any) -> Iterator[str]:
             yield from _words(argument)
 
 
+_BASE = {"name": "base", "loop": "rl", "model": {"path": "m"}, "data": {"train": "t"}}
+"""A recipe with all required fields."""
+
+
+def written_override(field: str, value: str | None) -> str:
+    """Return the override of a field with the value of another program's option, in megarl's spelling.
+
+    Where the field takes no such value, the override has VALUE, and says what the field takes.
+    """
+    if value is None:
+        return f"{field}=VALUE"
+    if (fault := _value_fault(field, value)) is None:
+        return f"{field}={value}"
+    near = nearest_value(field, value)
+    if near is not None and _value_fault(field, near) is None:
+        return f"{field}={near}"
+    return f"{field}=VALUE (the value {fault})"
+
+
+def _value_fault(field: str, value: str) -> str | None:
+    """Return why a field does not take a value that is written as an override's. None: it takes it."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from pydantic import ValidationError
+    from yaml import YAMLError
+
+    from megarl.config import Recipe
+
+    place = tuple(field.split("."))
+    try:
+        given = OmegaConf.to_container(OmegaConf.merge(_BASE, OmegaConf.from_dotlist([f"{field}={value}"])))
+        Recipe.model_validate(given)
+    except ValidationError as error:
+        faults = [fault["msg"] for fault in error.errors(include_url=False) if fault["loc"][: len(place)] == place]
+        return faults[0].replace("Input should be", "must be") if faults else None
+    except (OmegaConfBaseException, YAMLError, TypeError):
+        return "is not valid YAML"
+    return None
+
+
 def migration_page() -> str:
     """Return the text of launch/recipes/MIGRATION.md: `migration.md` with one table of options per program."""
     from megarl.config import Recipe
 
-    base = Recipe.model_validate({"name": "base", "loop": "rl", "model": {"path": "m"}, "data": {"train": "t"}})
+    base = Recipe.model_validate(_BASE)
     rows: defaultdict[str, list[str]] = defaultdict(list)
     for entry in counterparts():
         for program, options in entry.foreign.options.items():

@@ -50,9 +50,10 @@ class TrainConfig(Section):
             AReaL="rollout.consumer_batch_size"),
         Foreign(note="over all inferencers: ibs * num_inferencer", example="128", short="ibs",
             ColossalRL="--inference-batch-size"),
-        Foreign(note="verl: prompts of a step; OpenRLHF: samples of an update; ColossalRL: updates_per_step is ibs * "
-            "num_inferencer / (tbs * dp)", example="train.updates_per_step=2", also="train.updates_per_step",
-            short="tbs", ColossalRL="--train-batch-size"),
+        Foreign(hint="verl: prompts of a step; OpenRLHF: samples of an update; ColossalRL: updates_per_step is ibs * "
+            "num_inferencer / (tbs * dp)", remark="is ibs * num_inferencer / (tbs * dp)",
+            example="train.updates_per_step=2", also="train.updates_per_step", short="tbs",
+            ColossalRL="--train-batch-size"),
         Foreign(note="the two multiplied, over all ranks",
             example="train.prompts_per_step=64 train.samples_per_prompt=1 algorithm.preset=ppo",
             ColossalChat="--num_collect_steps --experience_batch_size"),

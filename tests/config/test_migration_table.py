@@ -5,16 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
 from megarl.config import Recipe
-from megarl.config.migration import counterpart
+from megarl.config.explaining import key_hint, option_hint
+from megarl.config.migration import counterparts, option_rows
 from megarl.config.recipe import load
 from megarl.preflight import learning, sizes
 from megarl.preflight.keyword_arguments import keywords
 from megarl.preflight.rewards import reward_fields
+from megarl.types import ConfigError
 from tests.rollout.batches import attempt, batch_of
 
 TABLE = Path(__file__).resolve().parents[2] / "launch/recipes/MIGRATION.md"
@@ -30,25 +31,7 @@ rollout: {sampling: {max_new_tokens: 1024}}
 """
 
 
-class Row(NamedTuple):
-    program: str
-    option: str
-    overrides: list[str]
-    difference: str
-
-
-def rows() -> list[Row]:
-    found, program = [], ""
-    for line in TABLE.read_text(encoding="utf-8").splitlines():
-        if line.startswith("## "):
-            program = line[3:].partition(":")[0]
-        elif match := re.fullmatch(r"\| `([^`]+)` \| (?:`([^`]+)`|—) \| (.*?) ?\|", line):
-            option, overrides, difference = match.groups()
-            found.append(Row(program, option, (overrides or "").split(), difference))
-    return found
-
-
-ROWS = rows()
+ROWS = option_rows()
 PROGRAMS = ["ColossalRL", "ColossalChat", "RL2", "verl", "slime", "TRL", "NeMo-RL", "AReaL", "prime-rl"]
 
 
@@ -87,32 +70,69 @@ def test_each_row_is_a_recipe(recipe: Callable[[list[str]], Recipe], program: st
     assert wrong == {}
 
 
-OTHERWISE = {
-    "ColossalChat --max_length",
-    "ColossalChat --num_episodes",
-    "ColossalChat --train_batch_size",
-    *(f"TRL beta {beta}" for beta in ("0.0", "0.5", "1.0")),
-    "NeMo-RL teacher.megatron_cfg.tensor_model_parallel_size",
-}
-"""Options that mean something else there than in other programs."""
-
-
-def test_what_a_recipe_is_told_agrees_with_the_table() -> None:
-    """A field that the hint of an unknown key names is one of the row's."""
+def test_messages_agree_with_the_table() -> None:
+    """The message for a row's option, as a flag or as a key, names a field of the row, or says that there is none."""
     wrong = {}
-    for row in ROWS:
-        name = row.option.split()[0].lstrip("-")
-        if (told := counterpart(name)) is None or not row.overrides:
-            continue
-        given = {override.partition("=")[0] for override in row.overrides}
-        is_exempt = f"{row.program} {row.option}" in OTHERWISE
-        if (
-            told.fields
-            and not is_exempt
-            and not any(g == f or g.startswith(f"{f}.") for g in given for f in told.fields)
-        ):
-            wrong[f"{row.program} {row.option}"] = (told.fields, given)
+    for row in option_rows():
+        name, value = row.option.split()[0], row.value or None
+        is_flag = name.startswith("-")
+        messages = [option_hint(name if is_flag else f"--{name}", value, [])]
+        if not is_flag:
+            messages.append(key_hint(name, value))
+        fields = {override.partition("=")[0] for override in row.overrides}
+        # The message may name the section of a mapping, such as data.validation.
+        words = fields | {field.rpartition(".")[0] for field in fields if field.count(".") > 1} or {"no counterpart"}
+        words |= {"mixture"} if any(field.startswith("mixture.") for field in fields) else set()
+        for message in messages:
+            if not any(re.search(rf"(?<![\w.]){re.escape(word)}(?![\w.])", message) for word in words):
+                wrong[f"{row.program} {row.option}"] = message
     assert wrong == {}
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("--num_episodes", "2", ["train.epochs=2", "in ColossalChat it is train.steps"]),
+        ("--train_batch_size", "8", ["train.prompts_per_step", "in ColossalChat it is trainer.max_tokens_per_microb"]),
+        ("--max_length", "2048", ["trainer.max_tokens_per_microbatch", "in ColossalChat it is data.max_prompt_tokens"]),
+        ("--mixed_precision", "bf16", ["write model.dtype=bfloat16"]),
+        ("--mixed_precision", "fp16", ["write model.dtype=bfloat16", "no fp16"]),
+        ("--dtype", "half", ["write model.dtype=bfloat16"]),
+        ("--gradient_checkpointing", "true", ["write trainer.recompute=VALUE"]),
+        ("--beta", "0.5", ["algorithm.kl_coefficient", "in TRL it is", "distillation.jsd_beta"]),
+    ],
+)
+def test_a_message_has_the_meanings_of_all_programs(option: str, value: str, words: list[str]) -> None:
+    message = option_hint(option, value, [])
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize("value", ["true", "bf16"])
+def test_no_message_advises_a_value_that_is_refused(recipe: Callable[[list[str]], Recipe], value: str) -> None:
+    hints = [option_hint(f"--{entry.names[0]}", value, []) for entry in counterparts() if entry.names]
+    advised = [match[1] for hint in hints if (match := re.search(r"write ([a-z_.]+=[^;( ]+)", hint))]
+    overrides = {override.partition("=")[0]: override for override in advised if not override.endswith("=VALUE")}
+    assert overrides
+    with pytest.raises(ConfigError) as caught:
+        recipe([*overrides.values(), "train.steps=no_number"])
+    lines = [line.strip() for line in str(caught.value).splitlines()[1:]]
+    # A field of another loop is refused too, whatever its value.
+    refused = [line.partition(":")[0] for line in lines if "does nothing" not in line]
+    wrong = {
+        field: lines for field in overrides if (lines := [line for line in refused if line.startswith(f"{field} ")])
+    }
+    # The value that is wrong on purpose shows that values are looked at.
+    assert wrong.keys() <= {"train.steps"} and any(line.startswith("train.steps") for line in refused)
+
+
+def test_a_row_tells_of_its_own_program() -> None:
+    others = {"OpenRLHF", *PROGRAMS}
+    told = {
+        f"{row.program} {row.option}": row.difference
+        for row in option_rows()
+        if any(re.search(rf"\b{re.escape(program)}\b", row.difference) for program in others - {row.program})
+    }
+    assert told == {}
 
 
 def formulas(program: str) -> dict[str, str]:
