@@ -166,9 +166,10 @@ def train(
     # Imports create many objects, and collections during them only take time.
     with uncollected():
         with checking(display):
-            from megarl.preflight import download_missing, load, with_memory_defaults, with_steps
+            from megarl.preflight import check_disk, download_missing, load, with_memory_defaults, with_steps
 
             written = load(path, given, is_start=not dry_run, is_of_run=is_of_run)
+            check_disk(written)
             faults.arm_driver(written.cluster.world_size)
         # Epochs are counted in records.
         if written.train.epochs is not None and not dry_run:
@@ -180,6 +181,8 @@ def train(
         if not dry_run and not restart and not _has_work(loaded, resume):
             return
         if not dry_run and download_missing(written, display.info):
+            # The sizes of the model are known now.
+            check_disk(written)
             loaded = with_memory_defaults(written, is_start=True)
         with contextlib.nullcontext() if dry_run else _ranks_importing(loaded):
             layout, records, dropped, kept = checked(loaded, display, is_start=not dry_run)

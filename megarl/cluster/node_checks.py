@@ -17,6 +17,7 @@ from megarl.cluster.deadlines import Deadlines
 from megarl.cluster.run_ranks import RunRanks, together
 from megarl.cluster.worker_group import WorkerGroup
 from megarl.config import Recipe
+from megarl.files.atomic import LEAST_FREE_BYTES
 from megarl.memory_plan.node_bytes import NodeRanks, RankHostBytes
 from megarl.platform import chosen_device, compilers, cuda_extensions, device, transformer_engine
 from megarl.platform.commands import run_command
@@ -28,8 +29,6 @@ from megarl.types import MegarlError
 
 _CLOCK_SECONDS = 60.0
 """Maximum difference in seconds of a node's clock from the median of all clocks."""
-_LEAST_FREE_BYTES = 1 << 30
-"""Minimum free bytes on the disk of the run folder."""
 _REACH_SECONDS = 10.0
 """Time limit in seconds for a connection from one node to another."""
 
@@ -238,9 +237,12 @@ def faults(
             yield f"node {node}: {folder} does not exist or cannot be read; put it on storage shared by all nodes"
         if not report["is_writable"]:
             yield f"node {node}: {run_folder} cannot be written; set runs_folder to storage shared by all nodes"
-        elif report["free_bytes"] < _LEAST_FREE_BYTES:
+        elif report["free_bytes"] < LEAST_FREE_BYTES:
             free = report["free_bytes"] / 2**20
-            yield f"node {node}: {run_folder} has {free:.0f} MiB left; free space there, or set runs_folder"
+            yield (
+                f"node {node}: {run_folder} has {free:.0f} MiB left, a run needs {LEAST_FREE_BYTES >> 20}; free space "
+                "there, or set runs_folder"
+            )
         if report["shared_memory"]:
             yield f"node {node}: {report['shared_memory']}"
         if report["device"]:

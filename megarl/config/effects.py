@@ -14,6 +14,7 @@ recipe runs under any launcher.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from functools import cache
 from typing import TYPE_CHECKING
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING
 from megarl.config.annotations import Condition, KeywordOf, OnlyIf
 from megarl.config.conditions import NOT_OWN, takes
 from megarl.config.schema import annotated_with, value_at
-from megarl.files.import_path import is_import_path
+from megarl.files.import_path import imported_object, is_import_path
 
 if TYPE_CHECKING:
     from megarl.config import Recipe
@@ -70,6 +71,20 @@ def unmet_in(recipe: Recipe, field: str) -> Condition | None:
 
 
 def may_be_idle(recipe: Recipe, field: str) -> bool:
-    """Return whether a field is a keyword argument of a user's own formula. megarl cannot know whether the formula uses
-    it."""
-    return any(is_import_path(value_at(recipe, item.formula) or "") for item in annotated_with(field, KeywordOf))
+    """Return whether a field is a keyword argument of a user's own formula that does not take it.
+
+    A formula that was not imported yet counts as one that does not.
+    """
+    own = [
+        (path, item.name or field.rpartition(".")[2])
+        for item in annotated_with(field, KeywordOf)
+        if is_import_path(path := value_at(recipe, item.formula) or "")
+    ]
+    return any(not _takes(path, keyword) for path, keyword in own)
+
+
+def _takes(path: str, keyword: str) -> bool:
+    if (formula := imported_object(path)) is None:
+        return False
+    parameters = inspect.signature(formula).parameters
+    return keyword in parameters or any(it.kind is inspect.Parameter.VAR_KEYWORD for it in parameters.values())

@@ -29,8 +29,8 @@ class Given:
     """Origin of a recipe's values: a file, and command-line overrides that set or remove values.
 
     `overridden` has the dotted names set by overrides, `unread` the names of fields without a usable value.
-    `is_of_run`: the file is the config.yaml of a run folder. It lists all fields, so an idle field is not the user's
-    mistake.
+    `is_of_run`: the file is the config.yaml of a run folder. It lists all fields with an effect, so a field that
+    has lost it is not the user's mistake.
     """
 
     path: Path

@@ -12,6 +12,8 @@ from pathlib import Path
 from megarl.types import ConfigError, DiskFullError, EndedError, StoppedError, StorageError
 
 _MAKE_ROOM = "Make room, choose another disk with runs_folder=FOLDER, or retain fewer checkpoints with checkpoint.keep."
+LEAST_FREE_BYTES = 1 << 30
+"""Minimum free bytes on the disk of a run folder for metrics, samples and logs, without checkpoints and models."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FAILED = (errno.EIO, errno.EROFS, errno.ESTALE, errno.EFBIG)
 _DENIED = (errno.EACCES, errno.EPERM)

@@ -101,12 +101,24 @@ def source_being_imported() -> str | None:
     return _sources_being_imported[-1] if _sources_being_imported else None
 
 
+def imported_object(path: str) -> Callable[..., Any] | None:
+    """Return the function or class at an import path if its module was imported before. No code runs."""
+    source, _, attribute = path.rpartition(":")
+    module = sys.modules.get(_module_name(Path(source)) if source.endswith(".py") else source)
+    found = getattr(module, attribute, None)
+    return found if callable(found) else None
+
+
+def _module_name(path: Path) -> str:
+    """Return the name in `sys.modules` of a Python file's module. It is unique to the absolute path."""
+    return f"{path.stem}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
+
+
 def _module_of_file(path: Path) -> ModuleType:
-    """Return the module of a Python file. Its name in `sys.modules` is unique to its absolute path."""
     absolute = path.resolve()
     if not absolute.is_file():
         raise FileNotFoundError(f"no such file: {absolute}")
-    name = f"{path.stem}_{hashlib.sha256(str(absolute).encode()).hexdigest()[:12]}"
+    name = _module_name(path)
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, absolute)

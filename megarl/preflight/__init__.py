@@ -14,6 +14,7 @@ from megarl.config.recipe import error_page, read
 from megarl.families.shape import ModelShape, planned_shape, read_model_shape
 from megarl.files.model_folder import check_model_folder
 from megarl.preflight import sizes
+from megarl.preflight.disk_space import check_disk
 from megarl.preflight.downloads import download_missing, download_model
 from megarl.preflight.files import (
     Dropped,
@@ -55,6 +56,7 @@ __all__ = [
     "Kept",
     "aligned",
     "check",
+    "check_disk",
     "check_plan",
     "check_rewards",
     "collect_for",

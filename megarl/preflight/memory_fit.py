@@ -13,7 +13,7 @@ from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.families.published import published_name
 from megarl.families.shape import planned_shape
-from megarl.memory_plan.devices import CPU, GPU, GPU_MEMORY_GIB, GpuMemory
+from megarl.memory_plan.devices import CPU, GPU, GPU_MEMORY_GIB, GpuMemory, Platform
 from megarl.memory_plan.memory_table import MemoryTable, Phase
 from megarl.memory_plan.models import Models, read_models
 from megarl.memory_plan.node_bytes import RankHostBytes, fullest_node_bytes, rank_host_bytes
@@ -335,9 +335,14 @@ def planned_host_bytes(recipe: Recipe) -> RankHostBytes | None:
     return None if any(sizes.model_fit(recipe, models.policy.shape)) else rank_host_bytes(_table_here(recipe))
 
 
+def platform_here(recipe: Recipe) -> Platform:
+    """Return the device of the recipe's ranks if they start on this kind of machine."""
+    return CPU if ranks_on_cpu(recipe) else GPU
+
+
 def _table_here(recipe: Recipe) -> MemoryTable:
     """Return a recipe's predicted memory by phase, for ranks on this machine's kind of device."""
-    platform = CPU if ranks_on_cpu(recipe) else GPU
+    platform = platform_here(recipe)
     models = models_of(recipe, sizes.layout_of(recipe))
     gpus = gpu_memory(recipe)
     return memory_table(recipe, models, platform, gpu_gib=gpus and gpus.engine)

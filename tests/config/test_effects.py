@@ -9,6 +9,7 @@ import yaml
 
 from megarl.config.learning import PRESETS
 from megarl.config.recipe import load, read, recipe_changes, to_yaml
+from megarl.files.import_path import import_object
 from tests.config.refusals import faults
 
 
@@ -389,3 +390,16 @@ def test_keywords_that_an_own_loss_may_not_take_are_printed_where_given(small: P
         again.write_text(to_yaml(recipe))
         assert ("clip_low" in again.read_text()) == printed
         assert load(again) == recipe
+
+
+def test_keywords_that_an_own_loss_takes_are_written(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run has imported its loss, and the loss gets the defaults of these fields: config.yaml has them."""
+    monkeypatch.chdir(tmp_path)
+    Path("own_clip.py").write_text("def loss(policy_logprobs, old_logprobs, advantages, *, clip_high): ...\n")
+    recipe = load(small, ["algorithm.policy_loss=own_clip.py:loss"])
+    assert "clip_high" not in to_yaml(recipe)
+    import_object(recipe.algorithm.policy_loss, "algorithm.policy_loss")
+    written = yaml.safe_load(to_yaml(recipe))["algorithm"]
+    assert written["clip_high"] == 0.2 and "clip_low" not in written

@@ -57,7 +57,7 @@ def test_each_row_is_a_recipe(recipe: Callable[[list[str]], Recipe], program: st
             assert row.difference, f"{row.option} has no field and no reason"
             continue
         try:
-            made = recipe(row.overrides)
+            made = recipe([*row.overrides])
         except Exception as error:
             wrong[row.option] = str(error)
             continue

@@ -1,0 +1,47 @@
+"""Free space on the disk of a run's folder, before anything of the run starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megarl.config import Recipe
+from megarl.files.atomic import LEAST_FREE_BYTES, check_space
+from megarl.memory_plan.phases import ITEM_BYTES, RankMemory
+from megarl.preflight.memory_fit import models_of, platform_here
+from megarl.preflight.sizes import layout_of, model_fit, ranks
+from megarl.step_cost.work import model_work
+from megarl.tracking.run_folder import run_path
+from megarl.types import DataError
+
+
+def check_disk(recipe: Recipe) -> None:
+    """Raise DiskFullError if the disk of the run's folder has no room for the run's files and its largest save."""
+    check_space(run_path(recipe), LEAST_FREE_BYTES + _largest_save(recipe))
+
+
+def _largest_save(recipe: Recipe) -> int:
+    """Return the bytes of a checkpoint or of the exported model, whichever is larger.
+
+    0: the model is not downloaded yet, or the run is on other machines, whose disk may be another one. Faults of a
+    recipe and of its model have messages of their own.
+    """
+    is_here = recipe.cluster.launcher == "local" and Path(recipe.model.folder).is_dir()
+    if not is_here or not recipe.train.steps or any(ranks(recipe)):
+        return 0
+    layout = layout_of(recipe)
+    try:
+        models = models_of(recipe, layout)
+    except DataError:
+        return 0
+    if any(model_fit(recipe, models.policy.shape)):
+        return 0
+    exported = ITEM_BYTES[recipe.model.dtype] * model_work(models.policy.shape).weights
+    if not recipe.checkpoint.every_steps:
+        return exported
+    # Ranks of a pipeline stage save equal parts of it.
+    stages = [
+        RankMemory(recipe, models, platform_here(recipe), layout.rank(tp=0, dp=0, pp=stage))
+        for stage in range(layout.pp)
+    ]
+    saved = sum(memory.policy.saved + memory.critic.saved for memory in stages)
+    return max(exported, saved * layout.world_size // layout.pp)
