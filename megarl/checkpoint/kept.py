@@ -75,7 +75,7 @@ def kept_tensors(folder: str | Path, model: ModelShape) -> dict[str, KeptTensor]
     for path, expected in _files(Path(folder)):
         header = read_safetensors_header(path, expected)
         if any(name.startswith(prefixes) for name in header):
-            found |= {name: kept for name, kept in _places(path) if name.startswith(prefixes)}
+            found |= {name: kept for name, kept in places_in(path) if name.startswith(prefixes)}
     return dict(sorted(found.items()))
 
 
@@ -117,7 +117,7 @@ def _files(folder: Path) -> Iterable[tuple[Path, set[str]]]:
     return [(folder / file, expected) for file, expected in weight_files(folder).items()]
 
 
-def _places(path: Path) -> Iterator[tuple[str, KeptTensor]]:
+def places_in(path: Path) -> Iterator[tuple[str, KeptTensor]]:
     """Yield the tensors of a file, by name. `read_safetensors_header` has checked it."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")

@@ -30,7 +30,7 @@ from megarl.checkpoint.weight_checksums import check_weights, checksums_text, co
 from megarl.config.override import overridden
 from megarl.families import checkpoint_name, float32_tensors
 from megarl.families.llama import EMBEDDING, HEAD, VALUE_HEAD
-from megarl.families.shape import ModelShape, read_model_shape, value_head_fields
+from megarl.families.shape import ModelShape, completed_config, read_model_shape, value_head_fields
 from megarl.files.atomic import replace_folder
 from megarl.files.model_folder import (
     CARD,
@@ -386,11 +386,12 @@ def changed_config(
 ) -> bytes:
     """Return the config.json at `path` with the exported dtype, used by transformers to load the weights.
 
-    With `model`, the fields of its value head are added. Fields of `override` are changed (`config.override`).
+    Fields that vLLM reads and transformers 5 does not write are added (`families.shape.completed_config`), and those of
+    `model`'s value head. Fields of `override` are changed (`config.override`).
     """
     content = path.read_bytes()
     fields = loads(content, max_values_of(path.name))
-    changed = overridden(fields, override or {})
+    changed = overridden(completed_config(fields, path.parent), override or {})
     # Quantised weights were dequantised on reading.
     changed.pop("quantization_config", None)
     if dtype is not None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from megarl.checkpoint.redundant import is_redundant, redundant_faults
 from megarl.families import FAMILIES, aliases_of, kept_prefixes
 from megarl.families.names import parse_name
 from megarl.families.shape import ModelShape
@@ -45,8 +46,10 @@ class Stored(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """An error of one tensor, described by `text`. `kind` is `extra`, `packed`, `doubled`, `type`, `shape` or
-    `missing`."""
+    """An error of one tensor, described by `text`.
+
+    `kind` is `extra`, `packed`, `doubled`, `type`, `shape`, `missing` or `redundant`.
+    """
 
     kind: str
     text: str
@@ -61,10 +64,12 @@ def stored_tensors(folder: str | Path, model: ModelShape) -> tuple[dict[str, Sto
     quantised = _quantised_shapes(shapes, model)
     parts: dict[str, Path] = {}
     found: dict[str, Stored] = {}
+    files: dict[str, Path] = {}
     faults: list[Fault] = []
     for file, expected in weight_files(folder).items():
         path = Path(folder) / file
         for name, (code, shape) in read_safetensors_header(path, expected).items():
+            files.setdefault(name, path)
             if name in quantised:
                 if name in parts:
                     text = f"{path}: {name} is also in {parts[name]}. Remove one of the files."
@@ -75,14 +80,12 @@ def stored_tensors(folder: str | Path, model: ModelShape) -> tuple[dict[str, Sto
                     faults.append(Fault("shape", f"{path}: {name} is {code} {shape}; MXFP4 has {expected_form} there."))
                 continue
             if name not in shapes:
-                # Old checkpoints store redundant tensors: rotary frequencies (computed from config.json), and a tied
-                # head (equal to the embedding). Both are ignored.
-                # Others are kept: copied by exports, never trained (`checkpoint.kept`).
-                is_tied_head = name == "lm_head.weight" and model.tie_word_embeddings
+                # Redundant tensors are not loaded, only compared (`checkpoint.redundant`). Others are kept: copied by
+                # exports, never trained (`checkpoint.kept`).
                 if name.endswith(_PACKED) and not name.startswith(kept):
                     text = f"{path}: {name} holds all experts of a layer; rewrite it with one tensor per expert."
                     faults.append(Fault("packed", text))
-                elif not (name.endswith(".rotary_emb.inv_freq") or is_tied_head or name.startswith(kept)):
+                elif not (is_redundant(name, model) or name.startswith(kept)):
                     faults.append(Fault("extra", f"{path}: {name} has no place in a {model.family} model."))
                 continue
             if name in found:
@@ -110,6 +113,7 @@ def stored_tensors(folder: str | Path, model: ModelShape) -> tuple[dict[str, Sto
         for name in shapes
         if name not in found
     ]
+    faults += [Fault("redundant", text) for text in redundant_faults(Path(folder), model, files)]
     return found, faults
 
 

@@ -17,7 +17,7 @@ from megarl.config import LoraConfig, RolloutConfig
 from megarl.config.engine_fields import engine_field_fault, faults_by_field
 from megarl.config.override import engine_overrides
 from megarl.families import FAMILIES
-from megarl.families.shape import ModelShape, read_model_shape
+from megarl.families.shape import ModelShape, completed_config, read_model_shape
 from megarl.files.model_folder import read_object
 from megarl.files.nearest import nearest
 from megarl.platform import device, vllm_on_cpu
@@ -129,6 +129,8 @@ def engine_arguments(
     arguments |= _state_arguments(shape)
     fields = read_object(Path(model_path) / "config.json")
     changes = engine_overrides(fields, override, _family_rope(shape)) if override else {}
+    whole = completed_config(fields, Path(model_path))
+    changes |= {name: value for name, value in whole.items() if fields.get(name) is None and value is not None}
     if architecture := FAMILIES[shape.family].engine_architecture:
         changes |= {"architectures": [architecture]}
     if fields.get("quantization_config") is not None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.families import llama, stacks
 from megarl.families.config_values import COPY_AGAIN, flag, shown, size
-from megarl.families.family import DEFAULTS, Family
+from megarl.families.family import DEFAULTS, Family, StoredNames
 from megarl.families.mtp import NUMBERED
 from megarl.families.parts import Latent, Parts
 from megarl.families.reading import first_layers_dense, refuse_biases, required, sigmoid_router
@@ -28,13 +28,20 @@ _ROUTING = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 """Fields read by vLLM 0.30. Without them it would route without the bias, or by a softmax."""
 
 
+def added_fields(config: Mapping[str, Any], stored_names: StoredNames) -> Mapping[str, Any]:
+    """Return the missing fields of `_ROUTING`, if the folder has the bias with which this method chooses experts."""
+    missing = {field: value for field, value in _ROUTING.items() if config.get(field) is None}
+    has_bias = bool(missing) and any(name.endswith(".gate.e_score_correction_bias") for name in stored_names())
+    return missing if has_bias else {}
+
+
 def read(config: Mapping[str, Any]) -> Parts:
     """Return the parts of a DeepSeek-V3 model."""
     for field, value in _ROUTING.items():
         if config.get(field) != value:
             raise DataError(
-                f'{field} is {shown(config.get(field))}; vLLM needs "{value}" for this architecture. transformers 5 '
-                "drops the field: copy it from the base model's config.json."
+                f'{field} is {shown(config.get(field))}; vLLM needs "{value}" for this architecture, and the folder '
+                "has no router's bias that shows it: copy the field from the base model's config.json."
             )
     return read_latent(config)
 
@@ -173,6 +180,7 @@ FAMILY = Family(
     read,
     rules,
     FIELDS,
+    added_fields,
     stacks=live_stacks,
     # Moonlight is a deepseek_v3 model, Kimi-K2 has a model_type of its own, known to vLLM.
     other_model_types=("kimi_k2",),

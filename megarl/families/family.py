@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,15 @@ DEFAULTS: Mapping[str, Any] = {
     "tie_word_embeddings": False,
 }
 """Values that most of transformers' configuration classes give to fields missing in config.json."""
+
+
+StoredNames = Callable[[], Collection[str]]
+"""Function that reads the names of a folder's tensors."""
+
+
+def no_fields(config: Mapping[str, Any], stored_names: StoredNames) -> Mapping[str, Any]:
+    """Return nothing, for families whose config.json has all fields that vLLM reads."""
+    return {}
 
 
 def no_settings(model: ModelShape) -> Mapping[str, Any]:
@@ -53,6 +62,9 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=lambda: DEFAULTS)
     """Values of fields that config.json may lack: those of transformers' configuration class, which vLLM uses too. A
     field that is neither here nor in config.json is an error."""
+    added_fields: Callable[[Mapping[str, Any], StoredNames], Mapping[str, Any]] = no_fields
+    """Function from config.json, and from a function for the names of the folder's tensors, to fields that vLLM reads
+    and transformers 5 does not write. Engines and exports have them too."""
     stacks: Callable[[ModelShape], Iterable[stacks.Stack]] = stacks.standard
     """Function from a model's shape to vLLM's parameters that fuse, split or convert tensors (`stacks.Stack`). Other
     tensors are stored whole on every rank. Stacks of tensors without a rule are ignored."""

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from megarl.families import deepseek_v3, llama, stacks
-from megarl.families.config_values import shown
-from megarl.families.family import Family
+from megarl.families.config_values import shown, size
+from megarl.families.family import Family, StoredNames
 from megarl.families.mtp import NUMBERED
 from megarl.families.parts import Parts
 from megarl.types import DataError
@@ -16,10 +16,22 @@ if TYPE_CHECKING:
     from megarl.families.shape import ModelShape
 
 
+def added_fields(config: Mapping[str, Any], stored_names: StoredNames) -> Mapping[str, Any]:
+    """Return `first_k_dense_replace`, which transformers 5 replaces by a list of the layers' types."""
+    if config.get("first_k_dense_replace") is not None:
+        return {}
+    # Without the list the class makes the first layer dense.
+    kinds = config.get("mlp_layer_types") or ["dense", "sparse"]
+    is_known = isinstance(kinds, list) and "sparse" in kinds
+    return {"first_k_dense_replace": kinds.index("sparse")} if is_known else {}
+
+
 def read(config: Mapping[str, Any]) -> Parts:
     """Return the parts of a GLM-4.7-Flash model."""
     parts = deepseek_v3.read_latent(config)
+    # No kinds: all layers have experts.
     kinds = ["sparse" if kind.has_experts else "dense" for kind in parts.kinds]
+    kinds = kinds or ["sparse"] * size(config, "num_hidden_layers")
     # transformers reads this field and vLLM the other one: they must agree.
     if (given := config.get("mlp_layer_types")) is not None and given != kinds:
         raise DataError(f"mlp_layer_types is {shown(given)}; first_k_dense_replace gives {shown(kinds)}.")
@@ -44,4 +56,6 @@ _FIELDS = {
     "topk_group": 1,
 }
 
-FAMILY = Family("Glm4MoeLiteForCausalLM", read, deepseek_v3.rules, _FIELDS, stacks=live_stacks, mtp=NUMBERED)
+FAMILY = Family(
+    "Glm4MoeLiteForCausalLM", read, deepseek_v3.rules, _FIELDS, added_fields, stacks=live_stacks, mtp=NUMBERED
+)

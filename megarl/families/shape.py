@@ -198,7 +198,7 @@ def _named_shape(config: dict[str, Any], path: Path, override: Mapping[str, Any]
     """Return the shape in a config.json with changed fields. Errors name its path."""
     named = path if not override else f"{path} with model.override_config = {override!r:.80}"
     try:
-        shape = shape_from_config(overridden(config, override or {}))
+        shape = shape_from_config(overridden(completed_config(config, path.parent), override or {}))
         _check_override(override or {}, shape)
     except KeyError as error:
         raise DataError(f"{path}: field {error} is missing. {COPY_AGAIN}") from None
@@ -211,6 +211,15 @@ def _named_shape(config: dict[str, Any], path: Path, override: Mapping[str, Any]
             f'{path}: model_type is {shown(model_type)}, but the architecture of the model needs "{shape.family}".'
         )
     return shape
+
+
+def completed_config(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return a folder's config.json with the fields that vLLM reads and transformers 5 does not write.
+
+    Raises DataError for an architecture that is not supported.
+    """
+    family = FAMILIES[_family_name(_architecture(config), config.get("model_type"))]
+    return {**config, **family.added_fields(config, lambda: stored_names(folder))}
 
 
 def shape_from_config(config: dict[str, Any]) -> ModelShape:

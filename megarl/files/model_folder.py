@@ -122,8 +122,8 @@ def download_commands(folder: Path, file: str = "") -> str:
 def weight_files(folder: str | Path) -> dict[str, set[str]]:
     """Return the safetensors files of a model folder, each with the names of its tensors from the index.
 
-    Without an index the names are empty. Raises DataError for a folder without safetensors, and for an index that is
-    invalid or names a file outside the folder.
+    Without an index the names are empty. Raises DataError for a folder without safetensors, or with two forms of the
+    weights, and for an index that is invalid or names a file outside the folder.
     """
     folder = Path(folder)
     if not (folder / INDEX).exists():
@@ -132,6 +132,12 @@ def weight_files(folder: str | Path) -> dict[str, set[str]]:
             raise DataError(
                 f"{others[0] if others else folder}: neither {SINGLE} nor {INDEX} found. megarl reads weights from "
                 "safetensors only; convert other formats with transformers' save_pretrained."
+            )
+        if shards := sorted(path.name for path in folder.glob("model-*-of-*.safetensors")):
+            # transformers reads the single file, vLLM all of them.
+            raise DataError(
+                f"{folder / SINGLE}: {shards[0]} lies beside it without an index. These are two forms of the weights; "
+                "remove the wrong one."
             )
         return {SINGLE: set()}
     files: dict[str, set[str]] = {}
@@ -146,6 +152,12 @@ def weight_files(folder: str | Path) -> dict[str, set[str]]:
                 "folder. Copy or download the file again."
             )
         files.setdefault(shard, set()).add(tensor)
+    if SINGLE not in files and (folder / SINGLE).exists():
+        # transformers reads the single file, vLLM those of the index.
+        raise DataError(
+            f"{folder / SINGLE}: lies beside {INDEX}, which does not name it. These are two forms of the weights; "
+            "remove the wrong one."
+        )
     return files
 
 

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
+from megarl.checkpoint.safetensors import changed_config
+from megarl.config import RolloutConfig
+from megarl.engine.vllm_arguments import engine_arguments
 from megarl.families.parts import Latent
-from megarl.families.shape import shape_from_config
+from megarl.families.shape import read_model_shape, shape_from_config
+from megarl.files.model_folder import SINGLE
 from megarl.types import DataError
 
 CONFIG: dict[str, Any] = {
@@ -70,6 +78,32 @@ def test_yarn(rope: dict[str, float], factor: float, mscale: float) -> None:
 def test_what_would_be_computed_differently_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         shape_from_config(CONFIG | change)
+
+
+def test_a_folder_of_transformers_5_gets_the_fields_of_vllm(tmp_path: Path) -> None:
+    """The router's bias shows the method. transformers 5 writes neither its name nor GLM-4.7-Flash's first layers."""
+    config = {name: value for name, value in CONFIG.items() if name not in ("topk_method", "scoring_func")}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    with pytest.raises(DataError, match="topk_method is missing; vLLM needs"):
+        read_model_shape(tmp_path)
+    save_file({"model.layers.1.mlp.gate.e_score_correction_bias": np.zeros(8, np.float32)}, tmp_path / SINGLE)
+    assert read_model_shape(tmp_path) == shape_from_config(CONFIG)
+    assert json.loads(changed_config(path, None)) == CONFIG
+    arguments = engine_arguments(str(tmp_path), RolloutConfig(), max_model_len=64, dtype="float32", seed=0)
+    assert arguments.hf_overrides == {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    path.write_text(json.dumps(config | {"scoring_func": "softmax"}))
+    with pytest.raises(DataError, match=r'scoring_func is .softmax.; vLLM needs "sigmoid"'):
+        read_model_shape(tmp_path)
+
+    flash = {name: value for name, value in (config | FLASH).items() if name != "first_k_dense_replace"}
+    for kinds, first in ((["dense", "dense", "sparse"], 2), (["sparse"] * 3, 0), (None, 1)):
+        path.write_text(json.dumps(flash | {"mlp_layer_types": kinds}))
+        assert [kind.has_experts for kind in read_model_shape(tmp_path).layers] == [n >= first for n in range(3)]
+        assert json.loads(changed_config(path, None))["first_k_dense_replace"] == first
+    path.write_text(json.dumps(flash | {"mlp_layer_types": ["dense", "sparse", "dense"]}))
+    with pytest.raises(DataError, match=r"mlp_layer_types is .*; first_k_dense_replace gives"):
+        read_model_shape(tmp_path)
 
 
 def test_glm_flash_needs_no_method_of_routing() -> None:

@@ -41,6 +41,20 @@ def test_whole_folders_have_no_problem(folder: Path, tiny_model: Callable[..., P
     assert weight_files(folder) == {"one.safetensors": {"a", "b"}, "two.safetensors": {"c"}}
 
 
+def test_two_forms_of_the_weights_are_refused(folder: Path, tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    """transformers reads the single file, vLLM the index's files, or all files if there is no index."""
+    save_file({"a": torch.zeros(2)}, folder / "model.safetensors")
+    [problem] = check_model_folder(folder)
+    assert f"{folder / 'model.safetensors'}: lies beside {INDEX}, which does not name it" in problem
+    reindex(folder, a="model.safetensors")
+    assert check_model_folder(folder) == []
+    single = tmp_path / "single"
+    shutil.copytree(tiny_model(), single)
+    save_file({"a": torch.zeros(2)}, single / "model-00002-of-00002.safetensors")
+    [problem] = check_model_folder(single)
+    assert "model-00002-of-00002.safetensors lies beside it without an index" in problem
+
+
 def test_header_tells_type_and_shape(folder: Path) -> None:
     assert read_safetensors_header(folder / "one.safetensors") == {"a": ("F32", (2, 3)), "b": ("I64", (5,))}
 

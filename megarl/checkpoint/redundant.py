@@ -1,0 +1,94 @@
+"""Redundant tensors of a model folder: they repeat other tensors, or numbers that follow from config.json. No torch.
+
+They are a head stored beside a tied embedding, rotary frequencies, and the copies of embedding and head in a trained
+layer for multi-token prediction. They are not loaded. So one that differs is an error: the model would be another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from megarl.checkpoint.kept import KeptTensor, places_in
+from megarl.families import checkpoint_name, copies_of
+from megarl.families.frequencies import scaled_frequencies
+from megarl.families.llama import EMBEDDING, HEAD
+from megarl.families.shape import ModelShape, read_model_shape
+
+_FREQUENCIES = ".rotary_emb.inv_freq"
+_PRECISION = {"F64": 1e-5, "F32": 1e-5, "F16": 2e-3, "BF16": 1e-2}
+"""Largest relative distance of a stored frequency that is rounding, by the code of its dtype."""
+_SMALLEST = 1e-7
+"""Frequencies below this are rounded to few bits in float16."""
+
+
+def is_redundant(name: str, model: ModelShape) -> bool:
+    """Return whether a tensor repeats what other tensors or config.json say."""
+    return name.endswith(_FREQUENCIES) or name in _originals(model)
+
+
+def redundant_faults(folder: Path, model: ModelShape, files: Mapping[str, Path]) -> Iterator[str]:
+    """Yield a line for each redundant tensor with other values. `files` has the file of every tensor in the folder."""
+    names = [name for name in files if is_redundant(name, model)]
+    if not names:
+        return
+    originals = _originals(model)
+    involved = {files[name] for name in (*names, *originals.values()) if name in files}
+    places = {name: place for path in sorted(involved) for name, place in places_in(path)}
+    # An override may have changed the rotary embeddings of `model`.
+    own = read_model_shape(folder) if (folder / "config.json").exists() else model
+    for name in names:
+        if name.endswith(_FREQUENCIES):
+            if not _has_frequencies_of(places[name], own):
+                yield (
+                    f"{files[name]}: {name} differs from the rotary frequencies that config.json gives (rope_theta "
+                    f"{own.rotary.theta:g}, rope_type {own.rotary.scaling}). Correct config.json, or remove the tensor."
+                )
+        elif originals[name] in places and not _are_equal(places[name], places[originals[name]]):
+            yield f"{files[name]}: {name} differs from {originals[name]}, {_reason(name, model)}"
+
+
+def _originals(model: ModelShape) -> dict[str, str]:
+    """Return the names of tensors that must equal others, with the names of the latter."""
+    tied = {HEAD: checkpoint_name(EMBEDDING, model)} if model.tie_word_embeddings else {}
+    return {**tied, **copies_of(model)}
+
+
+def _reason(name: str, model: ModelShape) -> str:
+    if name == HEAD:
+        return (
+            "but config.json has tie_word_embeddings true, which uses the embedding as head. Set it to false if the "
+            "head was trained apart, or remove the tensor."
+        )
+    return (
+        "of which it is a copy in the layer for multi-token prediction. Only equal copies can be trained; leave out "
+        "trainer.mtp_loss_coefficient."
+    )
+
+
+def _are_equal(tensor: KeptTensor, other: KeptTensor) -> bool:
+    if (tensor.code, tensor.shape) != (other.code, other.shape):
+        return False
+    return all(piece == same for piece, same in zip(tensor.content(), other.content(), strict=True))
+
+
+def _has_frequencies_of(tensor: KeptTensor, model: ModelShape) -> bool:
+    """Return whether a tensor holds a model's rotary frequencies, rounded to the tensor's dtype."""
+    if tensor.code not in _PRECISION or tensor.shape != (model.rotary_channels // 2,):
+        return False
+    exponents = np.arange(0, model.rotary_channels, 2, dtype=np.float32) / np.float32(model.rotary_channels)
+    pairs = np.arange(model.rotary_channels // 2, dtype=np.float32)
+    expected = scaled_frequencies(model.rotary, model.rotary_channels, exponents, pairs, np.where)
+    return np.allclose(_numbers(tensor), expected, rtol=_PRECISION[tensor.code], atol=_SMALLEST)
+
+
+def _numbers(tensor: KeptTensor) -> np.ndarray:
+    """Return a tensor's numbers, flat: float64 [elements]."""
+    content = b"".join(tensor.content())
+    if tensor.code == "BF16":
+        # The first half of a float32.
+        return (np.frombuffer(content, "<u2").astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    kinds = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
+    return np.frombuffer(content, kinds[tensor.code]).astype(np.float64)

@@ -1,0 +1,63 @@
+"""Formulas of scaled rotary frequencies, for arrays of torch and of numpy. They import neither.
+
+They are those of transformers 5 and vLLM 0.30, in the same order of operations.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from megarl.families.rotary import Rotary
+
+Array = Any
+"""A one-dimensional float32 array of numpy, or a tensor of torch."""
+Where = Callable[[Array, Array, Array], Array]
+"""The library's function that chooses elements of two arrays by a condition."""
+
+
+def scaled_frequencies(rotary: Rotary, num_channels: int, exponents: Array, pairs: Array, where: Where) -> Array:
+    """Return the angle of each pair of channels per position, [num_channels / 2], in radians.
+
+    `exponents` are the even numbers below num_channels, divided by it. `pairs` are the numbers of the pairs, from 0.
+    """
+    plain = 1.0 / rotary.theta**exponents
+    if rotary.scaling == "linear":
+        return plain / rotary.factor
+    if rotary.scaling == "llama3":
+        return _llama3(plain, rotary, where)
+    if rotary.scaling == "yarn":
+        divided = 1.0 / (rotary.factor * rotary.theta**exponents)
+        return _yarn(plain, divided, pairs, rotary, num_channels)
+    return plain
+
+
+def _llama3(plain: Array, rotary: Rotary, where: Where) -> Array:
+    """Return Llama 3.1's frequencies [pairs]: long wavelengths are divided by the factor, medium ones interpolated."""
+    wavelengths = 2 * math.pi / plain
+    longest = rotary.original_positions / rotary.low_factor
+    shortest = rotary.original_positions / rotary.high_factor
+    smooth = (rotary.original_positions / wavelengths - rotary.low_factor) / (rotary.high_factor - rotary.low_factor)
+    medium = (1 - smooth) * plain / rotary.factor + smooth * plain
+    scaled = where(wavelengths > longest, plain / rotary.factor, medium)
+    return where(wavelengths < shortest, plain, scaled)
+
+
+def _yarn(plain: Array, divided: Array, pairs: Array, rotary: Rotary, num_channels: int) -> Array:
+    """Return YaRN's frequencies [pairs] (arXiv:2309.00071, section 3.2): a linear ramp between unchanged frequencies
+    and frequencies divided by the factor."""
+
+    def pair_with(rotations: float) -> float:
+        """Return the (real-valued) number of the channel pair with this many rotations over the original context."""
+        turns = rotary.original_positions / (rotations * 2 * math.pi)
+        return num_channels * math.log(turns) / (2 * math.log(rotary.theta))
+
+    low, high = pair_with(rotary.beta_fast), pair_with(rotary.beta_slow)
+    if rotary.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, num_channels - 1)
+    # An empty ramp would divide by zero.
+    width = (high - low) or 0.001
+    ramp = ((pairs - low) / width).clip(0, 1)
+    return divided * ramp + plain * (1 - ramp)
