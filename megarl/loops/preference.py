@@ -12,6 +12,7 @@ from megarl.data.sampler import DataOrder
 from megarl.data.token_batch import TokenBatch
 from megarl.loops.models import move_reference
 from megarl.loops.session import Session
+from megarl.loops.start_comparison import compare_start
 from megarl.preflight import collect_for, read_preferences
 from megarl.rollout.rl_batch import assign_token_weights
 from megarl.tracking.metrics import values
@@ -32,6 +33,7 @@ async def train(session: Session) -> None:
         name: read_preferences(recipe, session.tokenizer, path, session.dropped)[: recipe.evaluation.max_problems]
         for name, path in recipe.data.validation.items()
     }
+    await compare_start(session, answers)
     if not session.folder.resumed_step and recipe.evaluates_first:
         tracker.log(0, await _evaluate(session, held_out))
     for number in session.steps.remaining:

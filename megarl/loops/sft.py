@@ -10,6 +10,7 @@ from megarl.data.conversations import Conversation
 from megarl.data.sampler import DataOrder
 from megarl.data.token_batch import TokenBatch
 from megarl.loops.session import Session
+from megarl.loops.start_comparison import compare_start
 from megarl.loops.steps import Step
 from megarl.platform.spans import span
 from megarl.preflight import collect_for, read_conversations
@@ -39,6 +40,7 @@ async def train(session: Session) -> None:
     }
     order = DataOrder(len(conversations), recipe.train.prompts_per_step, recipe.seed, recipe.data.shuffle)
     await _resume_or_evaluate(session, held_out)
+    await compare_start(session, ((conversation,) for conversation in conversations))
 
     for number in session.steps.remaining:
         async with session.steps.step(number) as step:

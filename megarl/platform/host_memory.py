@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+_MEMINFO = Path("/proc/meminfo")
 _CGROUP_FILE = Path("/proc/self/cgroup")
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 
@@ -15,6 +16,15 @@ def machine_bytes() -> int:
     """Return the bytes of host memory that this process may use: the machine's total, or less with a cgroup limit."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([total, *cgroup_limits()])
+
+
+def available_bytes(meminfo: Path = _MEMINFO) -> int:
+    """Return the bytes of host memory that are free or can be freed: those of the machine, up to a cgroup limit."""
+    for line in meminfo.read_text().splitlines():
+        name, _, amount = line.partition(":")
+        if name == "MemAvailable":
+            return min(machine_bytes(), int(amount.split()[0]) * 1024)
+    return 0
 
 
 def cgroup_limits(cgroup_file: Path = _CGROUP_FILE, root: Path = _CGROUP_ROOT) -> Iterator[int]:

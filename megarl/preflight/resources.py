@@ -14,6 +14,7 @@ from megarl.config.override_text import short_override
 from megarl.config.parallel import ParallelConfig
 from megarl.config.schema import all_fields, annotated_with, value_at
 from megarl.families.logprob_chunks import logprob_chunk_tokens
+from megarl.families.parts import Latent
 from megarl.families.shape import ModelShape, planned_shape
 from megarl.memory_plan.devices import CPU
 from megarl.memory_plan.memory_table import MemoryTable
@@ -99,6 +100,8 @@ def _engines_alone(policy: Built) -> Built:
     return Built(policy.shape, replace(own, rollout_ranks=layout.num_ranks))
 
 
+_TRANSFORMERS_LATENT_EPSILON = 1e-6
+
 # Above this many ranks a core, ranks on CPUs mostly wait for each other.
 _RANKS_PER_CORE = 4
 
@@ -108,8 +111,10 @@ def resource_warnings(recipe: Recipe, layout: ParallelConfig) -> Iterator[str]:
     yield from _weakened_sandbox(recipe)
     if not ranks_on_cpu(recipe):
         yield from untried_on_gpus(recipe)
+    shape = planned_shape(recipe.model.folder, recipe.model.override_config)
+    yield from latent_norms(recipe, shape)
     if not runs_on_cpu():
-        yield from slow_delta_nets(recipe, planned_shape(recipe.model.folder, recipe.model.override_config))
+        yield from slow_delta_nets(recipe, shape)
     yield from small_cache(recipe, layout, table_of(recipe, layout))
     cluster = recipe.cluster
     if cluster.launcher != "local":
@@ -184,6 +189,16 @@ def slower_layout(recipe: Recipe) -> Iterator[str]:
         f"ranks wait for each other in every layer. The whole model fits in each rank's memory: set {faster} (run "
         "`megarl plan` with these to see the memory)"
     )
+
+
+def latent_norms(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+    """Yield a warning about a model whose latent vectors transformers normalises with another constant."""
+    if isinstance(shape.attention, Latent) and shape.norm_epsilon != _TRANSFORMERS_LATENT_EPSILON:
+        yield (
+            f"model.path = {recipe.model.path}: norms of latent vectors use rms_norm_eps = {shape.norm_epsilon:g}, as "
+            f"in vLLM. transformers always uses {_TRANSFORMERS_LATENT_EPSILON:g} there; its log-probs differ by about "
+            "3e-5 nats"
+        )
 
 
 def slow_delta_nets(recipe: Recipe, shape: ModelShape) -> Iterator[str]:

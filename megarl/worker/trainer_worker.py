@@ -8,6 +8,8 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megarl.checkpoint import peft, safetensors
@@ -40,6 +42,7 @@ from megarl.training.state_copies import StateCopier, StateCopies
 from megarl.training.state_fingerprints import state_fingerprints
 from megarl.training.teacher import ModelInOwnGroups, Teacher
 from megarl.training.training_engine import Snapshot, StartingPolicy, TrainingEngine
+from megarl.training.transformers_logprobs import transformers_logprobs
 from megarl.types import ExpertsHandle
 from megarl.worker.rank_transfer import RankTransfer, Report
 
@@ -183,6 +186,16 @@ class TrainerWorker:
     def compute_canary(self) -> CanaryReport:
         """Compute the canary batch twice with the policy, and return the checksums of all module outputs."""
         return compute_canary(self.policy)
+
+    def transformers_logprobs(self, sequences: Sequence[NDArray[np.int64]]) -> list[NDArray[np.float32]] | str | None:
+        """Compute log-probs of token ids with transformers' own model of the policy's folder, on the first rank alone.
+
+        Returns the log-probs of each sequence, or why there are none; None on other ranks.
+        """
+        if self.rank:
+            return None
+        recipe, dtype = self.recipe, self.policy.dtype
+        return transformers_logprobs(recipe.model.folder, recipe.override_of(recipe.model.folder), sequences, dtype)
 
     def _note_version(self, version: int, report: Report) -> Report:
         """Record the version of the engines' weights after a transfer, unless a peer was lost. Returns the transfer's

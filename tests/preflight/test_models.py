@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from megarl.config import Recipe
-from megarl.families.shape import read_model_shape
+from megarl.families.shape import planned_shape, read_model_shape
 from megarl.platform.cuda_extensions import runs_on_cpu
 from megarl.preflight import check, row_multiple
 from megarl.preflight.library_fields import supported_head_sizes
+from megarl.preflight.resources import latent_norms
 from megarl.types import ConfigError, DataError
 from tests.checkpoint.model_folders import vision_folder
 
@@ -45,6 +46,16 @@ def test_sizes_that_no_model_has_are_refused_before_a_rank_starts(
     (folder / "config.json").write_text(json.dumps(config | {field: size}))
     with pytest.raises(DataError, match=rf"config\.json: {field} is {size!r}; it must be a whole number from 1 to"):
         check(recipe(model={"path": str(folder)}))
+
+
+def test_the_constant_of_latent_norms_is_said(recipe: Callable[..., Recipe]) -> None:
+    flash, deepseek = (
+        list(latent_norms(made, planned_shape(made.model.folder)))
+        for made in (recipe(model={"path": f"models/{name}"}) for name in ("GLM-4.7-Flash", "DeepSeek-V3"))
+    )
+    [text] = flash
+    assert "model.path = models/GLM-4.7-Flash" in text and "rms_norm_eps = 1e-05" in text and "1e-06" in text
+    assert deepseek == []
 
 
 def with_value_head(model: Path, target: Path) -> Path:

@@ -1,0 +1,92 @@
+"""Comparison at the start of SFT and preference learning: the trainer's log-probs against transformers' own model.
+
+Runs that sample compare trainer and engine in every step (metrics `logprob_gap/`). These runs have no engine, or use it
+for evaluations alone, so a model that is computed wrongly would train without a sign.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megarl.data.token_batch import TokenBatch
+from megarl.loops.session import Session
+from megarl.types import TrainingSequence
+
+_NUM_TOKENS, _LONGEST = 256, 128
+"""Tokens to compare, and the most of one sequence."""
+_LIMITS = {"float32": 1e-3}
+_ROUNDED_LIMIT, _FP8_LIMIT = 0.05, 0.2
+"""Largest mean distance in nats that is rounding: by the model's dtype, of other dtypes, and with trainer.fp8."""
+
+
+class Gap(NamedTuple):
+    """Distance of log-probs, in nats, over the compared tokens."""
+
+    mean: float
+    largest: float
+    num_tokens: int
+
+
+async def compare_start(session: Session, examples: Iterable[Sequence[TrainingSequence]]) -> None:
+    """Compare log-probs of the first examples, before the first step of a run that is not resumed.
+
+    Prints the distance. Warns if it is more than rounding, or if transformers cannot compute the model here.
+    `examples` are the sequences of each example, two for a pair of answers.
+    """
+    recipe = session.recipe
+    # The value head of a reward model has no counterpart. After a resume the weights are not the folder's.
+    if recipe.loop == "reward_model" or session.folder.resumed_step or not recipe.train.steps:
+        return
+    batch = TokenBatch.from_sequences(first_sequences(examples))
+    tokens = np.split(batch.token_ids, batch.cu_seqlens[1:-1])
+    policy = session.models["policy"]
+    with session.tracker.phase("start"), policy.work.uncounted():
+        reference, *_ = await policy.group.call("transformers_logprobs", tokens)
+        if isinstance(reference, str):
+            session.tracker.notice(
+                f"model.path: log-probs are not compared with transformers at the start: {reference}."
+            )
+            return
+        trained = await policy.forward(batch)
+    gap = measure_gap(np.split(trained, batch.cu_seqlens[1:-1]), reference)
+    limit = _FP8_LIMIT if recipe.trainer.fp8 != "none" else _LIMITS.get(recipe.model.dtype, _ROUNDED_LIMIT)
+    if (text := gap_warning(gap, limit)) is not None:
+        session.tracker.notice(text)
+    else:
+        session.tracker.info(f"trainer against transformers: {_describe(gap)}")
+
+
+def first_sequences(examples: Iterable[Sequence[TrainingSequence]]) -> list[TrainingSequence]:
+    """Return the beginnings of the first examples' sequences, `_NUM_TOKENS` tokens or a little more."""
+    beginnings: list[TrainingSequence] = []
+    for sequences in examples:
+        beginnings += [TrainingSequence(one.token_ids[:_LONGEST], one.loss_mask[:_LONGEST]) for one in sequences]
+        if sum(len(one.token_ids) for one in beginnings) >= _NUM_TOKENS:
+            break
+    return beginnings
+
+
+def measure_gap(trained: Sequence[NDArray[np.float32]], reference: Sequence[NDArray[np.float32]]) -> Gap:
+    """Return the distance of log-probs of sequences, each [tokens], without their first tokens."""
+    distances = np.abs(np.concatenate([own[1:] - other[1:] for own, other in zip(trained, reference, strict=True)]))
+    return Gap(float(distances.mean()), float(distances.max()), len(distances))
+
+
+def gap_warning(gap: Gap, limit: float) -> str | None:
+    """Return the warning about a mean distance above the limit in nats; None up to the limit."""
+    # Written so that NaN warns.
+    if gap.mean <= limit:
+        return None
+    return (
+        f"model.path: the trainer computes other log-probs than transformers' own model: {_describe(gap)}; rounding "
+        f"explains a mean of {limit:g}. The run would train another model than the folder's. Check config.json and "
+        "trainer.megatron."
+    )
+
+
+def _describe(gap: Gap) -> str:
+    return f"log-probs of {gap.num_tokens} tokens differ by {gap.mean:.2g} nats on average, at most {gap.largest:.2g}"

@@ -1,0 +1,70 @@
+"""Log-probs of transformers' own model of a folder, computed on the CPU of this host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megarl.config.override import overridden
+from megarl.families import hf_tensors
+from megarl.families.shape import completed_config, read_model_shape
+from megarl.files.model_folder import read_object
+from megarl.platform.host_memory import available_bytes
+
+_LARGEST_BYTES = 16 << 30
+"""Larger models take minutes to load."""
+_SHARE = 0.5
+"""Share of the available host memory that the model may take. Ranks and page cache need the rest."""
+
+
+def transformers_logprobs(
+    folder: str, override: Mapping[str, Any], sequences: Sequence[NDArray[np.int64]], dtype: torch.dtype
+) -> list[NDArray[np.float32]] | str:
+    """Return the log-prob of each token of each sequence, in nats, the first of each 0; or why there are none.
+
+    `sequences` are token ids, each [tokens]. `override` changes fields of config.json (`config.override`).
+    """
+    if (problem := _size_problem(folder, override, dtype)) is not None:
+        return problem
+    # transformers refuses some models that megarl reads, for example a quantised format or a model_type of vLLM's own.
+    # Their training must not depend on it.
+    try:
+        with torch.random.fork_rng(), torch.no_grad():
+            model = _load(folder, override, dtype)
+            return [_logprobs(model, torch.from_numpy(tokens)) for tokens in sequences]
+    except Exception as error:
+        return f"transformers cannot compute this model ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+
+
+def _size_problem(folder: str, override: Mapping[str, Any], dtype: torch.dtype) -> str | None:
+    """Return why the model is too large for this host; None if it is not."""
+    num_bytes = dtype.itemsize * sum(map(prod, hf_tensors(read_model_shape(folder, override)).values()))
+    limit = min(_LARGEST_BYTES, int(_SHARE * available_bytes()))
+    if num_bytes <= limit:
+        return None
+    return (
+        f"the model needs {num_bytes / 2**30:.1f} GiB of host memory, and {limit / 2**30:.1f} GiB may be used for this"
+    )
+
+
+def _load(folder: str, override: Mapping[str, Any], dtype: torch.dtype) -> Any:
+    """Return transformers' model, with the fields of `override` in its config."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields = completed_config(read_object(Path(folder) / "config.json"), Path(folder))
+    changed = overridden(fields, override)
+    config = AutoConfig.for_model(**changed) if override else AutoConfig.from_pretrained(folder)
+    return AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype, trust_remote_code=False).eval()
+
+
+def _logprobs(model: Any, tokens: torch.Tensor) -> NDArray[np.float32]:
+    """Return the log-prob of each token of a sequence [tokens], the first 0."""
+    logits = model(tokens[None], use_cache=False).logits[0, :-1].float()
+    found = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+    return np.concatenate([np.zeros(1, np.float32), found.numpy()])
