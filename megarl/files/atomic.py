@@ -5,8 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megarl.types import ConfigError, DiskFullError, EndedError, StoppedError, StorageError
@@ -14,6 +15,8 @@ from megarl.types import ConfigError, DiskFullError, EndedError, StoppedError, S
 _MAKE_ROOM = "Make room, choose another disk with runs_folder=FOLDER, or retain fewer checkpoints with checkpoint.keep."
 LEAST_FREE_BYTES = 1 << 30
 """Minimum free bytes on the disk of a run folder for metrics, samples and logs, without checkpoints and models."""
+_FULL_BYTES = 1 << 20
+"""A disk with less free space counts as full. A write that failed may have left a part of a block."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FAILED = (errno.EIO, errno.EROFS, errno.ESTALE, errno.EFBIG)
 _DENIED = (errno.EACCES, errno.EPERM)
@@ -86,10 +89,8 @@ def sync(path: Path) -> None:
 
 def disk_full(error: BaseException) -> DiskFullError | None:
     """Return a DiskFullError if a full disk is among the causes of an error, else None."""
-    if (cause := _os_error(error, _FULL)) is None:
-        return None
-    where = f"{cause.filename}: " if cause.filename else ""
-    return DiskFullError(f"{where}no room on its disk ({cause.strerror}). {_MAKE_ROOM}")
+    cause = _os_error(error, _FULL)
+    return None if cause is None else _full_disk_error(cause, None, None)
 
 
 def storage_error(folder: Path, error: BaseException) -> StorageError | None:
@@ -103,8 +104,8 @@ def storage_error(folder: Path, error: BaseException) -> StorageError | None:
             f"{folder}: the run folder is gone: it was removed, or its disk is no longer there. Nothing more could be "
             "saved; start the run again from its recipe."
         )
-    if _os_error(error, _FULL):
-        return _no_room(folder, None)
+    if full := _os_error(error, _FULL):
+        return _full_disk_error(full, folder, None)
     if failed := _os_error(error, _FAILED):
         return StorageError(f"{failed.filename or folder}: cannot be written or read ({failed.strerror}).")
     denied = _os_error(error, _DENIED)
@@ -130,8 +131,8 @@ def disk_full_named(folder: Path, num_bytes: int | None = None) -> Iterator[None
     try:
         yield
     except Exception as error:
-        if not isinstance(error, DiskFullError) and _os_error(error, _FULL):
-            raise _no_room(folder, num_bytes) from None
+        if not isinstance(error, DiskFullError) and (full := _os_error(error, _FULL)):
+            raise _full_disk_error(full, folder, num_bytes) from None
         raise
 
 
@@ -153,6 +154,43 @@ def check_space(folder: Path, num_bytes: int) -> None:
     """Raise DiskFullError if the folder's file system has fewer than `num_bytes` free."""
     if num_bytes > _free_bytes(folder):
         raise _no_room(folder, num_bytes)
+
+
+def _full_disk_error(error: OSError, folder: Path | None, num_bytes: int | None) -> DiskFullError:
+    """Return the error for a write that found a disk full, with the place of that disk.
+
+    `folder` is the one that was written to, as far as known. `num_bytes` is the size of the write, if known.
+    """
+    place = error.filename
+    # An error of a write, unlike one of an open, has no file name.
+    if place is None:
+        place = _full_place(folder)
+    if folder is not None and (place is None or _is_below(folder, place)):
+        return _no_room(folder, num_bytes)
+    if place is None:
+        return DiskFullError(f"no room on a disk ({error.strerror}). {_MAKE_ROOM}")
+    if _is_below(Path(tempfile.gettempdir()), place):
+        remedy = "It is for temporary files: make room, or set TMPDIR to a folder on another disk."
+    else:
+        remedy = "Make room there, or write to another disk."
+    return DiskFullError(f"{os.fsdecode(place)}: no room on its disk ({error.strerror}). {remedy}")
+
+
+def _full_place(folder: Path | None) -> str | None:
+    """Return the first full one of the places that a run writes to: its folder, temporary files, its output.
+
+    None: all have room, so it is not known which was full.
+    """
+    for place in (folder, Path(tempfile.gettempdir())):
+        if place is not None and _free_bytes(place) < _FULL_BYTES:
+            return str(place)
+    for descriptor in (1, 2):
+        with suppress(OSError):
+            output = os.readlink(f"/proc/self/fd/{descriptor}")
+            # The device /dev/full is always full.
+            if output == "/dev/full" or (os.path.isfile(output) and _free_bytes(Path(output)) < _FULL_BYTES):
+                return output
+    return None
 
 
 def _no_room(folder: Path, num_bytes: int | None) -> DiskFullError:

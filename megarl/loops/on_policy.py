@@ -61,7 +61,13 @@ class OnPolicyRun:
             )
         # The ledger's last lines may have events of after the save.
         with storage_faults_named(session.folder.draws_file):
-            rewind(session.folder.draws_file, self.state.draws.num_written)
+            lacking_events = rewind(session.folder.draws_file, self.state.draws.num_written)
+        if lacking_events:
+            session.tracker.notice(
+                f"{session.folder.draws_file}: lacks {lacking_events} of {self.state.draws.num_written} events of the "
+                "steps before; it was cut or removed. Training is not affected, but megarl samples --account cannot "
+                "prove these steps: restore the file from a copy, then resume again"
+            )
         await load_experts(session.models, self._recipe, self.state, checkpoint)
         # The engines hold the initial weights, not the checkpoint's.
         await session.reshards.run(step)

@@ -80,19 +80,22 @@ class DrawEvents:
         self.pending = []
 
 
-def rewind(file: Path, num_events: int) -> None:
-    """Cut the ledger to its first `num_events` events. Raises OSError."""
+def rewind(file: Path, num_events: int) -> int:
+    """Cut the ledger to its first `num_events` events. Returns how many of them it lacks. Raises OSError."""
     if not file.exists():
-        return
+        return num_events
+    num_found = 0
     lines = file.read_bytes().splitlines(keepends=True)
     retained: list[bytes] = []
     for line in lines:
         found = _parsed(line)
         if found is None or found.first + len(found.events) > num_events:
             break
+        num_found += len(found.events)
         retained.append(line)
     if len(retained) < len(lines):
         replace_bytes(file, b"".join(retained))
+    return num_events - num_found
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import errno
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 
-from megarl.files.atomic import replace_text, storage_faults_named
+from megarl.files.atomic import disk_full, disk_full_named, replace_text, storage_error, storage_faults_named
 from megarl.types import DiskFullError, StorageError
 
 
@@ -38,3 +42,40 @@ def test_another_fault_of_the_storage_ends_with_74_and_the_path(tmp_path: Path) 
     with refusal as caught, storage_faults_named(tmp_path):
         folder.read_bytes()
     assert caught.value.exit_code == 74
+
+
+def test_a_full_disk_elsewhere_is_not_taken_for_the_run_folder(tmp_path: Path) -> None:
+    error = OSError(errno.ENOSPC, "No space left on device", "/elsewhere/part")
+    named = storage_error(tmp_path, error)
+    assert isinstance(named, DiskFullError) and str(named).startswith("/elsewhere/part: no room on its disk")
+    with pytest.raises(DiskFullError, match=r"^/elsewhere/part: "), disk_full_named(tmp_path):
+        raise error
+    inside = OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "part"))
+    assert str(storage_error(tmp_path, inside)).startswith(f"{tmp_path}: no room on its disk")
+
+
+def test_a_full_folder_of_temporary_files_is_named(
+    tmp_path: Path, small_disk: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = small_disk("size=64k")
+    run = tmp_path / "run"
+    run.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(disk))
+    with pytest.raises(OSError, match="No space") as caught, (disk / "part").open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    assert caught.value.filename is None
+    for named in (storage_error(run, caught.value), disk_full(caught.value)):
+        assert str(named).startswith(f"{disk}: no room on its disk") and "TMPDIR" in str(named)
+
+
+def test_a_full_output_is_named(tmp_path: Path) -> None:
+    program = (
+        "from pathlib import Path; from megarl.files.atomic import storage_error; import sys\n"
+        "try:\n    print('x', flush=True)\n"
+        f"except OSError as error:\n    print(storage_error(Path({str(tmp_path)!r}), error), file=sys.stderr)\n"
+        "    import os; os._exit(0)"
+    )
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", program], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.stderr.startswith("/dev/full: no room on its disk")

@@ -87,7 +87,18 @@ def test_a_resume_cuts_the_ledger_to_the_state_of_its_checkpoint(tmp_path: Path)
     events.write(file, 2, SIZES, 3, 0)
     found = account(tmp_path)
     assert found.faults == [] and found.epochs[0].draws == Counter([0, 1, 2]) and events.num_written == 3
-    rewind(tmp_path / "no", 0)
+    assert rewind(tmp_path / "no", 0) == 0
+
+
+def test_a_ledger_that_was_cut_or_removed_is_noticed(tmp_path: Path) -> None:
+    file = ledger(tmp_path, drawn(2), drawn(0, first=1), drawn(1, first=2), num_open=3)
+    whole = file.read_bytes()
+    num_events = sum(len(json.loads(line)["events"]) for line in whole.splitlines())
+    assert rewind(file, num_events) == 0
+    file.write_bytes(whole[: len(whole) // 2])
+    assert rewind(file, num_events) > 0
+    file.unlink()
+    assert rewind(file, num_events) == num_events
 
 
 def test_the_line_of_a_large_batch_is_kept_on_resume(tmp_path: Path) -> None:
