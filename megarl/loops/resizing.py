@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
@@ -20,6 +22,8 @@ FIELDS = (
     "trainer.ep", "trainer.etp", "rollout.tp", "rollout.ranks",
 )  # fmt: skip
 """Recipe fields that a resize may change."""
+_MOST = 100_000
+"""Highest size of a request: more ranks than any cluster has."""
 _REQUEST = "resize.json"
 """File in the run folder with a requested change, by field. The run removes it when it has read it."""
 
@@ -39,9 +43,23 @@ def refuse_other_fields(fields: Iterable[str]) -> None:
 
 
 def request(run_folder: Path, values: Mapping[str, Any]) -> None:
-    """Ask a running run to change these fields after its current step. Raises ConfigError for other fields."""
+    """Ask a running run to change these fields after its current step.
+
+    Raises ConfigError for other fields, and if the run has not read an earlier request yet.
+    """
     refuse_other_fields(values)
-    replace_text(run_folder / _REQUEST, json.dumps(dict(values)) + "\n")
+    path = run_folder / _REQUEST
+    complete = run_folder / f".{_REQUEST}.{os.getpid()}"
+    replace_text(complete, json.dumps(dict(values)) + "\n")
+    try:
+        # A link, unlike a rename, does not replace a request of another process.
+        os.link(complete, path)
+    except FileExistsError:
+        raise ConfigError(
+            f"{path}: another change waits for the end of the current step; ask again when the run has made it"
+        ) from None
+    finally:
+        complete.unlink(missing_ok=True)
 
 
 def take_request(run_folder: Path, recipe: Recipe) -> ResizeAskedError | None:
@@ -62,9 +80,29 @@ def take_request(run_folder: Path, recipe: Recipe) -> ResizeAskedError | None:
         raise DataError(f"{path}: {wrong[0]} is not a field that a resize can change")
     for field, value in values.items():
         # `with_field_values` does not validate.
-        if value is not None and (type(value) is not int or value < 1):
-            raise DataError(f"{path}: {field} = {value!r} is not a whole number above 0; ask with megarl resize")
-    return ResizeAskedError(*resized(recipe, values))
+        if not _is_size(recipe, field, value):
+            raise DataError(
+                f"{path}: {field} = {json.dumps(value):.40} is not a whole number from 1 to {_MOST}; ask with megarl "
+                "resize"
+            )
+    changed, layout = resized(recipe, values)
+    refuse_same_sizes(recipe, changed, layout)
+    return ResizeAskedError(changed, layout)
+
+
+def refuse_same_sizes(recipe: Recipe, changed: Recipe, layout: ParallelConfig) -> None:
+    """Raise ConfigError if a resize would change nothing. `layout` is the one of the `changed` recipe."""
+    sizes = attrgetter("cluster.nodes", "cluster.ranks_per_node")
+    if sizes(recipe) == sizes(changed) and check(recipe, is_start=False) == layout:
+        raise ConfigError(f"the run has these sizes already ({layout}); nothing changes")
+
+
+def _is_size(recipe: Recipe, field: str, value: Any) -> bool:
+    """Return whether a value of a request is a size that the field can have."""
+    if value is not None:
+        return type(value) is int and 1 <= value <= _MOST
+    section, _, name = field.partition(".")
+    return type(None) in get_args(type(getattr(recipe, section)).model_fields[name].annotation)
 
 
 def resized(recipe: Recipe, values: Mapping[str, Any]) -> tuple[Recipe, ParallelConfig]:

@@ -58,8 +58,15 @@ def test_a_request_is_taken_once(recipe: Callable[..., Recipe], tmp_path: Path) 
     [
         ('{"trainer.tp": 3}', ConfigError, "trainer.tp = 3"),
         ('{"train.steps": 3}', DataError, "train.steps is not a field that a resize can change"),
-        ('{"trainer.tp": "2"}', DataError, "trainer.tp = '2' is not a whole number above 0"),
-        ('{"trainer.tp": 0}', DataError, "trainer.tp = 0 is not a whole number above 0"),
+        ('{"trainer.tp": "2"}', DataError, 'trainer.tp = "2" is not a whole number from 1'),
+        ('{"trainer.tp": 0}', DataError, "trainer.tp = 0 is not a whole number from 1"),
+        ('{"trainer.tp": null}', DataError, "trainer.tp = null is not a whole number from 1"),
+        ('{"cluster.nodes": null}', DataError, "cluster.nodes = null is not a whole number from 1"),
+        ('{"cluster.nodes": 1e3}', DataError, "cluster.nodes = 1000.0 is not a whole number from 1"),
+        ('{"cluster.nodes": 1000000000}', DataError, "cluster.nodes = 1000000000 is not a whole number from 1"),
+        ('{"trainer.tp": 1}', ConfigError, "has these sizes already"),
+        ('{"trainer.dp": null}', ConfigError, "has these sizes already"),
+        ("{}", ConfigError, "has these sizes already"),
         ('{"trainer.tp": ', DataError, "resize"),
     ],
 )
@@ -70,6 +77,16 @@ def test_a_refused_request_is_removed(
     with pytest.raises(kind, match=message):
         take_request(tmp_path, recipe())
     assert list(tmp_path.glob("resize*")) == []
+
+
+def test_of_two_requests_the_second_is_refused(recipe: Callable[..., Recipe], tmp_path: Path) -> None:
+    made = recipe(cluster={"ranks_per_node": 2})
+    request(tmp_path, {"trainer.tp": 2})
+    with pytest.raises(ConfigError, match=r"resize\.json: another change waits"):
+        request(tmp_path, {"cluster.ranks_per_node": 4})
+    assert [path.name for path in tmp_path.glob("*resize*")] == ["resize.json"]
+    asked = take_request(tmp_path, made)
+    assert asked is not None and (asked.layout.tp, asked.layout.world_size) == (2, 2)
 
 
 def test_other_fields_are_not_asked_for(tmp_path: Path) -> None:
