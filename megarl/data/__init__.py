@@ -6,6 +6,6 @@ the prompts for reinforcement learning. `conversations` renders the conversation
 assistant's tokens. `sampler` assigns items to steps. `packing` spreads a step's sequences over data-parallel ranks and
 microbatches.
 
-Invariants: nothing is truncated or dropped silently. The items of a step are a function of (seed, step): a resumed run
-sees the same items as an uninterrupted one.
+Invariants: nothing is truncated or dropped silently. The items of a step are a function of the seed and the number of
+items drawn before: a resumed run sees the same items as an uninterrupted one.
 """

@@ -97,7 +97,7 @@ class Mixture:
         credits[name] -= 1
         stream, at = self._streams[name], found[name]
         taken, passed = at.taken, at.passed
-        # Sources of a mixture count their own draws, so their names tell equal numbers apart.
+        # Each source counts its own draws, so equal numbers need the source's name.
         place = name.encode() if len(self._streams) > 1 else b""
         while not stream.curriculum.draws(stream.place(taken), at.rates, [self._seed, 2, taken, *place]):
             taken, passed = taken + 1, passed + 1

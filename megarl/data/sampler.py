@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,21 +10,29 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class DataOrder:
-    """An endless stream of item indices, cut into equal batches. The batch of a step is a function of (seed, step).
+    """An endless stream of item indices, cut into equal batches. The batch of a step is a function of the step.
 
     The stream is one epoch after another; each epoch holds every item once. With `shuffle` each epoch has its own
     order, otherwise the file's order. A batch at the end of an epoch continues into the next, so no item is dropped.
-    The step number is the only state.
+    Steps are counted from 0. The steps before `first_step` drew `num_drawn` items, in batches of any size.
     """
 
     num_items: int
     batch_size: int
     seed: int
     shuffle: bool = True
+    first_step: int = field(default=0, kw_only=True)
+    num_drawn: int = field(default=0, kw_only=True)
+
+    def start(self, step: int) -> int:
+        """Return the number of items drawn before a step. Raises ValueError for a step before `first_step`."""
+        if step < self.first_step:
+            raise ValueError(f"step {step} is before the first one of this order, {self.first_step}")
+        return self.num_drawn + (step - self.first_step) * self.batch_size
 
     def batch(self, step: int) -> list[int]:
-        """Return the item indices of a step, counted from 0: [batch_size]."""
-        start = step * self.batch_size
+        """Return the item indices of a step: [batch_size]."""
+        start = self.start(step)
         first = start // self.num_items
         last = (start + self.batch_size - 1) // self.num_items
         stream = np.concatenate([self.epoch(epoch) for epoch in range(first, last + 1)])
@@ -33,8 +41,8 @@ class DataOrder:
         return stream[start : start + self.batch_size].tolist()
 
     def epochs(self, step: int) -> float:
-        """Return how many passes over the items are complete at the end of a step, counted from 0."""
-        return (step + 1) * self.batch_size / self.num_items
+        """Return how many passes over the items are complete at the end of a step."""
+        return self.start(step + 1) / self.num_items
 
     def epoch(self, epoch: int) -> NDArray[np.int64]:
         """Return the item indices of an epoch, counted from 0, in the epoch's order: [num_items]."""

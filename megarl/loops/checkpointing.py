@@ -24,6 +24,7 @@ from megarl.config import Recipe
 from megarl.config.recipe import to_yaml
 from megarl.files.atomic import disk_full_named, replace_text, storage_faults_named, sync
 from megarl.files.model_folder import read_object
+from megarl.loops.data_position import DataPosition
 from megarl.loops.state_replication import StateReplication
 from megarl.report.model_card import write_card
 from megarl.tracking.earlier_run import DRIVER, SCHEMA, EarlierRun, checkpoint_step
@@ -54,10 +55,12 @@ class Checkpoints:
         checksum_after: Callable[[int], str | None],
         check_weights: Callable[[], Awaitable[None]],
         copies: StateReplication,
+        position: DataPosition,
         spikes: SpikeDetector | None = None,
     ) -> None:
         """Prepare the saves of a run. `inputs` identifies models and data; a resumed run compares it with its own.
 
+        `position` is that in the data at the start.
         `checksum_after` returns the checksum of the weights after a step, None if it was not computed. `check_weights`
         is called before weights are saved or exported; it raises an error if a bit of them changed. `copies` are those
         in host memory, made along with the saves. The memory of `spikes` is saved too.
@@ -65,7 +68,7 @@ class Checkpoints:
         self.copies = copies
         self._checksum_after, self._check_weights = checksum_after, check_weights
         self._recipe, self._folder, self._tracker, self._ranks = recipe, folder, tracker, ranks
-        self._inputs, self._spikes = inputs, spikes
+        self._inputs, self._spikes, self._position = inputs, spikes, position
         self._spikes_then: Mapping[str, Any] | None = None
         """Memory of the spikes at the begin of the save. A background save ends when later updates have been added."""
         self._unlogged: Mapping[str, float] | None = None
@@ -178,7 +181,7 @@ class Checkpoints:
         driver = {
             "schema": SCHEMA, "step": step, "recipe": plain_recipe(self._recipe), **self._inputs,
             "unlogged": None if self._unlogged is None else unlogged, "checksum": self._checksum_after(step),
-            "spikes": self._spikes_then,
+            "spikes": self._spikes_then, "drawn": self._position.after(step, self._recipe).as_json(),
         }  # fmt: skip
         replace_text(partial / DRIVER, json.dumps(driver, indent=2) + "\n")
         for path in partial.iterdir():

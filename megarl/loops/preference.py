@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megarl.data.preferences import Answers
-from megarl.data.sampler import DataOrder
 from megarl.data.token_batch import TokenBatch
 from megarl.loops.models import move_reference
 from megarl.loops.session import Session
@@ -28,7 +27,7 @@ async def train(session: Session) -> None:
     recipe, tracker = session.recipe, session.tracker
     keep = collect_for(recipe, session.folder.path)
     answers = read_preferences(recipe, session.tokenizer, recipe.data.train, session.dropped, collect=keep)
-    order = DataOrder(len(answers), recipe.train.prompts_per_step, recipe.seed, recipe.data.shuffle)
+    order = session.origin.position.order(recipe, "data.train", len(answers))
     held_out = {
         name: read_preferences(recipe, session.tokenizer, path, session.dropped)[: recipe.evaluation.max_problems]
         for name, path in recipe.data.validation.items()

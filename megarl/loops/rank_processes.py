@@ -292,7 +292,12 @@ class RankProcesses:
             self.copies.newest = None
             return None
         return Origin(
-            newest.driver, origin.inputs, checksum=newest.checksum, spikes=newest.spikes, copied_step=newest.step
+            newest.driver,
+            origin.inputs,
+            origin.position.after(newest.step, self.recipe),
+            checksum=newest.checksum,
+            spikes=newest.spikes,
+            copied_step=newest.step,
         )
 
     def note_received(self, num_bytes: int) -> None:

@@ -33,8 +33,10 @@ from megarl.data.chat import tokenizer_of
 from megarl.data.token_batch import TokenBatch
 from megarl.files.temporary_folder import temporary_folder
 from megarl.loops.checkpointing import plain_recipe
+from megarl.loops.data_position import DataPosition
 from megarl.loops.models import models_of, move_reference
 from megarl.loops.recording import Sampled, layout_values, make_record
+from megarl.loops.resume import read_driver
 from megarl.loops.rl import conversations_of
 from megarl.loops.sources import read_data, start_rewards
 from megarl.loops.stopping import leaving_on_signals
@@ -263,7 +265,7 @@ async def replay(prepared: Replay, notify: Callable[[str], object]) -> tuple[lis
         tokenizer = tokenizer_of(recipe.model)
         dropped: Dropped = Counter()
         data = read_data(recipe, tokenizer, dropped, folder, with_validation=False)
-        conversations_at = conversations_of(recipe, tokenizer, dropped)
+        conversations_at = conversations_of(recipe, tokenizer, dropped, _position(prepared.checkpoint))
         problems = {source: found for source, (found, _) in data.items()}
         find = problem_lookup(problems, "the record", "restore the run's data")
         trainers = await _start_trainers(recipe, layout, run / LOGS, stack)
@@ -282,6 +284,13 @@ async def replay(prepared: Replay, notify: Callable[[str], object]) -> tuple[lis
             pools = start_rewards(prepared.changed, stack, run / LOGS, notify)
         compared, effect = await steps.compare_changed(prepared.step, folder / "state", pools)
         return [*found, compared], effect
+
+
+def _position(checkpoint: Path | None) -> DataPosition:
+    """Return the position in the data from which a replay continues; the beginning for the initial weights."""
+    if checkpoint is None:
+        return DataPosition()
+    return DataPosition.of_checkpoint(checkpoint_step(checkpoint), read_driver(checkpoint))
 
 
 async def _start_trainers(recipe: Recipe, layout: ParallelConfig, logs: Path, stack: AsyncExitStack) -> WorkerGroup:

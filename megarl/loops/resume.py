@@ -20,6 +20,7 @@ from megarl.data.rows import data_files
 from megarl.files.atomic import storage_faults_named
 from megarl.files.model_folder import read_object
 from megarl.loops.checkpointing import Survey, survey
+from megarl.loops.data_position import DataPosition
 from megarl.preflight.files import Kept, data_paths
 from megarl.terminal import Console
 from megarl.tracking.earlier_run import DRIVER, checkpoint_step, refuse_other_schema
@@ -79,14 +80,15 @@ class Inputs:
 class Origin:
     """Where a run starts: at a checkpoint, or (None) from the beginning.
 
-    `unlogged` are the metrics of the checkpoint's step if a signal interrupted its evaluation. `checksum` is that of
-    the policy's weights; None if the saving run computed none (weights.check_every). `spikes` is the memory of the
-    spike detector; None if the saving run had none. With `copied_step`, the ranks have copies of the state after this
-    step in memory; `checkpoint` is then a folder with the driver's part alone.
+    `position` is that in the data. `unlogged` are the metrics of the checkpoint's step if a signal interrupted its
+    evaluation. `checksum` is that of the policy's weights; None if the saving run computed none (weights.check_every).
+    `spikes` is the memory of the spike detector; None if the saving run had none. With `copied_step`, the ranks have
+    copies of the state after this step in memory; `checkpoint` is then a folder with the driver's part alone.
     """
 
     checkpoint: Path | None
     inputs: Inputs
+    position: DataPosition
     unlogged: Mapping[str, float] | None = None
     checksum: str | None = None
     spikes: Mapping[str, Any] | None = None
@@ -98,9 +100,9 @@ def find_origin(recipe: Recipe, folder: RunFolder, resume: Resume | None, kept: 
 
     `kept` says how many records were dropped as too long.
 
-    Raises ConfigError for another model or chat template. Raises DataError for a checkpoint of another schema, changed
-    training data, another set of dropped records, or if all checkpoints are damaged. Raises StorageError for failed
-    reads or writes. The folder is unchanged after an error.
+    Raises ConfigError for another model, chat template or order of the data. Raises DataError for a checkpoint of
+    another schema, changed training data, another set of dropped records, or if all checkpoints are damaged. Raises
+    StorageError for failed reads or writes. The folder is unchanged after an error.
     """
     console = Console(highlight=False, soft_wrap=True, markup=False)
     inputs = Inputs.read(recipe, kept)
@@ -108,6 +110,7 @@ def find_origin(recipe: Recipe, folder: RunFolder, resume: Resume | None, kept: 
         _warn(console, [f"{folder.path}: taken over from a process that ended without a word: {folder.dead_owner}"])
     found = survey(folder.earlier) if resume else Survey(None, {})
     earlier: dict[str, Any] = {}
+    position = DataPosition()
     if resume == "must":
         folder.earlier.require_checkpoint()
     if found.good:
@@ -117,6 +120,9 @@ def find_origin(recipe: Recipe, folder: RunFolder, resume: Resume | None, kept: 
         _refuse_other_models(earlier, recipe, inputs)
         _refuse_other_template(earlier, recipe, inputs)
         _refuse_other_draws(earlier, recipe)
+        _refuse_other_order(earlier, recipe)
+        position = DataPosition.of_checkpoint(checkpoint_step(found.good), earlier)
+        _refuse_steps_of_epochs(earlier, recipe, position)
         warnings = _data_changes(earlier, recipe, inputs)
         _refuse_other_kept(earlier, recipe, inputs)
         _warn(console, [f"checkpoint {name} is left out: {reason}" for name, reason in found.damaged.items()])
@@ -135,7 +141,7 @@ def find_origin(recipe: Recipe, folder: RunFolder, resume: Resume | None, kept: 
         _warn(console, [f"{folder.metrics_file}: {unreadable} lines are not readable and are skipped"])
     # The step's metrics may have been logged after the save. Logging them again would duplicate the step.
     unlogged = None if folder.has_logged_resumed_step else earlier.get("unlogged")
-    return Origin(found.good, inputs, unlogged, earlier.get("checksum"), earlier.get("spikes"))
+    return Origin(found.good, inputs, position, unlogged, earlier.get("checksum"), earlier.get("spikes"))
 
 
 def begin_from_copy(origin: Origin, recipe: Recipe, folder: RunFolder) -> Origin:
@@ -153,7 +159,7 @@ def read_driver(checkpoint: Path) -> dict[str, Any]:
     """Return the driver's state in a checkpoint (driver.json). Raises DataError naming the file if it is damaged."""
     path = checkpoint / DRIVER
     found = read_object(path)
-    kinds = dict.fromkeys(("recipe", "models", "data", "kept"), dict)
+    kinds = dict.fromkeys(("recipe", "models", "data", "kept", "drawn"), dict)
     optional = {"unlogged": dict, "template": str, "checksum": str}
     wrong = [name for name, kind in kinds.items() if not isinstance(found.get(name, {}), kind)]
     wrong += [name for name, kind in optional.items() if not isinstance(found.get(name), kind | None)]
@@ -214,6 +220,50 @@ def _refuse_other_draws(earlier: Mapping[str, Any], recipe: Recipe) -> None:
     )
 
 
+def _refuse_other_order(earlier: Mapping[str, Any], recipe: Recipe) -> None:
+    """Raise ConfigError if `seed` or `data.shuffle` changed: the position in the data would mean other records."""
+    before = earlier["recipe"]
+    shuffled = _value_at(before, "data.shuffle")
+    shuffled = True if shuffled is None else shuffled
+    values: dict[str, tuple[object, object]] = {"seed": (before.get("seed", 0), recipe.seed)}
+    if not recipe.mixture or recipe.data.ptx:
+        values["data.shuffle"] = shuffled, recipe.data.shuffle
+    for source in recipe.sources if recipe.mixture else ():
+        # A source that is new has no position yet.
+        if source.name in (before.get("mixture") or {}):
+            of_source = _value_at(before, f"mixture.{source.name}.data.shuffle")
+            now = source.recipe.data.shuffle
+            values[source.place("data.shuffle")] = shuffled if of_source is None else of_source, now
+    wrong = [
+        f"{field} = {_plain(now)}: the run began with {_plain(then)}. Another value gives the data another order, so "
+        f"records would be skipped or repeated. Set {field}={_plain(then)}, choose another name=NAME, or start over "
+        "with --restart"
+        for field, (then, now) in values.items()
+        if then != now
+    ]
+    if wrong:
+        raise ConfigError(error_page(f"recipe {recipe.name}", wrong))
+
+
+def _refuse_steps_of_epochs(earlier: Mapping[str, Any], recipe: Recipe, position: DataPosition) -> None:
+    """Raise ConfigError if train.epochs gives another number of records than the run will have drawn in the end.
+
+    Then `train.steps` was computed as if each step, also of earlier starts, drew train.prompts_per_step records.
+    """
+    now, epochs = recipe.train.prompts_per_step, recipe.train.epochs
+    if epochs is None:
+        return
+    then = _value_at(earlier["recipe"], "train.prompts_per_step")
+    drawn = position.drawn.get("data.train", position.step * (then or now))
+    if drawn == position.step * now:
+        return
+    raise ConfigError(
+        f"train.prompts_per_step = {now}: the run drew {drawn} records in its first {position.step} steps, so "
+        f"train.epochs = {epochs:g} cannot be converted into steps. Give train.steps=N instead (train.epochs=null), or "
+        f"set train.prompts_per_step={then or drawn // max(position.step, 1)} again"
+    )
+
+
 def _data_changes(earlier: Mapping[str, Any], recipe: Recipe, inputs: Inputs) -> list[str]:
     """Return a warning for each validation file changed since the run began. Raises DataError for a changed training
     file."""
@@ -270,6 +320,11 @@ def _value_at(recipe: Mapping[str, Any], field: str) -> Any:
     for part in field.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
     return value
+
+
+def _plain(value: object) -> str:
+    """Return a value as written in an override."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _warn(console: Console, warnings: list[str]) -> None:

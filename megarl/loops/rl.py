@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from megarl.config import Recipe
-from megarl.data.sampler import DataOrder
 from megarl.data.token_batch import TokenBatch
+from megarl.loops.data_position import DataPosition
 from megarl.loops.models import move_reference, retain_experts
 from megarl.loops.on_policy import on_policy_run
 from megarl.loops.recording import Sampled
@@ -30,7 +30,7 @@ async def train(session: Session) -> None:
     recipe, models, phase = session.recipe, session.models, session.tracker.phase
     policy = models["policy"]
     forward = forward_of(policy, recipe)
-    conversations_at = conversations_of(recipe, session.tokenizer, session.dropped)
+    conversations_at = conversations_of(recipe, session.tokenizer, session.dropped, session.origin.position)
     for warning in (*uncorrected(recipe), *uncorrected_fp8(recipe), *kept_kv(recipe)):
         session.tracker.notice(warning)
 
@@ -74,14 +74,16 @@ async def train(session: Session) -> None:
                     step.log(await session.evaluate(number))
 
 
-def conversations_of(recipe: Recipe, tokenizer: Tokenizer, dropped: Dropped) -> Callable[[int], TokenBatch | None]:
+def conversations_of(
+    recipe: Recipe, tokenizer: Tokenizer, dropped: Dropped, position: DataPosition
+) -> Callable[[int], TokenBatch | None]:
     """Return a function from a step's number to its conversations (algorithm.ptx_coefficient), if any.
 
     The policy learns these conversations together with the step's minibatches. Records that are too long are counted
-    in `dropped`.
+    in `dropped`. `position` is that of the checkpoint from which the steps continue.
     """
     if not recipe.data.ptx:
         return lambda number: None
     conversations = read_conversations(recipe, tokenizer, recipe.data.ptx, dropped)
-    order = DataOrder(len(conversations), recipe.algorithm.ptx_conversations, recipe.seed, recipe.data.shuffle)
+    order = position.order(recipe, "data.ptx", len(conversations))
     return lambda number: TokenBatch.from_samples([conversations[index] for index in order.batch(number - 1)])

@@ -391,6 +391,7 @@ class _Start:
             check_weights=weight_checks.check_trainer,
             copies=self.processes.copies,
             spikes=spikes,
+            position=self.origin.position,
         )
         return Steps(
             recipe=recipe,

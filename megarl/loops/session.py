@@ -72,11 +72,11 @@ class Session:
         Steps are counted from 1. `batch` are the indices that `order` gives for the step. On-policy loops draw in
         another way, and write their own events.
         """
-        file, first = self.folder.draws_file, (step - 1) * order.batch_size
+        file, first = self.folder.draws_file, order.start(step - 1)
         if step > 1 and not file.exists():
             # The run began with a version of megarl that wrote no ledger for this loop.
             return
-        # A batch is a function of the step, so the number of earlier events is too: two for each item.
+        # Each item drawn before has two events.
         events = DrawEvents(num_written=2 * first)
         for place, index in enumerate(batch, first):
             events.add("drawn", "train", place, index)

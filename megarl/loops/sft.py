@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from megarl.data.conversations import Conversation
-from megarl.data.sampler import DataOrder
 from megarl.data.token_batch import TokenBatch
 from megarl.loops.session import Session
 from megarl.loops.start_comparison import compare_start
@@ -38,7 +37,7 @@ async def train(session: Session) -> None:
         name: read_conversations(recipe, session.tokenizer, path, session.dropped)[: recipe.evaluation.max_problems]
         for name, path in recipe.data.validation_conversations.items()
     }
-    order = DataOrder(len(conversations), recipe.train.prompts_per_step, recipe.seed, recipe.data.shuffle)
+    order = session.origin.position.order(recipe, "data.train", len(conversations))
     await _resume_or_evaluate(session, held_out)
     await compare_start(session, ((conversation,) for conversation in conversations))
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -149,7 +151,8 @@ def test_changes_are_named_and_another_model_is_refused(
     other = tmp_path / "other"
     other.mkdir()
     (other / "config.json").write_text('{"_name_or_path": "there", "hidden_size": 16}')
-    changed = recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": str(other)}), "seed": 3})
+    train = recipe.train.model_copy(update={"steps": 77})
+    changed = recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": str(other)}), "train": train})
     before = contents(home.parent)
     with RunFolder(changed, resume=True) as folder:
         with pytest.raises(ConfigError, match=rf"model\.path = {other}: is another model .*then: {tmp_path}/model\)"):
@@ -166,7 +169,7 @@ def test_changes_are_named_and_another_model_is_refused(
         with pytest.raises(ConfigError, match=r"its config\.json, or model\.override_config, differs"):
             find_origin(changed.model_copy(update={"model": overriding}), folder, "if-any")
     printed = capsys.readouterr().out
-    assert "changed since then: seed: 0 -> 3\n" in printed
+    assert "changed since then: train.steps: 100 -> 77\n" in printed
     assert f"changed since then: model.path: {tmp_path}/model -> {other}\n" in printed
 
 
@@ -235,6 +238,67 @@ def test_changed_training_data_is_refused_and_changed_validation_data_told(
         train.write_text("{}\n")
         find_origin(recipe, folder, "if-any")
     assert f"warning: {heldout}: data.validation.held is not what the run was" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("sections", "field"),
+    [
+        pytest.param({"seed": 3}, "seed = 3: the run began with 0. ", id="seed"),
+        pytest.param({"data": {"shuffle": False}}, "data.shuffle = false: the run began with true. ", id="shuffle"),
+    ],
+)
+@pytest.mark.parametrize("loop", ["rl", "sft", "preference"])
+def test_another_order_of_the_data_is_refused(recipe: Recipe, loop: str, sections: dict[str, Any], field: str) -> None:
+    data = {"train": recipe.data.train, "validation": {}}
+    values = {**recipe.model_dump(include={"name", "runs_folder", "model"}, exclude_unset=True), "loop": loop}
+    began = Recipe.model_validate({**values, "data": data})
+    changed = Recipe.model_validate({**values, **sections, "data": data | sections.get("data", {})})
+    with RunFolder(began) as folder:
+        folder.begin()
+    _write_checkpoint(folder.checkpoints_folder / "step_000002", began, 2)
+    before = contents(folder.path)
+    with RunFolder(changed, resume=True) as folder:
+        with pytest.raises(ConfigError, match=re.escape(field)) as caught:
+            find_origin(changed, folder, "if-any")
+        assert caught.value.exit_code == 2 and contents(folder.path) == before
+        assert find_origin(began, folder, "if-any").checkpoint
+
+
+def test_another_order_of_a_source_is_refused_and_a_new_source_is_not(recipe: Recipe) -> None:
+    values = recipe.model_dump(include={"name", "loop", "runs_folder", "model"}, exclude_unset=True)
+    train = {"train": recipe.data.train}
+
+    def mixture(**shuffles: bool) -> Recipe:
+        sources = {name: {"data": train | {"shuffle": shuffle}} for name, shuffle in shuffles.items()}
+        return Recipe.model_validate({**values, "mixture": sources})
+
+    with RunFolder(began := mixture(a=True, b=False)) as folder:
+        folder.begin()
+    _write_checkpoint(folder.checkpoints_folder / "step_000002", began, 2)
+    with RunFolder(began, resume=True) as folder:
+        with pytest.raises(ConfigError, match=r"mixture\.b\.data\.shuffle = true: the run began with false"):
+            find_origin(mixture(a=True, b=True), folder, "if-any")
+        assert find_origin(mixture(a=True, b=False, c=False), folder, "if-any").checkpoint
+
+
+@pytest.mark.parametrize("loop", ["rl", "sft", "preference"])
+def test_steps_of_epochs_are_refused_if_they_count_other_records(recipe: Recipe, loop: str) -> None:
+    values = {**recipe.model_dump(include={"name", "runs_folder", "model"}, exclude_unset=True), "loop": loop}
+    values |= {"data": {"train": recipe.data.train}}
+
+    def with_train(**train: Any) -> Recipe:
+        return Recipe.model_validate({**values, "train": train})
+
+    began = with_train(epochs=2, prompts_per_step=4)
+    with RunFolder(began) as folder:
+        folder.begin()
+    _write_checkpoint(folder.checkpoints_folder / "step_000002", began, 2)
+    with RunFolder(began, resume=True) as folder:
+        with pytest.raises(ConfigError, match=r"^train\.prompts_per_step = 8: the run drew 8 records in its first 2"):
+            find_origin(with_train(epochs=2, prompts_per_step=8), folder, "if-any")
+        for resumed in (with_train(steps=9, prompts_per_step=8), with_train(epochs=3, prompts_per_step=4)):
+            origin = find_origin(resumed, folder, "if-any")
+            assert origin.position.step == 2 and origin.position.drawn["data.train"] == 8
 
 
 @pytest.mark.parametrize("written", [None, 1, SCHEMA + 1])

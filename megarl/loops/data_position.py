@@ -1,0 +1,80 @@
+"""Position of a run in the data that each step draws a fixed number of records from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from megarl.config import Recipe, TrainConfig
+from megarl.config.learning import AlgorithmConfig
+from megarl.data.sampler import DataOrder
+
+_BATCH_SIZES: Mapping[str, tuple[str, int]] = {
+    "data.train": ("train.prompts_per_step", TrainConfig().prompts_per_step),
+    "data.ptx": ("algorithm.ptx_conversations", AlgorithmConfig().ptx_conversations),
+}
+"""Recipe field with the number of records per step, and its default, by the field of the data."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataPosition:
+    """Number of records drawn up to the end of a step, by recipe field: `data.train`, `data.ptx`.
+
+    A resumed run can draw another number per step, so the step alone does not say the position. On-policy loops have
+    positions of their own in `data.train` (`rollout.state`).
+    """
+
+    step: int = 0
+    drawn: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of_checkpoint(cls, step: int, driver: Mapping[str, Any]) -> Self:
+        """Return the position saved in the driver's part of a checkpoint, as `as_json` wrote it.
+
+        Earlier versions saved none: then each step drew the number in the checkpoint's recipe.
+        """
+        if (drawn := driver.get("drawn")) is not None:
+            return cls(step, {name: int(count) for name, count in drawn.items()})
+        recipe = driver["recipe"]
+        counts = {
+            name: step * _value_at(recipe, size, default)
+            for name, (size, default) in _BATCH_SIZES.items()
+            if _value_at(recipe, name, None)
+        }
+        return cls(step, counts)
+
+    def after(self, step: int, recipe: Recipe) -> Self:
+        """Return the position at the end of a later step of a run that continues from this one."""
+        grown = {
+            name: self.drawn.get(name, 0) + (step - self.step) * size for name, size in _batch_sizes(recipe).items()
+        }
+        # Counts of data that this recipe leaves out stay, in case that a later start has it again.
+        return type(self)(step, {**self.drawn, **grown})
+
+    def order(self, recipe: Recipe, name: str, num_items: int) -> DataOrder:
+        """Return which records each step draws from the data in a recipe field, continuing from this position."""
+        return DataOrder(
+            num_items,
+            _batch_sizes(recipe)[name],
+            recipe.seed,
+            recipe.data.shuffle,
+            first_step=self.step,
+            num_drawn=self.drawn.get(name, 0),
+        )
+
+    def as_json(self) -> dict[str, int]:
+        """Return JSON values for `driver.json`."""
+        return dict(self.drawn)
+
+
+def _batch_sizes(recipe: Recipe) -> dict[str, int]:
+    """Return the number of records drawn per step, by the field of the data."""
+    sizes = {} if recipe.is_on_policy else {"data.train": recipe.train.prompts_per_step}
+    return sizes | ({"data.ptx": recipe.algorithm.ptx_conversations} if recipe.data.ptx else {})
+
+
+def _value_at(recipe: Mapping[str, Any], dotted: str, default: Any) -> Any:
+    """Return the value of a dotted field in a plain recipe, the default if it is missing."""
+    section, name = dotted.split(".")
+    return (recipe.get(section) or {}).get(name, default)
