@@ -71,12 +71,16 @@ class StepChecks:
         """Warn once if an update of the policy or critic was skipped because none of its tokens is trained."""
         if not any(metrics.get(f"{prefix}/empty_update") for prefix in ("train", "critic")):
             return
-        truncated = " or was truncated (algorithm.mask_truncated)" if self._recipe.algorithm.mask_truncated else ""
+        cause = "no turn of its records is trained. Check the weights of the data's messages"
+        if self._recipe.is_on_policy:
+            truncated = " or was truncated (algorithm.mask_truncated)" if self._recipe.algorithm.mask_truncated else ""
+            cause = (
+                f"each of its attempts has no reward{truncated}. Look at {self._look}; then repair the rewards, or "
+                "raise rollout.sampling.max_new_tokens"
+            )
         self._tracker.notice_once(
             "empty update",
-            f"step {step}: an update was skipped, because none of its tokens is trained: each of its attempts has no "
-            f"reward{truncated}; train/update_skipped marks such steps. Look at {self._look}; then repair the rewards, "
-            "or raise rollout.sampling.max_new_tokens",
+            f"step {step}: an update was skipped (train/update_skipped), because it has no trained token: {cause}",
         )
 
     def _check_mismatch(self, step: int, metrics: Mapping[str, float]) -> MegarlError | None:

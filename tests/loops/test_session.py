@@ -166,7 +166,7 @@ def test_an_update_without_a_trained_token_is_reported_once(model: str) -> None:
     for step in (2, 3):
         assert checks.check(step, {f"{model}/update_skipped": 1.0, f"{model}/empty_update": 1.0}) is None
     [text] = notices.values()
-    assert text.startswith("step 2: an update was skipped")
+    assert text.startswith("step 2: an update was skipped") and "megarl samples runs/shop" in text
 
 
 @pytest.mark.parametrize(("action", "is_last"), [("stop", True), ("skip", False)])
