@@ -22,6 +22,7 @@ END_TOKENS = (
 )  # fmt: skip
 """Tokens ending a turn, in supported model families and in some likely to be supported later."""
 
+_DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 _THINK = "<think>", "</think>"
 _MISTRAL_THINK = "[THINK]", "[/THINK]"
 
@@ -57,10 +58,18 @@ def parse(
     else:
         body, reasoning = harmony_reasoning(body)
     remainder, written = PARSERS[name](body, tools)
-    # Modulo keeps the ids at nine characters in long conversations.
-    calls = tuple(_checked(f"call{turn % 1000:03}{place % 100:02}", call, tools) for place, call in enumerate(written))
+    calls = tuple(
+        _checked(f"call{_turn_digits(turn)}{place % 100:02}", call, tools) for place, call in enumerate(written)
+    )
     # White space around calls and reasoning belongs to the format; in a plain answer it belongs to the model.
     return ParsedTurn(remainder.strip() if written or reasoning is not None else remainder, reasoning, calls)
+
+
+def _turn_digits(turn: int) -> str:
+    """Return a turn's number as three digits to the base 36. Ids thus keep nine characters, and differ in 46,656
+    turns.
+    """
+    return "".join(_DIGITS[turn // 36**place % 36] for place in (2, 1, 0))
 
 
 def parser_of_template(template: str) -> str | None:

@@ -39,7 +39,7 @@ METRICS = {
     ),
     "environment/joined_retries": (
         "count",
-        "calls sent again by an agent's library while they ran, mean over attempts",
+        "calls sent again by an agent before it had their answers, mean over attempts",
     ),
     "environment/overridden_fields": (
         "count",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
@@ -47,6 +48,9 @@ _OTHER_FILES = 512
 """Open files that the driver needs in addition to the endpoint's connections: ranks, programs, logs, refused
 clients.
 """
+
+_TCP_CLOSE = 7
+"""State of a connection that the other side has reset (Linux, net/tcp_states.h), the first byte of TCP_INFO."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -146,6 +150,9 @@ class Endpoint:
             response = web.json_response(error.body(), status=error.status, headers=error.headers())
             # The body may be unread. Closing the connection avoids waiting for the rest of its bytes.
             is_last = error.status in (401, 408, 413, 503)
+        except ConnectionError:
+            # The client is gone, so aiohttp closes the connection instead of sending this.
+            return web.Response(status=_CLIENT_LEFT)
         except web.HTTPException as error:
             refusal = RequestError(error.text or error.reason, status=error.status)
             response = web.json_response(refusal.body(), status=error.status, headers=refusal.headers())
@@ -304,7 +311,7 @@ class Endpoint:
     ) -> web.StreamResponse:
         """Wait for the answer of a model call, and send it to the client, as a whole or as a stream."""
         headers = {SESSION_HEADER: session.secret} if is_new else {}
-        reply = Reply.new(session.name, asked.sampling.adapter or self._model, is_chat=is_chat)
+        reply = Reply.new(f"{session.name}.{call.number}", asked.sampling.adapter or self._model, is_chat=is_chat)
         with session.waiting(call):
             if asked.is_streamed:
                 response = await self._stream(request, session, call, asked, reply, headers)
@@ -317,8 +324,13 @@ class Endpoint:
                         "the answer is not ready yet; send the same request again", status=503, retry_after=1
                     )
                 tokens = await self._tokens(answer, asked)
-                session.deliver(call)
+                session.remember(call)
                 response = web.json_response(reply.whole(answer, tokens), headers=headers)
+                # aiohttp would write it after this method, and a client that is gone would count as served.
+                await response.prepare(request)
+                await response.write_eof()
+                _check_received(request)
+                session.deliver(call)
         # One example is enough: later forks of a session usually have the same cause.
         for text in session.fork_texts[:1]:
             changed = "an agent changed the history that it sent before, so a new sequence begins"
@@ -350,9 +362,11 @@ class Endpoint:
                 await response.write(b": keep-alive\n\n")
                 answer = await session.answer(call, KEEP_ALIVE_SECONDS)
             tokens = await self._tokens(answer, asked)
-            session.deliver(call)
+            session.remember(call)
             for chunk in reply.chunks(answer, tokens, has_usage=asked.has_usage_chunk):
                 await response.write(_event(chunk))
+            _check_received(request)
+            session.deliver(call)
         except RequestError as error:
             await response.write(_event(error.body()))
         await response.write(b"data: [DONE]\n\n")
@@ -364,6 +378,20 @@ class Endpoint:
         if not asked.has_logprobs:
             return None
         return await self._sessions.codec.tokens(answer.call.completion.token_ids)
+
+
+def _check_received(request: web.Request) -> None:
+    """Raise ConnectionResetError if the client was gone when its answer was written.
+
+    asyncio reports it only later, so the state of the connection is asked of the kernel.
+    """
+    transport = request.transport
+    if transport is not None and not transport.is_closing():
+        connection = transport.get_extra_info("socket")
+        [state] = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
+        if state != _TCP_CLOSE:
+            return
+    raise ConnectionResetError("the client closed the connection before its answer")
 
 
 def _secret(request: web.Request) -> str:

@@ -168,7 +168,7 @@ class Reply:
 
     @classmethod
     def new(cls, name: str, model: str, *, is_chat: bool) -> Reply:
-        """Create a reply whose id is made from the session's name."""
+        """Create a reply whose id is made from the name of its model call."""
         return cls(f"{'chatcmpl' if is_chat else 'cmpl'}-{name}", model, is_chat, int(time.time()))
 
     def whole(self, answer: Answer, tokens: Sequence[str] | None) -> dict[str, Any]:

@@ -74,12 +74,28 @@ class Answer:
 
 @dataclass(slots=True, eq=False)
 class ModelCallUnderWay:
-    """A model call in progress. Several HTTP requests may wait for it: the first one and its retries."""
+    """A model call in progress. Several HTTP requests may wait for it: the first one and its repeats.
 
+    `number` is its place in the order in which the session's calls started, from 1.
+    """
+
+    number: int
     task: asyncio.Task[Answer]
     remember: Callable[[Answer], None]
     num_waiting: int = 0
+    is_remembered: bool = False
     is_delivered: bool = False
+
+    @property
+    def is_joinable(self) -> bool:
+        """Whether a repeat of its request can still get its answer. An aborted call will have none."""
+        return not self.task.cancelled() and not self.task.cancelling()
+
+    @property
+    def lacks_delivery(self) -> bool:
+        """Whether it has, or will have, an answer that no client has received so far."""
+        has_failed = self.task.done() and self.task.exception() is not None
+        return not self.is_delivered and not has_failed
 
 
 class Session:
@@ -124,30 +140,31 @@ class Session:
     def chat(
         self, conversation: Conversation, sampling: SamplingSettings, body: bytes, *, is_retry: bool
     ) -> ModelCallUnderWay:
-        """Start a model call answering a conversation.
+        """Start a model call answering a conversation, or join the one that a request repeats (see `_begin`).
 
-        A retry joins the call in progress with the same `body`. Raises RequestError if no call is allowed.
+        Raises RequestError if no call is allowed.
         """
 
         def remember(answer: Answer) -> None:
             whole = conversation.followed_by([answer.message])
             self._history.add(Answered(whole, answer.call.token_ids.astype(np.int32)))
 
-        return self._begin(body, is_retry, lambda: self._chat(conversation, sampling), remember)
+        return self._begin(body, is_retry, lambda number: self._chat(number, conversation, sampling), remember)
 
     def complete(
         self, prompt: str | NDArray[np.int32], sampling: SamplingSettings, body: bytes, *, is_retry: bool
     ) -> ModelCallUnderWay:
-        """Start a model call that completes a text or token ids [prompt].
+        """Start a model call that completes a text or token ids [prompt], or join the one that a request repeats (see
+        `_begin`).
 
-        A retry joins the call in progress with the same `body`. Raises RequestError if no call is allowed.
+        Raises RequestError if no call is allowed.
         """
 
         def remember(answer: Answer) -> None:
             if isinstance(prompt, str):
                 self._history.add_text(prompt + answer.text, answer.call.token_ids.astype(np.int32))
 
-        return self._begin(body, is_retry, lambda: self._complete(prompt, sampling), remember)
+        return self._begin(body, is_retry, lambda number: self._complete(number, prompt, sampling), remember)
 
     @contextmanager
     def waiting(self, call: ModelCallUnderWay) -> Iterator[None]:
@@ -178,19 +195,23 @@ class Session:
             raise ended_error()
         return call.task.result()
 
-    def deliver(self, call: ModelCallUnderWay) -> None:
-        """Record that a client received the answer of a model call.
+    def remember(self, call: ModelCallUnderWay) -> None:
+        """Let later calls continue the conversation of an answer. Done before the answer is sent.
 
-        Only delivered answers are trained, and only their conversations can be continued.
+        A client may continue before the endpoint knows that it received the last byte.
         """
+        if call.is_remembered or self.ended.is_set():
+            return
+        call.remember(call.task.result())
+        call.is_remembered = True
+
+    def deliver(self, call: ModelCallUnderWay) -> None:
+        """Record that the answer of a model call was written to a client. Only such answers are trained."""
         # An answer after the end would add tokens to a finished trajectory.
         if call.is_delivered or self.ended.is_set():
             return
-        answer = call.task.result()
-        # First, because an error here must leave the answer undelivered, and so counted as untrained.
-        call.remember(answer)
         call.is_delivered = True
-        self._delivered.append(answer)
+        self._delivered.append(call.task.result())
 
     async def end(self, reward: float | None = None) -> None:
         """End the session and abort running model calls. Only the first call has an effect, including its reward."""
@@ -215,19 +236,21 @@ class Session:
         self,
         body: bytes,
         is_retry: bool,
-        sample: Callable[[], Coroutine[Any, Any, Answer]],
+        sample: Callable[[int], Coroutine[Any, Any, Answer]],
         remember: Callable[[Answer], None],
     ) -> ModelCallUnderWay:
-        """Start a model call, or join the call in progress with the same body. Raises RequestError if no call is
-        allowed.
+        """Start a model call, or join the call with the same body if no client has received its answer.
+
+        A request marked as a retry (`is_retry`) also gets an answer that was written before. `sample` is called with
+        the call's number. Raises RequestError if no call is allowed.
         """
         if self.ended.is_set():
             raise ended_error()
         # The bytes of the body identify a retry: OpenAI's clients send the same bytes again.
         key = hashlib.sha256(body).digest()
         earlier = self._by_body.get(key)
-        # Only marked retries join: an agent may sample the same prompt several times on purpose.
-        if is_retry and earlier is not None and not earlier.task.cancelled():
+        # Not all clients mark their retries. Two trained answers of one turn would be the price of a repeat not joined.
+        if earlier is not None and earlier.is_joinable and (is_retry or earlier.lacks_delivery):
             self.counts["joined_retries"] += 1
             return earlier
         if self._num_started >= self.limits.max_calls:
@@ -235,14 +258,15 @@ class Session:
             text = f"this session may make {self.limits.max_calls} model calls (rollout.max_turns), and has made them"
             raise RequestError(text, code="max_turns")
         self._num_started += 1
-        call = ModelCallUnderWay(asyncio.create_task(sample()), remember)
+        # Taken here: parallel calls read the count only when their tasks first run.
+        number = self._num_started
+        call = ModelCallUnderWay(number, asyncio.create_task(sample(number)), remember)
         self._by_body[key] = call
         self._under_way.add(call)
         return call
 
-    async def _chat(self, conversation: Conversation, sampling: SamplingSettings) -> Answer:
+    async def _chat(self, number: int, conversation: Conversation, sampling: SamplingSettings) -> Answer:
         """Sample an answer to a conversation. If possible, the prompt reuses the tokens of an earlier answer."""
-        number = self._num_started
         self._codec.check_tools(conversation.tools)
         # Appending to recorded tokens keeps a trajectory one sequence. Rendering again could tokenise it differently.
         known = self._history.find(conversation)
@@ -270,9 +294,8 @@ class Session:
             calls=_sent_calls(turn),
         )
 
-    async def _complete(self, prompt: str | NDArray[np.int32], sampling: SamplingSettings) -> Answer:
+    async def _complete(self, number: int, prompt: str | NDArray[np.int32], sampling: SamplingSettings) -> Answer:
         """Sample a completion of a prompt. If possible, the prompt reuses the tokens of an earlier text."""
-        number = self._num_started
         if not isinstance(prompt, str):
             token_ids = prompt
         elif (known := self._history.find_text(prompt)) is not None:

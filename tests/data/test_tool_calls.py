@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any, get_args
 
 import pytest
@@ -90,6 +91,13 @@ def test_the_recipe_has_the_formats_of_the_table() -> None:
 
 def made(name: str, text: str, **options: Any) -> list[tuple[str, Any, str | None]]:
     return [(call.name, call.arguments, call.error) for call in parse(name, text, TOOLS, **options).calls]
+
+
+def test_ids_of_calls_differ_between_the_turns_of_a_long_session() -> None:
+    text = TEXTS["hermes"]
+    ids = {call.id for turn in (*range(3000), 46_655) for call in parse("hermes", text, TOOLS, turn=turn).calls}
+    # Mistral's templates accept nine letters and digits only.
+    assert len(ids) == 2 * 3001 and all(re.fullmatch("[a-z0-9]{9}", each) for each in ids)
 
 
 @pytest.mark.parametrize("name", PARSERS)
