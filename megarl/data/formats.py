@@ -214,6 +214,8 @@ def value_at(fields: Mapping[str, Any], name: str) -> Any:
     """
     if name in fields:
         return fields[name]
+    if "." not in name:
+        return None
     value: Any = fields
     for part in name.split("."):
         value = _object_in_text(value) if isinstance(value, str) else value

@@ -27,6 +27,7 @@ _KEYS = {
     "tool": frozenset({"role", "content", "name", "tool_call_id", *WEIGHT_KEYS}),
 }
 """Keys of messages that are read, by role."""
+_PLAIN_KEYS = {"role", "content"}
 _CALL_KEYS = frozenset({"id", "type", "function", "index"})
 _FUNCTION_KEYS = frozenset({"name", "arguments"})
 _TEXT_PARTS = ("text", "input_text", "output_text")
@@ -90,7 +91,17 @@ def is_blank(value: Any) -> bool:
     return is_empty(value) or (isinstance(value, str) and not value.strip())
 
 
+def _is_plain(value: Any, is_first: bool) -> bool:
+    """Return whether a message has nothing but a role and a text, as nearly all have. It needs no further check."""
+    if type(value) is not dict or value.keys() != _PLAIN_KEYS or type(value["content"]) is not str:
+        return False
+    role = value["role"]
+    return role == "assistant" or (role == "user" and bool(value["content"].strip())) or (role == "system" and is_first)
+
+
 def _standard_message(value: Any, place: str, is_first: bool) -> Mapping[str, Any]:
+    if _is_plain(value, is_first):
+        return value
     if not isinstance(value, Mapping):
         raise ValueError(f"{place} is {shown(value)}; give an object with 'role' and 'content'")
     message = {name: item for name, item in value.items() if name in ("content", "value") or not is_empty(item)}

@@ -147,7 +147,11 @@ class Record:
 
     def _system(self) -> tuple[Mapping[str, Any], ...]:
         """Return the record's system message, or nothing. Raises DataError for two fields with different ones."""
-        found = [self.messages(name, role="system") for name in self.format.system if not is_blank(self.at(name))]
+        names = self.format.system
+        # Most records have none of the fields.
+        if not any(name in self.fields or "." in name for name in names):
+            return ()
+        found = [self.messages(name, role="system") for name in names if not is_blank(self.at(name))]
         for messages in found:
             if len(messages) != 1 or messages[0]["role"] != "system" or messages != found[0]:
                 raise self.error(
@@ -158,7 +162,7 @@ class Record:
 
     def _history(self) -> tuple[Mapping[str, Any], ...]:
         """Return the record's earlier turns."""
-        name = self.field(self.format.history)
+        (name,) = self.format.history
         if is_blank(turns := self.at(name)):
             return ()
         try:
@@ -180,11 +184,13 @@ class Record:
 
         With `answers`, the texts of its assistant's messages count too.
         """
-        used = {self.field(names) for names in (self.format.prompt, self.format.input) if names}
+        field = self.field(self.format.prompt)
         for name in self.format.other_prompts:
-            if name in used or is_blank(self.fields.get(name)) or self._is_repeated(name, messages, answers):
+            if name == field or is_blank(self.fields.get(name)):
                 continue
-            field = self.field(self.format.prompt)
+            is_input = name in self.format.input and name == self.field(self.format.input)
+            if is_input or self._is_repeated(name, messages, answers):
+                continue
             raise self.error(
                 f"'{name}' is {shown(self.fields[name])}, but the prompt is read from '{field}'; remove one of the two "
                 f"fields, or name the prompt's: {self.names.remedy.replace('{}', '{prompt: ' + field + '}')}"
