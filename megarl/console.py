@@ -516,6 +516,8 @@ def print_survey(found: Survey, *, unit: str) -> None:
     console.print(f"{found.source}: {found.num_records} {found.kind}{taken_for}; {found.num_faults} more have errors")
     for fault in found.faults:
         console.print(f"  {fault}")
+    if found.num_long:
+        console.print(f"too long, so left out (data.overlong: drop): {found.num_long}")
     if found.num_different_faults > len(found.faults):
         console.print(f"  and {found.num_different_faults - len(found.faults)} other kinds of errors")
     console.print(f"duplicates: {found.num_duplicates}{_list(found.duplicates, found.num_duplicates)}")

@@ -148,9 +148,9 @@ def train_on_assistant(
     Raises ValueError without an assistant turn to train, and if the template does not write a text of such a turn.
     Raises ValueError if a rendered turn does not begin with its prompt.
     """
+    refuse_untrained(messages, first=first)
     sequences = [_Sequence()]
     is_trained = [place >= first and WEIGHT not in message for place, message in enumerate(messages)]
-    has_weights = any(WEIGHT in message for message in messages)
     messages = without_weights(messages)
     for place, message in enumerate(messages):
         if message["role"] != "assistant":
@@ -170,11 +170,18 @@ def train_on_assistant(
         # Encoded apart, as in sampling: a token across the border would never have been sampled.
         sequences[-1].extend(tokenizer, turn, is_trained=is_trained[place])
     trained = tuple(sequence.made() for sequence in sequences if any(sequence.mask))
-    if not trained and has_weights:
-        raise ValueError("the assistant's messages have weight 0, so nothing is trained; remove the record")
     if not trained:
-        raise ValueError("no message has the role assistant; fine-tuning needs an assistant's answer to train on")
+        raise ValueError("the assistant's messages have no tokens, so nothing is trained; remove the record")
     return trained
+
+
+def refuse_untrained(messages: Sequence[Mapping[str, Any]], *, first: int = 0) -> None:
+    """Raise ValueError if no assistant's message from number `first` on is to be trained."""
+    if any(message["role"] == "assistant" and WEIGHT not in message for message in messages[first:]):
+        return
+    if any(WEIGHT in message for message in messages):
+        raise ValueError("the assistant's messages have weight 0, so nothing is trained; remove the record")
+    raise ValueError("no message has the role assistant; fine-tuning needs an assistant's answer to train on")
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megarl.data.conversations import Conversation, encode_conversation, make_conversation
-from megarl.data.formats import FieldNames, first_name_with_value
+from megarl.data.formats import FieldNames
 from megarl.data.records import Record, TooLongError, read_records
 from megarl.data.streamed import Collect, in_memory
 from megarl.data.token_batch import TokenBatch, borders
@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 
 Answers = tuple[TrainingSequence, ...]
 """One training example: the chosen and the rejected conversation, or one labelled conversation with `desirable`."""
+
+
+Messages = tuple[Mapping[str, Any], ...]
+EQUAL_LABELS = "all labels are the same; the loss kto needs good and bad answers, so add the other kind"
+"""Error of a source of judged answers."""
 
 
 def read_preferences(
@@ -84,14 +89,13 @@ def read_judged(
 
     answers = collect(read_records(source, names), make, on_long)
     if len(labels) < 2:
-        raise DataError(
-            f"{source}: all labels are the same; the loss kto needs good and bad answers, so add the other kind"
-        )
+        raise DataError(f"{source}: {EQUAL_LABELS}")
     return answers
 
 
-def make_pair(record: Record, tokenizer: Tokenizer, *, system_prompt: str | None, max_tokens: int) -> Answers:
-    """Return a record's pair as tokens. Raises DataError, and TooLongError for a pair longer than `max_tokens`."""
+def pair_conversations(record: Record, system_prompt: str | None) -> tuple[Messages, Messages]:
+    """Return the chosen and the rejected conversation of a record. Raises DataError for what no tokenizer could
+    mend."""
     record.require("chosen", "rejected", also=("prompt",))
     format = record.format
     if record.fields.get("margin"):
@@ -104,6 +108,12 @@ def make_pair(record: Record, tokenizer: Tokenizer, *, system_prompt: str | None
     record.refuse_other_prompts((*chosen, *rejected), answers=True)
     if chosen == rejected:
         raise record.error("'chosen' and 'rejected' are the same; remove the line")
+    return chosen, rejected
+
+
+def make_pair(record: Record, tokenizer: Tokenizer, *, system_prompt: str | None, max_tokens: int) -> Answers:
+    """Return a record's pair as tokens. Raises DataError, and TooLongError for a pair longer than `max_tokens`."""
+    chosen, rejected = pair_conversations(record, system_prompt)
     # Messages common to both answers are context, so they are not trained in either.
     shared = next(
         (place for place, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b),
@@ -122,8 +132,9 @@ def make_pair(record: Record, tokenizer: Tokenizer, *, system_prompt: str | None
     return pair[0], pair[1]
 
 
-def make_judged(record: Record, tokenizer: Tokenizer, *, system_prompt: str | None, max_tokens: int) -> Answers:
-    """Return a record's labelled answer as tokens. Raises DataError, and TooLongError if it exceeds `max_tokens`."""
+def judged_conversation(record: Record, system_prompt: str | None) -> tuple[Messages, bool]:
+    """Return the conversation of a labelled answer, and its label. Raises DataError for what no tokenizer could
+    mend."""
     record.require("response", "label", also=("prompt",))
     label = record.value(record.format.label)
     if not isinstance(label, bool):
@@ -131,6 +142,12 @@ def make_judged(record: Record, tokenizer: Tokenizer, *, system_prompt: str | No
         raise record.error(f"'{name}' is {label!r}; give true for a good answer, false for a bad one")
     messages = _conversation(record, record.field(record.format.response), system_prompt)
     record.refuse_other_prompts(messages, answers=True)
+    return messages, label
+
+
+def make_judged(record: Record, tokenizer: Tokenizer, *, system_prompt: str | None, max_tokens: int) -> Answers:
+    """Return a record's labelled answer as tokens. Raises DataError, and TooLongError if it exceeds `max_tokens`."""
+    messages, label = judged_conversation(record, system_prompt)
     first = len(messages) - 1
     conversation = make_conversation(record, tokenizer, messages, max_tokens=max_tokens, first=first)
     sequence = _only_sequence(record, conversation)
@@ -174,8 +191,8 @@ def with_score_masks(batch: TokenBatch) -> TokenBatch:
 
 def _conversation(record: Record, field: str, system_prompt: str | None) -> tuple[Mapping[str, Any], ...]:
     """Return the whole conversation ending with one of the two answers."""
-    prompt_field = first_name_with_value(record.fields, record.format.prompt)
-    before = record.prompt(system_prompt) if prompt_field else ()
+    prompt_field = _prompt_field(record)
+    before = record.prompt(system_prompt, field=prompt_field) if prompt_field else ()
     answer = record.messages(field, role="assistant")
     if not before:
         answer = record.with_opening(answer, system_prompt)
@@ -190,3 +207,15 @@ def _conversation(record: Record, field: str, system_prompt: str | None) -> tupl
         if start and answer[: len(start)] == start:
             return (*before, *answer[len(start) :])
     raise record.error(f"'{field}' neither continues '{prompt_field}' nor begins with it; give the answer alone")
+
+
+def _prompt_field(record: Record) -> str | None:
+    """Return the field with the prompt, or None.
+
+    A field that repeats the conversation of an answer is not the prompt: `ultrafeedback_binarized` has the chosen one
+    in `messages` too.
+    """
+    format = record.format
+    answers = [record.value(names) for names in (format.chosen, format.rejected, format.response)]
+    fields = [name for name in format.prompt if record.at(name) is not None]
+    return next((name for name in fields if record.at(name) not in answers), None)

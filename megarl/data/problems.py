@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megarl.data.chat import encode, exceeds, render
 from megarl.data.formats import FieldNames
@@ -103,6 +103,19 @@ def read_problems(
     return collect(read_records(source, names), make, on_long)
 
 
+def problem_parts(
+    record: Record, *, system_prompt: str | None, has_answer: bool
+) -> tuple[tuple[Mapping[str, Any], ...], Any]:
+    """Return a record's prompt as messages, and its gold answer. Raises DataError for what no tokenizer could mend."""
+    record.require("prompt", *(["answer"] if has_answer else []))
+    answer = record.answer() if has_answer else ""
+    messages = without_weights(record.prompt(system_prompt))
+    if messages[-1]["role"] not in ("user", "tool"):
+        raise record.error(f"the last message has role '{messages[-1]['role']}'; end with the user's or a tool's")
+    record.refuse_other_prompts(messages, answers=False)
+    return messages, answer
+
+
 def make_problem(
     record: Record,
     index: int,
@@ -113,13 +126,8 @@ def make_problem(
     has_answer: bool = True,
 ) -> Problem:
     """Return a record as a problem. Raises DataError, and TooLongError for a prompt longer than `max_prompt_tokens`."""
-    record.require("prompt", *(["answer"] if has_answer else []))
-    answer = record.answer() if has_answer else ""
-    messages = without_weights(record.prompt(system_prompt))
+    messages, answer = problem_parts(record, system_prompt=system_prompt, has_answer=has_answer)
     tools = record.tools()
-    if messages[-1]["role"] not in ("user", "tool"):
-        raise record.error(f"the last message has role '{messages[-1]['role']}'; end with the user's or a tool's")
-    record.refuse_other_prompts(messages, answers=False)
     try:
         text = render(tokenizer, messages, generation_prompt=True, tools=tools)
         check_prompt_written(tokenizer, messages, tools, text)

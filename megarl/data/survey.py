@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.data.conversations import conversation_messages, make_conversation
+from megarl.data.conversations import conversation_messages, make_conversation, refuse_untrained
 from megarl.data.formats import FieldNames, RecordFormat, first_name_with_value, value_at
-from megarl.data.preferences import make_judged, make_pair
-from megarl.data.problems import make_problem
-from megarl.data.records import Record, make_record
+from megarl.data.preferences import EQUAL_LABELS, judged_conversation, make_judged, make_pair, pair_conversations
+from megarl.data.problems import make_problem, problem_parts
+from megarl.data.records import Record, TooLongError, make_record
 from megarl.data.rows import data_files, rows_of
 from megarl.types import DataError, TrainingSequence
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 Kind = Literal["problems", "conversations", "pairs", "judged"]
 """Kind of training examples. problems: loop rl. conversations: sft. pairs: preference and reward_model. judged:
 preference with the loss kto."""
-# A survey measures lengths, so no record may be refused as too long: 16 Mi tokens exceed every record.
-_NO_LIMIT = 1 << 24
+MAX_TOKENS = 1 << 17
+"""Most tokens of a record that a survey measures if no recipe limits them. Encoding megabytes takes minutes."""
 MAX_LISTED_FAULTS = 20
 """Maximum number of different errors, of duplicates, and of overlaps listed. All are counted."""
 MAX_LISTED_PLACES = 5
@@ -63,6 +63,8 @@ class Survey:
     format: RecordFormat | None = None
     num_records: int = 0
     """Number of records without an error."""
+    num_long: int = 0
+    """Number of records left out as too long (data.overlong: drop)."""
     num_faults: int = 0
     faults: list[Fault] = field(default_factory=list)
     """The first different errors, at most `MAX_LISTED_FAULTS`, each with the records having it."""
@@ -108,18 +110,22 @@ def survey(
     system_prompt: str | None = None,
     others: Mapping[str, FieldNames | None] | None = None,
     has_answers: bool = True,
+    max_tokens: int | None = None,
+    drops_long: bool = False,
 ) -> Survey:
     """Return a survey of all records of a data source. Records with errors are counted, and the survey continues.
 
     Without a tokenizer, records are only read, and lengths are in characters. `others` has sources whose prompts must
     not occur here, for example held-out sets, with their field names. Without `has_answers`, problems need no gold
-    answer. Raises DataError for a missing source.
+    answer. A record with more than `max_tokens` (None: MAX_TOKENS) is an error, or with `drops_long` only counted.
+    Raises DataError for a missing source.
     """
     prompts = {other: _prompts_of(other, own, system_prompt) for other, own in (others or {}).items()}
     found: Survey | None = None
     lengths: list[int] = []
     seen: dict[bytes, str] = {}
     faults: dict[str, Fault] = {}
+    labels: set[bool] = set()
     for record in _records(source, names, faults):
         if found is None:
             found = Survey(source, kind or kind_of(record.fields, record.format), record.format)
@@ -127,14 +133,18 @@ def survey(
         try:
             messages = _trained_messages(record, found.kind, system_prompt, has_answers)
             sequences = (
-                [] if tokenizer is None else _sequences(record, found.kind, tokenizer, system_prompt, has_answers)
+                _sequences(record, found.kind, tokenizer, system_prompt, has_answers, max_tokens) if tokenizer else []
             )
             # Rendered before it is counted: a faulty record has no length and no duplicates.
             prompt = _digest(_prompt_messages(record, found.kind, system_prompt))
         except DataError as error:
-            _note(faults, record.path, record.unit, record.line, error)
+            if drops_long and isinstance(error, TooLongError):
+                found.num_long += 1
+            else:
+                _note(faults, record.path, record.unit, record.line, error)
             continue
         found.num_records += 1
+        labels.add(bool(record.value(record.format.label)))
         lengths.append(sum(map(len, sequences)) if tokenizer else len(json.dumps(messages, ensure_ascii=False)))
         place = f"{record.unit} {record.line}"
         if (earlier := seen.setdefault(_digest(messages), place)) != place:
@@ -147,6 +157,9 @@ def survey(
         if tokenizer is not None and not found.first:
             found.first = _shown(tokenizer, sequences[0])
     found = found or Survey(source, kind or "problems")
+    if found.kind == "judged" and len(labels) == 1:
+        text = f"{source}: {EQUAL_LABELS}"
+        faults[text] = Fault(text, "")
     found.num_faults = sum(fault.count for fault in faults.values())
     found.num_different_faults, found.faults = len(faults), list(faults.values())[:MAX_LISTED_FAULTS]
     found.lengths = np.array(lengths, np.int64)
@@ -206,43 +219,60 @@ def _prompts_of(source: str, names: FieldNames | None, system_prompt: str | None
 
 
 def _prompt_messages(record: Record, kind: Kind, system_prompt: str | None) -> list[Mapping[str, Any]]:
-    """Return the messages before the assistant's first one. For a pair without a prompt field they are the chosen
-    answer's."""
-    has_prompt = first_name_with_value(record.fields, record.format.prompt) is not None
-    if not has_prompt and kind == "pairs":
-        chosen = record.messages(record.field(record.format.chosen), role="assistant")
-        messages = record.with_opening(chosen, system_prompt)
-    else:
-        messages = record.prompt(system_prompt)
+    """Return the messages before the assistant's first one. For a pair they are the chosen answer's."""
+    messages = pair_conversations(record, system_prompt)[0] if kind == "pairs" else record.prompt(system_prompt)
     first = next((place for place, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
     return list(messages[:first])
 
 
 def _trained_messages(record: Record, kind: Kind, system_prompt: str | None, has_answers: bool) -> list[Any]:
-    """Return the parts of a record used for training, to recognise duplicates."""
+    """Return the parts of a record used for training, to recognise duplicates.
+
+    Raises DataError for each record that a run would refuse, except for what only a tokenizer shows.
+    """
+    tools = record.tools()
     if kind == "problems":
-        record.require("prompt", *(["answer"] if has_answers else []))
-        return [*record.prompt(system_prompt), *([record.answer()] if has_answers else [])]
-    if kind == "conversations":
-        return list(conversation_messages(record, system_prompt))
-    record.require(*(("chosen", "rejected") if kind == "pairs" else ("response", "label")), also=("prompt",))
-    names = (record.format.chosen, record.format.rejected) if kind == "pairs" else (record.format.response,)
-    return [*_prompt_messages(record, kind, system_prompt), *(record.value(name) for name in names)]
+        messages, answer = problem_parts(record, system_prompt=system_prompt, has_answer=has_answers)
+        return [*messages, *([answer] if has_answers else []), *tools]
+    if kind == "pairs":
+        return [*map(list, pair_conversations(record, system_prompt)), *tools]
+    if kind == "judged":
+        messages, first = (judged := judged_conversation(record, system_prompt)[0]), len(judged) - 1
+    else:
+        messages, first = conversation_messages(record, system_prompt), 0
+    try:
+        refuse_untrained(messages, first=first)
+    except ValueError as error:
+        raise record.error(str(error)) from error
+    return [*messages, *tools]
 
 
 def _sequences(
-    record: Record, kind: Kind, tokenizer: Tokenizer, system_prompt: str | None, has_answers: bool
+    record: Record,
+    kind: Kind,
+    tokenizer: Tokenizer,
+    system_prompt: str | None,
+    has_answers: bool,
+    max_tokens: int | None,
 ) -> Sequence[TrainingSequence]:
-    if kind == "pairs":
-        return make_pair(record, tokenizer, system_prompt=system_prompt, max_tokens=_NO_LIMIT)
-    if kind == "judged":
-        return make_judged(record, tokenizer, system_prompt=system_prompt, max_tokens=_NO_LIMIT)
-    if kind == "conversations":
-        messages = conversation_messages(record, system_prompt)
-        return make_conversation(record, tokenizer, messages, max_tokens=_NO_LIMIT)
-    problem = make_problem(
-        record, 0, tokenizer, system_prompt=system_prompt, max_prompt_tokens=_NO_LIMIT, has_answer=has_answers
-    )
+    """Return a record as tokens. Raises DataError, and TooLongError above `max_tokens` (None: MAX_TOKENS)."""
+    limit = max_tokens or MAX_TOKENS
+    settings: dict[str, Any] = {"system_prompt": system_prompt}
+    try:
+        if kind == "pairs":
+            return make_pair(record, tokenizer, max_tokens=limit, **settings)
+        if kind == "judged":
+            return make_judged(record, tokenizer, max_tokens=limit, **settings)
+        if kind == "conversations":
+            messages = conversation_messages(record, system_prompt)
+            return make_conversation(record, tokenizer, messages, max_tokens=limit)
+        problem = make_problem(record, 0, tokenizer, max_prompt_tokens=limit, has_answer=has_answers, **settings)
+    except TooLongError as error:
+        if max_tokens is not None:
+            raise
+        raise record.error(
+            f"has more than {limit} tokens; a check with --recipe measures as many as the recipe allows", TooLongError
+        ) from error
     tokens = np.array(problem.prompt_token_ids, np.int64)
     return [TrainingSequence(tokens, np.zeros(len(tokens), np.bool_))]
 

@@ -292,10 +292,24 @@ def read_conversations(
     """Read the conversations of a data source for supervised training. Raises DataError if one exceeds a microbatch."""
     from megarl.data import conversations
 
-    # A row is padded up to a multiple, so the longest sequence is the limit rounded down.
-    longest = recipe.trainer.max_tokens_per_microbatch // row_multiple(recipe) * row_multiple(recipe)
+    longest = _max_tokens(recipe, "conversations")
     path, settings = path_of(data_set), _reading(recipe, data_set, dropped, collect)
     return _some(conversations.read_conversations(path, tokenizer, max_tokens=longest, **settings), path)
+
+
+def _max_tokens(recipe: Recipe, kind: Kind) -> int:
+    """Return the most tokens that a recipe allows in a record: in a prompt, a conversation, or a pair together."""
+    if kind == "problems":
+        return recipe.data.max_prompt_tokens
+    # A row is padded up to a multiple, so the longest sequence is the limit rounded down.
+    multiple = row_multiple(recipe)
+    longest = recipe.trainer.max_tokens_per_microbatch // multiple * multiple
+    if kind == "conversations":
+        return longest
+    # Both answers of a pair share a row and are padded one by one. Padding may then take up to two multiples.
+    longest -= 2 * multiple if multiple > 1 else 0
+    # A scored answer has one more position.
+    return longest - 2 if recipe.loop == "reward_model" else longest
 
 
 def read_preferences(
@@ -313,12 +327,10 @@ def read_preferences(
     """
     from megarl.data import preferences
 
-    multiple = row_multiple(recipe)
-    # Both answers of a pair share a row and are padded one by one. Padding may then take up to two multiples.
-    longest = recipe.trainer.max_tokens_per_microbatch // multiple * multiple - (2 * multiple if multiple > 1 else 0)
+    longest = _max_tokens(recipe, "pairs")
     path, settings = path_of(data_set), _reading(recipe, data_set, dropped, collect)
     if recipe.loop == "reward_model":
-        found = preferences.read_preferences(path, tokenizer, max_tokens=longest - 2, is_scored=True, **settings)
+        found = preferences.read_preferences(path, tokenizer, max_tokens=longest, is_scored=True, **settings)
         return _some(found, path)
     read = preferences.read_judged if recipe.preference.loss == "kto" else preferences.read_preferences
     return _some(read(path, tokenizer, max_tokens=longest, **settings), path)
@@ -436,12 +448,15 @@ def survey_as_training(recipe: Recipe, path: str, tokenizer: Tokenizer | None, h
 def _survey(
     recipe: Recipe, field: str, data_set: DataSet, tokenizer: Tokenizer | None, others: Sequence[DataSet]
 ) -> Survey:
+    kind = kind_of_set(recipe, field)
     return survey(
         path_of(data_set),
         names=field_names(recipe, data_set, field),
-        kind=kind_of_set(recipe, field),
+        kind=kind,
         tokenizer=tokenizer,
         system_prompt=system_prompt(recipe),
         others={path_of(other): field_names(recipe, other) for other in others},
         has_answers=bool(recipe.reward.functions),
+        max_tokens=_max_tokens(recipe, kind),
+        drops_long=recipe.data.overlong == "drop",
     )

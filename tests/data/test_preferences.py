@@ -4,6 +4,7 @@ from typing import Any
 import pytest
 
 from megarl.data.chat import load_tokenizer
+from megarl.data.conversations import read_conversations
 from megarl.data.preferences import read_judged, read_preferences
 from megarl.types import DataError
 
@@ -108,3 +109,20 @@ def test_faults_of_judged_answers_are_named(tmp_path, tokenizer, records, told):
     with pytest.raises(DataError) as caught:
         judged(tmp_path, tokenizer, *records)
     assert told in str(caught.value)
+
+
+def test_the_columns_of_ultrafeedback_binarized(tmp_path, tiny_model):
+    tokenizer = load_tokenizer(tiny_model())
+    asked = {"content": "2 + 2?", "role": "user"}
+    chosen, rejected = ([asked, {"content": text, "role": "assistant"}] for text in ("4", "5"))
+    columns = {"prompt": "2 + 2?", "prompt_id": "c3", "score_chosen": 8.0, "score_rejected": 6.5}
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(json.dumps({**columns, "chosen": chosen, "rejected": rejected, "messages": chosen}) + "\n")
+    [pair] = read_preferences(path, tokenizer, system_prompt="Add.", max_tokens=200)
+    path.write_text(json.dumps({"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}) + "\n")
+    [expected] = read_preferences(path, tokenizer, system_prompt="Add.", max_tokens=200)
+    assert [sequence.token_ids.tolist() for sequence in pair] == [sequence.token_ids.tolist() for sequence in expected]
+    # The same rows are conversations for fine-tuning.
+    path.write_text(json.dumps({**columns, "chosen": chosen, "rejected": rejected, "messages": chosen}) + "\n")
+    ((sequence,),) = read_conversations(path, tokenizer, system_prompt="Add.", max_tokens=200)
+    assert sequence.token_ids.tolist() == expected[0].token_ids.tolist()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -105,11 +106,13 @@ def test_the_first_record_shows_what_is_trained(
     tiny_model: Callable[..., Path], tmp_path: Path, record: dict[str, Any], kind: str, trained: list[str]
 ) -> None:
     tokenizer = load_tokenizer(tiny_model())
-    found = survey(write(tmp_path / "a.jsonl", record, record), tokenizer=tokenizer)
+    # Judged answers need both labels.
+    further = [record | {"prompt": "3", "label": False}] if "label" in record else []
+    found = survey(write(tmp_path / "a.jsonl", record, record, *further), tokenizer=tokenizer)
     assert (found.kind, found.is_sound, found.num_duplicates) == (kind, True, 1)
     assert [text for text, is_trained in found.first if is_trained] == trained
     assert "".join(text for text, _ in found.first).startswith("<|im_start|>user\n1")
-    assert len(found.lengths) == 2 and found.lengths[0] > 5
+    assert len(found.lengths) == 2 + len(further) and found.lengths[0] > 5
 
 
 def test_the_command(
@@ -143,3 +146,52 @@ def test_two_options_for_the_gold_answer_are_refused_by_name(
     assert ended.value.code == 2
     page = capsys.readouterr().err
     assert "--fields and --answer-field: " in page and "{" not in page
+
+
+USER, SAID = {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}
+OTHER = {"role": "assistant", "content": "5"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "record", "words"),
+    [
+        pytest.param("problems", {"messages": [USER, SAID], "gt_answer": "4"}, "last message has role", id="answered"),
+        pytest.param("problems", problem(1, tools="[{"), "'tools' is .*not valid JSON", id="tools of a problem"),
+        pytest.param("conversations", {"messages": [USER]}, "no message has the role assistant", id="no answer"),
+        pytest.param(
+            "conversations", {"messages": [USER, {**SAID, "weight": 0}]}, "have weight 0", id="nothing is trained"
+        ),
+        pytest.param("conversations", {"messages": [USER, SAID], "tools": "add"}, "'tools' is", id="tools"),
+        pytest.param("pairs", {"messages": [USER], "chosen": "4", "rejected": "4"}, "are the same", id="equal answers"),
+        pytest.param("pairs", {"chosen": [SAID], "rejected": [OTHER]}, "no field for prompt", id="no prompt"),
+        pytest.param("judged", {"messages": [USER], "response": "4", "label": "yes"}, "give true for", id="label"),
+        pytest.param(
+            "judged", {"messages": [USER], "response": "4", "label": True}, "labels are the same", id="labels"
+        ),
+    ],
+)
+def test_a_survey_without_a_model_refuses_what_a_start_refuses(
+    tmp_path: Path, tiny_model: Callable[..., Path], kind: Any, record: dict[str, Any], words: str
+) -> None:
+    path = write(tmp_path / "a.jsonl", record)
+    bare, tokenised = (
+        survey(path, kind=kind, tokenizer=tokenizer) for tokenizer in (None, load_tokenizer(tiny_model()))
+    )
+    assert not bare.is_sound and [str(fault) for fault in bare.faults] == [str(fault) for fault in tokenised.faults]
+    assert re.search(words, str(bare.faults[0]))
+
+
+@pytest.mark.parametrize("kind", ["problems", "conversations"])
+def test_a_record_of_megabytes_is_found_within_seconds(
+    tmp_path: Path, tiny_model: Callable[..., Path], kind: Any
+) -> None:
+    text = "word " * 1_000_000
+    record = {"messages": [{"role": "user", "content": text}], "gt_answer": "4"}
+    if kind == "conversations":
+        record = {"messages": [{"role": "user", "content": text}, SAID]}
+    path, tokenizer = write(tmp_path / "a.jsonl", record), load_tokenizer(tiny_model())
+    found = survey(path, kind=kind, tokenizer=tokenizer, max_tokens=100)
+    assert (found.num_records, found.num_faults, found.num_long) == (0, 1, 0)
+    assert "allows 100" in str(found.faults[0])
+    found = survey(path, kind=kind, tokenizer=tokenizer, max_tokens=100, drops_long=True)
+    assert (found.num_records, found.num_faults, found.num_long) == (0, 0, 1)
