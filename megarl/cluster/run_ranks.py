@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from megarl import faults
 from megarl.cluster.deadlines import Deadlines
@@ -18,6 +18,8 @@ from megarl.cluster.rank_errors import RankFailedError
 from megarl.cluster.worker_group import WorkerGroup
 from megarl.types import PeerLostError
 
+_WATCH_SECONDS = 1.0
+"""Interval of looks for lost ranks while the driver calls none."""
 _CAUSE_SECONDS = 2.0
 """Seconds to wait, after a failure, for another group to report the root cause."""
 
@@ -173,6 +175,35 @@ class RunRanks:
         """Use the group `after`, with the processes of a replica, in place of the replica `before`."""
         self.replicas.remove(before)
         self.add([after])
+
+    async def watching(self, work: Coroutine[Any, Any, Answer]) -> Answer:
+        """Await work of the driver that may call no ranks for long, such as scoring, and return its result.
+
+        Raises PeerLostError, and cancels the work, soon after a rank of the trainers is lost.
+        """
+        working, watch = asyncio.ensure_future(work), asyncio.create_task(self._await_loss())
+        try:
+            await asyncio.wait({working, watch}, return_when=asyncio.FIRST_COMPLETED)
+            # The work's own call to a lost rank may say more.
+            await asyncio.wait({working}, timeout=_CAUSE_SECONDS)
+            return working.result() if working.done() else watch.result()
+        finally:
+            working.cancel()
+            watch.cancel()
+            await asyncio.wait({working, watch})
+            for task in (working, watch):
+                # asyncio warns about errors that nobody retrieves.
+                _ = task.cancelled() or task.exception()
+
+    async def _await_loss(self) -> NoReturn:
+        """Wait until a rank of the trainers is lost. Raises PeerLostError."""
+        trainers = self.trainers
+        while True:
+            for handle in trainers.all_handles:
+                if handle.died.done() or handle.direct.is_lost:
+                    # A call to a lost rank fails at once, names the rank, and ends the group.
+                    await trainers.ask([handle.rank - trainers.part.first_rank], "__watch__", [None])
+            await asyncio.sleep(_WATCH_SECONDS)
 
     async def unless_lost(self, group: WorkerGroup, call: Coroutine[Any, Any, list[Any]]) -> list[Any]:
         """Await a call to a replica and return its answers; none if the replica is lost and others remain."""

@@ -19,8 +19,11 @@ _FULL_BYTES = 1 << 20
 """A disk with less free space counts as full. A write that failed may have left a part of a block."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FAILED = (errno.EIO, errno.EROFS, errno.ESTALE, errno.EFBIG)
+_REMOVED = (errno.ENOENT, errno.ENOTDIR)
 _DENIED = (errno.EACCES, errno.EPERM)
-"""Error numbers of denied access. They count as storage errors only in the run folder, belonging to the run."""
+"""Error numbers of denied access. Like those of removed files, they count as storage errors only in the run folder,
+belonging to the run.
+"""
 
 
 @contextmanager
@@ -95,8 +98,6 @@ def disk_full(error: BaseException) -> DiskFullError | None:
 
 def storage_error(folder: Path, error: BaseException) -> StorageError | None:
     """Return a StorageError if an error has a cause in the run folder or its disk, else None."""
-    if isinstance(error, StorageError):
-        return error
     if not isinstance(error, Exception) or isinstance(error, ConfigError | StoppedError | EndedError):
         return None
     if not folder.is_dir():
@@ -104,10 +105,18 @@ def storage_error(folder: Path, error: BaseException) -> StorageError | None:
             f"{folder}: the run folder is gone: it was removed, or its disk is no longer there. Nothing more could be "
             "saved; start the run again from its recipe."
         )
+    if isinstance(error, StorageError):
+        return error
     if full := _os_error(error, _FULL):
         return _full_disk_error(full, folder, None)
     if failed := _os_error(error, _FAILED):
         return StorageError(f"{failed.filename or folder}: cannot be written or read ({failed.strerror}).")
+    removed = _os_error(error, _REMOVED)
+    if removed is not None and _is_below(folder, removed.filename):
+        return StorageError(
+            f"{removed.filename}: the file or its folder was removed while the run went on. Continue with --resume, or "
+            "start the run again from its recipe."
+        )
     denied = _os_error(error, _DENIED)
     if denied is not None and _is_below(folder, denied.filename):
         return StorageError(

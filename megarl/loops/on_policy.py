@@ -78,7 +78,8 @@ class OnPolicyRun:
         Raises MegarlError if too many attempts could not be scored.
         """
         with self._session.tracker.phase("rollout"):
-            groups = await self.buffer.take(self._recipe.train.prompts_per_step, step.number, self._engine_version)
+            taking = self.buffer.take(self._recipe.train.prompts_per_step, step.number, self._engine_version)
+            groups = await self._session.steps.ranks.watching(taking)
         step.log(self.buffer.metrics())
         step.log(failure_metrics(self.buffer.sampled, self._recipe.reward.max_failed_fraction, "reward/"))
         await self._session.reshards.sleep_engines()

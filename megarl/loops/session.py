@@ -17,7 +17,7 @@ from megarl.loops.resume import Origin
 from megarl.loops.sample_writer import SampleWriter
 from megarl.loops.steps import Steps
 from megarl.preflight import Dropped
-from megarl.rollout.evaluate import evaluate
+from megarl.rollout.evaluate import EvaluatedSet, evaluate
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.source import Source
 from megarl.tracking.draws import DrawEvents
@@ -58,13 +58,16 @@ class Session:
         first.
         """
         with self.tracker.phase("evaluation"):
-            sets = [done async for done in evaluate(self.sources, self.recipe.reward.max_failed_fraction)]
+            sets = await self.steps.ranks.watching(self._evaluated_sets())
         # Read after all sets, so that the tokens of the whole evaluation count.
         metrics = self.pool.evaluation_metrics()
         for done in sets:
             await self.samples.write(step, done.records(), done.trajectories)
             metrics |= done.metrics
         return metrics
+
+    async def _evaluated_sets(self) -> list[EvaluatedSet]:
+        return [done async for done in evaluate(self.sources, self.recipe.reward.max_failed_fraction)]
 
     def write_draws(self, step: int, order: DataOrder, batch: Sequence[int]) -> None:
         """Write to the ledger that a step's items were drawn from the data and trained on. Raises StorageError.

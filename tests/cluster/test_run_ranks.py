@@ -54,6 +54,23 @@ async def test_ranks_are_numbered_through(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"rank_{rank:04d}.log" for rank in range(4)]
 
 
+async def test_a_rank_that_dies_while_the_driver_waits_is_noticed(tmp_path: Path) -> None:
+    trainers = await group(2, 0, tmp_path, num_ranks=2)
+    ranks = RunRanks(trainers)
+    try:
+        assert await ranks.watching(asyncio.sleep(0.01, "scored")) == "scored"
+        pids = await trainers.call("pid")
+        waiting = asyncio.create_task(ranks.watching(asyncio.sleep(60, "scored")))
+        await asyncio.sleep(0.1)
+        os.kill(pids[1], signal.SIGKILL)
+        began = time.monotonic()
+        with pytest.raises(PeerLostError, match="rank 1"):
+            await asyncio.wait_for(waiting, 30)
+        assert time.monotonic() - began < 10
+    finally:
+        await ranks.close()
+
+
 async def test_what_one_replica_s_ranks_signed_is_not_its_successor_s(tmp_path: Path) -> None:
     """One key for the run's messages, another name of the world in each start's: none can be repeated in another."""
 

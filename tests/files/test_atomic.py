@@ -79,3 +79,13 @@ def test_a_full_output_is_named(tmp_path: Path) -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run([sys.executable, "-c", program], stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.stderr.startswith("/dev/full: no room on its disk")
+
+
+@pytest.mark.parametrize("kind", [FileNotFoundError, NotADirectoryError])
+def test_a_removed_part_of_the_run_folder_ends_with_74(tmp_path: Path, kind: type[OSError]) -> None:
+    number = {FileNotFoundError: errno.ENOENT, NotADirectoryError: errno.ENOTDIR}[kind]
+    named = storage_error(tmp_path, kind(number, "gone", str(tmp_path / "samples/step_000001.jsonl")))
+    assert named is not None and named.exit_code == 74 and "samples" in str(named)
+    assert storage_error(tmp_path, kind(number, "gone", "/elsewhere/model")) is None
+    gone = storage_error(tmp_path / "run", StorageError("draws.jsonl: cannot be read"))
+    assert "run folder is gone" in str(gone)
