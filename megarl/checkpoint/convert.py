@@ -78,7 +78,7 @@ Source = FolderReader | CheckpointReader
 """A reader of weights: for each Hugging Face tensor, its dtype and the pieces (stored index ranges) making it up."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion:
     """Result of a conversion. `is_verified`: the written weights were read back and compared."""
 
@@ -129,7 +129,14 @@ def to_megatron(
         manifest.close({"format": "torch_dist", "checkpoint": RELEASE, **sizes, **form})
         if verify:
             verify_copy(source, CheckpointReader(manifest.folder / RELEASE, model), model, manifest.folder)
-    return Conversion(out, len(dtypes), _num_bytes(model, dtypes), time.perf_counter() - started, verify, kept)
+    return Conversion(
+        folder=out,
+        num_tensors=len(dtypes),
+        weight_bytes=_num_bytes(model, dtypes),
+        seconds=time.perf_counter() - started,
+        is_verified=verify,
+        num_kept=kept,
+    )
 
 
 def to_hf(
@@ -199,7 +206,14 @@ def to_hf(
         manifest.close({"format": "safetensors"})
         if verify:
             verify_copy(source, FolderReader(manifest.folder, model), model, manifest.folder)
-    return Conversion(out, len(stored), total, time.perf_counter() - started, verify, len(kept))
+    return Conversion(
+        folder=out,
+        num_tensors=len(stored),
+        weight_bytes=total,
+        seconds=time.perf_counter() - started,
+        is_verified=verify,
+        num_kept=len(kept),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,5 +142,5 @@ def process_settings(environment: str, settings: Mapping[str, Any], memory_gib: 
         # An empty entry of sys.path means the current folder, so name it explicitly.
         tuple(entry or folder for entry in sys.path),
         folder,
-        int(memory_gib * (1 << 30)),
+        memory_bytes=int(memory_gib * (1 << 30)),
     )

@@ -185,8 +185,8 @@ class _Child:
     def __init__(self, command: _Command) -> None:
         python, library, memory_bytes = command
         settings = ServerSettings(
-            (python, str(_SCRIPT), library), library, "rollout.environment", {}, (), os.getcwd(), memory_bytes,
-            _START_SECONDS,
+            (python, str(_SCRIPT), library), library, "rollout.environment", {}, (), os.getcwd(),
+            memory_bytes=memory_bytes, start_seconds=_START_SECONDS,
         )  # fmt: skip
         self._pool = ProcessPool(settings, 1, log_name=library)
         self.closed_sessions: list[str] = []

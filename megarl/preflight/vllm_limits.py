@@ -126,9 +126,9 @@ def _kv_cache(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
         return
     new_tokens = max(rollout.sampling.max_new_tokens, recipe.evaluation_sampling.max_new_tokens)
     longest = recipe.data.max_prompt_tokens + new_tokens
-    needed = _needed_bytes(recipe, shape, block, longest)
+    needed = _needed_bytes(recipe, shape, block=block, tokens=longest)
     if needed > rollout.kv_cache_gib * 2**30:
-        block_bytes = _needed_bytes(recipe, shape, block, 0)
+        block_bytes = _needed_bytes(recipe, shape, block=block, tokens=0)
         # vLLM holds one block back, so it is not counted here.
         held = max(0, int(rollout.kv_cache_gib * 2**30 / block_bytes) - 1) * block
         yield (
@@ -141,7 +141,7 @@ def _kv_cache(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 def least_cache_gib(recipe: Recipe, shape: ModelShape) -> float:
     """Return the size in GiB of the smallest KV cache of a rank holding the longest possible sequence."""
     block = _block_tokens(recipe) or BLOCK_TOKENS["cuda"]
-    return float(_gib(_needed_bytes(recipe, shape, block, recipe.context_tokens)))
+    return float(_gib(_needed_bytes(recipe, shape, block=block, tokens=recipe.context_tokens)))
 
 
 def is_cache_given(recipe: Recipe) -> bool:
@@ -168,7 +168,7 @@ def _block_tokens(recipe: Recipe) -> int | None:
     return block if isinstance(block, int) and block >= 1 else None
 
 
-def _needed_bytes(recipe: Recipe, shape: ModelShape, block: int, tokens: int) -> int:
+def _needed_bytes(recipe: Recipe, shape: ModelShape, *, block: int, tokens: int) -> int:
     """Return the bytes of a rank's KV cache for one sequence, plus one block reserved by vLLM."""
     rollout = recipe.rollout
     # A quantised cache (FP8) takes one byte a value.

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -41,6 +41,7 @@ class ServerSettings:
     """Import paths (`sys.path`) of the process; not used for a program."""
     folder: str
     """Working folder of the process."""
+    _: KW_ONLY
     memory_bytes: int | None
     """Limit of the address space in bytes, in addition to that of the imports; for a program, in total. None: no
     limit.
@@ -50,7 +51,7 @@ class ServerSettings:
     max_answer_bytes: int = 16 << 20
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RequestLimits:
     """Time limits of a request. None: no limit."""
 

@@ -146,9 +146,9 @@ def server_settings(settings: WorkerSettings) -> ServerSettings:
         start,
         settings.search_path,
         settings.folder,
-        _MEMORY_BYTES,
-        settings.start_timeout_seconds,
-        _MAX_REPLY_BYTES,
+        memory_bytes=_MEMORY_BYTES,
+        start_seconds=settings.start_timeout_seconds,
+        max_answer_bytes=_MAX_REPLY_BYTES,
     )
 
 
@@ -156,7 +156,10 @@ def request_limits(settings: WorkerSettings, *, has_sandbox: bool) -> RequestLim
     """Return the time limits of scoring a completion, including the time of programs in the sandbox."""
     seconds = settings.sandbox.total_timeout_seconds if has_sandbox else 0.0
     # Programs may wait for a CPU on a busy machine, so wall-clock time grows by a multiple.
-    return RequestLimits(settings.timeout_seconds + seconds, settings.wall_timeout_seconds + 10 * seconds)
+    return RequestLimits(
+        cpu_seconds=settings.timeout_seconds + seconds,
+        wall_seconds=settings.wall_timeout_seconds + 10 * seconds,
+    )
 
 
 def read_answer(answer: Mapping[str, Any], settings: WorkerSettings, limits: RequestLimits) -> Scored:

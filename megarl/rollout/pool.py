@@ -412,7 +412,13 @@ class EnginePool:
         completions = await self._ask(replica, new, aborts, self._budget_seconds)
         seconds = time.monotonic() - began
         # Requests that finish in this call ran for half of it on average.
-        replica.pace.add(Pace(self._count(completions), seconds, seconds * (load - len(completions) / 2)))
+        replica.pace.add(
+            Pace(
+                num_tokens=self._count(completions),
+                seconds=seconds,
+                request_seconds=seconds * (load - len(completions) / 2),
+            )
+        )
         for completion in completions:
             replica.running.pop(completion.request_id, None)
             self._num_cached += completion.num_cached

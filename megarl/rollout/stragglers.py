@@ -28,7 +28,7 @@ SLOW_SHARE = 0.5
 """A replica is slow if its speed is below this fraction of the median of the other replicas."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Pace:
     """A replica's sampled tokens, seconds of sampling, and these seconds summed over its running requests."""
 

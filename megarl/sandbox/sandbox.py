@@ -15,7 +15,7 @@ import sysconfig
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal
@@ -63,7 +63,7 @@ class SandboxError(Exception):
     """Raised if the sandbox itself fails, not the program in it."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxSettings:
     """Settings of a sandbox: the recipe's section `sandbox`."""
 
@@ -98,6 +98,7 @@ class Ran:
     stdout: str
     stderr: str
     exit_code: int
+    _: KW_ONLY
     cpu_seconds: float
     wall_seconds: float
     retries: int = 0
@@ -388,7 +389,15 @@ class _Run:
             outcome = "output"
         stdout, stderr = (self._content[pipe].decode("utf-8", "replace") for pipe in (self._stdout, self._stderr))
         is_by_clock = self._is_late and cpu_seconds <= cpu_limit
-        return Ran(outcome, stdout, stderr, exit_code, cpu_seconds, wall_seconds, is_by_clock=is_by_clock)
+        return Ran(
+            outcome,
+            stdout,
+            stderr,
+            exit_code,
+            cpu_seconds=cpu_seconds,
+            wall_seconds=wall_seconds,
+            is_by_clock=is_by_clock,
+        )
 
 
 def _sealed(content: bytes) -> int:

@@ -166,4 +166,13 @@ def _ran(answer: Mapping[str, Any], max_bytes: int, wall_seconds: float, retries
         outcome = "output"
     seconds = result.get("execution_time")
     seconds = float(seconds) if isinstance(seconds, int | float) else 0.0
-    return Ran(outcome, stdout[:max_bytes], stderr, exit_code, seconds, wall_seconds, retries, outcome == "timeout")
+    return Ran(
+        outcome,
+        stdout[:max_bytes],
+        stderr,
+        exit_code,
+        cpu_seconds=seconds,
+        wall_seconds=wall_seconds,
+        retries=retries,
+        is_by_clock=outcome == "timeout",
+    )

@@ -28,7 +28,7 @@ class Process:
 
 def test_close_kills_a_process_whose_kill_no_thread_has_begun() -> None:
     process = Process()
-    settings = ServerSettings("", "a process", "a.field", {}, (), ".", 1 << 30)
+    settings = ServerSettings("", "a process", "a.field", {}, (), ".", memory_bytes=1 << 30)
     pool = ProcessPool(settings, 1, log_name="process", make_server=lambda *_: process)
     [place] = pool.places
     place.start()

@@ -39,7 +39,12 @@ def judged(reported: list[str], steps: int, **paces: Pace) -> tuple[StragglerDet
 
 def test_who_is_slow_is_reported_once_with_numbers_and_counted_while_it_lasts() -> None:
     reported: list[str] = []
-    paces = {"a": FAST, "b": Pace(1000, 10.0, 80.0), "c": FAST, "d": Pace(4400, 10.0, 80.0)}
+    paces = {
+        "a": FAST,
+        "b": Pace(num_tokens=1000, seconds=10.0, request_seconds=80.0),
+        "c": FAST,
+        "d": Pace(num_tokens=4400, seconds=10.0, request_seconds=80.0),
+    }
     _, number = judged(reported, MIN_STEPS - 1, **paces)
     assert number == 0 and not reported
     detector, number = judged(reported, MIN_STEPS, **paces)
@@ -62,10 +67,10 @@ def test_who_is_slow_is_reported_once_with_numbers_and_counted_while_it_lasts() 
 @pytest.mark.parametrize(
     "pace",
     [
-        pytest.param(Pace(500, 10.0, 10.0), id="one long request, at full speed"),
-        pytest.param(Pace(6000, 10.0, 320.0), id="four times as many, each slower"),
-        pytest.param(Pace(2100, 10.0, 80.0), id="half as fast"),
-        pytest.param(Pace(10, 1.0, 8.0), id="too few samples"),
+        pytest.param(Pace(num_tokens=500, seconds=10.0, request_seconds=10.0), id="one long request, at full speed"),
+        pytest.param(Pace(num_tokens=6000, seconds=10.0, request_seconds=320.0), id="four times as many, each slower"),
+        pytest.param(Pace(num_tokens=2100, seconds=10.0, request_seconds=80.0), id="half as fast"),
+        pytest.param(Pace(num_tokens=10, seconds=1.0, request_seconds=8.0), id="too few samples"),
         pytest.param(Pace(), id="nothing to do"),
     ],
 )
@@ -75,7 +80,7 @@ def test_load_is_no_slowness(pace: Pace) -> None:
 
 
 def test_without_siblings_nobody_is_slow() -> None:
-    assert judged([], WINDOW, a=Pace(1, 10.0, 80.0))[1] == 0
+    assert judged([], WINDOW, a=Pace(num_tokens=1, seconds=10.0, request_seconds=80.0))[1] == 0
 
 
 @contextlib.asynccontextmanager
