@@ -27,7 +27,7 @@ _WRITTEN_OTHERWISE = {
     "∠": r"\angle ", "ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "ℚ": r"\mathbb{Q}", "ℕ": r"\mathbb{N}",
     "ℂ": r"\mathbb{C}", "∖": r"\setminus ", "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}",
     "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}", "⅕": r"\frac{1}{5}", "⅛": r"\frac{1}{8}",
-    r"\text{all real numbers}": r"\mathbb{R}", "all real numbers": r"\mathbb{R}", "\u2018": "'", "\u2019": "'",
+    "\u2018": "'", "\u2019": "'",
     "\u201c": '"', "\u201d": '"', "\u00a0": " ", "\u202f": " ", "\u2009": " ", r"\dfrac": r"\frac",
     r"\tfrac": r"\frac", r"\cfrac": r"\frac", r"\dbinom": r"\binom", r"\tbinom": r"\binom",
     r"\varnothing": r"\emptyset", r"\leqslant": r"\le ", r"\geqslant": r"\ge ", r"\leq": r"\le ", r"\geq": r"\ge ",
@@ -50,7 +50,7 @@ _WRITTEN_OTHERWISE = {
 }  # fmt: skip
 """Unicode characters and LaTeX commands with their normalised spelling."""
 _SPELLING = re.compile(
-    r"\\not ?=|\\text\{all real numbers\}|all real numbers|\\(?:begin|end)\{(?:bmatrix|smallmatrix)\}"
+    r"\\not ?=|\\(?:begin|end)\{(?:bmatrix|smallmatrix)\}"
     r"|\\[A-Za-z]+|\\[^A-Za-z]|[<>]=|[^\x00-\x7f]"
 )
 """Regular expression of what may have a normalised spelling: a whole command, or a sign outside ASCII."""
@@ -99,11 +99,12 @@ _NAMED_VALUE = re.compile(
     re.IGNORECASE,
 )
 """Regular expression of words naming an answer: `The area is`."""
-_WITHOUT_SOLUTION = re.compile(
-    r"(?:\\(?:text|textbf|mathrm|mbox)\s*\{\s*)?(?:there\s+(?:is|are|exists?)\s+)?no\s+(?:real\s+)?(?:solutions?|roots?)"
-    r"(?:\s+exists?)?\s*\.?\s*\}?",
+_NAMED_SET = re.compile(
+    r"(?:\\(?:text|textbf|mathrm|mbox)\s*\{\s*)?(?:(?P<all>all\s+(?:real\s+numbers|reals))"
+    r"|(?:there\s+(?:is|are|exists?)\s+)?no\s+(?:real\s+)?(?:solutions?|roots?)(?:\s+exists?)?)\s*\.?\s*\}?",
     re.IGNORECASE,
 )
+"""Regular expression of words for all real numbers, or for none of them."""
 _BRACKETED_NUMERAL = re.compile(r"\(\s*([0-9][0-9A-F]*)\s*\)(?=\s*_)")
 _DERIVATIVE = re.compile(r"(?<![A-Za-z\\])d([a-z])\s*/\s*d([a-z])(?![A-Za-z])")
 _MERIDIEM = re.compile(
@@ -123,10 +124,10 @@ _MEANINGFUL = re.compile(r"[_^]\s*\{|\\[A-Za-z]+\s*(?:\[[^\]]*\]\s*)?\{|\}\s*\{"
 def normalized(text: str) -> str:
     r"""Return the text in normalised spelling, without a \boxed{} around it, dollar signs or a final full stop."""
     text = with_ascii_signs(text).strip()
+    text = _without_presentation(text) or text
     for _ in range(3):  # A box in dollars in a box is the deepest nesting seen in answers.
         text = _without_wrapping(text)
     text = _SPELLING.sub(lambda sign: _WRITTEN_OTHERWISE.get(sign[0], sign[0]), text).strip()
-    text = _without_presentation(text) or text
     text = _SCRIPTS.sub(_script, text) if not text.isascii() else text
     text = _ALL_DOTTED.sub(r"\\overline{\1\2\3}", text)
     text = _BRACKETED_REPETEND.sub(r"\\overline{\1}", text)
@@ -141,8 +142,8 @@ def normalized(text: str) -> str:
     text = r"\sim " + text[1:] if text.startswith("~") and text[1:].strip() else text
     text = _THIN.sub("", text)
     without_stop = re.sub(r"(?:[.,;]|\\[,!]|\s)+$", "", text)
-    if _WITHOUT_SOLUTION.fullmatch(without_stop):
-        return r"\emptyset"
+    if named_set := _NAMED_SET.fullmatch(without_stop):
+        return r"\mathbb{R}" if named_set["all"] else r"\emptyset"
     # Three final dots are a sequence's continuation, not a full stop.
     return text.strip() if text.rstrip().endswith(("...", r"\ldots")) or not without_stop else without_stop
 
@@ -171,7 +172,7 @@ def _without_announcement(text: str) -> str:
     # The brace closes the text of the announcement alone, or it must be one with the answer in it.
     if (brace is not None) != (command is not None):
         answer = f"{command}{answer}" if command is not None else text
-    return answer or text
+    return _without_wrapping(answer) or text
 
 
 def _meridiem(found: re.Match[str]) -> str:
