@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.data.call_arguments import with_fitting_arguments
 from megarl.data.reasoning_key import with_reasoning_key
+from megarl.data.tokenizer_growth import refuse_growth
 from megarl.files.model_folder import max_values_of, read_object
 from megarl.files.regular import check_folder_of_files, check_regular
 from megarl.files.strict_json import refuse_many_values
@@ -76,6 +77,7 @@ def load_tokenizer(
     # First, since transformers would wait forever for the writer of a named pipe.
     check_folder_of_files(Path(folder))
     _refuse_many_values(Path(folder))
+    refuse_growth(Path(folder))
     config = Path(folder) / "config.json"
     # transformers and vLLM 0.30 choose their classes by model_type.
     if config.is_file() and not isinstance(read_object(config).get("model_type"), str):
@@ -83,7 +85,10 @@ def load_tokenizer(
     try:
         # Not left out: transformers 5.23 then asks on a terminal whether to run code of the folder.
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:
+    except BaseException as error:
+        # A panic of the tokenizers library, for example in a regular expression, is not an Exception.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         _check_config(folder)
         raise DataError(
             f"{folder}: the tokenizer does not load ({error}); copy the tokenizer's files into this folder again"
