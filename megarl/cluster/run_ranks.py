@@ -20,6 +20,8 @@ from megarl.types import PeerLostError
 
 _WATCH_SECONDS = 1.0
 """Interval of looks for lost ranks while the driver calls none."""
+_NO_CALL = "sampling and scoring"
+"""Text in place of a method's name in the error of a rank that was lost while no call was in progress."""
 _CAUSE_SECONDS = 2.0
 """Seconds to wait, after a failure, for another group to report the root cause."""
 
@@ -202,7 +204,7 @@ class RunRanks:
             for handle in trainers.all_handles:
                 if handle.died.done() or handle.direct.is_lost:
                     # A call to a lost rank fails at once, names the rank, and ends the group.
-                    await trainers.ask([handle.rank - trainers.part.first_rank], "__watch__", [None])
+                    await trainers.ask([handle.rank - trainers.part.first_rank], _NO_CALL, [None])
             await asyncio.sleep(_WATCH_SECONDS)
 
     async def unless_lost(self, group: WorkerGroup, call: Coroutine[Any, Any, list[Any]]) -> list[Any]:
