@@ -16,6 +16,9 @@ _BATCH_SIZES: Mapping[str, tuple[str, int]] = {
 }
 """Recipe field with the number of records per step, and its default, by the field of the data."""
 
+_ON_POLICY = ("rl", "distillation")
+"""Loops with positions of their own in `data.train`."""
+
 
 @dataclass(frozen=True, slots=True)
 class DataPosition:
@@ -37,12 +40,11 @@ class DataPosition:
         if (drawn := driver.get("drawn")) is not None:
             return cls(step, {name: int(count) for name, count in drawn.items()})
         recipe = driver["recipe"]
-        counts = {
-            name: step * _value_at(recipe, size, default)
-            for name, (size, default) in _BATCH_SIZES.items()
-            if _value_at(recipe, name, None)
-        }
-        return cls(step, counts)
+        names = ["data.ptx"] if recipe.get("loop") in _ON_POLICY else _BATCH_SIZES
+        return cls(
+            step,
+            {name: step * _value_at(recipe, *_BATCH_SIZES[name]) for name in names if _value_at(recipe, name, None)},
+        )
 
     def after(self, step: int, recipe: Recipe) -> Self:
         """Return the position at the end of a later step of a run that continues from this one."""

@@ -77,7 +77,7 @@ def test_conversations_left_out_for_a_while_go_on_where_they_ended() -> None:
     assert position.order(with_ptx, "data.ptx", 100).start(5) == 12
 
 
-@pytest.mark.parametrize(("loop", "expected"), [("sft", {"data.train": 24}), ("rl", {"data.train": 24, "data.ptx": 9})])
+@pytest.mark.parametrize(("loop", "expected"), [("sft", {"data.train": 24}), ("rl", {"data.ptx": 9})])
 def test_a_checkpoint_of_an_earlier_version_counts_by_its_recipe(loop: str, expected: dict[str, int]) -> None:
     earlier = {"loop": loop, "data": {"train": "t"}, "train": {"prompts_per_step": 8}}
     if loop == "rl":

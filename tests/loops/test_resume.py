@@ -298,7 +298,8 @@ def test_steps_of_epochs_are_refused_if_they_count_other_records(recipe: Recipe,
             find_origin(with_train(epochs=2, prompts_per_step=8), folder, "if-any")
         for resumed in (with_train(steps=9, prompts_per_step=8), with_train(epochs=3, prompts_per_step=4)):
             origin = find_origin(resumed, folder, "if-any")
-            assert origin.position.step == 2 and origin.position.drawn["data.train"] == 8
+            assert origin.position.step == 2
+            assert origin.position.drawn == ({} if loop == "rl" else {"data.train": 8})
 
 
 @pytest.mark.parametrize("written", [None, 1, SCHEMA + 1])
