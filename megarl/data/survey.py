@@ -237,7 +237,8 @@ def _trained_messages(record: Record, kind: Kind, system_prompt: str | None, has
     if kind == "pairs":
         return [*map(list, pair_conversations(record, system_prompt)), *tools]
     if kind == "judged":
-        messages, first = (judged := judged_conversation(record, system_prompt)[0]), len(judged) - 1
+        messages, _ = judged_conversation(record, system_prompt)
+        first = len(messages) - 1
     else:
         messages, first = conversation_messages(record, system_prompt), 0
     try:
