@@ -85,10 +85,12 @@ VISION = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "q
 def vision_folder(folder: Path, tokenizer: Path | None = None, **fields: Any) -> Path:
     """A folder with the names of a checkpoint with a vision tower. `fields` are those of the whole model's config.json.
 
-    The tokenizer is copied from the folder `tokenizer`.
+    The text section repeats `tie_word_embeddings`, since megarl refuses two values. The tokenizer is copied from the
+    folder `tokenizer`.
     """
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({**VISION, "text_config": TEXT, **fields}))
+    ties = {name: value for name, value in fields.items() if name == "tie_word_embeddings"}
+    (folder / "config.json").write_text(json.dumps({**VISION, "text_config": {**TEXT, **ties}, **fields}))
     for path in tokenizer.glob("token*.json") if tokenizer else ():
         (folder / path.name).write_bytes(path.read_bytes())
     torch.manual_seed(5)
