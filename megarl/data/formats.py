@@ -13,7 +13,6 @@ from megarl.files.strict_json import MEDIUM, parse, shortened
 
 PROMPTS = ("messages", "prompt", "context", "conversations")
 RESPONSES = ("response", "completion")
-_ALL_PROMPTS = (*PROMPTS, "instruction", "input")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +40,8 @@ class RecordFormat:
     """Fields with the system message of the record."""
     history: tuple[str, ...] = ("history",)
     """Fields with earlier turns, as messages or as pairs of a question and an answer. They come before the prompt."""
-    other_prompts: tuple[str, ...] = _ALL_PROMPTS
-    """Fields that hold a prompt in some format. A record with a text in one of them that is not used is refused."""
+    other_prompts: tuple[str, ...] = PROMPTS
+    """Fields that usually hold a prompt. A record with a text in one of them that is not used is refused."""
 
     @property
     def names(self) -> frozenset[str]:

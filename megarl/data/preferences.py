@@ -192,7 +192,7 @@ def with_score_masks(batch: TokenBatch) -> TokenBatch:
 def _conversation(record: Record, field: str, system_prompt: str | None) -> tuple[Mapping[str, Any], ...]:
     """Return the whole conversation ending with one of the two answers."""
     prompt_field = _prompt_field(record)
-    before = record.prompt(system_prompt, field=prompt_field) if prompt_field else ()
+    before = record.with_opening(record.messages(prompt_field, role="user"), system_prompt) if prompt_field else ()
     answer = record.messages(field, role="assistant")
     if not before:
         answer = record.with_opening(answer, system_prompt)
@@ -213,9 +213,9 @@ def _prompt_field(record: Record) -> str | None:
     """Return the field with the prompt, or None.
 
     A field that repeats the conversation of an answer is not the prompt: `ultrafeedback_binarized` has the chosen one
-    in `messages` too.
+    in `messages` too. A text is the prompt even if an answer repeats it.
     """
     format = record.format
     answers = [record.value(names) for names in (format.chosen, format.rejected, format.response)]
     fields = [name for name in format.prompt if record.at(name) is not None]
-    return next((name for name in fields if record.at(name) not in answers), None)
+    return next((name for name in fields if isinstance(record.at(name), str) or record.at(name) not in answers), None)

@@ -91,14 +91,13 @@ class Record:
             raise self.error(f"'{field}' is empty; give the answer, or remove the line")
         return text
 
-    def prompt(self, system_prompt: str | None = None, *, field: str | None = None) -> tuple[Mapping[str, Any], ...]:
+    def prompt(self, system_prompt: str | None = None) -> tuple[Mapping[str, Any], ...]:
         """Return the conversation to be answered, from a text, one message, or a list of messages.
 
-        `field` is the field with it. Default: the first one that the format has for prompts. The record's system
-        message and earlier turns come first. `system_prompt` stands for a missing system message.
+        The record's system message and earlier turns come first. `system_prompt` stands for a missing system message.
         """
         self.require("prompt")
-        field = field or self.field(self.format.prompt)
+        field = self.field(self.format.prompt)
         # A field named `messages` never holds a plain text; all other fields may.
         messages = self.messages(field, role=None if field == "messages" else "user")
         return self.with_opening(messages, system_prompt)
