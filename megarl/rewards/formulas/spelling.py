@@ -78,15 +78,18 @@ _SCRIPTS = re.compile("([⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ]+)|([₀₁₂₃�
 _ALL_DOTTED = re.compile(r"\\dot\s*\{?(\d)\}?(\d*)\s*\\dot\s*\{?(\d)\}?")
 _BRACKETED_REPETEND = re.compile(r"(?<=\d\.)\((\d+)\)")
 _WHOLE_TEXT = re.compile(r"\\(?:text|textbf|textrm|mathrm|mbox)\s*\{([^{}]*\d[^{}]*)\}")
-_PRESENTATION = re.compile(
+_STYLE = re.compile(
     r"\\(?:(?:color|textcolor|colorbox|hspace|vspace|phantom|hphantom|vphantom|tag|label)\*?"
     r"\s*(?:\[[^\]]*\]\s*)?\{[^{}]*\}"
     r"|(?:underline|uline|ensuremath|bf|rm|it|sf|tt|scriptsize|footnotesize|small|normalsize|large|Large|LARGE|huge|Huge"
-    r"|nonumber|noindent|strut|hfill)(?![A-Za-z]))"
+    r"|nonumber|noindent|strut|hfill)(?![A-Za-z])"
+    r"|(?P<text>emph|textnormal|textup|textsc|textmd)(?=\s*\{)"
+    r"|(?P<bold>mathbf|boldsymbol|bm)\s+(?P<letter>[A-Za-z])(?![A-Za-z]))"
 )
-"""Regular expression of commands that change only how a formula looks: colours, sizes, fonts, underlines, blanks."""
-_EMPHASIZED = re.compile(r"\\(?:emph|textnormal|textup|textsc|textmd)(?=\s*\{)")
-_BOLD_LETTER = re.compile(r"\\(mathbf|boldsymbol|bm)\s+([A-Za-z])(?![A-Za-z])")
+r"""Regular expression of commands for how a formula looks: colours, sizes, fonts, underlines, blanks.
+
+They have no meaning, except that `emph` contains words, and that a bold letter, as in \mathbf u, is a vector.
+"""
 _ANNOUNCEMENT = re.compile(
     r"(\\(?:text|textbf|mathrm|mbox)\s*\{\s*)?(?:(?:so|thus|hence|therefore|finally)\b,?\s+)*(?:(?:the|my|our)\s+)?"
     r"(?:(?:final|correct|right)\s+)?(?:answer|result|solution|value(?:\s+of\b[^=<>]{1,40}?)?)"
@@ -107,6 +110,7 @@ _NAMED_SET = re.compile(
 """Regular expression of words for all real numbers, or for none of them."""
 _BRACKETED_NUMERAL = re.compile(r"\(\s*([0-9][0-9A-F]*)\s*\)(?=\s*_)")
 _DERIVATIVE = re.compile(r"(?<![A-Za-z\\])d([a-z])\s*/\s*d([a-z])(?![A-Za-z])")
+_LETTER_OF_MERIDIEM = re.compile("[mMn]")
 _MERIDIEM = re.compile(
     r"(?<=\d)(?:\s|\\[,; ]|~)*(?:\\(?:text|mathrm|textrm|mbox)\s*\{\s*)?"
     r"(?:([AaPp])(?:[Mm]|\.\s?[Mm]\.?)|(noon)|(midnight))(?![A-Za-z])\s*\}?"
@@ -124,7 +128,7 @@ _MEANINGFUL = re.compile(r"[_^]\s*\{|\\[A-Za-z]+\s*(?:\[[^\]]*\]\s*)?\{|\}\s*\{"
 def normalized(text: str) -> str:
     r"""Return the text in normalised spelling, without a \boxed{} around it, dollar signs or a final full stop."""
     text = with_ascii_signs(text).strip()
-    text = _without_presentation(text) or text
+    text = _STYLE.sub(_plain_style, text).strip() or text
     for _ in range(3):  # A box in dollars in a box is the deepest nesting seen in answers.
         text = _without_wrapping(text)
     text = _SPELLING.sub(lambda sign: _WRITTEN_OTHERWISE.get(sign[0], sign[0]), text).strip()
@@ -135,7 +139,8 @@ def normalized(text: str) -> str:
     text = _WHOLE_TEXT.sub(r"\1", text) if _WHOLE_TEXT.fullmatch(text) else text
     text = _without_announcement(text)
     text = _ORDINAL.sub(r"\1", text)
-    text = _DERIVATIVE.sub(r"\\frac{d\1}{d\2}", _MERIDIEM.sub(_meridiem, text))
+    text = _MERIDIEM.sub(_meridiem, text) if _LETTER_OF_MERIDIEM.search(text) else text
+    text = _DERIVATIVE.sub(r"\\frac{d\1}{d\2}", text) if "/" in text else text
     text = _DOMAIN.sub(_separate_domain, text) if "\\in" in text else text
     text = _BRACKETED_NUMERAL.sub(r"\1", text) if "_" in text else text
     # A leading ~ means "about", not a space.
@@ -156,11 +161,10 @@ def with_ascii_signs(text: str) -> str:
     return text if text.isascii() else text.translate(_ASCII_SIGNS)
 
 
-def _without_presentation(text: str) -> str:
-    if "\\" not in text:
-        return text
-    text = _EMPHASIZED.sub(r"\\text", _PRESENTATION.sub("", text))
-    return _BOLD_LETTER.sub(r"\\\1{\2}", text).strip()
+def _plain_style(found: re.Match[str]) -> str:
+    if found["text"]:
+        return r"\text"
+    return rf"\{found['bold']}{{{found['letter']}}}" if found["bold"] else ""
 
 
 def _without_announcement(text: str) -> str:
