@@ -39,7 +39,7 @@ async def train(session: Session) -> None:
     }
     order = session.origin.position.order(recipe, "data.train", len(conversations))
     await _resume_or_evaluate(session, held_out)
-    await compare_start(session, ((conversation,) for conversation in conversations))
+    await compare_start(session, conversations)
 
     for number in session.steps.remaining:
         async with session.steps.step(number) as step:

@@ -111,6 +111,13 @@ def test_faults_of_judged_answers_are_named(tmp_path, tokenizer, records, told):
     assert told in str(caught.value)
 
 
+def test_a_prompt_may_equal_an_answer(tmp_path, tokenizer):
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(json.dumps({"prompt": "1", "chosen": "1", "rejected": "2"}) + "\n")
+    [(chosen, _)] = read_preferences(path, tokenizer, system_prompt=None, max_tokens=200)
+    assert tokenizer.decode(chosen.token_ids).count("1") == 2
+
+
 def test_the_columns_of_ultrafeedback_binarized(tmp_path, tiny_model):
     tokenizer = load_tokenizer(tiny_model())
     asked = {"content": "2 + 2?", "role": "user"}
