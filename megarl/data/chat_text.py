@@ -10,15 +10,17 @@ from typing import Any
 from megarl.files.strict_json import MEDIUM, parse
 
 # A JSON text inside a JSON text begins with a quote, and its own quotes have backslashes. numpy writes `array(`.
-_BEGINNING = re.compile(r"""\s*"?\s*(?:array\(\s*)?(?:\[\s*)?\{\s*\\?["'][A-Za-z_]+\\?["']\s*:""")
+# Possessive quantifiers (`*+`) keep the search linear for texts with much white space.
+_BEGINNING = re.compile(r"""\s*+"?\s*+(?:array\()?[\[(\s]*+\{\s*+\\?["'][A-Za-z_]++\\?["']\s*:""")
 _ROLE = re.compile(r"""["'](?:role|from)\\?["']\s*:""")
-_CLOSED_LIST = re.compile(r"\}\s*,?\s*\]")
+_CLOSED_LIST = re.compile(r"\}\s*+,?\s*+\]")
 
 
 def chat_in_text(text: str) -> list[Any] | None:
     """Return the messages of a chat that was saved as text in JSON, or None if the text is not a chat.
 
-    A single message counts as a chat too. Raises ValueError for a chat in Python's own notation, and for broken JSON.
+    A single message counts as a chat too. Raises ValueError for a chat in Python's own notation, for broken JSON, and
+    for a chat inside another object or list.
     """
     if not _BEGINNING.match(text) or not _ROLE.search(text):
         return None
@@ -34,7 +36,13 @@ def chat_in_text(text: str) -> list[Any] | None:
         reason = error.msg if isinstance(error, json.JSONDecodeError) else error
         raise ValueError(f"begins like a chat in JSON, but is not valid JSON ({reason}); write it again") from None
     messages = [value] if isinstance(value, Mapping) else value
-    return messages if _is_chat(messages) else None
+    if _is_chat(messages):
+        return messages
+    if isinstance(value, Mapping) and any(map(_is_chat, value.values())):
+        raise ValueError("is a whole record in JSON; give its messages alone, and its other fields as fields")
+    if isinstance(value, list) and any(map(_is_chat, value)):
+        raise ValueError("is a list of chats in JSON; give each chat a record of its own")
+    return None
 
 
 def _is_quotation(text: str) -> bool:

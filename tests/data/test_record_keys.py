@@ -132,6 +132,9 @@ def test_other_text_remains_text(tmp_path, text):
         pytest.param(str([ASKED, ANSWERED])[:-20], "Python's notation", id="cut repr"),
         pytest.param(json.dumps([ASKED, ANSWERED])[:-20], "not valid JSON", id="cut"),
         pytest.param(json.dumps([ASKED])[:-1] + ",]", "not valid JSON", id="comma"),
+        pytest.param(str((ASKED,)), "Python's notation", id="repr of a tuple"),
+        pytest.param(json.dumps({"messages": [ASKED]}), "a whole record", id="record"),
+        pytest.param(json.dumps([[ASKED]]), "a list of chats", id="two lists"),
         pytest.param(json.dumps([{"role": "bot", "content": "x"}]), 'has role "bot"', id="role"),
     ],
 )
