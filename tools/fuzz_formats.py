@@ -14,7 +14,7 @@ import torch
 from safetensors.numpy import save
 
 from megarl.checkpoint.convert import find_checkpoint
-from megarl.checkpoint.kept import _places
+from megarl.checkpoint.kept import places_in
 from megarl.checkpoint.manifest import check_sizes, file_record, write_manifest
 from megarl.checkpoint.torch_dist_reader import CheckpointReader, check_harmless
 from megarl.config import AlgorithmConfig
@@ -206,7 +206,7 @@ def _model_folder(model: Path) -> Iterator[Format]:
         "model: safetensors",
         "files.model_folder, checkpoint.kept",
         copied("model.safetensors"),
-        lambda path: (read_safetensors_header(path), list(_places(path)), stored_names(path.parent)),
+        lambda path: (read_safetensors_header(path), list(places_in(path)), stored_names(path.parent)),
         max_values=LARGE,
     )
 

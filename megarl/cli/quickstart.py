@@ -63,7 +63,9 @@ def quickstart(overrides: Overrides = None) -> None:
     """
     if find_spec("reasoning_gym") is None:
         remedy = "launch/setup.sh reasoning-gym" if shipped.is_clone() else "pip install 'megarl[reasoning-gym]'"
-        raise ConfigError(f"the package reasoning-gym is missing; the problems are its own; install it: {remedy}")
+        raise ConfigError(
+            f"the package reasoning-gym is missing; it makes the arithmetic problems; install it: {remedy}"
+        )
     recipes = shipped.recipes()
     for name in _RUNS:
         _move_aside(Path("runs") / name)

@@ -1,7 +1,7 @@
-"""A verdict on each field of vLLM's EngineArgs in `rollout.vllm`: accepted, decided by another field, or refused.
+"""A table of the fields of vLLM's EngineArgs in `rollout.vllm`: accepted, decided by another field, or refused.
 
-A field without a row is refused: it may need another executor, or keep something of earlier weights after an update.
-Names are those of vLLM 0.30 and 0.32.
+A field that is not in the table is refused. It may need another executor, or hold state that depends on old weights,
+as a cache does. The table has the field names of vLLM 0.30 and of vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _ACCEPTED = {
 }
 """Fields passed on to vLLM, by the reason why an engine of megarl may have any value of them."""
 
-_SET = {
+_SET_BY_MEGARL = {
     "the process that runs the rank is the engine's executor and worker": """
         distributed_executor_backend worker_cls worker_extension_cls
     """,
@@ -128,23 +128,28 @@ _REFUSED = {
 """Fields that no run may have, by the reason."""
 
 
-def _by_name(reasons: Mapping[str, str]) -> dict[str, str]:
+def _index_by_name(reasons: Mapping[str, str]) -> dict[str, str]:
     return {name: reason for reason, names in reasons.items() for name in names.split()}
 
 
 @cache
 def accepted_fields() -> dict[str, str]:
     """Return the fields passed on to vLLM, each with the reason."""
-    return _by_name(_ACCEPTED)
+    return _index_by_name(_ACCEPTED)
 
 
 @cache
-def faults_by_field() -> dict[str, str]:
-    """Return the other fields of the table, each with the end of its error: the reason and the remedy."""
-    refused = {name: f"{reason}; remove it" for name, reason in _by_name(_REFUSED).items()}
-    set_by_megarl = {name: f"megarl sets it: {reason}; remove it" for name, reason in _by_name(_SET).items()}
-    deciding = {name: f"set {field} instead" for name, field in decided("vllm").items()}
-    return refused | set_by_megarl | deciding
+def refusals_by_field() -> dict[str, str]:
+    """Return the fields that a recipe may not set in `rollout.vllm`, each with the reason and the remedy.
+
+    The error about a field ends with this text.
+    """
+    refused = {name: f"{reason}; remove it" for name, reason in _index_by_name(_REFUSED).items()}
+    set_by_megarl = {
+        name: f"megarl sets it: {reason}; remove it" for name, reason in _index_by_name(_SET_BY_MEGARL).items()
+    }
+    decided_elsewhere = {name: f"set {field} instead" for name, field in decided("vllm").items()}
+    return refused | set_by_megarl | decided_elsewhere
 
 
 def engine_field_fault(name: str) -> str | None:
@@ -152,4 +157,4 @@ def engine_field_fault(name: str) -> str | None:
     if name in accepted_fields():
         return None
     unknown = "megarl does not know what this field of vLLM does to an engine whose weights change; remove it"
-    return faults_by_field().get(name, unknown)
+    return refusals_by_field().get(name, unknown)

@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
-_VALUE = "value"
-_ARGUMENTS = {"x": _VALUE}
-_PYTHON_TEXT = repr(_ARGUMENTS)
+_PROBE_VALUE = "value"
+_PROBE_ARGUMENTS = {"x": _PROBE_VALUE}
+_PROBE_AS_PYTHON_TEXT = repr(_PROBE_ARGUMENTS)
 """An object written by a template that expects text. It is Python's form, not JSON."""
 
 
-def with_fitting_arguments(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def fit_call_arguments(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return messages with the arguments of tool calls as text, if the tokenizer's chat template takes only text."""
     if not any(message.get("tool_calls") for message in messages):
         return list(messages)
-    if not _takes_text_only(tokenizer, str(tokenizer.chat_template)):
+    if not _requires_text_arguments(tokenizer, str(tokenizer.chat_template)):
         return list(messages)
     return [_with_text(message) if message.get("tool_calls") else message for message in messages]
 
@@ -40,19 +40,23 @@ def _with_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 @lru_cache(maxsize=8)
-def _takes_text_only(tokenizer: Tokenizer, template: str) -> bool:
-    """Return whether the template writes arguments right if they are text, and not if they are an object.
+def _requires_text_arguments(tokenizer: Tokenizer, template: str) -> bool:
+    """Return whether the template renders a tool call correctly only if its arguments are JSON text, not an object.
 
-    `template` is the tokenizer's template: it is part of the cache's key, because users may replace it.
+    `template` is the tokenizer's. It is a parameter so that `lru_cache` tells templates apart: users may replace it.
     """
-    of_object = _rendered_call(tokenizer, template, _ARGUMENTS)
-    if of_object is not None and _VALUE in of_object and _PYTHON_TEXT not in of_object:
+    call_from_object = _render_call(tokenizer, template, _PROBE_ARGUMENTS)
+    if (
+        call_from_object is not None
+        and _PROBE_VALUE in call_from_object
+        and _PROBE_AS_PYTHON_TEXT not in call_from_object
+    ):
         return False
-    of_text = _rendered_call(tokenizer, template, json.dumps(_ARGUMENTS))
-    return of_text is not None and json.dumps(_ARGUMENTS) in of_text
+    call_from_text = _render_call(tokenizer, template, json.dumps(_PROBE_ARGUMENTS))
+    return call_from_text is not None and json.dumps(_PROBE_ARGUMENTS) in call_from_text
 
 
-def _rendered_call(tokenizer: Tokenizer, template: str, arguments: Any) -> str | None:
+def _render_call(tokenizer: Tokenizer, template: str, arguments: Any) -> str | None:
     """Return a turn with one tool call as the template writes it. None: the template fails on it."""
     # Nine letters and digits: Mistral's chat templates refuse any other id.
     call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": arguments}}

@@ -15,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.data.call_arguments import with_fitting_arguments
+from megarl.data.call_arguments import fit_call_arguments
 from megarl.data.reasoning_key import with_reasoning_key
 from megarl.data.tokenizer_growth import refuse_growth
 from megarl.files.model_folder import max_values_of, read_object
@@ -214,7 +214,7 @@ def render(
     unsupported order of roles.
     """
     special = special_tokens(tokenizer)
-    fitting = with_fitting_arguments(tokenizer, messages)
+    fitting = fit_call_arguments(tokenizer, messages)
     try:
         text = tokenizer.apply_chat_template(
             [_marked(message, special) for message in with_reasoning_key(tokenizer, fitting)],

@@ -29,7 +29,7 @@ def chat_in_text(text: str) -> list[Any] | None:
         if isinstance(value, str):
             value = parse(value.encode(), MEDIUM)
     except ValueError as error:
-        if _is_quotation(text):
+        if _quotes_chat(text):
             return None
         if re.match(r"[^\"]*'", text):
             raise ValueError("is a chat in Python's notation instead of JSON; write it with json.dumps") from None
@@ -45,8 +45,11 @@ def chat_in_text(text: str) -> list[Any] | None:
     return None
 
 
-def _is_quotation(text: str) -> bool:
-    """Return whether a text begins with a chat and goes on with other words, as in a question about it."""
+def _quotes_chat(text: str) -> bool:
+    """Return whether a text quotes a chat and is not itself a chat.
+
+    Such a text begins with a chat in JSON, and other words follow. An example is a question about that chat.
+    """
     is_cut = text.lstrip().startswith("[") and not _CLOSED_LIST.search(text)
     return not is_cut and not text.rstrip().endswith(("]", "}", ")", '"'))
 

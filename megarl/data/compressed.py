@@ -18,7 +18,7 @@ COMPRESSIONS = (".gz", ".zst")
 MAX_LINE_BYTES = 1 << 28
 
 
-def ending_of(path: Path) -> str:
+def extension_of(path: Path) -> str:
     """Return a file's extension in lower case, with that of its compression: `.jsonl`, `.jsonl.gz`."""
     last = path.suffix.lower()
     return path.with_suffix("").suffix.lower() + last if last in COMPRESSIONS else last
@@ -26,12 +26,12 @@ def ending_of(path: Path) -> str:
 
 def stem_of(path: Path) -> str:
     """Return a file's name without its extension and that of its compression."""
-    return path.name[: len(path.name) - len(ending_of(path))]
+    return path.name[: len(path.name) - len(extension_of(path))]
 
 
 def first_bytes(path: Path, size: int) -> bytes:
     """Return the first bytes of a file, decompressed. Raises DataError for a damaged compressed file."""
-    with _decompressed(path) as file, _damage_named(path):
+    with _open_decompressed(path) as file, _damage_named(path):
         return file.read(size)
 
 
@@ -45,7 +45,7 @@ def lines_of(path: Path) -> Iterator[bytes]:
             yield from file
         return
     number = 0
-    with _decompressed(path) as file:
+    with _open_decompressed(path) as file:
         while True:
             with _damage_named(path, number):
                 line = file.readline(MAX_LINE_BYTES + 1)
@@ -60,7 +60,7 @@ def lines_of(path: Path) -> Iterator[bytes]:
 
 
 @contextmanager
-def _decompressed(path: Path) -> Iterator[IO[bytes]]:
+def _open_decompressed(path: Path) -> Iterator[IO[bytes]]:
     """Open a file for reading its decompressed bytes."""
     ending = path.suffix.lower()
     if ending == ".gz":
@@ -73,7 +73,7 @@ def _decompressed(path: Path) -> Iterator[IO[bytes]]:
             raise ConfigError(
                 f"{path}: pyarrow is not installed, but .zst files need it; run launch/setup.sh, or decompress the file"
             ) from None
-        # pyarrow's own file has no lines.
+        # pyarrow's stream cannot be read line by line; BufferedReader can.
         with io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd")) as file:
             yield file
     else:

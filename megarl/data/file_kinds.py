@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from megarl.data.compressed import COMPRESSIONS, ending_of, first_bytes
+from megarl.data.compressed import COMPRESSIONS, extension_of, first_bytes
 from megarl.types import DataError
 
 _FIRST_BYTES = 4096
@@ -58,7 +58,7 @@ def _delimiter(path: Path, start: bytes) -> str | None:
     """Return the name of the delimiter in the first line of a table without commas, or None."""
     header = start.removeprefix(b"\xef\xbb\xbf").lstrip().partition(b"\n")[0]
     # JSON lines begin with a brace, and a CSV header of one column has none of these characters.
-    if header.startswith((b"{", b"[")) or (ending_of(path) == ".csv" and b"," in header):
+    if header.startswith((b"{", b"[")) or (extension_of(path) == ".csv" and b"," in header):
         return None
     if path.suffix.lower() in (".tsv", ".tab"):
         return "tabs"

@@ -20,7 +20,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megarl.data.compressed import ending_of, first_bytes, lines_of, stem_of
+from megarl.data.compressed import extension_of, first_bytes, lines_of, stem_of
 from megarl.data.file_kinds import refuse_other_text
 from megarl.files.hub import Patterns, cached_folder, download_command, is_hub_name, names_repository
 from megarl.files.shipped import input_command
@@ -75,7 +75,7 @@ def data_files(source: str | Path) -> list[Path]:
     inside = [
         file
         for file in sorted(path.rglob("*"))
-        if ending_of(file) in READERS and file.name not in _DESCRIPTIONS and file.is_file()
+        if extension_of(file) in READERS and file.name not in _DESCRIPTIONS and file.is_file()
     ]
     # Hidden folders hold no data: `hf download --local-dir` puts its records into `.cache`.
     inside = [file for file in inside if not any(part.startswith(".") for part in file.relative_to(path).parts)]
@@ -88,7 +88,7 @@ def data_files(source: str | Path) -> list[Path]:
         raise DataError(
             f"{source}: the folder {path} holds no data files; add files ending with one of {', '.join(READERS)}"
         )
-    endings = sorted({ending_of(file) for file in inside})
+    endings = sorted({extension_of(file) for file in inside})
     if len(endings) > 1:
         raise DataError(
             f"{source}: the folder {path} has data files of several kinds, {', '.join(endings)}; give a folder with "
@@ -99,7 +99,7 @@ def data_files(source: str | Path) -> list[Path]:
 
 def rows_of(path: Path) -> Iterator[Row]:
     """Yield the rows of a file. Its extension decides how it is read; unknown ones are JSON lines. Raises DataError."""
-    yield from READERS.get(ending_of(path), _json_lines)(path)
+    yield from READERS.get(extension_of(path), _json_lines)(path)
 
 
 def _partition_source(source: str) -> tuple[str | None, str]:
@@ -136,7 +136,7 @@ def _on_hub(place: str) -> HubDataSet | None:
     """Return the data set of a path in the form of a Hub name (OWNER/NAME or OWNER/NAME/FOLDER). None: a local path."""
     name, inside = "/".join(place.split("/")[:2]), "/".join(place.split("/")[2:]).strip("/")
     # A path such as data/train.jsonl has the form of a Hub name too.
-    if not is_hub_name(name) or Path(place).exists() or ending_of(Path(place)) in READERS:
+    if not is_hub_name(name) or Path(place).exists() or extension_of(Path(place)) in READERS:
         return None
     return HubDataSet(name, (inside, f"{inside}/*") if inside else None)
 
@@ -284,7 +284,7 @@ def _json(path: Path) -> Iterator[Row]:
     if not is_list:
         yield from _json_lines(path)
         return
-    if ending_of(path) != ".json":
+    if extension_of(path) != ".json":
         # A list is in memory as a whole, and a few compressed bytes may expand to gigabytes.
         raise DataError(f"{path}: is a compressed JSON list; decompress it, or write one object per line")
     try:

@@ -93,7 +93,8 @@ def own_files(model: ModelConfig) -> dict[str, str]:
 def _engine_ends(folder: Path, tokenizer: Tokenizer) -> list[int]:
     """Return the tokens at which vLLM stops by itself.
 
-    They are those of the generation config, or without one of config.json, and the tokenizer's.
+    They are the end tokens of generation_config.json and the tokenizer's end token. If generation_config.json is
+    missing, config.json takes its place.
     """
     path = next((folder / name for name in (_GENERATION_CONFIG, "config.json") if (folder / name).is_file()), None)
     stored = read_object(path).get("eos_token_id") if path is not None else None

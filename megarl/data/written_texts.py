@@ -33,7 +33,7 @@ def check_prompt_written(
 
 def check_message_written(number: int, message: Mapping[str, Any], rendered: str) -> None:
     """Raise ValueError for a text of a conversation's message `number` that is missing in the rendered text."""
-    for key, text in _texts(message):
+    for key, text in _required_texts(message):
         if not _is_in(text, rendered):
             raise ValueError(_missing(f"the {key} of messages[{number}]", text))
 
@@ -52,17 +52,20 @@ def _missing(what: str, text: str) -> str:
     )
 
 
-def _texts(message: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
-    """Yield the texts of a message that a policy must see, each with its name."""
+def _required_texts(message: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
+    """Yield the texts of a message that the rendered text must contain, each after its label for errors.
+
+    Arguments of calls are left out, because templates write them in forms of their own.
+    """
     if content := message.get("content"):
         yield "content", content
     if reasoning := message.get(REASONING):
         yield f"reasoning ({', '.join(REASONING_KEYS)})", reasoning
-    # A tool's name is known from the call that it answers.
+    # A tool's message may lose its name: the call that it answers has it.
     if message["role"] != "tool" and (name := message.get("name")):
         yield "name", name
-    for call in message.get("tool_calls", ()):
-        yield "tool call", call["function"]["name"]
+    for tool_call in message.get("tool_calls", ()):
+        yield "tool call", tool_call["function"]["name"]
 
 
 def _is_in(text: str, rendered: str) -> bool:

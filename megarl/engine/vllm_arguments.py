@@ -14,7 +14,7 @@ import torch
 from pydantic import ValidationError
 
 from megarl.config import LoraConfig, RolloutConfig
-from megarl.config.engine_fields import engine_field_fault, faults_by_field
+from megarl.config.engine_fields import engine_field_fault, refusals_by_field
 from megarl.config.override import engine_overrides
 from megarl.families import FAMILIES
 from megarl.families.shape import ModelShape, completed_config, read_model_shape
@@ -90,7 +90,7 @@ def engine_arguments(
     """
     known = {field.name for field in dataclasses.fields(EngineArgs)}
     for key in config.vllm:
-        if key not in known and key not in faults_by_field():
+        if key not in known and key not in refusals_by_field():
             hint = f"did you mean {near}?" if (near := nearest(key, known)) else "remove it"
             raise ConfigError(f"rollout.vllm.{key}: vLLM's EngineArgs has no such field; {hint}")
         # Values are left out, because a token may be one of them.

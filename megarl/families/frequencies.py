@@ -45,19 +45,22 @@ def _llama3(plain: Array, rotary: Rotary, where: Where) -> Array:
 
 
 def _yarn(plain: Array, divided: Array, pairs: Array, rotary: Rotary, num_channels: int) -> Array:
-    """Return YaRN's frequencies [pairs] (arXiv:2309.00071, section 3.2): a linear ramp between unchanged frequencies
-    and frequencies divided by the factor."""
+    """Return YaRN's frequencies [pairs] (arXiv:2309.00071, section 3.2).
 
-    def pair_with(rotations: float) -> float:
-        """Return the (real-valued) number of the channel pair with this many rotations over the original context."""
-        turns = rotary.original_positions / (rotations * 2 * math.pi)
-        return num_channels * math.log(turns) / (2 * math.log(rotary.theta))
+    Fast pairs keep their frequency, slow pairs get the divided one. A linear ramp joins them.
+    """
 
-    low, high = pair_with(rotary.beta_fast), pair_with(rotary.beta_slow)
+    def find_pair(rotations: float) -> float:
+        """Return the number, a real one, of the pair that rotates this often over the original context."""
+        positions_per_radian = rotary.original_positions / (rotations * 2 * math.pi)
+        return num_channels * math.log(positions_per_radian) / (2 * math.log(rotary.theta))
+
+    start, end = find_pair(rotary.beta_fast), find_pair(rotary.beta_slow)
     if rotary.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, num_channels - 1)
+        start, end = math.floor(start), math.ceil(end)
+    # The bound counts channels, though there are half as many pairs: transformers and vLLM do so too.
+    start, end = max(start, 0), min(end, num_channels - 1)
     # An empty ramp would divide by zero.
-    width = (high - low) or 0.001
-    ramp = ((pairs - low) / width).clip(0, 1)
-    return divided * ramp + plain * (1 - ramp)
+    width = (end - start) or 0.001
+    divided_share = ((pairs - start) / width).clip(0, 1)
+    return divided * divided_share + plain * (1 - divided_share)

@@ -32,10 +32,11 @@ class DataPosition:
     drawn: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
-    def of_checkpoint(cls, step: int, driver: Mapping[str, Any]) -> Self:
-        """Return the position saved in the driver's part of a checkpoint, as `as_json` wrote it.
+    def from_checkpoint(cls, step: int, driver: Mapping[str, Any]) -> Self:
+        """Return the data position in the driver's part of a checkpoint, in the form that `as_json` writes.
 
-        Earlier versions saved none: then each step drew the number in the checkpoint's recipe.
+        Checkpoints of earlier versions hold no position. Each of their steps drew as many records as the checkpoint's
+        recipe says.
         """
         if (drawn := driver.get("drawn")) is not None:
             return cls(step, {name: int(count) for name, count in drawn.items()})

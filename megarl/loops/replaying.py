@@ -290,7 +290,7 @@ def _position(checkpoint: Path | None) -> DataPosition:
     """Return the position in the data from which a replay continues; the beginning for the initial weights."""
     if checkpoint is None:
         return DataPosition()
-    return DataPosition.of_checkpoint(checkpoint_step(checkpoint), read_driver(checkpoint))
+    return DataPosition.from_checkpoint(checkpoint_step(checkpoint), read_driver(checkpoint))
 
 
 async def _start_trainers(recipe: Recipe, layout: ParallelConfig, logs: Path, stack: AsyncExitStack) -> WorkerGroup:

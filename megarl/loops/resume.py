@@ -121,7 +121,7 @@ def find_origin(recipe: Recipe, folder: RunFolder, resume: Resume | None, kept: 
         _refuse_other_template(earlier, recipe, inputs)
         _refuse_other_draws(earlier, recipe)
         _refuse_other_order(earlier, recipe)
-        position = DataPosition.of_checkpoint(checkpoint_step(found.good), earlier)
+        position = DataPosition.from_checkpoint(checkpoint_step(found.good), earlier)
         _refuse_steps_of_epochs(earlier, recipe, position)
         warnings = _data_changes(earlier, recipe, inputs)
         _refuse_other_kept(earlier, recipe, inputs)

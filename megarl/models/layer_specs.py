@@ -29,7 +29,7 @@ from megarl.models.expert_dispatch import ReplayedMoELayer, takes_known_counts
 from megarl.models.experts import OwnOutput
 from megarl.models.gated_attention import GatedAttention
 from megarl.models.norms import RMSNorm
-from megarl.models.partial_rotary import scales_rotated_channels, with_scaled_rotation
+from megarl.models.partial_rotary import scale_rotated_queries, scales_rotated_channels
 
 
 def block_spec(config: TransformerConfig, shape: ModelShape, vp_stage: int | None, *, exact: bool = False) -> Any:
@@ -100,7 +100,7 @@ def layer_spec(config: TransformerConfig, shape: ModelShape, kind: LayerKind, *,
     if kind.mixer == "attention" and scales_rotated_channels(shape):
         scaled: Any = layer.submodules
         inner = scaled.self_attention.submodules
-        inner.core_attention = with_scaled_rotation(inner.core_attention, shape)
+        inner.core_attention = scale_rotated_queries(inner.core_attention, shape)
     if config.attention_output_gate and kind.mixer == "attention":
         gated: Any = layer.submodules
         gated.self_attention.module = GatedAttention

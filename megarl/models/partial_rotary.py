@@ -17,10 +17,11 @@ def scales_rotated_channels(shape: ModelShape) -> bool:
     return shape.rotary.attention_factor != 1.0 and not is_latent and shape.rotary_channels < shape.head_dim
 
 
-def with_scaled_rotation(attention: type[nn.Module], shape: ModelShape) -> type[nn.Module]:
+def scale_rotated_queries(attention: type[nn.Module], shape: ModelShape) -> type[nn.Module]:
     """Return a core attention that multiplies the rotated channels of queries by the squared attention factor.
 
-    transformers and vLLM multiply the rotated channels of queries and keys by the factor: the scores are the same.
+    transformers and vLLM multiply the rotated channels of queries and of keys by the factor, once each. The attention
+    scores are equal.
     """
     channels, factor = shape.rotary_channels, shape.rotary.attention_factor**2
 

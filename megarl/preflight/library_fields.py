@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config import Recipe
-from megarl.config.engine_fields import engine_field_fault, faults_by_field
+from megarl.config.engine_fields import engine_field_fault, refusals_by_field
 from megarl.config.library_settings import decided, without_effect
 from megarl.config.secrets import holds_secret
 from megarl.families import FAMILIES
@@ -100,7 +100,7 @@ def vllm_fields(recipe: Recipe) -> Iterator[str]:
     """Yield errors of `rollout.vllm`: fields that vLLM's EngineArgs lacks, that megarl refuses, or of a wrong type."""
     known = class_fields("vllm", "engine/arg_utils.py", "EngineArgs")
     for field, value in recipe.rollout.vllm.items():
-        is_listed = field in known or field in faults_by_field()
+        is_listed = field in known or field in refusals_by_field()
         if is_listed and (fault := engine_field_fault(field)) is not None:
             yield f"rollout.vllm.{field} = {_shown('rollout.vllm', field, value)}: {fault}"
         elif known:

@@ -63,7 +63,7 @@ class VerlFunction:
             "extra_info": dict(record.get("extra_info") or {}),
         }
         arguments = {name: value for name, value in values.items() if name in self.parameters}
-        return _verl_score(self.function(**{**arguments, **kwargs}))
+        return _convert_verl_score(self.function(**{**arguments, **kwargs}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,26 +89,30 @@ class TrlFunction:
         prompt_messages: Sequence[Mapping[str, Any]],
         **kwargs: Any,
     ) -> Any:
+        """Call the function with a batch of one completion. Returns its score."""
         prompt = record.get("prompt")
-        if isinstance(prompt, str) and any(message["content"] == prompt for message in prompt_messages):
-            samples = {"prompts": [prompt], "completions": [completion_text]}
+        if isinstance(prompt, str) and any(message.get("content") == prompt for message in prompt_messages):
+            batch_of_one = {"prompts": [prompt], "completions": [completion_text]}
         else:
-            # TRL's conversational form, of data sets whose prompts are messages.
-            said = {"role": "assistant", "content": completion_text}
-            samples = {"prompts": [list(prompt_messages)], "completions": [[said]]}
-        columns = {name: [value] for name, value in {"answer": answer, **record}.items() if name not in _TRL_SAMPLES}
-        for name in self.parameters:
-            if name not in (*samples, *columns, *kwargs) and _is_required(self.parameters, name):
+            # TRL's conversational form: prompts and completions are lists of messages.
+            completion_message = {"role": "assistant", "content": completion_text}
+            batch_of_one = {"prompts": [list(prompt_messages)], "completions": [[completion_message]]}
+        columns = {
+            name: [value] for name, value in {"answer": answer, **record}.items() if name not in _TRL_SAMPLE_COLUMNS
+        }
+        for parameter in self.parameters:
+            has_value = parameter in (*batch_of_one, *columns, *kwargs)
+            if not has_value and _is_required(self.parameters, parameter):
                 raise ValueError(
-                    f"the record has no field {name!r}, which the function's parameter {name} takes; add it to the "
-                    "record, or give the parameter a default or a value in kwargs"
+                    f"the record has no field {parameter!r}, which the function's parameter {parameter} takes; add it "
+                    "to the record, or give the parameter a default or a value in kwargs"
                 )
-        values = {**columns, **samples}
-        passed = values if self.takes_any else {name: values[name] for name in self.parameters if name in values}
-        return _trl_score(self.function(**{**passed, **kwargs}))
+        available = {**columns, **batch_of_one}
+        accepted = available if self.takes_any else {n: available[n] for n in self.parameters if n in available}
+        return _convert_trl_score(self.function(**{**accepted, **kwargs}))
 
 
-_TRL_SAMPLES = frozenset({"prompt", "completion", "prompts", "completions"})
+_TRL_SAMPLE_COLUMNS = frozenset({"prompt", "completion", "prompts", "completions"})
 """Columns that TRL does not pass as columns: they are the sample itself."""
 _TRL_ONLY = ("completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
 """Parameters for which TRL has values and megarl has none."""
@@ -129,8 +133,11 @@ def _is_required(parameters: Parameters, name: str) -> bool:
     return name in parameters and parameters[name].default is _IS_REQUIRED
 
 
-def _verl_score(result: Any) -> Any:
-    """Return a result of verl's form in megarl's. `acc` of a dict is the verdict; its other numbers are metrics."""
+def _convert_verl_score(result: Any) -> Any:
+    """Convert the result of verl's reward function to megarl's form.
+
+    In a dict, `score` is the reward and `acc` is the verdict. Its other numbers are metrics.
+    """
     if not isinstance(result, Mapping):
         return result
     if "score" not in result:
@@ -144,7 +151,7 @@ def _verl_score(result: Any) -> Any:
     )
 
 
-def _trl_score(result: Any) -> Any:
+def _convert_trl_score(result: Any) -> Any:
     """Return the only item of TRL's list of scores."""
     scores = result.tolist() if hasattr(result, "tolist") else result
     if not isinstance(scores, list | tuple) or len(scores) != 1:

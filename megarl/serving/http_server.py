@@ -94,9 +94,12 @@ class HttpServer:
         await self._runner.cleanup()
 
     def admit(self, request: web.Request) -> bool:
-        """Count the connection of a request with a known key. Returns False if `max_connections` are admitted."""
+        """Count a request's connection towards `max_connections`, after its key was accepted.
+
+        Returns False if the limit is reached.
+        """
         connection = None if request.transport is None else request.transport.get_protocol()
-        # One that has ended meanwhile is not counted.
+        # A connection that has closed, or was counted before, is not counted.
         if not isinstance(connection, _Connection) or connection not in self._open.strangers:
             return True
         if len(self._open.admitted) >= self._max_connections:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 
 from megarl.config import engine_fields
-from megarl.config.engine_fields import accepted_fields, engine_field_fault, faults_by_field
+from megarl.config.engine_fields import accepted_fields, engine_field_fault, refusals_by_field
 from megarl.config.library_settings import decided
 from megarl.config.schema import field_at
 from megarl.preflight.library_fields import class_fields
 
-TABLES = (engine_fields._ACCEPTED, engine_fields._SET, engine_fields._REFUSED)
+TABLES = (engine_fields._ACCEPTED, engine_fields._SET_BY_MEGARL, engine_fields._REFUSED)
 
 
 def _all_names() -> list[str]:
@@ -29,7 +29,7 @@ def test_a_field_has_one_row() -> None:
 
 
 def test_what_a_run_may_not_have_is_never_accepted() -> None:
-    assert not accepted_fields().keys() & faults_by_field().keys()
+    assert not accepted_fields().keys() & refusals_by_field().keys()
     # Fields that megarl itself passes to vLLM, and a cache, a scheduler and an executor of other kinds.
     for name in ("model", "load_format", "enable_sleep_mode", "kv_transfer_config", "scheduler_cls", "nnodes"):
         assert engine_field_fault(name) is not None, name
@@ -37,9 +37,9 @@ def test_what_a_run_may_not_have_is_never_accepted() -> None:
 
 
 def test_every_fault_says_what_to_do() -> None:
-    for name, fault in faults_by_field().items():
+    for name, fault in refusals_by_field().items():
         assert re.search(r"; remove it$|^set .* instead$", fault), (name, fault)
-    named = {field for text in faults_by_field().values() for field in re.findall(r"\b[a-z]+\.[a-z_.]+[a-z]", text)}
+    named = {field for text in refusals_by_field().values() for field in re.findall(r"\b[a-z]+\.[a-z_.]+[a-z]", text)}
     assert named
     for field in named - {"rollout.vllm.speculative_config"}:
         assert field_at(field) is not None or field.partition(".")[2] in ("sampling",), field

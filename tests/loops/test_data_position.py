@@ -39,7 +39,7 @@ def recipe_of(loop: str, batch_size: int, *, shuffle: bool = True, has_ptx: bool
 def saved(position: DataPosition, step: int, recipe: Recipe) -> DataPosition:
     """The position after a step, as a checkpoint of it gives it to the next start."""
     driver = {"drawn": position.after(step, recipe).as_json(), "recipe": {}}
-    return DataPosition.of_checkpoint(step, json.loads(json.dumps(driver)))
+    return DataPosition.from_checkpoint(step, json.loads(json.dumps(driver)))
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
@@ -82,7 +82,7 @@ def test_a_checkpoint_of_an_earlier_version_counts_by_its_recipe(loop: str, expe
     earlier = {"loop": loop, "data": {"train": "t"}, "train": {"prompts_per_step": 8}}
     if loop == "rl":
         earlier |= {"data": {"train": "t", "ptx": "p"}, "algorithm": {"ptx_conversations": 3}}
-    position = DataPosition.of_checkpoint(3, {"recipe": earlier})
+    position = DataPosition.from_checkpoint(3, {"recipe": earlier})
     assert position == DataPosition(3, expected)
     name = FIELDS[loop]
     assert position.order(recipe_of(loop, 2), name, 100).start(4) == expected[name] + 2
