@@ -106,9 +106,9 @@ def test_the_table_of_metrics_is_printed_and_imports_no_torch() -> None:
 def test_a_dry_run_tries_the_rewards(recipe: Path) -> None:
     for name, message in (
         ("no_such_module_anywhere:score", "cannot import no_such_module_anywhere"),
-        ("own_rewards:of_trl", "its parameter completions is not known"),
+        ("own_rewards:of_other", "its parameter completion is not known"),
     ):
-        (recipe.parent / "own_rewards.py").write_text("def of_trl(completions, **kwargs): return [0.0]\n")
+        (recipe.parent / "own_rewards.py").write_text("def of_other(completion, **kwargs): return 0.0\n")
         done = megarl("train", recipe, f"reward.functions=[{name}]", "--dry-run", cwd=recipe.parent)
         assert (done.returncode, done.stdout) == (2, "")
         assert message in done.stderr and "Traceback" not in done.stderr

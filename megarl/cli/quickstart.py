@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
@@ -36,7 +36,7 @@ _RUNS = ("quickstart_sft", "quickstart")
 class MakeCommand(TyperCommand):
     """The command `make`, which passes all options after NAME on to the program, `--help` too."""
 
-    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         is_for_program = bool(args) and not args[0].startswith("-")
         # click would read the program's `--help` as its own. Nothing after `--` is an option of this command.
         return super().parse_args(ctx, [args[0], "--", *args[1:]] if is_for_program else args)

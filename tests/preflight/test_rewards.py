@@ -26,10 +26,6 @@ def right(completion_text, answer, correct_score):
     return Reward(correct_score, True, True)
 
 
-def of_trl(completions, **kwargs):
-    return [0.0 for _ in completions]
-
-
 def a_list(**kwargs):
     return [0.0] * (kwargs["num_tokens"] > 0 and "messages" in kwargs["record"])
 
@@ -58,9 +54,6 @@ def own_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.parametrize(
     ("function", "told"),
     [
-        pytest.param(
-            "of_trl", ["its parameter completions is not known. Did you mean completion_text?"], id="signature of TRL"
-        ),
         pytest.param(
             "a_list", ["the function returned [0.0]; return a number, None or a megarl.types.Reward"], id="a list"
         ),
