@@ -106,7 +106,7 @@ def test_the_table_of_metrics_is_printed_and_imports_no_torch() -> None:
 def test_a_dry_run_tries_the_rewards(recipe: Path) -> None:
     for name, message in (
         ("no_such_module_anywhere:score", "cannot import no_such_module_anywhere"),
-        ("own_rewards:of_other", "its parameter completion is not known"),
+        ("own_rewards:of_other", "parameters that are not known"),
     ):
         (recipe.parent / "own_rewards.py").write_text("def of_other(completion, **kwargs): return 0.0\n")
         done = megarl("train", recipe, f"reward.functions=[{name}]", "--dry-run", cwd=recipe.parent)
