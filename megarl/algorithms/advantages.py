@@ -164,6 +164,7 @@ def token_rewards(scores: Tensor, turn_rewards: Tensor, turns: Tensor, cu_seqlen
     for turn in range(turn_rewards.shape[1] - 1, -1, -1):
         of_turn = turn_rewards[:, turn] + carried
         if not of_turn.any():
+            carried = torch.zeros_like(scores)
             continue
         is_of_turn = mask & (turns == turn)
         has_tokens = sequence_sums(is_of_turn.to(scores.dtype), cu_seqlens, is_of_turn) > 0

@@ -52,14 +52,25 @@ def request(run_folder: Path, values: Mapping[str, Any]) -> None:
     complete = run_folder / f".{_REQUEST}.{os.getpid()}"
     replace_text(complete, json.dumps(dict(values)) + "\n")
     try:
-        # A link, unlike a rename, does not replace a request of another process.
-        os.link(complete, path)
+        _link_or_create(complete, path)
     except FileExistsError:
         raise ConfigError(
             f"{path}: another change waits for the end of the current step; ask again when the run has made it"
         ) from None
     finally:
         complete.unlink(missing_ok=True)
+
+
+def _link_or_create(complete: Path, path: Path) -> None:
+    """Give a complete file the name `path`. Raises FileExistsError if it exists, where a rename would replace it."""
+    try:
+        os.link(complete, path)
+    except FileExistsError:
+        raise
+    except OSError:
+        # A file system without hard links.
+        with path.open("x", encoding="utf-8") as file:
+            file.write(complete.read_text(encoding="utf-8"))
 
 
 def take_request(run_folder: Path, recipe: Recipe) -> ResizeAskedError | None:

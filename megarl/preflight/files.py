@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from functools import partial
+from functools import cache, partial
 from hashlib import blake2b
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -250,7 +250,8 @@ def read_problems(
             name=name,
             needed=by,
             has_answers=bool(recipe.reward.functions),
-            environment_tools=partial(tools_of_environment, recipe),
+            # Once for all records: an environment may load much when it is made.
+            environment_tools=cache(partial(tools_of_environment, recipe)),
             **_reading(recipe, data_set, dropped, collect),
         ),
         path,

@@ -12,6 +12,7 @@ from megarl.data.dialogue import Dialogue
 from megarl.environments import Message, Step, Turn
 from megarl.environments.tools import cut_in_the_middle
 from megarl.environments.validation import checked_start, checked_step
+from megarl.files.strict_json import shown
 from megarl.rollout.stitch import ModelCall
 from megarl.types import Completion, Problem
 
@@ -60,10 +61,16 @@ class AttemptConversation:
     def start(self, start: object, problem: Problem) -> None:
         """Set the first prompt from `start`, the value returned by the environment's reset.
 
-        Raises TypeError if `start` has a wrong type, and ValueError if the chat template rejects its messages.
+        Raises TypeError if `start` has a wrong type, and ValueError if the chat template rejects its messages or if
+        record and environment have different tools.
         """
         start = checked_start(start)
         self.opening, self.tools = tuple(start.messages), tuple(start.tools)
+        if self.tools and problem.tools and self.tools != tuple(problem.tools):
+            raise ValueError(
+                f"the record has tools of its own, {shown([tool['function']['name'] for tool in problem.tools])}, and "
+                "the environment begins with others; remove them from the record"
+            )
         self.prompt_tools = self.tools or problem.tools
         if self.history == "render":
             self._rendered = self.dialogue.rendered(self.opening, self.prompt_tools)
@@ -84,9 +91,9 @@ class AttemptConversation:
         turn = Turn(number, text, finish_reason, completion=text, is_last=is_last)
         self.is_in_thoughts = self.dialogue.ends_in_thoughts(self.prompt, token_ids, text)
         if self.is_in_thoughts:
-            # An environment must not judge an answer that the policy only considered.
+            # An environment must not judge an answer, or execute a call, that the policy only considered.
             turn = replace(turn, text="", reasoning=text)
-        if self.tools:
+        elif self.tools:
             parsed = self.dialogue.parsed(self.prompt, token_ids, self.tools, turn=number)
             turn = replace(turn, text=parsed.text, reasoning=parsed.reasoning or "", calls=parsed.calls)
         self.turns.append(turn)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.algorithms.advantages import turn_returns
+from megarl.algorithms.advantages import token_rewards, turn_returns
 from megarl.config import AlgorithmConfig, Recipe
 from megarl.data.token_batch import TokenBatch
 from megarl.rollout.advantages import compute_advantages, compute_importance_weights, keep_highest_entropies
@@ -470,3 +470,11 @@ def test_a_critic_s_values_become_advantages_and_returns(
     assert whole.per_token["values"].tolist() == [9, 9, 1, 3, 9, 9, 7]
     halves = batch.critic_minibatches(recipe(algorithm=PPO, critic={"updates_per_step": 2}))
     assert [weights(half) for half in halves] == [[[0, 0, 0.5, 0.5]], [[0, 0, 1]]]
+
+
+def test_a_turn_without_trained_tokens_gives_its_reward_once() -> None:
+    """Its reward and that of the turn before cancel there: nothing is left for the first turn."""
+    scores, turn_rewards = torch.tensor([0.0]), torch.tensor([[0.0, -1.0, 1.0]])
+    turns, mask = torch.tensor([0, 0, 1, 1, 2]), torch.tensor([False, True, True, True, False])
+    rewards = token_rewards(scores, turn_rewards, turns, torch.tensor([0, 5]), mask)
+    assert rewards.tolist() == [0.0] * 5
