@@ -24,22 +24,33 @@ _SECRET_NAME = re.compile(
     # Not a pass over something, as in num_pass or forward_pass.
     r"|(?<!num)(?<!one)(?<!two)(?<!first)(?<!second)(?<!forward)(?<!backward)(?<!multi)(?<!single)(^|_)pass$"
 )
-_TOKENIZER_NAME = re.compile(r"(^|_)(bos|eos|pad|unk|sep|cls|mask|image|audio|video|stop|special|start|end)_tokens?$")
+_TOKENIZER_NAME = re.compile(
+    r"(^|_)(bos|eos|pad|unk|sep|cls|mask|image|audio|video|stop|special|start|end)_tokens?$"
+    # Numbers and positions of tokens, as in max_new_token. first_access_token is a secret.
+    r"|(^|_)(max|min|num|context|first)(_(?!access_|auth_|bearer_|refresh_|session_|api_|bot_|hf_)[a-z0-9]+)*_tokens?$"
+)
 """Field names that end like a secret's name but mean tokens of a vocabulary."""
+_PLACEHOLDER = re.compile(r"((bearer|basic|token)\s+)?(empty|none|dummy)", re.IGNORECASE)
+"""Values given to servers that want a key but check none."""
+_PASS_COUNT = re.compile(r"all|any|both|each|every|first|second|last|one|two|\d", re.IGNORECASE)
+"""Values of a field `pass` that mean passes over something."""
 _NUMERIC_NAME = re.compile(r"(passwords?|passwd|pwd|passphrases?|passcodes?|_keys?|apikeys?)$")
 """Names whose value is a secret even if it is a number. `max_tokens: 64` is none."""
 _URL_PARAMETER = re.compile(r"[?&;#](key|sig|signature|code)=[^\s&]", re.IGNORECASE)
 
 _EDGE = r"(?<![A-Za-z0-9_/.-])"
 _END = r"(?![A-Za-z0-9_/-]|\.[A-Za-z0-9])"
+# The random part of a key: unlike words and names, it has several digits or capital letters.
+_RANDOM_WORD = r"(?=(?:[a-z]{0,80}[A-Z0-9]){3})[A-Za-z0-9]{16}"
+_SHORT_HEX = r"(?=[0-9]{0,11}[a-f])(?=[a-f]{0,11}[0-9])[0-9a-f]{12}"
 # Repetitions are bounded where a search could begin many times within one long word: it would be quadratic.
 _FORMS = re.compile(
     # https://user:password@host, and https://token@host.
     # A scheme is looked for at the start of a word only: searches of long words would be quadratic.
     r"(?<![A-Za-z0-9+.-])[A-Za-z][A-Za-z0-9+.-]*://[^/\s:@]*:[^/\s@]+@|https?://[^/\s:@]+@"
-    # OpenAI, Anthropic and others. Shorter ones need a digit, so that sk-learn is none.
-    rf"|{_EDGE}sk-(?:(?=[\w-]{{0,80}}\d)[\w-]{{8,}}|[\w-]{{16,}}){_END}"
-    rf"|{_EDGE}hf_(?:(?=[a-z]{{0,80}}[A-Z0-9])[A-Za-z0-9]{{10,}}|[A-Za-z0-9]{{16,}}){_END}"
+    # OpenAI, Anthropic and others: a prefix such as proj- may come first. Names such as sk-qwen3-8b-grpo are none.
+    rf"|{_EDGE}sk-(?:[A-Za-z0-9]*[_-]){{0,20}}(?:{_SHORT_HEX}|{_RANDOM_WORD})[\w-]*{_END}"
+    rf"|{_EDGE}hf_{_RANDOM_WORD}[A-Za-z0-9]*{_END}"
     rf"|{_EDGE}(?:gh[opusr]_|gsk_|npm_|nvapi-|glpat-|xai-|r8_)[A-Za-z0-9-]{{16,}}{_END}"
     rf"|{_EDGE}(?:github_pat_|dckr_pat_|[rs]k_(?:live|test)_)\w{{16,}}{_END}"
     rf"|{_EDGE}xox[abeoprs]-[A-Za-z0-9-]{{10,}}|{_EDGE}(?:AIza|ya29\.)[\w-]{{20,}}|{_EDGE}SG\.[\w-]{{16,}}\.[\w-]{{16,}}"
@@ -65,7 +76,10 @@ _COMMAND = re.compile(r"(command|cmd|arg|argument|argv|option|flag|environment|e
 # Matches may overlap: --export=HF_TOKEN=VALUE has two.
 _ASSIGNMENT = re.compile(r"(?<![A-Za-z0-9_])([A-Za-z][A-Za-z0-9_-]*)=(?=[\"']?([^\s,&;\"']+))")
 _OPTION = re.compile(r"(?<!\S)--?([A-Za-z][A-Za-z0-9_-]*)\s+[\"']?([^\s\"'-][^\s\"']*)")
-_HEADER = re.compile(r"(?<![A-Za-z0-9_])([A-Za-z][A-Za-z0-9_-]*):\s*(?:(?i:bearer|basic|token)\s+)?([^\s\"']+)")
+# Without a space, token:small is a tag.
+_HEADER = re.compile(
+    r"(?<![A-Za-z0-9_])(?!(?i:tokens?|pass):\S)([A-Za-z][A-Za-z0-9_-]*):\s*(?:(?i:bearer|basic|token)\s+)?([^\s\"']+)"
+)
 _JSON_VALUE = re.compile(r"[\"']([A-Za-z][A-Za-z0-9_-]*)[\"']\s*:\s*[\"']([^\"']+)[\"']")
 _USER_OPTION = re.compile(r"(?<!\S)(?:-u|--user|--proxy-user)[\s=]+[\"']?[^\s:/\"'$]+:(?!\d+(?:\s|$))[^\s\"'$]+")
 """User and password, as curl takes them. Two numbers are the ids of a user and a group."""
@@ -91,9 +105,10 @@ def holds_secret(place: Place, value: Any) -> bool:
     token."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return is_secret_place(place[-1:]) and bool(_NUMERIC_NAME.search(_words(str(place[-1]))))
-    if not isinstance(value, str) or not value:
+    # The run's name is the user's choice, and stands in paths and logs anyway.
+    if not isinstance(value, str) or not value or place == ("name",):
         return False
-    if is_secret_place(place) and not _is_count(_name_at(place), value):
+    if is_secret_place(place) and not _is_harmless(_name_at(place), value):
         return True
     if _FORMS.search(value) or _URL_PARAMETER.search(value if "://" in value else ""):
         return True
@@ -158,15 +173,17 @@ def _name_at(place: Place) -> str:
     return next((part for part in reversed(place) if isinstance(part, str)), "")
 
 
-def _is_count(name: str, value: str) -> bool:
-    """Return whether a text is a number of tokens, as in `max_tokens: "64"`."""
-    return _words(name).endswith("tokens") and value.isdecimal()
+def _is_harmless(name: str, value: str) -> bool:
+    """Return whether the value of a name like a secret's is none: a placeholder, or a count as in `max_tokens: "64"`."""
+    if _words(name) == "pass" and _PASS_COUNT.fullmatch(value):
+        return True
+    return bool(_PLACEHOLDER.fullmatch(value)) or (_words(name).endswith("tokens") and value.isdecimal())
 
 
 def _is_given_secret(name: str, value: str) -> bool:
     """Return whether `name`, of an option or a variable, means a secret and `value` is one in clear text."""
     # A variable of the shell is no secret.
-    return is_secret_name(name) and not value.startswith("$") and not _is_count(name, value)
+    return is_secret_name(name) and not value.startswith("$") and not _is_harmless(name, value)
 
 
 def _is_secret_option(option: str, value: str) -> bool:

@@ -70,6 +70,10 @@ SECRETS: list[tuple[str, Any, tuple[str | int, ...]]] = [
     ("JSON in a list", {"command": ["agent", '{"a": {"token": "geheim"}}']}, ("command", 1)),
     ("deep", {"a": [{"b": [f"sk-{HEX}"]}]}, ("a", 0, "b", 0)),
     ("in a key", {"a": {f"sk-{HEX}": 1}}, ("a", "<hidden>")),
+    ("UUID", {"text": "sk-lf-1a2b3c4d-12ab-4cde-9f01-0123456789ab"}, ("text",)),
+    ("pass alone", {"kwargs": {"pass": "geheim"}}, ("kwargs", "pass")),
+    ("first of several", {"first_access_token": "geheim"}, ("first_access_token",)),
+    ("header token", {"command": ["curl", "-H", "Token: geheim"]}, ("command", 2)),
     ("data set", {"data": {"train": "https://me:geheim@host/x.jsonl"}}, ("data", "train")),
 ]
 
@@ -117,6 +121,16 @@ INNOCENT: list[Any] = [
     {"pattern": r"(?:password|token)\s*=\s*(\S+)"},
     {"bypass": "x", "compass": "north", "cookie_cutter": "x", "passage": "text"},
     {"webhook_timeout": "5", "webhooks_enabled": "no"},
+    {"name": "sk-ablation-2"},
+    {"name": "sk-qwen3-8b-grpo"},
+    {"name": "hf_llama3baseline"},
+    {"text": "sk-qwen3-8b-grpo with hf_llama3baseline, sk-ablation-2 and sk-sweep-20250102-123456"},
+    {"command": "python agent.py --max_new_token 1024 --min-token=3 --context_token 5"},
+    {"command": ["agent", "--max-new-token", "1024", "--api-key", "EMPTY", "--api-key=none", "--pass", "all"]},
+    {"command": "agent --api-key EMPTY --password dummy"},
+    {"headers": {"Authorization": "Bearer EMPTY"}, "api_key": "EMPTY"},
+    {"tags": ["token:small", "pass:all"], "command": ["agent", "--tag", "token:small"]},
+    {"kwargs": {"first_token": "A", "pass": "all", "maxNewToken": "5"}},
 ]
 
 
