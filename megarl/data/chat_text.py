@@ -7,37 +7,47 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from megarl.data.messages import ROLE_NAMES
 from megarl.files.strict_json import MEDIUM, parse
 
 # A JSON text inside a JSON text begins with a quote, and its own quotes have backslashes. numpy writes `array(`.
 # Possessive quantifiers (`*+`) keep the search linear for texts with much white space.
-_BEGINNING = re.compile(r"""\s*+"?\s*+(?:array\()?[\[(\s]*+\{\s*+\\?["'][A-Za-z_]++\\?["']\s*:""")
+_BEGINNING = re.compile(r"""\s*+"?\s*+(?:array\()?[\[(\s]*+\{\s*+\\?["'](?P<key>[A-Za-z_]++)\\?["']\s*:""")
 _ROLE = re.compile(r"""["'](?:role|from)\\?["']\s*:""")
+_KNOWN_ROLE = re.compile(rf"""{_ROLE.pattern}\s*+\\?["'](?:{"|".join(ROLE_NAMES)})\\?["']""")
+_CONTENT_KEYS = ("content", "value", "tool_calls")
+_CONTENT = re.compile(rf"""["'](?:{"|".join(_CONTENT_KEYS)})\\?["']\s*:""")
 _CLOSED_LIST = re.compile(r"\}\s*+,?\s*+\]")
 
 
-def chat_in_text(text: str) -> list[Any] | None:
+def chat_in_text(text: str, *, is_answer: bool = False) -> list[Any] | None:
     """Return the messages of a chat that was saved as text in JSON, or None if the text is not a chat.
 
     A single message counts as a chat too. Raises ValueError for a chat in Python's own notation, for broken JSON, and
-    for a chat inside another object or list.
+    for a chat inside another object or list. An answer with a chat inside another object or list is no chat: models
+    are asked to write such objects.
     """
-    if not _BEGINNING.match(text) or not _ROLE.search(text):
+    beginning = _BEGINNING.match(text)
+    if beginning is None or not _ROLE.search(text):
         return None
     try:
         value = parse(text.encode(), MEDIUM)
         if isinstance(value, str):
             value = parse(value.encode(), MEDIUM)
     except ValueError as error:
-        if _quotes_chat(text):
+        if not _KNOWN_ROLE.search(text) or not _CONTENT.search(text) or _quotes_chat(text):
+            return None
+        if is_answer and beginning["key"] not in ("role", "from", *_CONTENT_KEYS):
             return None
         if re.match(r"[^\"]*'", text):
             raise ValueError("is a chat in Python's notation instead of JSON; write it with json.dumps") from None
         reason = error.msg if isinstance(error, json.JSONDecodeError) else error
         raise ValueError(f"begins like a chat in JSON, but is not valid JSON ({reason}); write it again") from None
     messages = [value] if isinstance(value, Mapping) else value
-    if _is_chat(messages):
+    if _is_chat(messages) or _is_list_of_plain_messages(value):
         return messages
+    if is_answer:
+        return None
     if isinstance(value, Mapping) and any(map(_is_chat, value.values())):
         raise ValueError("is a whole record in JSON; give its messages alone, and its other fields as fields")
     if isinstance(value, list) and any(map(_is_chat, value)):
@@ -55,7 +65,18 @@ def _quotes_chat(text: str) -> bool:
 
 
 def _is_chat(value: Any) -> bool:
-    if not isinstance(value, list) or not value or not isinstance(value[0], Mapping):
+    """Return whether a value is a list of messages with known roles."""
+    if not isinstance(value, list) or not all(isinstance(message, Mapping) for message in value):
         return False
-    names = value[0].keys()
-    return not names.isdisjoint(("role", "from")) and not names.isdisjoint(("content", "value", "tool_calls"))
+    has_content = any(not message.keys().isdisjoint(_CONTENT_KEYS) for message in value)
+    return has_content and all((message.get("role") or message.get("from")) in ROLE_NAMES for message in value)
+
+
+def _is_list_of_plain_messages(value: Any) -> bool:
+    """Return whether a value is a list of objects with nothing but a role and a content.
+
+    It is a chat whatever the roles are: a misspelled role is refused by its name later.
+    """
+    return isinstance(value, list) and all(
+        isinstance(message, Mapping) and message.keys() in ({"role", "content"}, {"from", "value"}) for message in value
+    )

@@ -11,10 +11,10 @@ import numpy as np
 
 from megarl.data.chat import encode, exceeds, render
 from megarl.data.formats import FieldNames, first_name_with_value
-from megarl.data.messages import WEIGHT, without_weights
+from megarl.data.messages import WEIGHT, have_same_texts, without_weights
 from megarl.data.records import Record, TooLongError, read_records
 from megarl.data.streamed import Collect, in_memory
-from megarl.data.written_texts import check_message_written, check_tools_written
+from megarl.data.written_texts import check_answer_written, check_message_written, check_tools_written, has_texts
 from megarl.types import DataError, TrainingSequence
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def _response(record: Record, prompt: Sequence[Mapping[str, Any]]) -> tuple[Mapp
     record.refuse_reasoning_field(field)
     if prompt[-1]["role"] != "assistant":
         return response
-    if prompt[-len(response) :] == response:
+    if have_same_texts(prompt[-len(response) :], response):
         return ()
     raise record.error(
         f"'{record.field(record.format.prompt)}' ends with an answer, and '{field}' has another one; remove one of them"
@@ -163,7 +163,9 @@ def train_on_assistant(
                 f"the chat template writes messages[{place}] otherwise than it begins the turn in sampling, so what is "
                 "trained would never be sampled; use a template that only appends"
             )
-        check_message_written(place, message, turn[len(prompt) :])
+        if not has_texts(turn[len(prompt) :], message):
+            # The generation prompt may have the beginning of the message. This check renders once more.
+            check_answer_written(tokenizer, messages[: place + 1], tools, turn)
         if not prompt.startswith(sequences[-1].text):
             sequences.append(_Sequence())
         sequences[-1].extend(tokenizer, prompt, is_trained=False)

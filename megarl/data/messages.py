@@ -13,6 +13,7 @@ from megarl.files.strict_json import MEDIUM, parse, shown
 ROLES = ("system", "user", "assistant", "tool")
 _ROLES_ELSEWHERE = {"human": "user", "gpt": "assistant", "developer": "system"}
 """Usual role names of messages, keyed by the names in ShareGPT data and in OpenAI's newer API."""
+ROLE_NAMES = (*ROLES, *_ROLES_ELSEWHERE)
 REASONING = "reasoning_content"
 REASONING_KEYS = (REASONING, "reasoning", "thinking")
 """Names under which programs write the reasoning of an assistant's message."""
@@ -79,6 +80,16 @@ def without_weights(messages: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str,
         {name: value for name, value in message.items() if name != WEIGHT} if WEIGHT in message else message
         for message in messages
     )
+
+
+def have_same_texts(first: Sequence[Mapping[str, Any]], second: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether messages are equal, apart from white space around their contents."""
+    return list(map(_stripped, first)) == list(map(_stripped, second))
+
+
+def _stripped(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    content = message.get("content")
+    return {**message, "content": content.strip()} if isinstance(content, str) else message
 
 
 def is_empty(value: Any) -> bool:

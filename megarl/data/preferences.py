@@ -11,6 +11,7 @@ import numpy as np
 
 from megarl.data.conversations import Conversation, encode_conversation, make_conversation
 from megarl.data.formats import FieldNames
+from megarl.data.messages import have_same_texts
 from megarl.data.records import Record, TooLongError, read_records
 from megarl.data.streamed import Collect, in_memory
 from megarl.data.token_batch import TokenBatch, borders
@@ -106,6 +107,8 @@ def pair_conversations(record: Record, system_prompt: str | None) -> tuple[Messa
         _conversation(record, record.field(names), system_prompt) for names in (format.chosen, format.rejected)
     )
     record.refuse_other_prompts((*chosen, *rejected), answers=True)
+    if _prompt_field(record) and not have_same_texts(_system(chosen), _system(rejected)):
+        raise record.error("'chosen' and 'rejected' have different system messages; give both the same one")
     if chosen == rejected:
         raise record.error("'chosen' and 'rejected' are the same; remove the line")
     return chosen, rejected
@@ -192,21 +195,28 @@ def with_score_masks(batch: TokenBatch) -> TokenBatch:
 def _conversation(record: Record, field: str, system_prompt: str | None) -> tuple[Mapping[str, Any], ...]:
     """Return the whole conversation ending with one of the two answers."""
     prompt_field = _prompt_field(record)
-    before = record.with_opening(record.messages(prompt_field, role="user"), system_prompt) if prompt_field else ()
     answer = record.messages(field, role="assistant")
-    if not before:
-        answer = record.with_opening(answer, system_prompt)
+    if not prompt_field:
+        before, answer = (), record.with_opening(answer, system_prompt)
+    else:
+        systems, answer = (answer[:1], answer[1:]) if answer[0]["role"] == "system" else ((), answer)
+        prompt = record.messages(prompt_field, role="user")
+        before = record.with_opening((*systems, *prompt), system_prompt)
     if not any(message["role"] in ("user", "tool") for message in (*before, *answer)):
         record.require("prompt")
         raise record.error(f"'{field}' has no prompt; give it in 'messages', 'prompt' or 'context'")
-    if not before or answer[0]["role"] == "assistant":
+    if not before or (answer and answer[0]["role"] == "assistant"):
         return (*before, *answer)
-    # An answer that repeats its prompt may leave out the system message, which may come from the recipe.
-    starts = before, before[1:] if before[0]["role"] == "system" else before
-    for start in starts:
-        if start and answer[: len(start)] == start:
-            return (*before, *answer[len(start) :])
+    # The system message is left out: an answer that repeats its prompt may have none, and that of the prompt may come
+    # from the recipe.
+    asked = before[1:] if before[0]["role"] == "system" else before
+    if have_same_texts(answer[: len(asked)], asked):
+        return (*before, *answer[len(asked) :])
     raise record.error(f"'{field}' neither continues '{prompt_field}' nor begins with it; give the answer alone")
+
+
+def _system(messages: Messages) -> Messages:
+    return tuple(message for message in messages if message["role"] == "system")
 
 
 def _prompt_field(record: Record) -> str | None:

@@ -17,7 +17,14 @@ from megarl.data.formats import (
     missing_text,
     value_at,
 )
-from megarl.data.messages import REASONING, REASONING_KEYS, history_messages, is_blank, standard_messages
+from megarl.data.messages import (
+    REASONING,
+    REASONING_KEYS,
+    have_same_texts,
+    history_messages,
+    is_blank,
+    standard_messages,
+)
 from megarl.data.record_fields import unread_field
 from megarl.data.rows import Row, data_files, rows_of
 from megarl.data.tool_records import standard_tools
@@ -108,7 +115,7 @@ class Record:
         With `role`, any other text stands for a message of this role. If the format has an `input` field, its text is
         appended to the prompt. Raises DataError for invalid messages, and for keys that are not read.
         """
-        value = self._read_text(field, self.at(field))
+        value = self._read_text(field, self.at(field), is_answer=role == "assistant")
         if field in self.format.prompt:
             value = self._with_input(field, value)
         if role and isinstance(value, str) and value.strip():
@@ -134,9 +141,11 @@ class Record:
         different system messages.
         """
         history = self._history()
-        systems = [turns[0] for turns in (self._system(), history, messages) if turns and turns[0]["role"] == "system"]
+        systems = [turn for turn in (*self._system(), *history, *messages) if turn["role"] == "system"]
+        # A blank message says nothing beside a filled one.
+        systems = [system for system in systems if system["content"].strip()] or systems
         for system in systems:
-            if system["content"] != systems[0]["content"]:
+            if system["content"].strip() != systems[0]["content"].strip():
                 raise self.error(
                     f"the system messages {shown(systems[0]['content'])} and {shown(system['content'])} differ; give "
                     f"one, in the conversation or in '{self.field(self.format.system)}'"
@@ -153,7 +162,7 @@ class Record:
             return ()
         found = [self.messages(name, role="system") for name in names if not is_blank(self.at(name))]
         for messages in found:
-            if len(messages) != 1 or messages[0]["role"] != "system" or messages != found[0]:
+            if len(messages) != 1 or messages[0]["role"] != "system" or not have_same_texts(messages, found[0]):
                 raise self.error(
                     f"'{self.field(self.format.system)}' is {shown(self.value(self.format.system))}; give the text of "
                     "one system message, in one field"
@@ -170,12 +179,12 @@ class Record:
         except ValueError as error:
             raise self.error(str(error)) from error
 
-    def _read_text(self, field: str, value: Any) -> Any:
+    def _read_text(self, field: str, value: Any, *, is_answer: bool) -> Any:
         """Return a field's value, or the messages in it if it is a text that holds a chat in JSON."""
         if not isinstance(value, str):
             return value
         try:
-            return chat_in_text(value) or value
+            return chat_in_text(value, is_answer=is_answer) or value
         except ValueError as error:
             raise self.error(f"'{field}' {error}") from error
 

@@ -24,11 +24,22 @@ def check_prompt_written(
     check_tools_written(tools, rendered)
     for number, message in enumerate(messages):
         if message["role"] == "assistant":
-            before = render(tokenizer, messages[:number], generation_prompt=True, tools=tools) if number else ""
             turn = render(tokenizer, messages[: number + 1], generation_prompt=False, tools=tools)
-            check_message_written(number, message, turn.removeprefix(before))
+            check_answer_written(tokenizer, messages[: number + 1], tools, turn)
         else:
             check_message_written(number, message, rendered)
+
+
+def check_answer_written(
+    tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], rendered: str
+) -> None:
+    """Raise ValueError for a text of the last message, the assistant's, that is missing in its turn.
+
+    `rendered` is the text of all messages. The turn has its generation prompt too, because that may open the thoughts.
+    """
+    number = len(messages) - 1
+    before = render(tokenizer, messages[:number], generation_prompt=False, tools=tools) if number else ""
+    check_message_written(number, messages[number], rendered.removeprefix(before))
 
 
 def check_message_written(number: int, message: Mapping[str, Any], rendered: str) -> None:
@@ -36,6 +47,11 @@ def check_message_written(number: int, message: Mapping[str, Any], rendered: str
     for key, text in _required_texts(message):
         if not _is_in(text, rendered):
             raise ValueError(_missing(f"the {key} of messages[{number}]", text))
+
+
+def has_texts(rendered: str, message: Mapping[str, Any]) -> bool:
+    """Return whether a rendered text has all texts of a message."""
+    return all(_is_in(text, rendered) for _, text in _required_texts(message))
 
 
 def check_tools_written(tools: Sequence[Mapping[str, Any]], rendered: str) -> None:

@@ -117,10 +117,48 @@ def test_answers_in_text_are_chats_too(tmp_path):
     [
         '[{"x": 1}]', '[{"role": "admin", "name": "Bob"}]', json.dumps([ASKED]) + " is printed by what?", "[1, 2]",
         "Write [{'role': 'user', 'content': 'x'}] as JSON.", "[{'role': 'user', 'content': 'x'}] is what in Python?",
+        "{'name': 'x', 'role': 'admin'}", '{"type": "div", "role": "button", // x\n"n": 1}',
+        '{"role": "admin", "id": 1}\n{"role": "user", "id": 2}', '{"from": "Alice", "to": "Bob", "content": "hi"}',
+        '{"role": "admin", "content": "all"}', "{'content': 1, 'role': 'admin'}", '[{"role": "user", "id": 1}]',
+        '[{"role": "user", "content": "x", "id": 1}, {"role": "admin", "id": 2}]', '[{"role": ["user"], "value": 1}]',
     ],
 )  # fmt: skip
 def test_other_text_remains_text(tmp_path, text):
     assert f"user\n{text}<|im_end|>" in texts_of(tmp_path, problem(text))[0]
+    assert_answer_remains_text(tmp_path, text)
+
+
+def assert_answer_remains_text(tmp_path, text):
+    for record in (
+        {"prompt": "q", "response": text},
+        {"prompt": "q", "chosen": text, "rejected": "no"},
+        {"prompt": "q", "chosen": "no", "rejected": text},
+        {"prompt": "q", "completion": text, "label": True},
+    ):
+        assert f"{text}<|im_end|>" in texts_of(tmp_path, record)[1]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"model": "gpt-4o", "messages": [{"role": "user", "content": "Hello"}]}',
+        "{'model': 'gpt-4o', 'messages': [{'role': 'user', 'content': 'Hello'}]}",
+        json.dumps([[ASKED, ANSWERED]]),
+    ],
+)
+def test_a_chat_inside_an_answer_remains_text(tmp_path, text):
+    assert_answer_remains_text(tmp_path, text)
+    with pytest.raises(DataError, match="line 1: 'prompt'"):
+        texts_of(tmp_path, problem(text))
+
+
+@pytest.mark.parametrize(
+    ("answer", "fault"),
+    [(str([ANSWERED]), "Python's notation"), (json.dumps([ANSWERED])[:-1] + ",]", "not valid JSON")],
+)
+def test_broken_chats_in_answers_are_refused(tmp_path, answer, fault):
+    with pytest.raises(DataError, match=f"line 1: 'response' .*{fault}"):
+        texts_of(tmp_path, {"prompt": "q", "response": answer})
 
 
 @pytest.mark.parametrize(
@@ -160,6 +198,11 @@ def test_broken_chats_in_text_are_refused(tmp_path, text, fault):
         pytest.param({"prompt": "q", "response": "a", "label": True, "system": "Be brief."}, id="judged"),
         pytest.param({"messages": [{"role": "system", "content": "Be brief."}, ASKED, ANSWERED],
                       "system": "Be brief."}, id="twice the same"),
+        pytest.param({"messages": [{"role": "system", "content": " "}, ASKED, ANSWERED],
+                      "system_prompt": "Be brief."}, id="a blank one in the chat"),
+        pytest.param(problem([{"role": "system", "content": "Be brief."}, ASKED], system="\n"), id="a blank field"),
+        pytest.param({"prompt": "q", **{name: [{"role": "system", "content": "Be brief."}, ASKED | {"content": "q "},
+                      ANSWERED | {"content": name}] for name in ("chosen", "rejected")}}, id="answers"),
         pytest.param({"messages": [{"role": "developer", "content": "Be brief."}, ASKED, ANSWERED]}, id="developer"),
         pytest.param(problem(system="", system_prompt="Be brief."), id="the name with a text"),
         pytest.param(problem(history=[{"role": "system", "content": "Be brief."}, ASKED, ANSWERED]), id="history"),
@@ -290,6 +333,16 @@ def test_reasoning_is_written_under_the_name_that_the_template_reads(tmp_path, k
         (problem("q", messages=[ASKED]), "prompt"),
         ({"prompt": "other", "messages": [ASKED, ANSWERED]}, "prompt"),
         ({"messages": [ASKED, ANSWERED], "response": "It is 5."}, "response"),
+        ({"prompt": "q", "chosen": [{"role": "system", "content": "x"}, ANSWERED], "rejected": "b"}, "system"),
+        (
+            {
+                "prompt": [{"role": "system", "content": "y"}, ASKED],
+                "chosen": [{"role": "system", "content": "x"}, ANSWERED],
+                "rejected": "b",
+            },
+            "system",
+        ),
+        ({"prompt": "q", "chosen": [{"role": "system", "content": "x"}], "rejected": "b"}, "chosen"),
     ],
 )
 def test_what_is_not_read_is_refused_by_name(tmp_path, record, key):
@@ -306,6 +359,31 @@ def test_a_named_prompt_is_the_only_one(tmp_path):
 def test_a_response_continues_the_messages(tmp_path):
     record = {"messages": [ASKED, ANSWERED, AGAIN], "response": "It is 5."}
     assert texts_of(tmp_path, record)[1] == "It is 4.<|im_end|>It is 5.<|im_end|>"
+
+
+@pytest.mark.parametrize("response", ["It is 4.\n", [ANSWERED | {"content": " It is 4."}]])
+def test_a_response_may_repeat_the_last_message(tmp_path, response):
+    record = {"messages": [ASKED, ANSWERED], "response": response}
+    assert texts_of(tmp_path, record)[1] == "It is 4.<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("opening", "rest"),
+    [("<think>\n", "Two twos.\n</think>\n\nIt is 4."), ("<think>\n\n</think>\n\n", "It is 4.")],
+)
+def test_an_answer_may_begin_with_what_the_generation_prompt_opens(tmp_path, opening, rest):
+    tokenizer = tokenizer_of("qwen")
+    template = str(tokenizer.chat_template)
+    answer = ANSWERED | {"content": opening + rest}
+    try:
+        tokenizer.chat_template = template.replace("<|im_start|>assistant\n", "<|im_start|>assistant\n" + opening)
+        for record in ({"messages": [ASKED, answer]}, problem([ASKED, answer, AGAIN])):
+            assert f"assistant\n{opening}{rest}<|im_end|>" in texts_of(tmp_path, record)[0]
+        # The opening is not a part of another answer.
+        with pytest.raises(DataError, match=r"writes messages\[1\] otherwise"):
+            texts_of(tmp_path, {"messages": [ASKED, ANSWERED]})
+    finally:
+        tokenizer.chat_template = template
 
 
 def test_a_template_that_drops_text_is_refused(tmp_path):
