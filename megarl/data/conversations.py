@@ -101,6 +101,7 @@ def conversation_messages(record: Record, system_prompt: str | None) -> tuple[Ma
     prompt = record.prompt(system_prompt)
     messages = (*prompt, *_response(record, prompt))
     record.refuse_other_prompts(messages, answers=True)
+    record.refuse_reasoning_field(messages)
     return messages
 
 
@@ -115,7 +116,6 @@ def _response(record: Record, prompt: Sequence[Mapping[str, Any]]) -> tuple[Mapp
     record.require("response")
     field = record.field(record.format.response)
     response = record.messages(field, role="assistant")
-    record.refuse_reasoning_field(field)
     if prompt[-1]["role"] != "assistant":
         return response
     if have_same_texts(prompt[-len(response) :], response):

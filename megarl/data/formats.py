@@ -13,6 +13,8 @@ from megarl.files.strict_json import MEDIUM, parse, shortened
 
 PROMPTS = ("messages", "prompt", "context", "conversations")
 RESPONSES = ("response", "completion")
+_PROMPT_ROLES = ("prompt", "input", "system", "history", "tools", "other_prompts")
+"""Roles whose fields together make a record's prompt. A field with two of them would be read twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +51,28 @@ class RecordFormat:
         return _names(self)
 
     def with_fields(self, fields: Mapping[str, str], answer_field: str | None = None) -> RecordFormat:
-        """Return a copy of the format with a user's own field names."""
+        """Return a copy of the format with a user's own field names. A field so named loses its usual role."""
         own: dict[str, tuple[str, ...]] = {role: (name,) for role, name in fields.items()}
         if "prompt" in own:
             # `input` belongs to the format's own prompt field. Who names a prompt field has chosen between several.
             own = {"input": (), "other_prompts": (), **own}
-        return replace(self, **own, **({"answer": (answer_field,)} if answer_field else {}))
+        if answer_field:
+            own["answer"] = (answer_field,)
+        return replace(self, **self._without(own), **own)
+
+    def _without(self, own: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+        """Return the names of all roles that the user did not name, without the fields that the user named."""
+        named = {name for names in own.values() for name in names}
+        # An answer may also be the response (`output` of alpaca): no training reads both.
+        named_in_prompt = {name for role, names in own.items() if role in _PROMPT_ROLES for name in names}
+        usual: dict[str, tuple[str, ...]] = {}
+        roles = [part.name for part in dataclass_fields(self) if part.name != "name"]
+        for role in roles:
+            if role in own:
+                continue
+            taken = named if role in _PROMPT_ROLES else named_in_prompt
+            usual[role] = tuple(name for name in getattr(self, role) if name not in taken)
+        return usual
 
 
 @cache
@@ -157,7 +175,7 @@ def missing_roles(fields: Mapping[str, Any], format: RecordFormat, roles: Sequen
 def missing_text(record: Mapping[str, Any], format: RecordFormat, names: FieldNames, missing: Sequence[str]) -> str:
     """Return why a record cannot be read: the roles without a field, the names searched for, and a remedy to paste."""
     own = {**names.fields, **({"answer": names.answer_field} if names.answer_field else {})}
-    tried = " and ".join(f"{' or '.join(getattr(format, role))} ({role})" for role in missing)
+    tried = " and ".join(f"{' or '.join(getattr(format, role)) or 'no other field'} ({role})" for role in missing)
     if all(role in own for role in missing):
         why = "the names given in the recipe"
     elif names.format is not None:

@@ -102,6 +102,15 @@ def is_blank(value: Any) -> bool:
     return is_empty(value) or (isinstance(value, str) and not value.strip())
 
 
+def says_nothing(value: Any) -> bool:
+    """Return whether a value is blank, or a list or an object of such values alone, as exports in columns have them."""
+    if isinstance(value, Mapping):
+        return all(map(says_nothing, value.values()))
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return all(map(says_nothing, value))
+    return is_blank(value)
+
+
 def _is_plain(value: Any, is_first: bool) -> bool:
     """Return whether a message has nothing but a role and a text, as nearly all have. It needs no further check."""
     if type(value) is not dict or value.keys() != _PLAIN_KEYS or type(value["content"]) is not str:
@@ -115,7 +124,7 @@ def _standard_message(value: Any, place: str, is_first: bool) -> Mapping[str, An
         return value
     if not isinstance(value, Mapping):
         raise ValueError(f"{place} is {shown(value)}; give an object with 'role' and 'content'")
-    message = {name: item for name, item in value.items() if name in ("content", "value") or not is_empty(item)}
+    message = {name: item for name, item in value.items() if name in ("content", "value") or not _is_unsaid(name, item)}
     if "role" not in message and "from" in message:
         message["role"] = message.pop("from")
         if "value" in message:
@@ -143,9 +152,14 @@ def _standard_message(value: Any, place: str, is_first: bool) -> Mapping[str, An
     return message
 
 
+def _is_unsaid(name: str, value: Any) -> bool:
+    """Return whether a key of a message says nothing. A text of white space counts, and so does a list of calls."""
+    return is_empty(value) or (name != "tool_calls" and not isinstance(value, str) and says_nothing(value))
+
+
 def _refuse_unread_keys(values: Mapping[str, Any], known: frozenset[str], place: str, of: str) -> None:
     for name in values:
-        if name not in known and not is_empty(values[name]):
+        if name not in known and not _is_unsaid(name, values[name]):
             remedy = _REMEDIES.get(name, "remove the key")
             keys = ", ".join(sorted(known))
             raise ValueError(

@@ -109,6 +109,7 @@ def pair_conversations(record: Record, system_prompt: str | None) -> tuple[Messa
     record.refuse_other_prompts((*chosen, *rejected), answers=True)
     if _prompt_field(record) and not have_same_texts(_system(chosen), _system(rejected)):
         raise record.error("'chosen' and 'rejected' have different system messages; give both the same one")
+    record.refuse_reasoning_field((*chosen, *rejected))
     if chosen == rejected:
         raise record.error("'chosen' and 'rejected' are the same; remove the line")
     return chosen, rejected
@@ -145,6 +146,7 @@ def judged_conversation(record: Record, system_prompt: str | None) -> tuple[Mess
         raise record.error(f"'{name}' is {label!r}; give true for a good answer, false for a bad one")
     messages = _conversation(record, record.field(record.format.response), system_prompt)
     record.refuse_other_prompts(messages, answers=True)
+    record.refuse_reasoning_field(messages)
     return messages, label
 
 

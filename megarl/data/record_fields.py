@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarl.data.formats import RecordFormat
-from megarl.data.messages import is_blank
+from megarl.data.messages import says_nothing
 from megarl.files.strict_json import shown
 
 _TEXT_ONLY = "megarl trains on text alone; remove the records with it, or the field if the prompts do without it"
@@ -45,7 +45,7 @@ def unread_field(fields: Mapping[str, Any], format: RecordFormat) -> str | None:
     """
     for name in _REMEDIES.keys() & fields.keys():
         value = fields[name]
-        if is_blank(value) or name in format.names:
+        if says_nothing(value) or name in format.names:
             continue
         # A weight of 1 is what every record has.
         if name in _WEIGHTS and isinstance(value, bool | int | float) and value == 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,8 @@ from megarl.types import DataError
 
 _BY_FORMAT = FieldNames()
 """Field names for a recipe without any: the format is recognised from the first record."""
+_LABEL = re.compile(r"[\w.-]{0,20}", re.ASCII)
+"""Regular expression for a short word or nothing. ASCII, because other scripts write sentences without spaces."""
 
 Made = TypeVar("Made")
 
@@ -67,8 +70,8 @@ class Record:
         return value_at(self.fields, name)
 
     def field(self, names: tuple[str, ...]) -> str:
-        """Return the first of these field names in the record, else the first name."""
-        return first_name_with_value(self.fields, names) or names[0]
+        """Return the first of these field names in the record, else the first name. No names give an empty one."""
+        return first_name_with_value(self.fields, names) or next(iter(names), "")
 
     def require(self, *roles: str, also: Sequence[str] = ()) -> None:
         """Raise a DataError that lists each of these roles for which the record has no field.
@@ -171,11 +174,10 @@ class Record:
 
     def _history(self) -> tuple[Mapping[str, Any], ...]:
         """Return the record's earlier turns."""
-        (name,) = self.format.history
-        if is_blank(turns := self.at(name)):
+        if is_blank(turns := self.value(self.format.history)):
             return ()
         try:
-            return tuple(history_messages(turns, name))
+            return tuple(history_messages(turns, self.field(self.format.history)))
         except ValueError as error:
             raise self.error(str(error)) from error
 
@@ -215,17 +217,19 @@ class Record:
         questions = [turn for turn in turns if answers or turn["role"] != "assistant"]
         return all((turn.get("content") or "").strip() in texts for turn in questions)
 
-    def refuse_reasoning_field(self, response: str) -> None:
-        """Raise DataError if the record has the reasoning of its response in a field of its own.
+    def refuse_reasoning_field(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Raise DataError if the record has reasoning in a field of its own, and `messages` do not have the text.
 
-        A response of messages has it in `reasoning_content`, and a text may begin with it.
+        An answer has it in `reasoning_content`, or its text begins with it. One short word is a label, such as off.
         """
-        text = self.at(response)
         for name in REASONING_KEYS:
             reasoning = self.fields.get(name)
-            if isinstance(text, str) and isinstance(reasoning, str) and reasoning.strip() not in text:
+            if not isinstance(reasoning, str) or _LABEL.fullmatch(reasoning.strip()) or name in self.format.names:
+                continue
+            texts = (message.get(key) or "" for message in messages for key in (REASONING, "content"))
+            if not any(reasoning.strip() in text for text in texts):
                 raise self.error(
-                    f"'{name}' is {shown(reasoning)}, which is not read; give '{response}' as a message "
+                    f"'{name}' is {shown(reasoning)}, which is not read; give the answer as a message "
                     f'{{"role": "assistant", "{REASONING}": "...", "content": "..."}}, or remove the field'
                 )
 

@@ -20,7 +20,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megarl.data.compressed import extension_of, first_bytes, lines_of, stem_of
+from megarl.data.compressed import COMPRESSIONS, extension_of, first_bytes, lines_of, stem_of
 from megarl.data.file_kinds import refuse_other_text
 from megarl.files.hub import Patterns, cached_folder, download_command, is_hub_name, names_repository
 from megarl.files.shipped import input_command
@@ -80,6 +80,9 @@ def data_files(source: str | Path) -> list[Path]:
     # Hidden folders hold no data: `hf download --local-dir` puts its records into `.cache`.
     inside = [file for file in inside if not any(part.startswith(".") for part in file.relative_to(path).parts)]
     inside = [file for file in inside if not (file.suffix == ".arrow" and file.name.startswith(_GENERATED_FILES))]
+    # A compressed file beside the same file decompressed holds the same rows.
+    plain = {file for file in inside if file.suffix.lower() not in COMPRESSIONS}
+    inside = [file for file in inside if file in plain or file.with_suffix("") not in plain]
     files = _files_of_split(source, {file: file.relative_to(path) for file in inside}, split, place)
     _check_configurations(source, files, place, is_hub_data_set=not Path(place).exists())
     _check_shards(source, files)

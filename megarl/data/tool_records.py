@@ -15,6 +15,10 @@ from megarl.files.strict_json import MEDIUM, parse, shown
 _CALLS_FORM = '[{"function": {"name": "...", "arguments": {...}}}]'
 _SCHEMA_KEYS_ELSEWHERE = ("input_schema", "inputSchema")
 """Keys of a tool's JSON schema in other programs: Anthropic's, and the Model Context Protocol's."""
+_NULL_KEYS = ("default", "const")
+"""Keys of a JSON schema for which null is a value."""
+_VALUE_KEYS = (*_NULL_KEYS, "enum", "examples")
+"""Keys of a JSON schema with values rather than schemas."""
 
 
 def with_standard_calls(message: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -70,7 +74,8 @@ def standard_tools(value: Any) -> tuple[ToolSchema, ...]:
     """Return the tools in a record's field, a list or its JSON text, as {"type": "function", "function": {...}}.
 
     Null and empty text are no tools. A tool may be JSON text itself, and in the flat form {"name", "parameters"}.
-    Raises ValueError for values that cannot be read, and the errors of `check_tools`.
+    Null entries of a tool are dropped, since exports in columns give all tools the same keys. Raises ValueError for
+    values that cannot be read, and the errors of `check_tools`.
     """
     if isinstance(value, str):
         value = _parsed(value) if value.strip() else None
@@ -78,9 +83,21 @@ def standard_tools(value: Any) -> tuple[ToolSchema, ...]:
         return ()
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise ValueError("not a list of JSON schemas")
-    tools = tuple(_standard_tool(_parsed(tool) if isinstance(tool, str) else tool) for tool in value)
+    parsed = (_parsed(tool) if isinstance(tool, str) else tool for tool in value)
+    tools = tuple(_standard_tool(_without_nulls(tool)) for tool in parsed)
     check_tools(tools)
     return tools
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a tool, or a part of its schema, without null entries that are no values of the schema."""
+    if isinstance(value, Mapping):
+        return {
+            name: item if name in _VALUE_KEYS else _without_nulls(item)
+            for name, item in value.items()
+            if item is not None or name in _NULL_KEYS
+        }
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _standard_tool(tool: Any) -> Any:

@@ -6,7 +6,7 @@ import pytest
 
 from megarl.data.conversations import read_conversations
 from megarl.data.formats import FieldNames
-from megarl.data.preferences import make_judged, make_pair
+from megarl.data.preferences import make_judged, make_pair, pair_conversations
 from megarl.data.problems import read_problems
 from megarl.data.records import read_records
 from megarl.data.survey import survey
@@ -261,10 +261,21 @@ def test_text_parts_are_joined(tmp_path, content, text):
 
 
 def test_empty_keys_and_other_columns_change_nothing(tmp_path):
-    empty = {"tool_calls": None, "refusal": None, "audio": [], "weight": None, "name": "", "from": None, "value": None}
+    empty = {
+        "tool_calls": None,
+        "refusal": None,
+        "audio": [],
+        "image": {"bytes": None},
+        "weight": None,
+        "name": "",
+        "from": None,
+        "value": None,
+    }
     assert "It is 4." in texts_of(tmp_path, {"messages": [ASKED | empty, ANSWERED | empty]})[1]
     columns = {"id": 7, "difficulty": "easy", "data_source": "x", "extra_info": {"index": 0}, "question": "2 + 2"}
     columns |= {"images": [], "enable_thinking": None, "chat_template_kwargs": {}, "weight": 1, "messages": [ASKED]}
+    columns |= {"image": {"bytes": None, "path": None}, "videos": [None], "documents": [{"text": None}]}
+    columns |= {"apply_chat_template_kwargs": {"enable_thinking": None}}
     whole, _ = texts_of(tmp_path, problem(**columns))
     assert whole == texts_of(tmp_path, problem())[0]
     [made] = read_problems(
@@ -310,6 +321,11 @@ def test_reasoning_is_written_under_the_name_that_the_template_reads(tmp_path, k
         ({"prompt": [ASKED], "chosen": [ANSWERED | {"thinking": "2+2"}], "rejected": "5"}, "thinking"),
         (problem([ASKED, ANSWERED | {"reasoning_content": "2+2"}, AGAIN]), "reasoning_content"),
         ({"prompt": "q", "response": "a", "reasoning_content": "hm hm"}, "reasoning_content"),
+        ({"prompt": "q", "response": "a", "reasoning": "二加二等于四"}, "reasoning"),
+        ({"prompt": "q", "response": [ANSWERED], "reasoning": "hm hm"}, "reasoning"),
+        ({"messages": [ASKED, ANSWERED], "reasoning": "hm hm"}, "reasoning"),
+        ({"prompt": "q", "chosen": "a", "rejected": "b", "thinking": "hm hm"}, "thinking"),
+        ({"prompt": "q", "response": "a", "label": True, "reasoning": "hm hm"}, "reasoning"),
         ({"messages": [ASKED, {"role": "assistant", "content": [{"type": "thinking", "thinking": "x"}]}]}, "thinking"),
         (problem([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "q"}]}]), "image"),
         (problem([{"role": "user", "content": [{"type": "text", "text": "q", "cache": "x"}]}]), "cache"),
@@ -317,6 +333,8 @@ def test_reasoning_is_written_under_the_name_that_the_template_reads(tmp_path, k
         ({"messages": [ASKED, ANSWERED], "videos": ["a.mp4"]}, "videos"),
         ({"prompt": "q", "chosen": "a", "rejected": "b", "audio": {"path": "x"}}, "audio"),
         (problem(multi_modal_data={"image": ["x"]}), "multi_modal_data"),
+        (problem(images=[None, {"bytes": None, "path": "a.png"}]), "images"),
+        (conversation(tool_calls=[None]), "tool_calls"),
         (problem(chat_template_kwargs={"enable_thinking": False}), "chat_template_kwargs"),
         ({"messages": [ASKED, ANSWERED], "enable_thinking": False}, "enable_thinking"),
         ({"messages": [ASKED, ANSWERED], "loss_mask": [0, 1]}, "loss_mask"),
@@ -348,6 +366,52 @@ def test_reasoning_is_written_under_the_name_that_the_template_reads(tmp_path, k
 def test_what_is_not_read_is_refused_by_name(tmp_path, record, key):
     with pytest.raises(DataError, match=rf"data.jsonl, line 1: .*\b{key}\b"):
         texts_of(tmp_path, record)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"input": [ASKED], "output": "It is 4.", "reasoning": "off", "system_prompt": ""},
+        {"messages": [ASKED, ANSWERED], "reasoning": "detailed", "thinking": None},
+        {"messages": [ASKED, ANSWERED | {"content": "<think>so so</think>It is 4."}], "reasoning": "so so\n"},
+        {"prompt": [ASKED], "chosen": "It is 4.", "rejected": "BAD", "reasoning": "on"},
+    ],
+)
+def test_labels_and_repeated_reasoning_change_nothing(tmp_path, record):
+    assert "It is 4.<|im_end|>" in texts_of(tmp_path, record)[1]
+
+
+@pytest.mark.parametrize(
+    ("record", "fields", "num_users"),
+    [
+        ({"history": [ASKED], "answer": "4"}, {"prompt": "history", "answer": "answer"}, 1),
+        ({"history": [ASKED], "gold": "4", "answer": "5"}, {"prompt": "history", "answer": "gold"}, 1),
+        ({"system": "What is 2 + 2?", "answer": "4"}, {"prompt": "system", "answer": "answer"}, 1),
+        ({"messages": [AGAIN, ANSWERED], "prompt": [ASKED], "answer": "4"}, {"history": "messages"}, 2),
+    ],
+)
+def test_a_named_field_is_read_once(tmp_path, record, fields, num_users):
+    whole, _ = texts_of(tmp_path, record, names=FieldNames(fields=fields))
+    assert whole.count("What is 2 + 2?") == 1
+    assert whole.count("<|im_start|>user") == num_users
+    assert "<|im_start|>system" not in whole
+
+
+def test_a_pair_may_have_its_prompt_in_history(tmp_path):
+    record = {"history": "What is 2 + 2?", "human_ref_A": "It is 4.", "human_ref_B": "BAD"}
+    fields = {"prompt": "history", "chosen": "human_ref_A", "rejected": "human_ref_B"}
+    [read] = read_records(write(tmp_path / "data.jsonl", record), FieldNames(fields=fields))
+    assert pair_conversations(read, None) == ((ASKED, ANSWERED), (ASKED, WRONG))
+
+
+def test_a_prompt_is_not_its_own_answer(tmp_path):
+    with pytest.raises(DataError, match=r"no field for answer; .*\(answer\)"):
+        texts_of(tmp_path, {"answer": "4"}, names=FieldNames("rl2", {"prompt": "answer"}))
+
+
+def test_an_answer_may_be_the_response_too():
+    format = FieldNames("alpaca", {"prompt": "instruction", "answer": "output"}).format_of({})
+    assert format.answer == ("output",) and "output" in format.response
 
 
 def test_a_named_prompt_is_the_only_one(tmp_path):

@@ -228,6 +228,15 @@ def test_intermediate_results_of_datasets_are_no_data(tmp_path: Path) -> None:
     assert [file.name for file in data_files(tmp_path)] == ["data-00000-of-00001.arrow"]
 
 
+def test_a_compressed_copy_beside_its_file_is_no_data(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "a.jsonl.gz", "a.jsonl.zst"):
+        (tmp_path / name).touch()
+    assert [file.name for file in data_files(tmp_path)] == ["a.jsonl"]
+    (tmp_path / "b.jsonl.gz").touch()
+    with pytest.raises(DataError, match=r"several kinds, \.jsonl, \.jsonl\.gz"):
+        data_files(tmp_path)
+
+
 def test_configurations_are_not_mixed(tmp_path: Path) -> None:
     for folder in ("main", "socratic"):
         write(tmp_path / "train" / folder / "a.jsonl")

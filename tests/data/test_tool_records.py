@@ -117,10 +117,32 @@ def rendered_tools(tmp_path, tools):
         pytest.param([FLAT_TOOL], id="flat"),
         pytest.param(json.dumps([FLAT_TOOL]), id="flat as text"),
         pytest.param([{"type": "function", **FLAT_TOOL}], id="flat with a type"),
+        pytest.param(
+            [
+                FLAT_TOOL
+                | {
+                    "strict": None,
+                    "parameters": PARAMETERS
+                    | {
+                        "properties": PARAMETERS["properties"] | {"query": None},
+                        "required": PARAMETERS.get("required"),
+                        "enum": None,
+                        "items": None,
+                    },
+                }
+            ],
+            id="columns with null",
+        ),
     ],
 )
 def test_every_form_of_tools_is_shown_to_the_policy_alike(tmp_path, tools):
     assert rendered_tools(tmp_path, tools) == rendered_tools(tmp_path, [TOOL])
+
+
+def test_null_as_a_value_of_a_schema_is_shown(tmp_path):
+    schema = {"type": "object", "properties": {"x": {"enum": ["a", None], "default": None}}}
+    shown = rendered_tools(tmp_path, [FLAT_TOOL | {"parameters": schema}])
+    assert '"enum": ["a", null], "default": null' in shown
 
 
 @pytest.mark.parametrize("tools", [None, [], "", "[]", "null"])
