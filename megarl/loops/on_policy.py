@@ -18,7 +18,6 @@ from megarl.rollout.evaluate import failure_metrics
 from megarl.rollout.source import served_metrics
 from megarl.rollout.state import RLState, flatten
 from megarl.rollout.step_metrics import step_metrics
-from megarl.tracking.draws import rewind
 from megarl.types import Group
 
 
@@ -60,14 +59,7 @@ class OnPolicyRun:
                 "engine's log-probs instead"
             )
         # The ledger's last lines may have events of after the save.
-        with storage_faults_named(session.folder.draws_file):
-            lacking_events = rewind(session.folder.draws_file, self.state.draws.num_written)
-        if lacking_events:
-            session.tracker.notice(
-                f"{session.folder.draws_file}: lacks {lacking_events} of {self.state.draws.num_written} events of the "
-                "steps before; it was cut or removed. Training is not affected, but megarl samples --account cannot "
-                "prove these steps: restore the file from a copy, then resume again"
-            )
+        session.rewind_draws(self.state.draws.num_written)
         await load_experts(session.models, self._recipe, self.state, checkpoint)
         # The engines hold the initial weights, not the checkpoint's.
         await session.reshards.run(step)

@@ -28,6 +28,8 @@ async def train(session: Session) -> None:
     keep = collect_for(recipe, session.folder.path)
     answers = read_preferences(recipe, session.tokenizer, recipe.data.train, session.dropped, collect=keep)
     order = session.origin.position.order(recipe, "data.train", len(answers))
+    # Each item drawn before has two events.
+    session.rewind_draws(2 * order.start(session.folder.resumed_step))
     held_out = {
         name: read_preferences(recipe, session.tokenizer, path, session.dropped)[: recipe.evaluation.max_problems]
         for name, path in recipe.data.validation.items()

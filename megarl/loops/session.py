@@ -20,7 +20,7 @@ from megarl.preflight import Dropped
 from megarl.rollout.evaluate import EvaluatedSet, evaluate
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.source import Source
-from megarl.tracking.draws import DrawEvents
+from megarl.tracking.draws import DrawEvents, rewind
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.tracker import Tracker
 
@@ -68,6 +68,21 @@ class Session:
 
     async def _evaluated_sets(self) -> list[EvaluatedSet]:
         return [done async for done in evaluate(self.sources, self.recipe.reward.max_failed_fraction)]
+
+    def rewind_draws(self, num_events: int) -> None:
+        """Cut the ledger of a resumed run to the events before its checkpoint. Raises StorageError.
+
+        A notice says if the ledger lacks some of them.
+        """
+        file = self.folder.draws_file
+        with storage_faults_named(file):
+            num_lacking = rewind(file, num_events)
+        if num_lacking:
+            self.tracker.notice(
+                f"{file}: lacks {num_lacking} of {num_events} events of the steps before; it was cut or removed, or an "
+                "earlier version of megarl wrote none. Training is not affected, but megarl samples --account cannot "
+                "prove these steps: restore the file from a copy, then resume again"
+            )
 
     def write_draws(self, step: int, order: DataOrder, batch: Sequence[int]) -> None:
         """Write to the ledger that a step's items were drawn from the data and trained on. Raises StorageError.

@@ -38,6 +38,8 @@ async def train(session: Session) -> None:
         for name, path in recipe.data.validation_conversations.items()
     }
     order = session.origin.position.order(recipe, "data.train", len(conversations))
+    # Each item drawn before has two events.
+    session.rewind_draws(2 * order.start(session.folder.resumed_step))
     await _resume_or_evaluate(session, held_out)
     await compare_start(session, conversations)
 

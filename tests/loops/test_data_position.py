@@ -105,3 +105,19 @@ def test_the_ledger_accounts_for_each_record_over_starts_with_other_batch_sizes(
         position = saved(position, step, recipe)
     found = account(tmp_path)
     assert found.faults == [] and sum(epoch.draws.total() for epoch in found.epochs) == 12 + 16 + 5 + 32
+
+
+def test_a_ledger_cut_or_removed_before_a_resume_is_told(tmp_path: Path) -> None:
+    file, notices = tmp_path / LEDGER, list[str]()
+    tracker = SimpleNamespace(notice=notices.append)
+    session: Any = SimpleNamespace(folder=SimpleNamespace(draws_file=file), dropped=Counter(), tracker=tracker)
+    order = DataPosition().order(recipe_of("sft", 4), "data.train", 10)
+    for number in (1, 2, 3):
+        Session.write_draws(session, number, order, order.batch(number - 1))
+    Session.rewind_draws(session, 2 * order.start(2))
+    assert notices == [] and len(file.read_bytes().splitlines()) == 2
+    file.write_bytes(file.read_bytes().splitlines(keepends=True)[0])
+    Session.rewind_draws(session, 2 * order.start(2))
+    file.unlink()
+    Session.rewind_draws(session, 2 * order.start(2))
+    assert [text.split(" events")[0] for text in notices] == [f"{file}: lacks 8 of 16", f"{file}: lacks 16 of 16"]
