@@ -174,7 +174,7 @@ def _name_at(place: Place) -> str:
 
 
 def _is_harmless(name: str, value: str) -> bool:
-    """Return whether the value of a name like a secret's is none: a placeholder, or a count as in `max_tokens: "64"`."""
+    """Return whether the value of a secret's name is none: a placeholder, or a count as in `max_tokens: "64"`."""
     if _words(name) == "pass" and _PASS_COUNT.fullmatch(value):
         return True
     return bool(_PLACEHOLDER.fullmatch(value)) or (_words(name).endswith("tokens") and value.isdecimal())
