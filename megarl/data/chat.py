@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -232,12 +233,31 @@ def render(
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:
     """Return the token ids of rendered text. No special tokens are added: the template has already written them.
 
-    Raises ValueError for a marked special token if the tokenizer cannot encode it as text.
+    Raises ValueError for a marked special token if the tokenizer cannot encode it as text. Raises DataError if the
+    tokenizer's own rules fail on the text.
     """
-    # No message contains a special token, so the tokenizer's own encoding is right.
-    if not any(mark in text for mark in MARKS):
-        return tokenizer.encode(text, add_special_tokens=False)
-    return _literal_encoder(tokenizer).encode(text)
+    with _panics_named(tokenizer):
+        # No message contains a special token, so the tokenizer's own encoding is right.
+        if not any(mark in text for mark in MARKS):
+            return tokenizer.encode(text, add_special_tokens=False)
+        return _literal_encoder(tokenizer).encode(text)
+
+
+@contextmanager
+def _panics_named(tokenizer: Tokenizer) -> Iterator[None]:
+    """Raise DataError for a panic of the tokenizers library, which is not an Exception.
+
+    Regular expressions that backtrack too long on a text cause one.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if (type(error).__module__, type(error).__name__) != ("pyo3_runtime", "PanicException"):
+            raise
+        raise DataError(
+            f"{Path(tokenizer.name_or_path) / 'tokenizer.json'}: the tokenizer fails on a text ({error}); copy the "
+            "tokenizer again from its source, or do not use it"
+        ) from error
 
 
 def num_tokens(tokenizer: Tokenizer, text: str) -> int:
@@ -252,7 +272,9 @@ def exceeds(tokenizer: Tokenizer, text: str, max_tokens: int) -> bool:
     """
     size = PREFIX_CHARACTERS * max_tokens
     while size < len(text):
-        if len(tokenizer.encode(text[:size], add_special_tokens=False)) > max_tokens + BORDER_TOKENS:
+        with _panics_named(tokenizer):
+            length = len(tokenizer.encode(text[:size], add_special_tokens=False))
+        if length > max_tokens + BORDER_TOKENS:
             return True
         # Doubling bounds the total work to twice that of one pass over the text.
         size *= 2

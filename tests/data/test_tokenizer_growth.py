@@ -7,7 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Regex
+from tokenizers import Tokenizer as Backend
+from tokenizers.models import WordLevel
+from tokenizers.normalizers import Replace
+from transformers import PreTrainedTokenizerFast
 
+from megarl.data.chat import encode, exceeds
 from megarl.data.tokenizer_growth import refuse_growth
 from megarl.types import DataError
 
@@ -20,12 +26,23 @@ def sequence(*rules: dict[str, Any], name: str = "normalizers") -> dict[str, Any
     return {"type": "Sequence", name: list(rules)}
 
 
+def template(*tokens: str, num_ids: int = 1) -> dict[str, Any]:
+    pieces = [{"SpecialToken": {"id": token, "type_id": 0}} for token in tokens]
+    special = {token: {"id": token, "ids": [1] * num_ids, "tokens": [token] * num_ids} for token in tokens}
+    single = [*pieces, {"Sequence": {"id": "A", "type_id": 0}}]
+    return {"type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": special}
+
+
 DOUBLE = replace({"String": "a"}, "aa")
 MULTIPLYING = {
     "one long replacement": {"normalizer": replace({"String": "a"}, "a" * 1_000_000)},
     "doubled again and again": {"normalizer": sequence(*[DOUBLE] * 20)},
     "nested": {"normalizer": sequence(sequence(*[DOUBLE] * 4), sequence(*[DOUBLE] * 4))},
     "between all characters": {"normalizer": replace({"Regex": ""}, "a" * 100)},
+    "one long beginning": {"normalizer": {"type": "Prepend", "prepend": "a" * 1_000_000}},
+    "beginnings": {"normalizer": sequence(*[{"type": "Prepend", "prepend": "ab"}] * 100)},
+    "template": {"post_processor": template(*["s"] * 1000)},
+    "template of a long token": {"post_processor": sequence(template("s", num_ids=1000), name="processors")},
     "decoder": {"decoder": sequence(*[DOUBLE] * 20, name="decoders")},
 }
 PUBLISHED = [
@@ -33,6 +50,7 @@ PUBLISHED = [
     {"normalizer": sequence({"type": "Prepend", "prepend": "\u2581"}, replace({"String": " "}, "\u2581"))},
     {"normalizer": sequence({"type": "NFC"}, replace({"Regex": "\\s+"}, " "), {"type": "Lowercase"})},
     {"normalizer": "NFC", "decoder": 3},
+    {"post_processor": sequence(template("[CLS]", "[SEP]", "[SEP]"), {"type": "ByteLevel"}, name="processors")},
     {},
 ]
 
@@ -40,7 +58,7 @@ PUBLISHED = [
 @pytest.mark.parametrize("name", MULTIPLYING)
 def test_replacements_that_multiply_a_text_are_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "tokenizer.json").write_text(json.dumps(MULTIPLYING[name]))
-    with pytest.raises(DataError, match=r"tokenizer\.json: (normalizer|decoder): .*times as long"):
+    with pytest.raises(DataError, match=r"tokenizer\.json: (normalizer|decoder|post_processor): .*times as long"):
         refuse_growth(tmp_path)
 
 
@@ -48,6 +66,16 @@ def test_replacements_that_multiply_a_text_are_refused(tmp_path: Path, name: str
 def test_rules_of_published_tokenizers_are_accepted(tmp_path: Path, tokenizer: dict[str, Any]) -> None:
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
     refuse_growth(tmp_path)
+
+
+def test_a_regular_expression_that_panics_names_the_file() -> None:
+    backend = Backend(WordLevel({"a": 0}, unk_token="a"))
+    backend.normalizer = Replace(Regex("(a|a)+$b"), "x")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, name_or_path="folder")
+    with pytest.raises(DataError, match=r"^folder/tokenizer\.json: the tokenizer fails on a text \(Onig: "):
+        encode(tokenizer, "a" * 30 + "c")
+    with pytest.raises(DataError, match=r"^folder/tokenizer\.json"):
+        exceeds(tokenizer, ("a" * 30 + "c") * 2, 10)
 
 
 def test_a_folder_without_the_file_is_accepted(tmp_path: Path) -> None:
