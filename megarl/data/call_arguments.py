@@ -43,7 +43,7 @@ def _with_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
 def _requires_text_arguments(tokenizer: Tokenizer, template: str) -> bool:
     """Return whether the template renders a tool call correctly only if its arguments are JSON text, not an object.
 
-    `template` is the tokenizer's. It is a parameter so that `lru_cache` tells templates apart: users may replace it.
+    `template` is the tokenizer's. It is a parameter so that `lru_cache` distinguishes templates: users may replace it.
     """
     call_from_object = _render_call(tokenizer, template, _PROBE_ARGUMENTS)
     if (

@@ -31,7 +31,7 @@ def several(small: Path) -> Path:
             ["reward.functions.1.name: missing", "reward.functions.1.nam = 'f'"],
             "functions.1.name?",
         ),
-        ("[{name: f, top_p: 2}]", ["reward.functions.0.top_p = 2: unknown key"], "known are reward.functions.0.name"),
+        ("[{name: f, colour: 2}]", ["reward.functions.0.colour = 2: unknown key"], "known are reward.functions.0.name"),
         (
             "[{name: f, weight: x}]",
             ["reward.functions.0.weight = 'x': must be a valid number"],
