@@ -74,11 +74,12 @@ _PROSE = re.compile(r"(prompt|system|stop|template|pattern|instruction|message)s
 _COMMAND = re.compile(r"(command|cmd|arg|argument|argv|option|flag|environment|env|export|script|entrypoint|header)s?$")
 """Fields whose text may hold options of a program, variables or HTTP headers. Lists of texts may too."""
 # Matches may overlap: --export=HF_TOKEN=VALUE has two.
-_ASSIGNMENT = re.compile(r"(?<![A-Za-z0-9_])([A-Za-z][A-Za-z0-9_-]*)=(?=[\"']?([^\s,&;\"']+))")
+# A name begins at the first of its characters only: else a long word of many dashes would be read from each of them.
+_ASSIGNMENT = re.compile(r"(?<![A-Za-z0-9_-])[0-9_-]*([A-Za-z][A-Za-z0-9_-]*)=(?=[\"']?([^\s,&;\"']+))")
 _OPTION = re.compile(r"(?<!\S)--?([A-Za-z][A-Za-z0-9_-]*)\s+[\"']?([^\s\"'-][^\s\"']*)")
 # Without a space, token:small is a tag.
 _HEADER = re.compile(
-    r"(?<![A-Za-z0-9_])(?!(?i:tokens?|pass):\S)([A-Za-z][A-Za-z0-9_-]*):\s*(?:(?i:bearer|basic|token)\s+)?([^\s\"']+)"
+    r"(?<![A-Za-z0-9_-])[0-9_-]*(?!(?i:tokens?|pass):\S)([A-Za-z][A-Za-z0-9_-]*):\s*(?:(?i:bearer|basic|token)\s+)?([^\s\"']+)"
 )
 _JSON_VALUE = re.compile(r"[\"']([A-Za-z][A-Za-z0-9_-]*)[\"']\s*:\s*[\"']([^\"']+)[\"']")
 _USER_OPTION = re.compile(r"(?<!\S)(?:-u|--user|--proxy-user)[\s=]+[\"']?[^\s:/\"'$]+:(?!\d+(?:\s|$))[^\s\"'$]+")

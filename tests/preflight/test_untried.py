@@ -22,6 +22,7 @@ ASYNCHRONOUS = {
 PLACED = {"placement": "separate", "ranks": 2, "max_staleness": 1}
 CASES = {
     "rollout.quantization": ("fp8", {"rollout": {"quantization": "fp8"}}),
+    "trainer.fp8": ("blockwise", {"trainer": {"fp8": "blockwise"}}),
     "trainer.moe_dispatcher": ("flex", {"trainer": {"moe_dispatcher": "flex"}}),
     "trainer.optimizer_offload_fraction": ("0.5", {"trainer": {"optimizer_offload_fraction": 0.5}}),
     "weights.overlap": ("true", {**ASYNCHRONOUS, "rollout": PLACED, "weights": {"overlap": True}}),

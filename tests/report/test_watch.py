@@ -193,9 +193,14 @@ def test_a_run_whose_process_is_gone_has_ended(run: Run) -> None:
     ended = subprocess.Popen(["true"])
     ended.wait()
     (owner,) = (run.path / "owners").iterdir()
-    owner.write_text(owner.read_text().replace(f'"pid": {os.getpid()}', f'"pid": {ended.pid}'))
+    own_text = owner.read_text()
+    owner.write_text(own_text.replace(f'"pid": {os.getpid()}', f'"pid": {ended.pid}'))
     console, text = plain()
-    assert watch(run.path, console, interval_seconds=1.0) == 70
+    try:
+        assert watch(run.path, console, interval_seconds=1.0) == 70
+    finally:
+        # Else the lock, when it is released, finds that another process took the folder over.
+        owner.write_text(own_text)
     assert text.getvalue().splitlines()[-1] == "small: ended unseen, step 1 of 8"
 
 
@@ -235,6 +240,7 @@ def test_a_suspended_driver_is_part_of_the_dashboard(run: Run) -> None:
     run.step(1)
     sleeper = subprocess.Popen(["sleep", "60"])
     (file,) = (run.path / "owners").iterdir()
+    own_text = file.read_text()
     owner = Owner.this_process("small")
     file.write_text(json.dumps(asdict(replace(owner, pid=sleeper.pid, started=int(stat_fields(sleeper.pid)[19])))))
     console, text = plain()
@@ -245,6 +251,7 @@ def test_a_suspended_driver_is_part_of_the_dashboard(run: Run) -> None:
     finally:
         sleeper.kill()
         sleeper.wait()
+        file.write_text(own_text)
     assert f"kill -CONT {sleeper.pid}" in " ".join(text.getvalue().split())
 
 
