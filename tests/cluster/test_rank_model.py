@@ -19,7 +19,7 @@ from megarl.types import MegarlError, TrainingSequence
 SHAPE = shape_from_config(
     {
         "architectures": ["Qwen3ForCausalLM"], "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1,
-        "num_attention_heads": 2, "vocab_size": 32,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 32,
     }
 )  # fmt: skip
 LENGTHS = [5, 2, 9, 4, 7, 3, 8, 6]
