@@ -29,8 +29,8 @@ INTERPRETERS = {"stable": "python3.11", "next": "python3.12"}
 FAMILIES = ("qwen3", "qwen3_moe", "deepseek_v3", "qwen3_next")
 """A dense model, a mixture of experts, latent attention, and gated delta-nets."""
 PROOFS = (
-    "log-probs", "rotary", "gradient", "engine", "packing", "conversion", "reshard", "layouts", "drafts", "learning", "replay",
-    "critic", "preference", "lora", "export",
+    "log-probs", "rotary", "gradient", "engine", "packing", "conversion", "reshard", "layouts", "drafts", "learning",
+    "replay", "critic", "preference", "lora", "export",
 )  # fmt: skip
 """Proofs of the check `families`."""
 LOGS = ROOT / "build/matrix"

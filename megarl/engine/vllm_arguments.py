@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from megarl.config import LoraConfig, RolloutConfig
 from megarl.config.engine_fields import engine_field_fault, refusals_by_field
+from megarl.config.library_settings import decided
 from megarl.config.override import engine_overrides
 from megarl.families import FAMILIES
 from megarl.families.shape import ModelShape, completed_config, read_model_shape
@@ -93,8 +94,9 @@ def engine_arguments(
         if key not in known and key not in refusals_by_field():
             hint = f"did you mean {near}?" if (near := nearest(key, known)) else "remove it"
             raise ConfigError(f"rollout.vllm.{key}: vLLM's EngineArgs has no such field; {hint}")
-        # Values are left out, because a token may be one of them.
-        if (fault := engine_field_fault(key)) is not None:
+        # The check before a start refuses a field that another recipe field decides; an engine can take it. Values are
+        # left out of the message, because a token may be one of them.
+        if key not in decided("vllm") and (fault := engine_field_fault(key)) is not None:
             raise ConfigError(f"rollout.vllm.{key}: {fault}")
     slots = [(one.rank, one.modules) for one in (served or {}).values()]
     if adapter is not None:
