@@ -142,7 +142,7 @@ async def test_what_a_rank_raised_stands_in_its_log(tmp_path):
 
 async def test_a_full_disk_in_a_rank_is_a_full_disk_in_the_driver():
     async with started() as group:
-        with pytest.raises(DiskFullError, match=r"no room on its disk \(No space left on device\)") as caught:
+        with pytest.raises(DiskFullError, match=r"no room on a disk \(No space left on device\)") as caught:
             await group.call("fail_on", 1, "full")
         assert caught.value.exit_code == 74
         assert "the shard was not written" in caught.value.__notes__[0]

@@ -470,7 +470,7 @@ def vllm_field_error(model_path: str, fields: dict[str, Any]) -> str:
     ("fields", "message"),
     [
         pytest.param({"enforce_eagre": True}, "rollout.vllm.enforce_eagre: .* mean enforce_eager", id="unknown"),
-        pytest.param({"tensor_parallel_size": 2}, "rollout.vllm.tensor_parallel_size: set rollout.tp", id="owned"),
+        pytest.param({"kv_transfer_config": {}}, "rollout.vllm.kv_transfer_config: .*; remove it", id="refused"),
         pytest.param({"max_logprobs": 5}, "^$", id="known"),
     ],
 )
