@@ -56,7 +56,9 @@ class ReasoningGym:
     def step(self, text):
         answer = answer_in(text, self.settings["answer"])
         if answer is not None:
-            answer = megarl_module("rewards", "harmless").harmless_answer(self.settings["task"], answer, self.entry)
+            answer = megarl_module("rewards/functions", "harmless").harmless_answer(
+                self.settings["task"], answer, self.entry
+            )
         score = float(self.dataset.score_answer(answer, self.entry))
         # Scores are sums of floats, so a perfect one may be slightly below 1.
         return {"text": "", "reward": score, "done": True, "correct": score >= 0.99}

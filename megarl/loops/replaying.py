@@ -42,8 +42,8 @@ from megarl.loops.sources import read_data, start_rewards
 from megarl.loops.stopping import leaving_on_signals
 from megarl.preflight import Dropped, check, with_memory_defaults, with_steps
 from megarl.report.recorded import refuse_other_folders
-from megarl.rewards.calling import Sample
-from megarl.rewards.reward_pool import RewardPool
+from megarl.rewards.scoring.calling import Sample
+from megarl.rewards.scoring.reward_pool import RewardPool
 from megarl.rollout.advantages import weigh
 from megarl.rollout.rl_batch import RLBatch
 from megarl.rollout.scoring import complete_logprobs, forward_of, score

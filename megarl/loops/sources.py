@@ -20,8 +20,8 @@ from megarl.environments.environment_pool import EnvironmentPool, process_settin
 from megarl.environments.shared import close_shared
 from megarl.loops.monitoring import BeginSpan, span_factory
 from megarl.preflight import Dropped, collect_for, read_problems
-from megarl.rewards.reward_pool import RewardPool
-from megarl.rewards.reward_process import WorkerSettings, worker_settings
+from megarl.rewards.scoring.reward_pool import RewardPool
+from megarl.rewards.scoring.reward_process import WorkerSettings, worker_settings
 from megarl.rollout.accuracy import Answers, had_ended, unjudged_text
 from megarl.rollout.groups import GroupSampler
 from megarl.rollout.pool import EnginePool

@@ -98,7 +98,7 @@ def _unmeasured(recipe: Recipe, name: str, measure: str) -> str | None:
 def _measure_fault(recipe: Recipe, measure: str) -> str | None:
     """Return why a validation set with sampled answers will not have a metric like accuracy, or None if it will."""
     from megarl.rewards import metric_name
-    from megarl.rewards.final_answers import reader_of
+    from megarl.rewards.functions.final_answers import reader_of
 
     functions = recipe.reward.functions
     if measure in ("format_valid", "completion_tokens/mean"):

@@ -22,12 +22,12 @@ from megarl.files.private_folder import PrivateFolder
 from megarl.preflight.files import field_names, system_prompt
 from megarl.preflight.registry import Cost, checks
 from megarl.rewards import RECORD_CHECKS, kind_of, locate, metric_name
-from megarl.rewards.calling import Sample, expected
-from megarl.rewards.reward_process import WorkerSettings, worker_settings
+from megarl.rewards.scoring.calling import Sample, expected
+from megarl.rewards.scoring.reward_process import WorkerSettings, worker_settings
 from megarl.types import ConfigError, PeerLostError
 
 if TYPE_CHECKING:
-    from megarl.rewards.http_rewards import ServedReward
+    from megarl.rewards.scoring.http_rewards import ServedReward
 
 
 @checks("reward", Cost.FILES)
@@ -87,7 +87,7 @@ def check_rewards(recipe: Recipe, *, is_start: bool = True) -> None:
 
 def _faults_of_source(recipe: Recipe, *, is_start: bool) -> Iterator[str]:
     # The HTTP client takes longer to import than all other checks together, and `megarl show-config` needs none.
-    from megarl.rewards.http_rewards import served_reward
+    from megarl.rewards.scoring.http_rewards import served_reward
 
     served: list[ServedReward[Any]] = []
     for function in worker_settings(recipe.reward, recipe.sandbox).served:
@@ -178,7 +178,7 @@ def _check_of(
 
 def _ask(served: ServedReward[Any], sample: Sample) -> Iterator[str]:
     """Call a reward server once, and yield an error if the call fails or its answer has no readable score."""
-    from megarl.rewards.http_rewards import ServerFailedError
+    from megarl.rewards.scoring.http_rewards import ServerFailedError
 
     # parse_error_score hides unreadable answers during a run; here they must be found.
     served.config = served.config.model_copy(update={"parse_error_score": None})
@@ -201,7 +201,7 @@ def _ask(served: ServedReward[Any], sample: Sample) -> Iterator[str]:
 def _try(function: RewardFunctionConfig, settings: WorkerSettings, sample: Sample) -> Iterator[str]:
     """Yield the errors of one reward function."""
     # Loads the HTTP client, too.
-    from megarl.rewards.reward_pool import RewardPool
+    from megarl.rewards.scoring.reward_pool import RewardPool
 
     with PrivateFolder() as folder:
         pool = RewardPool(replace(settings, functions=(function,), served=()), num_workers=1, log_folder=folder)

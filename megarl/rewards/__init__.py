@@ -10,13 +10,8 @@ arguments.
 `reasoning_gym.TASK` is the scorer of a reasoning-gym task. `judge` and `remote` (or `judge.NAME` and `remote.NAME` for
 several) are not functions: the driver sends requests to a server of the user over HTTP, many at once.
 
-Reading order. Functions: `boxed`, `think_answer_tags`, `gsm8k`, `math_competition`, `math_verify`, `multiple_choice`,
-`answer_format`, `length`, `reasoning_gym`, `code`. Where an answer stands in a completion: `final_answers`. Whether it
-is right: `math_equivalence`, `quantities` and `units` (numbers with units), `formulas` (parser and comparison of
-formulas), `choice_answers` (letters of choices). `harmless` checks text before it is evaluated. Tests of programs:
-`code_cases` (formats), `code_programs` (execution). Calling functions: `calling` (arguments), `foreign_functions` (of
-verl and TRL), `results`, `reward_main` (the process), `reward_process` (its driver's side), `reward_pool`. Servers:
-`http_rewards`, `judge`, `remote_model`.
+Packages: `functions` (those with a name in recipes), `maths` (whether two answers are equal), `scoring` (calls of
+functions and servers, their sum, metrics).
 Importing this package imports no reward function; a function's module is imported in a reward process only.
 """
 
@@ -29,33 +24,33 @@ from typing import Any
 from megarl.files.import_path import Choices, import_object
 
 REWARDS = {
-    "boxed": "megarl.rewards.boxed:boxed",
-    "think_answer_tags": "megarl.rewards.think_answer_tags:think_answer_tags",
-    "code": "megarl.rewards.code:code",
-    "gsm8k": "megarl.rewards.gsm8k:gsm8k",
-    "math_competition": "megarl.rewards.math_competition:math_competition",
-    "math_verify": "megarl.rewards.math_verify:math_verify",
-    "multiple_choice": "megarl.rewards.multiple_choice:multiple_choice",
-    "format": "megarl.rewards.answer_format:answer_format",
-    "length": "megarl.rewards.length:length",
-    "reasoning_gym": "megarl.rewards.reasoning_gym:reasoning_gym",
+    "boxed": "megarl.rewards.functions.marked_answers:boxed",
+    "think_answer_tags": "megarl.rewards.functions.marked_answers:think_answer_tags",
+    "code": "megarl.rewards.functions.code:code",
+    "gsm8k": "megarl.rewards.functions.gsm8k:gsm8k",
+    "math_competition": "megarl.rewards.functions.math_competition:math_competition",
+    "math_verify": "megarl.rewards.functions.math_verify:math_verify",
+    "multiple_choice": "megarl.rewards.functions.multiple_choice:multiple_choice",
+    "format": "megarl.rewards.functions.answer_format:answer_format",
+    "length": "megarl.rewards.functions.length:length",
+    "reasoning_gym": "megarl.rewards.functions.reasoning_gym:reasoning_gym",
 }
 
 SERVED = {
-    "judge": "megarl.rewards.judge:Judge",
-    "remote": "megarl.rewards.remote_model:RemoteModel",
+    "judge": "megarl.rewards.scoring.judge:Judge",
+    "remote": "megarl.rewards.scoring.remote_model:RemoteModel",
 }
 """Rewards from HTTP servers: name in a recipe, and import path of the client class in the driver."""
 
 RECORD_CHECKS = {
-    "code": "megarl.rewards.code_cases:check_record",
-    "math_competition": "megarl.rewards.final_answers:check_gold_answers",
-    "math_verify": "megarl.rewards.final_answers:check_gold_answers",
-    "gsm8k": "megarl.rewards.gsm8k:check_record",
-    "multiple_choice": "megarl.rewards.multiple_choice:check_record",
-    "length": "megarl.rewards.length:check_record",
-    "reasoning_gym": "megarl.rewards.reasoning_gym:check_record",
-    "reasoning_gym.TASK": "megarl.rewards.reasoning_gym:check_metadata",
+    "code": "megarl.rewards.functions.code_cases:check_record",
+    "math_competition": "megarl.rewards.functions.final_answers:check_gold_answers",
+    "math_verify": "megarl.rewards.functions.final_answers:check_gold_answers",
+    "gsm8k": "megarl.rewards.functions.gsm8k:check_record",
+    "multiple_choice": "megarl.rewards.functions.multiple_choice:check_record",
+    "length": "megarl.rewards.functions.length:check_record",
+    "reasoning_gym": "megarl.rewards.functions.reasoning_gym:check_record",
+    "reasoning_gym.TASK": "megarl.rewards.functions.reasoning_gym:check_metadata",
 }
 """Checks of data records before a run, by reward function. Each takes answer, record and the recipe's keyword
 arguments.
@@ -64,13 +59,13 @@ A check raises ValueError for a record that the reward function cannot score. Th
 """
 
 ANSWER_READERS = {
-    "boxed": "megarl.rewards.final_answers:boxed_answer",
-    "think_answer_tags": "megarl.rewards.final_answers:tagged_answer",
-    "gsm8k": "megarl.rewards.gsm8k:final_answer",
-    "math_competition": "megarl.rewards.final_answers:competition_answer",
-    "multiple_choice": "megarl.rewards.multiple_choice:final_answer",
-    "reasoning_gym": "megarl.rewards.reasoning_gym:final_answer",
-    "reasoning_gym.TASK": "megarl.rewards.reasoning_gym:final_answer",
+    "boxed": "megarl.rewards.functions.final_answers:boxed_answer",
+    "think_answer_tags": "megarl.rewards.functions.final_answers:tagged_answer",
+    "gsm8k": "megarl.rewards.functions.gsm8k:final_answer",
+    "math_competition": "megarl.rewards.functions.final_answers:competition_answer",
+    "multiple_choice": "megarl.rewards.functions.multiple_choice:final_answer",
+    "reasoning_gym": "megarl.rewards.functions.reasoning_gym:final_answer",
+    "reasoning_gym.TASK": "megarl.rewards.functions.reasoning_gym:final_answer",
 }
 """Readers of final answers for majority voting (`majority_at_K`), by reward function.
 
@@ -135,7 +130,7 @@ def locate(name: str) -> str:
     name.
     """
     if task := _TASK.fullmatch(name):
-        return f"megarl.rewards.reasoning_gym:{task[1]}"
+        return f"megarl.rewards.functions.reasoning_gym:{task[1]}"
     return _CHOICES.locate(served_kind(name) or name)
 
 

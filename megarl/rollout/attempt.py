@@ -14,9 +14,9 @@ import numpy as np
 from megarl.data.dialogue import Dialogue
 from megarl.environments import Environment, EnvironmentUnavailableError, Message, Step
 from megarl.environments.environment_pool import EnvironmentProcessError, RaisedError
-from megarl.rewards.calling import Sample
-from megarl.rewards.results import verdict_by_value
-from megarl.rewards.reward_process import Scored
+from megarl.rewards.scoring.calling import Sample
+from megarl.rewards.scoring.results import verdict_by_value
+from megarl.rewards.scoring.reward_process import Scored
 from megarl.rollout.attempt_messages import AttemptConversation, History
 from megarl.rollout.engine_requests import Generates, WaitMeasuringPool, seed_of
 from megarl.rollout.stitch import ModelCall, stitch

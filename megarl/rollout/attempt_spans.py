@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from opentelemetry.trace import Status, StatusCode, set_span_in_context
 
-from megarl.rewards.http_rewards import COUNTED_FOR
+from megarl.rewards.scoring.http_rewards import COUNTED_FOR
 from megarl.rollout.attempt import Task
 from megarl.rollout.engine_requests import Generates
 from megarl.types import Completion, Request, Trajectory

@@ -14,7 +14,7 @@ import numpy as np
 
 from megarl.cluster.stacks import engine_named
 from megarl.data.token_batch import join_retained
-from megarl.rewards.http_rewards import COUNTED_FOR
+from megarl.rewards.scoring.http_rewards import COUNTED_FOR
 from megarl.rollout.stragglers import Pace
 from megarl.types import Completion, Request
 

@@ -9,9 +9,9 @@ from statistics import fmean
 from typing import Any
 
 from megarl.algorithms.estimates import Measure, majority_at_k, mean_score, mean_with_interval, pass_at_k
-from megarl.rewards.final_answers import ReadAnswer, reader_of
-from megarl.rewards.http_rewards import COUNTED_FOR
-from megarl.rewards.results import accuracy_metrics, function_metrics
+from megarl.rewards.functions.final_answers import ReadAnswer, reader_of
+from megarl.rewards.scoring.http_rewards import COUNTED_FOR
+from megarl.rewards.scoring.results import accuracy_metrics, function_metrics
 from megarl.rollout.source import Source, sampling_settings, served_metrics
 from megarl.rollout.step_metrics import by_data_source
 from megarl.types import MegarlError, Reward, Trajectory

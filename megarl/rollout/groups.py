@@ -11,8 +11,8 @@ from megarl.config.rollout import BudgetConfig
 from megarl.data.dialogue import Dialogue
 from megarl.environments import Environment
 from megarl.environments.environment_pool import EnvironmentPool
-from megarl.rewards.calling import Sample
-from megarl.rewards.reward_process import Scored
+from megarl.rewards.scoring.calling import Sample
+from megarl.rewards.scoring.reward_process import Scored
 from megarl.rollout.accuracy import Answers
 from megarl.rollout.attempt import Budget, Score, Task, attempt
 from megarl.rollout.attempt_messages import History

@@ -18,8 +18,8 @@ from megarl.config.rollout import AgentConfig
 from megarl.data.chat import tokenizer_of
 from megarl.environments import Agent, Message, environment_maker, is_agent
 from megarl.processes.supervised_process import SupervisedProcess
-from megarl.rewards.calling import Sample
-from megarl.rewards.results import verdict_by_value
+from megarl.rewards.scoring.calling import Sample
+from megarl.rewards.scoring.results import verdict_by_value
 from megarl.rollout.attempt import Budget, Score, Task, unanswered, unscored
 from megarl.rollout.engine_requests import Generates, WaitMeasuringPool
 from megarl.rollout.pool import EnginePool

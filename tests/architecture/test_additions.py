@@ -95,7 +95,7 @@ LINES = {
     "POLICY_LOSSES": ("toy", "toy"),
     "ADVANTAGES": ("toy", "toy"),
     "ENVIRONMENTS": ("toy", '"megarl.environments.toy:Toy"'),
-    "REWARDS": ("toy", '"megarl.rewards.toy:toy"'),
+    "REWARDS": ("toy", '"megarl.rewards.functions.toy:toy"'),
     "TRACKERS": ("toy", '"megarl.tracking.toy:Toy"'),
 }
 USE = """

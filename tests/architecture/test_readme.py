@@ -29,7 +29,7 @@ from megarl.families import FAMILIES
 from megarl.files.import_path import import_object
 from megarl.preflight.keyword_arguments import keywords
 from megarl.rewards import REWARDS, SERVED
-from megarl.rewards.calling import PARAMETERS, bind
+from megarl.rewards.scoring.calling import PARAMETERS, bind
 from megarl.sandbox.layers import LAYERS
 from megarl.sandbox.sandbox import Sandbox, SandboxSettings
 from megarl.tracking.metric_table import find, rows

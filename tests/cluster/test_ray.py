@@ -24,9 +24,9 @@ from megarl.cluster.worker_group import PartOfRun
 from megarl.config import RewardConfig
 from megarl.environments.environment_pool import EnvironmentPool, RaisedError, process_settings
 from megarl.platform import numa
-from megarl.rewards.calling import Sample
-from megarl.rewards.reward_pool import RewardPool
-from megarl.rewards.reward_process import worker_settings
+from megarl.rewards.scoring.calling import Sample
+from megarl.rewards.scoring.reward_pool import RewardPool
+from megarl.rewards.scoring.reward_process import worker_settings
 from megarl.types import ConfigError, PeerLostError, Problem
 from tests.child_processes import is_alive, processes_writing_to
 from tests.cluster.lateness import see_who_is_late

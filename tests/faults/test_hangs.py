@@ -23,9 +23,9 @@ from megarl.platform import native_stacks
 from megarl.platform.native_stacks import is_stopped
 from megarl.processes.fork_server import end_fork_servers
 from megarl.processes.process_tree import descendants
-from megarl.rewards.calling import Sample
-from megarl.rewards.reward_pool import RewardPool
-from megarl.rewards.reward_process import worker_settings
+from megarl.rewards.scoring.calling import Sample
+from megarl.rewards.scoring.reward_pool import RewardPool
+from megarl.rewards.scoring.reward_process import worker_settings
 from megarl.sandbox.sandbox import Sandbox, SandboxError, SandboxSettings
 from tests.child_processes import is_alive
 from tests.cluster.started import started

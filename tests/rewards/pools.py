@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from megarl.config import RewardConfig
 from megarl.processes.process_tree import descendants
-from megarl.rewards.calling import Sample
-from megarl.rewards.reward_pool import RewardPool
-from megarl.rewards.reward_process import worker_settings
+from megarl.rewards.scoring.calling import Sample
+from megarl.rewards.scoring.reward_pool import RewardPool
+from megarl.rewards.scoring.reward_process import worker_settings
 from megarl.types import Reward
 
 

@@ -1,7 +1,7 @@
 import pytest
 
-from megarl.rewards.boxed import boxed
-from megarl.rewards.final_answers import last_boxed
+from megarl.rewards.functions.final_answers import last_boxed
+from megarl.rewards.functions.marked_answers import boxed
 from megarl.types import Reward
 
 

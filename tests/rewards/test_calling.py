@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.rewards.calling import PARAMETERS, BoundFunction, Sample, bind
+from megarl.rewards.scoring.calling import PARAMETERS, BoundFunction, Sample, bind
 from megarl.types import Completion, ConfigError, Problem
 
 QUESTION = {"role": "user", "content": "2 + 3?"}

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from megarl.rewards.multiple_choice import multiple_choice
+from megarl.rewards.functions.multiple_choice import multiple_choice
 from tests.rewards.choice_pairs import CHOICES, RIGHT, WRONG
 
 

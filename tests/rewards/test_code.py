@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from megarl.rewards.code import code
-from megarl.rewards.code_programs import long_integers
-from megarl.rewards.results import function_metrics
+from megarl.rewards.functions.code import code
+from megarl.rewards.functions.code_programs import long_integers
+from megarl.rewards.scoring.results import function_metrics
 from megarl.sandbox.sandbox import Sandbox, SandboxSettings
 from tests.rewards.pools import all_scored, pool_of
 
@@ -131,7 +131,7 @@ def test_a_result_that_breaks_the_comparison_is_wrong(sandbox, monkeypatch):
     reward = code(huge, halves, {}, sandbox)
     assert (reward.score, reward.metrics["wrong"], reward.metrics["judge_errors"]) == (0.0, 1.0, 0.0)
     # Anything else that may raise is no way out, either.
-    monkeypatch.setattr("megarl.rewards.code_programs._ABSOLUTE", None)
+    monkeypatch.setattr("megarl.rewards.functions.code_programs._ABSOLUTE", None)
     reward = code(huge, halves, {}, sandbox)
     assert (reward.score, reward.metrics["wrong"], reward.metrics["judge_errors"]) == (0.0, 1.0, 1.0)
 

@@ -8,8 +8,8 @@ import zlib
 
 import pytest
 
-from megarl.rewards.code_cases import Case, read_cases
-from megarl.rewards.code_programs import Trial, last_block, same_output, same_value
+from megarl.rewards.functions.code_cases import Case, read_cases
+from megarl.rewards.functions.code_programs import Trial, last_block, same_output, same_value
 
 
 def packed(value):
@@ -103,7 +103,7 @@ def test_what_is_no_test_is_refused(answer, error):
 
 
 def test_a_bomb_is_not_unpacked(monkeypatch):
-    monkeypatch.setattr("megarl.rewards.code_cases.MAX_UNPACKED_BYTES", 1 << 20)
+    monkeypatch.setattr("megarl.rewards.functions.code_cases.MAX_UNPACKED_BYTES", 1 << 20)
     with pytest.raises(ValueError, match="not JSON"):
         read_cases(base64.b64encode(zlib.compress(bytes(2 << 20))).decode(), {})
 

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.rewards.calling import Sample, bind
-from megarl.rewards.results import FunctionScore, checked
+from megarl.rewards.functions.function_score import FunctionScore
+from megarl.rewards.scoring.calling import Sample, bind
+from megarl.rewards.scoring.results import checked
 
 QUESTION = {"role": "user", "content": "2 + 2?"}
 SAID = {"role": "assistant", "content": "It is 4"}

@@ -8,10 +8,10 @@ from aiohttp import web
 
 from megarl.config import RewardConfig
 from megarl.config.rewards import RewardFunctionConfig
-from megarl.rewards.calling import Sample
-from megarl.rewards.http_rewards import COUNTED_FOR, served_reward
-from megarl.rewards.reward_pool import RewardPool
-from megarl.rewards.reward_process import worker_settings
+from megarl.rewards.scoring.calling import Sample
+from megarl.rewards.scoring.http_rewards import COUNTED_FOR, served_reward
+from megarl.rewards.scoring.reward_pool import RewardPool
+from megarl.rewards.scoring.reward_process import worker_settings
 from megarl.types import ConfigError
 from tests.rewards.servers import JudgeServer
 

@@ -3,7 +3,7 @@
 import asyncio
 import time
 
-from megarl.rewards.calling import Sample
+from megarl.rewards.scoring.calling import Sample
 from megarl.types import Reward
 from tests.child_processes import is_alive
 from tests.rewards.pools import ZERO, all_scored, pool_of, score_all, summed, wait_until

@@ -2,7 +2,7 @@ import time
 
 import pytest
 
-from megarl.rewards.math_equivalence import agreement, is_within_caps
+from megarl.rewards.maths.agreement import agreement, is_within_caps
 from tests.rewards.math_pairs import RIGHT, WRONG
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megarl.rewards.math_verify import math_verify
+from megarl.rewards.functions.math_verify import math_verify
 from tests.rewards.pools import ZERO, all_scored, pool_of, summed
 
 

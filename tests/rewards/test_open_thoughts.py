@@ -8,18 +8,17 @@ from typing import Any
 import pytest
 
 from megarl.config.rewards import RewardFunctionConfig
-from megarl.rewards.answer_format import answer_format
-from megarl.rewards.boxed import boxed
-from megarl.rewards.calling import Sample, bind
-from megarl.rewards.code import code
-from megarl.rewards.final_answers import reader_of
-from megarl.rewards.gsm8k import gsm8k
-from megarl.rewards.http_rewards import served_reward
-from megarl.rewards.math_competition import math_competition
-from megarl.rewards.math_verify import math_verify
-from megarl.rewards.multiple_choice import multiple_choice
-from megarl.rewards.reasoning_gym import scorer_of
-from megarl.rewards.think_answer_tags import think_answer_tags
+from megarl.rewards.functions.answer_format import answer_format
+from megarl.rewards.functions.code import code
+from megarl.rewards.functions.final_answers import reader_of
+from megarl.rewards.functions.gsm8k import gsm8k
+from megarl.rewards.functions.marked_answers import boxed, think_answer_tags
+from megarl.rewards.functions.math_competition import math_competition
+from megarl.rewards.functions.math_verify import math_verify
+from megarl.rewards.functions.multiple_choice import multiple_choice
+from megarl.rewards.functions.reasoning_gym import scorer_of
+from megarl.rewards.scoring.calling import Sample, bind
+from megarl.rewards.scoring.http_rewards import served_reward
 from megarl.sandbox.sandbox import Sandbox, SandboxSettings
 from megarl.thoughts import ends_in_thoughts, without_thoughts
 from megarl.types import Reward

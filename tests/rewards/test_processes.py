@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from megarl.config import RewardConfig
-from megarl.rewards.calling import Sample
-from megarl.rewards.reward_pool import RewardPool
-from megarl.rewards.reward_process import worker_settings
+from megarl.rewards.scoring.calling import Sample
+from megarl.rewards.scoring.reward_pool import RewardPool
+from megarl.rewards.scoring.reward_process import worker_settings
 from megarl.types import ConfigError, PeerLostError, Reward
 from tests.child_processes import is_alive
 from tests.rewards.pools import all_scored, failures_of, pool_of, processes_of, score_all, wait_until
@@ -218,9 +218,9 @@ def test_processes_die_with_a_parent_that_is_killed(module, tmp_path):
         import asyncio, sys
         sys.path.insert(0, {str(tmp_path)!r})
         from megarl.config import RewardConfig
-        from megarl.rewards.calling import Sample
-        from megarl.rewards.reward_pool import RewardPool
-        from megarl.rewards.reward_process import worker_settings
+        from megarl.rewards.scoring.calling import Sample
+        from megarl.rewards.scoring.reward_pool import RewardPool
+        from megarl.rewards.scoring.reward_process import worker_settings
 
         async def main():
             settings = worker_settings(RewardConfig.model_validate(

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from megarl.rewards import resolve
-from megarl.rewards.calling import Sample
-from megarl.rewards.harmless import FORMULAS, LITERALS, is_formula
-from megarl.rewards.reasoning_gym import reasoning_gym
-from megarl.rewards.reward_pool import RewardPool
-from megarl.rewards.reward_process import Scored
+from megarl.rewards.functions.harmless import FORMULAS, LITERALS, is_formula
+from megarl.rewards.functions.reasoning_gym import reasoning_gym
+from megarl.rewards.scoring.calling import Sample
+from megarl.rewards.scoring.reward_pool import RewardPool
+from megarl.rewards.scoring.reward_process import Scored
 from megarl.types import ConfigError
 from tests.rewards.pools import pool_of
 
@@ -191,7 +191,7 @@ def test_a_task_that_is_none() -> None:
 
 @pytest.mark.parametrize("name", ["reasoning_gym", "reasoning_gym.basic_arithmetic"])
 def test_without_the_extra_the_error_names_the_commands(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr("megarl.rewards.reasoning_gym.find_spec", lambda name: None)
+    monkeypatch.setattr("megarl.rewards.functions.reasoning_gym.find_spec", lambda name: None)
     record = {"metadata": {"source_dataset": "basic_arithmetic"}}
     with pytest.raises(ConfigError, match=r"launch/setup.sh reasoning-gym.*pip install"):
         resolve(name)("no answer", "4", record)

@@ -4,7 +4,7 @@ import sys
 import pytest
 
 from megarl.rewards import REWARDS, SERVED, locate, metric_name, resolve, served_kind
-from megarl.rewards.calling import Sample, bind
+from megarl.rewards.scoring.calling import Sample, bind
 from megarl.types import ConfigError
 
 
@@ -18,7 +18,7 @@ def test_table_names_resolve_to_working_functions(name):
 
 
 def test_names_of_tasks_and_of_further_servers():
-    assert locate("reasoning_gym.chain_sum") == "megarl.rewards.reasoning_gym:chain_sum"
+    assert locate("reasoning_gym.chain_sum") == "megarl.rewards.functions.reasoning_gym:chain_sum"
     assert locate("judge.style") == locate("judge") == SERVED["judge"]
     assert (served_kind("judge.style"), served_kind("judge.py:f"), served_kind("judges")) == ("judge", None, None)
     assert metric_name("judge.style") == "judge.style" and metric_name("my/judge.py:f") == "f"
@@ -68,7 +68,11 @@ def test_names_that_cannot_be_a_reward(name, message):
             "no_such_module_anywhere:score", "cannot import no_such_module_anywhere: ModuleNotF", id="no_module"
         ),
         pytest.param("no/such.py:score", "cannot import no/such.py: FileNotFoundError", id="no_file"),
-        pytest.param("megarl.rewards.boxed:boxer", "has no function 'boxer'; did you mean 'boxed'", id="no_function"),
+        pytest.param(
+            "megarl.rewards.functions.marked_answers:boxer",
+            "has no function 'boxer'; did you mean 'boxed'",
+            id="no_function",
+        ),
     ],
 )
 def test_paths_that_lead_nowhere(name, message):
@@ -79,7 +83,8 @@ def test_paths_that_lead_nowhere(name, message):
 
 def test_reward_processes_import_neither_torch_nor_engines():
     script = (
-        "import sys; import megarl.rewards.reward_pool, megarl.processes.child, megarl.rewards.reward_main; "
+        "import sys; import megarl.rewards.scoring.reward_pool, megarl.rewards.scoring.reward_main; "
+        "import megarl.processes.child; "
         "light = set(sys.modules); "
         "from megarl.rewards import REWARDS, resolve; [resolve(name) for name in REWARDS]; "
         "heavy = {'torch', 'vllm', 'megatron', 'transformers'}; "

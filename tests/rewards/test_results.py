@@ -10,8 +10,8 @@ import pytest
 
 from megarl.config import RewardConfig
 from megarl.config.judges import judging
-from megarl.rewards.results import (
-    FunctionScore,
+from megarl.rewards.functions.function_score import FunctionScore
+from megarl.rewards.scoring.results import (
     accuracy_metrics,
     by_source_name,
     checked,

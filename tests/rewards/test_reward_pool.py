@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megarl.processes.process_tree import descendants
-from megarl.rewards.calling import Sample
+from megarl.rewards.scoring.calling import Sample
 from megarl.types import ConfigError, Reward
 from tests.rewards.pools import ZERO, all_scored, failures_of, pool_of, score_all, summed
 

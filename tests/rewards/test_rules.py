@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from megarl.rewards.answer_format import answer_format
-from megarl.rewards.final_answers import last_tagged, reader_of
-from megarl.rewards.gsm8k import gsm8k
-from megarl.rewards.length import check_record as check_length
-from megarl.rewards.length import length
-from megarl.rewards.math_competition import math_competition
-from megarl.rewards.multiple_choice import multiple_choice
+from megarl.rewards.functions.answer_format import answer_format
+from megarl.rewards.functions.final_answers import last_tagged, reader_of
+from megarl.rewards.functions.gsm8k import gsm8k
+from megarl.rewards.functions.length import check_record as check_length
+from megarl.rewards.functions.length import length
+from megarl.rewards.functions.math_competition import math_competition
+from megarl.rewards.functions.multiple_choice import multiple_choice
 from megarl.types import Reward
 
 SOLUTION = "She sold 48/2 = <<48/2=24>>24 clips in May.\nAltogether 48+24 = 72.\n#### 72"

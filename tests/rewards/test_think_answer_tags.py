@@ -1,6 +1,6 @@
 import pytest
 
-from megarl.rewards.think_answer_tags import think_answer_tags
+from megarl.rewards.functions.marked_answers import think_answer_tags
 from megarl.types import Reward
 
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from megarl.rewards.math_equivalence import agreement
+from megarl.rewards.maths.agreement import agreement
 from tests.rewards.verdict_pairs import TABLES, pairs
 
 HOSTILE = (

@@ -23,8 +23,8 @@ from megarl.data.chat import encode, render
 from megarl.data.dialogue import Dialogue
 from megarl.environments import Environment, EnvironmentUnavailableError, Start, Step, Turn
 from megarl.environments.single_turn import SingleTurn
-from megarl.rewards.calling import Sample
-from megarl.rewards.reward_process import Scored
+from megarl.rewards.scoring.calling import Sample
+from megarl.rewards.scoring.reward_process import Scored
 from megarl.rollout.attempt import Score
 from megarl.rollout.buffer import GroupBuffer
 from megarl.rollout.groups import GroupSampler

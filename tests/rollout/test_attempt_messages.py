@@ -12,8 +12,8 @@ import pytest
 
 from megarl.data.dialogue import Dialogue
 from megarl.environments import Start, Step, Turn
-from megarl.rewards.calling import Sample
-from megarl.rewards.reward_process import Scored
+from megarl.rewards.scoring.calling import Sample
+from megarl.rewards.scoring.reward_process import Scored
 from megarl.rollout.attempt import Budget, Task, attempt
 from megarl.rollout.attempt_messages import AttemptConversation
 from megarl.rollout.engine_requests import WaitMeasuringPool

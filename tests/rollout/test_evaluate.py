@@ -13,7 +13,7 @@ import pytest
 from megarl.algorithms.estimates import Measure, wilson
 from megarl.config import Recipe
 from megarl.console import print_evaluation
-from megarl.rewards.reward_process import Failure
+from megarl.rewards.scoring.reward_process import Failure
 from megarl.rollout.evaluate import EvaluatedSet, evaluate, failure_metrics, measures_of
 from megarl.rollout.source import Source
 from megarl.rollout.step_metrics import environment_metrics, rollout_metrics

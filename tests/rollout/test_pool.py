@@ -13,7 +13,7 @@ import pytest
 
 from megarl.cluster.worker_group import WorkerGroup
 from megarl.config.parallel import ParallelConfig
-from megarl.rewards.http_rewards import COUNTED_FOR
+from megarl.rewards.scoring.http_rewards import COUNTED_FOR
 from megarl.rollout.engine_requests import WaitMeasuringPool
 from megarl.rollout.pool import AbandonedError, EnginePool, gather_unless_abandoned
 from megarl.types import Completion, PeerLostError, Request, SamplingSettings

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from megarl.rewards.code import code
+from megarl.rewards.functions.code import code
 from megarl.sandbox.sandbox import SandboxError, SandboxSettings
 from megarl.sandbox.sandbox_fusion import MAX_TRIES, RemoteSandbox, open_sandbox
 from megarl.types import ConfigError

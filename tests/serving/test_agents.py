@@ -19,8 +19,8 @@ from megarl.cluster.worker_group import WorkerGroup
 from megarl.config.parallel import ParallelConfig
 from megarl.config.rollout import AgentConfig, EndpointConfig
 from megarl.data.chat import load_tokenizer
-from megarl.rewards.calling import Sample
-from megarl.rewards.reward_process import Scored
+from megarl.rewards.scoring.calling import Sample
+from megarl.rewards.scoring.reward_process import Scored
 from megarl.rollout.attempt import Budget, Task
 from megarl.rollout.pool import EnginePool
 from megarl.serving.agents import AgentProgram

@@ -12,7 +12,7 @@ import pytest
 
 from megarl.config.recipe import load
 from megarl.preflight import check, check_rewards
-from megarl.rewards.code import code
+from megarl.rewards.functions.code import code
 from megarl.sandbox.sandbox import Sandbox, SandboxSettings
 from megarl.types import ConfigError
 

@@ -20,8 +20,8 @@ from megarl.config.parallel import ParallelConfig
 from megarl.data.dialogue import Dialogue
 from megarl.environments import Start, Step, Turn
 from megarl.groups import world
-from megarl.rewards.calling import Sample
-from megarl.rewards.reward_process import Scored
+from megarl.rewards.scoring.calling import Sample
+from megarl.rewards.scoring.reward_process import Scored
 from megarl.rollout.groups import GroupSampler
 from megarl.rollout.pool import EnginePool
 from megarl.types import Completion, Problem, Request, Reward, SamplingSettings, Trajectory

@@ -73,7 +73,7 @@ def train_with_trl(options: argparse.Namespace, seed: int) -> dict[str, list[flo
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
-    from megarl.rewards.boxed import boxed
+    from megarl.rewards.functions.marked_answers import boxed
 
     records = [json.loads(line) for line in Path(options.data).read_text().splitlines()]
     prompts = {"prompt": [[r["messages"]] for r in records], "gold": [r["gt_answer"] for r in records]}

@@ -26,8 +26,8 @@ from megarl.config.rollout import BudgetConfig
 from megarl.data.dialogue import Dialogue
 from megarl.data.token_batch import TokenBatch
 from megarl.environments import Start, Step, Turn
-from megarl.rewards.calling import Sample
-from megarl.rewards.reward_process import Scored
+from megarl.rewards.scoring.calling import Sample
+from megarl.rewards.scoring.reward_process import Scored
 from megarl.rollout.attempt_messages import History
 from megarl.rollout.groups import GroupSampler
 from megarl.rollout.pool import EnginePool

@@ -22,7 +22,7 @@ DURATION = {"full": "55 s"}
 SMALL: dict[str, Any] = {}
 SOLVED = '''"""A reward that scores a right program for the problem in place of the completion."""
 
-from megarl.rewards.code import code
+from megarl.rewards.functions.code import code
 
 FIRST = "numbers = list(map(int, input().split()))"
 RESULTS = {"sum": "sum(numbers) + k", "largest": "max(numbers) + k", "smallest": "min(numbers) + k",

@@ -23,9 +23,9 @@ from typing import Any
 from aiohttp import web
 
 from megarl.config import RewardConfig
-from megarl.rewards.calling import Sample
-from megarl.rewards.reward_pool import RewardPool
-from megarl.rewards.reward_process import worker_settings
+from megarl.rewards.scoring.calling import Sample
+from megarl.rewards.scoring.reward_pool import RewardPool
+from megarl.rewards.scoring.reward_process import worker_settings
 from tools.runs import ROOT
 
 DURATION = {"small": "10 s (counts only)", "full": "25 s"}

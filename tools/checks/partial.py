@@ -28,8 +28,8 @@ from megarl.config.parallel import ParallelConfig
 from megarl.data.chat import encode, load_tokenizer, render
 from megarl.data.dialogue import Dialogue
 from megarl.environments.single_turn import SingleTurn
-from megarl.rewards.calling import Sample
-from megarl.rewards.reward_process import Scored
+from megarl.rewards.scoring.calling import Sample
+from megarl.rewards.scoring.reward_process import Scored
 from megarl.rollout.attempt import Task
 from megarl.rollout.buffer import GroupBuffer
 from megarl.rollout.buffer_policy import BufferPolicy

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.rewards.code import code
+from megarl.rewards.functions.code import code
 from megarl.sandbox.sandbox import Outcome, Ran, Sandbox, SandboxSettings
 
 DURATION = {"small": "5 s (the attacks that tests make)", "full": "35 s"}

@@ -1,0 +1,105 @@
+"""Reward for a program that passes its tests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from megarl.rewards.functions.code_cases import read_cases
+from megarl.rewards.functions.code_programs import Trial, last_block, long_integers
+from megarl.rewards.functions.final_answers import answering_text
+from megarl.sandbox.sandbox_fusion import AnySandbox
+from megarl.types import Reward
+
+METRICS = {
+    "reward/code/passed": ("share", "passed tests, mean over samples"),
+    "reward/code/wrong": ("share", "tests with a wrong output"),
+    "reward/code/runtime_errors": ("share", "tests that ended with an error"),
+    "reward/code/timeouts": ("share", "tests that took too long"),
+    "reward/code/unrun": ("share", "tests not run, after a failed one or without a program"),
+    "reward/code/judge_errors": ("share", "tests counted as wrong because the comparison raised an error"),
+    "reward/code/wall_timeouts": ("share", "tests exceeding the wall-clock limit"),
+    "reward/code/cpu_seconds": ("seconds", "CPU time of a sample's tests, mean"),
+    "reward/code/retries": ("count", "retried requests to a sandbox's server, mean over samples"),
+}
+"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
+
+
+@long_integers()
+def code(
+    completion_text: str,
+    answer: Any,
+    record: Mapping[str, Any],
+    sandbox: AnySandbox,
+    *,
+    in_thoughts: bool = False,
+    correct_score: float = 1.0,
+    score: Literal["all", "fraction"] = "all",
+    max_tests: int | None = None,
+    field: str | None = None,
+) -> Reward:
+    """Run the last fenced code block of the completion on the record's tests.
+
+    The tests are in the record's `field`, or in the places known to `code_cases.read_cases`. With `score` all, passing
+    all tests gives `correct_score`, and testing stops at the first failure. With `score` fraction, the score is the
+    passed share times `correct_score`. Only the first `max_tests` tests are run. Testing also stops at the first
+    timeout. The format is valid if the code block exists. A completion that ends inside its thoughts has none.
+
+    Metrics are shares of the tests: `passed`, `wrong`, `runtime_errors`, `timeouts`, `unrun`; `judge_errors`: wrong
+    because the comparison raised an error; `wall_timeouts`: timeouts of wall-clock time. `cpu_seconds` sums all runs,
+    `retries` counts repeated requests to a sandbox server.
+    """
+    if score not in ("all", "fraction"):
+        raise ValueError(f"kwargs.score = {score!r}: is not a valid value; set it to all or fraction")
+    if max_tests is not None and max_tests < 1:
+        raise ValueError(
+            f"kwargs.max_tests = {max_tests}: is not positive; set it to 1 or more, or remove it to run all tests"
+        )
+    cases = read_cases(answer, record, field)[:max_tests]
+    source = last_block(answering_text(completion_text, in_thoughts=in_thoughts))
+    if source is None:
+        unrun = dict.fromkeys(("passed", "wrong", "runtime_errors", "timeouts"), 0.0) | {"unrun": 1.0}
+        return Reward(0.0, format_valid=False, answer_correct=False, metrics=unrun)
+    settings = sandbox.settings
+    counts: dict[str, int] = dict.fromkeys(("passed", "wrong", "runtime_errors", "timeouts"), 0)
+    seconds, retries, judge_errors, wall_timeouts = 0.0, 0, 0, 0
+    for case in cases:
+        # All tests share a CPU budget. A test without budget left counts as a timeout.
+        left = settings.total_timeout_seconds - seconds
+        if left <= 0:
+            counts["timeouts"] += 1
+            break
+        # A remote sandbox is assumed to have numpy. A local one has only the packages of its settings.
+        trial = Trial(source, case, has_numpy=settings.url is not None or "numpy" in settings.packages)
+        ran = sandbox.run(
+            trial.program,
+            trial.stdin,
+            cpu_seconds=min(settings.timeout_seconds, left),
+            output_bytes=trial.output_bytes,
+        )
+        seconds += ran.cpu_seconds
+        retries += ran.retries
+        wall_timeouts += ran.is_by_clock
+        if ran.outcome == "ok":
+            try:
+                outcome = "passed" if trial.passes(ran.stdout) else "wrong"
+            except Exception:  # Output must not escape the verdict by breaking the comparison.
+                outcome = "wrong"
+                judge_errors += 1
+        else:
+            outcome = {"error": "runtime_errors", "timeout": "timeouts", "output": "wrong"}[ran.outcome]
+        counts[outcome] += 1
+        # After a timeout further tests would probably time out too, at full cost.
+        if outcome == "timeouts" or (outcome != "passed" and score == "all"):
+            break
+    shares = {name: count / len(cases) for name, count in counts.items()}
+    shares["unrun"] = 1 - sum(counts.values()) / len(cases)
+    is_correct = counts["passed"] == len(cases)
+    earned = float(is_correct) if score == "all" else shares["passed"]
+    metrics = shares | {
+        "judge_errors": judge_errors / len(cases),
+        "wall_timeouts": wall_timeouts / len(cases),
+        "cpu_seconds": seconds,
+        "retries": float(retries),
+    }
+    return Reward(earned * correct_score, format_valid=True, answer_correct=is_correct, metrics=metrics)

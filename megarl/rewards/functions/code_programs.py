@@ -1,0 +1,205 @@
+"""Execution of a sampled program on its tests, and comparison of its results with the expected ones."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import secrets
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeGuard
+
+from megarl.rewards.functions.code_cases import Case
+
+_RELATIVE, _ABSOLUTE = 1e-5, 1e-8
+"""Relative and absolute tolerance for comparing printed decimal fractions with expected ones, as in ColossalRL
+(numpy.allclose)."""
+_MAX_DIGITS = 200_000
+_DECIMAL = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
+"""Regular expression of a decimal number as printed by programs. Python's float() would also accept 1_0, nan and
+inf.
+"""
+_FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})([^\n`]*)$", re.MULTILINE)
+_PRELUDE = """
+import bisect, cmath, collections, copy, datetime, fractions, functools, heapq, io, itertools, math, operator
+import random, re, statistics, string, sys, time
+from bisect import *
+from collections import *
+from copy import *
+from fractions import *
+from functools import *
+from heapq import *
+from itertools import *
+from math import *
+from operator import *
+from typing import *
+from random import *
+from builtins import *
+"""
+"""Imports added before a sampled program. `builtins` come last, because math.pow differs from Python's own pow."""
+_LONG_INTEGERS = "import sys\nif hasattr(sys, 'set_int_max_str_digits'):\n    sys.set_int_max_str_digits(0)\n"
+"""Start of every program. By default Python 3.11 and later refuse to read or print integers above 4,300 digits."""
+_NUMPY = "import numpy\nimport numpy as np\n"
+_CALL = """
+import io, json, sys
+def _as_json(value):
+    return value.tolist() if hasattr(value, "tolist") else list(value)
+_given = json.loads(sys.stdin.read())
+_printed, sys.stdout, sys.stdin = sys.stdout, io.StringIO(), io.StringIO()
+_space = {"__name__": "solution", "__builtins__": __builtins__}
+exec(_given["prelude"], _space)
+exec(compile(_given["source"], "solution.py", "exec", dont_inherit=True), _space)
+_owner = _space.get("Solution")
+_function = getattr(_owner(), _given["function"], None) if isinstance(_owner, type) else None
+if _function is None:
+    _function = _space[_given["function"]]
+_found = _function(*_given["arguments"])
+_printed.write("\\n" + _given["mark"] + json.dumps(_found, default=_as_json) + "\\n")
+_printed.flush()
+"""
+
+
+@contextmanager
+def long_integers() -> Iterator[None]:
+    """Context in which integers of up to 200,000 digits are read and written, for the comparison of results.
+
+    Python's own limit is 4,300 digits. Without any limit, reading a million digits would take ten seconds.
+    """
+    before = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(_MAX_DIGITS)
+    try:
+        yield
+    finally:
+        sys.set_int_max_str_digits(before)
+
+
+def last_block(text: str) -> str | None:
+    """Return the source code in the last fenced block of a text. None: there is none, or it is not closed."""
+    opened: tuple[str, int] | None = None
+    found = None
+    for fence in _FENCE.finditer(text):
+        if opened is None:
+            opened, found = (fence[1], fence.end() + 1), None
+        # A fence closes only with the same character, at least the same length, and no language name (CommonMark).
+        elif fence[1][0] == opened[0][0] and len(fence[1]) >= len(opened[0]) and not fence[2].strip():
+            found, opened = text[opened[1] : fence.start()], None
+    return found if opened is None else None
+
+
+class Trial:
+    """One run of a sampled program on a test: the complete program, its standard input, and the check of its output."""
+
+    def __init__(self, source: str, case: Case, *, has_numpy: bool) -> None:
+        self._case = case
+        # Importing numpy takes longer than most tests run.
+        needs_numpy = has_numpy and re.search(r"\b(np|numpy)\.", source) is not None
+        prelude = _PRELUDE + (_NUMPY if needs_numpy else "")
+        if case.function is None:
+            # The source is compiled separately, so that its own `from __future__` and line numbers work.
+            started = f"exec(compile({source!a}, 'solution.py', 'exec', dont_inherit=True))"
+            self.program = f"{_LONG_INTEGERS}{prelude}\n{started}"
+            self.stdin = case.stdin
+            return
+        # A secret marks the result's line, so that printed text is not taken for it. Finding it gains nothing: it marks
+        # only the solution's own result.
+        self._mark = secrets.token_hex(16)
+        given = {
+            "prelude": prelude,
+            "source": source,
+            "function": case.function,
+            "arguments": case.arguments,
+            "mark": self._mark,
+        }
+        self.program, self.stdin = _LONG_INTEGERS + _CALL, json.dumps(given)
+
+    @property
+    def output_bytes(self) -> int:
+        """Limit of the program's output in bytes: twice the expected length plus a margin."""
+        expected = self._case.expected
+        return 4096 + 2 * len(expected if isinstance(expected, str) else json.dumps(expected))
+
+    def passes(self, stdout: str) -> bool:
+        """Return whether the output of a successful run is the expected one."""
+        if self._case.function is None:
+            return same_output(stdout, self._case.expected)
+        for line in reversed(stdout.splitlines()):
+            if line.startswith(self._mark):
+                try:
+                    found = json.loads(line.removeprefix(self._mark))
+                except (ValueError, RecursionError):
+                    return False
+                is_text = self._case.text is not None and found == self._case.text
+                # Compare with what JSON makes of the expected value, since the result came through JSON, too.
+                return is_text or same_value(found, json.loads(json.dumps(self._case.expected)))
+        return False
+
+
+def same_output(printed: str, expected: str) -> bool:
+    """Return whether a program printed the expected text, compared line by line and word by word.
+
+    Blanks around words, and empty lines at the beginning and end, are ignored. Words must be equal as texts, or equal
+    as finite decimals in ASCII digits. If the expected number has a fraction, a relative difference of 1e-5 is
+    accepted. Only \n ends a line.
+    """
+    lines, others = _lines(printed), _lines(expected)
+    return len(lines) == len(others) and all(map(_same_line, lines, others))
+
+
+def _lines(text: str) -> list[str]:
+    text = text.strip()
+    return [line.strip() for line in text.split("\n")] if text else []
+
+
+def _same_line(line: str, other: str) -> bool:
+    if line == other:
+        return True
+    words, others = line.split(), other.split()
+    return len(words) == len(others) and all(map(_same_word, words, others))
+
+
+def _same_word(word: str, other: str) -> bool:
+    if word == other:
+        return True
+    # An expected integer must match exactly. Very long words are not parsed, to keep the comparison fast.
+    if not re.search(r"[0-9][.eE]|\.[0-9]", other) or len(word) > 100:
+        return False
+    return _DECIMAL.fullmatch(word) is not None and _DECIMAL.fullmatch(other) is not None and _close(word, other)
+
+
+def _close(found: float | str, expected: float | str) -> bool:
+    """Return whether two decimal numbers are finite and nearly equal."""
+    try:
+        other = float(expected)
+        tolerance = _ABSOLUTE + _RELATIVE * abs(other)
+        one = float(found)
+    except OverflowError:  # An integer exceeds all floats.
+        return found == expected
+    if not math.isfinite(one) or not math.isfinite(other):
+        return found == expected
+    return math.isclose(one, other, rel_tol=0.0, abs_tol=tolerance)
+
+
+def same_value(found: Any, expected: Any) -> bool:
+    """Return whether a function returned the expected value. Both are JSON values.
+
+    Floats may differ slightly, as in `same_output`. The data sets APPS and TACO wrap the expected value into a list of
+    one; the bare value is accepted too.
+    """
+    return _same(found, expected) or (isinstance(expected, list) and len(expected) == 1 and _same(found, expected[0]))
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _same(found: Any, expected: Any) -> bool:
+    if isinstance(found, list) and isinstance(expected, list):
+        return len(found) == len(expected) and all(map(_same, found, expected))
+    if isinstance(found, dict) and isinstance(expected, dict):
+        return found.keys() == expected.keys() and all(_same(found[key], expected[key]) for key in found)
+    if isinstance(found, float) or isinstance(expected, float):
+        return _is_number(found) and _is_number(expected) and _close(found, expected)
+    # True is not 1 and 1 is not "1", though Python's == says otherwise for the former.
+    return type(found) is type(expected) and found == expected

@@ -1,0 +1,260 @@
+"""Reward for the letter of the right choice in a multiple-choice question."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megarl.rewards.functions.final_answers import answering_text, last_box, last_tags
+from megarl.rewards.maths.choice_letters import ALSO_RIGHT, choice_letter, is_hedged
+from megarl.thoughts import without_thoughts
+from megarl.types import Reward
+
+Gold = Literal["letter", "text", "index"]
+
+_FIELDS = ("choices", "options")
+_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+_WRAPPED = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")
+_MARKS = " \t\n*_$`\"'"
+_ALONE = re.compile(r"\(?([A-Za-z])(?:[).:]|\b(?=\s*$))")
+_LED_BY = re.compile(r"\(?([A-Z])(?:[).:]+\s+|\)\s*)(\S.*)", re.DOTALL)
+_REASON = r"(?i:since|because|as(?!\s+well\b)|due\s+to|given)\b"
+_WITH_REASON = re.compile(rf"\(?([A-Z])[).:]?,?\s+{_REASON}")
+_OPENED = r"(?:\\[(\[]|\\(?:text|textbf|mathrm|mathbf)\s*\{|[\s*_$`\"'\u201c\u2018\[{(])*+"
+_CLOSED = r"(?:\\[)\]]|[*_$`\"'\u201d\u2019\]})])*+"
+"""Regular expressions of what may stand around a letter: dollar signs, bold marks, quotes, brackets."""
+_GOES_ON = (
+    r"(?:(?<=[)\]}])(?!\s*(?:[-+*/^=<>]|\(?[A-Z]\b))"
+    r"|(?=[ \t]*+(?:[.,:;!]|$|[-\u2013\u2014]+\s++(?![A-Z]\b)|\((?!\s*(?i:or|and)\b|\s*[A-Z]\s*\))"
+    rf"|{_REASON}|(?i:which|not|by|according|rather\s+than|instead\s+of|or|and|as\s+well\s+as)\b|[/&])))"
+)
+"""Regular expression of the place after a stated letter: the end of a statement, its reason, or a second choice.
+
+Other words show that the letter is not the whole answer: `the answer is A number`, `the answer is C if`.
+"""
+_LETTER = rf"{_OPENED}(?:([A-Z])|(?<=\()([a-z])(?=\))){_CLOSED}{_GOES_ON}"
+_IS = r"(?i:\s+(?:is|(?:should|must|would|has\s+to)\s+be)\b(?:\s+(?:clearly|therefore|thus|then|either|both)\b)?)"
+_STATED = re.compile(
+    rf"\b(?i:answer|choice|option)\b(?:{_IS}(?:[\s*_]*+[:=])?|[\s*_]*+[:=]|\s+[-\u2013\u2014]+(?=\s))[\s*_]*+"
+    rf"(?i:(?:option|choice)\s+)?{_LETTER}"
+    r"|(?<!not )(?<!n't )\b(?i:choose|chose|pick|select|go\s+with)\s+(?i:(?:option|choice|answer)\s+)?" + _LETTER,
+    re.MULTILINE,
+)
+"""Regular expression of a text stating the answer: `the answer is (B)`. A mere mention, `since option A, ...`, does not
+match.
+"""
+_CALLED_RIGHT = re.compile(
+    rf"(?:(?i:so|thus|therefore|hence),?\s+)?(?i:(?:option|choice|answer)\s+)?{_OPENED}([A-Z]){_CLOSED}"
+    r"\s+is\s+(?i:(?:the\s+)?(?:correct|right|best)(?:\s+(?:answer|option|choice|one))?)[\s*_$]*[.!]*"
+)
+"""Regular expression of a whole line calling a choice right: `So option (B) is the correct answer.`"""
+_LABELLED = re.compile(r"(?i:(?:(?:the|my|final|correct)\s+){0,2}(?:answer|choice|option))[\s*_]*[:=](.*)")
+_BEFORE_TEXT = re.compile(r"[\s.,:(*]*(?:[-\u2013\u2014]+\s)?\s*")
+"""Regular expression of what separates a stated letter from the choice's text."""
+_NAMED = r"[\s*_]*(?i:(?:option|choice)\s+)?\(?"
+_SECOND = re.compile(
+    rf"[\s*_.):,;\]]*+(?:(?i:or|and|/|&|as\s+well\s+as){_NAMED}(?!I\s+[a-z])[A-Z]\b|(?<=[\s*_.):,;\]]){_NAMED}{ALSO_RIGHT})"
+    rf"|[ \t*_)]*[,;]{_NAMED}[A-Z][)*_]*(?=[ \t]*(?:[,;.!\n]|(?i:and|or)\b|{_REASON}|$))"
+    r"(?![^.\n]*\b(?i:wrong|incorrect|false|not|eliminated|excluded)\b)"
+    r"|[ \t*_)]*\.[ \t*_]*\(?[A-Z][.)*_]*[ \t]*(?:\n|$)"
+)
+"""Regular expression of a text naming a second choice after the first.
+
+It does not match choices called wrong, `B; A, C are wrong`, and the word I, `B, and I think`.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """The choices of a question: their labels, and their texts if the record has them."""
+
+    labels: tuple[str, ...]
+    texts: tuple[str, ...] = ()
+
+    @property
+    def letters(self) -> str:
+        return _LETTERS[: len(self.labels)]
+
+    def letter(self, said: str) -> str | None:
+        """Return the letter of the choice named by a text: by label, by the choice's text, or by letter. None: no
+        choice.
+        """
+        return self.by_label(said) or self.by_text(said) or self.by_letter(said)
+
+    def by_label(self, said: str) -> str | None:
+        return _only(said, self.labels)
+
+    def by_text(self, said: str) -> str | None:
+        return _only(said, self.texts)
+
+    def by_letter(self, said: str) -> str | None:
+        """Return the letter of a choice if the text is this letter or begins with it. None: it does not."""
+        # "B!" is a letter, but "5!" is a choice's text.
+        plain = _plain(_plain(said).rstrip("!"))
+        alone = _ALONE.fullmatch(plain)
+        letter = alone[1].upper() if alone else self._leading(plain)
+        return letter if letter and letter in self.letters else None
+
+    def _leading(self, plain: str) -> str | None:
+        """Return the choice's letter at the start of a text like `B, because ...` or `(B) 12`. None: there is none, or
+        the rest names another choice too.
+        """
+        led = _LED_BY.fullmatch(plain)
+        if led is not None:
+            named = self.by_text(led[2])
+            if named is not None:
+                return led[1] if named == led[1] else None
+            return None if is_hedged(led[2]) else led[1]
+        reason = _WITH_REASON.match(plain)
+        return reason[1] if reason else choice_letter(plain)
+
+    def by_index(self, said: str) -> str | None:
+        """Return the letter of the choice with an index from 0; None if the labels are numbers themselves."""
+        text = said.strip()
+        is_index = text.isdecimal() and not any(label.isdecimal() for label in self.labels)
+        return _LETTERS[int(text)] if is_index and len(text) < 3 and int(text) < len(self.labels) else None
+
+
+def multiple_choice(
+    completion_text: str,
+    answer: Any,
+    record: Mapping[str, Any],
+    *,
+    in_thoughts: bool = False,
+    correct_score: float = 1.0,
+    num_choices: int | None = None,
+    field: str | None = None,
+    gold: Gold | None = None,
+) -> Reward:
+    """Score the choice named at the completion's end against the gold choice.
+
+    Choices are in the record's `choices` or `options`, or another `field`: a list, {"label": [...], "text": [...]} or
+    {"A": ...}. Without them there are `num_choices`, at most 26. The gold answer is a letter or label, a choice's text,
+    or its index from 0. `gold` selects one of these three, and is required if an answer is ambiguous.
+
+    The completion after its last </think> counts, and nothing of one that ends inside its thoughts. Its last box or
+    <answer> tags count, else its last `the answer is (B)`, else a last line consisting of a choice. The format is valid
+    if that place names exactly one choice. Metrics: `chosen_A`, `chosen_B`, ...: the share of answers with this letter.
+    Raises ValueError if the gold answer is not a choice or is ambiguous.
+    """
+    choices = choices_of(record, field, num_choices)
+    right = gold_choice(answer, choices, gold)
+    letter = _chosen(answering_text(completion_text, in_thoughts=in_thoughts), choices)
+    # At most 10 letters become metrics, to keep their number small.
+    shown = _LETTERS[: min(len(choices.labels), 10)] if choices.texts or num_choices else ""
+    metrics = {f"chosen_{each}": float(each == letter) for each in shown}
+    is_correct = letter == right
+    return Reward(correct_score if is_correct else 0.0, letter is not None, is_correct, metrics=metrics)
+
+
+def choices_of(record: Mapping[str, Any], field: str | None = None, num_choices: int | None = None) -> Choices:
+    """Return the choices of a record. Raises ValueError if they have an unknown format."""
+    if field is not None and field not in record:
+        raise ValueError(f"the record has no field {field!r} with its choices (kwargs.field)")
+    name = field or next((name for name in _FIELDS if record.get(name)), None)
+    if name is None:
+        if num_choices is not None and not (type(num_choices) is int and 2 <= num_choices <= len(_LETTERS)):
+            raise ValueError(f"kwargs.num_choices = {num_choices!r}: is not valid; set it to 2 to {len(_LETTERS)}")
+        return Choices(tuple(_LETTERS[: num_choices or len(_LETTERS)]))
+    value = record[name]
+    if isinstance(value, Mapping) and isinstance(value.get("text"), Sequence) and not isinstance(value["text"], str):
+        texts, labels = list(value["text"]), list(value.get("label") or _LETTERS[: len(value["text"])])
+    elif isinstance(value, Mapping):
+        texts, labels = list(value.values()), list(value)
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        texts, labels = list(value), list(_LETTERS[: len(value)])
+    else:
+        texts, labels = [], []
+    if len(texts) != len(labels) or not 2 <= len(texts) <= len(_LETTERS):
+        raise ValueError(
+            f"the record's field {name} is {value!r:.80}; give a list or object of 2 to {len(_LETTERS)} texts"
+        )
+    return Choices(tuple(map(str, labels)), tuple(map(str, texts)))
+
+
+def gold_choice(answer: Any, choices: Choices, gold: Gold | None = None) -> str:
+    """Return the letter of the gold choice. Raises ValueError if the answer is not a choice, or could be two."""
+    text = str(answer).strip()
+    readings = {
+        "letter": choices.by_label(text) or choices.by_letter(text),
+        "text": choices.by_text(text),
+        "index": choices.by_index(text),
+    }
+    if gold is not None and gold not in readings:
+        raise ValueError(f"kwargs.gold = {gold!r}: is not a valid value; set it to one of {', '.join(readings)}")
+    found = {kind: letter for kind, letter in readings.items() if letter is not None and gold in (None, kind)}
+    if not found:
+        raise ValueError(f"the gold answer {text!r:.80} is not one of the record's {len(choices.labels)} choices")
+    if len(set(found.values())) > 1:
+        meant = ", ".join(f"{letter} as {kind}" for kind, letter in found.items())
+        raise ValueError(
+            f"the gold answer {text!r:.80} is ambiguous: {meant}; set kwargs.gold to letter, text or index"
+        )
+    return next(iter(found.values()))
+
+
+def final_answer(
+    text: str, record: Mapping[str, Any], *, num_choices: int | None = None, field: str | None = None, **kwargs: Any
+) -> str | None:
+    """Return the letter of the choice at the end of a completion, as scored. None: the completion names no choice."""
+    return _chosen(answering_text(text), choices_of(record, field, num_choices))
+
+
+def check_record(
+    answer: Any,
+    record: Mapping[str, Any],
+    *,
+    num_choices: int | None = None,
+    field: str | None = None,
+    gold: Gold | None = None,
+    **kwargs: Any,
+) -> None:
+    """Raise ValueError for a record without choices, or with a gold answer that is not one of them."""
+    gold_choice(answer, choices_of(record, field, num_choices), gold)
+
+
+def _chosen(text: str, choices: Choices) -> str | None:
+    text = without_thoughts(text)
+    marked = [found for found in (last_box(text), last_tags(text)) if found is not None]
+    if marked:
+        return choices.letter(max(marked)[1])
+    lines = text.strip().splitlines()
+    last_line = lines[-1].strip() if lines else ""
+    if (called_right := _CALLED_RIGHT.fullmatch(last_line)) and called_right[1] in choices.letters:
+        return called_right[1]
+    # Letters that are not choices, as in "the answer is I think", are skipped.
+    stated = deque((found for found in _STATED.finditer(text) if _stated_letter(found) in choices.letters), maxlen=1)
+    if stated:
+        return _agreed_letter(text, stated[0], choices)
+    labelled = _LABELLED.fullmatch(last_line)
+    return choices.letter(labelled[1] if labelled else last_line)
+
+
+def _agreed_letter(text: str, stated: re.Match[str], choices: Choices) -> str | None:
+    """Return the letter of a statement. None: a second choice follows, or the text of another one: `C, red`."""
+    # "the answer is A or B" names two choices, so it counts as none.
+    if _SECOND.match(text, stated.end()):
+        return None
+    letter = _stated_letter(stated)
+    rest_of_line = text[stated.end() :].partition("\n")[0]
+    named = choices.by_text(_BEFORE_TEXT.sub("", rest_of_line, count=1).rstrip(" \t).!*"))
+    return letter if named in (None, letter) else None
+
+
+def _stated_letter(found: re.Match[str]) -> str:
+    return next(letter for letter in found.groups() if letter is not None).upper()
+
+
+def _only(said: str, names: Sequence[str]) -> str | None:
+    """Return the letter of the choice in `names` that equals the text `said`. None: none is equal, or several are."""
+    plain = _plain(said).casefold()
+    folded = [_plain(name).casefold() for name in names]
+    return _LETTERS[folded.index(plain)] if folded.count(plain) == 1 else None
+
+
+def _plain(text: str) -> str:
+    # Twice, because a full stop may stand within the marks or after them.
+    return _WRAPPED.sub(r"\1", text).strip(_MARKS).rstrip(".").strip(_MARKS)

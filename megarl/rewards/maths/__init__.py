@@ -1,0 +1,5 @@
+"""Comparison of a predicted with a gold answer: `agreement.agreement`. README.md says what is accepted.
+
+Reading order: `spelling` (one way to write LaTeX and Unicode), `choice_letters`, `quantities` and `units` (numbers with
+units), `formulas` (text to syntax tree), `equality` (comparison of two trees), `agreement`.
+"""

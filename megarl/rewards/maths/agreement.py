@@ -1,0 +1,134 @@
+"""Mathematical equivalence of a predicted and a gold answer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection
+from fractions import Fraction
+from functools import lru_cache
+
+from megarl.rewards.maths.choice_letters import choice_agreement
+from megarl.rewards.maths.equality.comparison import Comparison
+from megarl.rewards.maths.formulas.nodes import Node
+from megarl.rewards.maths.formulas.parser import parsed
+from megarl.rewards.maths.quantities import Quantity, read_quantity, same_quantity, without_currency
+from megarl.rewards.maths.spelling import (
+    MAX_ANSWER_CHARACTERS,
+    canonical,
+    is_same_text,
+    is_same_without_stray_braces,
+    is_within_caps,
+    normalized,
+)
+from megarl.rewards.maths.units import Unit, read_unit
+
+__all__ = ["agreement", "is_within_caps"]
+
+_NO_WORDS: frozenset[str] = frozenset()
+_IN_BASE = re.compile(r"([0-9][0-9A-F]*|[0-9A-F]{2,}(?=_\{?16\b))_\{?(?:\\text\s*\{)?(?:[0-9]+|[a-z]+)\}*")
+
+
+def agreement(prediction: str, answer: str) -> float:
+    r"""Return 1 if `prediction` equals `answer`, 0.5 if they are equal except for meaningless braces, else 0.
+
+    Both are LaTeX or plain text, with or without \boxed{} around them. Equal texts agree. Choices are compared by
+    letter, plain numbers and quantities exactly. Everything else is parsed and compared by value. If neither can be
+    parsed, or one exceeds the limits of size, they are compared as texts, without spaces, meaningless braces and the
+    case of words. An empty prediction never agrees.
+    """
+    # Long answers are hardly ever a formula, and comparing them as one could take long.
+    if len(prediction) > MAX_ANSWER_CHARACTERS or len(answer) > MAX_ANSWER_CHARACTERS:
+        return float(prediction.split() == answer.split())
+    prediction, answer = normalized(prediction), normalized(answer)
+    if not prediction:
+        return 0.0
+    if canonical(prediction) == canonical(answer):
+        return 1.0
+    by_letter = choice_agreement(prediction, answer, lambda one, other: agreement(one, other) == 1.0)
+    if by_letter is not None:
+        return float(by_letter)
+    gold_quantity, words = _gold_quantity(answer)
+    predicted_quantity = read_quantity(prediction, words)
+    if predicted_quantity and gold_quantity:
+        return float(same_quantity(predicted_quantity, gold_quantity))
+    # A gold answer in another base, 1A_{16}, is often answered without naming the base.
+    gold_base = _IN_BASE.fullmatch(answer)
+    if gold_base and gold_base[1] == prediction:
+        return 1.0
+    return _formula_agreement(prediction, answer)
+
+
+def _formula_agreement(prediction: str, answer: str) -> float:
+    gold, words = _gold_formula(answer)
+    predicted = _formula(prediction, words)
+    if gold is None or predicted is None:
+        # Both are words, or not understood, so only the spelling can be compared.
+        if all(tree is None or _is_word(tree) for tree in (gold, predicted)):
+            return float(is_same_text(prediction, answer))
+        return 0.5 if predicted is None and is_same_without_stray_braces(prediction, answer) else 0.0
+    if gold == predicted:
+        return 1.0
+    # Numeric evaluation of huge powers or factorials would take too long.
+    if not is_within_caps(prediction) or not is_within_caps(answer):
+        return 0.0
+    if _same_with_units(gold, predicted):
+        return 1.0
+    return float(any(_same_with_units(one, other) for one, other in _other_readings(prediction, answer)))
+
+
+def _is_word(tree: Node) -> bool:
+    """Return whether a formula is a name in capitals. It is then compared as a word: YES equals yes."""
+    return tree.kind == "symbol" and len(tree.value) > 1 and tree.value.isupper()
+
+
+# Many completions are compared with the same gold answer, so its parsed form is cached.
+@lru_cache(maxsize=256)
+def _gold_quantity(answer: str) -> tuple[Quantity | None, frozenset[str]]:
+    """Parse a gold answer as a quantity. Returns it (None: it is not one) and the names of its unit."""
+    quantity = read_quantity(answer)
+    return quantity, quantity.unit.names if quantity and quantity.unit else _NO_WORDS
+
+
+@lru_cache(maxsize=256)
+def _gold_formula(answer: str) -> tuple[Node | None, frozenset[str]]:
+    """Parse a gold answer as a formula. Returns its tree (None: it is not one) and the names of its unit."""
+    tree = _formula(answer, None)
+    return tree, tree.value.names if tree is not None and tree.kind == "quantity" else _NO_WORDS
+
+
+def _formula(text: str, words: Collection[str] | None, *, groups: bool = True) -> Node | None:
+    text, currency = without_currency(text)
+    tree = parsed(text, lambda unit, is_apart: read_unit(unit, words if is_apart else _NO_WORDS), groups=groups)
+    return Node("quantity", (tree,), currency) if tree is not None and currency is not None else tree
+
+
+def _other_readings(prediction: str, answer: str) -> list[tuple[Node, Node]]:
+    """Return other ways to parse both texts, as pairs of trees.
+
+    A single letter may be a variable instead of a unit. `100,200,300` may be a list if the gold answer is one.
+    """
+    readings: list[tuple[Node | None, Node | None]] = []
+    if re.search(r"(?<=\s)[A-Za-z]\b", prediction + answer):
+        readings.append((parsed(answer), parsed(prediction)))
+    if re.search(r"\d,\d{3}", prediction) and re.search(r",\s", answer):
+        readings.append((_gold_formula(answer)[0], _formula(prediction, _NO_WORDS, groups=False)))
+    return [(gold, predicted) for gold, predicted in readings if gold is not None and predicted is not None]
+
+
+def _same_with_units(gold: Node, predicted: Node) -> bool:
+    gold, gold_unit = _without_unit(gold)
+    predicted, unit = _without_unit(predicted)
+    same: Callable[[Fraction], bool] = lambda factor: Comparison(factor).same(gold, predicted)  # noqa: E731
+    # Both with units: convert between units of equal dimensions.
+    if gold_unit and unit:
+        return gold_unit.dimensions == unit.dimensions and same(unit.factor / gold_unit.factor)
+    # A percentage may also be written as its value: 50% and 0.5.
+    if unit and unit.is_percentage:
+        return same(unit.factor)
+    if gold_unit and gold_unit.is_percentage and same(1 / gold_unit.factor):
+        return True
+    return same(Fraction(1))
+
+
+def _without_unit(node: Node) -> tuple[Node, Unit | None]:
+    return (node.parts[0], node.value) if node.kind == "quantity" else (node, None)

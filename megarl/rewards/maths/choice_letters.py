@@ -1,0 +1,72 @@
+r"""Answers to multiple-choice questions: the letter of a choice, optionally with its text, as in `(C) 12` or
+`\textbf{(C)}`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from megarl.rewards.maths.spelling import plain_text
+
+_LABEL = re.compile(
+    r"^(?i:(?:the\s+)?(?:(?:correct|final)\s+)?(?:option|choice|answer)(?:\s+is\b)?)\s*:?\s*(?=\(?[A-Z]\b)"
+)
+_ALONE = re.compile(r"(?:\(\s*([A-Z])\s*\)|([A-Z])\s*\)?)[.:]?")
+_BLANK = r"(?:\s|\\,|\\ |~)"
+_WITH_TEXT = re.compile(
+    rf"(?:\(\s*([A-Z])\s*\)(?:{_BLANK}+(?![-(<>])|(?=[\d.,]+$))|([A-Z])\s*[).:]{_BLANK}+)"
+    r"(?![\^_+*/=!']|\\(?:cdot|times|div|over|pm|mp|cup|cap|setminus|to|in|le|ge|ne|equiv|approx|mid)(?![A-Za-z]))(\S.*)",
+    re.DOTALL,
+)
+"""Regular expression of a choice's letter with a mark and a blank, followed by the choice's text.
+
+It does not match text that continues a formula, like `(N) (N-1)`. After a bracket without a blank only a plain
+number may follow: `(C)12`.
+"""
+ALSO_RIGHT = (
+    r"[A-Z]\b[\s)*_]*(?i:(?:is|are|could|can|may|might|would)(?:\s+(?:also|be|equally|just|as|well|the))*"
+    r"\s+(?:correct|right|true|valid|possible|plausible|acceptable|answer)\b|also\b|too\b)"
+)
+"""Regular expression of a text saying that a second choice is right too: `C is also correct`."""
+_HEDGE = re.compile(
+    r"^\W*(?:and|or|not)\b|^\s*[,;/&+]|\b(?:and|or|not|nor|maybe|perhaps)\b.*\b[A-Z]\b|\(\s*[A-Z]\s*\)"
+    r"|(?:^|[\s,])[A-Z]\s*[).:](?:\s|$)|^\W*[A-Z](?:[\s,.;/&]+[A-Z])*\W*$|^\W*(?!I\b)[A-Z]\s*[,;&]"
+    rf"|(?:^|[.;,]\s+){ALSO_RIGHT}"
+)
+"""Regular expression of a text naming a second choice after the first. `I, II` is a list of statements instead."""
+
+
+def choice_agreement(prediction: str, answer: str, is_same_text: Callable[[str, str], bool]) -> bool | None:
+    """Return whether two answers name the same letter of a choice, and the same text if both give one.
+
+    Returns None if an answer names no letter, or if both are plain letters without text or brackets.
+    """
+    gold, found = _letter_and_text(plain_text(answer)), _letter_and_text(plain_text(prediction))
+    if gold is None or found is None:
+        return None
+    is_same = gold[0] == found[0]
+    return is_same and is_same_text(found[1], gold[1]) if gold[1] and found[1] else is_same
+
+
+def choice_letter(text: str) -> str | None:
+    """Return the choice's letter in a text: alone, in brackets, or before a full stop and the choice's text. None: no
+    letter.
+    """
+    found = _letter_and_text(text)
+    return None if found is None else found[0]
+
+
+def _letter_and_text(text: str) -> tuple[str, str] | None:
+    """Return the choice's letter in a text, and the text of the choice ("" if missing). None: no letter, or several."""
+    text = _LABEL.sub("", text)
+    alone = _ALONE.fullmatch(text)
+    if alone:
+        return alone[1] or alone[2], ""
+    led = _WITH_TEXT.fullmatch(text)
+    return None if led is None or is_hedged(led[3]) else (led[1] or led[2], led[3])
+
+
+def is_hedged(text: str) -> bool:
+    """Return whether the text after a choice's letter names another choice, or withdraws the first."""
+    return _HEDGE.search(text) is not None

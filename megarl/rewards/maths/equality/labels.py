@@ -1,0 +1,120 @@
+r"""Names given to values in answers: `x = 5`, `\angle ABC = 90`, `x=1, y=2`, `(x,y)=(1,2)`."""
+
+from __future__ import annotations
+
+from megarl.rewards.maths.formulas.nodes import Node, symbol
+
+_EXTREMES = ("max", "min")
+
+
+def is_label(node: Node) -> bool:
+    r"""Return whether a formula can be the name of a value: `x`, `a_1`, `f(x)`, an angle, words, `|A|`, `m\angle B`,
+    `dy/dx`.
+    """
+    if node.kind in ("symbol", "index", "apply", "words"):
+        return node.value != "ldots"
+    if node.kind == "call":
+        return node.value in _EXTREMES or (node.value == "abs" and node.parts[0].kind == "symbol")
+    if node.kind == "product":
+        return len(node.parts) == 2 and node.parts[0] == symbol("m") and _is_shape(node.parts[1])
+    return False
+
+
+def is_sought(node: Node) -> bool:
+    r"""Return whether a formula of two variables or more can be what a problem asks for: `m+n`, `\frac{m}{n}`."""
+    nodes = list(node.walk())
+    # 2x + 3y = 12 and x^2 + y^2 = 25 are lines and curves.
+    if {symbol("x"), symbol("y")} <= set(nodes) and any(part.kind == "number" for part in nodes):
+        return False
+    return len({part for part in nodes if part.kind in ("symbol", "index", "apply")}) > 1
+
+
+def _is_shape(node: Node) -> bool:
+    return node.kind == "symbol" and " " in node.value
+
+
+def same_label(one: Node, other: Node) -> bool:
+    """Return whether two names can mean the same value: equal names, one in words, or y and f(x)."""
+    if one == other or (one.kind == "words") != (other.kind == "words"):
+        return True
+    if one.kind == other.kind == "words":
+        return one.value.removeprefix("the ") == other.value.removeprefix("the ")
+    return {one.kind, other.kind} == {"symbol", "apply"} and symbol("y") in (one, other)
+
+
+def _name(node: Node) -> str | None:
+    if node.kind == "symbol":
+        return node.value
+    if node.kind == "words":
+        return f"the words {node.value}"
+    if node.kind == "index" and node.parts[0].kind in ("number", "symbol"):
+        return f"{node.value}_{node.parts[0].value}"
+    return None
+
+
+def _pairs(node: Node) -> list[tuple[str, Node]] | None:
+    """Return (name, value) pairs of a formula like `x=1, y=2`, `(x,y)=(1,2)` or `x=y=2`. A name may occur twice."""
+    if node.kind == "relation" and set(node.value) == {"="}:
+        left, right = node.parts[0], node.parts[-1]
+        if left.kind == right.kind == "tuple" and len(node.parts) == 2 and len(left.parts) == len(right.parts):
+            names = [_name(part) for part in left.parts]
+            return [(n, v) for n, v in zip(names, right.parts, strict=True) if n] if all(names) else None
+        names = [_name(part) for part in node.parts[:-1]]
+        if not all(names) or (len(names) > 1 and _name(right)):
+            return None
+        return [(name, right) for name in names if name]
+    if node.kind != "list":
+        return None
+    found: list[tuple[str, Node]] = []
+    for part in node.parts:
+        pairs = _pairs(part)
+        if pairs is None:
+            return None
+        found.extend(pairs)
+    return found
+
+
+def assignments(node: Node) -> dict[str, Node] | None:
+    """Return values by name if a formula assigns values to at least two names. None: any other formula."""
+    pairs = _pairs(node) if node.kind != "list" or node.value != "or" else None
+    found = dict(pairs or ())
+    return found if pairs and len(found) == len(pairs) > 1 else None
+
+
+def solutions(node: Node) -> tuple[Node | None, Node]:
+    """Return the name and the values of alternatives like `x=1 or x=2`. Other formulas: None and the formula
+    itself.
+    """
+    if node.kind == "list":
+        pairs = _pairs(node)
+        if pairs and len({name for name, _ in pairs}) == 1:
+            return node.parts[0].parts[0], Node("list", tuple(value for _, value in pairs), node.value)
+        first = node.parts[0]
+        is_shared = first.kind == "relation" and first.value == ("=",) and _name(first.parts[0]) is not None
+        if is_shared and not any(part.kind == "relation" for part in node.parts[1:]):
+            # `x = 1, 2` and `x = 1 or 2`: the name applies to all values.
+            return first.parts[0], Node("list", (first.parts[1], *node.parts[1:]), node.value)
+    return None, node
+
+
+def without_domain(node: Node) -> tuple[Node, Node | None]:
+    r"""Return the formula without the set of its parameter's values after it, and this domain: `\frac{\pi}{2} + k\pi, k
+    \in \mathbb{Z}`.
+    """
+    if node.kind != "list" or node.value != "," or len(node.parts) < 2:
+        return node, None
+    last = node.parts[-1]
+    is_domain = last.kind == "relation" and last.value == ("in",) and last.parts[1].value in ("mathbbZ", "mathbbN")
+    if not is_domain or not all(part.value in first.symbols() for part in last.parts[:1] for first in node.parts[:1]):
+        return node, None
+    return (node.parts[0] if len(node.parts) == 2 else Node("list", node.parts[:-1], ",")), last
+
+
+def with_shared_relation(node: Node) -> Node:
+    r"""Return a list with its first relation repeated for the bare values after it: `x \ne 1, 2`."""
+    if node.kind != "list" or node.parts[0].kind != "relation" or node.parts[0].value != ("!=",):
+        return node
+    name, first = node.parts[0].parts
+    if any(part.kind in ("relation", "list") for part in node.parts[1:]):
+        return node
+    return Node("list", tuple(Node("relation", (name, value), ("!=",)) for value in (first, *node.parts[1:])), "and")

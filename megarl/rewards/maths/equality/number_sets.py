@@ -1,0 +1,222 @@
+"""Sets of real numbers: intervals, unions, solutions of inequalities. Two sets are compared at sample points."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise
+
+from megarl.rewards.maths.equality.exact import NoValueError, exact
+from megarl.rewards.maths.equality.values import as_fraction, real_value
+from megarl.rewards.maths.formulas.nodes import BLANK, EMPTY_SET, INFINITY, Node, negative, symbol
+
+_NEAR = Fraction(1, 10**40)
+"""Relative difference below which two numbers count as equal. Values are computed with 50 digits."""
+_STEPS = (Fraction(1, 10**12), Fraction(1, 10**6), Fraction(1, 100))
+"""Relative distances from an interval's end at which two sets are compared."""
+_GRID = (*(Fraction(step * 7, 3) for step in range(-9, 10)), Fraction(1001, 3), Fraction(-1001, 3))
+"""Points for the comparison of any two sets."""
+INEQUALITIES = frozenset(("<", "<=", ">", ">=", "!="))
+MAX_EDGES = 40
+
+
+@dataclass(frozen=True, slots=True)
+class NumberSet:
+    """A set of real numbers, given as a function testing membership.
+
+    `edges` are the numbers where membership may change; None if not all are known.
+    """
+
+    contains: Callable[[Fraction], bool]
+    edges: tuple[Fraction, ...] | None
+    variable: str | None = None
+
+
+def same_set(one: Node, other: Node) -> bool | None:
+    """Return whether two formulas mean the same set of real numbers. None: one does not mean such a set."""
+    first = number_set(one)
+    second = number_set(other) if first is not None else None
+    if first is None or second is None:
+        return None
+    if first.variable and second.variable and first.variable != second.variable:
+        return False
+    edges = (first.edges or ()) + (second.edges or ())
+    # Without an edge, agreement at the fixed points alone proves nothing, unless no edges are known to exist.
+    if (not edges and None in (first.edges, second.edges)) or len(edges) > MAX_EDGES:
+        return None
+    return all(first.contains(point) == second.contains(point) for point in _points(edges))
+
+
+def _points(edges: tuple[Fraction, ...]) -> list[Fraction]:
+    near_edges = [edge + sign * step * (1 + abs(edge)) for edge in edges for step in _STEPS for sign in (-1, 1)]
+    ordered = sorted(edges)
+    between = [(low + high) / 2 for low, high in pairwise(ordered)]
+    return [*edges, *near_edges, *between, *_GRID]
+
+
+def number_set(node: Node) -> NumberSet | None:
+    """Return the set of real numbers meant by a formula. None: the formula does not mean a set."""
+    try:
+        return _number_set(node)
+    except NoValueError:
+        return None
+
+
+def _number_set(node: Node) -> NumberSet | None:
+    if node.kind == "tuple":
+        return _interval(node)
+    if node.kind == "set":
+        return _finite(node)
+    if node == EMPTY_SET:
+        return NumberSet(lambda point: False, ())
+    if node == symbol("mathbbR"):
+        return NumberSet(lambda point: True, ())
+    if node.kind == "setop":
+        return _combined([_number_set(part) for part in node.parts], node.value)
+    if node.kind == "relation":
+        return _solutions(node)
+    # \mathbb{R} - \{0\} is a set difference.
+    if node.kind == "sum" and len(node.parts) == 2 and node.parts[1].kind == "negative":
+        sets = [_number_set(node.parts[0]), _number_set(node.parts[1].parts[0])]
+        return _combined(sets, "setminus")
+    if node.kind == "builder":
+        return _built(node)
+    if node.kind == "list" and all(part.kind in ("relation", "list") for part in node.parts):
+        return _all_or_any(node)
+    return None
+
+
+def _interval(node: Node) -> NumberSet | None:
+    if len(node.parts) != 2:
+        return None
+    low, high = (_end(part) for part in node.parts)
+    has_low, has_high = node.value[0] == "[", node.value[1] == "]"
+    # An infinite end must be open, and an interval's ends must be in order. Otherwise it is a pair of numbers.
+    if (low is None and (has_low or node.parts[0] == INFINITY)) or (high is None and has_high):
+        return None
+    if (high is None and node.parts[1] != INFINITY) or (low is not None and high is not None and low >= high):
+        return None
+
+    def contains(point: Fraction) -> bool:
+        above = low is None or _is_below(low, point) or (has_low and _is_near(low, point))
+        below = high is None or _is_below(point, high) or (has_high and _is_near(high, point))
+        return above and below
+
+    return NumberSet(contains, tuple(end for end in (low, high) if end is not None))
+
+
+def _end(node: Node) -> Fraction | None:
+    """Return the value of an interval's end. None: the end is infinite."""
+    return None if node in (INFINITY, negative(INFINITY)) else _number(node)
+
+
+def _number(node: Node) -> Fraction:
+    found = exact(node)
+    return as_fraction(real_value(node)) if found is None else found
+
+
+def _finite(node: Node) -> NumberSet:
+    elements = tuple(_number(part) for part in node.parts)
+    return NumberSet(lambda point: any(_is_near(element, point) for element in elements), elements)
+
+
+def _combined(sets: list[NumberSet | None], sign: str) -> NumberSet | None:
+    first, second = sets
+    if first is None or second is None:
+        return None
+    edges = None if first.edges is None or second.edges is None else first.edges + second.edges
+    test: dict[str, Callable[[Fraction], bool]] = {
+        "cup": lambda point: first.contains(point) or second.contains(point),
+        "cap": lambda point: first.contains(point) and second.contains(point),
+        "setminus": lambda point: first.contains(point) and not second.contains(point),
+    }
+    variables = {each.variable for each in (first, second) if each.variable}
+    return NumberSet(test[sign], edges, variables.pop()) if len(variables) == 1 else NumberSet(test[sign], edges)
+
+
+def _solutions(node: Node) -> NumberSet | None:
+    r"""Return the numbers satisfying inequalities or an equation in one variable, like `1 < x \le 2`."""
+    names = node.symbols() - {"mathbbR"}
+    if node.value == ("in",) and node.parts[0].kind == "symbol":
+        found = _number_set(node.parts[1])
+        return found and NumberSet(found.contains, found.edges, node.parts[0].value)
+    if node.value == ("notin",) and node.parts[0].kind == "symbol":
+        found = _number_set(node.parts[1])
+        return found and NumberSet(lambda point: not found.contains(point), found.edges, node.parts[0].value)
+    if len(names) != 1 or BLANK in node.parts or not set(node.value) <= INEQUALITIES | {"="}:
+        return None
+    (name,) = names
+    variable = symbol(name)
+    pairs = list(zip(node.parts, node.value, node.parts[1:], strict=False))
+
+    def contains(point: Fraction) -> bool:
+        try:
+            values = [as_fraction(real_value(part, {name: point})) for part in node.parts]
+        except NoValueError:
+            return False
+        return all(_holds(left, sign, right) for left, sign, right in zip(values, node.value, values[1:], strict=False))
+
+    # Edges are known only if the variable stands alone between numbers.
+    is_plain = all((left == variable) != (right == variable) for left, _, right in pairs)
+    ends = [part for part in node.parts if part != variable]
+    if not is_plain or any(end.symbols() for end in ends):
+        return NumberSet(contains, None, name)
+    return NumberSet(contains, tuple(_number(end) for end in ends), name)
+
+
+def _holds(left: Fraction, sign: str, right: Fraction) -> bool:
+    is_equal = _is_near(left, right)
+    return {
+        "=": is_equal,
+        "!=": not is_equal,
+        "<": not is_equal and left < right,
+        ">": not is_equal and left > right,
+        "<=": is_equal or left < right,
+        ">=": is_equal or left > right,
+    }[sign]
+
+
+def _built(node: Node) -> NumberSet | None:
+    """Return the set written as `{x | condition}`."""
+    head, condition = node.parts
+    domain = None
+    if head.kind == "relation" and head.value == ("in",):
+        domain = _number_set(head.parts[1])
+        if domain is None:
+            return None
+        head = head.parts[0]
+    found = _number_set(condition)
+    if head.kind != "symbol" or found is None or found.variable != head.value:
+        return None
+    if domain is not None:
+        found = _combined([domain, found], "cap")
+    return found and NumberSet(found.contains, found.edges)
+
+
+def _all_or_any(node: Node) -> NumberSet | None:
+    """Return the set of numbers meant by several relations: the union for `or`, otherwise the intersection.
+
+    Relations separated by commas mean their union if the intersection is empty.
+    """
+    sets = [_number_set(part) for part in node.parts]
+    known = [each for each in sets if each is not None]
+    if len(known) < len(sets) or len({each.variable for each in known}) > 1:
+        return None
+    # Several equations are solutions to be compared as a list.
+    if all(part.kind == "relation" and set(part.value) == {"="} for part in node.parts):
+        return None
+    edges = None if any(each.edges is None for each in known) else tuple(e for each in known for e in each.edges or ())
+    is_union = node.value == "or"
+    if node.value == "," and edges is not None:
+        is_union = not any(all(each.contains(point) for each in known) for point in _points(edges))
+    combine = any if is_union else all
+    return NumberSet(lambda point: combine(each.contains(point) for each in known), edges, known[0].variable)
+
+
+def _is_near(one: Fraction, other: Fraction) -> bool:
+    return abs(one - other) <= _NEAR * max(1, abs(one))
+
+
+def _is_below(one: Fraction, other: Fraction) -> bool:
+    return one < other and not _is_near(one, other)

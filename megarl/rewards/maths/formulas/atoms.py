@@ -1,0 +1,353 @@
+"""Parser of a formula's operands: numbers, symbols, powers, functions, brackets, sets, matrices."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from megarl.rewards.maths.formulas.commands import FUNCTIONS, MODULUS_COMMANDS, SERIES, Commands, fraction
+from megarl.rewards.maths.formulas.nodes import DEGREE, EMPTY_SET, INFINITY, Node, joined, number, symbol
+from megarl.rewards.maths.formulas.tokens import NotMathematicsError
+
+GREEK = frozenset(
+    """
+    alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau upsilon phi chi psi omega
+    Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega ell hbar aleph nabla partial
+    """.split()  # noqa: SIM905
+)
+DECORATIONS = frozenset(
+    """
+    overline bar vec hat widehat tilde widetilde dot ddot underline overrightarrow overleftarrow overleftrightarrow
+    mathcal mathscr mathfrak overarc stackrel cancel boxed
+    """.split()  # noqa: SIM905
+)
+_FONTS = frozenset(("mathbf", "mathrm", "mathit", "mathsf", "boldsymbol", "bm", "text"))
+_SHAPES = {"angle": "angle", "triangle": "triangle", "odot": "circle", "square": "square"}
+# A half-open interval such as (0, 1] closes with the other bracket.
+_CLOSING = {"(": (")", "]"), "[": ("]", ")")}
+# Letters followed by brackets: the first set are functions in any case, the second only before one letter or number.
+_ALWAYS_FUNCTIONS = frozenset("fgFG")
+_PERHAPS_FUNCTIONS = frozenset("hpqsuvyPQRSTHV")
+# Two-letter words to be read as text; any other two letters are a product of variables.
+_TWO_LETTER_WORDS = frozenset(
+    "am an as at be do go ha he hi if in is it me my no of oh on or ox so to up us we id no".split()  # noqa: SIM905
+)
+_PRODUCT_LETTERS = frozenset("abcxyz")
+
+
+def is_product(word: str) -> bool:
+    """Return whether adjacent letters mean a product of variables (`xy`), not a word, a unit or a name of points such
+    as AB.
+    """
+    if word.isupper() or len(word) > 4:
+        return False
+    if not word.islower():
+        return len(word) == 2 and word[0].islower()
+    if len(word) == 2:
+        return word not in _TWO_LETTER_WORDS
+    # Letters without a vowel are hardly a word. abc and xyz are variables even with one.
+    return not set(word) & set("aeiou") or set(word) <= _PRODUCT_LETTERS
+
+
+class Atoms(Commands):
+    """Part of the formula parser: factors, the operands of products."""
+
+    def starts_factor(self) -> bool:
+        """Return whether the next token can begin another factor of a product without a sign (`2x`)."""
+        token = self.token
+        if token.kind in ("number", "numeral", "letter"):
+            return True
+        if token.kind == "word":
+            return token.text.isupper()
+        if token.kind == "sign":
+            # (mod 7) ends a congruence.
+            if token.text == "(" and self.following().text in MODULUS_COMMANDS:
+                return False
+            # Within bars, the next | closes them. Outside it begins an absolute value.
+            return token.text in ("(", "[", "{") or (token.text == "|" and self.bars == 0)
+        return token.kind == "command" and self._is_atom(token.text)
+
+    def _is_atom(self, name: str) -> bool:
+        return (
+            name in GREEK or name in DECORATIONS or name in FUNCTIONS or name in _FONTS or name in _SHAPES
+            or name.startswith("mathbb")
+            or name in ("pi", "infty", "frac", "sqrt", "binom", "begin", "lfloor", "lceil", "emptyset", "ldots")
+            or name in ("imath", "langle", "neg") or name in SERIES
+        )  # fmt: skip
+
+    def power(self) -> Node:
+        """Parse a factor, including its index, powers, factorials and percent sign."""
+        self.descend()
+        node = self.atom()
+        while True:
+            text = self.token.text
+            if self.token.kind != "sign":
+                break
+            if text == "^":
+                self.advance()
+                node = self._raised(node)
+            elif text == "_":
+                self.advance()
+                node = self._indexed(node)
+            elif text == "!":
+                self.advance()
+                is_double = self.token.text == "!"
+                if is_double:
+                    self.advance()
+                node = Node("call", (node,), "double_factorial" if is_double else "factorial")
+            # Outside brackets % is a unit at the end of the text, read by the parser.
+            elif text in ("%", "\\%") and self.brackets:
+                self.advance()
+                node = Node("quotient", (node, number(100)))
+            elif text == "'" or text == '"':
+                self.advance()
+                node = self._primed(node, len(text))
+            else:
+                break
+        self.ascend()
+        return node
+
+    def _raised(self, base: Node) -> Node:
+        exponent = self.script()
+        if exponent.kind == "constant" and exponent.value == "degree":
+            # 90^\circ is not a power but 90 degrees.
+            return joined("product", [base, DEGREE])
+        if exponent.kind == "symbol" and exponent.value.startswith("prime"):
+            return self._primed(base, exponent.value.count("'"))
+        # f^{-1}(x) is the inverse function, not a reciprocal.
+        is_inverse = base.kind == "symbol" and base.value in _ALWAYS_FUNCTIONS and exponent == number(-1)
+        if is_inverse and self.token.text == "(":
+            return self._applied(symbol(base.value + "^-1'"))
+        is_matrix = base.kind in ("matrix", "transpose") or (base.kind == "symbol" and base.value[:1].isupper())
+        # A^T is a transpose, if A can be a matrix.
+        if is_matrix and exponent in (symbol("T"), symbol("top")):
+            return Node("transpose", (base,))
+        return Node("power", (base, exponent))
+
+    def _primed(self, base: Node, count: int) -> Node:
+        if base.kind not in ("symbol", "apply", "index"):
+            raise NotMathematicsError("a prime follows something other than a symbol")
+        return self._applied(Node(base.kind, base.parts, base.value + "'" * count))
+
+    def _indexed(self, base: Node) -> Node:
+        # x^2_1 is (x_1)^2: LaTeX allows both orders.
+        if base.kind == "power" and base.parts[0].kind == "symbol":
+            return Node("power", (self._indexed(base.parts[0]), base.parts[1]))
+        if base.kind != "symbol" and not (base.kind == "constant" and base.value in ("e", "i")):
+            raise NotMathematicsError("an index follows something other than a symbol")
+        index = self.script()
+        return self._applied(Node("index", (index,), base.value))
+
+    def script(self) -> Node:
+        """Parse the operand after ^ or _: a group in braces, or one token. Digits without braces count as one
+        number.
+        """
+        token = self.token
+        if token.text == "{" and token.kind == "sign":
+            following = self.following()
+            if following.text == "circ" or (following.text == "^" and self._tokens[self._place + 2].text == "circ"):
+                self._skip_to_brace()
+                return DEGREE
+            if following.text == "'":
+                return symbol("prime" + "'" * self._skip_to_brace())
+            if following.text == "top":
+                self._skip_to_brace()
+                return symbol("top")
+            if following.kind == "text":
+                self._skip_to_brace()
+                return symbol(following.text)
+            return self.group()
+        if token.text == "circ":
+            self.advance()
+            return DEGREE
+        if token.text in ("top", "intercal"):
+            self.advance()
+            return symbol("top")
+        if token.text == "'":
+            self.advance()
+            return symbol("prime'")
+        # x^+ has a sign as index, but x^-1 is a negative exponent.
+        if token.text in ("+", "-"):
+            self.advance()
+            if self.token.kind == "number":
+                node = self.atom()
+                return number(-node.value) if token.text == "-" else node
+            return symbol(token.text)
+        if token.text in ("*", "\\*"):
+            self.advance()
+            return symbol("star")
+        if token.kind == "text":
+            self.advance()
+            return symbol(token.text)
+        node = self.atom()
+        # 2^3^2 is 2^(3^2): powers associate to the right.
+        if self.token.text == "^" and self.token.kind == "sign":
+            self.advance()
+            self.descend()
+            node = self._raised(node)
+            self.ascend()
+        return node
+
+    def _skip_to_brace(self) -> int:
+        """Skip a group in braces containing no other group. Returns the number of skipped tokens."""
+        self.advance()
+        skipped = 0
+        while self.token.text != "}":
+            if self.token.kind == "end" or self.token.text == "{":
+                raise NotMathematicsError("a group after ^ or _ contains another group, or has no closing brace")
+            skipped += 1
+            self.advance()
+        self.advance()
+        return skipped
+
+    def atom(self) -> Node:
+        token = self.token
+        if token.kind == "number":
+            self.advance()
+            return number(token.number if token.number is not None else Fraction(0))
+        if token.kind == "numeral":
+            self.advance()
+            return Node("numeral", (number(token.number or 0),), token.text.partition("_")[0].lstrip("0") or "0")
+        if token.kind == "letter":
+            self.advance()
+            # e and i are constants in answers, hardly ever variables.
+            if token.text in ("e", "i"):
+                return Node("constant", (), token.text)
+            return self._applied(symbol(token.text))
+        if token.kind == "word" and token.text.isupper():
+            self.advance()
+            return symbol(token.text)
+        if token.kind == "text":
+            return self._words()
+        if token.kind == "sign":
+            return self._bracketed()
+        if token.kind == "command":
+            return self._command()
+        raise NotMathematicsError(f"{token.text!r} is not an operand")
+
+    def _words(self) -> Node:
+        text = self.token.text
+        if not all(character.isalpha() or character in " -'" for character in text):
+            raise NotMathematicsError(
+                f"the text {text!r} has characters other than letters, spaces, hyphens and apostrophes"
+            )
+        self.advance()
+        return symbol(text) if len(text) == 1 or text.isupper() else Node("words", (), text.lower())
+
+    def _applied(self, function: Node) -> Node:
+        """Return the call f(x) if the brackets after a symbol hold arguments; otherwise the symbol itself."""
+        if self.token.text != "(" or self.token.kind != "sign":
+            return function
+        name = function.value.rstrip("'")
+        is_function = name in _ALWAYS_FUNCTIONS or name != function.value
+        if function.kind == "index" or not is_function:
+            following, behind = self.following(), self._tokens[min(self._place + 2, len(self._tokens) - 1)]
+            # h(x) is a function, but h(a + b) is rather a product.
+            is_simple = following.kind in ("letter", "number") and behind.text == ")"
+            is_function = (name in _PERHAPS_FUNCTIONS or (function.kind == "index" and name in "fghFG")) and is_simple
+        if not is_function or function.kind == "apply":
+            return function
+        self.advance()
+        arguments = self.until(")")
+        parts = arguments.parts if arguments.kind == "list" else (arguments,)
+        return Node("apply", (*parts, *function.parts), function.value)
+
+    def _bracketed(self) -> Node:
+        opening = self.token.text
+        if opening in ("(", "["):
+            return self._pair_or_group(opening)
+        if opening == "{":
+            return self.group()
+        if opening == "\\{":
+            return self._set()
+        if opening != "|":
+            raise NotMathematicsError(f"{opening!r} does not begin an operand")
+        self.advance()
+        # Between bars, | closes them; `bars` counts the open pairs.
+        self.bars += 1
+        self.brackets += 1
+        node = self.sum()
+        self.brackets -= 1
+        self.bars -= 1
+        self.expect("|")
+        return Node("call", (node,), "abs")
+
+    def _pair_or_group(self, opening: str) -> Node:
+        self.advance()
+        node = self.until(*_CLOSING[opening])
+        closing = self._tokens[self._place - 1].text
+        if node.kind == "list" and node.value == ",":
+            return Node("tuple", node.parts, opening + closing)
+        if node.kind == "list" and opening + closing == "()":
+            return node
+        # Only intervals and tuples may mix brackets.
+        if closing != _CLOSING[opening][0] or node.kind == "list":
+            raise NotMathematicsError("the opening and the closing bracket do not match")
+        return node
+
+    def group(self) -> Node:
+        self.expect("{")
+        self.brackets += 1
+        # A group in braces starts anew: bars outside it cannot close inside.
+        bars, self.bars = self.bars, 0
+        node = self.items()
+        self.bars = bars
+        self.brackets -= 1
+        self.expect("}")
+        return node
+
+    def _set(self) -> Node:
+        self.advance()
+        if self.token.text == "\\}":
+            self.advance()
+            return EMPTY_SET
+        self.brackets += 1
+        # In a set, | and : separate the condition, so they must not begin an absolute value.
+        bars, self.bars = self.bars, self.bars + 1
+        node = self.items()
+        if self.token.text in ("|", "mid", ":"):
+            self.advance()
+            node = Node("builder", (node, self.items()))
+        self.bars = bars
+        self.brackets -= 1
+        self.expect("\\}")
+        if node.kind == "builder":
+            return node
+        # Items joined by "or" are one element's alternatives, not elements.
+        return Node("set", node.parts if node.kind == "list" and node.value != "or" else (node,))
+
+    def _command(self) -> Node:
+        name = self.token.text
+        self.advance()
+        if name in FUNCTIONS:
+            return self.function(name)
+        if name in GREEK:
+            return self._applied(symbol(name))
+        if name in DECORATIONS:
+            return symbol(f"{name} {self.spelled_argument()}")
+        if name in _SHAPES:
+            return symbol(f"{_SHAPES[name]} {self.spelled_argument()}")
+        if name in _FONTS:
+            return self.argument()
+        if name.startswith("mathbb"):
+            return symbol(name)
+        simple = {"pi": Node("constant", (), "pi"), "infty": INFINITY, "emptyset": EMPTY_SET, "ldots": symbol("ldots"),
+                  "imath": Node("constant", (), "i")}  # fmt: skip
+        if name in simple:
+            return simple[name]
+        if name in ("frac", "binom"):
+            over, under = self.argument(), self.argument()
+            return fraction(over, under) if name == "frac" else Node("call", (over, under), "binomial")
+        if name in SERIES:
+            return self.series(name)
+        if name == "neg":
+            return Node("apply", (self.power(),), "not")
+        if name == "sqrt":
+            return self.root()
+        if name in ("lfloor", "lceil"):
+            node = self.until({"lfloor": "rfloor", "lceil": "rceil"}[name])
+            return Node("call", (node,), {"lfloor": "floor", "lceil": "ceiling"}[name])
+        if name == "langle":
+            return Node("tuple", self.until("rangle").parts, "()")
+        if name == "begin":
+            return self.matrix()
+        raise NotMathematicsError(f"the command {name} is not supported")

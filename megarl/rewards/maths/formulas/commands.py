@@ -1,0 +1,206 @@
+"""Parser of LaTeX commands with arguments: fractions, roots, functions, matrices."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from megarl.rewards.maths.formulas.cursor import Cursor
+from megarl.rewards.maths.formulas.nodes import Node, joined, number, replaced, symbol
+from megarl.rewards.maths.formulas.tokens import FUNCTION_WORDS, NotMathematicsError, Token
+
+FUNCTIONS = FUNCTION_WORDS - {"sqrt", "mod"}
+MODULUS_COMMANDS = frozenset(("mod", "pmod", "bmod"))
+SERIES = {"sum": "sum", "prod": "product"}
+_SEVERAL_ARGUMENTS = ("max", "min", "gcd", "lcm")
+_DIFFERENTIALS = (symbol("d"), symbol("partial"), symbol("Delta"))
+_MATRICES = ("pmatrix", "matrix", "vmatrix", "Vmatrix", "array", "cases", "Bmatrix")
+
+
+class Commands(Cursor):
+    """Part of the formula parser: arguments of LaTeX commands."""
+
+    def until(self, *closing: str) -> Node:
+        """Parse the items up to one of the closing signs `closing`."""
+        self.brackets += 1
+        # Bars outside the brackets cannot close inside them.
+        bars, self.bars = self.bars, 0
+        node = self.items()
+        self.bars = bars
+        self.brackets -= 1
+        if self.token.kind == "end" or self.token.text not in closing:
+            raise NotMathematicsError(f"expected one of {closing} before {self.token.text!r}")
+        self.advance()
+        return node
+
+    def argument(self) -> Node:
+        r"""Parse the next argument of a LaTeX command: a group in braces, or a single token.
+
+        A single digit is a token here: `\frac12` has the arguments 1 and 2.
+        """
+        token = self.token
+        if token.text == "{" and token.kind == "sign":
+            return self.group()
+        if token.kind == "number" and token.text.isdigit() and len(token.text) > 1:
+            # Take the first digit only, and leave the rest of the number as the next token.
+            left = token.text[1:]
+            self._tokens[self._place] = Token("number", left, token.start + 1, False, Fraction(int(left)))
+            return number(int(token.text[0]))
+        if token.kind == "sign" and token.text != "|":
+            raise NotMathematicsError("a LaTeX command has no argument")
+        self.descend()
+        node = self.atom()
+        self.ascend()
+        return node
+
+    def root(self) -> Node:
+        degree = number(2)
+        if self.token.text == "[":
+            self.advance()
+            degree = self.until("]")
+        if self.token.text == "(":
+            self.advance()
+            return Node("call", (self.until(")"), degree), "root")
+        return Node("call", (self.argument(), degree), "root")
+
+    def spelled_argument(self) -> str:
+        """Return a command's next argument as plain text, to be used as a name."""
+        if self.token.text != "{":
+            token = self.token
+            if token.kind not in ("letter", "word", "number"):
+                raise NotMathematicsError("a command needs a name as its argument, but none follows")
+            self.advance()
+            spelled = token.text
+            # The tokenizer split a word into letters. `origin` marks its first one, so join them again.
+            while token.origin and self.token.kind == "letter" and not self.token.spaced and not self.token.origin:
+                spelled += self.token.text
+                self.advance()
+            return spelled
+        self.advance()
+        depth, spelled = 1, ""
+        while depth:
+            if self.token.kind == "end":
+                raise NotMathematicsError("the argument of a command has no closing brace")
+            depth += (self.token.text == "{") - (self.token.text == "}")
+            spelled += self.token.text if depth else ""
+            self.advance()
+        return spelled
+
+    def function(self, name: str) -> Node:
+        # In "min = 3" the word is the name of a value.
+        if self.token.text == "=":
+            return Node("words", (), name)
+        base = exponent = None
+        while self.token.text in ("_", "^") and self.token.kind == "sign":
+            is_base = self.token.text == "_"
+            self.advance()
+            script = self.argument() if is_base else self.script()
+            base, exponent = (script, exponent) if is_base else (base, script)
+        node = self._call(name, self._function_argument(), base)
+        if exponent is None:
+            return node
+        # sin^{-1} is the arcsine, not 1/sin. Other exponents are powers: sin^2 x.
+        if exponent == number(-1) and name in ("sin", "cos", "tan", "cot", "sec", "csc"):
+            return Node("call", node.parts, "arc" + name)
+        return Node("power", (node, exponent))
+
+    def _call(self, name: str, argument: Node, base: Node | None) -> Node:
+        parts = argument.parts if argument.kind in ("list", "tuple", "set") else (argument,)
+        if name == "exp":
+            return Node("power", (Node("constant", (), "e"), argument))
+        if name in ("log", "ln", "lg"):
+            if base is None:
+                # log without a base is unclear (10 or e), so it stays symbolic and equals only another log.
+                base = {"ln": Node("constant", (), "e"), "lg": number(10), "log": symbol("log")}[name]
+            return Node("call", (argument, base), "log")
+        if base is not None:
+            raise NotMathematicsError(f"the function {name} has an index; only a logarithm may have one, its base")
+        if name in _SEVERAL_ARGUMENTS:
+            return Node("call", tuple(parts), name)
+        # A determinant has no numeric value here, so it is compared by its argument.
+        if name == "det":
+            return Node("apply", tuple(parts), name)
+        return Node("call", (argument,), name)
+
+    def _function_argument(self) -> Node:
+        """Parse a function's argument: brackets, or the factors up to the next sign, function or bracket.
+
+        `sin 2x cos x` is therefore a product of two functions.
+        """
+        if self.token.text == "(" and self.token.kind == "sign":
+            self.advance()
+            return self.until(")")
+        # sin -x is not clear enough.
+        if self.token.text in ("-", "+"):
+            raise NotMathematicsError("a function is followed by + or -, so its argument is not clear")
+        parts = [self.power()]
+        while self.starts_factor() and self.token.text not in ("(", "[") and self.token.text not in FUNCTIONS:
+            if self.token.kind == "number":
+                raise NotMathematicsError("two numbers follow each other without an operator")
+            parts.append(self.power())
+        return joined("product", parts)
+
+    def series(self, name: str) -> Node:
+        r"""Parse a sum or a product over an index: `\sum_{k=1}^{10} k`."""
+        scripts: dict[str, Node] = {}
+        while self.token.text in ("_", "^") and self.token.kind == "sign":
+            sign = self.token.text
+            self.advance()
+            scripts[sign] = self.script()
+        start, high = scripts.get("_"), scripts.get("^")
+        if start is None or high is None or start.kind != "relation" or start.value != ("=",):
+            raise NotMathematicsError(f"the {name} has no index with a first and a last value")
+        index, low = start.parts
+        # An index called i or e is not the constant.
+        if index.kind != "symbol" and index not in (Node("constant", (), "i"), Node("constant", (), "e")):
+            raise NotMathematicsError(f"the index of a {name} is not a letter")
+        body = self.term()
+        # Indices are numbered, so that their letters do not matter.
+        depth = sum(node.kind == "series" for node in body.walk())
+        bound = symbol(f"index {depth}")
+        return Node("series", (replaced(body, index, bound), low, high), (SERIES[name], bound.value))
+
+    def matrix(self) -> Node:
+        name = self.spelled_argument()
+        if name not in _MATRICES:
+            raise NotMathematicsError(f"the LaTeX environment {name} is not supported")
+        # The columns of an array, {cc}, do not matter.
+        if name == "array":
+            self.spelled_argument()
+            name = "matrix"
+        self.brackets += 1
+        rows: list[Node] = []
+        cells: list[Node] = []
+        while True:
+            cells.append(self.items())
+            if self.token.text == "&":
+                self.advance()
+                continue
+            rows.append(Node("row", tuple(cells)))
+            cells = []
+            if self.token.text == "\\\\":
+                self.advance()
+            if self.token.text == "end":
+                break
+            if not rows or self._tokens[self._place - 1].text != "\\\\":
+                raise NotMathematicsError(r"a matrix has \begin without \end")
+        self.brackets -= 1
+        self.advance()
+        self.spelled_argument()
+        # Cases of one column are a list.
+        if name == "cases" and all(len(row.parts) == 1 for row in rows):
+            return Node("list", tuple(row.parts[0] for row in rows), ",")
+        kind = {"pmatrix": "matrix", "Bmatrix": "matrix"}.get(name, name)
+        return Node("matrix", tuple(rows), kind)
+
+
+def fraction(over: Node, under: Node) -> Node:
+    """Return the node of a fraction, or of a derivative like `dy/dx`, whose d cannot be cancelled."""
+    sign = _leading_factor(under)
+    is_derivative = sign in _DIFFERENTIALS and under.kind == "product" and _leading_factor(over) == sign
+    return Node("apply", (over, under), "derivative") if is_derivative else Node("quotient", (over, under))
+
+
+def _leading_factor(node: Node) -> Node:
+    """Return the first factor of a product, without its exponent."""
+    first = node.parts[0] if node.kind == "product" else node
+    return first.parts[0] if first.kind == "power" else first

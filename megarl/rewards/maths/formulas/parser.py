@@ -1,0 +1,360 @@
+"""Parser of mathematical answers in LaTeX or plain text. It rejects anything unknown."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from megarl.rewards.maths.formulas.atoms import is_product
+from megarl.rewards.maths.formulas.commands import MODULUS_COMMANDS
+from megarl.rewards.maths.formulas.digit_groups import DigitGroups
+from megarl.rewards.maths.formulas.nodes import BLANK, Node, joined, negative, number, symbol
+from megarl.rewards.maths.formulas.tokens import NotMathematicsError, Token, tokenized
+
+ReadUnit = Callable[[str, bool], tuple[bool, Any]]
+"""Function returning whether a text is a unit, and the unit. Its second argument: whether a space precedes the text."""
+
+_RELATIONS = {
+    "=": "=", "<": "<", ">": ">", "le": "<=", "ge": ">=", "ne": "!=", "in": "in", "notin": "notin", "approx": "approx",
+    "simeq": "approx", "sim": "sim", "to": "to", "equiv": "equiv", "cong": "cong", "subset": "subset", "not": "not",
+    "subseteq": "subseteq", "propto": "propto", "perp": "perp", "parallel": "parallel", "Rightarrow": "=>",
+    "mapsto": "mapsto",
+}  # fmt: skip
+_ARROWS = ("vec ", "overrightarrow ")
+_UNIT_FRACTION = re.compile(r"\\frac\s*\{\s*\\(?:text|mathrm)")
+_SET_SIGNS = {"cup": "cup", "cap": "cap", "setminus": "setminus", "backslash": "setminus"}
+_CONNECTIVES = {",": ",", ";": ",", "and": "and", "or": "or"}
+
+
+def parsed(text: str, read_unit: ReadUnit | None = None, *, groups: bool = True) -> Node | None:
+    """Parse a normalised text into a syntax tree. None: the text is not a formula.
+
+    `read_unit` parses a unit at the end of the text. `groups`: `1,234` outside brackets is one number.
+    """
+    try:
+        return _Parser(text, read_unit, groups=groups).whole()
+    except (NotMathematicsError, RecursionError, ZeroDivisionError):
+        return None
+
+
+class _Parser(DigitGroups):
+    """Parser of statements, relations, sums and products. Its base class parses operands."""
+
+    def __init__(self, text: str, read_unit: ReadUnit | None, *, groups: bool) -> None:
+        super().__init__(text, _with_single_letters(tokenized(text, groups=groups)))
+        self._read_unit = read_unit
+        self.is_congruence = False
+        self._vectors = {token.text for token in self._tokens if token.is_bold}
+
+    def whole(self) -> Node:
+        """Parse the whole text: one formula or a list of several, optionally with a unit at the end."""
+        node = self.items()
+        if _has_words(node):
+            raise NotMathematicsError("the text contains words outside a formula")
+        unit = self._unit_here()
+        if unit is not None:
+            return Node("quantity", (node,), unit[0]) if unit[0] is not None else node
+        if self.token.kind != "end":
+            raise NotMathematicsError(f"the formula is complete before {self.token.text!r}, but more text follows")
+        return node
+
+    def items(self) -> Node:
+        found = [self.relation()]
+        signs: list[str] = []
+        while (sign := self._connective()) is not None:
+            signs.append(sign)
+            found.append(self.relation())
+        return self._over_or_choose(_connected(found, signs))
+
+    def _over_or_choose(self, node: Node) -> Node:
+        if self.token.kind != "command" or self.token.text not in ("over", "choose"):
+            return node
+        command = self.token.text
+        self.advance()
+        under = self.items()
+        return Node("quotient", (node, under)) if command == "over" else Node("call", (node, under), "binomial")
+
+    def _connective(self) -> str | None:
+        if self.token.text in ("&", "\\&") and not self.brackets:
+            self.advance()
+            return "and"
+        found = _CONNECTIVES.get(self.token.text) if self.token.kind in ("sign", "word", "text") else None
+        # ", and" is one connective.
+        while self.token.kind in ("sign", "word", "text") and self.token.text in _CONNECTIVES:
+            found = found if self.token.text in ",;" else _CONNECTIVES[self.token.text]
+            self.advance()
+        return found
+
+    def relation(self) -> Node:
+        if (label := self._label()) is not None:
+            return Node("relation", (label, self.relation()), ("=",))
+        if (sign := self._relation_sign()) is not None:
+            self.is_congruence = sign == "equiv"
+            node = self._side()
+            self.is_congruence = False
+            if (modulus := self._modulus()) is not None:
+                return _congruence([node], [], modulus)
+            # "= 5" is an answer with the left side omitted.
+            return node if sign == "=" else Node("relation", (BLANK, node), (sign,))
+        if (groups := self.digit_groups()) is not None:
+            return groups
+        parts = [self._side()]
+        signs: list[str] = []
+        while (sign := self._relation_sign()) is not None:
+            signs.append(sign)
+            self.is_congruence = sign == "equiv"
+            parts.append(self._side())
+        self.is_congruence = False
+        if (modulus := self._modulus()) is not None:
+            return _congruence(parts, signs, modulus)
+        return Node("relation", tuple(parts), tuple(signs)) if signs else parts[0]
+
+    def _label(self) -> Node | None:
+        """Parse words before a colon, as in `Area: 12`. None: there are none."""
+        text = self.token.text
+        if self.token.kind != "text" or len(text.rstrip(":")) < 3:
+            return None
+        if not text.endswith(":"):
+            if self.following().text != ":":
+                return None
+            self.advance()
+        self.advance()
+        return Node("words", (), text.rstrip(": ").lower())
+
+    def _side(self) -> Node:
+        """Parse one side of a relation: an expression, a ratio or a time."""
+        if self.token.kind == "number" and self.following().text == ":" and (clock := self.digit_groups()) is not None:
+            return clock
+        return self._ratio(self.set_expression())
+
+    def _modulus(self) -> Node | None:
+        r"""Parse the modulus after a congruence: `\pmod 7`, `(mod 7)`, `mod 7`. None: there is none."""
+        is_bracketed = self.token.text == "(" and self.following().text in MODULUS_COMMANDS
+        if is_bracketed:
+            self.advance()
+        if self.token.kind != "command" or self.token.text not in MODULUS_COMMANDS:
+            return None
+        self.advance()
+        modulus = self.term()
+        if is_bracketed:
+            self.expect(")")
+        return modulus
+
+    def _relation_sign(self) -> str | None:
+        if self.token.kind not in ("sign", "command") or self.token.text not in _RELATIONS:
+            return None
+        sign = _RELATIONS[self.token.text]
+        self.advance()
+        return sign
+
+    def _ratio(self, first: Node) -> Node:
+        parts = [first]
+        # Within a set's braces, a colon begins the condition.
+        while self.token.text == ":" and self.bars == 0:
+            self.advance()
+            parts.append(self.set_expression())
+        if len(parts) == 1 and self.token.kind in ("word", "text") and self.token.text == "to":
+            self.advance()
+            return Node("ratio", (first, self.set_expression()), "to")
+        return Node("ratio", tuple(parts)) if len(parts) > 1 else first
+
+    def set_expression(self) -> Node:
+        node = self.sum()
+        while self.token.kind == "command" and self.token.text in _SET_SIGNS:
+            sign = _SET_SIGNS[self.token.text]
+            self.advance()
+            node = Node("setop", (node, self.sum()), sign)
+        return node
+
+    def sum(self) -> Node:
+        self.descend()
+        terms = [self._signed_term(is_first=True)]
+        while self._is_sign():
+            terms.append(self._signed_term(is_first=False))
+        self.ascend()
+        return joined("sum", terms)
+
+    def _is_sign(self) -> bool:
+        return self.token.text in ("+", "-") or (self.token.kind == "command" and self.token.text in ("pm", "mp"))
+
+    def _signed_term(self, *, is_first: bool) -> Node:
+        if not self._is_sign():
+            return self.term()
+        sign = self.token.text
+        self.advance()
+        # +-5 and --5 have a sign of their own after the operator.
+        if not is_first and self.token.text in ("+", "-"):
+            return self._with_sign(sign, self._signed_term(is_first=True))
+        return self._with_sign(sign, self.term())
+
+    def _with_sign(self, sign: str, node: Node) -> Node:
+        if sign == "+":
+            return node
+        return negative(node) if sign == "-" else Node("sign", (node,), 1 if sign == "pm" else -1)
+
+    def term(self) -> Node:
+        node = self._factor_or_mixed()
+        if node.kind == "words":
+            return node
+        while True:
+            if self.token.text in ("*", "cdot", "times") and self.token.kind in ("sign", "command"):
+                is_cross = self.token.text == "times"
+                self.advance()
+                factor = self._signed_factor()
+                node = self._times(node, factor) if is_cross else joined("product", [node, factor])
+            elif self.token.text == "bmod" and self.token.kind == "command" and not self.is_congruence:
+                self.advance()
+                node = Node("call", (node, self._signed_factor()), "mod")
+            elif self.token.text in ("/", "div"):
+                self.advance()
+                node = Node("quotient", (node, self._signed_factor()))
+            # A letter after a number may begin its unit instead of another factor.
+            elif self.starts_factor() and not self._has_unit_here():
+                # Two numbers in a row are a typo or a list, except when the second begins a power: 2 3^2.
+                if self.token.kind in ("number", "numeral") and not (
+                    self.token.spaced and self.following().text == "^"
+                ):
+                    raise NotMathematicsError("two numbers follow each other without an operator")
+                node = joined("product", [node, self.power()])
+            else:
+                return node
+
+    def _times(self, node: Node, factor: Node) -> Node:
+        r"""Return the product of two operands of \times: for vectors the cross product, for sets the set of pairs."""
+        before, last = (node.parts[:-1], node.parts[-1]) if node.kind == "product" else ((), node)
+        if _is_named_set(last) and _is_named_set(factor):
+            return Node("setop", (node, factor), "times")
+        is_cross = self.is_vector(last) and (self.is_vector(factor) or last == symbol("nabla"))
+        return joined(
+            "product", [*before, Node("cross", (last, factor)) if is_cross else joined("product", [last, factor])]
+        )
+
+    def is_vector(self, node: Node) -> bool:
+        """Return whether a formula is a vector: a bold letter, one with an arrow, or a sum or multiple of vectors."""
+        if node.kind == "symbol":
+            return node.value in self._vectors or node.value == "nabla" or node.value.startswith(_ARROWS)
+        return node.kind in ("sum", "product", "negative", "cross") and any(map(self.is_vector, node.parts))
+
+    def _signed_factor(self) -> Node:
+        if self.token.text in ("+", "-"):
+            sign = self.token.text
+            self.advance()
+            return self._with_sign(sign, self.power())
+        return self.power()
+
+    def _factor_or_mixed(self) -> Node:
+        r"""Parse a factor of a product, or a mixed number like `3 1/2` or `3\frac12`."""
+        first, second = self.token, self.following()
+        is_whole = first.kind == "number" and first.text.isdigit()
+        if is_whole and second.kind == "command" and second.text == "frac" and not self._is_unit_at(second):
+            self.advance()
+            part = self.power()
+            if part.kind == "quotient" and all(each.kind == "number" for each in part.parts):
+                return self._mixed(first, part)
+            return joined("product", [number(first.number or 0), part])
+        if is_whole and second.kind == "number" and second.spaced and second.text.isdigit():
+            self.advance()
+            self.advance()
+            slash = self.token.text
+            self.advance()
+            if slash != "/" or self.token.kind != "number" or not self.token.text.isdigit():
+                raise NotMathematicsError("two numbers follow each other without an operator")
+            part = Node("quotient", (number(second.number or 0), number(self.token.number or 0)))
+            self.advance()
+            return self._mixed(first, part)
+        return self.power()
+
+    def _mixed(self, whole: Token, part: Node) -> Node:
+        over, under = (each.value for each in part.parts)
+        # 3 5/2 is not a mixed number, and reading it as a product would guess.
+        if not 0 <= over < under:
+            raise NotMathematicsError("the fraction of a mixed number is not between 0 and 1")
+        return number((whole.number or 0) + over / under)
+
+    def _is_unit_at(self, token: Token) -> bool:
+        return _UNIT_FRACTION.match(self.source, token.start) is not None
+
+    def _has_unit_here(self) -> bool:
+        return self._unit_here() is not None
+
+    def _unit_here(self) -> tuple[Any] | None:
+        """Return the unit that the remaining text consists of, in a tuple of one. None: the text is not a unit."""
+        token = self.token
+        if self._read_unit is None or self.brackets or token.kind == "end":
+            return None
+        # A LaTeX space or command separates like a space.
+        is_spaced = token.spaced or self.source[token.start] == "\\"
+        is_candidate = (
+            token.kind == "text"
+            # A single letter directly after a number is a variable, as in 5m.
+            or (token.kind in ("letter", "word") and (is_spaced or len(token.origin or token.text) > 1))
+            or token.text in ("%", "\\%", "\\$")
+            or (token.text == "frac" and self._is_unit_at(token))
+        )
+        if not is_candidate:
+            return None
+        is_unit, unit = self._read_unit(self.source[token.start :], token.kind == "text" or is_spaced)
+        return (unit,) if is_unit else None
+
+
+def _is_named_set(node: Node) -> bool:
+    return node.kind == "symbol" and node.value.startswith("mathbb")
+
+
+def _connected(items: list[Node], signs: list[str]) -> Node:
+    """Return the items as a list. `and` binds closer than `or`; a comma means the same as the other signs."""
+    if not signs:
+        return items[0]
+    if not {"and", "or"} <= set(signs):
+        connective = "or" if "or" in signs else "and" if "and" in signs else ","
+        return Node("list", tuple(_with_shared_modulus(items)), connective)
+    alternatives = [[items[0]]]
+    for sign, item in zip(signs, items[1:], strict=True):
+        if sign == "or":
+            alternatives.append([])
+        alternatives[-1].append(item)
+    parts = [each[0] if len(each) == 1 else Node("list", tuple(each), "and") for each in alternatives]
+    return Node("list", tuple(parts), "or")
+
+
+def _with_shared_modulus(items: list[Node]) -> list[Node]:
+    r"""Return congruences instead of the values before one, as in `x \equiv 1, 4 \pmod 5`."""
+    last = items[-1]
+    if last.kind != "congruence" or any(item.kind == "congruence" for item in items[:-1]):
+        return items
+    first = items[0]
+    is_named = first.kind == "relation" and first.value == ("equiv",)
+    name = first.parts[0] if is_named else last.parts[0]
+    values = [first.parts[1] if is_named else first, *items[1:-1], last.parts[1]]
+    return [Node("congruence", (name, value, last.parts[2])) for value in values]
+
+
+def _congruence(parts: list[Node], signs: list[str], modulus: Node) -> Node:
+    """Return the node of a residue class, with its name or a blank, its representative and its modulus."""
+    if len(parts) > 2 or signs not in ([], ["equiv"], ["="]):
+        raise NotMathematicsError("a modulus follows something other than a congruence")
+    return Node("congruence", (parts[0] if signs else BLANK, parts[-1], modulus))
+
+
+def _has_words(node: Node) -> bool:
+    """Return whether a formula contains words, apart from a name before an equals sign."""
+    if node.kind == "relation" and node.parts[0].kind == "words":
+        return any(_has_words(part) for part in node.parts[1:])
+    return node.kind == "words" or any(_has_words(part) for part in node.parts)
+
+
+def _with_single_letters(tokens: list[Token]) -> list[Token]:
+    """Return the tokens, with products of variables like `xy` split into single letters."""
+    found: list[Token] = []
+    for token, following in zip(tokens, [*tokens[1:], tokens[-1]], strict=True):
+        # In ax + by the letters are variables, but in "m by n" they are a word.
+        is_word = token.text in ("ax", "by") and following.kind in ("letter", "word", "number")
+        if token.kind == "word" and not is_word and is_product(token.text):
+            for place, letter in enumerate(token.text):
+                # The first letter remembers the word, in case it turns out to be a unit.
+                origin = "" if place else token.text
+                found.append(Token("letter", letter, token.start + place, token.spaced and not place, origin=origin))
+        else:
+            found.append(token)
+    return found

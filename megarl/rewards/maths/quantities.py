@@ -1,0 +1,279 @@
+r"""Exact parser of plain numbers with units.
+
+Examples: `1,234`, `3 1/2`, `1.5e3`, `0.\overline{3}`, `33\frac{1}{3}\%`, `5\text{ cm}^2`, `60 miles per hour`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from fractions import Fraction
+
+from megarl.rewards.maths.spelling import plain_text
+from megarl.rewards.maths.units import FRACTION_WORDS, MULTIPLES, Unit, read_unit, unit_named
+
+MAX_DIGITS = 1000
+"""Maximum digits of a number, and maximum exponent of its power of ten."""
+
+_SEPARATOR = r"(?:,\\!|,|\{,\}|\\!|\\,|\\ | |~)"
+_DIGITS = rf"(?:[1-9][0-9]{{0,2}}(?:{_SEPARATOR}[0-9]{{3}})+(?!{_SEPARATOR}?[0-9])|[0-9]+)"
+_DECIMAL = rf"(?:{_DIGITS}(?:\.[0-9]*)?|\.[0-9]+)"
+_REPEATING = (
+    r"(?:[0-9]*\.[0-9]*\\(?:overline|bar|dot)\s*(?:\{\s*[0-9]+\s*\}|[0-9](?![0-9]))"
+    r"|[0-9]*\.[0-9]*?(?P<repeated>[0-9]{2,}?)(?P=repeated)+(?:\s*\\[lc]?dots|\.\.\.)"
+    r"|[0-9]*\.[0-9]*?(?P<digit>[0-9])(?P=digit){2,}(?:\s*\\[lc]?dots|\.\.\.))"
+)
+_POWER_OF_TEN = r"10\s*(?:\^|\*\*)\s*(?:\{\s*([+-]?[0-9]+)\s*\}|\(\s*([+-]?[0-9]+)\s*\)|([+-]?[0-9]+))"
+_DENOMINATOR = r"(?:0*[1-9][0-9]*)"
+_FRACTION = (
+    rf"(?:\\frac\s*\{{\s*(?P<n1>-?[0-9]+)\s*\}}\s*\{{\s*(?P<d1>{_DENOMINATOR})\s*\}}"
+    rf"|\\frac\s*(?P<n2>[0-9])\s*(?P<d2>[1-9])(?![0-9])|(?P<n3>[0-9]+)\s*/\s*(?P<d3>{_DENOMINATOR}))"
+)
+_SIGN = re.compile(r"\s*([+-]?)\s*")
+_NUMBERS = {
+    "repeating": re.compile(_REPEATING),
+    "mixed": re.compile(rf"(?P<whole>[0-9]+)(?:\s*(?=\\frac)|\s+){_FRACTION}"),
+    "fraction": re.compile(_FRACTION),
+    "ratio": re.compile(rf"(?P<over>{_DECIMAL})\s*/\s*(?P<under>{_DECIMAL})"),
+    "scientific": re.compile(
+        rf"(?P<mantissa>{_DECIMAL})(?:[eE](?P<exponent>[+-]?[0-9]+)|\s*(?:\\times|\\cdot|\*|x)\s*{_POWER_OF_TEN})"
+    ),
+    "power": re.compile(_POWER_OF_TEN),
+    "decimal": re.compile(_DECIMAL),
+}
+"""Regular expressions of an unsigned number in different notations. The longest match counts."""
+_NO_NUMBER_FOLLOWS = re.compile(r"\s*(?:[0-9.,!?^_'+*/|(){\[\]}:;=<>~-]|\\ldots|\\cdots|\\dots|$)")
+"""Regular expression of text after a number showing it to be part of a formula."""
+_MULTIPLE = re.compile(rf"\s*(?:\\text\s*\{{\s*)?({'|'.join(MULTIPLES)})s?\b\s*\}}?")
+_FRACTION_WORD = re.compile(r"(?:\s+|\s*-\s*|\s*\\text\s*\{\s*)([a-z]+)\s*\}?\s*$")
+_CURRENCIES = (("\\$", "dollar"), ("$", "dollar"), ("€", "euro"), ("£", "sterling"))
+_CURRENCY_NAMES = frozenset(name for _, name in _CURRENCIES)
+
+
+_SPACES = re.compile(r"(?:\s|\\,|\\ |~)+")
+_SEVERAL_UNITS = re.compile(r"[0-9][^A-Za-z]*[A-Za-z][^0-9]*[0-9][^A-Za-z]*[A-Za-z]")
+_UNIT_STEP = re.compile(
+    r"(?:(?:^|,|\band\b|(?<=[\sA-Za-z.]))\s*)(?P<number>[0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(?P<unit>[A-Za-z]+)\b\.?\s*",
+    re.ASCII,
+)
+"""Regular expression of one part of a quantity in several units: `and 30 min`."""
+_AMOUNT = re.compile(r"\s*([A-Za-z¢€£]+)\s*(?:(/|(?:per|an?|each|every|apiece)\b)\s*(.*))?", re.DOTALL)
+"""Regular expression of a currency, optionally followed by `each`, `per` or `/` and what the money is paid for."""
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """An exact number with or without a unit.
+
+    `money` is the currency of a price for something, as in `$5 per hour`. `smallest` is the last unit of a quantity
+    in several units, as in `2 h 30 min`; its number is in the first one.
+    """
+
+    number: Fraction
+    unit: Unit | None = None
+    money: Unit | None = None
+    smallest: Unit | None = None
+
+    @property
+    def value(self) -> Fraction:
+        """The number converted to base units."""
+        return self.number * self.unit.factor if self.unit else self.number
+
+
+def read_quantity(text: str, known: Collection[str] | None = None) -> Quantity | None:
+    """Parse a number with or without a unit. None: any other text.
+
+    `known` lists words accepted as units in addition to the usual ones. None: any word is.
+    """
+    text, currency = without_currency(text)
+    number, end = _read_number(text)
+    if number is None:
+        return None
+    rest = text[end:]
+    if not rest.strip():
+        return Quantity(number, currency)
+    in_several_units = _read_several_units(text) if currency is None else None
+    if in_several_units is not None:
+        return in_several_units
+    paid = _read_amount(number, currency, rest, known)
+    if paid is not None:
+        return paid
+    # A degree sign is written as a power, but it is a unit.
+    if _NO_NUMBER_FOLLOWS.match(rest) and not re.match(r"\s*\^\s*\{?\s*\\circ", rest):
+        return None
+    if currency is not None and not _MULTIPLE.match(rest):
+        return None
+    if re.match(r"[A-Za-z](?![A-Za-z])", rest):
+        # "5m" is a product, but "5 m" is a length.
+        return None
+    word = _FRACTION_WORD.match(rest)
+    if word and word[1] in FRACTION_WORDS:
+        # 2 fifths is 2/5, but half of a fraction is not written so.
+        return Quantity(number * FRACTION_WORDS[word[1]]) if number.denominator == 1 else None
+    if found := _MULTIPLE.match(rest):
+        number *= MULTIPLES[found[1]]
+        rest = rest[found.end() :]
+    if not rest.strip():
+        return Quantity(number, currency)
+    # Without a space, as in "5x", a word is a unit only if it has a meaning.
+    is_known, unit = read_unit(rest, () if rest[0].isalpha() else known)
+    if currency is not None:
+        return _read_amount(number, currency, rest, known)
+    return Quantity(number, unit) if is_known else None
+
+
+def _read_several_units(text: str) -> Quantity | None:
+    """Parse a quantity in falling units of one kind: `2 h 30 min`, `5 feet 6 inches`. None: any other text."""
+    if not _SEVERAL_UNITS.search(text):
+        return None
+    words = _SPACES.sub(" ", plain_text(text)).strip()
+    steps = [(Fraction(step["number"]), step["unit"]) for step in _UNIT_STEP.finditer(words)]
+    if len(steps) < 2 or _UNIT_STEP.sub("", words).strip():
+        return None
+    units = [read_unit(f"\\text{{{name}}}", ())[1] for _, name in steps]
+    first, *others = units
+    total = Fraction(0)
+    limit = None
+    for (number, _), unit in zip(steps, units, strict=True):
+        # Each part is less than one of the unit before it: not 2 h 90 min, and not 3 m 4 m.
+        if unit is None or first is None or unit.dimensions != first.dimensions or unit.is_percentage:
+            return None
+        if limit is not None and not number * unit.factor < limit:
+            return None
+        total += number * unit.factor
+        limit = unit.factor
+    assert first is not None
+    return Quantity(total / first.factor, first, smallest=others[-1])
+
+
+def _read_amount(number: Fraction, currency: Unit | None, text: str, known: Collection[str] | None) -> Quantity | None:
+    """Return a number as a price for something. None: the text after the number is not a price.
+
+    Accepted after a currency, or if a currency sign precedes the number: `per hour`, `/hour`, `an hour`, `each`.
+    """
+    words = _SPACES.sub(" ", plain_text(text)).strip()
+    amount = _AMOUNT.fullmatch(words)
+    money = _currency_named(amount[1]) if amount else None
+    if currency is not None and money != currency:
+        # The sign stands for the currency's name.
+        amount, money = _AMOUNT.fullmatch(f"{currency.dimensions[0][0]} {words}"), currency
+    if amount is None or money is None or (amount[2] is None and currency is None):
+        return None
+    if not amount[3]:
+        return Quantity(number, money) if amount[2] in (None, "each", "apiece") else None
+    is_known, each = read_unit(amount[3], known)
+    if not is_known or amount[2] == "apiece" or (each and set(each.names) & _CURRENCY_NAMES):
+        return None
+    if each is None:
+        return Quantity(number, money)
+    return Quantity(number, money.over(each), money)
+
+
+def _currency_named(word: str) -> Unit | None:
+    is_known, unit = read_unit(word, ())
+    return unit if is_known and unit and unit.names <= _CURRENCY_NAMES else None
+
+
+def same_quantity(prediction: Quantity, gold: Quantity) -> bool:
+    """Return whether a predicted quantity equals the gold answer, exactly.
+
+    If both have a unit, the prediction is converted to the gold's unit. If only one has a unit, the numbers alone are
+    compared: a predicted 5% equals a gold 5. A price for something also equals the amount alone: $5 per hour and $5. A
+    percentage may also equal its value as a fraction: 50% equals 0.5. A predicted percentage below 1% equals a gold
+    answer without a unit only as a fraction: 0.5% equals 0.005, but not 0.5. `2 h 30 min` equals 2.5 and 150 without a
+    unit; as gold answer it needs one.
+    """
+    if gold.smallest and not prediction.unit:
+        return False
+    if prediction.smallest and not gold.unit:
+        return gold.number in (prediction.number, prediction.value / prediction.smallest.factor)
+    if gold.unit and prediction.unit:
+        for rate, amount in ((prediction, gold), (gold, prediction)):
+            if rate.money and amount.unit and amount.unit.dimensions == rate.money.dimensions:
+                return rate.number * rate.money.factor == amount.value
+        return gold.unit.dimensions == prediction.unit.dimensions and gold.value == prediction.value
+    if prediction.unit and prediction.unit.is_percentage and abs(prediction.number) < 1:
+        return prediction.value == gold.value
+    if prediction.number == gold.number:
+        return True
+    is_percentage = any(q.unit and q.unit.is_percentage for q in (prediction, gold))
+    return is_percentage and prediction.value == gold.value
+
+
+def without_currency(text: str) -> tuple[str, Unit | None]:
+    """Return the text without a currency sign at its start, and the currency."""
+    text = text.strip()
+    for sign, name in _CURRENCIES:
+        for negative in ("-", ""):
+            if text.startswith(negative + sign):
+                return negative + text[len(negative + sign) :], unit_named(name)
+    return text, None
+
+
+def _read_number(text: str) -> tuple[Fraction | None, int]:
+    """Return the number at the start of a text, and the index after it. None: there is no number."""
+    sign = _SIGN.match(text)
+    assert sign is not None
+    found = [(form, match) for form, pattern in _NUMBERS.items() if (match := pattern.match(text, sign.end()))]
+    if not found:
+        return None, 0
+    form, match = max(found, key=lambda each: each[1].end())
+    if match.end() - match.start() > MAX_DIGITS:
+        return None, 0
+    number = _value(form, match)
+    if number is None:
+        return None, 0
+    return (-number if sign[1] == "-" else number), match.end()
+
+
+def _value(form: str, match: re.Match[str]) -> Fraction | None:
+    if form == "decimal":
+        return _decimal(match[0])
+    if form == "fraction":
+        return _fraction(match)
+    if form == "mixed":
+        part = _fraction(match)
+        return int(match["whole"]) + part if 0 <= part < 1 else None
+    if form == "ratio":
+        under = _decimal(match["under"])
+        return _decimal(match["over"]) / under if under else None
+    if form == "repeating":
+        return _repeating(match)
+    *_, in_braces, in_brackets, bare = match.groups()
+    exponent = (match["exponent"] if form == "scientific" else None) or in_braces or in_brackets or bare
+    # 10**100000 would take too much memory and time.
+    if len(exponent) > 5 or abs(int(exponent)) > MAX_DIGITS:
+        return None
+    mantissa = _decimal(match["mantissa"]) if form == "scientific" else Fraction(1)
+    return mantissa * Fraction(10) ** int(exponent)
+
+
+def _decimal(text: str) -> Fraction:
+    return Fraction(re.sub(r"[^0-9.]", "", text).rstrip("."))
+
+
+def _fraction(match: re.Match[str]) -> Fraction:
+    for way in "123":
+        if match[f"n{way}"] is not None:
+            return Fraction(int(match[f"n{way}"]), int(match[f"d{way}"]))
+    raise AssertionError("the regular expression of a fraction matched without a numerator")
+
+
+def _repeating(match: re.Match[str]) -> Fraction:
+    r"""Return the value of a repeating decimal: `0.1\overline{6}` or `0.1666...`.
+
+    Before `...` a digit must occur three times, or a group of digits twice.
+    """
+    if repeated := match["repeated"] or match["digit"]:
+        fixed = re.match(r"[0-9.]+", match[0].replace("...", ""))
+        assert fixed is not None
+        start = fixed[0]
+        while start.endswith(repeated):
+            start = start.removesuffix(repeated)
+    else:
+        start, _, ending = match[0].partition("\\")
+        repeated = re.sub(r"[^0-9]", "", ending)
+    whole, _, decimals = start.partition(".")
+    tail = Fraction(int(repeated), 10 ** len(repeated) - 1)
+    return (int(whole + decimals or "0") + tail) / Fraction(10) ** len(decimals)

@@ -1,0 +1,198 @@
+"""Arguments of reward functions. A function receives the values of a sample that its parameters name."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.files.nearest import nearest
+from megarl.rewards import metric_name
+from megarl.rewards.scoring.foreign_functions import foreign_function
+from megarl.thoughts import ends_in_thoughts
+from megarl.types import Completion, ConfigError, Problem
+
+PARAMETERS = {
+    "completion_text": "str: the completion as text",
+    "answer": "str: the gold answer; a dict or a list where the data have one",
+    "messages": "list of dicts: prompt_messages, then the completion as the assistant's",
+    "prompt_messages": "list of dicts: the messages that it answers, earlier turns among them",
+    "record": "dict: the line of the data file",
+    "finish_reason": 'str: why the turn ended, "stop", "length", "abort" or "error"',
+    "num_tokens": "int: tokens of the completion",
+    "truncated": "bool: whether the completion hit the length limit",
+    "turn": "int: number of the turn, from 1",
+    "in_thoughts": "bool: whether the completion ended, or was cut, before its thoughts were closed",
+    "correct_score": "float: reward.correct_score",
+    "sandbox": "megarl.sandbox.sandbox_fusion.AnySandbox: runs programs of the policy, if it is named",
+}
+"""Values of a sample that a reward function can get, by the parameter's name: type and meaning."""
+
+_RECIPE_PARAMETERS = ("correct_score",)
+"""Parameters with values from the recipe's section `reward`, not from the sample. A function's `kwargs` in the recipe
+may override them."""
+_SANDBOX = "sandbox"
+"""Name of the parameter for the sandbox. A function gets the sandbox only if it has a parameter of this name. `**rest`
+is not enough, because a machine may lack a sandbox.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A completion to score, with its problem and its place in the attempt. All values are JSON values."""
+
+    completion_text: str
+    answer: Any
+    prompt_messages: tuple[Mapping[str, Any], ...] = ()
+    record: Mapping[str, Any] | None = None
+    finish_reason: str = "stop"
+    num_tokens: int = 0
+    turn: int = 1
+    is_in_thoughts: bool = False
+    """Whether the tokens end inside thoughts. The text alone may not show it, if the prompt opened them."""
+
+    @classmethod
+    def of(
+        cls,
+        problem: Problem,
+        completion: Completion,
+        completion_text: str,
+        *,
+        prompt_messages: Sequence[Mapping[str, Any]],
+        turn: int,
+        is_in_thoughts: bool,
+    ) -> Sample:
+        """Return the sample of a completion. `turn` is the number of the completion in the attempt, from 1.
+
+        `is_in_thoughts`: the completion ends before its thoughts are closed.
+        """
+        return cls(
+            completion_text,
+            problem.answer,
+            tuple(prompt_messages),
+            problem.record,
+            completion.finish_reason,
+            len(completion.token_ids),
+            turn,
+            is_in_thoughts,
+        )
+
+    @property
+    def in_thoughts(self) -> bool:
+        """Whether the completion ended, or was cut, before its thoughts were closed."""
+        return self.is_in_thoughts or ends_in_thoughts(self.completion_text)
+
+    def values(self, names: frozenset[str], correct_score: float) -> dict[str, Any]:
+        """Return the values of the sample for the parameters `names`, by name."""
+        said = {"role": "assistant", "content": self.completion_text}
+        known = {
+            "completion_text": self.completion_text,
+            "answer": self.answer,
+            "messages": [*self.prompt_messages, said],
+            "prompt_messages": list(self.prompt_messages),
+            "record": self.record or {},
+            "finish_reason": self.finish_reason,
+            "num_tokens": self.num_tokens,
+            "truncated": self.finish_reason == "length",
+            "turn": self.turn,
+            "in_thoughts": self.in_thoughts,
+            "correct_score": correct_score,
+            "sandbox": None,  # The reward process has its own.
+        }
+        return {name: known[name] for name in names}
+
+
+@dataclass(frozen=True, slots=True)
+class BoundFunction:
+    """A reward function together with the recipe's keyword arguments for it."""
+
+    function: Callable[..., Any]
+    needs: frozenset[str]
+    """Names of the sample's values that the function is called with; keys of `PARAMETERS`."""
+    positional: Mapping[str, Any]
+    """The function's positional-only parameters in order, with their defaults."""
+    kwargs: Mapping[str, Any]
+    """Keyword arguments set by the recipe for the function."""
+
+    def __call__(self, values: Mapping[str, Any]) -> Any:
+        """Call the function with a sample's values and return its result. Values without a parameter are ignored."""
+        given = {name: values[name] for name in self.needs} | dict(self.kwargs)
+        arguments = [given.pop(name, default) for name, default in self.positional.items()]
+        return self.function(*arguments, **given)
+
+
+def bind(name: str, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> BoundFunction:
+    """Combine a reward function with the recipe's keyword arguments `kwargs`.
+
+    Raises ConfigError if a required parameter has no value, or a keyword argument is unknown.
+    """
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"reward.functions: {name!r}: the names of its parameters cannot be read; wrap it in a Python function "
+            f"such as: {expected(name)}"
+        ) from None
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    named = {p.name: p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+    foreign = foreign_function(function, named, takes_any=takes_any)
+    of_samples = PARAMETERS.keys() - set(_RECIPE_PARAMETERS) if foreign is None else foreign.reserved
+    if reserved := [key for key in kwargs if key in of_samples]:
+        raise ConfigError(
+            f"reward.functions: {name!r}: kwargs.{reserved[0]}: every sample has its own value of this, so the "
+            "recipe cannot set it; remove it"
+        )
+    if additional := [key for key in kwargs if key not in named and not takes_any]:
+        near = nearest(additional[0], named)
+        hint = f"did you mean {near}?" if near else f"it takes {', '.join(named) or 'none'}"
+        raise ConfigError(
+            f"reward.functions: {name!r}: kwargs.{additional[0]}: is not a parameter of the function; {hint}"
+        )
+    if foreign is not None:
+        unknown = foreign.unknown(kwargs)
+    else:
+        required = (p.name for p in named.values() if p.default is p.empty)
+        unknown = [parameter for parameter in required if parameter not in (*PARAMETERS, *kwargs)]
+    if unknown:
+        raise ConfigError(_unknown(name, unknown))
+    if foreign is not None:
+        return BoundFunction(foreign, foreign.needs, {}, kwargs)
+    # A function with **rest gets every value of the sample except the sandbox.
+    wanted = named.keys() | (PARAMETERS.keys() - {_SANDBOX} if takes_any else set())
+    needs = frozenset(key for key in PARAMETERS if key in wanted and key not in kwargs)
+    positional = {p.name: p.default for p in named.values() if p.kind is p.POSITIONAL_ONLY}
+    return BoundFunction(function, needs, positional, kwargs)
+
+
+def expected(name: str) -> str:
+    """Return an example definition of the reward function `name`, for error messages."""
+    return f"def {metric_name(name)}(completion_text: str, answer: str) -> float | megarl.types.Reward"
+
+
+def _unknown(name: str, parameters: Sequence[str]) -> str:
+    listed = "; ".join(f"{parameter}: {_counterpart(parameter)}" for parameter in parameters)
+    return (
+        f"reward.functions: {name!r}: parameters that are not known, each with its counterpart here: {listed}. Known "
+        f"are {', '.join(PARAMETERS)}; give others a default, or a value in kwargs. For example: {expected(name)}"
+    )
+
+
+def _counterpart(parameter: str) -> str:
+    return _COUNTERPARTS.get(parameter) or nearest(parameter, PARAMETERS) or "none"
+
+
+_COUNTERPARTS = {
+    other: own
+    for own, others in {
+        "completion_text": "solution_str completion completions response responses output outputs prediction text",
+        "answer": "ground_truth gold gold_answer label labels target targets solution reference gt gt_answer expected",
+        "prompt_messages": "prompt prompts question problem input",
+        "messages": "query queries conversation conversations",
+        "record": "data_source extra_info sample metadata example row doc",
+        "finish_reason": "status stop_reason",
+        "num_tokens": "completion_ids response_length",
+    }.items()
+    for other in others.split()
+}
+"""Parameters of megarl, by the names that verl, TRL, OpenRLHF, slime and NeMo RL use."""

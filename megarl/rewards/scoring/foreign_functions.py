@@ -1,0 +1,161 @@
+"""Reward functions written for verl and for TRL, called as these programs call them.
+
+verl: `compute_score(data_source, solution_str, ground_truth, extra_info)` returns a number, or a dict with `score`.
+TRL: `def f(prompts, completions, **columns)` returns a list with a number or None for each completion. The columns of
+the data set are lists too. megarl scores one completion at a time, so each list has one item.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, ClassVar, Protocol
+
+from megarl.rewards.functions.function_score import FunctionScore
+
+Parameters = Mapping[str, inspect.Parameter]
+"""Parameters of a function by name, without `*rest` and `**rest`."""
+_IS_REQUIRED = inspect.Parameter.empty
+
+
+class ForeignFunction(Protocol):
+    """A reward function of another program. It is called with the values `needs` of a sample, and the recipe's
+    kwargs."""
+
+    needs: ClassVar[frozenset[str]]
+    """Names of the sample's values that a call needs; keys of `calling.PARAMETERS`."""
+    reserved: ClassVar[frozenset[str]]
+    """Parameters with a value of each sample, so that the recipe's kwargs cannot set them."""
+
+    def unknown(self, kwargs: Collection[str]) -> list[str]:
+        """Return the required parameters that have no value, neither from a sample nor in `kwargs`."""
+        ...
+
+    def __call__(self, **values: Any) -> Any:
+        """Score a sample."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class VerlFunction:
+    """A reward function with verl's parameters: at least `solution_str`.
+
+    `data_source` is None for a record without this field.
+    """
+
+    function: Callable[..., Any]
+    parameters: Parameters
+    needs: ClassVar[frozenset[str]] = frozenset({"completion_text", "answer", "record"})
+    reserved: ClassVar[frozenset[str]] = frozenset({"solution_str", "ground_truth"})
+
+    def unknown(self, kwargs: Collection[str]) -> list[str]:
+        known = {"solution_str", "ground_truth", "data_source", "extra_info", *kwargs}
+        return [name for name, one in self.parameters.items() if one.default is _IS_REQUIRED and name not in known]
+
+    def __call__(self, *, completion_text: str, answer: Any, record: Mapping[str, Any], **kwargs: Any) -> Any:
+        values = {
+            "solution_str": completion_text,
+            "ground_truth": answer,
+            "data_source": record.get("data_source"),
+            # verl too gives an empty dict to records without this field.
+            "extra_info": dict(record.get("extra_info") or {}),
+        }
+        arguments = {name: value for name, value in values.items() if name in self.parameters}
+        return _convert_verl_score(self.function(**{**arguments, **kwargs}))
+
+
+@dataclass(frozen=True, slots=True)
+class TrlFunction:
+    """A reward function with TRL's parameters: at least `completions`."""
+
+    function: Callable[..., Any]
+    parameters: Parameters
+    takes_any: bool
+    """Whether it has `**rest`, which gets all columns."""
+    needs: ClassVar[frozenset[str]] = frozenset({"completion_text", "answer", "record", "prompt_messages"})
+    reserved: ClassVar[frozenset[str]] = frozenset({"completions", "prompts"})
+
+    def unknown(self, kwargs: Collection[str]) -> list[str]:
+        return [name for name in _TRL_ONLY if _is_required(self.parameters, name) and name not in kwargs]
+
+    def __call__(
+        self,
+        *,
+        completion_text: str,
+        answer: Any,
+        record: Mapping[str, Any],
+        prompt_messages: Sequence[Mapping[str, Any]],
+        **kwargs: Any,
+    ) -> Any:
+        """Call the function with a batch of one completion. Returns its score."""
+        prompt = record.get("prompt")
+        if isinstance(prompt, str) and any(message.get("content") == prompt for message in prompt_messages):
+            batch_of_one = {"prompts": [prompt], "completions": [completion_text]}
+        else:
+            # TRL's conversational form: prompts and completions are lists of messages.
+            completion_message = {"role": "assistant", "content": completion_text}
+            batch_of_one = {"prompts": [list(prompt_messages)], "completions": [[completion_message]]}
+        columns = {
+            name: [value] for name, value in {"answer": answer, **record}.items() if name not in _TRL_SAMPLE_COLUMNS
+        }
+        for parameter in self.parameters:
+            has_value = parameter in (*batch_of_one, *columns, *kwargs)
+            if not has_value and _is_required(self.parameters, parameter):
+                raise ValueError(
+                    f"the record has no field {parameter!r}, which the function's parameter {parameter} takes; add it "
+                    "to the record, or give the parameter a default or a value in kwargs"
+                )
+        available = {**columns, **batch_of_one}
+        accepted = available if self.takes_any else {n: available[n] for n in self.parameters if n in available}
+        return _convert_trl_score(self.function(**{**accepted, **kwargs}))
+
+
+_TRL_SAMPLE_COLUMNS = frozenset({"prompt", "completion", "prompts", "completions"})
+"""Columns that TRL does not pass as columns: they are the sample itself."""
+_TRL_ONLY = ("completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
+"""Parameters for which TRL has values and megarl has none."""
+
+
+def foreign_function(
+    function: Callable[..., Any], parameters: Parameters, *, takes_any: bool
+) -> ForeignFunction | None:
+    """Return a function with the signature of verl or TRL as one that a sample can be scored with, else None."""
+    if "solution_str" in parameters:
+        return VerlFunction(function, parameters)
+    if "completions" in parameters:
+        return TrlFunction(function, parameters, takes_any)
+    return None
+
+
+def _is_required(parameters: Parameters, name: str) -> bool:
+    return name in parameters and parameters[name].default is _IS_REQUIRED
+
+
+def _convert_verl_score(result: Any) -> Any:
+    """Convert the result of verl's reward function to megarl's form.
+
+    In a dict, `score` is the reward and `acc` is the verdict. Its other numbers are metrics.
+    """
+    if not isinstance(result, Mapping):
+        return result
+    if "score" not in result:
+        raise TypeError(f"the function returned a dict without 'score': {result!r:.200}")
+    accuracy = result.get("acc")
+    return FunctionScore(
+        result["score"],
+        answer_correct=bool(accuracy) if accuracy in (True, False) else None,
+        # verl only prints the others, such as the text of the answer.
+        metrics={name: float(value) for name, value in result.items() if name != "score" and isinstance(value, Real)},
+    )
+
+
+def _convert_trl_score(result: Any) -> Any:
+    """Return the only item of TRL's list of scores."""
+    scores = result.tolist() if hasattr(result, "tolist") else result
+    if not isinstance(scores, list | tuple) or len(scores) != 1:
+        raise TypeError(
+            f"the function returned {result!r:.200} for 1 completion; return a list with a score for each completion"
+        )
+    return scores[0]

@@ -1,0 +1,331 @@
+"""Rewards from a scoring server over HTTP: requests, retries, and counts of their results.
+
+The driver's event loop sends the requests, so a single process has many in flight. No answer of a server is executed,
+and an answer beyond a size limit is not read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Generic, TypeVar
+from urllib.parse import SplitResult, urlsplit
+
+import aiohttp
+from pydantic import ValidationError
+
+from megarl.config.http_rewards import ServedConfig
+from megarl.config.rewards import RewardFunctionConfig
+from megarl.rewards import SERVED, metric_name, served_kind
+from megarl.rewards.functions.function_score import FunctionScore
+from megarl.rewards.scoring.calling import Sample
+from megarl.rewards.scoring.results import checked
+from megarl.rewards.scoring.reward_process import Failure
+from megarl.types import ConfigError
+
+MAX_ANSWER_BYTES = 4 << 20
+_MAX_PAUSE_SECONDS = 60.0
+_SHOWN_CHARACTERS = 300
+# HTTP status codes of a busy server: request timeout, too early, too many requests.
+_BUSY = (408, 425, 429)
+METRICS = {
+    "reward/NAME/calls": ("count", "HTTP requests to a scoring server"),
+    "reward/NAME/retries": ("count", "retries of requests"),
+    "reward/NAME/errors": ("count", "requests ending with an error"),
+    "reward/NAME/timeouts": ("count", "requests without an answer in time"),
+    "reward/NAME/parse_errors": ("count", "answers without a readable score"),
+    "reward/NAME/cancelled": ("count", "requests aborted because the sample was aborted"),
+    "reward/NAME/substituted": ("count", "samples with the function's parse_error_score"),
+}
+"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
+
+_COUNTED = tuple(name.rpartition("/")[2] for name in METRICS)
+COUNTED_FOR: ContextVar[str] = ContextVar("COUNTED_FOR", default="training")
+"""Whether calls to scoring servers count as `training` or `evaluation`. Both may run at the same time."""
+
+Config = TypeVar("Config", bound=ServedConfig)
+
+
+class ServerFailedError(Exception):
+    """Raised if all calls to a scoring server failed for a completion. The text describes the last failure."""
+
+    def __init__(self, kind: Failure, text: str) -> None:
+        super().__init__(text)
+        self.kind: Failure = kind
+
+
+class RefusedError(Exception):
+    """Raised if a scoring server refuses a request, and a retry would be refused too."""
+
+
+class FailedCallError(Exception):
+    """Raised if a call to a scoring server failed. A retry may succeed."""
+
+    def __init__(self, text: str, wait_seconds: float = 0.0) -> None:
+        super().__init__(text)
+        self.wait_seconds = wait_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class _NoScore:
+    """Result of a call to a scoring server that gave no score: the kind of failure and its text."""
+
+    kind: Failure
+    text: str
+    wait_seconds: float = 0.0
+    is_final: bool = False
+    """Whether a retry would fail in the same way."""
+
+
+class ServedReward(Generic[Config]):
+    """Reward from a scoring server over HTTP. A subclass defines the `path`, makes a `request` and reads the answer
+    (`read`).
+
+    Each call ends as one of: a score, `errors` (no connection, invalid JSON, a status other than 200), `timeouts`,
+    `parse_errors` (an answer without a score), `cancelled` (the completion is no longer needed). `notify_once(kind,
+    text)` shows an event to the user; only the first of each kind.
+    """
+
+    path = ""
+    """Path of the service, appended to the url in the recipe."""
+    left_out_path = ""
+    """Ending of a url removed before `path` is appended."""
+    amount_names: tuple[str, ...] = ()
+    """Names of all quantities that `amounts` can return, for example prompt_tokens."""
+
+    def __init__(self, name: str, config: Config) -> None:
+        """Create the reward. Raises ConfigError for an invalid url, or if the environment variable of the key is
+        missing.
+        """
+        self.name, self.config = name, config
+        parts = urlsplit(config.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise self.fault(
+                f"kwargs.url = {config.url!r}: is not a valid address; give one such as http://127.0.0.1:8000/v1"
+            )
+        self._url, self._shown_url = self._address(parts), f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
+        self._headers = {"Content-Type": "application/json", **config.headers}
+        if config.api_key_env:
+            self._headers["Authorization"] = f"Bearer {self._key()}"
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._session: aiohttp.ClientSession | None = None
+        self._slots = asyncio.Semaphore(config.max_in_flight)
+        self._counts: dict[str, defaultdict[str, float]] = {}
+        self._is_closed = False
+        self._random = random.Random()
+        self.notify_once: Callable[[str, str], object] = lambda kind, text: None
+
+    def request(self, sample: Sample) -> Mapping[str, Any]:
+        """Return the body of the request for a sample, as JSON values."""
+        raise NotImplementedError
+
+    def read(self, answer: Any) -> float:
+        """Return the score in a server's answer (a JSON value). Raises ValueError if there is none."""
+        raise NotImplementedError
+
+    def amounts(self, answer: Any) -> Mapping[str, float]:
+        """Return quantities in a server's answer, by name, for example tokens and dollars. Metrics report their
+        sums."""
+        return {}
+
+    @property
+    def reads_records(self) -> bool:
+        """Whether requests contain fields of the data records."""
+        return False
+
+    def check_record(self, sample: Sample) -> None:
+        """Raise ValueError if a record lacks a field needed for the request."""
+
+    def score_unasked(self, sample: Sample) -> FunctionScore | None:
+        """Return the score of a sample for which the server need not be asked; None: it is asked."""
+        return None
+
+    async def score(self, sample: Sample) -> FunctionScore:
+        """Return the score of a completion, retrying failed calls. Raises ServerFailedError if all calls fail."""
+        if (unasked := self.score_unasked(sample)) is not None:
+            return unasked
+        self._adopt_loop()
+        try:
+            body = json.dumps(self.request(sample)).encode()
+        except (ValueError, RecursionError) as error:
+            raise ServerFailedError("error", str(error)) from None
+        pause, ended, num_calls = self.config.pause_seconds, _NoScore("error", ""), 0
+        while num_calls < self.config.max_tries and not ended.is_final:
+            if num_calls:
+                self._count("retries")
+                # Random pauses: requests that failed together must not all return together.
+                wait = max(pause * (1 + self._random.random()), ended.wait_seconds)
+                await asyncio.sleep(min(wait, _MAX_PAUSE_SECONDS))
+                pause *= 2
+            async with self._slots:
+                found = await self._call(body)
+            if isinstance(found, FunctionScore):
+                return found
+            num_calls, ended = num_calls + 1, found
+        if ended.kind == "parse_error" and self.config.parse_error_score is not None:
+            return self._substitute(ended.text)
+        raise ServerFailedError(ended.kind, f"{self._shown_url}, the last of {num_calls} calls: {ended.text}")
+
+    async def _call(self, body: bytes) -> FunctionScore | _NoScore:
+        """Make one call to the server, count its result, and return the result."""
+        self._count("calls")
+        try:
+            async with asyncio.timeout(self.config.timeout_seconds):
+                answer = await self._post(body)
+        except asyncio.CancelledError:
+            self._count("cancelled")
+            raise
+        except TimeoutError:
+            self._count("timeouts")
+            return _NoScore("timeout", f"no answer within {self.config.timeout_seconds:g} s")
+        except RefusedError as error:
+            self._count("errors")
+            return _NoScore("error", str(error), is_final=True)
+        except (aiohttp.ClientError, OSError, ValueError, FailedCallError) as error:
+            self._count("errors")
+            return _NoScore("error", f"{type(error).__name__}: {error}", getattr(error, "wait_seconds", 0.0))
+        return self._read(answer)
+
+    def _read(self, answer: Any) -> FunctionScore | _NoScore:
+        try:
+            for name, amount in self.amounts(answer).items():
+                self._count(name, amount)
+            return self._scored(self.read(answer))
+        except (ValueError, OverflowError, RecursionError) as error:
+            self._count("parse_errors")
+            return _NoScore("parse_error", str(error))
+
+    def _substitute(self, text: str) -> FunctionScore:
+        self._count("substituted")
+        score = self.config.parse_error_score
+        assert score is not None
+        self.notify_once(
+            f"{self.name} substituted",
+            f"{self.name}: an answer has no score that can be read, and the completion gets parse_error_score = "
+            f"{score:g} (more are only counted, reward/{metric_name(self.name)}/substituted): {text}",
+        )
+        return self._scored(score)
+
+    def _count(self, name: str, amount: float = 1) -> None:
+        self._counts.setdefault(COUNTED_FOR.get(), defaultdict(float))[name] += amount
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics since the last call of this method: counts of calls (METRICS), and sums of the server's
+        `amounts`.
+
+        Training and evaluation are counted separately; the counts of the current purpose are returned.
+        """
+        counts = self._counts.pop(COUNTED_FOR.get(), {})
+        names = (*_COUNTED, *self.amount_names)
+        return {f"reward/{metric_name(self.name)}/{name}": counts.get(name, 0.0) for name in names}
+
+    async def aclose(self) -> None:
+        """Close the connections to the server."""
+        self._is_closed = True
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    def fault(self, text: str) -> ConfigError:
+        """Return a ConfigError naming this reward in the recipe."""
+        return ConfigError(f"reward.functions: {self.name!r}: {text}")
+
+    def _scored(self, score: float) -> FunctionScore:
+        right_from = self.config.right_from
+        found = checked(FunctionScore(score, answer_correct=None if right_from is None else score >= right_from))
+        assert found is not None
+        return found
+
+    async def _post(self, body: bytes) -> Any:
+        if self._session is None or self._session.closed:
+            raise FailedCallError(
+                "the reward no longer calls its scoring server, because the run closed the connections"
+            )
+        # A redirect could send the key to another server.
+        asked = self._session.post(self._url, data=body, headers=self._headers, allow_redirects=False)
+        async with asked as response:
+            text = await _bounded(response)
+            if response.status >= 500 or response.status in _BUSY:
+                raise FailedCallError(f"HTTP {response.status}: {_shown(text)}", _retry_after(response))
+            if response.status != 200:
+                raise RefusedError(f"HTTP {response.status}: {_shown(text)}")
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError):
+            raise FailedCallError(f"the answer is not valid JSON: {_shown(text)}") from None
+
+    def _adopt_loop(self) -> None:
+        """Create new connections and a new limit of concurrent calls if the event loop has changed: they work in one
+        loop only.
+        """
+        loop = asyncio.get_running_loop()
+        if self._is_closed or (self._loop is loop and self._session is not None):
+            return
+        self._loop = loop
+        self._slots = asyncio.Semaphore(self.config.max_in_flight)
+        connector = aiohttp.TCPConnector(limit=0)
+        # Proxies of the environment are for outside servers. Servers of this cluster are reached by http, without them.
+        trusts_environment = self._url.startswith("https:")
+        self._session = aiohttp.ClientSession(
+            connector=connector, timeout=aiohttp.ClientTimeout(total=None), trust_env=trusts_environment
+        )
+
+    def _key(self) -> str:
+        name = self.config.api_key_env
+        key = os.environ.get(name or "", "").strip()
+        if not key:
+            raise self.fault(
+                f"kwargs.api_key_env = {name}: this environment variable is not set; export it with the key"
+            )
+        if not (key.isascii() and key.isprintable()):
+            raise self.fault(f"kwargs.api_key_env = {name}: the variable is not printable ASCII; export the key alone")
+        return key
+
+    def _address(self, parts: SplitResult) -> str:
+        """Return the URL of calls: the recipe's url with the service's path, before its query."""
+        path = parts.path.rstrip("/").removesuffix(self.path).removesuffix(self.left_out_path) + self.path
+        return parts._replace(path=path, fragment="").geturl()
+
+
+def served_reward(function: RewardFunctionConfig) -> ServedReward[Any]:
+    """Return the client of a scoring server named in a recipe. Raises ConfigError for unknown keyword arguments."""
+    kind = served_kind(function.name)
+    assert kind is not None
+    module, _, name = SERVED[kind].partition(":")
+    made = getattr(import_module(module), name)
+    try:
+        config = made.config_class.model_validate(function.kwargs)
+    except ValidationError as error:
+        faults = [
+            f"kwargs{''.join(f'.{part}' for part in fault['loc'])}: {fault['msg']}"
+            for fault in error.errors(include_url=False, include_input=False)
+        ]
+        raise ConfigError(f"reward.functions: {function.name!r}: {'; '.join(faults)}") from None
+    return made(function.name, config)
+
+
+async def _bounded(response: aiohttp.ClientResponse) -> bytes:
+    """Return the body of a response. Raises FailedCallError if it exceeds the size limit."""
+    parts = bytearray()
+    async for part in response.content.iter_chunked(1 << 16):
+        parts += part
+        if len(parts) > MAX_ANSWER_BYTES:
+            raise FailedCallError(f"the server's answer exceeds {MAX_ANSWER_BYTES} bytes")
+    return bytes(parts)
+
+
+def _retry_after(response: aiohttp.ClientResponse) -> float:
+    given = response.headers.get("Retry-After", "")
+    # Only seconds are read; the header's other form, a date, is rare and ignored.
+    return float(given) if given.isdecimal() and len(given) < 6 else 0.0
+
+
+def _shown(text: bytes) -> str:
+    return repr(text[:_SHOWN_CHARACTERS].decode("utf-8", "replace"))

@@ -1,0 +1,54 @@
+"""Reward computed by a reward model on another server, requested over HTTP."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from megarl.config.http_rewards import RemoteModelConfig
+from megarl.rewards.scoring.calling import Sample
+from megarl.rewards.scoring.http_rewards import ServedReward
+
+
+class RemoteModel(ServedReward[RemoteModelConfig]):
+    """Reward model on a server with slime's, OpenRLHF's or vLLM's protocol. The score is the number that the server
+    returns.
+    """
+
+    config_class = RemoteModelConfig
+
+    def __init__(self, name: str, config: RemoteModelConfig) -> None:
+        if config.protocol == "vllm":
+            # /pooling is at vLLM's root, not below /v1, so a url ending with /v1 is accepted.
+            self.path, self.left_out_path = "/pooling", "/v1"
+        super().__init__(name, config)
+
+    def request(self, sample: Sample) -> Mapping[str, Any]:
+        messages = [dict(message) for message in sample.prompt_messages]
+        if self.config.protocol == "vllm":
+            said = {"role": "assistant", "content": sample.completion_text}
+            return {
+                "model": self.config.model,
+                "messages": [*messages, said],
+                "add_generation_prompt": False,
+            }
+        label = sample.answer if isinstance(sample.answer, str) else json.dumps(sample.answer, ensure_ascii=False)
+        prompt = "\n".join(str(message.get("content") or "") for message in messages)
+        if self.config.protocol == "openrlhf":
+            return {"query": [prompt + sample.completion_text], "prompts": [prompt], "labels": [label]}
+        return {"prompt": prompt, "messages": messages, "response": sample.completion_text, "label": label}
+
+    def read(self, answer: Any) -> float:
+        value = answer
+        if isinstance(value, Mapping):
+            names = ("data",) if self.config.protocol == "vllm" else ("score", "reward", "rewards", "scores")
+            value = next((value[name] for name in names if name in value), None)
+        # Unwrap lists of one. Of vLLM's token-wise rewards take the last token's.
+        while isinstance(value, list | dict) and value:
+            value = value.get("data") if isinstance(value, dict) else value[-1]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ValueError(f"the server's answer has no score: {answer!r:.200}")
+        clip = self.config.clip
+        return float(value) if clip is None else max(-clip, min(clip, float(value)))

@@ -1,0 +1,299 @@
+"""Results of reward functions: validation, weighted sum, and metrics by function.
+
+A reward function returns one of
+- a `megarl.types.Reward`: a score, a valid or invalid format, a right or wrong answer;
+- a number, or True or False for 1 and 0: a score without verdicts on format and answer;
+- a `FunctionScore`: a score with metrics, and with the verdicts that the function can give;
+- None: the function does not apply to the sample, and is excluded from the sum and from its own metrics.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from numbers import Real
+from statistics import fmean, pstdev
+from typing import Any, TypeVar
+
+from megarl.rewards import metric_name
+from megarl.rewards.functions.function_score import FunctionScore
+from megarl.types import Judging, Reward, strongest
+
+METRICS = {
+    "reward/NAME/mean": (
+        "score",
+        "score of a reward function, without its weight, mean over the samples scored by it",
+    ),
+    "reward/NAME/std": ("score", "standard deviation of a reward function's scores"),
+    "reward/NAME/min": ("score", "least score of a reward function"),
+    "reward/NAME/max": ("score", "largest score of a reward function"),
+    "reward/NAME/unscored": ("share", "samples without a score of the function"),
+    "reward/unscored": ("count", "samples without a score of any function"),
+    "reward/source/SOURCE/count": ("count", "scored samples of a data source (reward.source_field)"),
+    "reward/source/SOURCE/mean": ("score", "reward of a data source's samples, mean"),
+    "reward/source/SOURCE/accuracy": ("share", "right answers of a data source, if all its answers are judged"),
+    "reward/source/SOURCE/unjudged": ("share", "unjudged answers of a data source, instead of accuracy"),
+    "reward/source/SOURCE/format_valid": ("share", "answers of a data source in a valid format"),
+    "reward/source/SOURCE/FUNCTION": ("score", "score of a reward function in a data source, mean"),
+    "reward/NAME/OWN": ("own", "a metric of the function itself, mean over the samples with it"),
+}
+"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
+MAX_SOURCES = 50
+"""Maximum number of data sources with metrics of their own."""
+_OTHER_SOURCES = "other"
+
+Item = TypeVar("Item")
+
+MAX_ABSOLUTE_SCORE = 1e6
+"""Limit of a score's absolute value. Float32 sums of squares of millions of scores then stay finite and exact
+enough.
+"""
+
+
+def checked(result: Any) -> FunctionScore | None:
+    """Convert a reward function's return value to a score; None if the function does not apply to the sample.
+
+    Raises TypeError or ValueError for an invalid value.
+    """
+    if result is None:
+        return None
+    if isinstance(result, FunctionScore):
+        return _checked_score(result)
+    if not isinstance(result, Reward):
+        if not _is_number(result):
+            raise TypeError(f"the function returned {result!r:.200}; return a number, None or a megarl.types.Reward")
+        return FunctionScore(_moderate(float(result), result))
+    if isinstance(result.score, bool) or not isinstance(result.score, Real):
+        raise TypeError(f"the function returned a score that is not a number: {result!r:.200}")
+    for name in ("format_valid", "answer_correct"):
+        if getattr(result, name) not in (True, False):
+            raise TypeError(f"the function returned a Reward whose {name} is not True or False: {result!r:.200}")
+    score = _moderate(float(result.score), result)
+    return FunctionScore(score, bool(result.format_valid), bool(result.answer_correct), _finite(result.metrics))
+
+
+def _checked_score(result: FunctionScore) -> FunctionScore:
+    if isinstance(result.score, bool) or not isinstance(result.score, Real):
+        raise TypeError(f"the function returned a score that is not a number: {result!r:.200}")
+    for name in ("format_valid", "answer_correct"):
+        if getattr(result, name) not in (True, False, None):
+            raise TypeError(
+                f"the function returned a FunctionScore whose {name} is not True, False or None: {result!r:.200}"
+            )
+    metrics = _finite(result.metrics)
+    return FunctionScore(_moderate(float(result.score), result), result.format_valid, result.answer_correct, metrics)
+
+
+def combined(
+    scores: Mapping[str, FunctionScore | None],
+    weights: Mapping[str, float],
+    judges: Mapping[str, Judging],
+    correct_score: float = 1.0,
+) -> Reward:
+    """Return a sample's reward: the weighted sum of the scores of all functions that apply, with each function's score.
+
+    The format is valid if every function that judges it says so, or none judges it. The answer is right if every
+    function in `judges` says so, and wrong if none of them applies. It has no verdict (None) without a judge, or if a
+    judge's verdict is missing. Raises ValueError if the sum is too large.
+    """
+    opinions = {name: score for name, score in scores.items() if score is not None}
+    total = float(sum(weights[name] * opinion.score for name, opinion in opinions.items()))
+    formats = [o.format_valid for o in opinions.values() if o.format_valid is not None]
+    return Reward(
+        score=_moderate(total, total),
+        format_valid=all(formats) if opinions else False,
+        answer_correct=_answer(opinions, judges, correct_score),
+        scores={name: None if score is None else score.score for name, score in scores.items()},
+        metrics={
+            f"{metric_name(name)}/{key}": value
+            for name, opinion in opinions.items()
+            for key, value in opinion.metrics.items()
+        },
+    )
+
+
+def _answer(opinions: Mapping[str, FunctionScore], judges: Mapping[str, Judging], correct_score: float) -> bool | None:
+    if strongest(judges.values()) == "none":
+        return None
+    asked = {name: opinion for name, opinion in opinions.items() if judges.get(name, "none") != "none"}
+    verdicts = [verdict(opinion, judges[name], correct_score) for name, opinion in asked.items()]
+    if None in verdicts:
+        return None
+    return bool(verdicts) and all(verdicts)
+
+
+def verdict(opinion: FunctionScore, judging: Judging, correct_score: float) -> bool | None:
+    """Return whether a reward function calls the answer right. None: its score is not a verdict.
+
+    `judging` is how the function judges answers: `declared`: a score of at least
+    `correct_score` means right; otherwise scores of 1 and 0 are verdicts. A verdict returned by the function has
+    precedence.
+    """
+    if opinion.answer_correct is not None:
+        return opinion.answer_correct
+    # A function declared as judge without a flag of its own judges by reaching the score of a right answer.
+    if judging == "declared":
+        return opinion.score >= correct_score
+    return verdict_by_value(opinion.score)
+
+
+def verdict_by_value(score: float) -> bool | None:
+    """Return the verdict of a score: True for 1, False for 0, None for any other score."""
+    return bool(score) if score in (0.0, 1.0) else None
+
+
+def with_served(
+    own: Reward | None,
+    served: Mapping[str, FunctionScore],
+    weights: Mapping[str, float],
+    judges: Mapping[str, Judging],
+    correct_score: float = 1.0,
+    *,
+    judges_format: bool = True,
+    judges_answer: bool = True,
+) -> Reward:
+    """Return the reward of a sample scored by reward functions and scoring servers.
+
+    `own` is the combined reward of all functions. `served` has the score of each server by name. The result equals that
+    of `combined` for the scores of all functions and servers together. `judges_format` and `judges_answer` are True if
+    any function judged format or answer. `judges` has an entry for each function and server. Raises ValueError if the
+    sum exceeds MAX_ABSOLUTE_SCORE.
+    """
+    part = None
+    if own is not None and any(score is not None for score in own.scores.values()):
+        format_valid = own.format_valid if judges_format else None
+        answer_correct = own.answer_correct if judges_answer else None
+        part = FunctionScore(own.score, format_valid, answer_correct)
+    function_judging = strongest(kind for name, kind in judges.items() if name not in served)
+    # If the functions' judges have no opinion, the servers give the verdict.
+    own_judging: Judging = "declared" if part is not None and part.answer_correct is not None else "none"
+    server_judging: dict[str, Judging] = {name: judges.get(name, "none") for name in served}
+    # The functions were weighted in their process already, so their sum gets weight 1.
+    total = combined({**served, "": part}, {**weights, "": 1.0}, {**server_judging, "": own_judging}, correct_score)
+    if total.answer_correct is None and function_judging == "declared" and own_judging == "none":
+        total = replace(total, answer_correct=False)
+    scores = {metric_name(name): score.score for name, score in served.items()}
+    return Reward(
+        total.score,
+        total.format_valid,
+        total.answer_correct,
+        {**(own.scores if own else {}), **scores},
+        {**(own.metrics if own else {}), **total.metrics},
+    )
+
+
+def read_reply(reply: Mapping[str, Any], names: Iterable[str]) -> Reward:
+    """Return the reward in the reply of a reward process, for the functions `names`.
+
+    Raises KeyError, TypeError or ValueError if the reply is invalid.
+    """
+    scores: dict[str, float | None] = {}
+    for name in names:
+        score = checked(reply["scores"][name])
+        scores[metric_name(name)] = None if score is None else score.score
+    metrics = reply.get("metrics", {})
+    flags = {name: reply[name] for name in ("format_valid", "answer_correct")}
+    total = checked(FunctionScore(reply["score"], **flags, metrics=metrics))
+    assert total is not None
+    return Reward(total.score, bool(total.format_valid), total.answer_correct, scores, total.metrics)
+
+
+def function_metrics(rewards: Iterable[Reward]) -> dict[str, float]:
+    """Return the metrics of each reward function: its scores, and the metrics returned by the function itself.
+
+    A sample to which no function applies has score zero. Samples whose scoring failed are excluded.
+    """
+    rewards = list(rewards)
+    scored = [reward.scores for reward in rewards if reward.scores]
+    if not scored:
+        return {}
+    metrics = {"reward/unscored": float(sum(all(s is None for s in scores.values()) for scores in scored))}
+    # Sources of a mixture may have different functions.
+    for name in dict.fromkeys(name for scores in scored for name in scores):
+        asked = [scores[name] for scores in scored if name in scores]
+        opinions = [score for score in asked if score is not None]
+        metrics[f"reward/{name}/unscored"] = 1 - len(opinions) / len(asked)
+        if opinions:
+            metrics[f"reward/{name}/mean"] = fmean(opinions)
+            metrics[f"reward/{name}/std"] = pstdev(opinions)
+            metrics[f"reward/{name}/min"] = float(min(opinions))
+            metrics[f"reward/{name}/max"] = float(max(opinions))
+    for key in dict.fromkeys(key for reward in rewards for key in reward.metrics):
+        found = [reward.metrics[key] for reward in rewards if key in reward.metrics]
+        metrics.setdefault(f"reward/{key}", fmean(found))
+    return metrics
+
+
+def accuracy_metrics(rewards: Sequence[Reward]) -> dict[str, float]:
+    """Return the metric `accuracy` (share of right answers) if all answers have a verdict. Otherwise return `unjudged`
+    (share of answers without a verdict).
+    """
+    verdicts = [reward.answer_correct for reward in rewards]
+    if None in verdicts:
+        return {"unjudged": verdicts.count(None) / len(verdicts)}
+    return {"accuracy": fmean([bool(verdict) for verdict in verdicts])} if verdicts else {}
+
+
+def by_source_name(named: Iterable[tuple[str, Item]]) -> dict[str, list[Item]]:
+    """Group items by data source, under the source's name in metrics.
+
+    In a name, characters other than letters, digits, dot, - and _ become _. The 50 largest sources have groups of their
+    own; the rest are grouped as `other`.
+    """
+    found: dict[str, list[Item]] = {}
+    for name, item in named:
+        found.setdefault(re.sub(r"[^\w.-]", "_", name) or "_", []).append(item)
+    largest = sorted(found, key=lambda name: (-len(found[name]), name))
+    rest = [item for name in largest[MAX_SOURCES:] for item in found.pop(name)]
+    if rest:
+        found[_OTHER_SOURCES] = [*found.get(_OTHER_SOURCES, ()), *rest]
+    return found
+
+
+def source_metrics(rewards: Mapping[str, Sequence[Reward]]) -> dict[str, float]:
+    """Return reward metrics per data source, named `reward/source/SOURCE/...`."""
+    metrics: dict[str, float] = {}
+    for name, found in rewards.items():
+        own = {
+            "count": float(len(found)),
+            "mean": fmean([reward.score for reward in found]),
+            "format_valid": fmean([reward.format_valid for reward in found]),
+            **accuracy_metrics(found),
+        }
+        for function in dict.fromkeys(function for reward in found for function in reward.scores):
+            scores = [score for reward in found if (score := reward.scores.get(function)) is not None]
+            if scores:
+                own.setdefault(function, fmean(scores))
+        metrics |= {f"reward/source/{name}/{key}": value for key, value in own.items()}
+    return metrics
+
+
+def _is_number(value: Any) -> bool:
+    # numpy's bool is not a Real. Its class goes by its name: an import of numpy would take half of the time in which a
+    # reward process starts.
+    kind = type(value)
+    return isinstance(value, Real) or (kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_"))
+
+
+def _finite(metrics: Any) -> dict[str, float]:
+    """Return the metrics returned by a reward function. Raises TypeError or ValueError if they are not finite numbers
+    by name.
+    """
+    if not isinstance(metrics, Mapping) or not all(
+        isinstance(name, str) and _is_number(value) for name, value in metrics.items()
+    ):
+        raise TypeError(f"the function returned metrics that are not numbers by name: {metrics!r:.200}")
+    found = {name: float(value) for name, value in metrics.items()}
+    if not all(map(math.isfinite, found.values())):
+        raise ValueError(f"the function returned metrics that are not finite: {metrics!r:.200}")
+    return found
+
+
+def _moderate(score: float, result: Any) -> float:
+    if not math.isfinite(score) or abs(score) > MAX_ABSOLUTE_SCORE:
+        raise ValueError(
+            f"the function returned a score outside -{MAX_ABSOLUTE_SCORE:g} to {MAX_ABSOLUTE_SCORE:g}: {result!r:.200}"
+        )
+    return score

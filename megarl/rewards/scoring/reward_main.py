@@ -1,0 +1,92 @@
+"""Main function of a reward process. It imports the reward functions and scores one completion after the other."""
+
+from __future__ import annotations
+
+import traceback
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from megarl.processes.frames import MAX_ERROR_CHARACTERS, Answer, RefusedError
+from megarl.rewards import resolve
+from megarl.rewards.functions.function_score import FunctionScore
+from megarl.rewards.scoring.calling import BoundFunction, bind
+from megarl.rewards.scoring.results import checked, combined
+from megarl.types import ConfigError, Judging
+
+if TYPE_CHECKING:
+    from megarl.sandbox.sandbox_fusion import AnySandbox
+
+
+def start(settings: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
+    """Import the reward functions. Returns a description of the values they need, and the function scoring a sample.
+
+    `settings` names the functions with weights and keyword arguments. It also has the settings of the sandbox, which is
+    started only if a function needs one. Raises RefusedError if a function cannot be used.
+    """
+    try:
+        functions = {f["name"]: bind(f["name"], resolve(f["name"]), f["kwargs"]) for f in settings["functions"]}
+        needs = frozenset().union(*(function.needs for function in functions.values()))
+        sandbox = _started(settings["sandbox"]) if "sandbox" in needs else None
+    except ConfigError as error:
+        raise RefusedError(str(error)) from error
+    weighing = _Weighing(
+        weights={f["name"]: f["weight"] for f in settings["functions"]},
+        judges={f["name"]: f["judging"] for f in settings["functions"]},
+        correct_score=settings["correct_score"],
+    )
+
+    def answer(request: dict[str, Any]) -> dict[str, Any]:
+        if sandbox is not None:
+            request["values"]["sandbox"] = sandbox
+        return _answer(functions, weighing, request["values"])
+
+    return {"needs": sorted(needs)}, answer
+
+
+def _started(settings: dict[str, Any]) -> AnySandbox:
+    """Start a sandbox with these settings and return it. Raises ConfigError or RefusedError if it does not work."""
+    # Here, because most reward functions need no sandbox, and its modules take a third of a process's start.
+    from megarl.sandbox.sandbox import SandboxError, SandboxSettings
+    from megarl.sandbox.sandbox_fusion import open_sandbox
+
+    sandbox = open_sandbox(SandboxSettings(**settings))
+    try:
+        sandbox.start()
+    except SandboxError as error:
+        raise RefusedError(str(error)) from error
+    return sandbox
+
+
+class _Weighing(NamedTuple):
+    """Weights and judging modes that turn the scores of several functions into one reward."""
+
+    weights: dict[str, float]
+    judges: dict[str, Judging]
+    correct_score: float
+
+
+def _answer(functions: dict[str, BoundFunction], weighing: _Weighing, values: dict[str, Any]) -> dict[str, Any]:
+    scores: dict[str, FunctionScore | None] = {}
+    name = ""
+    try:
+        for name, function in functions.items():
+            scores[name] = checked(function(values))
+        total = combined(scores, *weighing)
+    except BaseException:  # SystemExit and timeouts of some libraries are not Exceptions.
+        return {"error": f"{name}: {_shortened_traceback()}"}
+    return {
+        "score": total.score,
+        "format_valid": total.format_valid,
+        "answer_correct": total.answer_correct,
+        "scores": total.scores,
+        "metrics": total.metrics,
+        "judges_format": any(score is not None and score.format_valid is not None for score in scores.values()),
+        "judges_answer": any(score is not None and weighing.judges[name] != "none" for name, score in scores.items()),
+    }
+
+
+def _shortened_traceback() -> str:
+    try:
+        return traceback.format_exc()[-MAX_ERROR_CHARACTERS:]
+    # Formatting may fail itself, for instance after a MemoryError or in an error's own __str__.
+    except BaseException as error:
+        return f"{type(error).__name__} while the error was formatted"

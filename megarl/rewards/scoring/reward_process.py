@@ -1,0 +1,187 @@
+"""The driver's view of reward processes: their settings, and the scores in their answers."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from importlib.machinery import PathFinder
+from typing import Any, Literal
+
+from megarl.config import RewardConfig, SandboxConfig
+from megarl.config.judges import judging
+from megarl.config.rewards import RewardFunctionConfig
+from megarl.processes.server_process import RequestLimits, ServerSettings
+from megarl.rewards import locate, served_kind
+from megarl.rewards.scoring.results import read_reply
+from megarl.sandbox.sandbox import SandboxSettings
+from megarl.types import ConfigError, Judging, Reward, strongest
+
+_MEMORY_BYTES = 4 << 30
+"""Limit of the address space of a reward process, in bytes."""
+_MAX_REPLY_BYTES = 64 << 10
+"""Maximum bytes of a reply with scores or a shortened traceback."""
+
+Failure = Literal["error", "timeout", "parse_error"]
+"""Reason for a missing score: an error in scoring, a timeout, or a server's answer without a verdict."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """Reward of a completion. If scoring failed, the reward is zero, and `failure` and a text describe the failure."""
+
+    reward: Reward
+    failure: Failure | None = None
+    detail: str = ""
+    judges_format: bool = True
+    """Whether any function judged the format of the completion."""
+    judges_answer: bool = True
+    """Whether any function judged the answer in the completion."""
+    is_left_out: bool = False
+    """Whether the failed completion has no reward instead of zero."""
+    num_lost: int = 0
+    """Number of reward processes that ended or were killed from outside while scoring this completion."""
+
+    @property
+    def trajectory_reward(self) -> Reward | None:
+        """The reward for the trajectory. None: it has no reward, because scoring failed and failures are left out."""
+        return None if self.is_left_out else self.reward
+
+    @classmethod
+    def failed(cls, failure: Failure, detail: str) -> Scored:
+        return cls(Reward(score=0.0, format_valid=False, answer_correct=False), failure, detail)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """Settings of reward processes: functions, working folder, limits."""
+
+    functions: tuple[RewardFunctionConfig, ...]
+    correct_score: float
+    timeout_seconds: float
+    """Limit of CPU seconds per completion, for the process together with its descendants."""
+    wall_timeout_seconds: float
+    """Limit of wall-clock seconds per completion."""
+    search_path: tuple[str, ...]
+    """Import paths (`sys.path`) of the process."""
+    folder: str
+    """Working folder of the process."""
+    sandbox: SandboxSettings = field(default_factory=SandboxSettings)
+    """Sandbox for functions taking one. The CPU seconds of its programs are added to the CPU limit."""
+    start_timeout_seconds: float = 300.0
+    """Limit of wall-clock seconds for importing the reward functions."""
+    served: tuple[RewardFunctionConfig, ...] = ()
+    """Rewards from scoring servers. The driver sends their requests itself."""
+    on_failure: Literal["zero", "leave_out"] = "zero"
+    """Reward of completions whose scoring failed: zero, or none (left out)."""
+    judges: Mapping[str, Judging] = field(default_factory=dict)
+    """How each function and server judges answers, by name. Names not listed do not judge."""
+
+    @property
+    def names(self) -> str:
+        """The names of all functions as one text, for messages."""
+        return ", ".join(function.name for function in self.functions)
+
+    @property
+    def judging(self) -> Judging:
+        """How all functions and servers together judge the answer."""
+        return strongest(self.judges.values())
+
+
+def worker_settings(reward: RewardConfig, sandbox: SandboxConfig | None = None) -> WorkerSettings:
+    """Return the settings of reward processes running in the current folder.
+
+    The folder is an import path only if the recipe names functions of a module in it.
+    """
+    folder = os.getcwd()
+    search_path = [entry for entry in sys.path if entry]
+    if any(_is_in(folder, function.name) for function in reward.functions):
+        search_path.append(folder)
+    return WorkerSettings(
+        functions=tuple(function for function in reward.functions if served_kind(function.name) is None),
+        served=tuple(function for function in reward.functions if served_kind(function.name) is not None),
+        on_failure=reward.on_failure,
+        judges=judging(reward.functions),
+        correct_score=reward.correct_score,
+        timeout_seconds=reward.timeout_seconds,
+        # Wall-clock time includes waiting for a CPU, so its limit is more generous.
+        wall_timeout_seconds=reward.wall_timeout_seconds or max(10 * reward.timeout_seconds, 30.0),
+        search_path=tuple(search_path),
+        folder=folder,
+        sandbox=SandboxSettings(**sandbox.model_dump()) if sandbox else SandboxSettings(),
+    )
+
+
+def _is_in(folder: str, name: str) -> bool:
+    """Return whether a folder contains the top-level module of a reward function `name`, without importing it."""
+    if ":" not in name:
+        return False
+    with suppress(ConfigError):
+        module = locate(name).rpartition(":")[0]
+        return not module.endswith(".py") and PathFinder.find_spec(module.partition(".")[0], [folder]) is not None
+    return False
+
+
+def server_settings(settings: WorkerSettings) -> ServerSettings:
+    """Return the settings for starting a reward process: its functions, folders and limits."""
+    start = {
+        "functions": [
+            {
+                "name": function.name,
+                "weight": function.weight,
+                "kwargs": function.kwargs,
+                "judging": settings.judges.get(function.name, "none"),
+            }
+            for function in settings.functions
+        ],
+        "correct_score": settings.correct_score,
+        "sandbox": asdict(settings.sandbox),
+    }
+    return ServerSettings(
+        "megarl.rewards.scoring.reward_main:start",
+        settings.names,
+        "reward.functions",
+        start,
+        settings.search_path,
+        settings.folder,
+        memory_bytes=_MEMORY_BYTES,
+        start_seconds=settings.start_timeout_seconds,
+        max_answer_bytes=_MAX_REPLY_BYTES,
+    )
+
+
+def request_limits(settings: WorkerSettings, *, has_sandbox: bool) -> RequestLimits:
+    """Return the time limits of scoring a completion, including the time of programs in the sandbox."""
+    seconds = settings.sandbox.total_timeout_seconds if has_sandbox else 0.0
+    # Programs may wait for a CPU on a busy machine, so wall-clock time grows by a multiple.
+    return RequestLimits(
+        cpu_seconds=settings.timeout_seconds + seconds,
+        wall_seconds=settings.wall_timeout_seconds + 10 * seconds,
+    )
+
+
+def read_answer(answer: Mapping[str, Any], settings: WorkerSettings, limits: RequestLimits) -> Scored:
+    """Convert the answer of a reward process to a score. Raises ValueError if the answer is not valid."""
+    if "overdue" in answer:
+        by_cpu = f"reward.timeout_seconds = {limits.cpu_seconds:g} CPU seconds"
+        by_clock = f"reward.wall_timeout_seconds = {limits.wall_seconds:g} by the clock"
+        limit = by_cpu if answer["overdue"] == "cpu" else by_clock
+        return Scored.failed("timeout", f"{settings.names}: took more than {limit}")
+    if "invalid" in answer:
+        text = f"the sample cannot be sent to the reward process: {answer['invalid']}"
+        return Scored.failed("error", f"{settings.names}: {text}")
+    if "violation" in answer:
+        return Scored.failed("error", f"{settings.names}: the reward process {answer['violation']}")
+    if "error" in answer:
+        return Scored.failed("error", str(answer["error"]))
+    try:
+        return Scored(
+            read_reply(dict(answer), [function.name for function in settings.functions]),
+            judges_format=answer.get("judges_format") is not False,
+            judges_answer=answer.get("judges_answer") is not False,
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        text = f"the reward process sent an answer that is not a valid reward: {error}"
+        raise ValueError(f"{settings.names}: {text}") from None
