@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 from megarl.data.call_arguments import fit_call_arguments
 from megarl.data.reasoning_key import with_reasoning_key
 from megarl.data.tokenizer_growth import refuse_growth
-from megarl.files.model_folder import max_values_of, read_object
+from megarl.data.tokenizer_probes import is_panic, refuse_endless_encoding, refuse_endless_rules
+from megarl.files.model_folder import TOKENIZER, max_values_of, read_object
 from megarl.files.regular import check_folder_of_files, check_regular
 from megarl.files.strict_json import refuse_many_values
 from megarl.processes.process_tree import fault_of
@@ -78,7 +79,10 @@ def load_tokenizer(
     # First, since transformers would wait forever for the writer of a named pipe.
     check_folder_of_files(Path(folder))
     _refuse_many_values(Path(folder))
-    refuse_growth(Path(folder))
+    rules = Path(folder) / TOKENIZER[0]
+    definition = read_object(rules) if rules.is_file() else {}
+    refuse_growth(definition, rules)
+    refuse_endless_rules(definition, rules)
     config = Path(folder) / "config.json"
     # transformers and vLLM 0.30 choose their classes by model_type.
     if config.is_file() and not isinstance(read_object(config).get("model_type"), str):
@@ -88,12 +92,13 @@ def load_tokenizer(
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except BaseException as error:
         # A panic of the tokenizers library, for example in a regular expression, is not an Exception.
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        if not isinstance(error, Exception) and not is_panic(error):
             raise
         _check_config(folder)
         raise DataError(
             f"{folder}: the tokenizer does not load ({error}); copy the tokenizer's files into this folder again"
         ) from error
+    refuse_endless_encoding(tokenizer, definition, rules if definition else Path(folder))
     if template is not None:
         begin = _text_start(tokenizer) if template == PLAIN else ""
         tokenizer.chat_template = begin + _template_of(template)
@@ -252,7 +257,7 @@ def _panics_named(tokenizer: Tokenizer) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if (type(error).__module__, type(error).__name__) != ("pyo3_runtime", "PanicException"):
+        if not is_panic(error):
             raise
         raise DataError(
             f"{Path(tokenizer.name_or_path) / 'tokenizer.json'}: the tokenizer fails on a text ({error}); copy the "

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megarl.files.model_folder import TOKENIZER, read_object
 from megarl.types import DataError
 
 _MOST_GROWTH = 64.0
 """Highest factor of a text's length. Published tokenizers have at most 4: 64 characters a character are an attack."""
 
 
-def refuse_growth(folder: Path) -> None:
-    """Raise DataError if the rules of a folder's tokenizer.json can multiply the length of a text."""
-    path = folder / TOKENIZER[0]
-    if not path.is_file():
-        return
-    tokenizer = read_object(path)
-    for part in ("normalizer", "decoder", "post_processor"):
-        if (factor := _growth(tokenizer.get(part))) > _MOST_GROWTH:
+def refuse_growth(definition: Mapping[str, Any], path: Path) -> None:
+    """Raise DataError if the rules of a tokenizer.json can multiply the length of a text."""
+    for part in ("normalizer", "pre_tokenizer", "decoder", "post_processor"):
+        if (factor := _growth(definition.get(part))) > _MOST_GROWTH:
             raise DataError(
                 f"{path}: {part}: its rules make a text up to {factor:.3g} times as long; the limit is "
                 f"{_MOST_GROWTH:g}. Copy the tokenizer again from its source, or do not use it"
@@ -33,8 +30,8 @@ def _growth(rule: Any) -> float:
         return 1.0
     if rule.get("type") == "Sequence":
         factor = 1.0
-        for name in ("normalizers", "decoders", "processors"):
-            for inner in rule.get(name) or ():
+        for name in ("normalizers", "pretokenizers", "decoders", "processors"):
+            for inner in _items(rule.get(name)):
                 factor *= _growth(inner)
         return factor
     # A text of one character is the worst case of what is added once.
@@ -42,6 +39,11 @@ def _growth(rule: Any) -> float:
         return 1.0 + len(str(rule.get("prepend") or ""))
     if rule.get("type") == "TemplateProcessing":
         return max(1.0, *(_template_length(rule, name) for name in ("single", "pair")))
+    if rule.get("type") == "Precompiled":
+        return _longest_replacement(rule.get("precompiled_charsmap"))
+    # Each byte of a character becomes a character.
+    if rule.get("type") == "ByteLevel":
+        return 4.0
     pattern, content = rule.get("pattern"), rule.get("content")
     if rule.get("type") != "Replace" or not isinstance(pattern, Mapping) or not isinstance(content, str):
         return 1.0
@@ -51,12 +53,30 @@ def _growth(rule: Any) -> float:
     return 1.0 + len(content)
 
 
+def _longest_replacement(charsmap: Any) -> float:
+    """Return the length of the longest text in a compiled table of SentencePiece, which may replace one character.
+
+    The table is the size of a trie in four bytes, the trie, and the texts, each with a zero byte after it.
+    """
+    try:
+        table = base64.b64decode(str(charsmap), validate=True)
+    except (binascii.Error, ValueError):
+        return 1.0  # Loading it names the fault.
+    texts = table[4 + int.from_bytes(table[:4], "little") :]
+    return max(1.0, *(len(text.decode(errors="replace")) for text in texts.split(b"\0")))
+
+
 def _template_length(rule: Mapping[str, Any], name: str) -> float:
     """Return the number of tokens and texts that a template of a post-processor puts together."""
     special = rule.get("special_tokens")
     length = 0.0
-    for piece in rule.get(name) or ():
+    for piece in _items(rule.get(name)):
         added = piece.get("SpecialToken") if isinstance(piece, Mapping) else None
         token = special.get(added.get("id")) if isinstance(added, Mapping) and isinstance(special, Mapping) else None
-        length += len(token.get("ids") or ()) if isinstance(token, Mapping) else 1
+        length += len(_items(token.get("ids"))) if isinstance(token, Mapping) else 1
     return length
+
+
+def _items(value: Any) -> list[Any]:
+    """Return a list of a JSON file. Empty for another value: loading the file names the fault."""
+    return value if isinstance(value, list) else []

@@ -7,6 +7,7 @@ it by path.
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import math
 import os
 import resource
@@ -28,6 +29,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 _OUT_OF_MEMORY = 9
 """Exit code by which the child of `fault_of` reports a MemoryError."""
+_FAULT_BYTES = 1000
+"""Maximum length of the text of an FaultyInputError."""
 _WALL_PER_CPU_SECOND = 10.0
 """Wall-clock seconds allowed per second of CPU time in `fault_of`, because a busy machine runs slowly."""
 # Loaded once: after a raw clone the child should not run the dynamic linker.
@@ -153,39 +156,60 @@ def limit_memory(limit_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
 
 
+class FaultyInputError(Exception):
+    """Raised by the work of `fault_of` in the child. The text says what is wrong with the input, beginning with a
+    verb."""
+
+
 def fault_of(work: Callable[[], object], *, seconds: float, memory_bytes: int) -> str | None:
     """Run `work` on untrusted input in a forked process. Returns which limit it exceeds, time or memory.
 
-    `seconds` is CPU time; wall-clock time may be 10 times as long. Returns None if `work` stays within the limits, even
-    if it raises. Deterministic work then stays within them in this process too.
+    It also returns the text of a FaultyInputError, and the signal by which `work` ends its process. `seconds` is CPU
+    time; wall-clock time may be 10 times as long. Returns None if `work` stays within the limits, even if it raises.
+    Deterministic work then stays within them in this process too. What the child prints is discarded.
     """
+    readable, writable = os.pipe()
     with warnings.catch_warnings():
         # Python warns of forks in a process with threads. It is safe here: the child needs no lock held by a thread.
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
-        _try_and_exit(work, seconds, memory_bytes)
+        _try_and_exit(work, writable, seconds, memory_bytes)
+    os.close(writable)
     pidfd = os.pidfd_open(child)
     try:
         # RLIMIT_CPU does not count waiting, so a sleeping child needs a limit of wall-clock time.
         if not select.select([pidfd], [], [], _WALL_PER_CPU_SECOND * seconds)[0]:
             os.kill(child, signal.SIGKILL)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        # Shorter than the pipe's buffer, so the child never waits for this read.
+        text = os.read(readable, _FAULT_BYTES).decode(errors="replace")
     finally:
+        os.close(readable)
         os.close(pidfd)
+    if code == 0:
+        return text or None
     if code == _OUT_OF_MEMORY:
         return f"takes more than {memory_bytes >> 20} MiB of memory"
-    return None if code == 0 else f"takes more than {seconds:g} s"
+    # RLIMIT_CPU ends a process by one of these two.
+    if -code in (signal.SIGKILL, signal.SIGXCPU):
+        return f"takes more than {seconds:g} s"
+    end = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    # Libraries in Rust and C++ abort if they get no memory.
+    return f"takes more than {memory_bytes >> 20} MiB of memory, or crashes ({end})"
 
 
-def _try_and_exit(work: Callable[[], object], seconds: float, memory_bytes: int) -> NoReturn:
+def _try_and_exit(work: Callable[[], object], report: int, seconds: float, memory_bytes: int) -> NoReturn:
     code = 0
     try:
+        _discard_output()
         limit_memory(memory_bytes)
         # RLIMIT_CPU counts whole seconds from the start of the process.
         limit = math.ceil(time.process_time() + seconds)
         resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
         work()
+    except FaultyInputError as fault:
+        os.write(report, str(fault).encode(errors="replace")[:_FAULT_BYTES])
     except BaseException as raised:
         # Libraries wrap a MemoryError in errors of their own.
         error: BaseException | None = raised
@@ -194,3 +218,11 @@ def _try_and_exit(work: Callable[[], object], seconds: float, memory_bytes: int)
         code = 0 if error is None else _OUT_OF_MEMORY
     finally:
         os._exit(code)
+
+
+def _discard_output() -> None:
+    """Discard what this process prints, and tracebacks of crashes: the caller reports a fault once."""
+    faulthandler.disable()
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(nowhere, stream)

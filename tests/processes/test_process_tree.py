@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megarl.checkpoint import torch_dist_reader
-from megarl.processes.process_tree import fault_of
+from megarl.processes.process_tree import FaultyInputError, fault_of
 from megarl.types import DataError
 
 
@@ -25,6 +25,19 @@ def test_work_is_bounded_in_time_and_memory() -> None:
     assert fault_of(lambda: 1 / 0, seconds=5, memory_bytes=1 << 28) is None  # An error is no exceeded limit.
     assert fault_of(lambda: bytearray(1 << 30), seconds=5, memory_bytes=1 << 28) == "takes more than 256 MiB of memory"
     assert fault_of(endless, seconds=0.05, memory_bytes=1 << 28) == "takes more than 0.05 s"
+
+
+def test_a_fault_of_the_input_is_returned_and_output_discarded(capfd: pytest.CaptureFixture[str]) -> None:
+    def print_and_fail() -> None:
+        os.write(2, b"noise")
+        raise FaultyInputError("has \u00fc " + "long" * 1000)
+
+    assert str(fault_of(print_and_fail, seconds=5, memory_bytes=1 << 28)).startswith("has \u00fc longlong")
+    assert (
+        fault_of(os.abort, seconds=5, memory_bytes=1 << 28) == "takes more than 256 MiB of memory, or crashes (SIGABRT)"
+    )
+    assert "(exit code 3)" in str(fault_of(lambda: os._exit(3), seconds=5, memory_bytes=1 << 28))
+    assert capfd.readouterr().err == ""
 
 
 def test_a_small_pickle_that_loads_endlessly_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,143 @@
+"""Check of a tokenizer's rules on probe texts, in a child process with limits of time and memory.
+
+Regular expressions of a tokenizer.json may backtrack without an end, and its other rules may fail or multiply a text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megarl.processes.process_tree import FaultyInputError, fault_of
+from megarl.types import DataError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
+    from transformers import PreTrainedTokenizerBase as Tokenizer
+
+PROBE_SECONDS = 5.0
+"""CPU seconds allowed for all probe texts. Published tokenizers take about 0.1."""
+_PROBE_BYTES = 1 << 30
+_MAX_TOKENS_PER_CHARACTER = 64
+"""Tokens that a tokenizer may make of one character. The bytes of a ligature of 18 letters, each a token, are 33."""
+
+_SENTENCES = (
+    "The quick brown fox jumps over 13 lazy dogs; it's 7:45 o'clock, isn't it?\n\n\tdef f(x): return x**2 # 1e-10\r\n",
+    "Größe, naïve façade, Ångström, œuvre; Привет, мир! 你好,世界。こんにちは、カタカナ 한국어 สวัสดี नमस्ते שלום",
+    "\U0001f600\U0001f469\u200d\U0001f4bb \ufdfa \ufb03 \u212b e\u0301\u0327 \u1100\u1161\u11a8 \u00a0\u3000\u2028 "
+    "\u0000\u0007\ufffd\uffff \u2260 \u222b \u00bd \u2075",
+)
+_CHARACTERS = (
+    "aZz059 \t\n\r.,-_'\"(/#@$+=~\u0000\u0301\u00e9\u00df\u03b1\u044f\u05d0\u0628\u0905\u0e01\u3042\u30a2\u4e2d\uac00"
+    "\U0001f600"
+)
+"""One character of each class that patterns name: letters of scripts, digits, white space, punctuation, marks."""
+_RUN_LENGTH = 100
+_RUN_ENDS = "\n", "\u0001"
+"""Characters after a run of equal ones. An expression that backtracks does so where a run does not end as it wants."""
+_MAX_UNITS = 1000
+"""Characters and words of the patterns that are repeated. Patterns of published tokenizers have fewer than 300."""
+_SURROGATES = range(0xD800, 0xE000)
+"""Code points that are no characters."""
+_ESCAPE = re.compile(r"\\(?:x\{([0-9A-Fa-f]{1,6})\}|x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|[pP]\{[^}]*\}|(.))", re.DOTALL)
+_WORD = re.compile(r"\w{2,20}")
+
+
+def refuse_endless_rules(definition: Mapping[str, Any], path: Path) -> None:
+    """Raise DataError if the rules of a tokenizer.json fail on probe texts, or exceed the limits of the child.
+
+    The vocabulary is left out, so that this takes little time. Loading already applies the rules, to added tokens.
+    """
+    from tokenizers import Tokenizer as Backend
+
+    unknown = {"type": "WordLevel", "vocab": {"?": 0}, "unk_token": "?"}
+    rules = json.dumps({**definition, "model": unknown, "truncation": None, "padding": None})
+    texts = probe_texts(definition)
+    # A compiled table of replacements may lead anywhere for a single character.
+    if '"Precompiled"' in rules:
+        texts.append(" ".join(map(chr, range(_SURROGATES.start))))
+    _refuse_fault(path, lambda: _encode_texts(Backend.from_str(rules), texts))
+
+
+def refuse_endless_encoding(tokenizer: Tokenizer, definition: Mapping[str, Any], path: Path) -> None:
+    """Raise DataError if a tokenizer fails on probe texts, exceeds the limits, or makes too many tokens of a text."""
+    _refuse_fault(path, partial(_count_tokens, tokenizer, probe_texts(definition)))
+
+
+def probe_texts(definition: Mapping[str, Any]) -> list[str]:
+    """Return the texts on which a tokenizer.json is tried: sentences, and runs of what its patterns look for."""
+    units = {**dict.fromkeys(_CHARACTERS), **dict.fromkeys(_units_of(definition))}
+    runs = ((unit * (_RUN_LENGTH // len(unit)) + end) for unit in units for end in _RUN_ENDS)
+    return [*_SENTENCES, *_CHARACTERS, "".join(runs)]
+
+
+def _units_of(definition: Mapping[str, Any]) -> list[str]:
+    """Return the characters and words in the patterns and replacements of a tokenizer.json."""
+    units: dict[str, None] = {}
+    for part in ("normalizer", "pre_tokenizer", "decoder"):
+        for text in _patterns_of(definition.get(part)):
+            literal = _ESCAPE.sub(_character_of, text)
+            units |= dict.fromkeys([*_WORD.findall(literal), *literal])
+    return list(units)[:_MAX_UNITS]
+
+
+def _patterns_of(rule: Any) -> Iterator[str]:
+    for name, value in rule.items() if isinstance(rule, Mapping) else ():
+        if name in ("pattern", "content", "prepend", "String", "Regex") and isinstance(value, str):
+            yield value[: 10 * _MAX_UNITS]
+        elif name != "precompiled_charsmap":
+            for inner in value if isinstance(value, list) else [value]:
+                yield from _patterns_of(inner)
+
+
+def _character_of(escape: re.Match[str]) -> str:
+    """Return the character that an escape of a regular expression means. A class of characters is left out."""
+    number = escape[1] or escape[2] or escape[3]
+    if number:
+        code = int(number, 16)
+        return chr(code) if code <= sys.maxunicode and code not in _SURROGATES else ""
+    return escape[4] or " "
+
+
+def _encode_texts(backend: Backend, texts: Sequence[str]) -> None:
+    for text in texts:
+        backend.encode(text, add_special_tokens=False)
+
+
+def _count_tokens(tokenizer: Tokenizer, texts: Sequence[str]) -> None:
+    for text in texts:
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+        if len(tokens) > _MAX_TOKENS_PER_CHARACTER * len(text):
+            raise FaultyInputError(
+                f"makes {len(tokens)} tokens of a text of {len(text)} characters (the limit is "
+                f"{_MAX_TOKENS_PER_CHARACTER} tokens a character)"
+            )
+        tokenizer.decode(tokens)
+
+
+def _refuse_fault(path: Path, work: Callable[[], object]) -> None:
+    if fault := fault_of(partial(_name_panic, work), seconds=PROBE_SECONDS, memory_bytes=_PROBE_BYTES):
+        raise DataError(
+            f"{path}: the tokenizer {fault} on short probe texts; copy the tokenizer again from its source, or do not "
+            "use it"
+        )
+
+
+def _name_panic(work: Callable[[], object]) -> None:
+    """Call `work`. A panic of the tokenizers library, which is not an Exception, becomes a FaultyInputError."""
+    try:
+        work()
+    except BaseException as error:
+        if not is_panic(error):
+            raise
+        raise FaultyInputError(f"fails ({error})") from error
+
+
+def is_panic(error: BaseException) -> bool:
+    """Return whether an error is a panic of a library written in Rust."""
+    return (type(error).__module__, type(error).__name__) == ("pyo3_runtime", "PanicException")
