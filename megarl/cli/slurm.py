@@ -32,8 +32,9 @@ def render(recipe: RecipePath, overrides: Overrides = None, option: SbatchOption
 @app.command(cls=RecipeCommand)
 def submit(recipe: RecipePath, overrides: Overrides = None, option: SbatchOptions = None) -> None:
     """Check a recipe as a dry run does, let sbatch test the batch script, then submit it."""
-    from megarl.cluster.sbatch import require_sbatch, submit
+    from megarl.cluster.sbatch import check_options, require_sbatch, submit
 
+    check_options(option or ())
     # Before the checks, which take half a minute.
     require_sbatch()
     from megarl.preflight import load, with_memory_defaults, with_steps

@@ -13,12 +13,16 @@ from pathlib import Path
 
 from megarl.config import Recipe
 from megarl.config.cluster import ClusterConfig, NodeGroup
+from megarl.config.secrets import HIDDEN, holds_secret, secret_items
 from megarl.files.script_values import host_name, is_host_name
 from megarl.files.shipped import home, is_clone
 from megarl.platform.commands import run_command
 from megarl.tracking.earlier_run import EarlierRun
 from megarl.tracking.run_folder import run_path
 from megarl.types import ConfigError, FaultyNodeError
+
+_OPTIONS = ("cluster", "sbatch_options")
+"""Place of sbatch's options in a recipe: those of the command line are checked like them."""
 
 
 def render(recipe: Recipe, *, arguments: Sequence[str], options: Sequence[str] = ()) -> str:
@@ -31,6 +35,7 @@ def render(recipe: Recipe, *, arguments: Sequence[str], options: Sequence[str] =
     run's status.json are excluded. Raises ConfigError for Ray together with `cluster.groups.engines`, and DataError if
     status.json names something other than nodes.
     """
+    check_options(options)
     script = home() / "launch/slurm" / ("ray.sbatch" if recipe.cluster.launcher == "ray" else "train.sbatch")
     template = script.read_text(encoding="utf-8")
     cluster = recipe.cluster
@@ -51,7 +56,7 @@ def render(recipe: Recipe, *, arguments: Sequence[str], options: Sequence[str] =
     more += ["no-kill"] if cluster.recover != "stop" else []
     lines = "".join(f"#SBATCH --{option}\n" for option in more)
     template = re.sub(r"(?m)^#SBATCH --requeue$", f"{lines}#SBATCH --requeue", template)
-    components = [_option_line(option) for option in options]
+    components = [f"#SBATCH {shlex.quote(option)}" for option in options]
     if (engines := cluster.groups.engines) is not None:
         # Components of the same name would wait for each other, as jobs do.
         own = _sizes(engines, has_gpus) | {"job-name": f"{recipe.name}-engines"}
@@ -72,11 +77,18 @@ def render(recipe: Recipe, *, arguments: Sequence[str], options: Sequence[str] =
     return re.sub(r"(?m)^MEGARL_HOME=.*$", lambda _: ours, template)
 
 
-def _option_line(option: str) -> str:
-    """Return an option of sbatch as a line of a batch script. Raises ConfigError for a text of several lines."""
-    if not option.isprintable():
-        raise ConfigError(f"--sbatch={option!r}: has a control character; an option of sbatch is one line of text")
-    return f"#SBATCH {shlex.quote(option)}"
+def check_options(options: Sequence[str]) -> None:
+    """Raise ConfigError for an option of sbatch given on the command line that has a secret, or several lines."""
+    secrets = secret_items(_OPTIONS, options)
+    for index, option in enumerate(options):
+        if index in secrets or holds_secret((*_OPTIONS, index), option):
+            # sbatch's command line and the job's options are shown to all users of the cluster.
+            raise ConfigError(
+                f"--sbatch={HIDDEN}: a secret must not stand in an option of sbatch; export it in the submitting shell "
+                "and name its variable alone, as in --sbatch=--export=ALL or --sbatch=--export=HF_TOKEN"
+            )
+        if not option.isprintable():
+            raise ConfigError(f"--sbatch={option!r}: has a control character; an option of sbatch is one line of text")
 
 
 def _excluded_nodes(recipe: Recipe) -> list[str]:

@@ -19,7 +19,7 @@ from types import ModuleType
 import pytest
 
 from megarl.cli import main
-from megarl.cluster.sbatch import render
+from megarl.cluster.sbatch import check_options, render
 from megarl.config import Recipe
 from megarl.config.recipe import load
 from megarl.files.private_folder import PrivateFolder
@@ -440,6 +440,35 @@ def test_options_of_the_command_stand_in_the_printed_script(
     with pytest.raises(SystemExit) as ended:
         main()
     assert not ended.value.code and "#SBATCH --partition=gpu\n" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--export=HF_TOKEN=geheim"],
+        ["--hold", "--export=ALL,A=1,WANDB_API_KEY=geheim"],
+        ["--export", "HF_TOKEN=geheim"],
+        ["--token", "geheim"],
+        ["--comment=hf_" + "aBcDeFgHiJ" * 3 + "geheim"],
+        ["--mail-user=https://user:geheim@example.org"],
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("verb", ["render", "submit"])
+def test_a_secret_in_an_option_of_the_command_is_refused_first(
+    verb: str, options: list[str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = [f"--sbatch={option}" for option in options]
+    monkeypatch.setattr(sys, "argv", ["megarl", "slurm", verb, "qwen3_32b_grpo", *given])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    shown = "".join(capfd.readouterr())
+    assert ended.value.code == ConfigError.exit_code
+    assert "error: --sbatch=<hidden>: a secret must not stand" in shown and "geheim" not in shown
+
+
+def test_variables_of_the_submitting_shell_are_no_secrets() -> None:
+    check_options(["--export=ALL", "--export=HF_TOKEN", "--export=ALL,HF_TOKEN", "--export", "NONE", "--comment=a=b"])
 
 
 def test_a_job_with_engines_on_nodes_of_their_own_kind_has_two_components() -> None:
