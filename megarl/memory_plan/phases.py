@@ -28,6 +28,7 @@ from megarl.memory_plan.memory_table import CacheCapacity, MemoryTable, Phase, U
 from megarl.memory_plan.models import Built, Models
 from megarl.memory_plan.trainer_bytes import TrainerStates
 from megarl.reshard.layouts.lora import adapter_layouts
+from megarl.reshard.layouts.megatron import parameter_shapes
 from megarl.reshard.layouts.vllm_adapters import VllmAdapterLayouts
 from megarl.reshard.layouts.vllm_computed import VllmLayouts
 
@@ -366,14 +367,30 @@ class RankMemory:
         yield Use("gradients", device_bytes=states.gradients * is_here["gradients"])
         yield Use("main weights", device_bytes=states.main_weights * is_here["optimizer"])
         yield Use("moments", device_bytes=states.moments * is_here["optimizer"])
-        copies = states.pinned_parameters * ("parameters" in offload) + states.pinned_optimizer * (
-            "optimizer" in offload
-        )
-        # With separate engines, only models alternating in training (policy and critic) are ever offloaded.
-        takes_turns = not self.layout.is_separate or self.models.critic is not None
-        yield Use("offloaded copies", host_bytes=copies * takes_turns)
+        yield Use("offloaded copies", host_bytes=states.offloaded(offload) * self._takes_turns)
         if states.on_host:
             yield Use("optimizer on the host", host_bytes=states.on_host)
+
+    @property
+    def _takes_turns(self) -> bool:
+        """Return whether states are ever offloaded: for an engine on the same rank, or for the critic."""
+        return self.has_engine or self.models.critic is not None
+
+    @property
+    def host_copies(self) -> int:
+        """Return the bytes of a trainer's tensors with a copy in host memory: offloaded states, and on GPUs the models
+        that only score."""
+        offload = self.recipe.trainer.offload if self._takes_turns else ()
+        scoring = sum(self.frozen.values()) if self.platform.is_gpu else 0
+        return self.policy.offloaded(offload) + self.critic.offloaded(offload) + scoring
+
+    @property
+    def most_host_copies(self) -> int:
+        """Return the maximum number of these tensors: weights, main weights, and two moments of each."""
+        built = [self.models.policy, self.models.critic, *self.models.frozen.values()]
+        return 4 * sum(
+            len(parameter_shapes(one.layouts, one.layout.coordinates(self.rank))) for one in built if one is not None
+        )
 
     def _critic(self, awake: Collection[str]) -> Iterator[Use]:
         """Yield the critic's states, summed as one use."""

@@ -35,7 +35,7 @@ TERMS = {
         _COUNTED,
     ),
     "offloaded copies": Term(
-        "states in trainer.offload, each rounded up to a power of two of page-locked memory",
+        "weights, main weights and moments in trainer.offload: one block of their size, page-locked on GPUs",
         _COUNTED,
     ),
     "optimizer on the host": Term(

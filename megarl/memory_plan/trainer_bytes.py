@@ -9,7 +9,7 @@ Megatron-Core 0.16.1, distributed/param_and_grad_buffer.py and optimizer/distrib
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
 from functools import lru_cache
 
@@ -41,10 +41,6 @@ class TrainerStates:
     moments: int = 0
     merged: int = 0
     """Bytes of the weights merged with their LoRA adapters. They exist only during a reshard or an export."""
-    pinned_parameters: int = 0
-    """Bytes of host memory for offloaded parameters. Pinned memory is allocated in powers of two."""
-    pinned_optimizer: int = 0
-    """Bytes of host memory for offloaded main weights and moments."""
     saved: int = 0
     """Bytes written by this rank into a checkpoint. Nothing is gathered for it."""
     on_host: int = 0
@@ -62,6 +58,10 @@ class TrainerStates:
     def all(self) -> int:
         """Return the bytes on the device while the model trains."""
         return self.parameters + self.gradients + self.optimizer
+
+    def offloaded(self, offload: Collection[str]) -> int:
+        """Return the bytes of host memory for the states of `trainer.offload`. Gradients are not copied."""
+        return self.parameters * ("parameters" in offload) + self.optimizer * ("optimizer" in offload)
 
     def __add__(self, other: TrainerStates) -> TrainerStates:
         return TrainerStates(
@@ -87,7 +87,8 @@ def trainer_states(
 ) -> TrainerStates:
     """Return the bytes of a trained model's states on a rank, with `itemsize` bytes per weight.
 
-    With the layouts of LoRA `adapters`, only the adapters are trained. `is_pinned`: host copies are in pinned memory.
+    With the layouts of LoRA `adapters`, only the adapters are trained. `is_pinned`: the host's share of the optimizer
+    is copied through pinned memory.
     `host_fraction`: share of the parameters whose optimizer is in host memory.
     """
     frozen, merged = 0, 0
@@ -102,7 +103,7 @@ def trainer_states(
         frozen = sum(map(math.prod, shapes.values())) * itemsize
         merged = sum(math.prod(shape) for name, shape in shapes.items() if name in linears) * itemsize
         trained = adapters
-    states = TrainerStates(parameters=frozen, merged=merged, pinned_parameters=frozen if is_pinned else 0)
+    states = TrainerStates(parameters=frozen, merged=merged)
     for parameters, num_shards, shard in buffers_of(trained, rank):
         states += _buffer_states(
             parameters,
@@ -178,15 +179,11 @@ def _buffer_states(
     copies = has_main + num_moments
     if not is_distributed:
         # Each parameter, its main weight and its moments have their own storage.
-        pinned = sum(_pinned(parameter.numel * itemsize, is_pinned) for parameter in parameters)
-        pinned_state = copies * sum(_pinned(parameter.numel * FLOAT32, is_pinned) for parameter in parameters)
         return TrainerStates(
             parameters=numel * itemsize,
             gradients=numel * FLOAT32,
             main_weights=numel * FLOAT32 * has_main,
             moments=numel * FLOAT32 * num_moments,
-            pinned_parameters=pinned,
-            pinned_optimizer=pinned_state,
             saved=numel * (itemsize + FLOAT32 * copies) // num_shards,
         )
     buckets = _buckets(parameters, num_shards)
@@ -208,8 +205,6 @@ def _buffer_states(
         gradients=size * FLOAT32,
         main_weights=on_device * FLOAT32 * has_main,
         moments=on_device * FLOAT32 * num_moments,
-        pinned_parameters=_pinned(size * itemsize, is_pinned),
-        pinned_optimizer=copies * sum(_pinned(part * FLOAT32, is_pinned) for part in held),
         # Weights are written by one of the ranks holding them. Each rank writes its own part of the optimizer, in
         # float32 even if the weights serve as main weights.
         saved=numel * itemsize // num_shards + (1 + num_moments) * own * FLOAT32,
@@ -286,5 +281,5 @@ def _up(number: int, *, multiple: int) -> int:
 
 
 def _pinned(size: int, is_pinned: bool) -> int:
-    """Return the bytes of a host copy. torch's allocator of pinned memory rounds each up to a power of two."""
+    """Return the bytes of a host copy made by Megatron-Core: torch rounds pinned memory up to powers of two."""
     return 1 << (size - 1).bit_length() if is_pinned and size else size

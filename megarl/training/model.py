@@ -32,6 +32,7 @@ from megarl.models.teacher_student import TeacherTargets
 from megarl.platform import device
 from megarl.reshard.layouts.megatron import chunk_prefix
 from megarl.training.distillation_targets import TargetFetcher
+from megarl.training.host_arena import HostArena
 from megarl.training.microbatch import Microbatch, pack_row, represented_tokens, row_tokens, unpack_row, whole_row
 from megarl.training.replica import Replica
 from megarl.training.routed_experts import ExpertExchange, OwnTokens, count_by_expert, fetch_routes
@@ -61,11 +62,14 @@ class ModelShard:
         load_weights: LoadWeights,
         *,
         replica: Replica | None = None,
+        arena: HostArena | None = None,
         router_replay: bool = False,
         exact_blocks: int = 0,
     ) -> None:
         self.recipe, self.layout, self.shape = recipe, layout, shape
         self._replica = replica
+        self.arena = arena or HostArena(0)
+        """Host memory for the model's tensors while they are not on the device."""
         self.device = device.current()
         self.dtype = getattr(torch, recipe.model.dtype)
         self._exact_blocks = exact_blocks
@@ -357,17 +361,27 @@ class FrozenModel(ModelShard):
         load_weights: LoadWeights,
         *,
         replica: Replica | None = None,
+        arena: HostArena | None = None,
         exact_blocks: int = 0,
     ) -> None:
-        super().__init__(recipe, layout, shape, load_weights, replica=replica, exact_blocks=exact_blocks)
+        super().__init__(recipe, layout, shape, load_weights, replica=replica, arena=arena, exact_blocks=exact_blocks)
         self.has_moved = False
-        for parameter in self._own_parameters():
-            parameter.data = _host_copy(parameter.data)
+        if self.device.type != "cpu":
+            self._move_to_host()
         for chunk in self.chunks:
             chunk.cpu()
 
     def _own_parameters(self) -> list[torch.nn.Parameter]:
         return [parameter for chunk in self.chunks for parameter in chunk.parameters()]
+
+    def _move_to_host(self) -> None:
+        """Replace the parameters by copies in the arena, which is page-locked: copying back is fast."""
+        parameters = self._own_parameters()
+        copies = self.arena.take([parameter.nbytes for parameter in parameters])
+        for parameter, copy in zip(parameters, copies, strict=True):
+            self.arena.wait_for(copy)
+            values = copy.memory.view(parameter.dtype).view(parameter.shape)
+            parameter.data = values.copy_(parameter.data)
 
     @contextmanager
     def in_memory(self, *, is_changed: bool = False) -> Iterator[None]:
@@ -415,13 +429,6 @@ def saved_buffers(chunk: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
                 yield f"{prefix}.{name}".lstrip("."), buffer
-
-
-def _host_copy(values: Tensor) -> Tensor:
-    """Copy values to host memory: page-locked if they come from an accelerator, so that copying back is fast."""
-    if values.device.type == "cpu":
-        return values
-    return torch.empty_like(values, device="cpu", pin_memory=True).copy_(values)
 
 
 def _join_ranks(seed: int, layout: ParallelConfig, shape: ModelShape) -> None:

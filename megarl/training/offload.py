@@ -10,19 +10,20 @@ from torch import Tensor, nn
 
 from megarl.models.lora import Adapter, adapters_of
 from megarl.reshard.layouts.megatron import chunk_prefix
+from megarl.training.host_arena import HostArena, HostCopy, aligned_bytes
 
 
 class Offloadable:
     """A set of tensors whose device memory can be released and reallocated; the tensors and their views stay valid.
 
-    `tensors` lists them at each release: an optimizer has none before its first step. Without `keeps_values`, they come
-    back as zeros and need no host memory.
+    `tensors` lists them at each release: an optimizer has none before its first step. Their values wait in `arena`;
+    without one, they come back as zeros.
     """
 
-    def __init__(self, tensors: Callable[[], Iterable[Tensor]], *, keeps_values: bool = True) -> None:
-        self._tensors, self._keeps_values = tensors, keeps_values
+    def __init__(self, tensors: Callable[[], Iterable[Tensor]], arena: HostArena | None = None) -> None:
+        self._tensors, self._arena = tensors, arena
         self._away: list[tuple[torch.UntypedStorage, int]] = []
-        self._host: dict[int, Tensor] = {}
+        self._copies: list[HostCopy] = []
 
     def offload(self) -> None:
         """Move the contents to host memory and free the GPU memory."""
@@ -30,14 +31,12 @@ class Offloadable:
             return
         # Several tensors may share one storage: each storage is moved once.
         storages = {storage._cdata: storage for storage in (t.untyped_storage() for t in self._tensors())}
-        for key, storage in storages.items():
-            if self._keeps_values:
-                # Page-locked memory is slow to allocate, so the host copies are retained for the next release.
-                if key not in self._host:
-                    on_gpu = storage.device.type == "cuda"
-                    self._host[key] = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=on_gpu)
-                self._host[key].copy_(_bytes(storage), non_blocking=True)
-            self._away.append((storage, storage.nbytes()))
+        self._away = [(storage, storage.nbytes()) for storage in storages.values()]
+        if self._arena is not None:
+            self._copies = self._copies_for([size for _, size in self._away], self._arena)
+            for (storage, _), copy in zip(self._away, self._copies, strict=False):
+                self._arena.wait_for(copy)
+                copy.memory.copy_(_bytes(storage), non_blocking=True)
         # The copies are asynchronous: their source must not be freed before they end.
         torch.cuda.synchronize()
         for storage, _ in self._away:
@@ -45,13 +44,26 @@ class Offloadable:
 
     def onload(self) -> None:
         """Allocate the GPU memory again and move the contents back."""
-        for storage, size in self._away:
+        for index, (storage, size) in enumerate(self._away):
             storage.resize_(size)
-            if self._keeps_values:
-                _bytes(storage).copy_(self._host[storage._cdata], non_blocking=True)
+            if self._arena is not None:
+                _bytes(storage).copy_(self._copies[index].memory, non_blocking=True)
             else:
                 _bytes(storage).zero_()
         self._away = []
+
+    def _copies_for(self, sizes: Sequence[int], arena: HostArena) -> list[HostCopy]:
+        """Return memory for copies of these sizes, then any not needed now. Memory of earlier releases is used again.
+
+        Page-locked memory is slow to allocate. A loaded checkpoint replaces tensors by others of the same sizes.
+        """
+        free: dict[int, list[HostCopy]] = {}
+        for copy in reversed(self._copies):
+            free.setdefault(copy.memory.nbytes, []).append(copy)
+        reused = [free[size].pop() if free.get(size) else None for size in sizes]
+        added = iter(arena.take([size for size, copy in zip(sizes, reused, strict=True) if copy is None]))
+        unused = [copy for copies in free.values() for copy in copies]
+        return [next(added) if copy is None else copy for copy in reused] + unused
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
@@ -75,7 +87,7 @@ class MergedWeights:
         merged = {name: torch.empty_like(weight) for name, (_, weight) in self._adapters.items()}
         own = {name: value for name, value in tensors.items() if ".adapter." not in name}
         self.weights: dict[str, Tensor] = own | merged
-        self._offloadable = Offloadable(merged.values, keeps_values=False)
+        self._offloadable = Offloadable(merged.values)
         self._offloadable.offload()
 
     @contextmanager
@@ -104,7 +116,7 @@ class ScaledAdapters:
             scaled = torch.empty_like(adapter.b, requires_grad=False)
             self._adapters.append((adapter, scaled))
             self.weights |= {f"{prefix}.a": adapter.a.detach(), f"{prefix}.b": scaled}
-        self._offloadable = Offloadable(lambda: (scaled for _, scaled in self._adapters), keeps_values=False)
+        self._offloadable = Offloadable(lambda: (scaled for _, scaled in self._adapters))
         self._offloadable.offload()
 
     @contextmanager
@@ -121,8 +133,6 @@ class ScaledAdapters:
 
 BLOCK_BYTES = 1 << 30
 """Bytes of a block of pinned host memory. torch rounds up to powers of two and reuses blocks for the next save."""
-# Copies start at multiples of a cache line, so any dtype can view them.
-_ALIGNMENT = 64
 
 
 def copy_to_pinned_blocks(tensors: Sequence[Tensor], *, pin: bool, block_bytes: int = BLOCK_BYTES) -> list[Tensor]:
@@ -139,7 +149,7 @@ def copy_to_pinned_blocks(tensors: Sequence[Tensor], *, pin: bool, block_bytes: 
         copy = block[taken : taken + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         copy.copy_(tensor, non_blocking=pin)
         copies.append(copy)
-        taken += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        taken += aligned_bytes(tensor.nbytes)
     if pin:
         torch.cuda.synchronize()
     return copies

@@ -34,6 +34,7 @@ from megarl.platform.spans import span
 from megarl.tracking.metrics import Max, Mean, Metric, merge
 from megarl.tracking.model_outputs import NotFinite
 from megarl.tracking.spikes import UpdateLimits
+from megarl.training.host_arena import HostArena
 from megarl.training.model import LoadWeights, ModelShard
 from megarl.training.not_finite import find_not_finite
 from megarl.training.objective import (
@@ -120,6 +121,7 @@ class TrainingEngine(ModelShard):
         *,
         role: Literal["policy", "critic"] = "policy",
         replica: Replica | None = None,
+        arena: HostArena | None = None,
         memory_owner: TrainingEngine | None = None,
     ) -> None:
         trainer, is_policy = recipe.trainer, role == "policy"
@@ -130,6 +132,7 @@ class TrainingEngine(ModelShard):
             shape,
             load_weights,
             replica=replica,
+            arena=arena,
             router_replay=router_replay,
             # A critic has no counterpart in the engine.
             exact_blocks=recipe.exact_blocks if is_policy else 0,
@@ -171,9 +174,9 @@ class TrainingEngine(ModelShard):
         self._not_finite: NotFinite | None = None
         self._merged = MergedWeights(self.chunks, self.tensors)
         self._offloadable = {
-            "parameters": Offloadable(lambda: self.parameters.values()),
-            "gradients": Offloadable(self._gradients, keeps_values=False),
-            "optimizer": Offloadable(self._optimizer_state),
+            "parameters": Offloadable(lambda: self.parameters.values(), self.arena),
+            "gradients": Offloadable(self._gradients),
+            "optimizer": Offloadable(self._optimizer_state, self.arena),
         }
 
     def change_objective(self, recipe: Recipe) -> None:

@@ -35,7 +35,7 @@ class Worker(TrainerWorker):
         `layout` and `teacher_layout` are the parallel sizes of the trainer and of teacher models. `topology` is the
         place of all ranks in the network.
         """
-        self._join_world(rank, world_size, recipe, layout, topology)
+        self._join_world(rank, world_size, recipe, layout, topology, teacher_layout)
         # The engine first: vLLM needs its memory to be free before the trainer takes a share. Then it sleeps, because
         # building the models needs that memory.
         self.engine: RolloutEngine | None = None

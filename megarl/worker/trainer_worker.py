@@ -44,6 +44,7 @@ from megarl.training.teacher import ModelInOwnGroups, Teacher
 from megarl.training.training_engine import Snapshot, StartingPolicy, TrainingEngine
 from megarl.training.transformers_logprobs import transformers_logprobs
 from megarl.types import ExpertsHandle
+from megarl.worker.arena_size import start_arena
 from megarl.worker.rank_transfer import RankTransfer, Report
 
 Model = TypeVar("Model", bound=ModelShard)
@@ -69,12 +70,18 @@ class TrainerWorker:
         `layout` has the parallel sizes of the trainer, `teacher_layout` those of teacher models; None: the same.
         `topology` is the place of the trainer's ranks in the network; None: they share a node.
         """
-        self._join_world(rank, world_size, recipe, layout, topology or [("node",)] * world_size)
+        self._join_world(rank, world_size, recipe, layout, topology or [("node",)] * world_size, teacher_layout)
         self._build_models(teacher_layout)
         self.policy.onload()
 
     def _join_world(
-        self, rank: int, world_size: int, recipe: Recipe, layout: ParallelConfig, topology: RankTopology
+        self,
+        rank: int,
+        world_size: int,
+        recipe: Recipe,
+        layout: ParallelConfig,
+        topology: RankTopology,
+        teacher_layout: ParallelConfig | None,
     ) -> None:
         self.recipe, self.layout, self.rank = recipe, layout, rank
         world.initialize(recipe.cluster.collective_timeout_seconds)
@@ -87,6 +94,9 @@ class TrainerWorker:
         self.stored_targets = StoredTargets()
         self.copies = StateCopies()
         """Copies of the training state in this rank's host memory (checkpoint.replicate)."""
+        # Before the engine is built, so that the memory is page-locked meanwhile.
+        self.arena = start_arena(recipe, layout, rank, teacher_layout)
+        """Host memory for this rank's offloaded states, and for models that only score."""
         self.topology = topology
         self.state_copier: StateCopier | None = None
         self._save: checkpoint.Save | None = None
@@ -415,7 +425,7 @@ class TrainerWorker:
             safetensors.load(folder, layouts[self.rank], tensors, override=override, with_mtp=with_mtp)
 
         with refusals_named(self.recipe.trainer.megatron):
-            return kind(self.recipe, layout, shape, load_weights, replica=replica or self.replica)
+            return kind(self.recipe, layout, shape, load_weights, replica=replica or self.replica, arena=self.arena)
 
     def _shape_of(self, folder: str) -> ModelShape:
         """Return the sizes of the model in a folder, with the recipe's overrides."""
@@ -498,4 +508,5 @@ class TrainerWorker:
         # Before the world: process groups cannot be destroyed after it.
         for replica in (self.replica, *(replica for _, replica in self.further_groups.values())):
             replica.close()
+        self.arena.close()
         world.leave()

@@ -120,14 +120,12 @@ def test_shards_of_a_buffer() -> None:
     assert [state.moments for state in states] == [8 * 94, 8 * 36]
     # Half of 130 weights, and of its own elements main weights and moments.
     assert [state.saved for state in states] == [130 + 12 * 94, 130 + 12 * 36]
-    # 120 and 256 bytes, 144: each pinned in a power of two, for main weights and two moments.
-    assert [state.pinned_optimizer for state in states] == [3 * (128 + 256), 3 * 256]
+    assert [state.offloaded(["optimizer"]) for state in states] == [12 * 94, 12 * 36]
+    assert states[0].offloaded(["parameters", "gradients"]) == 512
     whole = trainer_bytes._buffer_states(
         parameters, num_shards=2, shard=0, itemsize=2, is_distributed=False, num_moments=0, is_pinned=False
     )
-    assert whole == TrainerStates(
-        parameters=260, gradients=520, main_weights=520, pinned_parameters=260, pinned_optimizer=520, saved=390
-    )
+    assert whole == TrainerStates(parameters=260, gradients=520, main_weights=520, saved=390)
 
 
 def test_a_shared_embedding_has_a_bucket_of_its_own() -> None:

@@ -102,7 +102,7 @@ def retained_sets(token_ids: np.ndarray, vocab_size: int) -> RetainedSets:
     return RetainedSets(counts, np.concatenate(sets).astype(np.int32))
 
 
-def build(recipe: Recipe, layout: ParallelConfig) -> tuple[Any, Any, Any]:
+def build(recipe: Recipe, layout: ParallelConfig, arena: Any = None) -> tuple[Any, Any, Any]:
     from megarl.checkpoint import safetensors
     from megarl.families.shape import padded_vocab_size
     from megarl.models.configuration import uses_transformer_engine
@@ -123,7 +123,7 @@ def build(recipe: Recipe, layout: ParallelConfig) -> tuple[Any, Any, Any]:
         safetensors.load(recipe.model.path, pieces, parameters)
 
     reference = FrozenModel(recipe, layout, shape, load) if recipe.has_reference else None
-    return TrainingEngine(recipe, layout, shape, load), reference, pieces
+    return TrainingEngine(recipe, layout, shape, load, arena=arena), reference, pieces
 
 
 def rows_of(recipe: Recipe, layout: ParallelConfig, sequences: Sequence[TrainingSequence]) -> list[Any]:
@@ -411,32 +411,53 @@ def test_updates_that_are_no_numbers_are_skipped_and_then_end_the_run(
 
 
 def offloading(recipe: Recipe, layout: ParallelConfig, updates: list[list[TrainingSequence]]) -> dict[str, Any]:
-    """Updates with everything given away between them; bytes that stayed; parameters at the end."""
-    engine, *_ = build(recipe, layout)
+    """Updates with everything given away between them; bytes that stayed; parameters at the end; what was locked."""
+    from megarl.worker.arena_size import start_arena
+
+    arena = start_arena(recipe, layout, dist.get_rank())
+    engine, *_ = build(recipe, layout, arena)
     stayed = 0
+    # Before the first update there are no moments.
+    engine.offload()
     for sequences in updates:
         engine.onload()
         engine.update(row_batches(sequences, rows_of(recipe, layout, sequences)))
         engine.offload()
         held = [*engine.parameters.values(), *engine._gradients(), *engine._optimizer_state()]
         stayed += sum(tensor.untyped_storage().nbytes() for tensor in held)
+    away = [size for name in ("parameters", "optimizer") for _, size in engine._offloadable[name]._away]
     engine.onload(["parameters"])
-    return {"stayed": stayed, "parameters": {n: v.detach().float().numpy() for n, v in engine.parameters.items()}}
+    parameters = {n: v.detach().float().numpy() for n, v in engine.parameters.items()}
+    calls, locked = arena.num_calls, arena.num_locked_bytes
+    arena.close()
+    return {"stayed": stayed, "parameters": parameters, "away": away, "calls": calls, "locked": locked}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("loop", "dtype"),
+    [
+        pytest.param("sft", "float32", id="float32, arena that grows"),
+        pytest.param("rl", "bfloat16", id="bfloat16, arena of the planned size"),
+    ],
+)
 def test_training_goes_on_as_if_memory_had_never_been_lent(
-    ranks: RankPool, folder: Callable[..., Path], dtype: str
+    ranks: RankPool, folder: Callable[..., Path], loop: str, dtype: str
 ) -> None:
+    """A planned arena is locked by one call, however many copies it has."""
     everything = ("optimizer", "gradients", "parameters")
     results = []
     for offload in ((), everything):
-        recipe = recipe_of(folder(), "sft", offload=offload)
+        recipe = recipe_of(folder(), loop, offload=offload)
         recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"dtype": dtype})})
         updates = make_updates(recipe, 431)
         results.append(ranks.run(offloading, recipe, ParallelConfig(1, 1, 2, 1), updates, world_size=2))
     for kept, lent in zip(*results, strict=True):
         assert kept["stayed"] > 0 and lent["stayed"] == 0
+        assert (kept["calls"], kept["locked"]) == (0, 0)
+        # Without a plan: weights before the first update, then moments.
+        assert lent["calls"] == (1 if loop == "rl" else 2) < len(lent["away"]) / 3
+        # Two pages more, for so small a model: whole pages are locked, and copies start at cache lines.
+        assert sum(lent["away"]) <= lent["locked"] <= 1.02 * sum(lent["away"]) + 2 * 4096
         for name, value in kept["parameters"].items():
             np.testing.assert_array_equal(value, lent["parameters"][name], err_msg=name)
 

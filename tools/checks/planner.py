@@ -186,6 +186,11 @@ def trained_counts(model: Any, prefix: str) -> dict[str, int]:
     }
 
 
+def copies_of(model: Any) -> list[int]:
+    """Bytes of each copy that a trained model has in host memory."""
+    return [copy.memory.nbytes for name in ("parameters", "optimizer") for copy in model._offloadable[name]._copies]
+
+
 def count(recipe: Recipe, layout: ParallelConfig, rows: Sequence[Any]) -> dict[str, int]:
     """One rank: what it holds, in bytes by kind, after a worker was built and has learnt from its rows."""
     import torch.distributed as dist
@@ -212,8 +217,14 @@ def count(recipe: Recipe, layout: ParallelConfig, rows: Sequence[Any]) -> dict[s
         if isinstance(worker.reference, FrozenModel):
             found["reference"] = counted_bytes(worker.reference.parameters.values())
         policy.offload()
-        kept = [policy._offloadable[name]._host for name in ("parameters", "optimizer")]
-        found["offloaded copies"] = sum(t.nbytes for host in kept for t in host.values())
+        copies = copies_of(policy)
+        found["offloaded copies"] = sum(copies)
+        copies += [] if worker.critic is None else copies_of(worker.critic)
+        found["page-locked"] = worker.arena.num_locked_bytes
+        # What torch's allocator would lock: each copy by a call of its own, as a power of two.
+        found["copies"] = len(copies)
+        found["as powers of two"] = sum(1 << (size - 1).bit_length() for size in copies)
+        found["locking calls"] = worker.arena.num_calls
         buffers = [*engine.model.parameters(), *engine.model.buffers()]
         found["engine weights"] = counted_bytes(buffers)
         found["KV cache"] = counted_bytes(engine._worker.model_runner.kv_caches)
@@ -277,8 +288,8 @@ def planned(recipe: Recipe, layout: ParallelConfig, rank: int) -> dict[str, int]
     return found | {
         **memory.frozen,
         "activations": uses["train"].use("activations").host_bytes,
-        "offloaded copies": memory.policy.pinned_parameters * ("parameters" in offload)
-        + memory.policy.pinned_optimizer * ("optimizer" in offload),
+        "offloaded copies": memory.policy.offloaded(offload),
+        "page-locked": memory.host_copies,
         "engine weights": memory.engine_weights,
         "KV cache": memory.cache_bytes,
         "staging": memory.staging,
@@ -299,6 +310,10 @@ def check(name: str, model: Path, ranks: RankPool) -> Iterator[dict[str, Any]]:
             errors = [abs(plan / counted - 1) if counted else float(plan != 0) for counted, plan in pairs]
         worst = int(np.argmax(errors))
         line = {"layout": name, "kind": kind, "rank": worst, "counted": pairs[worst][0], "planned": pairs[worst][1]}
+        if kind == "page-locked":
+            calls, copies, powers = (counts[worst][extra] for extra in ("locking calls", "copies", "as powers of two"))
+            if copies:
+                line["kind"] += f" by {calls} calls (each of {copies} copies as a power of two: {powers} bytes)"
         yield line | {"error": errors[worst], "met": errors[worst] <= LIMIT}
 
 

@@ -1,0 +1,90 @@
+"""Page-locking of host memory, which lets a GPU copy to and from it in the background. Ranks of a machine take turns.
+
+The kernel and the driver lock pages under locks of the whole machine. Ranks that lock at once do not finish sooner, and
+each of them finishes last.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import resource
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarl.platform import device
+from megarl.types import MegarlError
+
+_LONGEST_WAIT_SECONDS = 30.0
+"""A process that was suspended within its turn must not stop the others: after this time they go on without a turn."""
+_POLL_SECONDS = 0.002
+
+
+def page_lock(memory: Tensor) -> None:
+    """Page-lock host memory [bytes] for this rank's GPU. On a CPU nothing is locked.
+
+    The memory must stay mapped until `unlock`. Raises MegarlError if the system refuses.
+    """
+    if device.current().type == "cpu":
+        return
+    runtime: Any = torch.cuda.cudart()
+    status = runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+    if int(status) != 0:
+        raise MegarlError(refusal(memory.nbytes, runtime.cudaGetErrorString(status)))
+
+
+def unlock(memory: Tensor) -> None:
+    """Release memory that `page_lock` locked, the same range."""
+    if device.current().type != "cpu":
+        runtime: Any = torch.cuda.cudart()
+        runtime.cudaHostUnregister(memory.data_ptr())
+
+
+def refusal(num_bytes: int, reason: str) -> str:
+    """Return the message for a refused lock: what was refused, this process's limit, and the remedies."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    allowed = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit} bytes"
+    return (
+        f"page-locking {num_bytes >> 20} MiB of host memory failed: {reason}. The limit of locked memory is {allowed} "
+        "(ulimit -l): allow unlimited (in a container: --ulimit memlock=-1), free host memory, or remove states from "
+        "trainer.offload"
+    )
+
+
+@contextmanager
+def turn(folder: Path | None = None) -> Iterator[None]:
+    """Context in which no other process of this user on this machine locks pages.
+
+    `folder` holds the lock's file; None: the system's temporary folder. Without access to it there are no turns, which
+    only costs time.
+    """
+    file = -1
+    with suppress(OSError):
+        path = (folder or Path(tempfile.gettempdir())) / f"megarl-page-lock-{os.getuid()}"
+        # O_NOFOLLOW: a link with this name could point to any file.
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        # Another user's file of this name could be locked forever.
+        if file >= 0 and os.fstat(file).st_uid == os.getuid():
+            _lock(file)
+        yield
+    finally:
+        if file >= 0:
+            # Closing the file frees its lock, as the end of the process does.
+            os.close(file)
+
+
+def _lock(file: int) -> None:
+    end = time.monotonic() + _LONGEST_WAIT_SECONDS
+    while time.monotonic() < end:
+        with suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        time.sleep(_POLL_SECONDS)

@@ -1,0 +1,158 @@
+"""Host memory of a rank for tensors that leave the device: one arena, page-locked in the background from its start on.
+
+torch's allocator page-locks each tensor alone when it first leaves, and rounds its size up to a power of two.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from threading import Lock
+
+import torch
+from torch import Tensor
+
+from megarl.platform import background, page_lock
+from megarl.platform.host_memory import available_bytes
+from megarl.types import ConfigError
+
+CHUNK_BYTES = 256 << 20
+"""Bytes page-locked by one call: about 0.16 s on an H200's host. A rank waits at most so long for another one's turn,
+and for memory that it does not need yet."""
+ALIGNMENT = 64
+"""Copies start at multiples of a cache line, so any dtype can view them."""
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """Part of an arena that one call page-locks: `memory` [bytes]."""
+
+    memory: Tensor
+    is_locked: bool = False
+
+
+@dataclass(slots=True)
+class _Mapping:
+    """Contiguous memory [bytes] from the system, in chunks. The first `taken` bytes belong to copies."""
+
+    memory: Tensor
+    chunks: Sequence[_Chunk]
+    taken: int = 0
+
+    @property
+    def free(self) -> int:
+        return self.memory.nbytes - self.taken
+
+
+@dataclass(frozen=True, slots=True)
+class HostCopy:
+    """Memory of an arena for one tensor or storage: `memory` [bytes]."""
+
+    memory: Tensor
+    chunks: Sequence[_Chunk] = field(repr=False)
+
+
+class HostArena:
+    """Page-locked host memory of one rank. On a CPU it is ordinary memory that counts the same calls and bytes.
+
+    A thread locks it chunk by chunk, in turn with the machine's other ranks. A copy waits for its own chunks only.
+    """
+
+    def __init__(self, num_bytes: int, *, chunk_bytes: int = CHUNK_BYTES) -> None:
+        """Reserve memory and start to lock it.
+
+        `num_bytes` is the size of all copies, each rounded up by `aligned_bytes`. Raises ConfigError if the machine has
+        less memory.
+        """
+        self._chunk_bytes = chunk_bytes
+        self._mappings: list[_Mapping] = []
+        self._locking = Lock()
+        self._is_closed = False
+        self.num_calls = 0
+        """Number of calls that page-locked memory."""
+        self.num_locked_bytes = 0
+        """Bytes of page-locked memory."""
+        self._background: Future[None] | None = None
+        if num_bytes:
+            chunks = self._extend(num_bytes).chunks
+            self._background = background.begin(lambda: self._lock_all(chunks))
+
+    def take(self, sizes: Sequence[int]) -> list[HostCopy]:
+        """Return memory for copies of these sizes in bytes. If the arena is too small, it grows once for all of them.
+
+        Copies are given back all together, by `close`.
+        """
+        copies: list[HostCopy] = []
+        for index, size in enumerate(sizes):
+            if not self._mappings or self._mappings[-1].free < aligned_bytes(size):
+                self._extend(sum(map(aligned_bytes, sizes[index:])))
+            copies.append(self._cut(size))
+        return copies
+
+    def wait_for(self, copy: HostCopy) -> None:
+        """Return once all of a copy's memory is page-locked. Raises MegarlError if the system refuses to lock it."""
+        for chunk in copy.chunks:
+            self._lock_chunk(chunk)
+
+    def close(self) -> None:
+        """Unlock all memory. The thread ends after its current chunk. Copies must not be used by the GPU any more."""
+        self._is_closed = True
+        if self._background is not None:
+            # The thread's error was raised by `wait_for`, or nobody needed that memory.
+            with suppress(BaseException):
+                background.finish(self._background)
+        for mapping in self._mappings:
+            for chunk in mapping.chunks:
+                if chunk.is_locked:
+                    page_lock.unlock(chunk.memory)
+                    chunk.is_locked = False
+        self._mappings = []
+
+    def _extend(self, num_bytes: int) -> _Mapping:
+        """Map memory of whole pages, not yet locked."""
+        if (available := available_bytes()) < num_bytes:
+            raise ConfigError(
+                f"trainer.offload: this rank needs {num_bytes / 2**30:.1f} GiB of host memory for offloaded states and "
+                f"models that only score, but the machine has {available / 2**30:.1f} GiB left; remove states from "
+                "trainer.offload, or start fewer ranks on the machine"
+            )
+        size = max(1, -(-num_bytes // mmap.PAGESIZE)) * mmap.PAGESIZE
+        mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # Large pages make locking faster. Some kernels have none.
+        with suppress(OSError):
+            mapped.madvise(mmap.MADV_HUGEPAGE)
+        # Otherwise a fork would copy all locked pages, because the GPU may write to them.
+        mapped.madvise(mmap.MADV_DONTFORK)
+        memory = torch.frombuffer(mapped, dtype=torch.uint8)
+        self._mappings.append(_Mapping(memory, [_Chunk(part) for part in memory.split(self._chunk_bytes)]))
+        return self._mappings[-1]
+
+    def _cut(self, num_bytes: int) -> HostCopy:
+        mapping = self._mappings[-1]
+        start, stop = mapping.taken, mapping.taken + num_bytes
+        mapping.taken += aligned_bytes(num_bytes)
+        first, last = start // self._chunk_bytes, -(-stop // self._chunk_bytes)
+        return HostCopy(mapping.memory[start:stop], mapping.chunks[first:last])
+
+    def _lock_all(self, chunks: Sequence[_Chunk]) -> None:
+        for chunk in chunks:
+            self._lock_chunk(chunk)
+
+    def _lock_chunk(self, chunk: _Chunk) -> None:
+        # Background and main thread: whoever comes first locks the chunk.
+        with self._locking:
+            if chunk.is_locked or self._is_closed:
+                return
+            with page_lock.turn():
+                page_lock.page_lock(chunk.memory)
+            chunk.is_locked = True
+            self.num_calls += 1
+            self.num_locked_bytes += chunk.memory.nbytes
+
+
+def aligned_bytes(num_bytes: int) -> int:
+    """Return the bytes that a copy takes of an arena."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,31 @@
+"""Size of a rank's host memory for tensors that leave the device, known before any model is built."""
+
+from __future__ import annotations
+
+from megarl.config import Recipe
+from megarl.config.parallel import ParallelConfig
+from megarl.families.shape import planned_shape
+from megarl.memory_plan.devices import Platform
+from megarl.memory_plan.models import read_models
+from megarl.memory_plan.phases import RankMemory
+from megarl.models.configuration import uses_transformer_engine
+from megarl.platform import device
+from megarl.training.host_arena import ALIGNMENT, HostArena
+
+
+def start_arena(
+    recipe: Recipe, layout: ParallelConfig, rank: int, teacher_layout: ParallelConfig | None = None
+) -> HostArena:
+    """Return the arena of a trainer's rank, with the size that the memory plan computes for its host copies.
+
+    Its memory is page-locked in the background from now on. Raises ConfigError if the machine has too little memory.
+    """
+    shape = planned_shape(recipe.model.folder, recipe.model.override_config)
+    models = read_models(recipe, shape, layout, teacher_layout)
+    is_gpu = device.current().type == "cuda"
+    platform = Platform(is_gpu=is_gpu, has_transformer_engine=uses_transformer_engine())
+    memory = RankMemory(recipe, models, platform, rank)
+    if not (num_bytes := memory.host_copies):
+        return HostArena(0)
+    # Each copy starts at a cache line.
+    return HostArena(num_bytes + memory.most_host_copies * ALIGNMENT)
