@@ -128,7 +128,7 @@ def _names(data_format: str | None, fields: str | None, answer_field: str | None
     # YAML, because a recipe writes data.fields the same way.
     try:
         by_name = yaml.safe_load(fields or "{}")
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError):
         by_name = None
     if not isinstance(by_name, dict):
         raise ConfigError(

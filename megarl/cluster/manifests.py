@@ -108,7 +108,8 @@ def _read(source: Path) -> list[Manifest]:
         documents = list(yaml.safe_load_all(source.read_text(encoding="utf-8")))
     except OSError as error:
         raise ConfigError(f"{source}: cannot be read ({error.strerror}); name a template with --template") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    # ValueError: not UTF-8, or an impossible date or number.
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{source}: not valid YAML: {error}; correct the template") from None
     if not documents or not all(isinstance(document, dict) for document in documents):
         raise ConfigError(f"{source}: holds something other than mappings; copy launch/kubernetes/rayjob.yaml again")

@@ -60,7 +60,7 @@ def _tree_of_file(path: Path) -> tuple[Any, list[str]]:
     try:
         text = path.read_text(encoding="utf-8")
         problems = strict_yaml.problems(text)
-        if any(words in problem for problem in problems for words in (strict_yaml.TOO_DEEP, strict_yaml.TOO_LARGE)):
+        if any(words in problem for problem in problems for words in strict_yaml.UNREADABLE):
             raise ConfigError(error_page(path, problems))
         tree = OmegaConf.load(io.StringIO(text))
     except FileNotFoundError:

@@ -281,7 +281,7 @@ def _value_fault(field: str, value: str) -> str | None:
     except ValidationError as error:
         faults = [fault["msg"] for fault in error.errors(include_url=False) if fault["loc"][: len(place)] == place]
         return faults[0].replace("Input should be", "must be") if faults else None
-    except (OmegaConfBaseException, YAMLError, TypeError):
+    except (OmegaConfBaseException, YAMLError, TypeError, ValueError):
         return "is not valid YAML"
     return None
 

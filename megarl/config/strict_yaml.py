@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 
 import yaml
@@ -18,7 +19,12 @@ exponentially."""
 
 TOO_LARGE = f"has more than {MAX_VALUES} values, where an alias counts as all its values"
 
+TOO_LONG = "digits, which is more than are read"
+
 TOO_DEEP = f"nested deeper than {MAX_DEPTH} levels"
+
+UNREADABLE = TOO_LARGE, TOO_LONG, TOO_DEEP
+"""Faults of a text that make it impossible to read the rest."""
 
 NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 BOOLEAN = "tag:yaml.org,2002:bool"
@@ -28,9 +34,10 @@ OCTAL = re.compile(r"[-+]?0[0-7_]+")
 def problems(text: str, field: str = "") -> list[str]:
     """Return one error line per misleading value of a YAML text: its field, the value as written, the remedy.
 
-    Misleading are numbers to the base 60 (`1:30`) and 8 (`010`); yes, no, on and off; halves of surrogate pairs; and
-    nesting deeper than MAX_DEPTH. A text with more than MAX_VALUES values gets one line about that only. `field` is the
-    dotted name of the whole text. Raises yaml.YAMLError if the text is not YAML.
+    Misleading are numbers to the base 60 (`1:30`) and 8 (`010`); yes, no, on and off; halves of surrogate pairs;
+    numbers with more digits than Python reads; and nesting deeper than MAX_DEPTH. A text with more than MAX_VALUES
+    values gets one line about that only. `field` is the dotted name of the whole text. Raises yaml.YAMLError if the
+    text is not YAML.
     """
     too_large = f"{field or 'the file'}: {TOO_LARGE}; remove values or aliases"
     # Before the text is parsed, which takes 50 us for each value.
@@ -82,7 +89,9 @@ def _problems_of_scalar(node: yaml.ScalarNode, field: str) -> Iterator[str]:
     if any("\ud800" <= character <= "\udfff" for character in node.value):
         yield f"{field} = {written!a}: half of a surrogate pair or a broken byte, not a character; remove it"
     is_plain = node.style is None
-    if is_plain and node.tag in NUMBERS and (":" in node.value or OCTAL.fullmatch(node.value)):
+    if is_plain and node.tag in NUMBERS and len(node.value) > sys.get_int_max_str_digits():
+        yield f"{field} = {written}: has {len(node.value)} {TOO_LONG}; write fewer, or text in quotes"
+    elif is_plain and node.tag in NUMBERS and (":" in node.value or OCTAL.fullmatch(node.value)):
         base = 60 if ":" in node.value else 8
         meant = yaml.safe_load(node.value)
         yield f"{field} = {written}: YAML reads this as {meant} (base {base}); write {meant}, or text in quotes"

@@ -35,7 +35,7 @@ def num_made(source: str) -> int | None:
     if not source.startswith(MADE):
         return None
     count = source.removeprefix(MADE)
-    if not re.fullmatch(r"[1-9]\d*", count) or int(count) > MAX_MADE:
+    if not re.fullmatch(r"[1-9]\d{0,9}", count) or int(count) > MAX_MADE:
         raise ValueError(f"{count!r} is not a valid number of problems; give a whole number from 1 to {MAX_MADE}")
     return int(count)
 

@@ -64,6 +64,8 @@ def _json_at(text: str, start: int) -> tuple[Any, int]:
         raise ValueError(f"its JSON is not valid ({error.msg})") from error
     except RecursionError as error:
         raise ValueError("its JSON is nested too deeply") from error
+    except ValueError as error:  # Python reads integers of 4300 digits at most.
+        raise ValueError("its JSON has a number with too many digits") from error
 
 
 def _call_from_object(value: Any, *argument_fields: str) -> WrittenCall:

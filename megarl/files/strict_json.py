@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from collections import Counter
 from typing import Any, NoReturn
 
@@ -25,6 +26,7 @@ LARGE = 1 << 22
 """Maximum number of JSON values in tokenizer.json. With 262,144 tokens and their merges it has about 2 million."""
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 """A JSON string. Possessive quantifiers (`*+`) and the optional end keep the search linear for broken texts."""
+_STRING_OR_NUMBER = re.compile(rf"{_STRING.pattern.decode()}|\d+(?:[.eE][\d.eE+-]*)?", re.DOTALL)
 
 
 def count_values(content: bytes) -> int:
@@ -74,6 +76,10 @@ def parse(content: bytes, max_values: int | None = SMALL) -> Any:
         )
     except RecursionError:
         raise ValueError(f"nested deeper than {MAX_DEPTH} levels") from None
+    except ValueError as error:
+        if "integer string conversion" not in str(error):
+            raise
+        raise ValueError(_long_integer_fault(text)) from None
     # Skip the slow checks where they cannot fail: most texts have few brackets and no escaped surrogate.
     if text.count("[") + text.count("{") > MAX_DEPTH and is_deeper(value, MAX_DEPTH):
         raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
@@ -115,6 +121,20 @@ def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
         raise ValueError(f"the key {shortened(json.dumps(twice))} occurs twice")
     return fields
+
+
+def _long_integer_fault(text: str) -> str:
+    """Return which integer of a JSON text has more digits than Python reads, and where it stands."""
+    limit = sys.get_int_max_str_digits()
+    integers = (item for item in _STRING_OR_NUMBER.finditer(text) if item.group().isdecimal())
+    item = next((item for item in integers if len(item.group()) > limit), None)
+    if item is None:  # More digits than the limit, and then no valid JSON.
+        return f"an integer has more than {limit} digits; write it as a text, in quotes"
+    line, column = text.count("\n", 0, item.start()) + 1, item.start() - text.rfind("\n", 0, item.start())
+    return (
+        f"the integer {shortened(item.group())} in {f'line {line}, ' if line > 1 else ''}column {column} has "
+        f"{len(item.group())} digits, the limit is {limit}; write it as a text, in quotes"
+    )
 
 
 def _refuse_constant(name: str) -> NoReturn:

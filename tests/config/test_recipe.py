@@ -110,6 +110,7 @@ def test_an_unknown_key_says_where_it_may_belong(small: Path, override: str, hin
         pytest.param("data.validation.a/b=x", "data.validation.a/b: bad name 'a/b'; use letters", id="validation name"),
         pytest.param("train.steps=true", "train.steps = True: is true or false", id="true as number"),
         pytest.param("optimizer.betas=[true, 0.9]", "optimizer.betas = [True, 0.9]: is true or false", id="in a list"),
+        pytest.param(f"train.steps={'1' * 5000}", "train.steps = 111", id="more digits than are read"),
         pytest.param("train.steps=1:30", "train.steps = 1:30: YAML reads this as 90 (base 60); write 90", id="base 60"),
         pytest.param("train.steps=010", "train.steps = 010: YAML reads this as 8 (base 8); write 8", id="octal"),
         pytest.param("seed=-0_17", "seed = -0_17: YAML reads this as -15", id="negative octal"),
@@ -147,6 +148,7 @@ def test_a_faulty_override_is_named(small: Path, override: str, told: str) -> No
         pytest.param("a: " + "[" * 5000, "nested deeper than 32 levels", id="deep"),
         pytest.param(f"a: {BOMB}\n", "more than 100000 values", id="alias bomb"),
         pytest.param("a: [" + "[]," * 10**6 + "]\n", "more than 100000 values", id="many values"),
+        pytest.param(f"train: {{steps: -{'1' * 5000}}}", "train.steps = -111", id="more digits than are read"),
         pytest.param("train:\n  steps: 1:30\n  updates_per_step: 07\n", "train.updates_per_step = 07:", id="doubtful"),
     ],
 )

@@ -87,6 +87,11 @@ def test_faulty_messages(tmp_path, messages, message):
         pytest.param(['{"a": 1}', '{"a": '], "line 2: not JSON", id="cut line"),
         pytest.param(['{"a": 1}', "", "[1]"], r"line 3: \[1\] is not a JSON object", id="list"),
         pytest.param(['{"a": 1}', '{"a": 1, "a": 2}'], 'line 2: not JSON \\(the key "a" occurs twice', id="key twice"),
+        pytest.param(
+            ['{"a": 1}', '{"gt_answer": [-' + "9" * 5000 + "]}"],
+            "line 2: not JSON .* has 5000 digits",
+            id="long integer",
+        ),
         pytest.param(['{"gt_answer": NaN}'], "line 1: not JSON \\(NaN is not a JSON number", id="NaN"),
         pytest.param([r'{"gt_answer": "\ud800"}'], "line 1: not JSON .*surrogate", id="surrogate"),
         pytest.param(['{"a": ' + "[" * 5000 + "]" * 5000 + "}"], "line 1: not JSON .*nested deeper", id="deep"),

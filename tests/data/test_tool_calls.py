@@ -93,6 +93,14 @@ def made(name: str, text: str, **options: Any) -> list[tuple[str, Any, str | Non
     return [(call.name, call.arguments, call.error) for call in parse(name, text, TOOLS, **options).calls]
 
 
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_number_of_more_digits_than_python_reads_is_a_faulty_call(name: str) -> None:
+    text = re.sub(r"\b3\b", "9" * 5000, TEXTS[name])
+    assert text != TEXTS[name]
+    faults = [error for _, _, error in made(name, text) if error is not None]
+    assert faults and "sys.set_int" not in str(faults)
+
+
 def test_ids_of_calls_differ_between_the_turns_of_a_long_session() -> None:
     text = TEXTS["hermes"]
     ids = {call.id for turn in (*range(3000), 46_655) for call in parse("hermes", text, TOOLS, turn=turn).calls}

@@ -39,7 +39,13 @@ def test_sound_texts(content: bytes, value: object) -> None:
         pytest.param(b"[" * (MAX_DEPTH + 1) + b"]" * (MAX_DEPTH + 1), "nested deeper than 100", id="deep"),
         pytest.param(b'{"a":' * 200 + b"1" + b"}" * 200, "nested deeper than 100", id="deep objects"),
         pytest.param(b"[" * 60_000, "nested deeper than 100", id="very deep"),
-        pytest.param(b"9" * 5000, "4300 digits", id="long whole number"),
+        pytest.param(b"9" * 5000, "999... in column 1 has 5000 digits, the limit is 4300", id="long whole number"),
+        pytest.param(
+            b'["' + b"8" * 5000 + b'",\n -' + b"9" * 5000 + b"]", "999... in line 2, column 3", id="in a list"
+        ),
+        pytest.param(b"9" * 5000 + b".]", "an integer has more than 4300 digits", id="long and broken"),
+        pytest.param(b"[1,, " + b"9" * 5000 + b"]", "Expecting value: .* column 4", id="broken before"),
+        pytest.param(b"1e" + b"9" * 5000, "the number 1e999", id="long exponent"),
     ],
 )
 def test_faulty_texts(content: bytes, told: str) -> None:
