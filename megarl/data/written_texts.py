@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from megarl.data.chat import render, unmarked
@@ -12,6 +13,9 @@ from megarl.data.messages import REASONING, REASONING_KEYS
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
+# Some templates refuse a conversation that begins with the assistant.
+_QUESTION = {"role": "user", "content": "."}
+
 
 def check_prompt_written(
     tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], rendered: str
@@ -19,15 +23,29 @@ def check_prompt_written(
     """Raise ValueError for a text of a prompt, or a tool's name, that is missing in the rendered prompt.
 
     Templates may drop reasoning before a later question, so each assistant's message is looked for in a rendering that
-    ends with it.
+    ends with it. That rendering has one question instead of all earlier messages, which makes the cost linear. Only if
+    a text is missing there, the earlier messages are rendered too.
     """
     check_tools_written(tools, rendered)
+    texts = _WrittenText(rendered)
     for number, message in enumerate(messages):
-        if message["role"] == "assistant":
+        if message["role"] != "assistant":
+            _check_texts(number, message, texts)
+        elif not _is_written_alone(tokenizer, message, tools):
             turn = render(tokenizer, messages[: number + 1], generation_prompt=False, tools=tools)
             check_answer_written(tokenizer, messages[: number + 1], tools, turn)
-        else:
-            check_message_written(number, message, rendered)
+
+
+def _is_written_alone(tokenizer: Tokenizer, message: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether the template writes all texts of an assistant's message that answers one short question."""
+    names = {call["function"]["name"] for call in message.get("tool_calls", ())}
+    called = [tool for tool in tools if tool["function"]["name"] in names]
+    try:
+        turn = render(tokenizer, (_QUESTION, message), generation_prompt=False, tools=called)
+        check_answer_written(tokenizer, (_QUESTION, message), called, turn)
+    except ValueError:
+        return False
+    return True
 
 
 def check_answer_written(
@@ -44,20 +62,26 @@ def check_answer_written(
 
 def check_message_written(number: int, message: Mapping[str, Any], rendered: str) -> None:
     """Raise ValueError for a text of a conversation's message `number` that is missing in the rendered text."""
+    _check_texts(number, message, _WrittenText(rendered))
+
+
+def _check_texts(number: int, message: Mapping[str, Any], rendered: _WrittenText) -> None:
     for key, text in _required_texts(message):
-        if not _is_in(text, rendered):
+        if not rendered.contains(text):
             raise ValueError(_missing(f"the {key} of messages[{number}]", text))
 
 
 def has_texts(rendered: str, message: Mapping[str, Any]) -> bool:
     """Return whether a rendered text has all texts of a message."""
-    return all(_is_in(text, rendered) for _, text in _required_texts(message))
+    written = _WrittenText(rendered)
+    return all(written.contains(text) for _, text in _required_texts(message))
 
 
 def check_tools_written(tools: Sequence[Mapping[str, Any]], rendered: str) -> None:
     """Raise ValueError for a tool whose name is missing in the rendered text."""
+    written = _WrittenText(rendered)
     for tool in tools:
-        if not _is_in(name := tool["function"]["name"], rendered):
+        if not written.contains(name := tool["function"]["name"]):
             raise ValueError(_missing("the record's tool", name))
 
 
@@ -84,13 +108,30 @@ def _required_texts(message: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
         yield "tool call", tool_call["function"]["name"]
 
 
-def _is_in(text: str, rendered: str) -> bool:
-    """Return whether a rendered text has another text. Templates may change its white space, or write it as JSON."""
-    if text.strip() in rendered:
-        return True
-    whole = _without_space(rendered)
-    forms = text, json.dumps(text, ensure_ascii=False)[1:-1], json.dumps(text)[1:-1]
-    return any(_without_space(form) in whole for form in forms)
+class _WrittenText:
+    """A rendered text in which the texts of messages are searched, usually in their order."""
+
+    def __init__(self, rendered: str) -> None:
+        self._rendered = rendered
+        self._place = 0
+        """End of the last text that was found."""
+
+    def contains(self, text: str) -> bool:
+        """Return whether the rendered text has another one. Templates may change its white space, or write it as
+        JSON."""
+        text = text.strip()
+        place = self._rendered.find(text, self._place)
+        if place < 0:
+            place = self._rendered.find(text)
+        if place >= 0:
+            self._place = place + len(text)
+            return True
+        forms = text, json.dumps(text, ensure_ascii=False)[1:-1], json.dumps(text)[1:-1]
+        return any(_without_space(form) in self._without_space for form in forms)
+
+    @cached_property
+    def _without_space(self) -> str:
+        return _without_space(self._rendered)
 
 
 def _without_space(text: str) -> str:

@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from megarl.data import written_texts
+from megarl.data.chat import render
 from megarl.data.conversations import read_conversations
 from megarl.data.formats import FieldNames
 from megarl.data.preferences import make_judged, make_pair, pair_conversations
@@ -459,6 +461,45 @@ def test_a_template_that_drops_text_is_refused(tmp_path):
         assert "It is 4." in texts_of(tmp_path, {"messages": [ASKED, ANSWERED]})[1]
         with pytest.raises(DataError, match=r"the content of messages\[1\]"):
             texts_of(tmp_path, {"messages": [ASKED, ANSWERED | {"content": "<think>so</think>It is 4."}]})
+    finally:
+        tokenizer.chat_template = template
+
+
+@pytest.mark.parametrize("family", ["forgetful", "qwen"])
+def test_the_check_of_a_long_prompt_renders_each_message_a_few_times(monkeypatch, family):
+    turns = [
+        message for n in range(100) for message in (ASKED, ANSWERED | {"content": f"It is {n}.", **thought(family)})
+    ]
+    num_rendered = []
+
+    def count(tokenizer, messages, **settings):
+        num_rendered.append(len(messages))
+        return render(tokenizer, messages, **settings)
+
+    monkeypatch.setattr(written_texts, "render", count)
+    messages = [*turns, AGAIN]
+    rendered = render(tokenizer_of(family), messages, generation_prompt=True)
+    written_texts.check_prompt_written(tokenizer_of(family), messages, (), rendered)
+    # Two short renderings for each answer: with it, and without it.
+    assert sum(num_rendered) <= 3 * len(turns) / 2
+
+
+def thought(family):
+    return {"reasoning_content": "hm hm"} if family == "forgetful" else {}
+
+
+def test_an_answer_that_needs_the_earlier_messages_is_looked_for_among_them(tmp_path):
+    """This template writes an answer after a second question only, and no reasoning."""
+    tokenizer = tokenizer_of("qwen")
+    template = str(tokenizer.chat_template)
+    prompt = [ASKED, AGAIN, ANSWERED, AGAIN]
+    try:
+        tokenizer.chat_template = template.replace(
+            "m.content }}", "(m.content if loop.index != 2 or m.role == 'user' else '') }}"
+        )
+        assert "It is 4." in texts_of(tmp_path, problem(prompt))[0]
+        with pytest.raises(DataError, match=r"line 1: .* the content of messages\[1\], 'It is 4\.'"):
+            texts_of(tmp_path, problem([ASKED, ANSWERED, AGAIN]))
     finally:
         tokenizer.chat_template = template
 
