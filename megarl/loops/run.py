@@ -53,6 +53,8 @@ from megarl.tracking.spikes import SpikeDetector
 from megarl.tracking.tracker import Tracker
 from megarl.types import ConfigError, FaultyNodeError, PeerLostError
 
+COLOCATED_WORKER = "megarl.worker.colocated:Worker"
+"""Class of the object on each rank that trains and samples. Benchmarks replace it by a class that measures."""
 LOOPS: dict[str, Callable[[Session], Awaitable[None]]] = {
     "rl": rl.train,
     "sft": sft.train,
@@ -281,7 +283,7 @@ class _Start:
         settings = {"recipe": recipe, "layout": layout, "teacher_layout": teachers}
         settings["topology"] = ranks.trainers.topology
         if not ranks.is_separate:
-            await ranks.trainers.construct("megarl.worker.colocated:Worker", settings)
+            await ranks.trainers.construct(COLOCATED_WORKER, settings)
             return
         replicas = [_construct_engine(group, recipe, layout) for group in ranks.replicas]
         await together([ranks.trainers.construct("megarl.worker.trainer_worker:TrainerWorker", settings), *replicas])

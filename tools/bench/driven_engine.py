@@ -29,7 +29,7 @@ from megarl.types import Completion, Problem, Request, Reward, SamplingSettings,
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """Settings of a benchmark's engine; `context_tokens` is its longest sequence."""
+    """Settings of a benchmark's engine; `context_tokens` is its longest sequence, `rollout` has further fields."""
 
     model_path: str
     num_slots: int
@@ -37,6 +37,7 @@ class EngineSettings:
     kv_cache_gib: float = 0.5
     dtype: str = "float32"
     vllm: Mapping[str, Any] = field(default_factory=dict)
+    rollout: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -75,9 +76,11 @@ class MeasuredEngine:
         from megarl.engine.engine import RolloutEngine
 
         world.initialize(600.0)
-        config = RolloutConfig(
-            kv_cache_gib=settings.kv_cache_gib, max_concurrent_requests=settings.num_slots, vllm=dict(settings.vllm)
-        )
+        fields = {
+            "kv_cache_gib": settings.kv_cache_gib, "max_concurrent_requests": settings.num_slots,
+            "vllm": dict(settings.vllm), **settings.rollout,
+        }  # fmt: skip
+        config = RolloutConfig.model_validate(fields)
         self._own = RolloutEngine(
             settings.model_path, config, max_model_len=settings.context_tokens, dtype=settings.dtype, seed=3
         )
@@ -189,6 +192,20 @@ def problems_of(tokenizer: Any, number: int) -> list[Problem]:
     return found
 
 
+def sampler_of(pool: EnginePool, tokenizer: Any, num_turns: int, *, max_prompt_tokens: int) -> GroupSampler:
+    """Return the sampler of a run whose environment is `Talk`, for the engines of a pool."""
+    return GroupSampler(
+        pool=pool,
+        dialogue=Dialogue(tokenizer),
+        score=unscored,
+        environment="talk",
+        make_environment=lambda: Talk(num_turns),
+        max_prompt_tokens=max_prompt_tokens,
+        max_turns=num_turns,
+        truncated_turn="close",
+    )
+
+
 class Bench:
     """The driver of some engines; `num_attempts` are made at a time."""
 
@@ -205,18 +222,11 @@ class Bench:
         self._num_attempts, self.sampling = num_attempts, sampling
 
     def sampler(self, num_turns: int) -> GroupSampler:
-        """The sampler of a run whose environment is `Talk`."""
+        """Return the sampler of a run whose environment is `Talk`."""
         world = self.group.world_size
-        return GroupSampler(
-            pool=EnginePool(self.group, ParallelConfig(1, 1, world, 1), max_running=2 * self._settings.num_slots),
-            dialogue=Dialogue(self._tokenizer),
-            score=unscored,
-            environment="talk",
-            make_environment=lambda: Talk(num_turns),
-            max_prompt_tokens=self._settings.context_tokens - self.sampling.max_new_tokens,
-            max_turns=num_turns,
-            truncated_turn="close",
-        )
+        pool = EnginePool(self.group, ParallelConfig(1, 1, world, 1), max_running=2 * self._settings.num_slots)
+        most = self._settings.context_tokens - self.sampling.max_new_tokens
+        return sampler_of(pool, self._tokenizer, num_turns, max_prompt_tokens=most)
 
     async def driven(self, num_turns: int) -> tuple[Used, list[Trajectory]]:
         """Sample with the driver; what was used, its own CPU seconds included, its clock's, and the trajectories."""

@@ -1,4 +1,4 @@
-"""Whole GRPO steps on one GPU by `megarl train`: seconds by phase, MFU, tokens a second, idle share, memory.
+"""Whole GRPO steps on one GPU by `megarl train`: seconds by phase and part, share of a product, idle share, memory.
 
     python tools/bench/grpo_gpu.py [--shape qwen3-1.7b]
     python tools/bench/grpo_gpu.py --shape qwen3-8b [section.field=value ...]
@@ -6,8 +6,10 @@
 A model of random weights at a known shape, made on the spot; completions end at all lengths, by stop tokens that it
 samples once in `--mean-tokens`; the reward is the parity of their length. Trained is by Adam, the 8B model, whose
 moments do not fit, by LoRA; overrides of the recipe come last and win. A line is printed for each step as soon as it is
-in metrics.jsonl, measured and planned memory; in the end the medians of all steps but the first, which warms
-up. The run is stopped when `--steps` are made or `--budget-seconds` are used up. Ends with status 2 where no CUDA is.
+in metrics.jsonl: phases and their parts, steps begun ahead, the GPU's busy share and clock by nvidia-smi, products of
+matrices on the rank before the step, measured and planned memory. In the end come all values of all steps but the
+first, which warms up, with their medians. The run is stopped when `--steps` are made or `--budget-seconds` are used up.
+Ends with status 2 where no CUDA is.
 `--device cpu --shape small --steps 2 --prompts 2 --samples 2 --new-tokens 16` shows that all parts work.
 """
 
@@ -34,13 +36,15 @@ from budget import Budget, add_budget
 from report import machine, metric_line, print_line, versions, warm_up_line
 from shapes import SHAPES, config_of, stop_tokens, write_model
 
-ROOT = Path(__file__).resolve().parents[2]
+BENCH = Path(__file__).resolve().parent
+ROOT = BENCH.parents[1]
 PROMPT_TOKENS = 256
 END_SECONDS = 20.0
 """Longest time that a run may take to end when it is asked to; the budget has room for it."""
 MOST_STEPS = 10_000
 PHASE = re.compile(r"time/[a-z]+_seconds")
-"""Parts of phases, such as time/reshard_wire_seconds, are not of these."""
+PART = re.compile(r"time/\w+")
+"""All times of a step. Those that are no phases are parts of one, such as time/reshard_wire_seconds, or shares."""
 LINE_OF = {
     "step_seconds": "time/step_seconds",
     "mfu": "perf/mfu",
@@ -51,11 +55,18 @@ LINE_OF = {
     "idle": "time/ranks_idle",
     "completion_tokens": "rollout/completion_tokens/mean",
     "logprob_gap": "logprob_gap/mean",
+    "steps_ahead": "perf/steps_ahead",
+    "preemptions": "perf/preemptions",
+    "gemm_tflops": "bench/gemm_tflops",
+    "gpu_busy": "bench/gpu_busy",
+    "sm_clock_mhz": "bench/sm_clock_mhz",
+    "lowest_sm_clock_mhz": "bench/lowest_sm_clock_mhz",
 }
 """Fields of a step's line, by the metrics of the run; null where the run has none, such as a CPU's MFU."""
 MEDIANS = {
     "step_seconds": "s", "mfu": "of the device's peak", "tokens_per_second": "tokens/s",
     "train_tokens_per_second": "tokens/s", "rollout_tokens_per_second": "tokens/s", "idle": "share of time",
+    "of_gemm": "of GEMM", "gemm_tflops": "TFLOP/s", "gpu_busy": "share of time", "steps_ahead": "steps",
 }  # fmt: skip
 """Units of the last lines' metrics."""
 
@@ -99,18 +110,21 @@ def recipe_of(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return recipe
 
 
-def write_inputs(options: argparse.Namespace, folder: Path) -> Path:
-    """Write model, problems, reward and recipe; the recipe's path."""
-    started = time.monotonic()
-    dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
-    # In a process of its own: this one would keep a part of the GPU's memory, which the run's numbers would have.
-    writing = get_context("spawn").Process(
-        target=write_model, args=(folder / "model", options.shape), kwargs={"dtype": dtype}
-    )
+def write_model_aside(folder: Path, shape: str, dtype: torch.dtype) -> None:
+    """Write a model in a process of its own: this one would keep a part of the GPU's memory, which the run lacks."""
+    writing = get_context("spawn").Process(target=write_model, args=(folder, shape), kwargs={"dtype": dtype})
     writing.start()
     writing.join()
     if writing.exitcode:
         raise SystemExit(f"the model could not be written: exit code {writing.exitcode}")
+
+
+def write_inputs(options: argparse.Namespace, folder: Path) -> Path:
+    """Write problems, reward, recipe, and the model if it is missing. Returns the recipe's path."""
+    started = time.monotonic()
+    dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
+    if not (folder / "model/model.safetensors.index.json").exists():
+        write_model_aside(folder / "model", options.shape, dtype)
     print_line({"model_seconds": round(time.monotonic() - started, 1), "shape": options.shape})
     with (folder / "train.jsonl").open("w", encoding="utf-8") as file:
         for index in range(max(64, options.prompts)):
@@ -138,7 +152,15 @@ def step_line(row: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in planned.items()
     }
     values = {name: row.get(metric) for name, metric in LINE_OF.items()}
-    return {"step": row["step"], **values, "phases": phases, "memory": memory}
+    # The products before the step are no part of it.
+    values["step_seconds"] = row["time/step_seconds"] - row.get("bench/own_seconds", 0.0)
+    values["of_gemm"] = values["tflops"] / values["gemm_tflops"] if values["tflops"] and values["gemm_tflops"] else None
+    parts = {
+        name.removeprefix("time/"): round(value, 4)
+        for name, value in row.items()
+        if PART.fullmatch(name) and not PHASE.fullmatch(name)
+    }
+    return {"step": row["step"], **values, "phases": phases, "parts": parts, "memory": memory}
 
 
 def last_lines(steps: Sequence[Mapping[str, Any]], fields: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -174,7 +196,7 @@ class Training:
         self._output = folder / "output.txt"
         with self._output.open("w") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "megarl", "train", str(recipe), *overrides],
+                [sys.executable, str(BENCH / "measured_run.py"), "train", str(recipe), *overrides],
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 cwd=folder,

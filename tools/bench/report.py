@@ -12,6 +12,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+LINES = "MEGARL_BENCH_LINES"
+"""Environment variable with the path of a file to which `print_line` appends too, for a program that follows it."""
 _COMPARISONS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt, "==": operator.eq}
 
 
@@ -53,21 +55,29 @@ def warm_up_line(metric: str, values: Sequence[float], unit: str, **fields: Any)
 
 def print_line(line: Mapping[str, Any]) -> None:
     """To standard output, at once: a benchmark that fails later has still said this much."""
-    print(json.dumps(line), flush=True)
+    text = json.dumps(line)
+    print(text, flush=True)
+    if path := os.environ.get(LINES):
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(f"{text}\n")
 
 
-def machine() -> dict[str, Any]:
-    """Processor, cores, memory in bytes, GPU (None where there is none) and load of the last minute."""
-    import torch
-
+def host() -> dict[str, Any]:
+    """Return processor, cores, memory in bytes, and load of the last minute."""
     processors = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     return {
         "processor": processors[0].split(":")[1].strip() if processors else platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "load": round(os.getloadavg()[0], 2),
     }
+
+
+def machine() -> dict[str, Any]:
+    """Return the `host` and its GPU, None where there is none."""
+    import torch
+
+    return {**host(), "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None}
 
 
 def versions(*packages: str) -> dict[str, str]:

@@ -23,13 +23,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import report
 import torch
 from budget import Budget, add_budget
+from ceilings import Gemm, device
 from shapes import SHAPES, config_of
+
+if TYPE_CHECKING:
+    from megarl.files.private_folder import PrivateFolder
 
 MFU_TARGET, PEER_TARGET, LOGPROB_TARGET, GAP_LIMIT = 0.60, 1.2, 0.80, 0.05
 
@@ -74,7 +78,7 @@ def flops(config: dict[str, Any], lengths: Sequence[int]) -> float:
     return 3 * (2 * weights * sum(lengths) + attention)
 
 
-def build_engine(folder: Path, row: int, dtype: str, adam: bool, recompute: str) -> Any:
+def build_engine(folder: Path, row: int, dtype: str, adam: bool, recompute: str, fp8: str = "none") -> Any:
     from megarl.config import Recipe
     from megarl.config.parallel import ParallelConfig
     from megarl.families.shape import read_model_shape
@@ -83,7 +87,9 @@ def build_engine(folder: Path, row: int, dtype: str, adam: bool, recompute: str)
     recipe = Recipe.model_validate(
         {
             "name": "bench", "loop": "rl", "model": {"path": str(folder), "dtype": dtype}, "data": {"train": "unused"},
-            "trainer": {"max_tokens_per_microbatch": row, "recompute": recompute, "distributed_optimizer": adam},
+            "trainer": {
+                "max_tokens_per_microbatch": row, "recompute": recompute, "distributed_optimizer": adam, "fp8": fp8,
+            },
             "optimizer": {"name": "adam" if adam else "sgd"},
         }
     )  # fmt: skip
@@ -158,10 +164,6 @@ class Peer:
         self.optimizer.zero_grad()
 
 
-def device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
 class Timed(NamedTuple):
     """Seconds of each round after a first one that warms up; of that one alone where the budget allowed no other."""
 
@@ -185,10 +187,9 @@ def timed(work: Callable[[], object], budget: Budget, rounds: int = 5, name: str
 
 def gemm_flops_per_second(budget: Budget) -> tuple[list[float], bool]:
     """Of each round, and whether that is the one alone that warms up."""
-    n = 8192 if torch.cuda.is_available() else 512
-    a, b = (torch.randn(n, n, device=device(), dtype=torch.bfloat16) for _ in range(2))
-    taken = timed(lambda: [a @ b for _ in range(10)], budget)
-    return [2 * n**3 * 10 / t for t in taken.seconds], taken.is_warm_up
+    gemm = Gemm(8192 if torch.cuda.is_available() else 512)
+    taken = timed(gemm.multiply, budget)
+    return [gemm.flops / t for t in taken.seconds], taken.is_warm_up
 
 
 def measure_logprobs(
@@ -312,6 +313,20 @@ def release() -> None:
     torch.cuda.empty_cache()
 
 
+def join_world_alone() -> PrivateFolder:
+    """Let this process be the only rank of a torch world. Returns the folder to remove in the end."""
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+    from megarl.files.private_folder import PrivateFolder
+    from megarl.groups import rendezvous, world
+    from megarl.platform import megatron_on_cpu
+
+    megatron_on_cpu.prepare()
+    folder = PrivateFolder()
+    rendezvous.settle(rendezvous.Rendezvous(b"a benchmark has no secrets", file=str(folder.path / "store")))
+    world.initialize(600)
+    return folder
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", action="append", choices=SHAPES, help="repeatable; left out: 4B and 8B")
@@ -326,15 +341,7 @@ def main() -> int:
     if options.device == "cuda" and not torch.cuda.is_available():
         print("no CUDA here: --device cpu --shape small --tokens 4096 --row 512 shows that all parts work")
         return 2
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
-    from megarl.files.private_folder import PrivateFolder
-    from megarl.groups import rendezvous, world
-    from megarl.platform import megatron_on_cpu
-
-    megatron_on_cpu.prepare()
-    folder = PrivateFolder()
-    rendezvous.settle(rendezvous.Rendezvous(b"a benchmark has no secrets", file=str(folder.path / "store")))
-    world.initialize(600)
+    folder = join_world_alone()
     machine, versions = report.machine(), report.versions("megatron-core", "transformer-engine", "transformers")
     sound = True
     for index, name in enumerate(options.shape or ("qwen3-4b", "qwen3-8b")):

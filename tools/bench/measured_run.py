@@ -1,0 +1,127 @@
+"""`megarl train` with measurements of each step: a product of matrices before it, and the GPU's busy share during it.
+
+    python tools/bench/measured_run.py train RECIPE [section.field=value ...]
+
+The measurements are metrics of the step, named `bench/...`. Other programs use `run_measured`: it changes settings of
+the trainer before steps, and measures more when all steps are made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import statistics
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from gpu_samples import GpuSamples, means_of
+
+from megarl.loops.session import Session
+from megarl.loops.steps import Step, Steps
+from megarl.rollout.state import RLState
+from megarl.types import StoppedError
+
+GEMM_WIDTH, CPU_GEMM_WIDTH = 8192, 256
+GEMM_ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of the trainer for a step: trainer.offload and trainer.recompute."""
+
+    offload: tuple[str, ...]
+    recompute: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredSteps(Steps):
+    """Steps of a run with the metrics `bench/...`.
+
+    `plan` has the settings of each step; empty: those of the recipe, for any number of steps. `on_step(number)` is
+    called after each.
+    """
+
+    samples: GpuSamples
+    plan: Sequence[Settings] = ()
+    on_step: Callable[[int], None] = lambda number: None
+
+    @property
+    def remaining(self) -> range:
+        return range(1, len(self.plan) + 1) if self.is_planned else super().remaining
+
+    is_planned: bool = False
+    """Whether the run has the steps of `plan` alone."""
+
+    @asynccontextmanager
+    async def step(self, number: int, state: RLState | None = None) -> AsyncIterator[Step]:
+        began = time.monotonic()
+        if self.is_planned:
+            settings = self.plan[number - 1]
+            await self.ranks.trainers.call("change_settings", settings.offload, settings.recompute)
+        width = GEMM_WIDTH if os.environ.get("CUDA_VISIBLE_DEVICES") != "" else CPU_GEMM_WIDTH
+        [products, *_] = await self.ranks.trainers.call("gemm_tflops", width, GEMM_ROUNDS)
+        # They are a part of the time since the previous step, which the tracker counts for all steps but the first.
+        own_seconds = time.monotonic() - began if number > self.remaining.start else 0.0
+        self.samples.take()
+        async with super().step(number, state) as step:
+            yield step
+            means = means_of(self.samples.take())
+            step.log({f"bench/{name}": value for name, value in means.items()})
+            step.log({"bench/gemm_tflops": statistics.median(products), "bench/own_seconds": own_seconds})
+        self.on_step(number)
+
+
+def steps_of(session: Session, samples: GpuSamples, **fields: Any) -> MeasuredSteps:
+    """Return a session's steps with measurements."""
+    values = {field.name: getattr(session.steps, field.name) for field in dataclasses.fields(Steps)}
+    return MeasuredSteps(**values, samples=samples, **fields)
+
+
+Loop = Callable[[Session], Awaitable[None]]
+
+
+def run_measured(arguments: Sequence[str], loop: Loop) -> int:
+    """Run megarl's command line in this process with another loop for `loop: rl`. Returns the exit code."""
+    from megarl.cli import main
+    from megarl.loops import run
+
+    run.LOOPS["rl"] = loop
+    run.COLOCATED_WORKER = "measured_worker:MeasuredWorker"
+    sys.argv = ["megarl", *arguments]
+    try:
+        main()
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 1
+    return 0
+
+
+async def train(session: Session) -> None:
+    """Make the recipe's steps, with measurements."""
+    from megarl.loops import rl
+
+    with GpuSamples() as samples:
+        await rl.train(dataclasses.replace(session, steps=steps_of(session, samples)))
+
+
+async def train_by_plan(
+    session: Session,
+    plan: Sequence[Settings],
+    on_step: Callable[[int], None],
+    then: Callable[[Session], Awaitable[None]],
+) -> None:
+    """Make one step for each of the plan's settings, then call `then`. Ends the run without an export."""
+    from megarl.loops import rl
+
+    with GpuSamples() as samples:
+        steps = steps_of(session, samples, plan=plan, is_planned=True, on_step=on_step)
+        await rl.train(dataclasses.replace(session, steps=steps))
+        await then(session)
+    raise StoppedError("all that was to be measured is measured")
+
+
+if __name__ == "__main__":
+    sys.exit(run_measured(sys.argv[1:], train))
