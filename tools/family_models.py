@@ -89,9 +89,11 @@ def routed_logprobs(folder: str, dtype: str, replayed: np.ndarray | None) -> tup
     """
     from megatron.core.transformer.moe.router import TopKRouter
 
-    from megarl.training.routed_experts import ExpertExchange, StoredExperts
+    from megarl.models.router_replay import expert_layers
+    from megarl.training.model_parts import ModelParts
+    from megarl.training.routed_experts import StoredExperts, make_route_feed
 
-    model = model_shard(folder, ONE_RANK, dtype, router_replay=replayed is not None)
+    model = model_shard(folder, ONE_RANK, dtype, parts=ModelParts(replays_routes=replayed is not None))
     chosen: list[np.ndarray] = []
     [chunk] = model.chunks
     for router in (module for module in chunk.modules() if isinstance(module, TopKRouter)):
@@ -101,11 +103,11 @@ def routed_logprobs(folder: str, dtype: str, replayed: np.ndarray | None) -> tup
     if replayed is not None:
         # Stored experts have an entry for each layer of the model.
         of_layers = np.zeros((len(replayed), model.shape.num_layers, replayed.shape[2]), np.int64)
-        of_layers[:, model.expert_layers] = replayed
+        of_layers[:, expert_layers(model.chunks)] = replayed
         stored = StoredExperts(0, 1)
         handles = [stored.keep(experts) for experts in np.split(of_layers, np.cumsum(LENGTHS)[:-1])]
         batch = replace(batch, experts=np.array(handles))
-        model.expert_exchange = ExpertExchange(stored, model.expert_layers, model.shape.top_k)
+        model.feeds.append(make_route_feed(stored, model))
     found = model.forward([batch])
     assert found is not None
     return np.split(found[0], np.cumsum(LENGTHS)[:-1]), np.stack(chosen, axis=1)
@@ -266,7 +268,8 @@ def replay(
     import torch.distributed as dist
     from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
-    from megarl.training.routed_experts import ExpertExchange, StoredExperts
+    from megarl.models.router_replay import expert_layers
+    from megarl.training.routed_experts import StoredExperts, make_route_feed
 
     recipe = invariance.recipe_of(Path(folder), {"router_replay": True})
     RouterReplay.clear_global_router_replay_instances()
@@ -279,12 +282,12 @@ def replay(
         held = StoredExperts(0, layout.world_size)
         batch = replace(batch, experts=np.array([held.keep(chosen) for chosen in experts]))
         held = StoredExperts(dist.get_rank(), layout.world_size) if dist.get_rank() else held
-        engine.expert_exchange = ExpertExchange(held, engine.expert_layers, engine.shape.top_k)
+        engine.feeds.append(make_route_feed(held, engine))
     found = engine.forward([batch])
     recorded = [router.get_recorded_indices() for router in RouterReplay.global_router_replay_instances]
     own = {
         layer: chosen.numpy()
-        for layer, chosen in zip(engine.expert_layers, recorded, strict=True)
+        for layer, chosen in zip(expert_layers(engine.chunks), recorded, strict=True)
         if chosen is not None
     }
     ends = np.cumsum([len(one) for one in sampled])[:-1]

@@ -21,9 +21,8 @@ from megatron.core.transformer.utils import is_layer_window_attention, make_shar
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from megarl.data.token_batch import places_by_rank, ranges
-from megarl.models import sinks, tree_attention
-from megarl.models.tree_attention import TokenTree
+from megarl.data.token_batch import ranges
+from megarl.models import sinks
 
 _VARLEN_DTYPES = (torch.float16, torch.bfloat16)
 """Dtypes supported by the variable-length flash kernel."""
@@ -111,10 +110,6 @@ class PackedRow(PackedSeqParams):
     place: Tensor | None = None
     longest_part: int = 0
     parts: tuple[Part, ...] = ()
-    tree: TokenTree | None = None
-    """The tree of the sequences' prefixes. With it `positions` has one entry for each stored token of this rank, and
-    the model's layers see stored tokens only. The model's outputs, `local` and `place` are those of the sequences'
-    tokens."""
 
     @classmethod
     def from_lengths(
@@ -163,33 +158,24 @@ class PackedRow(PackedSeqParams):
             parts=parts,
         )
 
-    @classmethod
-    def from_tree(cls, tree: TokenTree, holders: NDArray[np.int64], longest: int, cp_rank: int = 0) -> PackedRow:
-        """Return the row of sequences stored as a tree. `longest` is the longest sequence.
+    def prediction_states(self, hidden: Tensor) -> Tensor:
+        """Return the hidden states [predictions, hidden_size] that the head predicts from.
 
-        `holders` [tokens] is the context-parallel rank with the stored token of each token of the sequences.
+        `hidden` [tokens, hidden_size] belongs to the tokens that the layers saw.
         """
-        device = tree.reach.device
-        lengths = torch.tensor([0, len(tree.own)], dtype=torch.int32, device=device)
-        local = np.flatnonzero(holders == cp_rank)
-        place, longest_part = None, 0
-        if tree.place is not None:
-            places, longest_part = places_by_rank(holders)
-            place = torch.from_numpy(places).to(device)
-        return cls(
-            # Rotary angles follow `positions`: kernels for packed sequences count them from each sequence's start.
-            qkv_format="packed",
-            cu_seqlens_q=lengths,
-            cu_seqlens_kv=lengths,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-            positions=torch.from_numpy(tree.positions[tree.own]).to(device),
-            local=torch.from_numpy(local).to(device),
-            host_local=local,
-            place=place,
-            longest_part=longest_part,
-            tree=tree,
-        )
+        return hidden
+
+    def spread_predictions(self, outputs: Tensor) -> Tensor:
+        """Return the head's outputs [values, predictions] for each token of the sequences: [values, tokens]."""
+        return outputs
+
+    def spread_states(self, values: Tensor) -> Tensor:
+        """Return values [values, tokens that the layers saw] for each token of the sequences: [values, tokens]."""
+        return values
+
+    def states_at(self, hidden: Tensor, places: Tensor) -> Tensor:
+        """Return the hidden states [places, hidden_size] at these places among the sequences' tokens on this rank."""
+        return hidden[places]
 
 
 def _zigzag(starts: np.ndarray, chunk: np.ndarray, cp: int, rank: int) -> np.ndarray:
@@ -239,9 +225,9 @@ class PackedAttention(nn.Module):
         **_: Any,
     ) -> None:
         super().__init__()
-        self.window = _window(config, layer_number)
+        self.window = attended_keys(config, layer_number)
         """Number of keys attended to by a query, its own included; 0: all earlier ones."""
-        self.scale = _scale(config, softmax_scale)
+        self.scale = score_factor(config, softmax_scale)
         self.cp_group = getattr(pg_collection, "cp", None)
         self.tp_group = getattr(pg_collection, "tp", None)
         # The name is that of Megatron's and Transformer Engine's own attention.
@@ -287,11 +273,8 @@ class PackedAttention(nn.Module):
         """
         row = packed_seq_params
         q, k, v = (x.flatten(0, -3) for x in (query, key, value))
-        if row.tree is not None:
-            settings: dict[str, Any] = dict(scale=self.scale, window=self.window, sinks=self.softmax_offset)
-            return _attend_tree(q, k, v, row.tree, self.cp_group, **settings)
         if len(row.parts) > 1:
-            k, v = _of_all_ranks(k, v, self.cp_group)
+            k, v = gather_keys(k, v, self.cp_group)
         outs = [self.attend(q, k, v, part) for part in row.parts]
         out = outs[0] if row.order is None else torch.cat(outs).index_select(0, row.order)
         return out.reshape(out.size(0), 1, -1)
@@ -370,51 +353,7 @@ class PackedAttention(nn.Module):
         return _from_padded(probabilities.to(v.dtype) @ v, part)
 
 
-def with_trees(attention: type[nn.Module]) -> type[nn.Module]:
-    """Return a core attention without sinks that also computes rows stored as trees of prefixes."""
-
-    class TreeDotProductAttention(attention):
-        def __init__(
-            self,
-            config: TransformerConfig,
-            layer_number: int,
-            *args: Any,
-            softmax_scale: float | None = None,
-            **kwargs: Any,
-        ) -> None:
-            super().__init__(config, layer_number, *args, softmax_scale=softmax_scale, **kwargs)
-            self.tree_window, self.tree_scale = _window(config, layer_number), _scale(config, softmax_scale)
-            self.tree_cp_group = getattr(kwargs.get("pg_collection"), "cp", None)
-
-        def forward(
-            self, query: Tensor, key: Tensor, value: Tensor, *args: Any, packed_seq_params: PackedRow, **kwargs: Any
-        ) -> Tensor:
-            """Attend. Shapes of a tree: query [own tokens, 1, heads, head_dim], key and value [own tokens, 1, groups,
-            head_dim]; returns [own tokens, 1, heads * head_dim].
-            """
-            tree = packed_seq_params.tree
-            if tree is None:
-                return super().forward(query, key, value, *args, packed_seq_params=packed_seq_params, **kwargs)
-            q, k, v = (x.flatten(0, -3) for x in (query, key, value))
-            settings: dict[str, Any] = dict(scale=self.tree_scale, window=self.tree_window, sinks=None)
-            return _attend_tree(q, k, v, tree, self.tree_cp_group, **settings)
-
-    return TreeDotProductAttention
-
-
-def _attend_tree(q: Tensor, k: Tensor, v: Tensor, tree: TokenTree, cp_group: Any, **settings: Any) -> Tensor:
-    """Return the attention of this rank's tokens of a tree: [own tokens, 1, heads * v].
-
-    Shapes: q [own tokens, heads, head_dim], k [own tokens, groups, head_dim], v [own tokens, groups, v]. `settings` are
-    those of `tree_attention.attend`.
-    """
-    if tree.place is not None:
-        k, v = (tree_attention.gather(x, tree.place) for x in _of_all_ranks(k, v, cp_group))
-    out = tree_attention.attend(q, k, v, tree, **settings)
-    return out.reshape(out.size(0), 1, -1)
-
-
-def _of_all_ranks(k: Tensor, v: Tensor, cp_group: Any) -> tuple[Tensor, Tensor]:
+def gather_keys(k: Tensor, v: Tensor, cp_group: Any) -> tuple[Tensor, Tensor]:
     """Return keys and values [tokens of all ranks, groups, ...] from those of this rank's tokens [tokens, groups, ...].
 
     The ranks' tokens follow each other.
@@ -425,7 +364,7 @@ def _of_all_ranks(k: Tensor, v: Tensor, cp_group: Any) -> tuple[Tensor, Tensor]:
     return k, v
 
 
-def _window(config: TransformerConfig, layer_number: int) -> int:
+def attended_keys(config: TransformerConfig, layer_number: int) -> int:
     """Return the number of keys that a layer's queries attend to, their own included; 0: all earlier ones."""
     size, layers = config.window_size, config.window_attn_skip_freq
     # Without a list of layers every layer has the window. Megatron's function also accepts None (0.16.1).
@@ -433,7 +372,7 @@ def _window(config: TransformerConfig, layer_number: int) -> int:
     return size[0] + 1 if has_window and size else 0
 
 
-def _scale(config: TransformerConfig, softmax_scale: float | None) -> float:
+def score_factor(config: TransformerConfig, softmax_scale: float | None) -> float:
     """Return the factor of the scores, by default one over the root of a head's size."""
     channels: Any = config.kv_channels
     return channels**-0.5 if softmax_scale is None else softmax_scale

@@ -16,7 +16,6 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
 from megarl.config.library_settings import balance_losses
-from megarl.models.tree_attention import gather
 
 METRICS = {
     "train/moe_aux_loss": (
@@ -50,15 +49,19 @@ class RowTokens:
 
     Shapes: `sequences` int64 [tokens], each token's sequence in the row; `weights` [tokens], False or 0 on padding;
     `lengths` float32 [sequences], tokens of each sequence without padding.
-
-    If the row is a tree of prefixes, `weights` is int64 [stored tokens]: how often each one stands in the sequences.
-    `sequences` [tokens] then has the sequences' own tokens, and `stored_of` int64 [tokens] their stored tokens.
     """
 
     sequences: Tensor
     weights: Tensor
     lengths: Tensor
-    stored_of: Tensor | None = None
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Return the layer's values [tokens that it saw, ...] for each token of the sequences."""
+        return values
+
+    def weigh(self, values: Tensor) -> Tensor:
+        """Return values [tokens] of the sequences' tokens, zero on padding."""
+        return values * self.weights
 
 
 class UpdateRouter(TopKRouter):
@@ -159,16 +162,12 @@ class UpdateRouter(TopKRouter):
             return probs
         tokens = self._tokens
         chosen = (routing_map & (tokens.weights > 0)[:, None]).float()
-        chosen, scores = (
-            x if tokens.stored_of is None else gather(x, tokens.stored_of) for x in (chosen, scores_for_aux_loss)
-        )
+        chosen, scores = tokens.spread(chosen), tokens.spread(scores_for_aux_loss)
         counts = chosen.new_zeros(len(tokens.lengths), self.expert_count).index_add_(0, tokens.sequences, chosen)
         # A sequence's tokens are split over the tensor- and context-parallel ranks.
         dist.all_reduce(counts, group=self.tp_cp_group)
         shares = (counts / tokens.lengths[:, None])[tokens.sequences]
-        of_tokens = (scores * shares).sum(1)
-        if tokens.stored_of is None:
-            of_tokens = of_tokens * tokens.weights
+        of_tokens = tokens.weigh((scores * shares).sum(1))
         scale = self.expert_count / (self.topk * self.num_tokens)
         return self._attach(probs, "seq_aux_loss", coefficient, of_tokens.sum() * scale)
 

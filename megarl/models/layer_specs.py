@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megarl.families.parts import LayerKind
 from megarl.families.shape import ModelShape
 from megarl.models import latent_attention
-from megarl.models.attention import PackedAttention, with_trees
+from megarl.models.attention import PackedAttention
 from megarl.models.configuration import uses_transformer_engine
 from megarl.models.delta_net import with_delta_net
 from megarl.models.exact.attention import ExactAttention
@@ -30,6 +30,7 @@ from megarl.models.experts import OwnOutput
 from megarl.models.gated_attention import GatedAttention
 from megarl.models.norms import RMSNorm
 from megarl.models.partial_rotary import scale_rotated_queries, scales_rotated_channels
+from megarl.models.trees.core_attention import with_trees
 
 
 def block_spec(config: TransformerConfig, shape: ModelShape, vp_stage: int | None, *, exact: bool = False) -> Any:
@@ -75,13 +76,13 @@ def layer_spec(config: TransformerConfig, shape: ModelShape, kind: LayerKind, *,
         else:
             fused: Any = layer.submodules
             inner = fused.self_attention.submodules
-            inner.core_attention = PackedAttention if has_sinks(config) else with_trees(inner.core_attention)
+            inner.core_attention = with_trees(PackedAttention if has_sinks(config) else inner.core_attention)
     else:
         layer = get_gpt_layer_local_spec(**common, normalization="RMSNorm")
         modules: Any = layer.submodules
         modules.input_layernorm = modules.pre_mlp_layernorm = RMSNorm
         attention = modules.self_attention.submodules
-        attention.core_attention = ExactAttention if exact else PackedAttention
+        attention.core_attention = ExactAttention if exact else with_trees(PackedAttention)
         if exact:
             modules.self_attn_bda = modules.mlp_bda = wide_addition
             attention.linear_proj = BlockRowParallelLinear

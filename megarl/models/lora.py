@@ -134,11 +134,20 @@ class Adapter(nn.Module):
         merged.copy_(torch.addmm(weight.detach().float(), b, self.a.detach().float(), alpha=self.scale))
 
 
-def attach(chunk: PackedModel, linears: Collection[str], *, rank: int, scale: float, dropout: float, seed: int) -> None:
+def attach(
+    chunk: PackedModel,
+    linears: Collection[str],
+    *,
+    rank: int,
+    scale: float,
+    dropout: float,
+    seed: int,
+    is_exact: bool = False,
+) -> None:
     """Attach new LoRA adapters, with B = 0, to a chunk's linear layers of these names; freeze all other parameters.
 
-    Call it after the chunk's weights are loaded, and before gradient buffers and optimizer are created. Raises
-    ConfigError for layers that fuse several experts' weights.
+    Call it after the chunk's weights are loaded, and before gradient buffers and optimizer are created. An exact model
+    multiplies by merged weights (`is_exact`). Raises ConfigError for layers that fuse several experts' weights.
     """
     chunk.requires_grad_(False)
     first_expert = 0
@@ -158,7 +167,7 @@ def attach(chunk: PackedModel, linears: Collection[str], *, rank: int, scale: fl
                 name = name.replace(found[0], str(first_expert + int(found[1])))
             key = f"decoder.layers.{layer.layer_number - 1}.{name}"
             linear.adapter = Adapter(linear, key, rank=rank, scale=scale, dropout=dropout, seed=seed).eval()
-            if chunk.is_exact:
+            if is_exact:
                 linear.register_forward_pre_hook(_with_merged_weight, with_kwargs=True)
                 linear.register_forward_hook(_add_gradient)
             else:

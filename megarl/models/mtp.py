@@ -7,7 +7,7 @@ first position (`families.mtp.MtpForm`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from megatron.core import parallel_state
 from megatron.core.models.backends import LocalSpecProvider
-from megatron.core.tensor_parallel import checkpoint
+from megatron.core.tensor_parallel import checkpoint, scatter_to_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlock,
@@ -25,11 +25,15 @@ from megatron.core.transformer.multi_token_prediction import (
 )
 from torch import Tensor
 
+from megarl.families import FAMILIES
 from megarl.families.mtp import mtp_kind_number
+from megarl.families.parts import Latent
 from megarl.families.shape import ModelShape
 from megarl.models.configuration import uses_transformer_engine
+from megarl.models.latent_attention import share_rotary
 from megarl.models.layer_specs import final_norm, layer_spec
-from megarl.models.logprobs import all_reduce
+from megarl.models.logprobs import all_reduce, vocab_parallel_logprobs
+from megarl.models.policy import PolicyModel
 
 
 class MtpLayer(MultiTokenPredictionLayer):
@@ -51,6 +55,74 @@ class MtpLayer(MultiTokenPredictionLayer):
     ) -> Tensor:
         # Megatron-Core 0.16.1 would save all arguments as tensors, and a packed row is none.
         return checkpoint(partial(forward_func, **given), False, hidden_states, decoder_input)
+
+
+class MtpHead:
+    """The MTP layers of a policy's last stage. They give log-probs to the tokens after the next ones."""
+
+    def __init__(self, model: PolicyModel, *, sees_first: bool) -> None:
+        """`sees_first`: the layers see the embedding at a sequence's first position too."""
+        self._model, self._sees_first = model, sees_first
+        self.labels: Tensor | None = None
+        """[tokens]: for each position of the next forward pass, the token after the next one. None: a pass without
+        MTP layers."""
+        self.table: Tensor | None = None
+        """A copy of the embedding [local vocabulary, hidden_size], if another stage has the embedding."""
+
+    def outputs(
+        self, hidden_states: Tensor, next_tokens: Tensor, weight: Tensor, layer_arguments: Mapping[str, Any]
+    ) -> Tensor | None:
+        """Return the log-prob of each of `labels`, float32 [tokens]; None without labels. Shapes as in `ExtraHead`."""
+        labels, self.labels = self.labels, None
+        if labels is None:
+            return None
+        model = self._model
+        tp_group, row = model.pg_collection.tp, layer_arguments["packed_seq_params"]
+        table = model.embedding.word_embeddings.weight if model.pre_process else self.table
+        assert table is not None
+
+        def next_embeddings(tokens: Tensor) -> Tensor:
+            positions = None if self._sees_first else row.positions
+            embeddings = embedded(tokens, positions, table.detach(), model.first_token_id, tp_group)
+            return scatter_to_sequence_parallel_region(embeddings) if model.config.sequence_parallel else embeddings
+
+        names = ("attention_mask", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "packed_seq_params")
+        layers: Any = model.mtp
+        predicted, _, _ = layers.layers[0](
+            input_ids=next_tokens,
+            position_ids=None,
+            hidden_states=hidden_states,
+            embedding=next_embeddings,
+            **{name: layer_arguments[name] for name in names},
+        )
+        logprobs, _ = vocab_parallel_logprobs(
+            model.whole(predicted),
+            weight,
+            labels,
+            first_token_id=model.first_token_id,
+            group=tp_group,
+            temperature=1.0,
+            chunk_tokens=model.logprob_chunk_tokens,
+        )
+        return logprobs
+
+
+def attach_mtp(model: PolicyModel, shape: ModelShape, vp_stage: int | None) -> None:
+    """Add new MTP layers to the last stage of a policy."""
+    # Megatron's schedules look for this name, and expect layers in it.
+    model.mtp = build_mtp(model.config, shape, vp_stage)
+    if isinstance(shape.attention, Latent):
+        decoder: Any = model.decoder
+        own_layers = [layer.transformer_layer for layer in model.mtp.layers]
+        share_rotary(own_layers, decoder.layers[0].self_attention.rotary_pos_emb)
+    form = FAMILIES[shape.family].mtp
+    model.extra_heads.append(MtpHead(model, sees_first=form is not None and form.sees_first))
+
+
+def mtp_head(chunk: Any) -> MtpHead | None:
+    """Return the MTP head of a model chunk. None: another stage has it."""
+    heads = [head for head in chunk.extra_heads if isinstance(head, MtpHead)]
+    return heads[0] if heads else None
 
 
 def build_mtp(config: TransformerConfig, shape: ModelShape, vp_stage: int | None) -> MultiTokenPredictionBlock:
@@ -99,4 +171,6 @@ def copy_embedding_to_last_stage(chunks: Sequence[Any]) -> None:
     table = chunks[0].embedding.word_embeddings.weight if is_first else torch.empty_like(last.output_layer.weight)
     torch.distributed.broadcast(table.data, group=group, group_src=0)
     if not is_first:
-        last.mtp_table = table
+        head = mtp_head(last)
+        assert head is not None
+        head.table = table

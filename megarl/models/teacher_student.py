@@ -17,6 +17,7 @@ from torch import Tensor
 from megarl.algorithms.divergences import DIVERGENCES, TAILS
 from megarl.algorithms.keywords import supported_kwargs
 from megarl.config import DistillationConfig
+from megarl.models.attention import PackedRow
 from megarl.models.divergence import (
     DivergenceFunction,
     vocab_parallel_divergence,
@@ -24,7 +25,6 @@ from megarl.models.divergence import (
     vocab_parallel_top_k,
 )
 from megarl.models.policy import PolicyModel
-from megarl.models.tree_attention import TokenTree, gather
 
 _TOP_K_BYTES = 8
 """Bytes per likely token: its id, int32, and its log-prob, float32."""
@@ -61,9 +61,9 @@ class TeacherModel(PolicyModel):
         """Request targets from the next forward pass at positions with `is_wanted`, bool [tokens], True."""
         self._is_wanted = is_wanted
 
-    def _token_outputs(self, hidden: Tensor, weight: Tensor, labels: Tensor, tree: TokenTree | None) -> Tensor:
+    def _token_outputs(self, hidden: Tensor, weight: Tensor, labels: Tensor, row: PackedRow) -> Tensor:
         """Return the targets of all positions in order, with zeros at positions not requested."""
-        trained_hidden = hidden[self._is_wanted if tree is None else tree.stored_of[self._is_wanted]]
+        trained_hidden = row.states_at(hidden, self._is_wanted)
         if self._distillation.loss == "top_k":
             token_ids, *logprobs = vocab_parallel_top_k(
                 trained_hidden,
@@ -115,16 +115,16 @@ class StudentModel(PolicyModel):
         """Set the targets that the next forward pass is compared with. Their places must be disjoint."""
         self._targets = all_targets
 
-    def _token_outputs(self, hidden: Tensor, weight: Tensor, labels: Tensor, tree: TokenTree | None) -> Tensor:
+    def _token_outputs(self, hidden: Tensor, weight: Tensor, labels: Tensor, row: PackedRow) -> Tensor:
         with torch.no_grad():
-            logprobs, entropies = super()._token_outputs(hidden, weight, labels, tree)
+            logprobs, entropies = super()._token_outputs(hidden, weight, labels, row)
         divergences = torch.zeros_like(logprobs)
         # Drop the references: otherwise the last row's targets and teacher's head stay on the device during sampling.
         all_targets, self._targets = self._targets, ()
         for targets in all_targets:
             compare = self._top_k_divergence if targets.head is None else self._full_vocabulary_divergence
-            chosen = hidden[targets.places] if tree is None else gather(hidden, tree.stored_of[targets.places])
-            divergences = divergences.index_add(0, targets.places, compare(chosen, weight, targets))
+            states = row.states_at(hidden, targets.places)
+            divergences = divergences.index_add(0, targets.places, compare(states, weight, targets))
         return torch.stack([logprobs, entropies, divergences])
 
     def _full_vocabulary_divergence(self, hidden: Tensor, weight: Tensor, targets: TeacherTargets) -> Tensor:

@@ -38,6 +38,7 @@ from megarl.files.atomic import check_space, disk_full_named
 from megarl.models.lora import sharded_state
 from megarl.platform import device
 from megarl.training.host_optimizer import allocate_moments, is_hybrid, set_step
+from megarl.training.lora_part import LoraPart
 from megarl.training.model import FrozenModel
 from megarl.training.offload import copy_to_pinned_blocks
 from megarl.training.optimizer_state import copy_into, sharded_optimizer_state
@@ -310,7 +311,7 @@ def models_to_save(models: Mapping[str, Model], moved: Collection[str]) -> dict[
 
 
 def _restore(model: Model, state: dict[str, Any]) -> None:
-    is_adapted = isinstance(model, TrainingEngine) and model.is_adapted
+    is_adapted = isinstance(model, TrainingEngine) and model.find_part(LoraPart) is not None
     for name, chunk in _named_chunks(model).items():
         chunk.load_state_dict(without_pickles(state[name]), strict=not is_adapted)
     if isinstance(model, TrainingEngine):
@@ -366,7 +367,7 @@ def _metadata() -> dict[str, Any]:
 
 def _sharded_chunks(model: Model) -> dict[str, Any]:
     # With adapters, only the adapters are trained; the other weights are in the model's folder.
-    is_adapted = isinstance(model, TrainingEngine) and model.is_adapted
+    is_adapted = isinstance(model, TrainingEngine) and model.find_part(LoraPart) is not None
     return {
         name: sharded_state(chunk) if is_adapted else chunk.sharded_state_dict(metadata=_metadata())
         for name, chunk in _named_chunks(model).items()

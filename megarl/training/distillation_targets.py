@@ -21,9 +21,10 @@ from torch import Tensor
 
 from megarl.data.token_batch import TokenBatch
 from megarl.groups import signed
-from megarl.models.teacher_student import TeacherTargets
+from megarl.models.teacher_student import StudentModel, TeacherTargets
 from megarl.training.exchange import fetch_values, token_runs
 from megarl.training.microbatch import Microbatch, is_predicted, places_in_row
+from megarl.training.row_feeds import RowFeed
 
 
 class StoredTargets:
@@ -85,7 +86,7 @@ class TargetPositions:
         return TargetPositions(self.place[chosen], self.sequence[chosen], self.ordinal[chosen]), is_target.nonzero()[0]
 
 
-class TargetFetcher:
+class TargetFetcher(RowFeed):
     """Fetches distillation targets for the policy on one rank, and has the teachers' output layers (heads).
 
     A head turns a teacher's hidden states into logits. All arguments are lists by teacher number. `widths` are the
@@ -106,12 +107,16 @@ class TargetFetcher:
         self._widths, self._num_local_tokens, self._heads = widths, num_local_tokens, heads
         self._on_device: list[Tensor | None] = []
 
-    def fetch(self, rows: Sequence[TokenBatch], batches: Sequence[Microbatch]) -> list[list[TeacherTargets]]:
+    def fetch(self, rows: Sequence[TokenBatch], batches: Sequence[Microbatch]) -> Sequence[Sequence[TeacherTargets]]:
         """Fetch the targets of each row from each teacher, into host memory. A collective over the world.
+
+        Rows without keys of targets have none.
 
         Only the last pipeline stage gets any. Only its first tensor-parallel rank has their contents; `complete`
         broadcasts them. The targets stored on the ranks are removed.
         """
+        if rows[0].target_keys is None:
+            return [()] * len(rows)
         is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         # One tensor rank asks for all: the network carries each target once, and NVLink the copies.
         is_asking = is_last and parallel_state.get_tensor_model_parallel_rank() == 0
@@ -136,6 +141,12 @@ class TargetFetcher:
         # Heads are on the device during an update only; they are as large as the policy's own head.
         self._on_device = [None if head is None else head.to(self._device) for head in self._heads]
         return all_targets if is_last else [[] for _ in rows]
+
+    def apply(self, chunk: torch.nn.Module, values: Sequence[TeacherTargets]) -> None:
+        """Set a row's targets for the next forward pass of the last stage's chunk."""
+        if chunk.post_process:
+            assert isinstance(chunk, StudentModel)
+            chunk.set_targets(self.complete(values))
 
     def complete(self, all_targets: Sequence[TeacherTargets]) -> list[TeacherTargets]:
         """Return a row's targets on the device of every tensor-parallel rank, with the teachers' heads.

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,25 +24,22 @@ from megarl.data.token_batch import TokenBatch
 from megarl.families.logprob_chunks import logprob_chunk_tokens
 from megarl.families.shape import ModelShape
 from megarl.groups.megatron_ranks import permuted_ranks
-from megarl.models.configuration import transformer_config
-from megarl.models.expert_balance import routers_of
-from megarl.models.expert_dispatch import ExpertCounts, takes_known_counts
-from megarl.models.policy import PackedModel, PolicyModel, ValueModel, evaluating
-from megarl.models.teacher_student import TeacherTargets
+from megarl.models.layer_caches import drop_weight_copies
+from megarl.models.policy import PackedModel, evaluating
 from megarl.platform import device
 from megarl.reshard.layouts.megatron import chunk_prefix
-from megarl.training.distillation_targets import TargetFetcher
 from megarl.training.host_arena import HostArena
-from megarl.training.microbatch import Microbatch, pack_row, represented_tokens, row_tokens, unpack_row, whole_row
+from megarl.training.microbatch import Microbatch, unpack_row, whole_row
+from megarl.training.model_parts import ModelParts
 from megarl.training.replica import Replica
-from megarl.training.routed_experts import ExpertExchange, OwnTokens, count_by_expert, fetch_routes
+from megarl.training.row_feeds import RowFeed, feeds_of
+from megarl.training.rows import make_microbatch
 from megarl.training.stage_shapes import StageCommunicator, stage_groups
 
-Policy = TypeVar("Policy", bound=PolicyModel)
-Counts = Sequence[ExpertCounts | None]
-"""Tokens for each expert of a row [own layers]; None where the layer counts them itself."""
 LoadWeights = Callable[[Mapping[str, Tensor]], None]
 """Function that fills a model's parameters, given by name, in place."""
+
+NO_PARTS = ModelParts()
 
 
 class ModelShard:
@@ -50,8 +47,7 @@ class ModelShard:
 
     All ranks build it together; the first model also creates Megatron's process groups. Every method is a collective
     over the trainer's ranks. `load_weights` fills the parameters. With a `replica` (the ranks of a data-parallel
-    replica), only its first rank receives rows. With `exact_blocks` above 0 the model rounds as the engine does, with
-    so many blocks of a product split over ranks (`Recipe.exact_blocks`).
+    replica), only its first rank receives rows. `parts` are the model's optional parts.
     """
 
     def __init__(
@@ -63,8 +59,7 @@ class ModelShard:
         *,
         replica: Replica | None = None,
         arena: HostArena | None = None,
-        router_replay: bool = False,
-        exact_blocks: int = 0,
+        parts: ModelParts = NO_PARTS,
     ) -> None:
         self.recipe, self.layout, self.shape = recipe, layout, shape
         self._replica = replica
@@ -72,21 +67,11 @@ class ModelShard:
         """Host memory for the model's tensors while they are not on the device."""
         self.device = device.current()
         self.dtype = getattr(torch, recipe.model.dtype)
-        self._exact_blocks = exact_blocks
+        self.parts = parts
         self.sequence_parallel = layout.tp > 1 and recipe.trainer.sequence_parallel is not False
         _join_ranks(recipe.seed, layout, shape)
-        self.config = transformer_config(
-            shape,
-            layout,
-            dtype=self.dtype,
-            sequence_parallel=self.sequence_parallel,
-            recompute=recipe.trainer.recompute,
-            recompute_modules=recipe.trainer.recompute_modules,
-            router_replay=router_replay,
-            moe_dispatcher=recipe.trainer.moe_dispatcher,
-            fp8=recipe.trainer.fp8,
-            exact=exact_blocks > 0,
-            overrides=recipe.trainer.megatron,
+        self.config = parts.megatron_config(
+            recipe, shape, layout, dtype=self.dtype, sequence_parallel=self.sequence_parallel
         )
         self.chunks = [self._build(index).to(self.device) for index in range(layout.vpp)]
         for name, parameter in self.parameters.items():
@@ -97,30 +82,23 @@ class ModelShard:
                 if "bias" in name:
                     _mark_expert_bias(parameter)
         load_weights(self.tensors)
-        self.expert_exchange: ExpertExchange | None = None
-        """Fetches the experts that the engine chose, for router replay. None: the model's own router chooses."""
-        self.target_fetcher: TargetFetcher | None = None
-        """Fetches distillation targets, if the model learns from a teacher's distributions."""
+        self.feeds = list(feeds_of(self.chunks, self.token_parts))
+        """Feeds of all forward passes."""
+        self.update_feeds: list[RowFeed] = []
+        """Further feeds, of forward passes with gradients only."""
 
     def _build(self, index: int) -> PackedModel:
-        if self.shape.has_value_head:
-            return ValueModel(self.config, self.shape, vp_stage=self._vp_stage(index))
-        return self._build_policy(PolicyModel, index)
-
-    def _build_policy(self, kind: Callable[..., Policy], index: int, **settings: Any) -> Policy:
-        """Return a chunk of a language model of this kind."""
-        recipe = self.recipe
-        return kind(
-            self.config,
-            self.shape,
-            logprob_chunk_tokens=logprob_chunk_tokens(
-                recipe, self.shape, self.layout, is_gpu=self.device.type == "cuda"
-            ),
-            exact_blocks=self._exact_blocks,
-            trains_entropy=recipe.loop == "rl" and recipe.algorithm.entropy_coefficient > 0,
-            vp_stage=self._vp_stage(index),
-            **settings,
+        return self.parts.build_chunk(
+            self.recipe, self.config, self.shape, vp_stage=self._vp_stage(index), **self._head_settings()
         )
+
+    def _head_settings(self) -> dict[str, Any]:
+        """Return the arguments of a `PolicyModel` that concern its head."""
+        recipe, is_gpu = self.recipe, self.device.type == "cuda"
+        return {
+            "logprob_chunk_tokens": logprob_chunk_tokens(recipe, self.shape, self.layout, is_gpu=is_gpu),
+            "trains_entropy": recipe.loop == "rl" and recipe.algorithm.entropy_coefficient > 0,
+        }
 
     def _vp_stage(self, index: int) -> int | None:
         return index if self.layout.vpp > 1 else None
@@ -170,7 +148,7 @@ class ModelShard:
 
     def _outputs(self, rows: Sequence[TokenBatch] | None, count: int) -> list[NDArray[np.float32]] | None:
         """Return the first `count` output values of each token, [count, tokens] per row; otherwise like `forward`."""
-        outputs = self._forward_only(self.shared(rows), partial(_kept_output, count=count))
+        outputs = self.run_forward(self.shared(rows), partial(_kept_output, count=count))
         if not self.reports:
             return None
         rows_values = [whole_row(values.T, batch.row) for values, batch in outputs]
@@ -182,7 +160,7 @@ class ModelShard:
             for values, (_, batch) in zip(np.split(on_host, ends[:-1]), outputs, strict=True)
         ]
 
-    def _forward_only(self, rows: Sequence[TokenBatch], of_row: Callable[..., Any]) -> list[Any]:
+    def run_forward(self, rows: Sequence[TokenBatch], of_row: Callable[..., Any]) -> list[Any]:
         """Run the rows through the model in evaluation mode, without gradients. `of_row` is called with each row's
         output.
         """
@@ -198,88 +176,39 @@ class ModelShard:
         return rows
 
     @property
-    def _parts(self) -> int:
+    def token_parts(self) -> int:
         """Number of tensor-parallel ranks sharing a row's tokens (sequence parallelism)."""
         return self.layout.tp if self.sequence_parallel else 1
-
-    @property
-    def _multiple(self) -> int:
-        """Divisor of the number of tokens that a context-parallel rank has of a row."""
-        return self._parts * self.recipe.trainer.token_block
-
-    def forget_fp8_weights(self) -> None:
-        """Free the FP8 copies of weights that Transformer Engine's layers cached. The next pass creates them again."""
-        for chunk in self.chunks:
-            for module in chunk.modules():
-                # Transformer Engine 2.11 to 2.20 offers no public way to drop these caches.
-                copies: Any = getattr(module, "_fp8_workspaces", None)
-                if copies is not None:
-                    copies.clear()
-
-    @property
-    def expert_layers(self) -> list[int]:
-        """Return the numbers, from 0, of the layers with experts on this rank."""
-        return [layer.layer_number - 1 for chunk in self.chunks for layer in chunk.routed_layers]
-
-    def _fetch_routes(self, rows: Sequence[TokenBatch], batches: Sequence[Microbatch]) -> Sequence[Tensor | None]:
-        """Fetch the experts to replay for each row's tokens on this rank, int16 [tokens, own layers, top_k], or None.
-
-        A collective over the world if an engine chose the experts.
-        """
-        if self.expert_exchange is None or rows[0].experts is None:
-            return [None] * len(rows)
-        parts = self._parts
-        part = parallel_state.get_tensor_model_parallel_rank() % parts
-        own = []
-        for row, batch in zip(rows, batches, strict=True):
-            own.append(OwnTokens(row, batch.padded, np.split(represented_tokens(batch), parts)[part]))
-        return fetch_routes(self.expert_exchange, own)
-
-    def _count_by_expert(self, routes: Sequence[Tensor | None]) -> Sequence[Counts]:
-        """Count the tokens of each row for each expert and own layer, if replayed experts determine the counts.
-
-        A collective over the ranks sharing the experts in this case.
-        """
-        replayed = [experts for experts in routes if experts is not None]
-        if not replayed or not takes_known_counts(self.config):
-            return [[None] * len(self.expert_layers)] * len(routes)
-        group: Any = parallel_state.get_expert_tensor_and_model_parallel_group()
-        return count_by_expert(replayed, self.shape.num_experts, self.layout.ep, group)
-
-    def _fetch_targets(
-        self, rows: Sequence[TokenBatch], batches: Sequence[Microbatch]
-    ) -> Sequence[Sequence[TeacherTargets]]:
-        """Fetch the distillation targets of each row on the last stage, if the model learns from distributions.
-
-        A collective over the world in this case.
-        """
-        if self.target_fetcher is None or rows[0].target_keys is None:
-            return [()] * len(rows)
-        return self.target_fetcher.fetch(rows, batches)
-
-    def _prepare(self, chunk: torch.nn.Module, batch: Microbatch) -> None:
-        """Pass a row's data to a chunk before its forward pass: tokens for routers, sampling settings for the head."""
-        if routers := routers_of(chunk):
-            part = parallel_state.get_tensor_model_parallel_rank() % self._parts
-            tokens = row_tokens(batch, self._parts, part)
-            for router in routers:
-                router.row = tokens
-        if not self.shape.has_value_head:
-            sample_as: Any = get_attr_wrapped_model(chunk, "sample_as")
-            sample_as(batch.temperature, batch.support)
-            predict_beyond_next: Any = get_attr_wrapped_model(chunk, "predict_beyond_next")
-            predict_beyond_next(None if batch.mtp is None else batch.mtp.labels)
 
     def _stage_arguments(self, batches: Sequence[Microbatch]) -> dict[str, Any]:
         """Return the arguments of Megatron's schedules for exchanges between pipeline stages; none for one stage."""
         if self.layout.pp == 1:
             return {}
         hidden_size = self.config.hidden_size
-        shapes = [(batch.input_ids.shape[1] // self._parts, 1, hidden_size) for batch in batches]
+        shapes = [(batch.input_ids.shape[1] // self.token_parts, 1, hidden_size) for batch in batches]
         return {
             "p2p_communicator": StageCommunicator(self.config, shapes, len(self.chunks)),
             "pg_collection": stage_groups(),
         }
+
+    def _microbatches(self, rows: Sequence[TokenBatch]) -> list[Microbatch]:
+        """Return this rank's part of each row, as tensors."""
+        return [
+            make_microbatch(
+                row,
+                multiple=self.token_parts * self.recipe.trainer.token_block,
+                qkv_format=self.chunks[0].qkv_format,
+                device=self.device,
+                cp=self.layout.cp,
+                cp_rank=parallel_state.get_context_parallel_rank(),
+            )
+            for row in rows
+        ]
+
+    def release_feeds(self) -> None:
+        """Free what the feeds hold on the device for the passes that are over."""
+        for feed in (*self.feeds, *self.update_feeds):
+            feed.release()
 
     def passes(
         self, rows: Sequence[TokenBatch], of_row: Callable[..., Any], *, forward_only: bool = False
@@ -289,40 +218,18 @@ class ModelShard:
         On the last stage, the schedule returns one result per row of `of_row(output, batch=Microbatch)`: a `RowLoss`,
         or anything with `forward_only`.
         """
-        batches = [
-            pack_row(
-                row,
-                multiple=self._multiple,
-                qkv_format=self.chunks[0].qkv_format,
-                device=self.device,
-                cp=self.layout.cp,
-                cp_rank=parallel_state.get_context_parallel_rank(),
-                trains_mtp=bool(self.shape.num_mtp_layers) and not forward_only,
-            )
-            for row in rows
-        ]
-
-        # These are collectives over the world, or over ranks sharing experts. They run before the schedule, because
-        # stages enter forward passes at different times.
-        routes = self._fetch_routes(rows, batches)
-        counts = self._count_by_expert(routes)
-        targets = self._fetch_targets(rows, batches)
+        batches = self._microbatches(rows)
+        feeds = self.feeds if forward_only else [*self.feeds, *self.update_feeds]
+        values_of_rows = zip(*[feed.fetch(rows, batches) for feed in feeds], strict=True)
+        fed_rows = list(zip(batches, values_of_rows if feeds else [()] * len(rows), strict=True))
 
         def forward_step(
-            iterator: Iterator[tuple[Microbatch, Tensor | None, Counts, Sequence[TeacherTargets]]],
-            chunk: torch.nn.Module,
+            iterator: Iterator[tuple[Microbatch, Sequence[Any]]], chunk: torch.nn.Module
         ) -> tuple[Tensor, Callable[..., Any]]:
-            batch, experts, row_counts, row_targets = next(iterator)
-            if experts is not None:
-                replay_routes: Any = get_attr_wrapped_model(chunk, "replay_routes")
-                replay_routes(experts.to(self.device).long(), self.expert_layers, row_counts)
-            elif self.config.moe_enable_routing_replay:
-                choose_routes: Any = get_attr_wrapped_model(chunk, "choose_routes")
-                choose_routes()
-            self._prepare(chunk, batch)
-            if self.target_fetcher is not None and get_attr_wrapped_model(chunk, "post_process"):
-                set_targets: Any = get_attr_wrapped_model(chunk, "set_targets")
-                set_targets(self.target_fetcher.complete(row_targets))
+            batch, values = next(iterator)
+            model: Any = get_attr_wrapped_model(chunk, "post_process", return_model_obj=True)
+            for feed, value in zip(feeds, values, strict=True):
+                feed.apply(model, value)
             output = chunk(
                 input_ids=batch.input_ids,
                 position_ids=None,
@@ -337,7 +244,7 @@ class ModelShard:
         return self._stage_arguments(batches) | {
             "forward_step_func": forward_step,
             # An interleaved schedule (vpp) reads one iterator per chunk.
-            "data_iterator": [zip(batches, routes, counts, targets, strict=True) for _ in self.models],
+            "data_iterator": [iter(fed_rows) for _ in self.models],
             "model": list(self.models),
             "num_microbatches": len(rows),
             "seq_length": self.recipe.trainer.max_tokens_per_microbatch,
@@ -348,23 +255,14 @@ class ModelShard:
 
 
 class FrozenModel(ModelShard):
-    """A model never trained: a reference, a teacher or a reward model. Between passes it is in host memory.
+    """A model never trained, such as a reference or a reward model. Between passes it is in host memory.
 
     `has_moved` says that its weights differ from those loaded from its folder.
     """
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        layout: ParallelConfig,
-        shape: ModelShape,
-        load_weights: LoadWeights,
-        *,
-        replica: Replica | None = None,
-        arena: HostArena | None = None,
-        exact_blocks: int = 0,
-    ) -> None:
-        super().__init__(recipe, layout, shape, load_weights, replica=replica, arena=arena, exact_blocks=exact_blocks)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Build the model, and move it to host memory. Arguments are those of `ModelShard`."""
+        super().__init__(*args, **kwargs)
         self.has_moved = False
         if self.device.type != "cpu":
             self._move_to_host()
@@ -401,7 +299,7 @@ class FrozenModel(ModelShard):
             if is_changed:
                 values.copy_(parameter.data)
             parameter.data = values
-        self.forget_fp8_weights()
+        drop_weight_copies(self.chunks)
         for chunk in self.chunks:
             chunk.cpu()
 
@@ -425,10 +323,10 @@ class FrozenModel(ModelShard):
 
 def saved_buffers(chunk: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the buffers [*shape] of a model chunk belonging to its checkpoint, with their names."""
-    for prefix, module in chunk.named_modules():
+    for path, module in chunk.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
-                yield f"{prefix}.{name}".lstrip("."), buffer
+                yield f"{path}.{name}".lstrip("."), buffer
 
 
 def _join_ranks(seed: int, layout: ParallelConfig, shape: ModelShape) -> None:

@@ -28,21 +28,23 @@ _MAY_BE_NAN = ("old_logprobs", "rollout_logprobs")
 """Arrays of a batch in which NaN means that there is no value."""
 
 
-def find_not_finite(model: ModelShard, rows: Sequence[TokenBatch], objective: Callable[..., RowLoss]) -> NotFinite:
+def find_not_finite(
+    model: ModelShard, rows: Sequence[TokenBatch], objective: Callable[..., RowLoss], loss_names: Sequence[str]
+) -> NotFinite:
     """Compute the rows again, and return the first tensor that is not finite. A collective over the trainer's ranks.
 
     The order is: weights; outputs of modules, by microbatch and position in the model; losses of microbatches; each
     rank's own gradients, from the last layer to the first. All ranks return the same. Gradient buffers are zeroed;
-    weights, buffers and optimizer stay. Dropout draws new masks.
+    weights, buffers and optimizer stay. Dropout draws new masks. `loss_names` are the metrics of the objective's
+    losses.
     """
     trace = ModuleTrace(model.chunks, _has_fault)
     buffers = {buffer: buffer.clone() for chunk in model.chunks for buffer in chunk.buffers()}
     with _unreduced(model):
         with trace.recording(), torch.enable_grad():
             losses = read(get_forward_backward_func()(**model.passes(rows, objective)))
-        if model.target_fetcher is not None:
-            model.target_fetcher.release()
-        numbers = [[part[name].number for name in ("train/loss", "mtp/loss") if name in part] for part in losses]
+        model.release_feeds()
+        numbers = [[part[name].number for name in loss_names if name in part] for part in losses]
         own = next(_candidates(model, rows, trace, numbers), None)
     # Routers count the tokens per expert in buffers. Tokens of the second pass must not count.
     for buffer, values in buffers.items():

@@ -32,16 +32,7 @@ METRICS = {
     ),
     "train/tokens": ("tokens", "trained tokens"),
     "train/entropy": ("nats", "mean entropy of the policy's distribution over trained tokens"),
-    "mtp/loss": (
-        "nats",
-        "mean negative log-prob that the MTP layers give to a trained token, two positions ahead "
-        "(trainer.mtp_loss_coefficient)",
-    ),
     "train/ptx_loss": ("nats", "mean loss per token of the conversations of data.ptx"),
-    "distillation/divergence": (
-        "nats",
-        "mean divergence per token of the policy from its teacher, by distillation.divergence",
-    ),
     "kl/reference": (
         "nats",
         "mean divergence per token of the policy from the reference, by algorithm.kl_estimator (kto: per answer)",
@@ -95,7 +86,7 @@ class Objective(Protocol):
 def supervised(output: Tensor, batch: Microbatch, numbers: StepNumbers) -> RowLoss:
     """Return the negative log-likelihood of the trained tokens, for `output` [2, tokens]. Metric: `train/entropy`."""
     policy_logprobs, entropies = output
-    return _weighted(-policy_logprobs, {"train/entropy": entropies}, batch, batch.mask)
+    return weighted_loss(-policy_logprobs, {"train/entropy": entropies}, batch, batch.mask)
 
 
 def policy_objective(config: AlgorithmConfig) -> Objective:
@@ -155,32 +146,11 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
         if (rollout_logprobs := given.get("rollout_logprobs")) is not None:
             # With old_logprobs = rollout, no earlier pass computed the trainer's log-probs: this pass provides them.
             trainer_logprobs = policy_logprobs.detach() if config.old_logprobs == "rollout" else old_logprobs
-            logged |= _mismatch_metrics(trainer_logprobs, rollout_logprobs, is_of_policy)
-        total, count, of_tokens = _weighted(loss, metrics, batch, is_of_policy)
+            logged |= mismatch_metrics(trainer_logprobs, rollout_logprobs, is_of_policy)
+        total, count, of_tokens = weighted_loss(loss, metrics, batch, is_of_policy)
         return total, count, of_tokens | logged
 
     return objective
-
-
-def with_mtp_loss(objective: Objective, coefficient: float) -> Objective:
-    """Return an objective with the loss of MTP layers added. Their log-probs are the last row of the model's output.
-
-    The loss is the mean negative log-prob of the trained tokens, by the token weights of the policy's loss. Metric:
-    `mtp/loss`.
-    """
-
-    def objective_and_mtp(output: Tensor, batch: Microbatch, numbers: StepNumbers) -> RowLoss:
-        assert batch.mtp is not None
-        total, count, logged = objective(output[:-1], batch, numbers)
-        _, mask, weights = batch.mtp
-        losses = torch.where(mask, -output[-1], 0.0)
-        return (
-            total + coefficient * (losses * weights).sum(),
-            count,
-            logged | {"mtp/loss": mean_of(losses, mask)},
-        )
-
-    return objective_and_mtp
 
 
 def old_logprobs_or_own(policy_logprobs: Tensor, batch: Microbatch) -> Tensor:
@@ -209,20 +179,6 @@ def _importance_weights(config: AlgorithmConfig, old_logprobs: Tensor, batch: Mi
     return weights[own], unbounded_weights(name, *tokens)[own]
 
 
-def divergence_objective(output: Tensor, batch: Microbatch, numbers: StepNumbers) -> RowLoss:
-    """Return the divergence of policy and teacher, from a student model's output [3, tokens].
-
-    The output holds log-probs, entropies and divergences. Metrics: `distillation/divergence` (nats per token),
-    `train/entropy`, and `logprob_gap/`, the mismatch of trainer and engine.
-    """
-    policy_logprobs, entropies, divergences = output
-    metrics = {"distillation/divergence": divergences, "train/entropy": entropies}
-    total, count, logged = _weighted(divergences, metrics, batch, batch.mask)
-    if (rollout_logprobs := batch.per_token.get("rollout_logprobs")) is not None:
-        logged |= _mismatch_metrics(policy_logprobs.detach(), rollout_logprobs, batch.mask)
-    return total, count, logged
-
-
 def preference_objective(config: PreferenceConfig) -> Objective:
     """Return the recipe's preference loss. A row holds whole pairs, the chosen answer before the rejected one.
 
@@ -247,7 +203,7 @@ def critic_objective(config: CriticConfig) -> Objective:
     def objective(output: Tensor, batch: Microbatch, numbers: StepNumbers) -> RowLoss:
         given, [predicted] = batch.per_token, _with_gradient_on(batch.mask, output)
         loss, metrics = clipped_values(predicted, given["values"], given["returns"], clip=config.clip)
-        return _weighted(loss, {f"train/{name}": value for name, value in metrics.items()}, batch, batch.mask)
+        return weighted_loss(loss, {f"train/{name}": value for name, value in metrics.items()}, batch, batch.mask)
 
     return objective
 
@@ -289,13 +245,13 @@ def _answers_objective(preference_loss: Callable[..., tuple[Tensor, Tensor]], co
         sequence = sequence_of_tokens(cu_seqlens, len(mask))[own]
         loss = share[sequence] + slopes[sequence] * (per_token - per_token.detach())
         of_tokens = {"train/entropy": output[1]} if len(output) > 1 else {}
-        total, count, logged = _weighted(loss, of_tokens, batch, batch.mask)
+        total, count, logged = weighted_loss(loss, of_tokens, batch, batch.mask)
         return total, count, logged | of_answers
 
     return objective
 
 
-def _weighted(loss: Tensor, metrics: Mapping[str, Tensor], batch: Microbatch, is_counted: Tensor) -> RowLoss:
+def weighted_loss(loss: Tensor, metrics: Mapping[str, Tensor], batch: Microbatch, is_counted: Tensor) -> RowLoss:
     """Return the sum of weight * loss, and the means of metrics over the counted tokens. All tensors are [tokens]."""
     # Selecting instead of multiplying: an untrained token's loss, even inf, must not reach the sum.
     total = (torch.where(batch.mask, loss, 0.0) * batch.per_token["token_weights"]).sum()
@@ -313,7 +269,7 @@ def _with_gradient_on(is_trained: Tensor, output: Tensor) -> Tensor:
     return torch.where(is_trained, output, output.detach())
 
 
-def _mismatch_metrics(trainer_logprobs: Tensor, rollout_logprobs: Tensor, is_counted: Tensor) -> dict[str, RowMetric]:
+def mismatch_metrics(trainer_logprobs: Tensor, rollout_logprobs: Tensor, is_counted: Tensor) -> dict[str, RowMetric]:
     """Return the `logprob_gap/` metrics: the mismatch of trainer and engine over the counted tokens sampled by these
     weights. All tensors are [tokens].
 

@@ -73,9 +73,9 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
 
 class MergedWeights:
     """The model's weights with LoRA adapters merged into them. `weights` maps Megatron's names to tensors, valid within
-    the context `merged_lora`.
+    the context `merged`.
 
-    A linear layer with an adapter has a separate tensor for it. Its memory exists within `merged_lora` only; the frozen
+    A linear layer with an adapter has a separate tensor for it. Its memory exists within `merged` only; the frozen
     weight is never written. Merging needs no other rank: adapters are split like their weights.
     """
 
@@ -91,7 +91,7 @@ class MergedWeights:
         self._offloadable.offload()
 
     @contextmanager
-    def merged_lora(self) -> Iterator[None]:
+    def merged(self) -> Iterator[None]:
         """Context in which the merged weights are valid. The trainer's own weights must be on the device."""
         self._offloadable.onload()
         with torch.no_grad():
@@ -104,7 +104,7 @@ class MergedWeights:
 class ScaledAdapters:
     """The LoRA matrices as vLLM computes with them: A [rank, in], and B [*out, rank] times alpha / rank.
 
-    `weights` maps Megatron's names to tensors, valid within the context `scaled_lora`. The scaled copies of B exist
+    `weights` maps Megatron's names to tensors, valid within the context `valid`. The scaled copies of B exist
     within it only. Scaling needs no other rank.
     """
 
@@ -120,7 +120,7 @@ class ScaledAdapters:
         self._offloadable.offload()
 
     @contextmanager
-    def scaled_lora(self) -> Iterator[None]:
+    def valid(self) -> Iterator[None]:
         """Context in which the scaled matrices are valid. The trainer's own weights must be on the device."""
         self._offloadable.onload()
         with torch.no_grad():

@@ -10,19 +10,27 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import combinations
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save
 
 from megarl.data.token_batch import TokenBatch
 from megarl.files.atomic import disk_full_named
 from megarl.groups import signed
-from megarl.models.expert_dispatch import ExpertCounts
+from megarl.models.expert_dispatch import ExpertCounts, takes_known_counts
+from megarl.models.router_replay import choose_routes, expert_layers, replay_routes
 from megarl.training.exchange import fetch_values, token_runs
+from megarl.training.microbatch import Microbatch
+from megarl.training.row_feeds import RowFeed
 from megarl.types import DataError, ExpertsHandle
+
+if TYPE_CHECKING:
+    from megarl.training.model import ModelShard
 
 _MOST_RANKS = 1 << 20
 """Number of ranks that can issue distinct numbers: a number modulo this value is the rank that issued it."""
@@ -137,6 +145,54 @@ class OwnTokens:
         sequence, token = sequence[self.is_token], token[self.is_token]
         self.runs = token_runs(batch.experts, sequence, token)
         """[runs, 4]: the spans of tokens whose experts are fetched, in the order of the rank's tokens."""
+
+
+class RouteFeed(RowFeed):
+    """Replays the experts that an engine chose for the tokens of a row. The model's own routers choose otherwise."""
+
+    def __init__(self, exchange: ExpertExchange, shard: ModelShard) -> None:
+        """`shard` is the model whose rows are routed."""
+        self._exchange, self._shard = exchange, shard
+        self._layers = exchange.layers
+
+    def fetch(
+        self, rows: Sequence[TokenBatch], batches: Sequence[Microbatch]
+    ) -> Sequence[tuple[torch.Tensor, Sequence[ExpertCounts | None]] | None]:
+        """Fetch each row's experts, int16 [own tokens, own layers, top_k], and count their tokens if layers need it.
+
+        A collective over the world, and over the ranks that share experts, if an engine chose the experts. Rows without
+        chosen experts have None.
+        """
+        if rows[0].experts is None:
+            return [None] * len(rows)
+        shard = self._shard
+        part = parallel_state.get_tensor_model_parallel_rank() % shard.token_parts
+        own_tokens = []
+        for row, batch in zip(rows, batches, strict=True):
+            places = np.split(batch.represented_tokens(), shard.token_parts)[part]
+            own_tokens.append(OwnTokens(row, batch.padded, places))
+        routes = fetch_routes(self._exchange, own_tokens)
+        return list(zip(routes, self._count(routes), strict=True))
+
+    def _count(self, routes: Sequence[torch.Tensor]) -> Sequence[Sequence[ExpertCounts | None]]:
+        shard = self._shard
+        if not takes_known_counts(shard.config):
+            return [[None] * len(self._layers)] * len(routes)
+        group: Any = parallel_state.get_expert_tensor_and_model_parallel_group()
+        return count_by_expert(routes, shard.shape.num_experts, shard.layout.ep, group)
+
+    def apply(self, chunk: torch.nn.Module, values: tuple[torch.Tensor, Sequence[ExpertCounts | None]] | None) -> None:
+        """Route the tokens of a chunk's next forward pass to a row's experts [own tokens, own layers, top_k]."""
+        if values is None:
+            choose_routes(chunk)
+            return
+        experts, counts = values
+        replay_routes(chunk, experts.to(self._shard.device).long(), self._layers, counts)
+
+
+def make_route_feed(stored: StoredExperts, shard: ModelShard) -> RouteFeed:
+    """Return the feed of a model's routes, from the experts `stored` on all ranks. A collective over the world."""
+    return RouteFeed(ExpertExchange(stored, expert_layers(shard.chunks), shard.shape.top_k), shard)
 
 
 def fetch_routes(exchange: ExpertExchange, rows: Sequence[OwnTokens]) -> list[torch.Tensor]:

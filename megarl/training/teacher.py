@@ -18,6 +18,18 @@ from megarl.models.teacher_student import TeacherModel
 from megarl.training.distillation_targets import StoredTargets, TargetPositions
 from megarl.training.microbatch import Microbatch, whole_row
 from megarl.training.model import FrozenModel
+from megarl.training.row_feeds import RowFeed
+
+
+class TaughtTokensFeed(RowFeed):
+    """Shows a teacher which tokens of a row are trained: only these get targets."""
+
+    def fetch(self, rows: Sequence[TokenBatch], batches: Sequence[Microbatch]) -> Sequence[Tensor]:
+        return [batch.mask for batch in batches]
+
+    def apply(self, chunk: torch.nn.Module, values: Tensor) -> None:
+        assert isinstance(chunk, TeacherModel)
+        chunk.request_targets(values)
 
 
 class Teacher(FrozenModel):
@@ -29,18 +41,18 @@ class Teacher(FrozenModel):
     def __init__(self, *args: Any, num_common_tokens: int, stored: StoredTargets, **kwargs: Any) -> None:
         self._num_common_tokens, self._stored = num_common_tokens, stored
         super().__init__(*args, **kwargs)
+        self.feeds = [TaughtTokensFeed()]
 
     def _build(self, index: int) -> PackedModel:
-        return self._build_policy(
+        return self.parts.build_policy(
             TeacherModel,
-            index,
+            self.config,
+            self.shape,
+            vp_stage=self._vp_stage(index),
             distillation=self.recipe.distillation,
             num_common_tokens=self._num_common_tokens,
+            **self._head_settings(),
         )
-
-    def _prepare(self, chunk: torch.nn.Module, batch: Microbatch) -> None:
-        assert isinstance(chunk, TeacherModel)
-        chunk.request_targets(batch.mask)
 
     def teach(self, rows: Sequence[TokenBatch] | None) -> None:
         """Store the targets of the trained tokens of this replica's rows for the next update, by sequence number.
@@ -65,7 +77,7 @@ class Teacher(FrozenModel):
                 self._keep(row, batch, targets)
 
         with self.in_memory():
-            self._forward_only(own, keep)
+            self.run_forward(own, keep)
 
     def _keep(self, row: TokenBatch, batch: Microbatch, targets: Tensor) -> None:
         """Store a row's targets, uint8 [tokens of the padded row, bytes], sequence by sequence."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from typing import Any, Literal
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -19,38 +19,27 @@ from torch import Tensor
 from torch.distributed import get_process_group_ranks
 
 from megarl import faults
-from megarl.config import OptimizerConfig, Recipe
+from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.data.token_batch import TokenBatch
-from megarl.families.lora_rules import LINEARS
 from megarl.families.shape import ModelShape
-from megarl.models import lora as lora_modules
 from megarl.models.configuration import accumulates_in_transformer_engine
-from megarl.models.expert_balance import ExpertBalance
-from megarl.models.mtp import copy_embedding_to_last_stage
+from megarl.models.layer_caches import drop_weight_copies
 from megarl.models.policy import PackedModel, accumulate_in_main_gradients
-from megarl.models.teacher_student import StudentModel
 from megarl.platform.spans import span
 from megarl.tracking.metrics import Max, Mean, Metric, merge
 from megarl.tracking.model_outputs import NotFinite
 from megarl.tracking.spikes import UpdateLimits
+from megarl.training.engine_part import EnginePart
+from megarl.training.engine_parts import engine_parts, model_parts
 from megarl.training.host_arena import HostArena
 from megarl.training.model import LoadWeights, ModelShard
 from megarl.training.not_finite import find_not_finite
-from megarl.training.objective import (
-    Objective,
-    StepNumbers,
-    critic_objective,
-    divergence_objective,
-    policy_objective,
-    preference_objective,
-    reward_objective,
-    supervised,
-    with_mtp_loss,
-)
-from megarl.training.offload import MergedWeights, Offloadable, ScaledAdapters
+from megarl.training.objective import StepNumbers
+from megarl.training.offload import MergedWeights, Offloadable
 from megarl.training.optimizer import build_optimizer, build_schedule, step_if_finite
 from megarl.training.replica import Replica
+from megarl.training.roles import Role, role_of_critic, role_of_policy
 from megarl.training.row_metrics import read
 from megarl.types import MegarlError
 
@@ -65,44 +54,7 @@ METRICS = {
 """Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Role:
-    """A trained model's objective, optimizer settings and number of updates."""
-
-    objective: Objective
-    optimizer: OptimizerConfig
-    num_updates: int
-    skip_ratio: float | None = None
-    """Maximum mean probability ratio of an update's tokens; above it the update is skipped."""
-    max_logprob_gap: float | None = None
-    """Maximum mean difference, in nats, of trainer and engine log-probs of an update's tokens; above it the update is
-    skipped.
-    """
-    field: str = "optimizer"
-    """Recipe section with the optimizer's settings, for messages."""
-
-
-def role_of_policy(recipe: Recipe) -> Role:
-    """Return objective and settings of the policy, or of the model that another loop trains."""
-    steps, algorithm = recipe.train.steps, recipe.algorithm
-    if recipe.is_on_policy:
-        updates = (steps - recipe.frozen_steps) * recipe.train.num_updates
-        gap = recipe.logprob_gap_limit
-        objective = policy_objective(algorithm) if recipe.has_advantages else divergence_objective
-        return Role(objective, recipe.optimizer, updates, algorithm.skip_ratio, gap)
-    objective = {
-        "sft": lambda: supervised,
-        "preference": lambda: preference_objective(recipe.preference),
-        "reward_model": lambda: reward_objective(recipe.preference),
-    }[recipe.loop]()
-    return Role(objective, recipe.optimizer, steps)
-
-
-def role_of_critic(recipe: Recipe) -> Role:
-    """Return objective and settings of the critic, whose values are the policy's baseline."""
-    critic = recipe.critic
-    updates = recipe.train.steps * critic.updates_per_step
-    return Role(critic_objective(critic), critic.optimizer, updates, field="critic.optimizer")
+Part = TypeVar("Part", bound=EnginePart)
 
 
 class TrainingEngine(ModelShard):
@@ -125,35 +77,16 @@ class TrainingEngine(ModelShard):
         memory_owner: TrainingEngine | None = None,
     ) -> None:
         trainer, is_policy = recipe.trainer, role == "policy"
-        router_replay = trainer.router_replay and is_policy
-        super().__init__(
-            recipe,
-            layout,
-            shape,
-            load_weights,
-            replica=replica,
-            arena=arena,
-            router_replay=router_replay,
-            # A critic has no counterpart in the engine.
-            exact_blocks=recipe.exact_blocks if is_policy else 0,
-        )
+        parts = model_parts(recipe, is_policy=is_policy)
+        super().__init__(recipe, layout, shape, load_weights, replica=replica, arena=arena, parts=parts)
         self._memory_owner = memory_owner
+        # Parts must exist before the wrapping: Megatron allocates gradient buffers for trainable parameters only.
+        self.engine_parts = list(engine_parts(self, is_policy=is_policy))
         self._role_of = role_of_policy if is_policy else role_of_critic
-        self.role = self._role_of(recipe)
-        self.is_adapted = is_policy and recipe.lora.rank > 0
-        if self.is_adapted:
-            self._attach_adapters()
-        if shape.num_mtp_layers:
-            self.role = self._with_mtp_loss(self.role)
-            for name, parameter in self.parameters.items():
-                if name.partition("mtp.layers.")[1]:
-                    # Megatron leaves parameters with this mark out of the gradient's norm. Otherwise MTP layers would
-                    # change how the policy's gradient is clipped.
-                    parameter.shared = True  # pyright: ignore[reportAttributeAccessIssue]  (a mark of Megatron's)
+        self.role = self._make_role(recipe)
         if accumulates_in_transformer_engine(self.config, trainer.megatron):
             for chunk in self.chunks:
                 accumulate_in_main_gradients(chunk)
-        # Adapters must exist before the wrapping: Megatron allocates gradient buffers for trainable parameters only.
         self._wrapped = [self._wrap(chunk, index) for index, chunk in enumerate(self.chunks)]
         self.optimizer = build_optimizer(
             self.role.optimizer,
@@ -169,7 +102,6 @@ class TrainingEngine(ModelShard):
             # only summed.
             contexts: Any = [model.no_sync for model in self.models]
             self.config.no_sync_func = contexts if len(contexts) > 1 else contexts[0]
-        self.balance = ExpertBalance(self.config, self.chunks)
         self.skipped_in_a_row = 0
         self._not_finite: NotFinite | None = None
         self._merged = MergedWeights(self.chunks, self.tensors)
@@ -182,38 +114,28 @@ class TrainingEngine(ModelShard):
     def change_objective(self, recipe: Recipe) -> None:
         """Use the objective and the limits of another recipe in later updates. The optimizer stays."""
         self.recipe = recipe
-        role = self._role_of(recipe)
-        self.role = self._with_mtp_loss(role) if self.shape.num_mtp_layers else role
+        self.role = self._make_role(recipe)
 
-    def _with_mtp_loss(self, role: Role) -> Role:
-        """Return the role with the loss of the layers for multi-token prediction added to its objective."""
-        coefficient = self.recipe.trainer.mtp_loss_coefficient
-        assert coefficient is not None
-        return replace(role, objective=with_mtp_loss(role.objective, coefficient))
+    def _make_role(self, recipe: Recipe) -> Role:
+        """Return the recipe's role of this model, with the losses of its parts."""
+        role = self._role_of(recipe)
+        for part in self.engine_parts:
+            role = replace(role, objective=part.extend_objective(role.objective, recipe))
+        return role
+
+    def find_part(self, kind: type[Part]) -> Part | None:
+        """Return this model's part of a class; None if it has none."""
+        return next((part for part in self.engine_parts if isinstance(part, kind)), None)
+
+    @property
+    def loss_names(self) -> list[str]:
+        """Metrics of the losses. An update is skipped if one is not finite."""
+        return ["train/loss", *(name for part in self.engine_parts for name in part.loss_names)]
 
     @property
     def models(self) -> list[DistributedDataParallel]:
         """The model chunks, each with the buffers of its gradients."""
         return self._wrapped
-
-    def _attach_adapters(self) -> None:
-        """Freeze the model and add new LoRA adapters, which alone are trained."""
-        lora = self.recipe.lora
-        for chunk in self.chunks:
-            lora_modules.attach(
-                chunk,
-                [linear for name in lora.targets for linear in LINEARS[name]],
-                rank=lora.rank,
-                scale=lora.alpha / lora.rank,
-                dropout=lora.dropout,
-                seed=self.recipe.seed,
-            )
-
-    def _build(self, index: int) -> PackedModel:
-        recipe = self.recipe
-        if recipe.loop == "distillation" and not recipe.has_advantages:
-            return self._build_policy(StudentModel, index, distillation=recipe.distillation)
-        return super()._build(index)
 
     def _wrap(self, chunk: PackedModel, index: int) -> DistributedDataParallel:
         settings = DistributedDataParallelConfig(
@@ -239,7 +161,7 @@ class TrainingEngine(ModelShard):
     def offload(self, *, but: Collection[str] = ()) -> None:
         """Free the device memory listed in `trainer.offload` for the engine, except the names in `but`."""
         self.optimizer.zero_grad()
-        self.forget_fp8_weights()
+        drop_weight_copies(self.chunks)
         for name in self.recipe.trainer.offload:
             if name not in but:
                 self._offloadable[name].offload()
@@ -279,25 +201,8 @@ class TrainingEngine(ModelShard):
         return self._merged.weights
 
     def merged(self) -> AbstractContextManager[None]:
-        """Context in which LoRA adapters are merged into `weights`."""
-        return self._merged.merged_lora()
-
-    @cached_property
-    def _scaled(self) -> ScaledAdapters:
-        # Made at the first use: runs that send merged weights need no scaled copies.
-        return ScaledAdapters(self.chunks)
-
-    @property
-    def adapter_weights(self) -> dict[str, Tensor]:
-        """The LoRA matrices A and scaled B [*shape] for the engine, by Megatron's names.
-
-        Valid within the context `scaled_adapters`.
-        """
-        return self._scaled.weights
-
-    def scaled_adapters(self) -> AbstractContextManager[None]:
-        """Context in which `adapter_weights` contains the current matrices."""
-        return self._scaled.scaled_lora()
+        """Context in which `weights` are valid: they have what is trained merged in."""
+        return self._merged.merged()
 
     @contextmanager
     def in_memory(self) -> Iterator[None]:
@@ -324,8 +229,13 @@ class TrainingEngine(ModelShard):
             return self._outputs(rows, 2)
 
     def forward_frozen(self, rows: Sequence[TokenBatch] | None) -> list[NDArray[np.float32]] | None:
-        """Compute log-probs of the model at the start of training: without adapters and without replayed experts."""
-        with lora_modules.adapters_switched(self.chunks, on=False, drops=False):
+        """Compute log-probs of the model at the start of training, where that is the model without some parts.
+
+        The routers of the model choose the experts.
+        """
+        with ExitStack() as stack:
+            for part in self.engine_parts:
+                stack.enter_context(part.at_start())
             return self.forward([replace(row, experts=None) for row in self.shared(rows)])
 
     def update(
@@ -355,28 +265,20 @@ class TrainingEngine(ModelShard):
             for model in self.models:
                 model.zero_grad_buffer()
             self.optimizer.zero_grad()
-            if self.balance.is_on:
-                self._begin_balance(own)
-            if self.shape.num_mtp_layers and self.layout.pp > 1:
-                copy_embedding_to_last_stage(self.chunks)
-            with (
-                lora_modules.adapters_switched(self.chunks, on=True, drops=True),
-                torch.enable_grad(),
-                span("forward and backward"),
-            ):
+            for part in self.engine_parts:
+                part.prepare_update(own)
+            with self._updating(), torch.enable_grad(), span("forward and backward"):
                 rows_metrics = get_forward_backward_func()(**self.passes(own, objective))
-            if self.target_fetcher is not None:
-                self.target_fetcher.release()
+            self.release_feeds()
             faults.reach("gradients", self._gradients)
             with span("optimizer"):
                 metrics = self._step(read(rows_metrics), limits or UpdateLimits())
             faults.reach("updated", self.parameters.values)
-            if self.balance.is_on:
-                found = self.balance.metrics(self.layout.pp, self.device)
-                metrics |= {name: Mean(value) for name, value in found.items()} if self.reports else {}
+            for part in self.engine_parts:
+                metrics |= part.update_metrics()
             if self.skipped_in_a_row == 1:
-                with lora_modules.adapters_switched(self.chunks, on=True, drops=True):
-                    self._not_finite = find_not_finite(self, own, objective)
+                with self._updating():
+                    self._not_finite = find_not_finite(self, own, objective, self.loss_names)
             self._refuse_too_many_skipped()
             return metrics
 
@@ -384,17 +286,13 @@ class TrainingEngine(ModelShard):
         """Return the first tensor of the newest update that was not finite, the same on all ranks; None if all were."""
         return self._not_finite
 
-    def _begin_balance(self, rows: Sequence[TokenBatch]) -> None:
-        """Prepare the MoE balancing losses for an update on this replica's rows of the global batch.
-
-        Losses over the whole batch need its tokens per expert. A forward pass counts these first.
-        """
-        num_tokens = torch.tensor(sum(len(row.token_ids) for row in rows), device=self.device)
-        torch.distributed.all_reduce(num_tokens, group=parallel_state.get_data_parallel_group())
-        self.balance.begin(int(num_tokens))
-        if self.balance.needs_counts:
-            with span("count tokens per expert"), self.balance.counting():
-                self._forward_only([row.with_arrays({}) for row in rows], lambda *_, **__: None)
+    @contextmanager
+    def _updating(self) -> Iterator[None]:
+        """Context of an update's forward and backward passes, for all parts of the model."""
+        with ExitStack() as stack:
+            for part in self.engine_parts:
+                stack.enter_context(part.updating())
+            yield
 
     def _refuse_too_many_skipped(self) -> None:
         """Raise MegarlError after too many consecutive updates that were not finite."""
@@ -410,7 +308,7 @@ class TrainingEngine(ModelShard):
         # The schedule advances for skipped updates too, so it ends with the last update.
         self.schedule.step(increment=1)
         learning_rate = self.optimizer.param_groups[0]["lr"]
-        numbers = [part[name].number for part in losses for name in ("train/loss", "mtp/loss") if name in part]
+        numbers = [part[name].number for part in losses for name in self.loss_names if name in part]
         num_tokens = sum(part["train/tokens"].number for part in losses if "train/tokens" in part)
         # Without a trained token, weight decay and momentum would still move the weights.
         finite, has_tokens = self._all_and_any(bool(np.isfinite(numbers).all()), num_tokens > 0)
@@ -475,7 +373,7 @@ class TrainingEngine(ModelShard):
 
 
 class StartingPolicy:
-    """The initial policy, as reference model if only adapters are trained: the policy's weights without adapters."""
+    """The policy at the start of training, as a reference model that needs no weights of its own."""
 
     def __init__(self, policy: TrainingEngine) -> None:
         self._policy = policy
@@ -494,9 +392,7 @@ def _sum_gradients(model: list[Any], num_tokens: Tensor | None = None, **kwargs:
 
 
 class Snapshot:
-    """Copies of a policy's weights with LoRA adapters merged in, by Megatron's names. The copies stay at their
-    addresses.
-    """
+    """Copies of the policy's weights for the engine, by Megatron's names. The copies stay at their addresses."""
 
     def __init__(self, policy: TrainingEngine) -> None:
         self._policy = policy

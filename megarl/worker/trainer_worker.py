@@ -35,9 +35,11 @@ from megarl.tracking.model_outputs import CanaryReport
 from megarl.training import checkpoint, state_copies
 from megarl.training.canary import compute_canary
 from megarl.training.distillation_targets import StoredTargets, TargetFetcher
+from megarl.training.lora_part import LoraPart
 from megarl.training.model import FrozenModel, ModelShard
+from megarl.training.model_parts import ModelParts
 from megarl.training.replica import Replica
-from megarl.training.routed_experts import ExpertExchange, StoredExperts
+from megarl.training.routed_experts import StoredExperts, make_route_feed
 from megarl.training.state_copies import StateCopier, StateCopies
 from megarl.training.state_fingerprints import state_fingerprints
 from megarl.training.teacher import ModelInOwnGroups, Teacher
@@ -109,7 +111,8 @@ class TrainerWorker:
         use_expandable_segments()
         self.reference: FrozenModel | StartingPolicy | None = None
         if recipe.has_reference and not recipe.lora.rank:
-            self.reference = self._build(partial(FrozenModel, exact_blocks=recipe.exact_blocks), recipe.model.folder)
+            parts = ModelParts(exact_blocks=recipe.exact_blocks)
+            self.reference = self._build(partial(FrozenModel, parts=parts), recipe.model.folder)
         self.reward_model: FrozenModel | None = None
         if (reward_model := recipe.further_models.get("reward.model")) is not None:
             self.reward_model = self._build(FrozenModel, reward_model, has_value_head=True)
@@ -121,13 +124,12 @@ class TrainerWorker:
             TrainingEngine, recipe.model.folder, has_value_head=is_reward_model, with_mtp=recipe.trains_mtp
         )
         if recipe.teachers and not recipe.has_advantages:
-            self.policy.target_fetcher = self._target_fetcher()
+            self.policy.feeds.append(self._target_fetcher())
         if recipe.has_reference and recipe.lora.rank:
             # With LoRA the reference is the policy without its adapters, so it needs no weights of its own.
             self.reference = StartingPolicy(self.policy)
         if recipe.trainer.router_replay:
-            top_k = self.policy.shape.top_k
-            self.policy.expert_exchange = ExpertExchange(self.held_experts, self.policy.expert_layers, top_k)
+            self.policy.feeds.append(make_route_feed(self.held_experts, self.policy))
         self.critic: TrainingEngine | None = None
         if recipe.has_critic:
             # The critic takes as much memory as the policy while it is built, so the policy leaves the device first.
@@ -264,7 +266,7 @@ class TrainerWorker:
                     others=others,
                     override=recipe.override_of(source),
                 )
-            if trained.is_adapted and lora.export_adapter:
+            if trained.find_part(LoraPart) is not None and lora.export_adapter:
                 # The adapter's folder has the export's name with `adapter` in place of `hf`.
                 adapter = folder.with_name("adapter" + folder.name.removeprefix("hf"))
                 cuts = adapter_layouts(layouts, lora.targets, lora.rank)

@@ -31,6 +31,7 @@ from megarl.reshard.live import GatheredReshard, Reshard, record, record_slots
 from megarl.reshard.plan import RankTopology
 from megarl.reshard.probe import TOLERANCES, check_logprobs, probe_prompt
 from megarl.reshard.staging import gathered
+from megarl.training.lora_part import LoraPart
 from megarl.types import ConfigError, TrainingSequence
 
 if TYPE_CHECKING:
@@ -261,7 +262,8 @@ class WeightCopier:
                 "lora.sync=merged"
             )
         weights = policy.tensors if policy is not None else {}
-        matrices_sent = policy.adapter_weights if policy is not None else {}
+        trained_adapters = policy.find_part(LoraPart) if policy is not None else None
+        matrices_sent = trained_adapters.scaled.weights if trained_adapters is not None else {}
         return AdapterReshard(
             self._direct(base, recorded, weights, model),
             lambda: self._direct(adapter, in_slots, matrices_sent, slots=slots),
@@ -309,8 +311,8 @@ class WeightCopier:
                     engine.wake(["weights"])
             if policy is not None:
                 # What is sent exists for the time of the reshard only: merged weights, or scaled adapters.
-                sends_adapter = self._recipe.sends_adapter
-                stack.enter_context(policy.scaled_adapters() if sends_adapter else policy.merged())
+                adapters = policy.find_part(LoraPart) if self._recipe.sends_adapter else None
+                stack.enter_context(policy.merged() if adapters is None else adapters.scaled.valid())
             yield
         if engine is not None:
             if policy is not None:

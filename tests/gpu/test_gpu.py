@@ -63,8 +63,8 @@ def test_attention_of_a_tree_is_that_of_its_paths(window: int) -> None:
     import numpy as np
 
     from megarl.data.token_batch import TokenBatch
-    from megarl.models.tree_attention import attend
-    from megarl.training.microbatch import pack_row
+    from megarl.models.trees.attention import attend
+    from megarl.training.rows import make_microbatch
     from megarl.types import TrainingSequence
 
     random = np.random.default_rng(0)
@@ -74,7 +74,7 @@ def test_attention_of_a_tree_is_that_of_its_paths(window: int) -> None:
         batch = TokenBatch.from_sequences([TrainingSequence(one, np.ones(len(one), bool)) for one in ids])
         batch.shares_prefixes = True
         trees = {
-            name: pack_row(batch, multiple=2, qkv_format="packed", device=torch.device(name)).row.tree
+            name: make_microbatch(batch, multiple=2, qkv_format="packed", device=torch.device(name)).row.tree
             for name in ("cpu", "cuda")
         }
         torch.manual_seed(0)
@@ -263,6 +263,7 @@ def learnt_in_fp8(model: Path, folder: Path) -> dict[str, Any]:
     """One rank: log-probs and gradient norms of a model with and without FP8, and a checkpoint that goes on."""
     from megarl.config import Recipe
     from megarl.config.parallel import ParallelConfig
+    from megarl.models.layer_caches import drop_weight_copies
     from megarl.training import checkpoint
     from tests.training.test_checkpoint import build, update
 
@@ -287,7 +288,7 @@ def learnt_in_fp8(model: Path, folder: Path) -> dict[str, Any]:
             found[fp8]["resumed"] = update(other, layout, 3)["train/grad_norm"].number
             copies = [getattr(m, "_fp8_workspaces", {}) for chunk in other.chunks for m in chunk.modules()]
             before = sum(map(len, copies))
-            other.forget_fp8_weights()
+            drop_weight_copies(other.chunks)
             found[fp8]["copies"] = before, sum(map(len, copies))
     return found
 

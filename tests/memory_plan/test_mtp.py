@@ -35,6 +35,8 @@ def measured(folder: str, has_mtp: bool, dtype_name: str, recompute: str) -> tup
 
     from megarl.models.attention import PackedRow
     from megarl.models.configuration import transformer_config
+    from megarl.models.mtp import mtp_head
+    from megarl.models.parts import build_policy
     from megarl.models.policy import PolicyModel
     from tools.checks.planner import SavedTensors
 
@@ -43,12 +45,14 @@ def measured(folder: str, has_mtp: bool, dtype_name: str, recompute: str) -> tup
         model_parallel_cuda_manual_seed(1)
     shape, dtype = read_model_shape(folder).with_mtp(has_mtp), getattr(torch, dtype_name)
     config = transformer_config(shape, ONE, dtype=dtype, sequence_parallel=False, overrides={}, recompute=recompute)
-    model = PolicyModel(config, shape, logprob_chunk_tokens=50).to(dtype)
+    model = build_policy(PolicyModel, config, shape, logprob_chunk_tokens=50).to(dtype)
     tokens = torch.arange(sum(LENGTHS))[None] % shape.vocab_size
     row = PackedRow.from_lengths(LENGTHS, torch.device("cpu"), model.qkv_format)
     saved = SavedTensors(model.parameters())
     if has_mtp:
-        model.predict_beyond_next(tokens[0])
+        head = mtp_head(model)
+        assert head is not None
+        head.labels = tokens[0]
     with FlopCounterMode(display=False) as counter:
         with saved.hooks():
             found = model(tokens, None, None, labels=tokens, packed_seq_params=row)

@@ -35,7 +35,7 @@ def saved_bytes(folder: str, layout: ParallelConfig, batch: TokenBatch, dtype_na
 
     from megarl.models.configuration import transformer_config
     from megarl.models.policy import PolicyModel
-    from megarl.training.microbatch import pack_row
+    from megarl.training.rows import make_microbatch
     from tools.checks.planner import SavedTensors
 
     parallel_state.initialize_model_parallel(1, 1, context_parallel_size=layout.cp, create_gloo_process_groups=False)
@@ -46,7 +46,7 @@ def saved_bytes(folder: str, layout: ParallelConfig, batch: TokenBatch, dtype_na
     found = []
     for batch.shares_prefixes in (False, True):
         rank: Any = {"cp": layout.cp, "cp_rank": parallel_state.get_context_parallel_rank()}
-        row = pack_row(batch, multiple=1, qkv_format=model.qkv_format, device=torch.device("cpu"), **rank)
+        row = make_microbatch(batch, multiple=1, qkv_format=model.qkv_format, device=torch.device("cpu"), **rank)
         saved = SavedTensors(model.parameters())
         with saved.hooks():
             model(row.input_ids, None, None, labels=row.labels, packed_seq_params=row.row)

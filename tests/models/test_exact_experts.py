@@ -55,9 +55,10 @@ def weights_of(folder: Path) -> dict[str, Tensor]:
 
 def of_trainer(folder: str, layout: ParallelConfig) -> dict[str, Tensor]:
     """Return this rank's output and gradients of the layer of experts: of its tokens, and by parameter."""
+    from megarl.training.model_parts import ModelParts
     from tools.family_models import model_shard
 
-    model = model_shard(folder, layout, "bfloat16", trainer={"exact": True}, exact_blocks=BLOCKS)
+    model = model_shard(folder, layout, "bfloat16", trainer={"exact": True}, parts=ModelParts(exact_blocks=BLOCKS))
     experts: Any = model.chunks[0].decoder.layers[0].mlp
     hidden, direction = (x.chunk(dist.get_world_size())[dist.get_rank()] for x in inputs())
     hidden.requires_grad_()

@@ -18,7 +18,7 @@ from megarl.config.parallel import ParallelConfig
 from megarl.data.token_batch import TokenBatch
 from megarl.families.shape import read_model_shape
 from megarl.testing import RankPool
-from megarl.training.microbatch import pack_row
+from megarl.training.rows import make_microbatch
 from megarl.types import TrainingSequence
 from tests.rounding import allowed_error
 
@@ -52,7 +52,7 @@ def build(folder: str, layout: ParallelConfig) -> Any:
     from megarl.checkpoint import safetensors
     from megarl.families.shape import padded_vocab_size
     from megarl.models.configuration import transformer_config
-    from megarl.models.policy import PolicyModel
+    from megarl.models.policy import PolicyModel, RowSettings
     from megarl.reshard.layouts.megatron import megatron_layouts
 
     shape = read_model_shape(folder)
@@ -60,7 +60,7 @@ def build(folder: str, layout: ParallelConfig) -> Any:
     model_parallel_cuda_manual_seed(1)
     config = transformer_config(shape, layout, dtype=torch.float32, sequence_parallel=layout.tp > 1, overrides={})
     model = PolicyModel(config, shape, logprob_chunk_tokens=50)
-    model.sample_as(TEMPERATURE, None)
+    model.row_settings = RowSettings(TEMPERATURE)
     layouts = megatron_layouts(shape, layout, padded_vocab_size=padded_vocab_size(shape.vocab_size, layout.tp))
     pieces = layouts[dist.get_rank()]
     # Biases of routers are buffers.
@@ -74,7 +74,7 @@ def logits_and_logprobs(folder: str) -> tuple[torch.Tensor, torch.Tensor]:
     from megatron.core.models.gpt import GPTModel
 
     model = build(folder, ParallelConfig(1, 1, 1, 1))
-    batch = pack_row(
+    batch = make_microbatch(
         TokenBatch.from_sequences(sequences(model.num_local_tokens)),
         multiple=1,
         qkv_format=model.qkv_format,
@@ -94,7 +94,7 @@ def split_logprobs(folder: str, layout: ParallelConfig) -> torch.Tensor | None:
     model = build(folder, layout)
     vocab_size = read_model_shape(folder).vocab_size
     row = TokenBatch.from_sequences(sequences(vocab_size))
-    batch = pack_row(row, multiple=layout.tp, qkv_format=model.qkv_format, device=torch.device("cpu"))
+    batch = make_microbatch(row, multiple=layout.tp, qkv_format=model.qkv_format, device=torch.device("cpu"))
     if not parallel_state.is_pipeline_first_stage():
         tokens = batch.input_ids.numel() // layout.tp
         hidden = torch.empty(tokens, 1, model.config.hidden_size)

@@ -12,9 +12,11 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from megarl.data.token_batch import TokenBatch
-from megarl.models.attention import PackedRow, with_trees
-from megarl.models.tree_attention import TokenTree, attend, flex_attend, gather
-from megarl.training.microbatch import pack_row
+from megarl.models.attention import PackedRow
+from megarl.models.trees.attention import TokenTree, attend, flex_attend, gather
+from megarl.models.trees.core_attention import with_trees
+from megarl.models.trees.row import TreeRow
+from megarl.training.rows import make_microbatch
 from megarl.types import TrainingSequence
 
 HEADS, GROUPS, WIDTH, VALUES, SCALE = 4, 2, 16, 8, 0.3
@@ -24,8 +26,8 @@ def tree_of(sequences: list[np.ndarray], multiple: int = 1, cp: int = 1, cp_rank
     batch = TokenBatch.from_sequences([TrainingSequence(ids, np.ones(len(ids), bool)) for ids in sequences])
     batch.shares_prefixes = True
     device = torch.device("cpu")
-    row = pack_row(batch, multiple=multiple, qkv_format="packed", device=device, cp=cp, cp_rank=cp_rank).row
-    assert row.tree is not None
+    row = make_microbatch(batch, multiple=multiple, qkv_format="packed", device=device, cp=cp, cp_rank=cp_rank).row
+    assert isinstance(row, TreeRow)
     return row.tree
 
 
@@ -142,9 +144,9 @@ def test_another_core_attention_computes_trees_too() -> None:
     q, k, v, _ = inputs(tree, False)
     v = F.pad(v, (0, WIDTH - VALUES))
     config: Any = SimpleNamespace(kv_channels=WIDTH, window_size=(4, 0), window_attn_skip_freq=[0, 1])
-    row = PackedRow.from_tree(tree, np.zeros(len(tree.stored_of), np.int64), 40)
+    row = TreeRow.from_tree(tree, np.zeros(len(tree.stored_of), np.int64), 40)
     for layer_number, window in ((1, 0), (2, 5)):
-        attention = with_trees(Plain)(config, layer_number, softmax_scale=SCALE)
+        attention = with_trees(Plain)(config=config, layer_number=layer_number, softmax_scale=SCALE)
         out = attention(*(x[:, None] for x in (q, k, v)), packed_seq_params=row)
         expected = written_out(q, k, v, None, tree, window)
         torch.testing.assert_close(out, expected.flatten(1)[:, None], rtol=0, atol=1e-12)

@@ -25,11 +25,11 @@ from tests.training.test_training_engine import build, make_updates, recipe_of, 
 
 def with_experts(engine: Any, batches: list[TokenBatch]) -> list[TokenBatch]:
     """Return the batches with experts as an engine would have chosen them, stored by this rank."""
-    from megarl.training.routed_experts import ExpertExchange, StoredExperts
+    from megarl.training.routed_experts import StoredExperts, make_route_feed
 
     random = np.random.default_rng(dist.get_rank())
     shape, stored = engine.shape, StoredExperts(dist.get_rank(), dist.get_world_size())
-    engine.expert_exchange = ExpertExchange(stored, engine.expert_layers, shape.top_k)
+    engine.feeds.append(make_route_feed(stored, engine))
 
     def choices(num_tokens: int) -> np.ndarray:
         scores = random.random((num_tokens, shape.num_layers, shape.num_experts))
@@ -47,12 +47,13 @@ def as_megatron_does() -> Iterator[None]:
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
     import megarl.training.model as model
+    import megarl.training.routed_experts as routed_experts
 
     def communicator(config: Any, *_: Any) -> P2PCommunicator:
         return P2PCommunicator(model.parallel_state.get_pipeline_model_parallel_group(), config)
 
     with (
-        patch.object(model, "takes_known_counts", lambda config: False),
+        patch.object(routed_experts, "takes_known_counts", lambda config: False),
         patch.object(model, "StageCommunicator", communicator),
     ):
         yield

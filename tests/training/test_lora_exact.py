@@ -47,7 +47,7 @@ def compared(
     engine, _, _ = build(recipe, layout)
     rows = row_batches(sequences, rows_of(recipe, layout, sequences))
     logprobs = engine.forward(rows)
-    with engine._merged.merged_lora():
+    with engine._merged.merged():
         merged = {name: weight.clone() for name, weight in engine._merged.weights.items()}
 
     def load(tensors: Any) -> None:

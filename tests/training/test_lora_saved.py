@@ -144,14 +144,14 @@ def test_new_adapters_change_no_bit(ranks: RankPool, folder: Callable[..., Path]
 
 def replaying(recipe: Recipe, layout: ParallelConfig, sequences: list[TrainingSequence]) -> list[np.ndarray]:
     """Log-probs of the frozen model before and after a pass whose tokens went to the first experts."""
-    from megarl.training.routed_experts import ExpertExchange, StoredExperts
+    from megarl.training.routed_experts import StoredExperts, make_route_feed
 
     engine, _, _ = build(recipe, layout)
     numbers = np.tile(np.arange(engine.shape.top_k), (engine.shape.num_layers, 1)).astype(np.int16)
     batch = TokenBatch.from_sequences(sequences)
     held = StoredExperts(0, 1)
     handles = [held.keep(np.tile(numbers, (length, 1, 1))) for length in batch.lengths]
-    engine.expert_exchange = ExpertExchange(held, engine.expert_layers, engine.shape.top_k)
+    engine.feeds.append(make_route_feed(held, engine))
     routed = replace(batch, experts=np.array(handles))
     before = engine.forward_frozen([routed])
     policy = engine.forward([routed])

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from megarl.data.token_batch import TokenBatch
-from megarl.training.microbatch import Microbatch, pack_row, padded_lengths, unpack_row
+from megarl.training.microbatch import Microbatch, padded_lengths, unpack_row
+from megarl.training.rows import make_microbatch
 from megarl.types import RetainedSets, TrainingSequence
 
 CPU = torch.device("cpu")
@@ -27,10 +28,10 @@ def sequence(first: int, length: int, prompt: int) -> TrainingSequence:
 
 
 def pack_row_of(sequences: list[TrainingSequence], **settings: Any) -> Microbatch:
-    return pack_row(TokenBatch.from_sequences(sequences), qkv_format="packed", device=CPU, **settings)
+    return make_microbatch(TokenBatch.from_sequences(sequences), qkv_format="packed", device=CPU, **settings)
 
 
-def test_pack_row() -> None:
+def test_make_microbatch() -> None:
     batch = pack_row_of([sequence(10, 3, 1), sequence(20, 4, 2)], multiple=4)
     assert batch.input_ids.tolist() == [[10, 11, 12, 20, 21, 22, 23, 0]]
     assert batch.labels.tolist() == [[11, 12, 0, 21, 22, 23, 0, 0]]

@@ -14,9 +14,9 @@ from megarl.data.token_batch import TokenBatch
 from megarl.rollout.advantages import keep_highest_entropies
 from megarl.rollout.rl_batch import assign_token_weights
 from megarl.testing import RankPool
-from megarl.training.microbatch import pack_row
 from megarl.training.objective import StepNumbers, critic_objective, policy_objective
 from megarl.training.row_metrics import read
+from megarl.training.rows import make_microbatch
 from megarl.types import ConfigError, TrainingSequence
 from tests.rollout.batches import rl_batch
 
@@ -56,7 +56,9 @@ def loss_on_rank(cp: int, algorithm: dict[str, Any]) -> dict[str, Any]:
     batch = TokenBatch.from_sequences([segment(*part) for part in parts])
     batch.samples = SAMPLES
     assign_token_weights(batch, config)
-    row = pack_row(batch, multiple=1, qkv_format="packed", device=torch.device("cpu"), cp=cp, cp_rank=dist.get_rank())
+    row = make_microbatch(
+        batch, multiple=1, qkv_format="packed", device=torch.device("cpu"), cp=cp, cp_rank=dist.get_rank()
+    )
     policy_logprobs = (row.per_token["values"] - 1).requires_grad_()
     output = torch.stack([policy_logprobs, torch.zeros_like(policy_logprobs)])
     loss, _, unread = policy_objective(config)(output, row, StepNumbers(0.0))
@@ -90,7 +92,7 @@ def test_tokens_of_lower_entropy_have_kl_and_entropy_bonus_alone() -> None:
     }  # fmt: skip
     metrics = keep_highest_entropies(batch, config)
     assign_token_weights(batch, config)
-    row = pack_row(batch, multiple=1, qkv_format="packed", device=torch.device("cpu"))
+    row = make_microbatch(batch, multiple=1, qkv_format="packed", device=torch.device("cpu"))
     # The entropies of the update's own pass are others than those before the step that chose.
     output = torch.stack([row.per_token["values"].requires_grad_(), row.per_token["returns"]])
     loss, _, _ = policy_objective(config)(output, row, StepNumbers(config.kl_coefficient))
@@ -146,7 +148,7 @@ def test_what_is_not_trained_stays_out_of_the_gradient(
         if supervised:
             batch.per_token["supervised"] = (mask & ~is_policy).astype(np.float32)
         assign_token_weights(batch, config)
-        row = pack_row(batch, multiple=1, qkv_format="packed", device=torch.device("cpu"))
+        row = make_microbatch(batch, multiple=1, qkv_format="packed", device=torch.device("cpu"))
         output = torch.stack([row.per_token["policy"], row.per_token["entropies"]]).requires_grad_()
         loss, _, _ = policy_objective(config)(output, row, StepNumbers(config.kl_coefficient))
         loss.backward()
@@ -165,7 +167,7 @@ def test_returns_of_tokens_that_are_not_trained_stay_out_of_the_critic_s_gradien
     batch = TokenBatch.from_sequences([TrainingSequence(np.arange(4), mask)])
     batch.per_token |= {name: np.where(mask, 2.0, np.nan).astype(np.float32) for name in ("values", "returns")}
     assign_token_weights(batch, AlgorithmConfig(aggregation="token_mean"))
-    row = pack_row(batch, multiple=1, qkv_format="packed", device=torch.device("cpu"))
+    row = make_microbatch(batch, multiple=1, qkv_format="packed", device=torch.device("cpu"))
     output = torch.ones(1, 4).requires_grad_()
     critic_objective(CriticConfig(path="c", clip=None))(output, row, StepNumbers(0.0))[0].backward()
     assert output.grad is not None and output.grad.tolist() == [[-0.5, 0, -0.5, 0]]
@@ -179,7 +181,7 @@ def test_a_loss_of_the_user_s_own_that_returns_another_form_is_named(
     config = AlgorithmConfig(policy_loss="own.py:bare")
     batch = TokenBatch.from_sequences([segment(LOG_RATIOS[0], 1.0, 2)])
     assign_token_weights(batch, config)
-    row = pack_row(batch, multiple=1, qkv_format="packed", device=torch.device("cpu"))
+    row = make_microbatch(batch, multiple=1, qkv_format="packed", device=torch.device("cpu"))
     logprobs = row.per_token["values"].requires_grad_()
     with pytest.raises(
         ConfigError, match=r"^algorithm\.policy_loss = own\.py:bare: the function returned a tensor \[5\] of"

@@ -16,8 +16,8 @@ from megarl.data.token_batch import TokenBatch
 from megarl.models.attention import PackedRow
 from megarl.rollout.rl_batch import assign_token_weights
 from megarl.training import objective
-from megarl.training.microbatch import pack_row
 from megarl.training.objective import StepNumbers, policy_objective, supervised
+from megarl.training.rows import make_microbatch
 from megarl.types import TrainingSequence
 
 CUDA = torch.device("cuda", 0)
@@ -55,7 +55,7 @@ def test_a_loss_stays_on_the_gpu(cuda_factories: None, monkeypatch: pytest.Monke
     assign_token_weights(batch, config)
     monkeypatch.setattr(torch.Tensor, "__getitem__", taken)
     monkeypatch.setattr(objective, "whole_row", lambda tensor, row: tensor)
-    packed = pack_row(batch, multiple=1, qkv_format="packed", device=torch.device("cpu"))
+    packed = make_microbatch(batch, multiple=1, qkv_format="packed", device=torch.device("cpu"))
     with FakeTensorMode(shape_env=ShapeEnv()):
         row = replace(
             packed,

@@ -39,7 +39,7 @@ def replayed(sequence: int, length: int) -> np.ndarray:
 
 def fetch_values(layout: ParallelConfig, layers: list[list[int]], sequence_parallel: bool) -> list[tuple[Any, Any]]:
     """This rank's experts of its rows, as fetched and as they should be."""
-    from megarl.training.microbatch import pack_row
+    from megarl.training.packed_rows import pack_row
 
     rank, at = dist.get_rank(), layout.coordinates(dist.get_rank())
     held = StoredExperts(rank, layout.world_size)
@@ -155,7 +155,7 @@ def test_an_expert_that_a_route_names_twice_is_refused(ranks: RankPool, world_si
 
 def fetch_repeated() -> str:
     """Fetch the route of one sequence; its fourth token has expert 7 twice in the third layer. Returns the error."""
-    from megarl.training.microbatch import pack_row
+    from megarl.training.packed_rows import pack_row
 
     held = StoredExperts(dist.get_rank(), dist.get_world_size())
     experts = experts_of(0, 8)
@@ -175,7 +175,7 @@ def fetch_repeated() -> str:
 
 def fetch_for_trees(layout: ParallelConfig) -> bool:
     """Whether this rank's stored tokens get the experts of every token that they stand for."""
-    from megarl.training.microbatch import pack_row, represented_tokens
+    from megarl.training.rows import make_microbatch
 
     rank, at = dist.get_rank(), layout.coordinates(dist.get_rank())
     held = StoredExperts(rank, layout.world_size)
@@ -187,12 +187,12 @@ def fetch_for_trees(layout: ParallelConfig) -> bool:
     batch.experts = np.array(handles)
     batch.expert_digests = np.concatenate([np.append(digests(experts[:11]), np.uint32(0)) for experts in chosen])
     batch.shares_prefixes = True
-    row = pack_row(
+    row = make_microbatch(
         batch, multiple=layout.tp, qkv_format="packed", device=torch.device("cpu"), cp=layout.cp, cp_rank=at.cp
     )
     tree = row.row.tree
     assert tree is not None and len(tree.positions) - layout.world_size < 9 + 3 + 3 + 6 <= len(tree.positions)
-    places = np.split(represented_tokens(row), layout.tp)[at.tp]
+    places = np.split(row.represented_tokens(), layout.tp)[at.tp]
     [found] = fetch_routes(ExpertExchange(held, range(NUM_LAYERS), TOP_K), [OwnTokens(batch, row.padded, places)])
     wanted = np.concatenate([experts[np.minimum(np.arange(12), 10)] for experts in chosen])
     first = at.tp * len(places)

@@ -126,9 +126,12 @@ def of_trainer(folder: str, tokens: Any, is_exact: bool) -> dict[str, Any]:
     import torch
 
     from megarl.data.token_batch import TokenBatch
+    from megarl.training.model_parts import ModelParts
     from megarl.types import TrainingSequence
 
-    model = model_shard(folder, ONE_RANK, "bfloat16", trainer={"exact": is_exact}, exact_blocks=int(is_exact))
+    model = model_shard(
+        folder, ONE_RANK, "bfloat16", trainer={"exact": is_exact}, parts=ModelParts(exact_blocks=int(is_exact))
+    )
     [chunk] = model.chunks
     found: dict[str, Any] = {}
     for name, module in _modules(chunk, "decoder.layers", "embedding", "decoder.final_layernorm", 1).items():

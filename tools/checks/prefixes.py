@@ -93,8 +93,8 @@ def gradients(folder: Path, rows: Sequence[TokenBatch], shares_prefixes: bool) -
     from megarl.models.expert_balance import ExpertBalance, routers_of
     from megarl.models.policy import PolicyModel
     from megarl.reshard.layouts.megatron import megatron_layouts
-    from megarl.training.microbatch import pack_row
     from megarl.training.model import saved_buffers
+    from megarl.training.rows import make_microbatch
 
     shape, layout = read_model_shape(folder), ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1)
     parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
@@ -109,7 +109,7 @@ def gradients(folder: Path, rows: Sequence[TokenBatch], shares_prefixes: bool) -
     model.double()
     balance, found = ExpertBalance(config, [model]), []
     for row in rows:
-        batch = pack_row(
+        batch = make_microbatch(
             replace(row, shares_prefixes=shares_prefixes),
             multiple=8,
             qkv_format=model.qkv_format,
@@ -138,11 +138,11 @@ def gradients(folder: Path, rows: Sequence[TokenBatch], shares_prefixes: bool) -
 def outputs(model: Any, batch: Any) -> Any:
     """The model's log-probs and entropies of a row's tokens, [2, tokens]."""
     from megarl.models.expert_balance import routers_of
-    from megarl.training.microbatch import row_tokens
+    from megarl.models.policy import RowSettings
 
-    model.sample_as(batch.temperature, batch.support)
+    model.row_settings = RowSettings(batch.temperature, batch.support)
     for router in routers_of(model):
-        router.row = row_tokens(batch)
+        router.row = batch.layer_tokens()
     return model(batch.input_ids, None, None, labels=batch.labels, packed_seq_params=batch.row)
 
 
@@ -217,7 +217,7 @@ def check_edges(num_groups: int = 200) -> Iterator[dict[str, Any]]:
     """One line: random groups whose number of trained tokens, as edges, is counted against the sampled tokens."""
     import torch
 
-    from megarl.training.microbatch import pack_row
+    from megarl.training.rows import make_microbatch
 
     random, wrong, sampled, stored = np.random.default_rng(3), 0, 0, 0
     for number in range(num_groups):
@@ -234,7 +234,7 @@ def check_edges(num_groups: int = 200) -> Iterator[dict[str, Any]]:
                 for answer in answers
             ]
         )
-        row = pack_row(
+        row = make_microbatch(
             replace(batch, shares_prefixes=True),
             multiple=1 + number % 4,
             qkv_format="packed",

@@ -17,8 +17,9 @@ from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.data.token_batch import TokenBatch
 from megarl.families.shape import ModelShape, padded_vocab_size
+from megarl.models.router_replay import expert_layers
 from megarl.reshard.layouts.megatron import check_against, megatron_layouts, parameter_shapes
-from megarl.training.routed_experts import ExpertExchange
+from megarl.training.routed_experts import ExpertExchange, RouteFeed
 from megarl.training.training_engine import TrainingEngine
 from megarl.types import TrainingSequence
 from tools.collectives.imagined_device import imagined_device
@@ -128,7 +129,8 @@ def trace(work: Work, rank: int) -> Trace:
             engine = TrainingEngine(recipe, layout, shape, check_weights)
         if recipe.trainer.router_replay:
             stored = _BalancedExperts(shape)
-            engine.expert_exchange = _KnownLayers(stored, engine.expert_layers, shape.top_k, layout.world_size)
+            exchange = _KnownLayers(stored, expert_layers(engine.chunks), shape.top_k, layout.world_size)
+            engine.feeds.append(RouteFeed(exchange, engine))
         rows = work.rows(rank)
         if recipe.is_on_policy:
             engine.forward(rows)

@@ -64,11 +64,12 @@ def megatron_tensors(model: ModelShape, tensors: dict[str, torch.Tensor]) -> dic
 def build_chunks(model: ModelShape, parallel: ParallelConfig) -> list[torch.nn.Module]:
     """This rank's model chunks."""
     from megarl.models.configuration import transformer_config
+    from megarl.models.parts import build_policy
     from megarl.models.policy import PolicyModel
 
     config = transformer_config(model, parallel, dtype=torch.float32, sequence_parallel=parallel.tp > 1, overrides={})
     return [
-        PolicyModel(config, model, logprob_chunk_tokens=64, vp_stage=chunk if parallel.vpp > 1 else None)
+        build_policy(PolicyModel, config, model, logprob_chunk_tokens=64, vp_stage=chunk if parallel.vpp > 1 else None)
         for chunk in range(parallel.vpp)
     ]
 

@@ -1,0 +1,25 @@
+"""Completes a model chunk of exact layers with rotary angles, blocks of products, and exact log-probs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megarl.families.shape import ModelShape
+from megarl.models.exact.logprobs import ExactLogprobs
+from megarl.models.exact.rotary import RotaryTable
+from megarl.models.layer_specs import complete_exact
+from megarl.models.policy import PolicyModel
+from megarl.models.rotary import frequencies
+
+
+def complete_exact_model(model: PolicyModel, shape: ModelShape, num_blocks: int) -> None:
+    """Make a chunk of exact layers round as the engine does.
+
+    `num_blocks` is the number of blocks, over all ranks, of a product split over ranks.
+    """
+    inv_freq = frequencies(shape.rotary, shape.rotary_channels)
+    table = RotaryTable(inv_freq, shape.max_position_embeddings, model.config.params_dtype)
+    decoder: Any = model.decoder
+    complete_exact(decoder.layers, model.config, table, num_blocks)
+    model.attention_rotates = True
+    model.logprob_function = ExactLogprobs

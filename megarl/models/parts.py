@@ -1,0 +1,40 @@
+"""The one place that adds optional parts to a model chunk: exact arithmetic and layers for multi-token prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+from megatron.core.transformer import TransformerConfig
+
+from megarl.families.shape import ModelShape
+from megarl.models.exact_chunk import complete_exact_model
+from megarl.models.layer_specs import block_spec
+from megarl.models.mtp import attach_mtp
+from megarl.models.policy import PolicyModel
+
+Policy = TypeVar("Policy", bound=PolicyModel)
+
+
+def build_policy(
+    kind: Callable[..., Policy],
+    config: TransformerConfig,
+    shape: ModelShape,
+    *,
+    exact_blocks: int = 0,
+    vp_stage: int | None = None,
+    **settings: Any,
+) -> Policy:
+    """Build a chunk of a language model on all ranks together, with its optional parts.
+
+    `kind` is the chunk's class, `settings` are its other arguments. With `exact_blocks` above 0 the chunk rounds as the
+    engine does (`models.exact`), with so many blocks, over all ranks, of a product split over ranks.
+    """
+    block = partial(block_spec, exact=True) if exact_blocks else block_spec
+    model = kind(config, shape, block=block, vp_stage=vp_stage, **settings)
+    if exact_blocks:
+        complete_exact_model(model, shape, exact_blocks)
+    if shape.num_mtp_layers and model.post_process:
+        attach_mtp(model, shape, vp_stage)
+    return model

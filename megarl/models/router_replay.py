@@ -1,0 +1,45 @@
+"""Router replay: the tokens of a forward pass go to the experts that the engine chose for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron.core.transformer.moe.router_replay import RouterReplayAction
+from torch import Tensor
+
+from megarl.models.expert_dispatch import ExpertCounts
+from megarl.models.layer_specs import has_router
+
+
+def routed_layers(chunk: Any) -> list[Any]:
+    """Return the layers with a router of a model chunk, without MTP layers."""
+    return [layer for layer in chunk.decoder.layers if has_router(layer)]
+
+
+def expert_layers(chunks: Sequence[Any]) -> list[int]:
+    """Return the numbers, from 0, of the layers with experts in a rank's model chunks."""
+    return [layer.layer_number - 1 for chunk in chunks for layer in routed_layers(chunk)]
+
+
+def replay_routes(
+    chunk: Any, routes: Tensor, layer_numbers: Sequence[int], counts: Sequence[ExpertCounts | None]
+) -> None:
+    """Route the tokens of a chunk's next forward pass to these experts.
+
+    Shapes: routes int64 [tokens of this rank, layers, top_k]; layer_numbers [layers], from 0, all layers with experts
+    of this rank, including this chunk's; counts [layers], None where the layer counts tokens itself.
+    """
+    for layer in routed_layers(chunk):
+        index = layer_numbers.index(layer.layer_number - 1)
+        replay = layer.mlp.router.router_replay
+        replay.target_topk_idx = routes[:, index]
+        replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+        layer.mlp.token_dispatcher.counts = counts[index]
+
+
+def choose_routes(chunk: Any) -> None:
+    """Let a chunk's routers choose the experts in the next forward pass, after passes with replayed ones."""
+    for layer in routed_layers(chunk):
+        layer.mlp.router.router_replay.clear_router_replay_action()
+        layer.mlp.token_dispatcher.counts = None

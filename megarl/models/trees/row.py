@@ -1,0 +1,90 @@
+"""A row stored as a tree of prefixes, as the model's layers, head and routers see it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megarl.data.token_batch import places_by_rank
+from megarl.models.attention import PackedRow
+from megarl.models.expert_balance import RowTokens
+from megarl.models.trees.attention import TokenTree, gather
+
+
+@dataclass
+class TreeRow(PackedRow):
+    """The row of sequences stored as a tree of prefixes.
+
+    The model's layers see stored tokens only, and `positions` has one entry for each of this rank. The model's outputs,
+    `local` and `place` are those of the sequences' tokens.
+    """
+
+    tree: TokenTree = field(kw_only=True)
+
+    @classmethod
+    def from_tree(cls, tree: TokenTree, holders: NDArray[np.int64], longest: int, cp_rank: int = 0) -> TreeRow:
+        """Return the row of sequences stored as a tree. `longest` is the longest sequence.
+
+        `holders` [tokens] is the context-parallel rank with the stored token of each token of the sequences.
+        """
+        device = tree.reach.device
+        lengths = torch.tensor([0, len(tree.own)], dtype=torch.int32, device=device)
+        local = np.flatnonzero(holders == cp_rank)
+        place, longest_part = None, 0
+        if tree.place is not None:
+            places, longest_part = places_by_rank(holders)
+            place = torch.from_numpy(places).to(device)
+        return cls(
+            # Rotary angles follow `positions`: kernels for packed sequences count them from each sequence's start.
+            qkv_format="packed",
+            cu_seqlens_q=lengths,
+            cu_seqlens_kv=lengths,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+            positions=torch.from_numpy(tree.positions[tree.own]).to(device),
+            local=torch.from_numpy(local).to(device),
+            host_local=local,
+            place=place,
+            longest_part=longest_part,
+            tree=tree,
+        )
+
+    def prediction_states(self, hidden: Tensor) -> Tensor:
+        """Return the states [edges, hidden_size] of the stored tokens before each edge."""
+        return gather(hidden, self.tree.edge_sources)
+
+    def spread_predictions(self, outputs: Tensor) -> Tensor:
+        """Return outputs [values, edges] for each token of the sequences.
+
+        The gradient of an edge is the sum of those of all tokens that it stands for.
+        """
+        return gather(outputs, self.tree.edges, dim=1)
+
+    def spread_states(self, values: Tensor) -> Tensor:
+        """Return values [values, stored tokens] for each token of the sequences."""
+        return gather(values, self.tree.stored_of, dim=1)
+
+    def states_at(self, hidden: Tensor, places: Tensor) -> Tensor:
+        return gather(hidden, self.tree.stored_of[places])
+
+
+@dataclass(frozen=True, slots=True)
+class TreeTokens(RowTokens):
+    """The stored tokens of a tree on one rank.
+
+    `weights` is int64 [stored tokens]: how often each one stands in the sequences. `sequences` [tokens] has the
+    sequences' own tokens, `stored_of` int64 [tokens] the stored token of each.
+    """
+
+    stored_of: Tensor
+
+    def spread(self, values: Tensor) -> Tensor:
+        return gather(values, self.stored_of)
+
+    def weigh(self, values: Tensor) -> Tensor:
+        """Return the values [tokens] as they are, because no token of the sequences is padding."""
+        return values

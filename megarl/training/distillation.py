@@ -1,0 +1,30 @@
+"""The objective of distillation by distributions: the divergence of a policy from its teacher."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megarl.training.microbatch import Microbatch
+from megarl.training.objective import RowLoss, StepNumbers, mismatch_metrics, weighted_loss
+
+METRICS = {
+    "distillation/divergence": (
+        "nats",
+        "mean divergence per token of the policy from its teacher, by distillation.divergence",
+    ),
+}
+"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
+
+
+def divergence_objective(output: Tensor, batch: Microbatch, numbers: StepNumbers) -> RowLoss:
+    """Return the divergence of policy and teacher, from a student model's output [3, tokens].
+
+    The output holds log-probs, entropies and divergences. Metrics: `distillation/divergence` (nats per token),
+    `train/entropy`, and `logprob_gap/`, the mismatch of trainer and engine.
+    """
+    policy_logprobs, entropies, divergences = output
+    metrics = {"distillation/divergence": divergences, "train/entropy": entropies}
+    total, count, logged = weighted_loss(divergences, metrics, batch, batch.mask)
+    if (rollout_logprobs := batch.per_token.get("rollout_logprobs")) is not None:
+        logged |= mismatch_metrics(policy_logprobs.detach(), rollout_logprobs, batch.mask)
+    return total, count, logged

@@ -1,0 +1,40 @@
+"""The interface of an optional part of a trained model, such as LoRA adapters or balancing losses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+from megarl.config import Recipe
+from megarl.data.token_batch import TokenBatch
+from megarl.tracking.metrics import Metric
+from megarl.training.objective import Objective
+
+
+class EnginePart:
+    """A part that a `TrainingEngine` may have. Methods that a part does not override do nothing.
+
+    A part is built after the model's chunks, before they are wrapped with gradient buffers.
+    """
+
+    loss_names: Sequence[str] = ()
+    """Metrics of losses that this part adds to the objective. An update whose loss is not finite is skipped."""
+
+    def extend_objective(self, objective: Objective, recipe: Recipe) -> Objective:
+        """Return the objective with this part's loss."""
+        return objective
+
+    def prepare_update(self, rows: Sequence[TokenBatch]) -> None:
+        """Prepare for an update on this replica's rows. It may be a collective over the trainer's ranks."""
+
+    def updating(self) -> AbstractContextManager[None]:
+        """Context of an update's forward and backward passes."""
+        return nullcontext()
+
+    def at_start(self) -> AbstractContextManager[None]:
+        """Context in which the model is the one at the start of training."""
+        return nullcontext()
+
+    def update_metrics(self) -> dict[str, Metric]:
+        """Return metrics of the newest update. It may be a collective over the trainer's ranks."""
+        return {}

@@ -1,0 +1,36 @@
+"""The one place that chooses the optional parts of a trained model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megarl.config import Recipe
+from megarl.models.expert_balance import ExpertBalance
+from megarl.training.balance_part import BalancePart
+from megarl.training.engine_part import EnginePart
+from megarl.training.lora_part import LoraPart
+from megarl.training.model import ModelShard
+from megarl.training.model_parts import ModelParts
+from megarl.training.mtp import MtpPart
+
+
+def model_parts(recipe: Recipe, *, is_policy: bool) -> ModelParts:
+    """Return the parts of a trained model's chunks. A critic has no counterpart in the engine, so it has none."""
+    if not is_policy:
+        return ModelParts()
+    return ModelParts(
+        replays_routes=recipe.trainer.router_replay,
+        exact_blocks=recipe.exact_blocks,
+        learns_distributions=recipe.loop == "distillation" and not recipe.has_advantages,
+    )
+
+
+def engine_parts(shard: ModelShard, *, is_policy: bool) -> Iterator[EnginePart]:
+    """Build the parts of a trained model, in the order in which they change it."""
+    if is_policy and shard.recipe.lora.rank > 0:
+        yield LoraPart(shard)
+    if shard.shape.num_mtp_layers:
+        yield MtpPart(shard)
+    balance = ExpertBalance(shard.config, shard.chunks)
+    if balance.is_on:
+        yield BalancePart(shard, balance)

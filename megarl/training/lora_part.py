@@ -1,0 +1,41 @@
+"""LoRA adapters of a trained model: they alone are trained, and the engine gets them merged or by themselves."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from functools import cached_property
+
+from megarl.families.lora_rules import LINEARS
+from megarl.models import lora as lora_modules
+from megarl.training.engine_part import EnginePart
+from megarl.training.model import ModelShard
+from megarl.training.offload import ScaledAdapters
+
+
+class LoraPart(EnginePart):
+    """New adapters in a model whose other weights are frozen. Dropout is on in updates only."""
+
+    def __init__(self, shard: ModelShard) -> None:
+        self._chunks = shard.chunks
+        lora = shard.recipe.lora
+        for chunk in shard.chunks:
+            lora_modules.attach(
+                chunk,
+                [linear for name in lora.targets for linear in LINEARS[name]],
+                rank=lora.rank,
+                scale=lora.alpha / lora.rank,
+                dropout=lora.dropout,
+                seed=shard.recipe.seed,
+                is_exact=shard.parts.exact_blocks > 0,
+            )
+
+    def updating(self) -> AbstractContextManager[None]:
+        return lora_modules.adapters_switched(self._chunks, on=True, drops=True)
+
+    def at_start(self) -> AbstractContextManager[None]:
+        return lora_modules.adapters_switched(self._chunks, on=False, drops=False)
+
+    @cached_property
+    def scaled(self) -> ScaledAdapters:
+        """The matrices A and scaled B for the engine. Runs that send merged weights never make them."""
+        return ScaledAdapters(self._chunks)

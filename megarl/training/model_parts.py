@@ -1,0 +1,81 @@
+"""Optional parts of a model's chunks, as a recipe asks for them: the settings and modules that they change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from megatron.core.transformer import TransformerConfig
+
+from megarl.config import Recipe
+from megarl.config.parallel import ParallelConfig
+from megarl.families.shape import ModelShape
+from megarl.models import parts
+from megarl.models.configuration import transformer_config
+from megarl.models.policy import PackedModel, PolicyModel, ValueModel
+from megarl.models.teacher_student import StudentModel
+
+Policy = TypeVar("Policy", bound=PolicyModel)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelParts:
+    """Which optional parts the chunks of a model have."""
+
+    replays_routes: bool = False
+    """Whether the routers can replay the experts that the engine chose."""
+    exact_blocks: int = 0
+    """Above 0 the model rounds as the engine does, with so many blocks, over all ranks, of a product split over
+    ranks."""
+    learns_distributions: bool = False
+    """Whether the model is a policy that learns from its teachers' distributions."""
+
+    def megatron_config(
+        self,
+        recipe: Recipe,
+        shape: ModelShape,
+        parallel: ParallelConfig,
+        *,
+        dtype: torch.dtype,
+        sequence_parallel: bool,
+    ) -> TransformerConfig:
+        """Return Megatron's settings of the model."""
+        trainer = recipe.trainer
+        return transformer_config(
+            shape,
+            parallel,
+            dtype=dtype,
+            sequence_parallel=sequence_parallel,
+            recompute=trainer.recompute,
+            recompute_modules=trainer.recompute_modules,
+            router_replay=self.replays_routes,
+            moe_dispatcher=trainer.moe_dispatcher,
+            fp8=trainer.fp8,
+            exact=self.exact_blocks > 0,
+            overrides=trainer.megatron,
+        )
+
+    def build_chunk(
+        self, recipe: Recipe, config: TransformerConfig, shape: ModelShape, *, vp_stage: int | None, **settings: Any
+    ) -> PackedModel:
+        """Build a chunk of the recipe's kind of model. `settings` are arguments of a `PolicyModel`."""
+        if shape.has_value_head:
+            return ValueModel(config, shape, vp_stage=vp_stage)
+        if self.learns_distributions:
+            settings["distillation"] = recipe.distillation
+            return self.build_policy(StudentModel, config, shape, vp_stage=vp_stage, **settings)
+        return self.build_policy(PolicyModel, config, shape, vp_stage=vp_stage, **settings)
+
+    def build_policy(
+        self,
+        kind: Callable[..., Policy],
+        config: TransformerConfig,
+        shape: ModelShape,
+        *,
+        vp_stage: int | None,
+        **settings: Any,
+    ) -> Policy:
+        """Build a chunk of a language model of this class. `settings` are the class's other arguments."""
+        return parts.build_policy(kind, config, shape, exact_blocks=self.exact_blocks, vp_stage=vp_stage, **settings)

@@ -1,0 +1,100 @@
+"""Training of the layers for multi-token prediction (MTP): their targets, their loss, and their parameters' marks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megarl.config import Recipe
+from megarl.data.token_batch import TokenBatch
+from megarl.models.mtp import copy_embedding_to_last_stage, mtp_head
+from megarl.training.engine_part import EnginePart
+from megarl.training.microbatch import Microbatch, is_predicted, own_part, places_in_row
+from megarl.training.model import ModelShard
+from megarl.training.objective import Objective, RowLoss, StepNumbers
+from megarl.training.row_feeds import RowFeed
+from megarl.training.row_metrics import mean_of
+
+METRICS = {
+    "mtp/loss": (
+        "nats",
+        "mean negative log-prob that the MTP layers give to a trained token, two positions ahead "
+        "(trainer.mtp_loss_coefficient)",
+    ),
+}
+"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
+
+
+class MtpFeed(RowFeed):
+    """Gives the MTP layers the tokens to predict, and their loss the weights of these tokens.
+
+    At position t stand values of the sequence's token t + 2. Each row gets the arrays `mtp_mask`, False where this
+    token is not trained, and `mtp_weights`, zero there: [tokens] each.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def fetch(self, rows: Sequence[TokenBatch], batches: Sequence[Microbatch]) -> Sequence[Tensor]:
+        """Return the labels [tokens] of each row."""
+        return [self._add_targets(row, batch) for row, batch in zip(rows, batches, strict=True)]
+
+    def _add_targets(self, row: TokenBatch, batch: Microbatch) -> Tensor:
+        assert batch.row.host_local is not None
+        predicted = is_predicted(row.cu_seqlens)
+        # Neither of a sequence's first two tokens is the second one after a position.
+        beyond = predicted & np.roll(predicted, 1)
+        places = places_in_row(batch.lengths, batch.padded)[beyond] - 2
+        labels, batch.per_token["mtp_mask"], batch.per_token["mtp_weights"] = (
+            own_part(
+                values[beyond], places=places, padded=batch.padded, local=batch.row.host_local, device=self._device
+            )
+            for values in (row.token_ids, row.loss_mask, row.per_token["token_weights"])
+        )
+        return labels
+
+    def apply(self, chunk: torch.nn.Module, values: Tensor) -> None:
+        if (head := mtp_head(chunk)) is not None:
+            head.labels = values
+
+
+class MtpPart(EnginePart):
+    """The MTP layers of a trained model. Their gradient does not change how the policy's gradient is clipped."""
+
+    loss_names = ("mtp/loss",)
+
+    def __init__(self, shard: ModelShard) -> None:
+        self._shard = shard
+        shard.update_feeds.append(MtpFeed(shard.device))
+        for name, parameter in shard.parameters.items():
+            if name.partition("mtp.layers.")[1]:
+                # Megatron leaves parameters with this mark out of the gradient's norm.
+                parameter.shared = True  # pyright: ignore[reportAttributeAccessIssue]  (a mark of Megatron's)
+
+    def extend_objective(self, objective: Objective, recipe: Recipe) -> Objective:
+        """Return the objective with the loss of MTP layers added: `trainer.mtp_loss_coefficient` times its sum.
+
+        The loss is the mean negative log-prob of the trained tokens, by the token weights of the policy's loss. Their
+        log-probs are the last row of the model's output. Metric: `mtp/loss`.
+        """
+        coefficient = recipe.trainer.mtp_loss_coefficient
+        assert coefficient is not None
+
+        def objective_and_mtp(output: Tensor, batch: Microbatch, numbers: StepNumbers) -> RowLoss:
+            total, count, logged = objective(output[:-1], batch, numbers)
+            mask, weights = batch.per_token["mtp_mask"], batch.per_token["mtp_weights"]
+            losses = torch.where(mask, -output[-1], 0.0)
+            return (
+                total + coefficient * (losses * weights).sum(),
+                count,
+                logged | {"mtp/loss": mean_of(losses, mask)},
+            )
+
+        return objective_and_mtp
+
+    def prepare_update(self, rows: Sequence[TokenBatch]) -> None:
+        if self._shard.layout.pp > 1:
+            copy_embedding_to_last_stage(self._shard.chunks)

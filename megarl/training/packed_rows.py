@@ -1,0 +1,72 @@
+"""The plain packed row of a batch: its sequences one after the other, each with its padding."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megarl.data.token_batch import TokenBatch, select_retained
+from megarl.models.attention import PackedRow
+from megarl.training.microbatch import Microbatch, is_predicted, own_part, padded_lengths, places_in_row, support_on
+
+
+def pack_row(
+    batch: TokenBatch,
+    *,
+    multiple: int,
+    qkv_format: str,
+    device: torch.device,
+    cp: int = 1,
+    cp_rank: int = 0,
+) -> Microbatch:
+    """Return the row of a batch's sequences, or a context-parallel rank's part of it.
+
+    With cp > 1 each sequence is padded to a multiple of 2 * cp. The last one is padded further, so the tokens of
+    the row are a multiple of cp * `multiple`.
+    """
+    lengths = batch.lengths
+    padded = padded_lengths(lengths, cp=cp, multiple=multiple)
+    row = PackedRow.from_lengths(padded.tolist(), device, qkv_format, cp=cp, cp_rank=cp_rank)
+    assert row.host_local is not None
+    local = row.host_local
+    places, predicted = places_in_row(lengths, padded), is_predicted(batch.cu_seqlens)
+
+    own = partial(own_part, padded=padded, local=local, device=device)
+
+    def own_predictions(values: np.ndarray) -> Tensor:
+        return own(values[predicted], places=places[predicted] - 1)
+
+    support = None
+    if batch.retained_sets is not None:
+        # For each position: the index of its predicted token, or -1 if it predicts none.
+        token = np.full(padded.sum(), -1, np.int64)
+        token[places[predicted] - 1] = np.flatnonzero(predicted)
+        support = support_on(device, select_retained(batch.retained_sets, token[local]))
+    return Microbatch(
+        lengths=lengths,
+        padded=padded,
+        samples=batch.samples,
+        input_ids=own(batch.token_ids, places=places)[None],
+        labels=own_predictions(batch.token_ids)[None],
+        row=row,
+        mask=own_predictions(batch.loss_mask),
+        per_token={name: own_predictions(values) for name, values in batch.per_token.items()},
+        support=support,
+        temperature=_temperature(batch.temperatures, padded, local, device),
+    )
+
+
+def _temperature(
+    temperatures: NDArray[np.float64] | None, padded: NDArray[np.int64], local: NDArray[np.int64], device: torch.device
+) -> float | Tensor:
+    """Return the temperature shared by all sequences of a row, else float32 [local positions]."""
+    if temperatures is None:
+        return 1.0
+    # A number needs no tensor, and dividing by it is cheaper than by one value per token.
+    if (temperatures == temperatures[0]).all():
+        return float(temperatures[0])
+    return torch.from_numpy(np.repeat(temperatures, padded)[local].astype(np.float32)).to(device)

@@ -1,0 +1,71 @@
+"""Feeds give forward passes data beside a row's tokens: fetched before Megatron's schedule, set before each forward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+
+from megarl.data.token_batch import TokenBatch
+from megarl.models.expert_balance import RowTokens, routers_of
+from megarl.models.policy import PolicyModel, RowSettings
+from megarl.training.microbatch import Microbatch
+
+
+class RowFeed:
+    """Gives one kind of data to a model's forward passes."""
+
+    def fetch(self, rows: Sequence[TokenBatch], batches: Sequence[Microbatch]) -> Sequence[Any]:
+        """Return this rank's data of each row. It may be a collective over the trainer's ranks.
+
+        It runs before the schedule, because pipeline stages enter forward passes at different times. `batches` are the
+        rows as tensors.
+        """
+        raise NotImplementedError
+
+    def apply(self, chunk: torch.nn.Module, values: Any) -> None:
+        """Set one row's data, one of the values that `fetch` returned, for the chunk's next forward pass."""
+        raise NotImplementedError
+
+    def release(self) -> None:
+        """Free what was on the device for these passes only. Most feeds have nothing to free."""
+
+
+class SamplingFeed(RowFeed):
+    """Gives a policy the temperature and the sets of tokens that the engine sampled with."""
+
+    def fetch(self, rows: Sequence[TokenBatch], batches: Sequence[Microbatch]) -> Sequence[RowSettings]:
+        return [RowSettings(batch.temperature, batch.support) for batch in batches]
+
+    def apply(self, chunk: torch.nn.Module, values: RowSettings) -> None:
+        assert isinstance(chunk, PolicyModel)
+        chunk.row_settings = values
+
+
+class RouterTokensFeed(RowFeed):
+    """Gives the routers with balancing losses or noise the sequences of a row's tokens."""
+
+    def __init__(self, num_parts: int) -> None:
+        """`num_parts` is the number of tensor-parallel ranks that share a row's tokens."""
+        self._num_parts = num_parts
+
+    def fetch(self, rows: Sequence[TokenBatch], batches: Sequence[Microbatch]) -> Sequence[RowTokens]:
+        part = parallel_state.get_tensor_model_parallel_rank() % self._num_parts
+        return [batch.layer_tokens(self._num_parts, part) for batch in batches]
+
+    def apply(self, chunk: torch.nn.Module, values: RowTokens) -> None:
+        for router in routers_of(chunk):
+            router.row = values
+
+
+def feeds_of(chunks: Sequence[torch.nn.Module], num_parts: int) -> Iterator[RowFeed]:
+    """Yield the feeds that a rank's model chunks need.
+
+    `num_parts` is the number of tensor-parallel ranks that share a row's tokens.
+    """
+    if routers_of(*chunks):
+        yield RouterTokensFeed(num_parts)
+    if isinstance(chunks[0], PolicyModel):
+        yield SamplingFeed()

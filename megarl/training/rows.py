@@ -1,0 +1,23 @@
+"""The one place that chooses how a batch becomes a row: packed, or stored as a tree of prefixes."""
+
+from __future__ import annotations
+
+import torch
+
+from megarl.data.token_batch import TokenBatch
+from megarl.training.microbatch import Microbatch
+from megarl.training.packed_rows import pack_row
+from megarl.training.tree_rows import pack_tree
+
+
+def make_microbatch(
+    batch: TokenBatch, *, multiple: int, qkv_format: str, device: torch.device, cp: int = 1, cp_rank: int = 0
+) -> Microbatch:
+    """Return the row of a batch's sequences, or a context-parallel rank's part of it.
+
+    The tokens of each rank are a multiple of `multiple`. `qkv_format` is the model's format of plain rows.
+    """
+    # Sequences of one token each have no prediction to store.
+    if batch.shares_prefixes and batch.lengths.max() > 1:
+        return pack_tree(batch, multiple=multiple, device=device, cp=cp, cp_rank=cp_rank)
+    return pack_row(batch, multiple=multiple, qkv_format=qkv_format, device=device, cp=cp, cp_rank=cp_rank)

@@ -1,0 +1,194 @@
+"""A row that stores each distinct prefix of its sequences once: a tree of prefixes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megarl.data.prefixes import PrefixTree, chunk_owners, chunk_sizes, prefix_tree
+from megarl.data.token_batch import TokenBatch, places_by_rank, ranges, select_retained
+from megarl.models.trees.attention import TokenTree
+from megarl.models.trees.row import TreeRow, TreeTokens
+from megarl.training.microbatch import Microbatch, is_predicted, support_on
+
+
+@dataclass(frozen=True, slots=True)
+class TreeMicrobatch(Microbatch):
+    """A microbatch stored as a tree.
+
+    `input_ids` is [1, stored tokens of this rank], `labels` [1, edges]. `support` and `temperature` belong to edges
+    too. All other tensors are those of the sequences' tokens, without padding.
+    """
+
+    def layer_tokens(self, parts: int = 1, part: int = 0) -> TreeTokens:
+        """Return part `part` of `parts` of this rank's stored tokens, as sequence parallelism splits them."""
+        assert isinstance(self.row, TreeRow) and self.row.host_local is not None
+        tree = self.row.tree
+        device = tree.reach.device
+        size = len(tree.own) // parts
+        stored = tree.host_stored_of - part * size
+        is_own = (stored >= 0) & (stored < size)
+        sequences = np.repeat(np.arange(len(self.lengths)), self.lengths)[self.row.host_local][is_own]
+        return TreeTokens(
+            torch.from_numpy(sequences).to(device),
+            torch.from_numpy(tree.num_represented[part * size : (part + 1) * size]).to(device),
+            torch.from_numpy(self.lengths.astype(np.float32)).to(device),
+            torch.from_numpy(stored[is_own]).to(device),
+        )
+
+    def represented_tokens(self) -> NDArray[np.int64]:
+        """Return the index, in the row of separate sequences, of a token at each stored place: [places].
+
+        A place may hold equal tokens of several sequences: the last one's is returned. Padding places have -1.
+        """
+        assert isinstance(self.row, TreeRow) and self.row.host_local is not None
+        tokens = np.full(len(self.row.tree.own), -1)
+        tokens[self.row.tree.host_stored_of] = self.row.host_local
+        return tokens
+
+
+def pack_tree(batch: TokenBatch, *, multiple: int, device: torch.device, cp: int, cp_rank: int) -> TreeMicrobatch:
+    """Return a context-parallel rank's part of the row of a batch's sequences, with each distinct prefix stored once.
+
+    The stored tokens of each rank are padded to a multiple of `multiple` by a segment that nothing else attends to.
+    """
+    tree = prefix_tree(batch.prefix_keys, batch.cu_seqlens)
+    split = _split_tree(tree, cp, multiple)
+    holders = split.ranks[tree.stored_of]
+    local = np.flatnonzero(holders == cp_rank)
+    # A token's prediction is computed where the token before it is stored.
+    tokens, sequences = np.flatnonzero(is_predicted(batch.cu_seqlens)), None
+    tokens = tokens[holders[tokens - 1] == cp_rank]
+    if batch.temperatures is not None and (batch.temperatures != batch.temperatures[0]).any():
+        sequences = np.repeat(np.arange(batch.num_sequences), batch.lengths)
+    first, edge = _edges(batch, tree, tokens, sequences)
+    chosen = tokens[first]
+    edges = np.zeros(len(batch.token_ids), np.int64)
+    # Position t predicts token t + 1.
+    edges[tokens - 1] = edge
+
+    def predictions(values: np.ndarray) -> Tensor:
+        shifted = np.zeros_like(values)
+        shifted[tokens - 1] = values[tokens]
+        return torch.from_numpy(shifted[local]).to(device)
+
+    support = None
+    if batch.retained_sets is not None:
+        support = support_on(device, select_retained(batch.retained_sets, chosen))
+    temperature: float | Tensor = 1.0 if batch.temperatures is None else float(batch.temperatures[0])
+    if sequences is not None and batch.temperatures is not None:
+        of_edges = batch.temperatures[sequences[chosen]].astype(np.float32)
+        temperature = torch.from_numpy(of_edges).to(device)
+    input_ids = np.append(batch.token_ids[tree.source], np.zeros(len(split.ranks) - len(tree.source), np.int64))
+    own_tree = _token_tree(tree, split, cp_rank, device, local, edges, tree.parent[tree.stored_of[chosen]])
+    return TreeMicrobatch(
+        input_ids=torch.from_numpy(input_ids[own_tree.own]).to(device)[None],
+        labels=torch.from_numpy(batch.token_ids[chosen]).to(device)[None],
+        row=TreeRow.from_tree(own_tree, holders, int(batch.lengths.max()), cp_rank),
+        mask=predictions(batch.loss_mask),
+        per_token={name: predictions(values) for name, values in batch.per_token.items()},
+        lengths=batch.lengths,
+        padded=batch.lengths,
+        samples=batch.samples,
+        support=support,
+        temperature=temperature,
+    )
+
+
+def _edges(
+    batch: TokenBatch, tree: PrefixTree, tokens: NDArray[np.int64], sequences: NDArray[np.int64] | None
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the first of the predicted tokens `tokens` [predicted] for each edge [edges], and each one's edge.
+
+    Predictions of one stored token are one edge, unless their distributions differ. With `sequences` [tokens], the
+    sequence of each token, the edges of sequences with different temperatures differ. A token with a retained set of
+    its own has an edge of its own.
+    """
+    keys = [tree.stored_of[tokens]]
+    if sequences is not None and batch.temperatures is not None:
+        _, temperature = np.unique(batch.temperatures, return_inverse=True)
+        keys.append(temperature[sequences[tokens]])
+    if batch.retained_sets is not None:
+        # Comparing the sets would cost more than it saves: answers rarely begin with the same tokens.
+        keys.append(np.where(batch.retained_sets.counts[tokens] > 0, tokens, -1))
+    if len(keys) == 1:
+        _, first, edge = np.unique(keys[0], return_index=True, return_inverse=True)
+    else:
+        _, first, edge = np.unique(np.stack(keys, 1), axis=0, return_index=True, return_inverse=True)
+    return first, edge
+
+
+class _Split(NamedTuple):
+    """The stored tokens of a tree and of its padding, split over context-parallel ranks.
+
+    Shapes: `ranks` [stored tokens], each one's rank; `chunks` [chunks, 3], the first token of the chunk's segment, the
+    chunk's first token and its end; `padding` [cp], tokens of the last segments, one for each rank.
+    """
+
+    ranks: NDArray[np.int64]
+    chunks: NDArray[np.int64]
+    padding: NDArray[np.int64]
+
+
+def _split_tree(tree: PrefixTree, cp: int, multiple: int) -> _Split:
+    """Split each segment of a tree over `cp` ranks. All have equally many tokens, a multiple of `multiple`."""
+    owners = chunk_owners(cp)
+    sizes = chunk_sizes(tree.ends - tree.starts, owners)
+    ends = tree.starts[:, None] + sizes.cumsum(1)
+    ranks = np.repeat(np.tile(owners, len(sizes)), sizes.ravel())
+    counts = np.bincount(ranks, minlength=cp)
+    padding = -(-counts.max() // multiple) * multiple - counts
+    last_ends = len(ranks) + padding.cumsum()
+    chunks = np.stack([np.repeat(tree.starts, len(owners)), (ends - sizes).ravel(), ends.ravel()], 1)
+    last = np.stack([last_ends - padding, last_ends - padding, last_ends], 1)
+    chunks = np.concatenate([chunks, last])
+    return _Split(
+        ranks=np.append(ranks, np.repeat(np.arange(cp), padding)),
+        chunks=chunks[chunks[:, 2] > chunks[:, 1]],
+        padding=padding,
+    )
+
+
+def _token_tree(
+    tree: PrefixTree,
+    split: _Split,
+    cp_rank: int,
+    device: torch.device,
+    local: NDArray[np.int64],
+    edges: NDArray[np.int64],
+    sources: NDArray[np.int64],
+) -> TokenTree:
+    """Return a tree for the model's layers on a context-parallel rank, with the padding as last segments.
+
+    `local` [own tokens] are the tokens of the sequences stored on this rank. `edges` [tokens] is the edge after each
+    token, `sources` [edges] the stored token before each edge.
+    """
+    stored, padding = len(tree.parent), split.padding
+    last_ends = stored + padding.cumsum()
+    last_starts, last_ends = (last_ends - padding)[padding > 0], last_ends[padding > 0]
+    own = np.flatnonzero(split.ranks == cp_rank)
+    place = None
+    if len(padding) > 1:
+        place = torch.from_numpy(places_by_rank(split.ranks)[0]).to(device)
+    num_represented = np.append(tree.num_represented, np.zeros(padding.sum(), np.int64))
+    stored_of = np.searchsorted(own, tree.stored_of[local])
+    return TokenTree(
+        reach=torch.from_numpy(np.append(tree.reach, np.repeat(last_ends, last_ends - last_starts))).to(device),
+        starts=np.append(tree.starts, last_starts),
+        ends=np.append(tree.ends, last_ends),
+        reaches=np.append(tree.reach[tree.starts], last_ends),
+        positions=np.append(tree.depth, ranges(np.zeros_like(last_starts), last_ends - last_starts)),
+        own=own,
+        chunks=split.chunks[split.ranks[split.chunks[:, 1]] == cp_rank],
+        place=place,
+        num_represented=num_represented[own],
+        stored_of=torch.from_numpy(stored_of).to(device),
+        host_stored_of=stored_of,
+        edge_sources=torch.from_numpy(np.searchsorted(own, sources)).to(device),
+        edges=torch.from_numpy(edges[local]).to(device),
+    )

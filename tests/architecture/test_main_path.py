@@ -1,0 +1,47 @@
+"""The main path of training knows no optional feature: parts are chosen in `training/engine_parts` and its like."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import megarl
+
+PACKAGE = Path(megarl.__file__).parent
+MAIN_PATH = [
+    "training/training_engine.py",
+    "training/model.py",
+    "training/packed_rows.py",
+    "training/microbatch.py",
+    "training/objective.py",
+    "models/policy.py",
+]
+FEATURES = re.compile(
+    r"trees?|prefix(es)?|routes?|replay\w*|mtp|distil\w*|teachers?|fp8|quantis\w*|lora|adapters?|delta|exact\w*"
+    r"|fingerprints?|checksums?|canary"
+)
+"""Words that name an optional feature."""
+OTHER_MEANINGS = re.compile(r"chunk_prefix|sharded_state_dict\(.*prefix|removeprefix")
+"""Names with such a word that mean something else: the beginning of a name."""
+
+
+def named_features(text: str) -> list[str]:
+    """Return the lines of a module in which a feature is named, with their numbers."""
+    lines = []
+    for number, line in enumerate(text.splitlines(), 1):
+        words = re.findall(r"[a-z][a-z0-9]*", OTHER_MEANINGS.sub("", line).lower())
+        if any(FEATURES.fullmatch(word) for word in words):
+            lines.append(f"{number}: {line.strip()}")
+    return lines
+
+
+@pytest.mark.parametrize("module", MAIN_PATH)
+def test_the_main_path_names_no_optional_feature(module: str) -> None:
+    assert named_features((PACKAGE / module).read_text()) == []
+
+
+def test_a_named_feature_is_noticed() -> None:
+    text = "a = row.tree\nself.expert_routes = ()\nchunk_prefix(0, 1)\n# like FP8\nrouters\n"
+    assert [line.partition(":")[0] for line in named_features(text)] == ["1", "2", "4"]
