@@ -336,7 +336,7 @@ def oracle_gradient(folder: Path, work: Path, head: np.ndarray | None = None) ->
     import torch
     from transformers import AutoModelForCausalLM
 
-    from megarl.families import float32_tensors
+    from megarl.families.model_tensors import float32_tensors
     from megarl.families.shape import read_model_shape
 
     # The eager implementation of experts: grouped products have no float64 kernel.

@@ -47,7 +47,7 @@ from megarl.checkpoint.torch_dist import (
 from megarl.checkpoint.torch_dist_reader import CheckpointReader
 from megarl.checkpoint.weight_checksums import check_weights, checksums_text
 from megarl.config.parallel import ParallelConfig
-from megarl.families import float32_tensors, hf_tensors
+from megarl.families.model_tensors import float32_tensors, hf_tensors
 from megarl.families.shape import ModelShape, read_model_shape
 from megarl.files.model_folder import (
     CHECKSUMS,

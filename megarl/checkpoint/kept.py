@@ -10,7 +10,7 @@ from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
-from megarl.families import copies_of, kept_prefixes
+from megarl.families.model_tensors import copies_of, kept_prefixes
 from megarl.families.shape import ModelShape
 from megarl.files.model_folder import (
     INDEX,

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 
 from megarl.checkpoint.kept import KeptTensor, places_in
-from megarl.families import checkpoint_name, copies_of
 from megarl.families.frequencies import scaled_frequencies
 from megarl.families.llama import EMBEDDING, HEAD
+from megarl.families.model_tensors import checkpoint_name, copies_of
 from megarl.families.shape import ModelShape, read_model_shape
 
 _FREQUENCIES = ".rotary_emb.inv_freq"

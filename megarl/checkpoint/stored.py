@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megarl.checkpoint.redundant import is_redundant, redundant_faults
-from megarl.families import FAMILIES, aliases_of, kept_prefixes
+from megarl.families.model_tensors import aliases_of, kept_prefixes
 from megarl.families.names import parse_name
+from megarl.families.registry import FAMILIES
 from megarl.families.shape import ModelShape
 from megarl.files.model_folder import read_safetensors_header, weight_files
 from megarl.reshard.layouts.packed import checkpoint_tensors

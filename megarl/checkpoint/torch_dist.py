@@ -29,9 +29,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megarl.config.parallel import ParallelConfig
-from megarl.families import FAMILIES, rules_of
+from megarl.families.megatron_settings import architecture_settings
+from megarl.families.model_tensors import rules_of
 from megarl.families.mtp import PARAMETERS as MTP
 from megarl.families.parts import Latent
+from megarl.families.registry import FAMILIES
 from megarl.families.rules import Rule
 from megarl.families.shape import ModelShape, padded_vocab_size
 from megarl.reshard.boxes import Box, Layout, Piece, contiguous_strides
@@ -251,9 +253,10 @@ def metadata_bytes(chunks: Sequence[tuple[StoredShard, Stored]], objects: Mappin
 def common_state(model: ModelShape, parallel: ParallelConfig) -> dict[str, Any]:
     """Return the contents of `common.pt`, which Megatron-LM reads with `--load` and `--use-checkpoint-args`."""
     # Megatron-LM names an activation by a flag.
-    own = {"add_bias_linear": False, **FAMILIES[model.family].settings(model)}
+    own = dict(FAMILIES[model.family].settings(model))
+    activation = own.pop("activation_func", None)
     arguments = Namespace(
-        quick_geglu=own.get("activation_func") == "quick_gelu",
+        quick_geglu=activation == "quick_gelu",
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,
         expert_model_parallel_size=parallel.ep,
@@ -263,99 +266,30 @@ def common_state(model: ModelShape, parallel: ParallelConfig) -> dict[str, Any]:
         # The checkpoint has weights only; Megatron-LM must not look for an optimizer or random states.
         no_save_optim=True,
         no_save_rng=True,
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        ffn_hidden_size=model.intermediate_size,
-        num_attention_heads=model.num_heads,
         group_query_attention=True,
-        num_query_groups=model.num_kv_heads,
-        kv_channels=model.head_dim,
         max_position_embeddings=model.max_position_embeddings,
         position_embedding_type="rope",
         rotary_base=int(model.rotary.theta),
-        normalization="RMSNorm",
         norm_epsilon=model.norm_epsilon,
-        swiglu=own.get("activation_func") is None,
-        add_qkv_bias=model.attention.qkv_bias,
-        qk_layernorm=model.attention.qk_norm,
+        swiglu=activation is None,
         untie_embeddings_and_output_weights=not model.tie_word_embeddings,
         padded_vocab_size=padded_vocab_size(model.vocab_size, parallel.tp),
         rotary_percent=model.rotary.fraction,
-        attention_output_gate=model.attention.has_output_gate,
         apply_layernorm_1p=model.has_zero_centered_norms,
-        **_window_arguments(model),
-        **_expert_arguments(model),
-        **_latent_arguments(model),
-        **_delta_net_arguments(model),
-        **{name: value for name, value in own.items() if name != "activation_func"},
+        **architecture_settings(model) | _further_arguments(model) | own,
     )
     content = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     return {"args": arguments, "checkpoint_version": 3.0, "iteration": 0, "content_metadata": content}
 
 
-def _window_arguments(model: ModelShape) -> dict[str, Any]:
-    """Return Megatron-LM's arguments of sliding windows; none without them."""
-    if not model.windows:
-        return {}
-    # Megatron counts the tokens before the own one.
-    return {
-        "window_size": (max(model.windows) - 1, 0),
-        "window_attn_skip_freq": [int(window > 0) for window in model.windows],
-    }
-
-
-def _expert_arguments(model: ModelShape) -> dict[str, Any]:
-    """Return Megatron-LM's arguments of experts and router."""
-    router = model.router
-    if router is None:
-        return {"num_experts": None, "moe_layer_freq": 1}
-    has_groups = router.num_groups > 1
-    return {
-        "num_experts": router.num_experts,
-        "moe_layer_freq": [int(kind.has_experts) for kind in model.layers] if model.has_dense_layers else 1,
-        "moe_ffn_hidden_size": router.moe_intermediate_size,
-        "moe_router_topk": router.top_k,
-        "moe_router_score_function": router.score,
-        "moe_router_pre_softmax": router.score == "softmax" and not router.norm_topk_prob,
-        "moe_router_enable_expert_bias": router.has_bias,
-        "moe_router_bias_update_rate": 0.0,
-        "moe_router_topk_scaling_factor": router.scale if router.scale != 1.0 else None,
-        "moe_router_num_groups": router.num_groups if has_groups else None,
-        "moe_router_group_topk": router.top_groups if has_groups else None,
-        "moe_shared_expert_intermediate_size": router.shared_intermediate_size or None,
-        "moe_shared_expert_gate": router.has_shared_gate,
-    }
-
-
-def _delta_net_arguments(model: ModelShape) -> dict[str, Any]:
-    """Return Megatron-LM's arguments of delta-nets; none without them."""
-    linear = model.linear_attention
-    if linear is None:
-        return {}
-    return {
-        "experimental_attention_variant": "gated_delta_net",
-        "linear_attention_freq": [int(kind.mixer == "linear_attention") for kind in model.layers],
-        "linear_conv_kernel_dim": linear.width,
-        "linear_key_head_dim": linear.key_dim,
-        "linear_value_head_dim": linear.value_dim,
-        "linear_num_key_heads": linear.num_key_heads,
-        "linear_num_value_heads": linear.num_value_heads,
-    }
-
-
-def _latent_arguments(model: ModelShape) -> dict[str, Any]:
-    """Return Megatron-LM's arguments of latent attention; none for other attention."""
-    attention, rotary = model.attention, model.rotary
-    if not isinstance(attention, Latent):
-        return {}
-    return {
-        "multi_latent_attention": True,
-        "q_lora_rank": attention.query_rank or None,
-        "kv_lora_rank": attention.kv_rank,
-        "qk_head_dim": attention.plain_channels,
-        "qk_pos_emb_head_dim": attention.rotary_channels,
-        "v_head_dim": attention.value_head_dim,
-        "rope_type": "yarn" if rotary.scaling == "yarn" else "rope",
-        "rotary_scaling_factor": rotary.factor,
-        "mscale_all_dim": rotary.score_mscale,
-    }
+def _further_arguments(model: ModelShape) -> dict[str, Any]:
+    """Return arguments whose names or values differ from those of TransformerConfig."""
+    arguments: dict[str, Any] = {"num_experts": model.router.num_experts if model.router else None}
+    if model.router is None:
+        arguments["moe_layer_freq"] = 1
+    if isinstance(model.attention, Latent):
+        # Megatron-LM computes plain angles as they are. In memory, YaRN with factor 1 stands for them.
+        arguments["rope_type"] = "yarn" if model.rotary.scaling == "yarn" else "rope"
+    if model.linear_attention is not None:
+        arguments["experimental_attention_variant"] = "gated_delta_net"
+    return arguments

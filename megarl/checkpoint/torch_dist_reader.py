@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from megarl.checkpoint.torch_dist import BACKEND, COMMON, METADATA, Parameter, Stored, parameters
-from megarl.families import hf_tensors
+from megarl.families.model_tensors import hf_tensors
 from megarl.families.shape import ModelShape
 from megarl.files.atomic import storage_faults_named
 from megarl.files.strict_json import loads

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from megarl import faults
 from megarl.config import LoraConfig, RolloutConfig
 from megarl.data.prefixes import digests
-from megarl.families import kept_prefixes
+from megarl.families.model_tensors import kept_prefixes
 from megarl.families.shape import read_model_shape
 from megarl.platform import compile_cache, device, vllm_on_cpu
 from megarl.platform.imports import unfreeze_disabled

@@ -17,7 +17,7 @@ from megarl.config import LoraConfig, RolloutConfig
 from megarl.config.engine_fields import engine_field_fault, refusals_by_field
 from megarl.config.library_settings import decided
 from megarl.config.override import engine_overrides
-from megarl.families import FAMILIES
+from megarl.families.registry import FAMILIES
 from megarl.families.shape import ModelShape, completed_config, read_model_shape
 from megarl.files.model_folder import read_object
 from megarl.files.nearest import nearest

@@ -49,7 +49,7 @@ def no_aliases(model: ModelShape) -> tuple[Alias, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A model family, defined in a module of its own. `families.FAMILIES` lists it under the `model_type` of
+    """A model family, defined in a module of its own. `registry.FAMILIES` lists it under the `model_type` of
     config.json."""
 
     architecture: str

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 
-from megarl.families import numbered, rules_of
+from megarl.families.model_tensors import numbered, rules_of
 from megarl.families.rules import Rule, Segment
 from megarl.families.shape import ModelShape
 

@@ -10,11 +10,12 @@ from typing import Any
 
 from megarl.config.formulas import either
 from megarl.config.override import overridden
-from megarl.families import FAMILIES, aliases_of
 from megarl.families.config_values import COPY_AGAIN, flag, mapping, positive, shown, size
+from megarl.families.model_tensors import aliases_of
 from megarl.families.names import parse_name
 from megarl.families.parts import DeltaNet, GroupedQuery, Latent, LayerKind, Parts, Router
 from megarl.families.published import PUBLISHED, published_name
+from megarl.families.registry import FAMILIES
 from megarl.families.rotary import Rotary
 from megarl.files.model_folder import missing_folder, read_object, stored_names
 from megarl.types import DataError

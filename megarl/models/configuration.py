@@ -16,8 +16,9 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from megarl.config.library_settings import decided, without_effect
 from megarl.config.parallel import ParallelConfig
-from megarl.families import FAMILIES
+from megarl.families.megatron_settings import architecture_settings
 from megarl.families.parts import Latent, Router
+from megarl.families.registry import FAMILIES
 from megarl.families.shape import ModelShape
 from megarl.files.nearest import nearest
 from megarl.models.partial_rotary import scales_rotated_channels
@@ -83,7 +84,7 @@ def transformer_config(
     elif recompute == "full":
         settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if shape.router:
-        settings |= _expert_settings(shape.router, shape, layout) | {"moe_enable_routing_replay": router_replay}
+        settings |= _expert_settings(shape.router, layout) | {"moe_enable_routing_replay": router_replay}
         if moe_dispatcher == "flex" and layout.etp * layout.ep > 1:
             settings |= {"moe_token_dispatcher_type": "flex"}
         # A balancing loss changes the policy's gradient, so it is off unless a coefficient is set.
@@ -170,26 +171,10 @@ def _fused_expert_kernels(router_replay: bool) -> dict[str, bool]:
     }
 
 
-def _expert_settings(router: Router, shape: ModelShape, layout: ParallelConfig) -> dict[str, Any]:
-    # A list of layers makes Megatron-Core's checkpoints non-homogeneous, so models with experts everywhere have none.
-    has_groups, is_sigmoid = router.num_groups > 1, router.score == "sigmoid"
+def _expert_settings(router: Router, layout: ParallelConfig) -> dict[str, Any]:
     return {
-        "moe_layer_freq": [int(kind.has_experts) for kind in shape.layers] if shape.has_dense_layers else 1,
-        "moe_router_num_groups": router.num_groups if has_groups else None,
-        "moe_router_group_topk": router.top_groups if has_groups else None,
         "num_moe_experts": router.num_experts,
-        "moe_router_topk": router.top_k,
-        "moe_ffn_hidden_size": router.moe_intermediate_size,
-        # Without normalisation over the chosen experts, the softmax ran over all experts, before the choice.
-        "moe_router_pre_softmax": not is_sigmoid and not router.norm_topk_prob,
-        "moe_router_score_function": router.score,
-        "moe_router_enable_expert_bias": router.has_bias,
-        # Megatron-Core 0.16.1 would move the biases in every update. The engine and old log-probs need them fixed.
-        "moe_router_bias_update_rate": 0.0,
-        "moe_router_topk_scaling_factor": router.scale if router.scale != 1.0 else None,
         "moe_router_dtype": "fp32",
-        "moe_shared_expert_intermediate_size": router.shared_intermediate_size or None,
-        "moe_shared_expert_gate": router.has_shared_gate,
         "moe_grouped_gemm": uses_transformer_engine(),
         # For the dispatcher `flex`. Megatron-Core 0.16.1 no longer selects DeepEP by its own flag.
         "moe_flex_dispatcher_backend": "deepep",
@@ -200,29 +185,18 @@ def _expert_settings(router: Router, shape: ModelShape, layout: ParallelConfig) 
 
 
 def _model_settings(shape: ModelShape) -> dict[str, Any]:
-    attention = shape.attention
+    # Delta-nets leave the field `experimental_attention_variant` out, which makes Megatron-Core 0.16.1 refuse context
+    # parallelism.
     return (
         _score_scale(shape)
-        | _window_settings(shape)
-        | _linear_attention_settings(shape)
+        | architecture_settings(shape)
         | {
-            "num_layers": shape.num_layers,
-            "hidden_size": shape.hidden_size,
-            "ffn_hidden_size": shape.intermediate_size,
-            "num_attention_heads": shape.num_heads,
-            "num_query_groups": shape.num_kv_heads,
-            "kv_channels": shape.head_dim,
-            "add_bias_linear": False,
-            "add_qkv_bias": attention.qkv_bias,
-            "qk_layernorm": attention.qk_norm,
-            "attention_output_gate": attention.has_output_gate,
-            "normalization": "RMSNorm",
             "layernorm_zero_centered_gamma": shape.has_zero_centered_norms,
             "layernorm_epsilon": shape.norm_epsilon,
             "gated_linear_unit": True,
             "activation_func": F.silu,
         }
-        | (_latent_settings(attention, shape) if isinstance(attention, Latent) else {})
+        | (_latent_settings(shape) if isinstance(shape.attention, Latent) else {})
         | _own_settings(shape)
     )
 
@@ -249,52 +223,12 @@ def _own_settings(shape: ModelShape) -> dict[str, Any]:
     return own
 
 
-def _latent_settings(attention: Latent, shape: ModelShape) -> dict[str, Any]:
+def _latent_settings(shape: ModelShape) -> dict[str, Any]:
     return {
-        "multi_latent_attention": True,
-        "q_lora_rank": attention.query_rank or None,
-        "kv_lora_rank": attention.kv_rank,
-        "qk_head_dim": attention.plain_channels,
-        "qk_pos_emb_head_dim": attention.rotary_channels,
-        "v_head_dim": attention.value_head_dim,
         # Without scaling its factor is 1: YaRN then equals plain embeddings. Megatron-Core 0.16.1 refuses its fused
         # kernel for the type `rope`.
         "rope_type": "yarn",
         "rotary_base": shape.rotary.theta,
-        "rotary_scaling_factor": shape.rotary.factor,
-        "mscale_all_dim": shape.rotary.score_mscale,
-    }
-
-
-def _linear_attention_settings(shape: ModelShape) -> dict[str, Any]:
-    linear = shape.linear_attention
-    if linear is None:
-        return {}
-    # Without the field `experimental_attention_variant`, which makes Megatron-Core 0.16.1 refuse context parallelism.
-    return {
-        "linear_attention_freq": [int(kind.mixer == "linear_attention") for kind in shape.layers],
-        "linear_conv_kernel_dim": linear.width,
-        "linear_key_head_dim": linear.key_dim,
-        "linear_value_head_dim": linear.value_dim,
-        "linear_num_key_heads": linear.num_key_heads,
-        "linear_num_value_heads": linear.num_value_heads,
-    }
-
-
-def _window_settings(shape: ModelShape) -> dict[str, Any]:
-    """Return the settings of sliding windows. Raises ConfigError for several sizes: Megatron-Core 0.16.1 has one."""
-    sizes = {window for window in shape.windows if window}
-    if not sizes:
-        return {}
-    if len(sizes) > 1:
-        raise ConfigError(
-            f"the model has sliding windows of several sizes, {sorted(sizes)} tokens; only one size per model is "
-            "supported."
-        )
-    # Megatron counts the tokens before the own one.
-    return {
-        "window_size": (sizes.pop() - 1, 0),
-        "window_attn_skip_freq": [int(window > 0) for window in shape.windows],
     }
 
 

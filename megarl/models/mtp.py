@@ -25,9 +25,9 @@ from megatron.core.transformer.multi_token_prediction import (
 )
 from torch import Tensor
 
-from megarl.families import FAMILIES
 from megarl.families.mtp import mtp_kind_number
 from megarl.families.parts import Latent
+from megarl.families.registry import FAMILIES
 from megarl.families.shape import ModelShape
 from megarl.models.configuration import uses_transformer_engine
 from megarl.models.latent_attention import share_rotary

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megarl.config import Recipe
-from megarl.families import FAMILIES
+from megarl.families.registry import FAMILIES
 from megarl.families.shape import ModelShape
 from megarl.platform.cuda_extensions import runs_on_cpu
 from megarl.preflight.registry import checks

@@ -13,7 +13,7 @@ from megarl.config.formulas import either, formulas, taking
 from megarl.config.health import HealthConfig
 from megarl.config.judges import REMEDY, judges_answers
 from megarl.config.optimizer_on_host import obstacles
-from megarl.families import aliases_of
+from megarl.families.model_tensors import aliases_of
 from megarl.families.shape import ModelShape, read_model_shape
 from megarl.files.import_path import is_import_path
 from megarl.preflight.memory_fit import ranks_on_cpu

@@ -16,7 +16,7 @@ from megarl.config import Recipe
 from megarl.config.engine_fields import engine_field_fault, refusals_by_field
 from megarl.config.library_settings import decided, without_effect
 from megarl.config.secrets import holds_secret
-from megarl.families import FAMILIES
+from megarl.families.registry import FAMILIES
 from megarl.families.shape import ModelShape
 from megarl.files.nearest import nearest
 from megarl.preflight.registry import Cost, checks

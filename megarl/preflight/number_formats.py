@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from megarl.config import Recipe
 from megarl.config.formulas import either
-from megarl.families import FAMILIES
+from megarl.families.registry import FAMILIES
 from megarl.families.shape import ModelShape
 from megarl.platform import transformer_engine
 from megarl.platform.chosen_device import device_fault

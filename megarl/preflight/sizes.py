@@ -12,8 +12,8 @@ from megarl.config import Recipe
 from megarl.config.cluster import ClusterConfig, NodeGroup
 from megarl.config.formulas import either, taking
 from megarl.config.parallel import FP8_BLOCK, ParallelConfig
-from megarl.families import FAMILIES
 from megarl.families.parts import Latent
+from megarl.families.registry import FAMILIES
 from megarl.families.shape import ModelShape
 from megarl.memory_plan.deep_ep import NODE_RANKS, RECEIVED_TOKENS
 from megarl.platform import transformer_engine

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from megarl.config import LoraConfig
 from megarl.config.parallel import RANK_ORDERS, ParallelConfig
-from megarl.families import hf_tensors
+from megarl.families.model_tensors import hf_tensors
 from megarl.families.shape import ModelShape
 from megarl.reshard.layouts.placed import reshard_ends
 from megarl.reshard.layouts.vllm_adapters import VllmAdapterLayouts

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megarl.families import float32_tensors
+from megarl.families.model_tensors import float32_tensors
 from megarl.families.shape import ModelShape
 from megarl.groups.cross_world import rank_in
 from megarl.groups.peer_errors import replica_collectives_marked

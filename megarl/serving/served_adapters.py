@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megarl.families import FAMILIES
 from megarl.families.lora_rules import LINEARS, adapter_shapes, projections
+from megarl.families.registry import FAMILIES
 from megarl.families.shape import ModelShape
 from megarl.files.model_folder import read_object, read_safetensors_header
 from megarl.reshard.layouts.vllm_adapters import SLOT_RANKS

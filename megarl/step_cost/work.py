@@ -10,8 +10,8 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.families import hf_tensors
 from megarl.families.flops import forward_flops, matrix_flops
+from megarl.families.model_tensors import hf_tensors
 from megarl.families.shape import ModelShape
 
 

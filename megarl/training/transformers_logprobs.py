@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from megarl.config.override import overridden
-from megarl.families import hf_tensors
+from megarl.families.model_tensors import hf_tensors
 from megarl.families.shape import completed_config, read_model_shape
 from megarl.files.model_folder import read_object
 from megarl.platform.host_memory import available_bytes

@@ -107,7 +107,7 @@ import torch
 from megarl.algorithms.advantages import ADVANTAGES
 from megarl.algorithms.policy_losses import POLICY_LOSSES
 from megarl.environments import find_environment
-from megarl.families import hf_tensors
+from megarl.families.model_tensors import hf_tensors
 from megarl.families.shape import read_model_shape
 from megarl.rewards import resolve
 from megarl.tracking.trackers import start

@@ -25,7 +25,7 @@ from megarl.config import AlgorithmConfig, ClusterConfig, Recipe
 from megarl.config.health import RuleName
 from megarl.config.recipe import load
 from megarl.environments import ENVIRONMENTS, Turn
-from megarl.families import FAMILIES
+from megarl.families.registry import FAMILIES
 from megarl.files.import_path import import_object
 from megarl.preflight.keyword_arguments import keywords
 from megarl.rewards import REWARDS, SERVED

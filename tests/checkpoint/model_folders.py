@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megarl.families import hf_tensors
+from megarl.families.model_tensors import hf_tensors
 from megarl.families.shape import read_model_shape
 from megarl.files.model_folder import CHECKSUMS, SINGLE
 

@@ -10,7 +10,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from megarl.checkpoint.torch_dist import common_state
 from megarl.config.parallel import ParallelConfig
-from megarl.families import FAMILIES
+from megarl.families.registry import FAMILIES
 from megarl.models.configuration import _expert_settings, _model_settings, transformer_config
 from tests.shapes import small_shape
 

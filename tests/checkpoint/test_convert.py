@@ -18,7 +18,7 @@ from megarl.checkpoint import convert
 from megarl.checkpoint.convert import to_hf, to_megatron
 from megarl.checkpoint.safetensors import check_folder, head_rows
 from megarl.checkpoint.weight_checksums import stored_checksums
-from megarl.families import hf_tensors
+from megarl.families.model_tensors import hf_tensors
 from megarl.families.parts import Latent
 from megarl.families.shape import ModelShape, read_model_shape
 from megarl.testing import RankPool

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megarl.checkpoint.stored import tensor_faults
-from megarl.families import hf_tensors
+from megarl.families.model_tensors import hf_tensors
 from megarl.families.shape import read_model_shape
 from megarl.files.model_folder import SINGLE
 from tests.checkpoint.model_folders import LATENT, MOE, TEXT

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from megarl.families import FAMILIES
+from megarl.families.registry import FAMILIES
 from megarl.families.shape import ModelShape, shape_from_config
 from megarl.types import DataError
 

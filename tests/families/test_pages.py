@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.families import FAMILIES, hf_tensors, kept_prefixes, layers_of, rules_of
 from megarl.families.flops import forward_flops
+from megarl.families.model_tensors import hf_tensors, kept_prefixes, layers_of, rules_of
+from megarl.families.registry import FAMILIES
 from megarl.families.rules import Variant, overlap, replicated
 from megarl.families.shape import ModelShape, shape_from_config, value_head_fields
 from megarl.types import DataError

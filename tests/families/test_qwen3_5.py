@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megarl.families import aliases_of, kept_prefixes
+from megarl.families.model_tensors import aliases_of, kept_prefixes
 from megarl.families.published import PUBLISHED
 from megarl.families.shape import ModelShape, read_model_shape, shape_from_config
 from megarl.files.model_folder import INDEX, SINGLE

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from megarl.cli import main
-from megarl.families import hf_tensors
+from megarl.families.model_tensors import hf_tensors
 from megarl.families.published import published_name
 from megarl.families.shape import planned_shape, shape_from_config
 from megarl.reshard.layouts.packed import checkpoint_tensors

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megarl.config.library_settings import decided
 from megarl.config.parallel import ParallelConfig
 from megarl.config.trainer import RecomputedModule
-from megarl.families import FAMILIES
+from megarl.families.registry import FAMILIES
 from megarl.families.rotary import Rotary
 from megarl.families.shape import padded_vocab_size, read_model_shape
 from megarl.models import configuration

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megarl.config import Recipe
-from megarl.families import FAMILIES
+from megarl.families.registry import FAMILIES
 from megarl.preflight import check, kept_kv
 from megarl.types import ConfigError
 

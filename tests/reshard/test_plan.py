@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.config.parallel import ParallelConfig
-from megarl.families import FAMILIES, aliases_of, hf_tensors
+from megarl.families.model_tensors import aliases_of, hf_tensors
 from megarl.families.parts import Latent
+from megarl.families.registry import FAMILIES
 from megarl.families.shape import ModelShape
 from megarl.reshard.boxes import Box, Layout, Piece, contiguous_strides
 from megarl.reshard.cost_model import count

@@ -19,7 +19,8 @@ from safetensors.torch import load_file, save_file
 from megarl.checkpoint.safetensors import FolderReader, export, load
 from megarl.checkpoint.weight_checksums import stored_checksums
 from megarl.config.parallel import ParallelConfig
-from megarl.families import FAMILIES, hf_tensors, kept_prefixes, rules_of
+from megarl.families.model_tensors import hf_tensors, kept_prefixes, rules_of
+from megarl.families.registry import FAMILIES
 from megarl.families.shape import ModelShape, read_model_shape
 from megarl.files.model_folder import CHECKSUMS, SINGLE, companions
 from megarl.reshard.boxes import Box, Piece, dense_piece

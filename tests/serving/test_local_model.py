@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.families import hf_tensors
+from megarl.families.model_tensors import hf_tensors
 from megarl.families.shape import read_model_shape
 from megarl.serving.local_model import _tensors, model_folder
 from megarl.types import DataError

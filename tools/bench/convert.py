@@ -46,7 +46,7 @@ def make_model(folder: Path, gigabytes: float) -> None:
     import torch
 
     from megarl.checkpoint.safetensors import file_header, index_text, pack_files
-    from megarl.families import hf_tensors
+    from megarl.families.model_tensors import hf_tensors
     from megarl.families.shape import read_model_shape
 
     folder.mkdir()

@@ -26,7 +26,7 @@ from reshard_peers import import_megatron
 from shards import QWEN3_14B, SMALL
 
 from megarl.config.parallel import ParallelConfig
-from megarl.families import hf_tensors
+from megarl.families.model_tensors import hf_tensors
 from megarl.families.shape import ModelShape
 
 RANK_BYTES = 100 << 20

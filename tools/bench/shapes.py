@@ -73,7 +73,7 @@ def stop_tokens(vocab_size: int, mean_tokens: int) -> list[int]:
 def _write_weights(folder: Path, dtype: torch.dtype, seed: int) -> None:
     from safetensors.torch import save_file
 
-    from megarl.families import hf_tensors
+    from megarl.families.model_tensors import hf_tensors
     from megarl.families.shape import read_model_shape
 
     shape = read_model_shape(folder)

@@ -122,7 +122,7 @@ def export(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def engine_slices(engine: Any, piece: Any) -> list[slice]:
-    from megarl.families import hf_tensors
+    from megarl.families.model_tensors import hf_tensors
 
     return [slice(0, n) for n in hf_tensors(engine.shape)[piece.box.name]]
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from megarl.families import numbered
 from megarl.families.lora_rules import adapter_rules
+from megarl.families.model_tensors import numbered
 from megarl.families.names import TensorName
 from megarl.families.rules import Rule
 from megarl.reshard.layouts.megatron import MegatronLayouts

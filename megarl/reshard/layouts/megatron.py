@@ -13,7 +13,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from megarl.config.parallel import Coordinates, ParallelConfig
-from megarl.families import float32_templates, rules_of, tensors_of
+from megarl.families.model_tensors import float32_templates, rules_of, tensors_of
 from megarl.families.names import TensorName
 from megarl.families.rules import Rule
 from megarl.families.shape import ModelShape, sizes_of

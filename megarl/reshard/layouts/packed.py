@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from megarl.families import aliases_of, hf_tensors, templates_of
+from megarl.families.model_tensors import aliases_of, hf_tensors, templates_of
 from megarl.families.names import TensorName, parse_name
 from megarl.families.packed import Alias
 from megarl.families.shape import ModelShape

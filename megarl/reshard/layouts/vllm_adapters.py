@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from megarl.families import layers_of, numbered, stacks_of
 from megarl.families.lora_rules import adapter_rules, adapter_tensor
+from megarl.families.model_tensors import layers_of, numbered, stacks_of
 from megarl.families.names import TensorName
 from megarl.families.rules import Rule
 from megarl.families.stacks import Stack

@@ -11,7 +11,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from megarl.families import layers_of, live_name, mtp_stacks_of, rules_of, stacks_of, templates_of, tensors_of
+from megarl.families.model_tensors import (
+    layers_of,
+    live_name,
+    mtp_stacks_of,
+    rules_of,
+    stacks_of,
+    templates_of,
+    tensors_of,
+)
 from megarl.families.mtp import is_mtp
 from megarl.families.names import TensorName
 from megarl.families.shape import ModelShape, padded_vocab_size, sizes_of

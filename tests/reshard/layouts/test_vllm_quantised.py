@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megarl.families import FAMILIES
+from megarl.families.registry import FAMILIES
 from megarl.testing import RankPool
 
 SIZES = {"num_layers": 2, "hidden_size": 192, "num_heads": 6, "num_kv_heads": 3, "intermediate_size": 320}

@@ -1,0 +1,141 @@
+"""The tensors of a model: its family's rules, names in Megatron and in Hugging Face folders, and shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from itertools import combinations
+from typing import TYPE_CHECKING
+
+from megarl.families.mtp import is_mtp, kept_mtp_prefixes, mtp_copies, mtp_rules, mtp_stacks, without_mtp_layers
+from megarl.families.names import TensorName, in_order
+from megarl.families.packed import Alias
+from megarl.families.registry import FAMILIES
+from megarl.families.rules import Rule, overlap
+from megarl.families.stacks import Stack
+
+if TYPE_CHECKING:
+    from megarl.families.shape import ModelShape
+
+
+def rules_of(model: ModelShape) -> tuple[Rule, ...]:
+    """Return the rules of a model's family. Raises ValueError if two rules describe the same Megatron parameter."""
+    family = FAMILIES[model.family]
+    rules = family.rules(model)
+    if model.num_mtp_layers and family.mtp:
+        rules = (*without_mtp_layers(model, rules), *mtp_rules(model, rules, family.mtp))
+    rules = tuple(rule.renamed(partial(checkpoint_name, model=model)) for rule in rules)
+    # A later rule would silently replace an earlier one in tables by name.
+    for first, second in combinations(rules, 2):
+        if first.parameter == second.parameter and overlap(first, second):
+            raise ValueError(f"family {model.family} has two rules for {first.parameter}")
+    return rules
+
+
+def stacks_of(model: ModelShape) -> tuple[Stack, ...]:
+    """Return vLLM's parameters of a model, as its family defines them. Tensors without a rule are included, one
+    parameter each."""
+    family = FAMILIES[model.family]
+    return tuple(
+        stack._replace(parts=tuple(part._replace(tensor=checkpoint_name(part.tensor, model)) for part in stack.parts))
+        for stack in family.stacks(model)
+    )
+
+
+def mtp_stacks_of(model: ModelShape) -> tuple[Stack, ...]:
+    """Return the parameters of vLLM's draft model made of the model's trained MTP layer; none without one."""
+    form = FAMILIES[model.family].mtp
+    if not model.num_mtp_layers or form is None:
+        return ()
+    layers = layers_of(rules_of(model), model)
+    templates = (name for name, numbers in layers.items() if is_mtp(model, TensorName(name, numbers[-1])))
+    return tuple(mtp_stacks(stacks_of(model), templates, form, checkpoint_name("model.layers.{layer}.", model)))
+
+
+def live_name(template: str, model: ModelShape) -> str:
+    """Return the name in vLLM of a tensor that vLLM does not fuse with others. vLLM removes prefixes other than
+    `model.`."""
+    prefix = FAMILIES[model.family].prefix
+    return "model." + template.removeprefix(prefix) if template.startswith(prefix) else template
+
+
+def checkpoint_name(name: str, model: ModelShape) -> str:
+    """Return the name in checkpoints of a tensor, given its name in the family's module (beginning with `model.`)."""
+    prefix = FAMILIES[model.family].prefix
+    return prefix + name.removeprefix("model.") if name.startswith("model.") else name
+
+
+def templates_of(model: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Return shapes of the checkpoint's tensors by template. A template is a name with `{layer}` and `{expert}` for
+    numbers.
+    """
+    return {name: shape for rule in rules_of(model) for name, shape in rule.tensors}
+
+
+def float32_templates(rules: Iterable[Rule]) -> frozenset[str]:
+    """Return the templates of tensors stored in float32 whatever the model's dtype."""
+    return frozenset(name for rule in rules if rule.dtype == "float32" for name, _ in rule.tensors)
+
+
+def layers_of(rules: Iterable[Rule], model: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Return the numbers of the layers with a tensor, keyed by its template. A tensor outside of layers has (-1,)."""
+    found: dict[str, set[int]] = {}
+    for rule in rules:
+        own = range(model.num_layers) if rule.layers is None else rule.layers
+        for template, _ in rule.tensors:
+            # -1 sorts tensors outside of layers before the first layer.
+            found.setdefault(template, set()).update(own if "{layer}" in template else (-1,))
+    return {template: tuple(sorted(layers)) for template, layers in found.items()}
+
+
+def tensors_of(model: ModelShape) -> tuple[TensorName, ...]:
+    """Return every tensor of the model's checkpoint, in the order of a plan."""
+    return numbered(rules_of(model), model)
+
+
+def numbered(rules: Iterable[Rule], model: ModelShape) -> tuple[TensorName, ...]:
+    """Return the tensors of these rules in all their layers and experts, in order."""
+    return in_order(
+        TensorName(template, layer, expert)
+        for template, layers in layers_of(rules, model).items()
+        for layer in layers
+        for expert in (range(model.num_experts) if "{expert}" in template else (0,))
+    )
+
+
+def hf_tensors(model: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all tensors of the model's checkpoint, by name."""
+    shapes = templates_of(model)
+    return {tensor.name: shapes[tensor.template] for tensor in tensors_of(model)}
+
+
+def float32_tensors(model: ModelShape) -> tuple[str, ...]:
+    """Return the names of tensors stored in float32 whatever the model's dtype."""
+    templates = float32_templates(rules_of(model))
+    return tuple(tensor.name for tensor in tensors_of(model) if tensor.template in templates)
+
+
+def aliases_of(model: ModelShape) -> tuple[Alias, ...]:
+    """Return where the tensors of single experts lie in packed tensors (all experts in one) of the model's files."""
+    return tuple(
+        alias._replace(tensor=checkpoint_name(alias.tensor, model), packed=checkpoint_name(alias.packed, model))
+        for alias in FAMILIES[model.family].aliases(model)
+    )
+
+
+def kept_prefixes(model: ModelShape) -> tuple[str, ...]:
+    """Return name prefixes of tensors that are copied from the base model into exports, but not used by trainer and
+    engine."""
+    family = FAMILIES[model.family]
+    if family.mtp is None:
+        return family.kept
+    if model.num_mtp_layers:
+        # The copies in MTP layers are not loaded either. An export writes them anew.
+        return (*copies_of(model), *family.kept)
+    return (*kept_mtp_prefixes(model, family.mtp), *family.kept)
+
+
+def copies_of(model: ModelShape) -> dict[str, str]:
+    """Return the tensors of a trained MTP layer equal to others of the model: the name of each, and of its original."""
+    form = FAMILIES[model.family].mtp
+    return mtp_copies(model, form) if model.num_mtp_layers and form else {}
