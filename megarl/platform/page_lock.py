@@ -41,7 +41,7 @@ def page_lock(memory: Tensor) -> None:
 
 
 def unlock(memory: Tensor) -> None:
-    """Release memory that `page_lock` locked, the same range."""
+    """Release memory [bytes] that `page_lock` locked, the same range."""
     if device.current().type != "cpu":
         runtime: Any = torch.cuda.cudart()
         runtime.cudaHostUnregister(memory.data_ptr())
