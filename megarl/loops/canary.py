@@ -47,7 +47,7 @@ class Canary:
         """Compute the canary if it is due at a step, and return its metric. Raises FaultyNodeError for a difference."""
         if not self._every or step % self._every:
             return {}
-        reports: list[CanaryReport] = await self._ranks.trainers.call("compute_canary")
+        reports: list[CanaryReport] = await self._ranks.trainers.call("weight_checks.compute_canary")
         verdict = judge(reports, self._layout)
         if verdict is not None:
             raise self._error(verdict, step)

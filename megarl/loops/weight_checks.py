@@ -50,7 +50,7 @@ class WeightChecks:
     async def begin(self) -> None:
         """Fetch the checksums of the initial weights, which the trainer ranks took when they had built the model."""
         if self._weights.check_every:
-            ranks = await self._ranks.trainers.call("newest_checksums")
+            ranks = await self._ranks.trainers.call("weight_checks.newest_checksums")
             self._add(0, ranks, is_new=self._folder.resumed_step == 0)
 
     async def resume(self, step: int, saved: str | None) -> None:
@@ -60,7 +60,7 @@ class WeightChecks:
         """
         if not self._weights.check_every:
             return
-        self._add(step, await self._ranks.trainers.call("take_checksums", step + 1), is_new=False)
+        self._add(step, await self._ranks.trainers.call("weight_checks.take_checksums", step + 1), is_new=False)
         loaded = self._checksums[step + 1]
         # The checksum is of merged weights: a resume may change lora.alpha, and other processors merge otherwise.
         if saved is not None and loaded != saved and not self._has_adapters:
@@ -73,16 +73,16 @@ class WeightChecks:
     async def check_trainer(self) -> None:
         """Compare the trainer's weights with those after the last update. Raises MegarlError if they changed."""
         if self._weights.check_every:
-            self.refuse_changes(await self._ranks.trainers.call("compare_weights"))
+            self.refuse_changes(await self._ranks.trainers.call("weight_checks.compare_weights"))
 
     async def end_update(self, step: int) -> None:
         """Take the checksums of the weights made by a step's updates. Raises MegarlError if trainer ranks differ."""
         if not self._weights.check_every:
             return
         if self._weights.is_checked(step + 1):
-            self._add(step, await self._ranks.trainers.call("take_checksums", step + 1))
+            self._add(step, await self._ranks.trainers.call("weight_checks.take_checksums", step + 1))
         else:
-            await self._ranks.trainers.call("forget_checksums")
+            await self._ranks.trainers.call("weight_checks.forget_checksums")
 
     def refuse_changes(self, answers: Iterable[RankChanges | None]) -> None:
         """Raise MegarlError if one of the ranks' answers lists changed weights."""

@@ -42,7 +42,7 @@ class Worker(TrainerWorker):
         if recipe.has_engine:
             self.engine = build_engine(recipe, self.held_experts.keep)
             self.engine.sleep()
-        self._build_models(teacher_layout)
+        self._build_models()
         self.copier: WeightCopier | None = None
         """Object copying the policy's weights into the engine; None without an engine."""
         if self.engine is not None:

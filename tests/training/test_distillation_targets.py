@@ -112,17 +112,17 @@ def distil(recipe: Recipe, layout: ParallelConfig, teacher_layout: ParallelConfi
         # Every rank needs a row, and a target may be written twice.
         own = np.concatenate([own, np.tile(own[-1:], -len(own) % teacher_layout.dp)])
         getattr(worker, name).teach(rows_of(recipe, teacher_layout, batch, own))
-    held = worker.stored_targets.numbers
+    held = worker.teachers.targets.numbers
     metrics = worker.policy.update(rows_of(recipe, layout, batch, np.arange(len(LENGTHS))))
     shape = worker.policy.shape
     pieces = megatron_layouts(shape, layout, padded_vocab_size=padded_vocab_size(shape.vocab_size, layout.tp))[rank]
-    for replica in (worker.replica, *(replica for _, replica in worker.further_groups.values())):
+    for replica in (worker.replica, *worker.teachers.replicas):
         replica.close()
     return {
         "metrics": metrics,
         "held": held,
-        "groups": len(worker.further_groups),
-        "left": worker.stored_targets.numbers,
+        "groups": len(worker.teachers.replicas),
+        "left": worker.teachers.targets.numbers,
         "targets": [len(getattr(chunk, "_targets")) for chunk in worker.policy.chunks],  # noqa: B009
         "gradient": cut_out(pieces, {name: p.main_grad for name, p in worker.policy.parameters.items()}),
     }

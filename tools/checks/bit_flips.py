@@ -186,12 +186,12 @@ def flipped(
     for place, at, *numbers in wanted:
         if place not in ("trainer", "engine"):
             continue
-        worker.take_checksums(2)
+        worker.weight_checks.take_checksums(2)
         assert engine is not None
         engine.take(2)
-        ledger = worker.ledger if place == "trainer" else engine
+        ledger = worker.weight_checks.ledger if place == "trainer" else engine
         target = flip(ledger, numbers) if rank == at else None
-        changes = [worker.compare_weights(), engine.compare()]
+        changes = [worker.weight_checks.compare_weights(), engine.compare()]
         named = [(change.holder, box) for change in changes if change is not None for box in change.boxes]
         everywhere = signed.gather((target, named), None, purpose="flips")
         [wanted_box] = [one for one, _ in everywhere if one is not None]
@@ -266,9 +266,9 @@ def train(worker: Any, num_tokens: int) -> dict[str, float]:
     ]
     setattr(Ledger, "_compute", timed)  # noqa: B010
     started = time.process_time()
-    worker.compare_weights()
+    worker.weight_checks.compare_weights()
     worker.policy.update([row])
-    worker.take_checksums(worker.weight_version + 1)
+    worker.weight_checks.take_checksums(worker.weight_version + 1)
     worker.reshard(False, worker.weight_version + 1)
     sampling = time.process_time()
     worker.advance((asked if worker.engine.is_leader else (), ()), float("inf"), None)

@@ -1,0 +1,54 @@
+"""Exports of a training rank's models to Hugging Face folders."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from megarl.checkpoint import peft, safetensors
+from megarl.files.atomic import disk_full_named
+from megarl.reshard.layouts.lora import adapter_layouts
+from megarl.training.lora_part import LoraPart
+from megarl.training.training_engine import TrainingEngine
+from megarl.worker.model_builder import ModelBuilder
+
+
+def export_model(
+    builder: ModelBuilder, trained: TrainingEngine, *, folder: Path, source: str, others: Mapping[str, str]
+) -> None:
+    """Export a trained model to a Hugging Face folder. LoRA adapters, if any, go to a folder next to it.
+
+    `source` is the model's original folder. `others` are the texts of further files by name, which rank 0 writes.
+    Raises DiskFullError.
+    """
+    recipe = builder.recipe
+    # Exports move weights in buckets of the same size as reshards.
+    bucket_bytes = recipe.weights.bucket_mib << 20
+    with trained.in_memory():
+        layouts = builder.layouts(trained.shape)
+        weights = trained.weights
+        num_bytes = sum(weight.nbytes for weight in weights.values())
+        with disk_full_named(folder, num_bytes), trained.merged():
+            safetensors.export(
+                folder,
+                source,
+                trained.shape,
+                layouts,
+                builder.rank,
+                weights,
+                dtype=trained.dtype,
+                bucket_bytes=bucket_bytes,
+                others=others,
+                override=recipe.override_of(source),
+            )
+        lora = recipe.lora
+        if trained.find_part(LoraPart) is None or not lora.export_adapter:
+            return
+        # The adapter's folder has the export's name with `adapter` in place of `hf`.
+        adapter = folder.with_name("adapter" + folder.name.removeprefix("hf"))
+        cuts = adapter_layouts(layouts, lora.targets, lora.rank)
+        config = peft.adapter_config(cuts, recipe.model.path, alpha=lora.alpha, dropout=lora.dropout)
+        with disk_full_named(adapter, num_bytes):
+            peft.export(
+                adapter, config, cuts, builder.rank, trained.parameters, dtype=trained.dtype, bucket_bytes=bucket_bytes
+            )
