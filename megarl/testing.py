@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from megarl.cluster.deadlines import Deadlines
 from megarl.cluster.local import LocalGroup
 from megarl.files.private_folder import PrivateFolder
-from megarl.groups import rendezvous
+from megarl.groups import backends, rendezvous
 from megarl.platform import device
 from megarl.platform.imports import uncollected
 
@@ -138,8 +138,7 @@ class FunctionRunner:
         if here.type == "cuda":
             torch.cuda.set_device(here)
         dist.init_process_group(
-            # As in `world.initialize`: Megatron sums gradients where they are.
-            "cpu:gloo,cuda:nccl" if here.type == "cuda" else "gloo",
+            backends.backends_for(here),
             store=store,
             rank=self._rank,
             world_size=world_size,

@@ -21,6 +21,7 @@ from megarl.config import LoraConfig, RolloutConfig
 from megarl.data.prefixes import digests
 from megarl.families.model_tensors import kept_prefixes
 from megarl.families.shape import read_model_shape
+from megarl.groups.backends import HOST_ONLY
 from megarl.platform import compile_cache, device, vllm_on_cpu
 from megarl.platform.imports import unfreeze_disabled
 from megarl.platform.spans import span
@@ -579,7 +580,7 @@ def _continue_text(engine: LLMEngine, internal_id: str, kept: list[int]) -> None
 def _open_channel(tp: int) -> CommandChannel:
     """Create this rank's channel for commands within its vLLM engine. A collective over the world."""
     first = dist.get_rank() // tp * tp
-    group: Any = dist.new_subgroups(tp, backend="gloo")[0] if tp > 1 else None
+    group: Any = dist.new_subgroups(tp, backend=HOST_ONLY, group_desc="engine commands")[0] if tp > 1 else None
     return CommandChannel(group, tuple(range(first, first + tp)))
 
 

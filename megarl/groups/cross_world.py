@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from megarl.groups import cancelled, rendezvous
+from megarl.groups.backends import require_gpu_backend
 from megarl.groups.peer_errors import PeerGoneError
 from megarl.groups.rendezvous import Meeting
 from megarl.platform import device
@@ -89,6 +90,7 @@ def join_group(meeting: Meeting, own_rank: int, timeout_seconds: float) -> Proce
         group._register_backend(torch.device("cuda"), kinds.NCCL, nccl)
         # Abort in a thread of its own: NCCL may take long, and further messages of the driver must not wait.
         cancelled.on_cancelled(meeting.name, lambda: threading.Thread(target=_abort, args=(nccl,), daemon=True).start())
+    require_gpu_backend(group, meeting.name, device.current())
     return group
 
 

@@ -6,7 +6,12 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from megarl.groups.backends import require_gpu_backend
+
+if TYPE_CHECKING:
+    import torch
 
 
 @contextmanager
@@ -29,6 +34,16 @@ def permuted_ranks(rank_of_part: Sequence[int]) -> Iterator[None]:
         yield
     finally:
         parallel_state.RankGenerator, dist.new_group = generator, new_group
+
+
+def require_gpu_backends(device: torch.device) -> None:
+    """Raise GlooOnlyGroupError for the first of Megatron's groups that tensors on this device would enter by gloo."""
+    from megatron.core import parallel_state
+    from torch.distributed import ProcessGroup  # pyright: ignore[reportPrivateImportUsage]
+
+    for name, group in vars(parallel_state).items():
+        if isinstance(group, ProcessGroup):
+            require_gpu_backend(group, name.lstrip("_"), device)
 
 
 def forget_parallel_groups() -> None:

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import torch
 
-from megarl.groups import rendezvous
+from megarl.groups import backends, rendezvous
 from megarl.platform import device, numa
 
 
@@ -19,9 +19,11 @@ def leave() -> None:
 def initialize(timeout_seconds: float) -> None:
     """Initialise `torch.distributed` from RANK and WORLD_SIZE at the run's rendezvous. Later calls do nothing.
 
-    `timeout_seconds` limits each collective. Raises ConfigError if this machine cannot provide the chosen device.
+    `timeout_seconds` limits each collective. Raises ConfigError if this machine cannot provide the chosen device, and
+    GlooOnlyGroupError if an earlier initialisation left GPU tensors to gloo.
     """
     if torch.distributed.is_initialized():
+        backends.require_gpu_backend(_world(), "the torch world", device.current())
         return
     device.require()
     here = device.current()
@@ -33,9 +35,16 @@ def initialize(timeout_seconds: float) -> None:
         torch.set_num_threads(min(torch.get_num_threads(), len(os.sched_getaffinity(0))))
     world_size = int(os.environ["WORLD_SIZE"])
     torch.distributed.init_process_group(
-        "cpu:gloo,cuda:nccl" if here.type == "cuda" else "gloo",
+        backends.backends_for(here),
         store=rendezvous.store(world_size, timeout_seconds),
         rank=int(os.environ["RANK"]),
         world_size=world_size,
         timeout=timedelta(seconds=timeout_seconds),
     )
+    backends.require_gpu_backend(_world(), "the torch world", here)
+
+
+def _world() -> torch.distributed.ProcessGroup:
+    group = torch.distributed.group.WORLD
+    assert group is not None
+    return group

@@ -23,7 +23,7 @@ from megarl.config.parallel import ParallelConfig
 from megarl.data.token_batch import TokenBatch
 from megarl.families.logprob_chunks import logprob_chunk_tokens
 from megarl.families.shape import ModelShape
-from megarl.groups.megatron_ranks import permuted_ranks
+from megarl.groups.megatron_ranks import permuted_ranks, require_gpu_backends
 from megarl.models.layer_caches import drop_weight_copies
 from megarl.models.policy import PackedModel, evaluating
 from megarl.platform import device
@@ -344,6 +344,7 @@ def _join_ranks(seed: int, layout: ParallelConfig, shape: ModelShape) -> None:
             order=layout.order,
             create_gloo_process_groups=False,
         )
+    require_gpu_backends(device.current())
     model_parallel_cuda_manual_seed(seed)
     # megarl draws from neither generator; seeding makes draws by libraries reproducible.
     random.seed(seed)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from megarl.config.parallel import ParallelConfig
 from megarl.data.token_batch import TokenBatch
 from megarl.groups import signed
+from megarl.groups.backends import HOST_ONLY
 
 _BLOCK_BYTES = 1 << 20
 """Bytes of the first broadcast of a batch. A small batch fits into it; a longer one needs a second broadcast."""
@@ -29,7 +30,7 @@ class Replica:
             if len(ranks) == 1:
                 continue
             # torch requires every rank to take part in the creation of every group.
-            group = dist.new_group(sorted(ranks), backend="gloo")
+            group = dist.new_group(sorted(ranks), backend=HOST_ONLY, group_desc="rows of a replica")
             if rank in ranks:
                 assert isinstance(group, dist.ProcessGroup)
                 self._group = group

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.groups import signed
+from megarl.groups.backends import HOST_ONLY
 from megarl.platform import background, device
 from megarl.reshard.boxes import Box, Layout, Piece, contiguous_strides
 from megarl.reshard.plan import RankTopology, make_plan
@@ -94,7 +95,7 @@ class StateCopier:
         self.copies, self._rank = copies, dist.get_rank()
         self._partners = partners(topology)
         # A group of its own: its messages run in a thread, at any time between those of the training step.
-        group = dist.new_group(backend="gloo") if len(topology) > 1 else None
+        group = dist.new_group(backend=HOST_ONLY, group_desc="state copies") if len(topology) > 1 else None
         assert not isinstance(group, int)
         self._group = group
         self._layouts: dict[int, Layouts] = {}

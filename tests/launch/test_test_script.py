@@ -149,7 +149,9 @@ def test_the_cuda_environments_are_checked_once_a_week() -> None:
     assert job["strategy"]["matrix"]["versions"] == ["stable", "next"]
     assert job["env"]["VERSIONS"] == "${{ matrix.versions }}"
     commands = [step["run"] for step in job["steps"] if "run" in step]
-    assert commands[-2:] == ["launch/setup.sh dev", ".venv/bin/pytest -m gpu_environment tests/guards"]
+    assert commands[-3:] == [
+        "launch/setup.sh dev", ".venv/bin/pytest -m gpu_environment tests/guards", "launch/test.sh --cuda",
+    ]  # fmt: skip
 
 
 def test_actions_of_all_workflows_are_pinned_to_commits() -> None:
