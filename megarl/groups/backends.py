@@ -12,7 +12,7 @@ from megarl.types import MegarlError
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed import ProcessGroup  # pyright: ignore[reportPrivateImportUsage]
+    from torch.distributed import ProcessGroup
 
 HOST_ONLY = "cpu:gloo"
 """Backend of a group for host tensors. torch refuses a GPU tensor there; with plain "gloo" it would enter."""

@@ -39,7 +39,7 @@ def permuted_ranks(rank_of_part: Sequence[int]) -> Iterator[None]:
 def require_gpu_backends(device: torch.device) -> None:
     """Raise GlooOnlyGroupError for the first of Megatron's groups that tensors on this device would enter by gloo."""
     from megatron.core import parallel_state
-    from torch.distributed import ProcessGroup  # pyright: ignore[reportPrivateImportUsage]
+    from torch.distributed import ProcessGroup
 
     for name, group in vars(parallel_state).items():
         if isinstance(group, ProcessGroup):

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megarl import faults
+from megarl.checkpoint.mapped import MappedFolder
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.data.token_batch import TokenBatch
@@ -24,6 +25,8 @@ from megarl.platform import peak_memory
 from megarl.platform.spans import span
 from megarl.reshard.adapters import AdapterReshard
 from megarl.reshard.boxes import Layout
+from megarl.reshard.file_rows import check_rows, sampled_names
+from megarl.reshard.layouts.packed import checkpoint_names
 from megarl.reshard.layouts.placed import Ends, reshard_ends
 from megarl.reshard.layouts.vllm_slots import AdapterSlots, live_parameters, without_adapters
 from megarl.reshard.ledger import Ledger, RankChanges
@@ -37,6 +40,9 @@ from megarl.types import ConfigError, TrainingSequence
 if TYPE_CHECKING:
     from megarl.engine.engine import RolloutEngine
     from megarl.training.training_engine import Snapshot, TrainingEngine
+
+FIRST_VERSION = 1
+"""Version of the weights before the first update: those of the model folder."""
 
 
 class WeightCopier:
@@ -80,6 +86,8 @@ class WeightCopier:
             # Only ranks with a trainer know it, so ask all ranks and take the first answer.
             next(known for known in gathered(transformer_engine, group) if known is not None)
         )
+        self._recorded: Layout = ()
+        """Layout of this rank's engine, as vLLM's loader fills it; empty if it cannot be written in place."""
         self.notices: list[str] = []
         """Texts for the user about how the weights are copied."""
         with self._in_memory(version):
@@ -87,6 +95,8 @@ class WeightCopier:
             self.resharding = self._planned()
             self.first_report: dict[str, Any] = self.resharding.self_test()
             """Seconds and bytes of the first copy, by stage, and the checksums as `run` returns them."""
+            if version in (None, FIRST_VERSION):
+                self._compare_with_folder()
             self._ledger = self._engine_ledger()
             self._take_checksums(self.first_report, version or 1)
             trainer_logprobs = self._probe_trainer() if self._is_probed else None
@@ -141,6 +151,26 @@ class WeightCopier:
         self._ledger.forget()
         return changes
 
+    def _compare_with_folder(self) -> None:
+        """Compare rows of the engine with the model folder, whose weights the trainers still have. A collective.
+
+        Engines that convert their weights got them from vLLM's own loader by name: only their log-probs are compared.
+        """
+        if isinstance(self.resharding, GatheredReshard):
+            return
+        recipe, engine = self._recipe, self._engine
+        folder = MappedFolder(recipe.model.folder)
+        model: torch.nn.Module | None = None
+        names: list[str] = []
+        if engine is not None:
+            model, in_folder = engine.model, checkpoint_names(self._engine_shape)
+            recorded = {in_folder[piece.box.name] for piece in self._recorded}
+            # Tensors in MXFP4 have other names in the files, and are not compared.
+            names = sampled_names(recorded & folder.names, recipe.seed)
+        dtype = getattr(torch, recipe.model.dtype)
+        with without_adapters(model):
+            check_rows(model, names, folder.tensor, dtype=dtype, seed=recipe.seed, group=self._group)
+
     def _engine_weights(self) -> Iterable[Tensor]:
         """Return the live parameters of this rank's engine; none without an engine."""
         return () if self._engine is None else live_parameters(self._engine.model).values()
@@ -194,7 +224,7 @@ class WeightCopier:
         parameters = source.weights if source is not None else {}
         model = engine.model if engine is not None else None
         recorded, refusal = record(model, self._engine_shape, dtype, self._group)
-        self._recorded: Layout = recorded or ()
+        self._recorded = recorded or ()
         if recorded is None and self._recipe.drafts_with_mtp:
             raise ConfigError(
                 "rollout.vllm.speculative_config: the engine's weights, with those of its MTP layers, cannot be "
@@ -255,6 +285,7 @@ class WeightCopier:
         # The projections of a fused layer share one A, so the adapter has fewer matrices in the slots than in a folder.
         shapes = adapter_shapes(self._engine_shape, lora.targets, lora.rank)
         matrices = {tensor.name: shapes[tensor.name] for tensor in adapter.destinations.tensors}
+        self._recorded = recorded or ()
         in_slots, no_slots = record_slots(slots, matrices, dtype, self._group)
         if recorded is None or in_slots is None:
             raise ConfigError(

@@ -185,6 +185,8 @@ def spoil_and_verify(recipe: Recipe, layout: ParallelConfig) -> list[str]:
     import torch
     import torch.distributed as dist
 
+    from megarl.checkpoint.mapped import MappedFolder
+    from megarl.reshard.file_rows import check_rows
     from megarl.reshard.live import Reshard
     from megarl.types import MegarlError
     from megarl.worker.colocated import Worker
@@ -203,6 +205,17 @@ def spoil_and_verify(recipe: Recipe, layout: ParallelConfig) -> list[str]:
             said.append("equal")
         except MegarlError as error:
             said.append(str(error))
+    # A reshard by a layout that is a row off: checksums and bytes agree, and the rows are in wrong places.
+    for quantised, wrong in (("o_proj", 1), ("norm", 0)):
+        folder = MappedFolder(recipe.model.folder)
+        names = [name for name in folder.names if quantised in name]
+        weights = live["model.layers.1.self_attn.o_proj.weight"].data.view(torch.uint8)
+        weights.copy_(weights.roll(wrong, 0))
+        try:
+            check_rows(worker.engine.model, sorted(names), folder.tensor, dtype=torch.bfloat16, seed=0)
+            said.append("equal")
+        except MegarlError as error:
+            said.append(str(error))
     worker.close()
     return said
 
@@ -210,7 +223,7 @@ def spoil_and_verify(recipe: Recipe, layout: ParallelConfig) -> list[str]:
 def test_verification_finds_a_changed_byte_scale_and_norm(ranks: RankPool, tiny_model: Callable[..., Path]) -> None:
     layout = ParallelConfig(tp=2, pp=1, dp=1, rollout_tp=1)
     recipe = recipe_of(tiny_model(**QWEN3), layout)
-    for weight, scale, norm, mended in ranks.run(spoil_and_verify, recipe, layout, world_size=2):
+    for weight, scale, norm, mended, *rows in ranks.run(spoil_and_verify, recipe, layout, world_size=2):
         assert "rank 1: the engine's parameter model.layers.1.mlp.gate_up_proj.weight does not hold" in weight
         assert "as vLLM quantises them" in weight
         # What is complete first is told first.
@@ -218,3 +231,5 @@ def test_verification_finds_a_changed_byte_scale_and_norm(ranks: RankPool, tiny_
         assert "(2 of this rank's tensors differ)" in scale
         assert "model.layers.1.input_layernorm.weight does not hold the trainer's" in norm
         assert mended == "equal"
+        assert rows[0].startswith("rank 0: the engine's parameter model.layers.1.self_attn.o_proj.weight does not hold")
+        assert rows[1] == "equal"

@@ -50,6 +50,12 @@ Others store more than weights and scales: workspaces, sort orders, factors of t
 device, outside parameters and buffers; a deep sleep would lose them.
 """
 
+_BLOCK = 128
+"""Rows and columns of a block with one scale."""
+_RELATIVE_ROUNDING = 0.07
+"""Largest relative error of a number in e4m3, whose mantissa has 3 bits: 1/16. Scales are rounded too."""
+_LEAST_NUMBER = 2.0**-9
+"""Smallest positive number of e4m3, times a scale: numbers near 0 have this absolute error at most."""
 _NAN_BITS = 0x7F
 """Bits of NaN in the FP8 format e4m3, without the sign bit."""
 
@@ -152,6 +158,34 @@ class QuantisedModule:
         """Return the names of live weights and scales differing in any bit from the quantised `weights` [*shape]."""
         made = self.quantised(weights)
         return [name for name, live in self.live.items() if not torch.equal(_bits(live), _bits(made[name]))]
+
+    def holds(self, name: str, first: int, stride: int, row: Tensor) -> bool | None:
+        """Return whether the live weight `name` equals a row [columns] of unquantised values within FP8's rounding.
+
+        `first` is the index of the row's first element in the unquantised weight, `stride` the distance of its
+        elements. None: the kernel stores weights or scales in another order, so rows cannot be compared.
+        """
+        key = name.removeprefix(f"{self.name}.")
+        live, loaded = self._live.get(key), self._loaded[key]
+        scales = [scale for other, scale in self._live.items() if other.startswith(f"{key}_scale")]
+        if live is None or len(scales) != 1 or scales[0].dim() != live.dim():
+            return None
+        [scale] = scales
+        # Some kernels take a view with rows and columns exchanged.
+        live = live.t() if live.dim() == 2 and live.t().is_contiguous() and not live.is_contiguous() else live
+        if live.shape != loaded.shape:
+            return None
+        sizes = list(zip(live.shape, scale.shape, strict=True))
+        # Each scale belongs to a block of so many elements in each dimension.
+        blocks = [1 if count == size else size if count == 1 else _BLOCK for size, count in sizes]
+        if any(-(-size // block) != count for block, (size, count) in zip(blocks, sizes, strict=True)):
+            return None
+        places = first + stride * torch.arange(len(row))
+        index = torch.unravel_index(places.to(live.device), live.shape)
+        factors = scale[tuple(place // block for place, block in zip(index, blocks, strict=True))].float()
+        numbers = _bits(live)[index].view(live.dtype).float() * factors
+        expected = row.to(live.device).float()
+        return bool(((numbers - expected).abs() <= expected.abs() * _RELATIVE_ROUNDING + factors * _LEAST_NUMBER).all())
 
     @property
     def _method(self) -> Any:

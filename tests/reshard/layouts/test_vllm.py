@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from megarl.reshard.boxes import Box, Piece
+from megarl.reshard.boxes import Box, Layout, Piece, dense_piece
 from megarl.reshard.layouts.vllm import DirectWriteError, check_direct_write, record_layout
 from megarl.testing import RankPool
+from megarl.types import MegarlError
 
 
 def write_both_ways(model_path: str, tp: int) -> dict[str, Any]:
@@ -44,14 +46,58 @@ def write_both_ways(model_path: str, tp: int) -> dict[str, Any]:
         parameter.normal_()
     engine.model.load_weights(tensors.items())
     different = [name for name, parameter in live.items() if not torch.equal(parameter, written[name])]
+    checks = checks_of_layouts(engine.model, layout, tensors)
     engine.close()
     return {
+        "checks": checks,
         "touched_while_recording": touched,
         "different": different,
         "pieces": layout,
         "numel": {name: parameter.numel() for name, parameter in live.items()},
         "tensors": {name: tuple(tensor.shape) for name, tensor in tensors.items()},
     }
+
+
+def checks_of_layouts(model: nn.Module, layout: Layout, tensors: dict[str, torch.Tensor]) -> list[list[str]]:
+    """Reshard by this layout, and by one that is a row off on rank 0; the checks that each fails.
+
+    The first rank has the whole tensors.
+    """
+    import torch.distributed as dist
+
+    from megarl.reshard.file_rows import check_rows, sampled_names
+    from megarl.reshard.live import Reshard
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    whole = tuple(dense_piece(name, tuple(tensor.shape), name, 0) for name, tensor in tensors.items())
+    failed: list[list[str]] = []
+    # On one rank no row follows the last.
+    for is_off in (False, True)[:size]:
+        moved = tuple(row_later(piece) if is_off and rank == 0 else piece for piece in layout)
+        reshard = Reshard(
+            [whole] + [()] * (size - 1), None, moved, tensors if rank == 0 else {}, model,
+            dtype=torch.float32, bucket_bytes=1 << 20, topology=[("here",)] * size,
+        )  # fmt: skip
+        failed.append([])
+        try:
+            reshard.self_test()
+        except MegarlError:
+            failed[-1].append("verify")
+        names = sampled_names({piece.box.name for piece in layout}, seed=0)
+        try:
+            check_rows(model, names, tensors.__getitem__, dtype=torch.float32, seed=0)
+        except MegarlError as error:
+            failed[-1].append(str(error))
+    return failed
+
+
+def row_later(piece: Piece) -> Piece:
+    """Return a piece of the query projection with the next row of the tensor in each row's place."""
+    box = piece.box
+    if "q_proj.weight" not in box.name:
+        return piece
+    later = Box(box.name, (box.start[0] + 1, *box.start[1:]), (box.stop[0] + 1, *box.stop[1:]))
+    return replace(piece, box=later)
 
 
 @pytest.mark.parametrize(
@@ -75,6 +121,12 @@ def test_pieces_equal_vllms_loader(
     for result in results:
         assert result["touched_while_recording"] == [] and result["different"] == []
         assert ("lm_head.weight" in result["numel"]) == (not model.get("tie_word_embeddings", True))
+        right, *row_off = result["checks"]
+        assert right == []
+        if tp > 1:
+            # Checksums of both ends agree: a reshard's verification cannot see its layout.
+            [[fault]] = row_off
+            assert fault.startswith("rank 0: ") and "qkv_proj.weight" in fault and "q_proj.weight" in fault
     tensors = results[0]["tensors"]
     # All ranks together hold each tensor once; replicated ones (norms, shared KV heads) once per holder.
     held = dict.fromkeys(tensors, 0)

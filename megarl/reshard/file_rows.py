@@ -1,0 +1,168 @@
+"""Comparison of an engine's live parameters with the model folder: a few random rows of each kind of tensor, by name.
+
+`reshard.verify` compares both ends of each copy, so it proves the transport. Both ends use megarl's layouts. A layout
+that is one row off moves each element to a wrong place, and all checksums agree. Here vLLM's own loader says where a
+tensor of the folder belongs, and no layout of megarl takes part.
+
+The loader runs on memory-mapped tensors of the folder. Its writes are compared instead of executed, so only the
+compared rows are read. This needs weights as they were loaded: it runs once, before the first update.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from megarl.families.names import parse_name
+from megarl.reshard.layouts.vllm import Recorder
+from megarl.reshard.layouts.vllm_quantised import QuantisedModule, all_loadable, quantised_modules
+from megarl.reshard.staging import gathered
+from megarl.types import MegarlError
+
+PER_KIND = 2
+"""Tensors compared of each kind: those of two layers, or of two experts."""
+ROWS = 4
+"""Rows compared of each part of a tensor that the loader copies."""
+COLUMNS = 4096
+"""Largest number of elements compared in a row. A rank reads at most 64 KiB of each part."""
+
+
+def sampled_names(names: Iterable[str], seed: int) -> list[str]:
+    """Return at most PER_KIND random names of each kind. Names of a kind differ in the numbers of layer and expert."""
+    kinds: dict[str, list[str]] = defaultdict(list)
+    for name in sorted(names):
+        kinds[parse_name(name).template].append(name)
+    numbers = random.Random(seed)
+    return [name for kind in kinds.values() for name in numbers.sample(kind, min(PER_KIND, len(kind)))]
+
+
+def check_rows(
+    model: nn.Module | None,
+    names: Sequence[str],
+    tensor_of: Callable[[str], Tensor],
+    *,
+    dtype: torch.dtype,
+    seed: int,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Compare rows of the folder's tensors `names` with this rank's engine. A collective over `group`.
+
+    `tensor_of` returns a tensor [*shape] of the folder by its name, memory-mapped. `dtype` is the dtype of the trained
+    weights. FP8 weights are compared within their rounding. A rank without an engine has `model` None. Raises
+    MegarlError on all ranks, naming the first tensor that differs or that vLLM's loader did not place.
+    """
+    fault = None if model is None else _fault(model, names, tensor_of, dtype, seed)
+    for rank, text in enumerate(gathered(fault, group)):
+        if text is not None:
+            raise MegarlError(f"rank {rank}: {text}. Please report this with the recipe.")
+
+
+@torch.no_grad()
+def _fault(
+    model: nn.Module, names: Sequence[str], tensor_of: Callable[[str], Tensor], dtype: torch.dtype, seed: int
+) -> str | None:
+    quantised = quantised_modules(model)
+    with all_loadable(quantised):
+        comparer = RowComparer(model.named_parameters(), quantised, dtype, seed)
+        with comparer:
+            # Every vLLM model has this method, but torch's modules do not declare it.
+            model.load_weights(comparer.folder_tensors(names, tensor_of))  # pyright: ignore[reportCallIssue]
+    if comparer.faults:
+        return comparer.faults[0]
+    unplaced = [name for name in names if name not in comparer.placed]
+    return f"vLLM's loader places no row of {unplaced[0]} in the engine" if unplaced else None
+
+
+class RowComparer(Recorder):
+    """A torch dispatch mode that compares the loader's writes with live values, instead of executing them.
+
+    `parameters` are pairs of a name and a live tensor [*shape]; those of `quantised` modules are on the meta device.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[tuple[str, Tensor]],
+        quantised: Sequence[QuantisedModule],
+        dtype: torch.dtype,
+        seed: int,
+    ) -> None:
+        super().__init__(parameters)
+        self.faults: list[str] = []
+        self.placed: set[str] = set()
+        """Names of tensors that the loader copied into live parameters."""
+        self._modules = {name: module for module in quantised for name in module.shapes}
+        self._dtype, self._numbers = dtype, random.Random(seed)
+        self._names: dict[int, str] = {}
+        """Names of the folder's tensors, by storages: their own, and those of values that the loader computed."""
+        self._mapped: list[Tensor] = []
+
+    def folder_tensors(self, names: Iterable[str], tensor_of: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield names and memory-mapped tensors [*shape] of the folder."""
+        for name in names:
+            tensor = tensor_of(name)
+            self._names[_storage(tensor)] = name
+            # A storage that is freed could return for another tensor.
+            self._mapped.append(tensor)
+            yield name, tensor
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if isinstance(result, Tensor) and _storage(result) not in self._live:
+            operands = (_storage(operand) for operand in tree_leaves((args, kwargs)) if isinstance(operand, Tensor))
+            if (name := next((self._names[key] for key in operands if key in self._names), None)) is not None:
+                self._names[_storage(result)] = name
+        return result
+
+    def _write(self, func: Any, live: tuple[str, Tensor], target: Tensor, given: Mapping[str, Any]) -> None:
+        if func.overloadpacket.__name__ != "copy_" or not target.numel():
+            return
+        parameter_name, parameter = live
+        name = self._names.get(_storage(given["src"]), "an unknown tensor")
+        self.placed.add(name)
+        source = given["src"].expand(target.shape)
+        for row in self._rows(target.shape):
+            written, wanted = target[row], source[row].cpu()
+            if (module := self._modules.get(parameter_name)) is not None:
+                first = int(written.storage_offset() - parameter.storage_offset())
+                # None: its kernel stores the weights in another order.
+                is_equal = module.holds(parameter_name, first, written.stride(-1), wanted) is not False
+            else:
+                is_equal = self._is_equal(written.cpu(), wanted)
+            if not is_equal:
+                self.faults.append(
+                    f"the engine's parameter {parameter_name} does not hold row {_text_of(row)} of its part of "
+                    f"{name} as in the model folder"
+                )
+                return
+
+    def _is_equal(self, written: Tensor, wanted: Tensor) -> bool:
+        """Return whether a live row equals one of the folder, rounded as a load into the trainer rounds it."""
+        exact = wanted.to(torch.float32)
+        return torch.equal(written, exact.to(written.dtype)) or torch.equal(
+            written, exact.to(self._dtype).to(written.dtype)
+        )
+
+    def _rows(self, shape: Sequence[int]) -> Iterator[tuple[int | slice, ...]]:
+        """Yield the indices of random rows of a tensor [*shape], at most ROWS: its last dimension stays, at most
+        COLUMNS elements of it.
+        """
+        size = shape[-1] if shape else 1
+        for _ in range(ROWS if len(shape) > 1 else 1):
+            start = self._numbers.randrange(max(1, size - COLUMNS + 1))
+            leading = tuple(self._numbers.randrange(count) for count in shape[:-1])
+            yield (*leading, slice(start, start + COLUMNS)) if shape else ()
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _text_of(row: Sequence[int | slice]) -> str:
+    return ", ".join(f"{part.start}:" if isinstance(part, slice) else str(part) for part in row)
