@@ -75,9 +75,12 @@ def test_whole_steps_by_phase() -> None:
     assert [step["step"] for step in steps] == [1, 2]
     assert steps[1]["phases"].keys() >= {"rollout", "logprobs", "train", "reshard"}
     assert sum(steps[1]["phases"].values()) <= steps[1]["step_seconds"]
+    assert steps[1]["parts"].keys() >= {"reshard_total_seconds", "ranks_idle"} and steps[1]["steps_ahead"] is not None
+    assert steps[1]["gemm_tflops"] > 0 and steps[1]["of_gemm"] > 0
     assert all(phase["measured_gib"] > 0 and phase["predicted_gib"] > 0 for phase in steps[1]["memory"].values())
     assert metrics_of(lines) >= {
         "grpo_step_seconds", "grpo_tokens_per_second", "grpo_idle", "grpo_train_seconds", "grpo_train_memory",
+        "grpo_of_gemm", "grpo_gemm_tflops", "grpo_steps_ahead",
     }  # fmt: skip
 
 

@@ -199,3 +199,38 @@ def test_ceilings_and_updates_are_measured(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
     metrics = {line["metric"] for line in lines_of(tmp_path) if "metric" in line}
     assert metrics >= {"gemm", "copy", "update", "update_tflops", "update_seconds", "update_profiled_seconds"}
+
+
+def test_a_trace_is_summed_up(tool: Callable[[str], ModuleType]) -> None:
+    def event(kind: str, name: str, start: float, duration: float) -> dict[str, Any]:
+        return {"ph": "X", "cat": kind, "name": name, "ts": start, "dur": duration}
+
+    events = [
+        event("cpu_op", "aten::mm", 0.0, 100.0), event("cuda_runtime", "cudaLaunchKernel", 10.0, 5.0),
+        # The second kernel overlaps the first by 10: 40 of 100 microseconds are busy.
+        event("kernel", "gemm", 20.0, 30.0), event("kernel", "gemm", 40.0, 20.0),
+    ]  # fmt: skip
+    summary = tool("bench.traces").summarise(events)
+    assert summary["gpu_busy_share"] == 0.4 and summary["gpu_kernels"] == 2 and summary["launches"] == 1
+    assert summary["seconds"] == 1e-4
+    assert summary["kernels"] == [{"name": "gemm", "seconds": 5e-5, "count": 2}]
+    assert tool("bench.traces").summarise(events[:2])["gpu_busy_share"] is None
+
+
+def test_samples_of_nvidia_smi_are_means(tool: Callable[[str], ModuleType]) -> None:
+    samples = {
+        "gpu_busy": [100.0, 50.0],
+        "sm_clock_mhz": [1980.0, 1500.0],
+        "power_watts": [],
+        "temperature_celsius": [],
+    }
+    means = tool("bench.gpu_samples").means_of(samples)
+    assert means == {"gpu_busy": 0.75, "sm_clock_mhz": 1740.0, "lowest_sm_clock_mhz": 1500.0}
+
+
+def test_steps_with_states_of_other_settings_are_not_quoted(tool: Callable[[str], ModuleType]) -> None:
+    plan = tool("bench.run_plan")
+    away, resident = plan.Settings(("optimizer",), "full"), plan.Settings((), "full")
+    # 1 warms up; 3 brings back what 2 moved away; 5 moves away the first time what stayed.
+    assert plan.clean_steps([away, away, resident, plan.Settings((), "none"), away, away]) == [2, 4, 6]
+    assert {plan.PLAN[number - 1] for number in plan.clean_steps(plan.PLAN)} == set(plan.PLAN)

@@ -185,10 +185,15 @@ def last_lines(steps: Sequence[Mapping[str, Any]], fields: Mapping[str, Any]) ->
         yield from line(f"{phase}_memory", shares, "measured / predicted", "megarl plan")
 
 
-class Training:
-    """A run of `megarl train` in a process group of its own."""
+def gemm_width(shape: str) -> int:
+    """Return the width of the products that a step is compared with."""
+    return 256 if shape == "small" else 8192
 
-    def __init__(self, recipe: Path, overrides: Sequence[str], device: str, folder: Path) -> None:
+
+class Training:
+    """A run of `megarl train` in a process group of its own. `width` is that of the products before each step."""
+
+    def __init__(self, recipe: Path, overrides: Sequence[str], device: str, folder: Path, *, width: int) -> None:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
         if device == "cpu":
             environment["CUDA_VISIBLE_DEVICES"] = ""
@@ -196,7 +201,7 @@ class Training:
         self._output = folder / "output.txt"
         with self._output.open("w") as output:
             self._process = subprocess.Popen(
-                [sys.executable, str(BENCH / "measured_run.py"), "train", str(recipe), *overrides],
+                [sys.executable, str(BENCH / "measured_run.py"), str(width), "train", str(recipe), *overrides],
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 cwd=folder,
@@ -263,7 +268,7 @@ def run(options: argparse.Namespace, budget: Budget) -> int:
         folder = Path(name)
         recipe = write_inputs(options, folder)
         started = time.monotonic()
-        training = Training(recipe, options.overrides, options.device, folder)
+        training = Training(recipe, options.overrides, options.device, folder, width=gemm_width(options.shape))
         try:
             steps = []
             for row in training.steps(options.steps, budget):

@@ -1,6 +1,6 @@
 """`megarl train` with measurements of each step: a product of matrices before it, and the GPU's busy share during it.
 
-    python tools/bench/measured_run.py train RECIPE [section.field=value ...]
+    python tools/bench/measured_run.py GEMM_WIDTH train RECIPE [section.field=value ...]
 
 The measurements are metrics of the step, named `bench/...`. Other programs use `run_measured`: it changes settings of
 the trainer before steps, and measures more when all steps are made.
@@ -9,61 +9,50 @@ the trainer before steps, and measures more when all steps are made.
 from __future__ import annotations
 
 import dataclasses
-import os
 import statistics
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from gpu_samples import GpuSamples, means_of
+from run_plan import Settings
 
 from megarl.loops.session import Session
 from megarl.loops.steps import Step, Steps
 from megarl.rollout.state import RLState
 from megarl.types import StoppedError
 
-GEMM_WIDTH, CPU_GEMM_WIDTH = 8192, 256
 GEMM_ROUNDS = 3
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Settings of the trainer for a step: trainer.offload and trainer.recompute."""
-
-    offload: tuple[str, ...]
-    recompute: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredSteps(Steps):
     """Steps of a run with the metrics `bench/...`.
 
-    `plan` has the settings of each step; empty: those of the recipe, for any number of steps. `on_step(number)` is
-    called after each.
+    `plan` has the settings of each step; None: those of the recipe, for the recipe's steps. `on_step(number)` is called
+    after each.
     """
 
     samples: GpuSamples
-    plan: Sequence[Settings] = ()
+    gemm_width: int
+    plan: Sequence[Settings] | None = None
     on_step: Callable[[int], None] = lambda number: None
 
     @property
     def remaining(self) -> range:
-        return range(1, len(self.plan) + 1) if self.is_planned else super().remaining
-
-    is_planned: bool = False
-    """Whether the run has the steps of `plan` alone."""
+        return super().remaining if self.plan is None else range(1, len(self.plan) + 1)
 
     @asynccontextmanager
     async def step(self, number: int, state: RLState | None = None) -> AsyncIterator[Step]:
         began = time.monotonic()
-        if self.is_planned:
+        if self.plan is not None:
             settings = self.plan[number - 1]
             await self.ranks.trainers.call("change_settings", settings.offload, settings.recompute)
-        width = GEMM_WIDTH if os.environ.get("CUDA_VISIBLE_DEVICES") != "" else CPU_GEMM_WIDTH
-        [products, *_] = await self.ranks.trainers.call("gemm_tflops", width, GEMM_ROUNDS)
+        [products, *_] = await self.ranks.trainers.call("gemm_tflops", self.gemm_width, GEMM_ROUNDS)
         # They are a part of the time since the previous step, which the tracker counts for all steps but the first.
         own_seconds = time.monotonic() - began if number > self.remaining.start else 0.0
         self.samples.take()
@@ -99,16 +88,17 @@ def run_measured(arguments: Sequence[str], loop: Loop) -> int:
     return 0
 
 
-async def train(session: Session) -> None:
+async def train(session: Session, gemm_width: int) -> None:
     """Make the recipe's steps, with measurements."""
     from megarl.loops import rl
 
     with GpuSamples() as samples:
-        await rl.train(dataclasses.replace(session, steps=steps_of(session, samples)))
+        await rl.train(dataclasses.replace(session, steps=steps_of(session, samples, gemm_width=gemm_width)))
 
 
 async def train_by_plan(
     session: Session,
+    gemm_width: int,
     plan: Sequence[Settings],
     on_step: Callable[[int], None],
     then: Callable[[Session], Awaitable[None]],
@@ -117,11 +107,11 @@ async def train_by_plan(
     from megarl.loops import rl
 
     with GpuSamples() as samples:
-        steps = steps_of(session, samples, plan=plan, is_planned=True, on_step=on_step)
+        steps = steps_of(session, samples, gemm_width=gemm_width, plan=plan, on_step=on_step)
         await rl.train(dataclasses.replace(session, steps=steps))
         await then(session)
     raise StoppedError("all that was to be measured is measured")
 
 
 if __name__ == "__main__":
-    sys.exit(run_measured(sys.argv[1:], train))
+    sys.exit(run_measured(sys.argv[2:], partial(train, gemm_width=int(sys.argv[1]))))

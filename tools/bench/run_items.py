@@ -20,8 +20,9 @@ from budget import Budget
 from driven_engine import problems_of, sampler_of
 from grpo_gpu import PROMPT_TOKENS, step_line, write_inputs
 from item_lines import ItemLines, Options, options_of
-from measured_run import Settings, run_measured, train_by_plan
+from measured_run import run_measured, train_by_plan
 from quarter_sizes import Size
+from run_plan import PLAN, Settings, clean_steps
 from shapes import config_of, stop_tokens
 from traces import summary_of
 
@@ -29,27 +30,7 @@ from megarl.loops.session import Session
 from megarl.preflight import predicted_memory
 from megarl.types import Request, SamplingSettings
 
-AWAY, RESIDENT = ("optimizer", "gradients"), ()
-PLAN = tuple(
-    Settings(offload, recompute)
-    for offload, recompute in ((AWAY, "full"), (RESIDENT, "full"), (RESIDENT, "none"))
-    for _ in range(2)
-)
-"""Settings of each step, two steps with the same."""
 PHASES = ("rollout", "logprobs", "train", "reshard")
-
-
-def clean_steps(plan: Sequence[Settings]) -> list[int]:
-    """Return the numbers of the steps that are neither a warm-up nor mixed.
-
-    The first step warms up. A step after a change of the offload begins with states that the step before moved away.
-    """
-    return [number for number in range(2, len(plan) + 1) if plan[number - 1].offload == plan[number - 2].offload]
-
-
-def name_of(settings: Settings) -> str:
-    """Return the name of settings in the lines of metrics."""
-    return f"{'offloaded' if settings.offload else 'resident'}_recompute_{settings.recompute}"
 
 
 class RunItems:
@@ -71,7 +52,7 @@ class RunItems:
             self._lines.begin("whole_steps")
         start = time.monotonic() - self._started
         self._lines.write("start_seconds", [start], "s", against="checks, ranks, engine and model")
-        await train_by_plan(session, plan, self._write_step, self._after_steps)
+        await train_by_plan(session, self._size.gemm_width, plan, self._write_step, self._after_steps)
 
     def _write_step(self, number: int) -> None:
         """Write the line of a step that has just ended, from the last line of the run's metrics."""
@@ -81,7 +62,7 @@ class RunItems:
         for phase, memory in line["memory"].items():
             memory["predicted_gib"] = round(predicted[phase] / 2**30, 3)
         self._steps.append(line)
-        self._lines.write_line({"settings": name_of(settings), "is_clean": number in clean_steps(PLAN), **line})
+        self._lines.write_line({"settings": settings.name, "is_clean": number in clean_steps(PLAN), **line})
 
     def _predicted(self, settings: Settings) -> Mapping[str, int]:
         """Return the planned memory of each phase with these settings."""
@@ -108,7 +89,7 @@ class RunItems:
         numbers = clean_steps(PLAN)
         for settings in dict.fromkeys(PLAN):
             steps = [self._steps[number - 1] for number in numbers if PLAN[number - 1] == settings]
-            name = name_of(settings)
+            name = settings.name
             self._lines.write(f"step_seconds_{name}", [step["step_seconds"] for step in steps], "s")
             for phase in PHASES:
                 self._lines.write(f"{phase}_seconds_{name}", [step["phases"].get(phase, 0.0) for step in steps], "s")

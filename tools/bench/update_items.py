@@ -6,7 +6,7 @@ round of products and then an update, so that an update is compared with product
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,9 @@ from train_step_gpu import build_engine, flops, folder_of, join_world_alone, len
 from trainer_settings import set_chunk_tokens
 
 from megarl.data.packing import pack
+
+KEEPS_LOGITS = "keeps_logits"
+"""Attribute of a model chunk that follows trainer.keep_logits. The trainer reads it in each pass."""
 
 
 class Updates:
@@ -98,8 +101,25 @@ class Updates:
 
 
 def measure_kept_logits(updates: Updates) -> None:
-    """Measure updates that keep a row's logits from the forward to the backward pass, where the trainer can."""
-    raise LeftOutError("this version has no setting that keeps a row's logits")
+    """Measure updates that keep a row's logits from the forward to the backward pass.
+
+    Raises LeftOutError if the model has no such setting (trainer.keep_logits).
+    """
+    chunks: Any = updates.engine.chunks
+    if not hasattr(chunks[0], KEEPS_LOGITS):
+        raise LeftOutError("this version has no trainer.keep_logits")
+    earlier = getattr(chunks[0], KEEPS_LOGITS)
+    try:
+        keep_logits(chunks, True)
+        updates.measure(keep_logits=True)
+    finally:
+        keep_logits(chunks, earlier)
+
+
+def keep_logits(chunks: Sequence[Any], is_on: bool) -> None:
+    """Let the chunks of a model keep the logits of their rows, or compute them twice."""
+    for chunk in chunks:
+        setattr(chunk, KEEPS_LOGITS, is_on)
 
 
 def bfloat16_items(options: Options, updates: Updates) -> dict[str, Callable[[], None]]:
@@ -108,7 +128,7 @@ def bfloat16_items(options: Options, updates: Updates) -> dict[str, Callable[[],
     return {
         "update_short_rows": lambda: updates.measure(short),
         "update_long_rows": lambda: updates.measure(long),
-        "update_whole_vocabulary": lambda: updates.measure(chunk_tokens=short),
+        "update_larger_chunks": lambda: updates.measure(chunk_tokens=-(-short // 2)),
         "update_kept_logits": lambda: measure_kept_logits(updates),
         "update_profile": lambda: updates.profile(options.work / "profiles"),
     }
