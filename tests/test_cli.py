@@ -129,9 +129,14 @@ def test_dry_run_prints_the_sizes_and_starts_nothing(recipe: Path) -> None:
     ):
         assert words in done.stdout
     assert not (recipe.parent / "runs").exists()
-    again = megarl("train", recipe, "train.epochs_per_step=3", "--dry-run")
-    for words in ("80 a step, 40 an update", "6 a step (3 passes of 2), 36 in all"):
-        assert words in again.stdout, again.stderr
+    again = megarl("train", recipe, "train.epochs_per_step=3", "cluster.gpu_memory_gib=h200", "--dry-run")
+    for words in (
+        "80 a step, 40 an update",
+        "6 a step (3 passes of 2), 36 in all",
+        "trainer.offload = [] by default: rollout leaves ",
+    ):
+        assert again.stdout.count(words) == 1, again.stderr
+    assert "by default" not in done.stdout
 
 
 def test_a_job_is_checked_before_it_is_submitted(recipe: Path, tmp_path: Path) -> None:

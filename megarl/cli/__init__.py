@@ -166,7 +166,14 @@ def train(
     # Imports create many objects, and collections during them only take time.
     with uncollected():
         with checking(display):
-            from megarl.preflight import check_disk, download_missing, load, with_memory_defaults, with_steps
+            from megarl.preflight import (
+                check_disk,
+                download_missing,
+                load,
+                memory_defaults,
+                with_memory_defaults,
+                with_steps,
+            )
 
             written = load(path, given, is_start=not dry_run, is_of_run=is_of_run)
             check_disk(written)
@@ -187,6 +194,8 @@ def train(
         with contextlib.nullcontext() if dry_run else _ranks_importing(loaded):
             layout, records, dropped, kept = checked(loaded, display, is_start=not dry_run)
             print_sizes(loaded, layout, records, dropped)
+            if defaults := list(memory_defaults(written, loaded)):
+                print_lines(defaults)
             if dry_run:
                 return
             # torch takes seconds to import, so the terminal shows a phase for it.

@@ -56,11 +56,6 @@ StalenessOption = Annotated[
 _SEARCH_OPTIONS = ("most", "lengths", "mean_tokens", "max_staleness")
 """Parameters with these options."""
 
-_ASSUMED_SHARE = 0.25
-"""Mean length of completions divided by their limit, if neither a run nor a mean is given."""
-_PROMPT_SHARE = 0.1
-"""Mean length of prompts divided by data.max_prompt_tokens. Most prompts are far below their limit."""
-
 
 def refuse_search_options(context: typer.Context) -> None:
     """Raise ConfigError if the command line has an option of --search, which it lacks itself."""
@@ -102,10 +97,10 @@ def search_layouts(
 
 def _lengths(recipe: Recipe, run: Path | None, mean_tokens: int | None) -> Lengths:
     """Return the distribution of completion lengths. Raises ConfigError if it is given twice or is too long."""
-    from megarl.step_cost.lengths import lengths_of_run, log_normal
+    from megarl.step_cost.lengths import assumed_lengths, assumed_prompt_tokens, lengths_of_run, log_normal
 
-    limit = recipe.rollout.sampling.max_new_tokens
-    prompt_tokens = max(1.0, _PROMPT_SHARE * recipe.data.max_prompt_tokens)
+    limit, max_prompt_tokens = recipe.rollout.sampling.max_new_tokens, recipe.data.max_prompt_tokens
+    prompt_tokens = assumed_prompt_tokens(max_prompt_tokens)
     if run is not None:
         if mean_tokens is not None:
             raise ConfigError("--lengths and --mean-tokens: give one of them; a run's samples have a mean")
@@ -115,4 +110,6 @@ def _lengths(recipe: Recipe, run: Path | None, mean_tokens: int | None) -> Lengt
             f"--mean-tokens {mean_tokens}: exceeds rollout.sampling.max_new_tokens = {limit}; lower one, or raise the "
             "other"
         )
-    return log_normal(mean=mean_tokens or _ASSUMED_SHARE * limit, limit=limit, prompt_tokens=prompt_tokens)
+    if mean_tokens is None:
+        return assumed_lengths(limit=limit, max_prompt_tokens=max_prompt_tokens)
+    return log_normal(mean=mean_tokens, limit=limit, prompt_tokens=prompt_tokens)

@@ -82,8 +82,9 @@ class TrainerConfig(Section):
             ColossalChat="--grad_checkpoint", RL2="actor.gradient_checkpointing",
             verl="actor_rollout_ref.model.enable_gradient_checkpointing",
             TRL="gradient_checkpointing")] = "none"  # fmt: skip
-    """Recomputation of activations in the backward pass. none (default). selective: only trainer.recompute_modules.
-    full: whole layers."""
+    """Recomputation of activations in the backward pass. none. selective: only trainer.recompute_modules. full: whole
+    layers. Default on GPUs: the least with which an update leaves 8 GiB, by `megarl plan`'s prediction; on CPUs: none.
+    The run folder's config.yaml records the value."""
     # core_attn saves almost nothing if attention is a flash kernel. With Transformer Engine only the norm before
     # experts is a module of its own. The other norms are part of the next linear layer, so layernorm saves nothing in a
     # dense model.
@@ -105,7 +106,9 @@ class TrainerConfig(Section):
     offload: Annotated[tuple[Literal["optimizer", "gradients", "parameters"], ...],
         Foreign("param_offload optimizer_offload grad_offload adam_offload offload_optimizer offload_train",
             "offload_model", example="[optimizer]", RL2="actor.offload_optimizer")] = ()  # fmt: skip
-    """Trainer states moved to host memory while the engines sample. Default: none."""
+    """Trainer states moved to host memory while the engines sample; gradients are dropped. Default on GPUs: the fewest
+    with which 8 GiB stay free and the KV cache holds the step's concurrent requests, by `megarl plan`'s prediction; on
+    CPUs: none. The run folder's config.yaml records the value."""
     # Host memory per parameter: 16 bytes (with the gradients) for the rank's share, and 2 for each parameter of the
     # rank, offloaded or not, as copies on their way back. Checkpoints do not depend on the fraction.
     optimizer_offload_fraction: Annotated[float, Field(ge=0.0, le=1.0), UntriedOnGpu("values above 0"),

@@ -69,32 +69,6 @@ class Placement:
         }
 
 
-class Recomputation(NamedTuple):
-    """Recomputed parts of a layer, by the values of two recipe fields."""
-
-    recompute: str
-    modules: tuple[str, ...] = ()
-    """Recomputed modules under `selective`."""
-
-    @property
-    def values(self) -> dict[str, Any]:
-        """Return the recipe fields of this choice. Modules have an effect under `selective` only."""
-        modules = {"trainer.recompute_modules": self.modules} if self.recompute == "selective" else {}
-        return {"trainer.recompute": self.recompute, **modules}
-
-    @property
-    def attention_share(self) -> float:
-        """Return the share of attention layers that are computed again."""
-        return float(self.recompute == "full")
-
-    @property
-    def feed_forward_share(self) -> float:
-        """Return the share of feed-forward layers that are computed again."""
-        # An activation function alone costs no matrix product.
-        has_products = self.recompute == "selective" and any(module in ("mlp", "moe") for module in self.modules)
-        return float(self.recompute == "full" or has_products)
-
-
 @dataclass(frozen=True)
 class Candidates:
     """Enumerates the choices of a recipe. `refused` counts the choices that a check refuses, by recipe field."""
@@ -179,18 +153,6 @@ class Candidates:
                     found.append(split)
         return found
 
-    def recomputations(self) -> list[Recomputation]:
-        """Return the choices of recomputation, without those that router replay excludes."""
-        replays = self.recipe.trainer.router_replay
-        found = [Recomputation("none")]
-        if self.shape.has_dense_layers:
-            found.append(Recomputation("selective", ("mlp",)))
-        if self.shape.num_experts:
-            found.append(Recomputation("selective", ("layernorm", "moe_act")))
-            if not replays:
-                found.append(Recomputation("selective", ("moe",)))
-        return found if replays else [*found, Recomputation("full")]
-
     def row_lengths(self, placed: Recipe, at: TrainerSizes) -> list[int]:
         """Return the row lengths in tokens: the longest sequence, and up to four times as many."""
         # Only these two sizes decide the multiple.
@@ -200,15 +162,6 @@ class Candidates:
             self._multiples[at.tp, at.cp] = multiple
         longest = placed.trained_tokens + bool(placed.reward.model)
         return [-(-longest * quarters // 4 // multiple) * multiple for quarters in (4, 6, 8, 16)]
-
-    def offloads(self, placed: Recipe) -> list[tuple[str, ...]]:
-        """Return the choices of offloaded states. Only ranks that alternate between models offload any."""
-        states = ("optimizer", "gradients", "parameters")
-        if placed.separate_ranks and not placed.has_critic:
-            return [()]
-        if placed.trainer.optimizer_offload_fraction:
-            states = states[1:]
-        return [states[:number] for number in range(len(states) + 1)]
 
     def _model_faults(self, other: Recipe) -> Iterator[str]:
         yield from sizes.model_fit(other, self.shape, is_sampled=False)

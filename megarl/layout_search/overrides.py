@@ -22,6 +22,8 @@ from megarl.preflight.registry import Cost, faults
 from megarl.types import ConfigError
 
 _CORRECTION = "algorithm.importance_sampling"
+_PLANNED = ("rollout.kv_cache_gib", "trainer.offload", "trainer.recompute")
+"""Fields for which a start plans a value if the recipe leaves them out, instead of the field's default."""
 
 
 def placement_values(recipe: Recipe, placement: Placement) -> dict[str, Any]:
@@ -47,13 +49,13 @@ def overrides_between(recipe: Recipe, values: Mapping[str, Any]) -> tuple[str, .
     other = with_field_values(recipe, values)
     idle = _idle(recipe, other)
     given = set(given_fields(recipe))
-    # Without its own line a KV cache equal to the field's default would become the planned default of the start.
+    # Without its own line a value equal to the field's default would become the planned value of the start.
     changed = {
         field: value
         for field, value in values.items()
         if field != "rollout.vllm"
         and unmet(other, field) is None
-        and (value_at(recipe, field) != value or (field == "rollout.kv_cache_gib" and field not in given))
+        and (value_at(recipe, field) != value or (field in _PLANNED and field not in given))
     }
     if has_whole_experts(other) != has_whole_experts(recipe):
         changed[f"rollout.vllm.{WHOLE_EXPERTS}"] = True if has_whole_experts(other) else None

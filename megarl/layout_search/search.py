@@ -25,7 +25,6 @@ from megarl.layout_search.candidates import (
     Candidates,
     EngineSizes,
     Placement,
-    Recomputation,
     TrainerSizes,
     reason_of,
     vllm_with,
@@ -40,6 +39,7 @@ from megarl.memory_plan.memory_table import MemoryTable
 from megarl.memory_plan.models import Built, Models
 from megarl.memory_plan.phases import ITEM_BYTES, RankMemory, memory_table
 from megarl.memory_plan.remedies import cache_within, with_field_values
+from megarl.memory_plan.savings import Recomputation, offloads, recomputations
 from megarl.preflight import sizes
 from megarl.preflight.memory_fit import NAME_THE_GPU, gpu_kind, gpu_memory, models_of
 from megarl.step_cost.constants import FITTED
@@ -251,12 +251,12 @@ class LayoutSearch:
         trainers = candidates.trainers(placed)
         if not engines or not trainers:
             return None
-        recomputations = candidates.recomputations()
+        choices = recomputations(self.recipe, self.shape)
         rows = [
             _Row(trainer, recomputation, row_tokens)
             for trainer in trainers
             for row_tokens in dict.fromkeys(candidates.row_lengths(placed, trainer))
-            for recomputation in recomputations
+            for recomputation in choices
         ]
         at = Layouts.of(*(row.trainer.by_axis for row in rows))
         held = self._held_bytes(at)
@@ -282,23 +282,23 @@ class LayoutSearch:
             # It scores every sample once.
             scored = self._cost_of(reward_model.shape).scoring(at, tokens=load.tokens, row_tokens=row_tokens)
             logprobs = logprobs + scored.seconds
-        offloads = candidates.offloads(placed)
+        offloaded = offloads(placed)
         waiting = self._waiting_seconds(at)
-        offload = np.stack([waiting + self._offload_seconds(held, choice) for choice in offloads], axis=1)
+        offload = np.stack([waiting + self._offload_seconds(held, states) for states in offloaded], axis=1)
         rollout = np.array([self._rollout(placement, engine, math.inf).seconds for engine in engines])
         reshard = np.array([self._reshard_seconds(placement, engine) for engine in engines])
         trained = (train + logprobs)[:, None]
         both = np.maximum(trained, rollout) if placement.staleness else trained + rollout
         bound = (both + reshard)[:, :, None] + offload[:, None, :] + self._other_seconds
         if not placement.ranks:
-            bound = np.where(self._is_overfull(held, engines, offloads), math.inf, bound)
+            bound = np.where(self._is_overfull(held, engines, offloaded), math.inf, bound)
         settings = RankMemory(placed, self.models, GPU, 0).pass_settings(self.models.policy)
         return _Group(
             placement=placement,
             placed=placed,
             rows=rows,
             engines=engines,
-            offloads=offloads,
+            offloads=offloaded,
             update=update,
             train=train,
             logprobs=logprobs,

@@ -18,9 +18,8 @@ from megarl.memory_plan.devices import GPU, GpuMemory
 from megarl.memory_plan.memory_table import MemoryTable
 from megarl.memory_plan.models import Models
 from megarl.memory_plan.phases import memory_table
+from megarl.memory_plan.savings import in_written_order, offloads
 
-_OFFLOADED = ("optimizer", "gradients", "parameters")
-"""Trainer states that may be offloaded, cheapest first."""
 _COSTS = {
     "trainer.offload": 1.0,
     "rollout.kv_cache_gib": 2.0,
@@ -122,17 +121,9 @@ _FITTED = _Fitted()
 def _choices(recipe: Recipe, shape: ModelShape) -> Iterator[dict[str, Any]]:
     """Yield the changes to try, those with few fields first."""
     trainer = recipe.trainer
-    offload: list[Any] = [None]
-    # Offloading helps only if ranks alternate between models: trainer and engine, or policy and critic.
-    if recipe.has_engine and (not recipe.separate_ranks or recipe.has_critic):
-        have = set(trainer.offload)
-        # The optimizer is on the host already, so offloading it changes nothing.
-        states = _OFFLOADED[1:] if trainer.optimizer_offload_fraction else _OFFLOADED
-        offload += [
-            tuple(name for name in _OFFLOADED if name in have or name in states[:number])
-            for number in range(1, len(states) + 1)
-            if not set(states[:number]) <= have
-        ]
+    have = set(trainer.offload)
+    more_states = [in_written_order({*have, *states}) for states in offloads(recipe) if not set(states) <= have]
+    offload: list[Any] = [None, *dict.fromkeys(more_states)]
     cache: list[Any] = [None, _FITTED] if recipe.has_engine else [None]
     rows: list[Any] = [None, _FITTED] if recipe.is_on_policy else [None]
     overlap: list[Any] = [None, False] if recipe.weights.overlap and recipe.separate_ranks else [None]

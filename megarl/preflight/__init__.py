@@ -28,6 +28,7 @@ from megarl.preflight.files import (
     with_steps,
 )
 from megarl.preflight.learning import kept_kv, shortened_warmups, uncorrected, uncorrected_fp8
+from megarl.preflight.memory_defaults import memory_defaults, with_chunk_tokens, with_memory_defaults
 from megarl.preflight.memory_fit import (
     gpu_kind,
     memory_faults,
@@ -39,14 +40,7 @@ from megarl.preflight.memory_fit import (
 )
 from megarl.preflight.overview import overview
 from megarl.preflight.registry import Cost, Fault, faults
-from megarl.preflight.resources import (
-    memory_defaults,
-    resource_warnings,
-    slower_layout,
-    small_cache,
-    with_chunk_tokens,
-    with_memory_defaults,
-)
+from megarl.preflight.resources import resource_warnings, slower_layout, small_cache
 from megarl.preflight.rewards import check_rewards
 from megarl.preflight.sizes import aligned, layout_of, row_multiple
 from megarl.types import ConfigError, DataError
@@ -149,7 +143,9 @@ def _faults(recipe: Recipe, *, is_start: bool, is_trained: bool = True) -> _Faul
     is_sound = not any(source_faults.recipe or source_faults.files for source_faults in found.values())
     sound = next(iter(found.values())) if is_sound else None
     if sound is not None and is_trained:
-        run_faults += memory_faults(recipe, sound.layout, is_start=is_start)
+        # A recipe that could not be read in full has no values for the fields that a start would choose.
+        planned = with_memory_defaults(recipe, is_start=is_start)
+        run_faults += memory_faults(planned, sound.layout, is_start=is_start)
     if not recipe.mixture:
         only = found[recipe.rollout.environment]
         return replace(only, recipe=[*only.recipe, *run_faults])

@@ -1,10 +1,9 @@
-"""Defaults decided by the memory of the GPUs, and warnings if a machine has too few cores or too little memory."""
+"""Warnings if a machine has too few cores or too little memory, or if a choice is slow or untried there."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from importlib.util import find_spec
 
 from megarl.config import Recipe
@@ -13,14 +12,12 @@ from megarl.config.effects import unmet
 from megarl.config.override_text import short_override
 from megarl.config.parallel import ParallelConfig
 from megarl.config.schema import all_fields, annotated_with, value_at
-from megarl.families.logprob_chunks import logprob_chunk_tokens
 from megarl.families.parts import Latent
 from megarl.families.shape import ModelShape, planned_shape
 from megarl.memory_plan.devices import CPU
 from megarl.memory_plan.memory_table import MemoryTable
-from megarl.memory_plan.models import Built, Models
 from megarl.memory_plan.phases import memory_table
-from megarl.memory_plan.remedies import forward_row_tokens, with_field_values
+from megarl.memory_plan.remedies import with_field_values
 from megarl.platform.cuda_extensions import runs_on_cpu
 from megarl.platform.host_memory import machine_bytes
 from megarl.preflight import sizes
@@ -29,76 +26,6 @@ from megarl.preflight.vllm_limits import default_cache_gib, is_cache_given
 from megarl.sandbox.check import examine
 from megarl.sandbox.layers import LAYERS
 from megarl.types import DataError
-
-
-def with_memory_defaults(recipe: Recipe, *, is_start: bool = False, is_trained: bool = True) -> Recipe:
-    """Return the recipe with the sizes that it leaves out and the memory of its GPUs decides.
-
-    They are the KV cache and the row length of passes without gradients. The cache holds at least one longest sequence;
-    a later check tests whether it fits. The recipe is returned unchanged if its memory cannot be predicted, or if it
-    starts (`is_start`) on a CPU. `is_trained` False: only engines start, on all ranks.
-    """
-    wants_cache = recipe.has_engine and not is_cache_given(recipe)
-    wants_rows = is_trained and recipe.trainer.max_tokens_per_forward is None
-    if not (wants_cache or wants_rows) or (is_start and ranks_on_cpu(recipe)):
-        return recipe
-    if (gpus := gpu_memory(recipe)) is None or any(sizes.ranks(recipe)):
-        return recipe
-    try:
-        models = models_of(recipe, sizes.layout_of(recipe))
-    except DataError:
-        return recipe  # The checks of the model folder report it.
-    if any(sizes.model_fit(recipe, models.policy.shape)):
-        return recipe
-    # An evaluation loads no trainer, so the cache may take the memory that training would use.
-    if not is_trained:
-        models = Models(_engines_alone(models.policy), None, {})
-    if wants_cache:
-        recipe = with_field_values(recipe, {"rollout.kv_cache_gib": default_cache_gib(recipe, models, gpus)})
-    if wants_rows and (row_tokens := forward_row_tokens(recipe, models, gpus)) is not None:
-        recipe = with_field_values(recipe, {"trainer.max_tokens_per_forward": row_tokens})
-    return recipe
-
-
-_CHUNK = "trainer.logprob_chunk_tokens"
-
-
-def with_chunk_tokens(recipe: Recipe) -> Recipe:
-    """Return the recipe with the chunk of tokens for log-probs that ranks choose, the least of policy and teachers.
-
-    It is for printing: a run leaves the field out, so that each model chooses for its own sizes. The recipe is returned
-    unchanged if it sets the field or has no log-probs, or if its models cannot be read.
-    """
-    if recipe.trainer.logprob_chunk_tokens is not None or unmet(recipe, _CHUNK) is not None or any(sizes.ranks(recipe)):
-        return recipe
-    try:
-        models = models_of(recipe, sizes.layout_of(recipe))
-    except DataError:
-        return recipe  # The checks of the model folder report it.
-    is_gpu = gpu_memory(recipe) is not None or not ranks_on_cpu(recipe)
-    scored = [models.policy, *(built for name, built in models.frozen.items() if name in recipe.teachers)]
-    chosen = min(logprob_chunk_tokens(recipe, built.shape, built.layout, is_gpu=is_gpu) for built in scored)
-    return with_field_values(recipe, {_CHUNK: chosen})
-
-
-def memory_defaults(written: Recipe, completed: Recipe) -> Iterator[str]:
-    """Yield a line for each size that `with_memory_defaults` and `with_chunk_tokens` added to the recipe `written`."""
-    cache, rows = completed.rollout.kv_cache_gib, completed.trainer.max_tokens_per_forward
-    if cache != written.rollout.kv_cache_gib:
-        yield f"rollout.kv_cache_gib = {cache:g} by default: the rest of a GPU's memory"
-    if rows != written.trainer.max_tokens_per_forward:
-        yield f"trainer.max_tokens_per_forward = {rows} by default: the longest rows within an update's memory"
-    chunk = completed.trainer.logprob_chunk_tokens
-    if chunk != written.trainer.logprob_chunk_tokens:
-        yield f"{_CHUNK} = {chunk} by default: by time and memory, at most 1 GiB of logits"
-
-
-def _engines_alone(policy: Built) -> Built:
-    """Return a recipe in which engines own all ranks, as in `megarl eval`."""
-    layout = policy.layout
-    own = ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=layout.rollout_tp, rollout_ep=layout.rollout_ep)
-    return Built(policy.shape, replace(own, rollout_ranks=layout.num_ranks))
-
 
 _TRANSFORMERS_LATENT_EPSILON = 1e-6
 

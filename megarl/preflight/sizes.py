@@ -414,7 +414,7 @@ def expert_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
             "trainer.recompute=selective"
         )
     yield from _dispatcher(recipe, shape)
-    yield from _recomputed_modules(recipe, shape)
+    yield from recomputed_modules_fit(recipe, shape)
 
 
 @checks("trainer", training_only=True)
@@ -474,7 +474,8 @@ _NEEDS_TRANSFORMER_ENGINE = ("layernorm", "moe_act")
 and its own layers cannot."""
 
 
-def _recomputed_modules(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+def recomputed_modules_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+    """Yield errors of trainer.recompute_modules: parts that the model or this machine's libraries do not have."""
     trainer = recipe.trainer
     if trainer.recompute != "selective":
         return

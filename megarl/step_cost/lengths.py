@@ -18,6 +18,10 @@ from megarl.types import DataError
 _NUM_QUANTILES = 512
 SIGMA = 0.7
 """Standard deviation of the logarithm of lengths, if no run is given. Completions of reasoning models have 0.6 to 1."""
+_ASSUMED_SHARE = 0.25
+"""Mean length of completions divided by their limit, if neither a run nor a mean is known."""
+_PROMPT_SHARE = 0.1
+"""Mean length of prompts divided by data.max_prompt_tokens. Most prompts are far below their limit."""
 _STEPS_READ = 8
 """Newest steps of samples/ that are read: lengths drift during a run."""
 _PROMPT_METRIC = "rollout/prompt_tokens/mean"
@@ -44,6 +48,14 @@ class Lengths:
     def sequences(self) -> NDArray[np.float64]:
         """Return the tokens of whole sequences, prompt and completion [quantiles]."""
         return self.quantiles + self.prompt_tokens
+
+    @property
+    def mean_age(self) -> float:
+        """Return the mean tokens that a request has decoded while it is active, in an engine that starts new ones.
+
+        A request is found at a token with a probability proportional to its length, at its middle on average.
+        """
+        return float(np.square(self.quantiles).mean() / (2 * self.quantiles.mean()))
 
     def survival(self, tokens: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the share of completions longer than each number of tokens [n]."""
@@ -82,6 +94,16 @@ def log_normal(*, mean: float, limit: int, prompt_tokens: float, sigma: float = 
         prompt_tokens=prompt_tokens,
         source=f"log-normal, mean {mean:,.0f}, at most {limit:,} tokens",
     )
+
+
+def assumed_prompt_tokens(max_prompt_tokens: int) -> float:
+    """Return the mean length of prompts that is assumed where only their limit is known."""
+    return max(1.0, _PROMPT_SHARE * max_prompt_tokens)
+
+
+def assumed_lengths(*, limit: int, max_prompt_tokens: int) -> Lengths:
+    """Return the lengths that are assumed where only the limits of prompts and completions are known."""
+    return log_normal(mean=_ASSUMED_SHARE * limit, limit=limit, prompt_tokens=assumed_prompt_tokens(max_prompt_tokens))
 
 
 def recorded(tokens: Sequence[float], *, limit: int, prompt_tokens: float, source: str) -> Lengths:

@@ -72,9 +72,7 @@ class RolloutCost:
     ) -> RolloutSeconds:
         """Return the seconds until all samples of a step are complete."""
         own = num_samples / at.num_engines
-        # An active request is found at a token with a probability proportional to its length, at its middle on average.
-        sizes = lengths.quantiles
-        aged = float(np.square(sizes).mean() / (2 * sizes.mean()))
+        aged = lengths.mean_age
         fitting = at.cache_tokens / (lengths.prompt_tokens + aged)
         requests = max(1.0, min(own, at.max_requests, fitting))
         full = 0.0
@@ -82,7 +80,7 @@ class RolloutCost:
             step = self.step_seconds(
                 at.tp, requests=np.array([requests]), context=np.array([lengths.prompt_tokens + aged])
             )
-            full = float((own - requests) * sizes.mean() / requests * step[0])
+            full = float((own - requests) * lengths.mean / requests * step[0])
         grid, alive = self._tail(lengths, waits=own > requests, num_samples=requests * at.num_engines)
         active = np.maximum(requests * alive, 1.0)
         contexts = lengths.prompt_tokens + np.minimum(grid + (aged if own > requests else 0.0), lengths.limit)

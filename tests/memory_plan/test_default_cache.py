@@ -124,7 +124,7 @@ def test_where_nothing_is_left_one_longest_request_decides(make: Make) -> None:
     cache = table_of(recipe, layout_of(recipe)).cache
     assert cache is not None and cache.longest_requests == 1
     (text,) = memory_faults(recipe, layout_of(recipe), is_start=False)
-    assert "rollout takes " in text and "trainer.offload=[optimizer" in text
+    assert "rollout takes " in text and "what fits: trainer.offload=[gradients]" in text
     offloaded = with_memory_defaults(make(*given, "trainer.recompute=full", "trainer.offload=[optimizer,gradients]"))
     assert offloaded.rollout.kv_cache_gib > recipe.rollout.kv_cache_gib
     assert list(memory_faults(offloaded, layout_of(offloaded), is_start=False)) == []

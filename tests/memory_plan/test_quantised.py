@@ -82,7 +82,13 @@ def test_few_layers_wait_at_a_time(name: str, sizes: dict[str, int], large: Call
     own = {axis: sizes.get(axis, 1) for axis in ("tp", "pp", "ep")}
     ranks = own["tp"] * own["pp"]
     changes = [f"trainer.{axis}={size}" for axis, size in own.items()]
-    changes += ["trainer.etp=1", "trainer.dp=null", "cluster.nodes=1", f"cluster.ranks_per_node={ranks}"]
+    changes += [
+        "trainer.cp=1",
+        "trainer.etp=1",
+        "trainer.dp=null",
+        "cluster.nodes=1",
+        f"cluster.ranks_per_node={ranks}",
+    ]
     recipe = large(name, *changes, f"rollout.tp={sizes['rollout']}", "rollout.vllm={}")
     layout = layout_of(recipe)
     shape = models_of(recipe, layout).policy.shape

@@ -7,8 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 
-from megarl.preflight import check, load
+from megarl.config import Recipe
+from megarl.config.recipe import load as read
+from megarl.config.recipe import to_yaml
+from megarl.memory_plan.remedies import with_field_values
+from megarl.preflight import check, layout_of, load, table_of, with_memory_defaults
 from megarl.types import ConfigError
 
 RECIPE = """
@@ -135,3 +140,26 @@ def test_faults_of_the_loop_leave_what_depends_on_it_untold(tmp_path: Path) -> N
         load(path)
     _, *lines = str(caught.value).splitlines()
     assert [line.strip().partition(":")[0] for line in lines] == ["loop = 'rll'", "absent", "t"]
+
+
+def test_memory_is_checked_with_the_choices_of_a_start(recipe: Callable[..., Recipe], tmp_path: Path) -> None:
+    """A recipe that cannot be read in full leaves offloading to the planner as well."""
+    small = recipe(rollout={"kv_cache_gib": 8}, cluster={"gpu_memory_gib": 80})
+
+    def taken_gib(*states: str) -> float:
+        held = with_field_values(small, {"trainer.offload": states})
+        return table_of(held, layout_of(held)).fullest.device_bytes / 2**30
+
+    gpu_gib = (taken_gib() + taken_gib("optimizer", "gradients", "parameters")) / 2
+    resident = with_field_values(small, {"trainer.offload": (), "cluster.gpu_memory_gib": gpu_gib})
+    with pytest.raises(ConfigError, match="too much"):
+        check(resident, is_start=False)
+    path = tmp_path / "small.yaml"
+    written = {"trainer": {"max_tokens_per_microbatch": 8192}, "cluster": {"gpu_memory_gib": gpu_gib}}
+    sections = yaml.safe_load(to_yaml(small)) | written
+    path.write_text(yaml.safe_dump(sections))
+    assert check(with_memory_defaults(read(path)), is_start=False)
+    with pytest.raises(ConfigError) as caught:
+        load(path, ["trainer.tpp=2"], is_start=False)
+    (line,) = str(caught.value).splitlines()[1:]
+    assert "trainer.tpp = 2" in line
