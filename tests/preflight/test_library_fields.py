@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megarl.config import Recipe
+from megarl.config.recipe import load
 from megarl.preflight import check
-from megarl.preflight.library_fields import accepts, megatron_fields
+from megarl.preflight.library_fields import accepts, class_fields, megatron_fields, vllm_fields
 from megarl.types import ConfigError
 from tests.shapes import small_shape
 
@@ -215,3 +218,21 @@ def test_values_against_annotations(annotation: str, fitting: list[Any], others:
     parsed = ast.parse(annotation, mode="eval").body
     assert [accepts(parsed, value) for value in fitting] == [True] * len(fitting)
     assert [accepts(parsed, value) for value in others] == [False] * len(others)
+
+
+def test_fallbacks_of_the_guide_are_names_of_vllm() -> None:
+    """The table of launch/recipes/README.md: overrides that a start accepts, and variables that vLLM reads."""
+    folder = Path(__file__).resolve().parents[2] / "launch/recipes"
+    _, _, section = (folder / "README.md").read_text().partition("## First run on several GPUs")
+    table, _, _ = section.partition("\n## ")
+    overrides = re.findall(r"`(rollout\.vllm\.[^`]+)`", table)
+    variables = re.findall(r"`(VLLM_\w+)=0`", table)
+    assert (len(overrides), len(variables)) == (3, 2)
+    recipe = load(folder / "qwen3_14b_dapo_h200.yaml", overrides)
+    assert list(vllm_fields(recipe)) == []
+    passes = recipe.rollout.vllm["compilation_config"]["pass_config"]
+    assert passes.keys() <= class_fields("vllm", "config/compilation.py", "PassConfig").keys()
+    spec = find_spec("vllm")
+    assert spec is not None and spec.origin is not None
+    source = (Path(spec.origin).parent / "envs.py").read_text()
+    assert all(f'"{variable}": lambda' in source for variable in variables)
