@@ -139,7 +139,7 @@ async def examine_nodes(
     found = {node: answer for node, answer in zip(nodes, answers, strict=True) if answer}
     for node, findings in zip(nodes, places, strict=True):
         found[node] += findings
-    for text in wrong:
+    for text in map(str, wrong):
         # A fault begins with "node NAME: "; one without a known name concerns all nodes.
         named = text.removeprefix("node ").partition(": ")
         for node in [named[0]] if named[0] in found else found:

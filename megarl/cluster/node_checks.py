@@ -17,6 +17,7 @@ from megarl.cluster.deadlines import Deadlines
 from megarl.cluster.run_ranks import RunRanks, together
 from megarl.cluster.worker_group import WorkerGroup
 from megarl.config import Recipe
+from megarl.config.recipe import error_page
 from megarl.files.atomic import LEAST_FREE_BYTES
 from megarl.memory_plan.node_bytes import NodeRanks, RankHostBytes
 from megarl.platform import chosen_device, compilers, cuda_extensions, device, transformer_engine
@@ -25,12 +26,15 @@ from megarl.platform.gpu_needs import Need, library_versions, needs, unmet_needs
 from megarl.platform.host_memory import machine_bytes
 from megarl.platform.shared_memory import check_shared_memory
 from megarl.platform.visible_gpus import installed_gpus
-from megarl.types import MegarlError
+from megarl.types import ConfigError, DiskFullError, MegarlError
 
 _CLOCK_SECONDS = 60.0
 """Maximum difference in seconds of a node's clock from the median of all clocks."""
 _REACH_SECONDS = 10.0
 """Time limit in seconds for a connection from one node to another."""
+
+Fault = str | DiskFullError
+"""A fault of a node, one line with its name and the remedy. A full disk is no fault of the recipe."""
 
 
 class NodeReport:
@@ -63,7 +67,7 @@ class NodeReport:
             "is_writable": writable.is_dir() and os.access(writable, os.W_OK),
             "free_bytes": shutil.disk_usage(writable).free if writable.is_dir() else 0,
             "memory": machine_bytes(),
-            "shared_memory": _shared_memory_fault(),
+            **_shared_memory_faults(),
             "device": device.fault(),
             # nvidia-smi lists GPUs that a run with cluster.device = cpu does not use.
             "gpus": [] if chosen_device.chosen() == "cpu" else gpus(),
@@ -90,12 +94,16 @@ class NodeReport:
             self._server = None
 
 
-def _shared_memory_fault() -> str | None:
-    """Return why shared memory cannot be used; None: it can be used."""
+def _shared_memory_faults() -> dict[str, str | None]:
+    """Return why shared memory cannot be used, by key of the report; None: this is not the reason."""
+    found: dict[str, str | None] = dict.fromkeys(("shared_memory", "full_shared_memory"))
     try:
         check_shared_memory()
+    except DiskFullError as error:
+        found["full_shared_memory"] = str(error)
     except MegarlError as error:
-        return str(error)
+        found["shared_memory"] = str(error)
+    return found
 
 
 def _problem(address: tuple[str, int]) -> str | None:
@@ -119,7 +127,7 @@ def gpus() -> list[str]:
 
 async def inspect(
     ranks: RunRanks, recipe: Recipe, run_folder: Path, planned: RankHostBytes | None = None
-) -> tuple[list[str], list[str]]:
+) -> tuple[list[Fault], list[str]]:
     """Check the nodes of all ranks. Returns faults (one line each, with node and remedy) and notices.
 
     `planned` is the host memory that each rank will take, in bytes; None: it is not checked. The ranks' worker must be
@@ -134,7 +142,7 @@ async def inspect(
     chosen = [nodes.index(node) for node in dict.fromkeys(nodes) if node not in at_once]
     looked = await ranks.call_numbered("look", models, str(run_folder), chosen)
     reports = joined_reports(nodes, looked)
-    wrong = all_faults(reports, nodes, recipe, str(run_folder), planned)
+    wrong: list[Fault] = all_faults(reports, nodes, recipe, str(run_folder), planned)
     if len(reports) > 1 and not wrong:
         addresses = {node: (ranks.hosts[nodes.index(node)], seen["port"]) for node, seen in reports.items()}
         tried = await ranks.call("reach", addresses)
@@ -174,7 +182,7 @@ def _joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
         "free_bytes": min(first["free_bytes"], second["free_bytes"]),
         # The need is that of all groups together. A small container must not refuse what the node has.
         "memory": max(first["memory"], second["memory"]),
-        **{name: first[name] or second[name] for name in ("shared_memory", "device", "compiler")},
+        **{name: first[name] or second[name] for name in ("shared_memory", "full_shared_memory", "device", "compiler")},
     }
 
 
@@ -184,7 +192,7 @@ def all_faults(
     recipe: Recipe,
     run_folder: str,
     planned: RankHostBytes | None,
-) -> list[str]:
+) -> list[Fault]:
     """Return the faults in the nodes' reports, a line each.
 
     `nodes` is the node of each rank, `planned` the host memory of each rank in bytes; None: memory is not checked.
@@ -221,7 +229,7 @@ async def _bandwidths(group: WorkerGroup, recipe: Recipe) -> list[dict[str, floa
 
 def faults(
     reports: Mapping[str, Mapping[str, Any]], run_folder: str, num_ranks: Mapping[str, int], asked: Mapping[str, Need]
-) -> Iterator[str]:
+) -> Iterator[Fault]:
     """Yield the faults of nodes of one kind, found in their reports, and unmet requirements.
 
     `reports` are results of `NodeReport.look` by node, and `num_ranks` the numbers of ranks. `asked` are the ranks'
@@ -239,12 +247,14 @@ def faults(
             yield f"node {node}: {run_folder} cannot be written; set runs_folder to storage shared by all nodes"
         elif report["free_bytes"] < LEAST_FREE_BYTES:
             free = report["free_bytes"] / 2**20
-            yield (
+            yield DiskFullError(
                 f"node {node}: {run_folder} has {free:.0f} MiB left, a run needs {LEAST_FREE_BYTES >> 20}; free space "
                 "there, or set runs_folder"
             )
         if report["shared_memory"]:
             yield f"node {node}: {report['shared_memory']}"
+        if report["full_shared_memory"]:
+            yield DiskFullError(f"node {node}: {report['full_shared_memory']}")
         if report["device"]:
             yield f"node {node}: {report['device']}"
         # Nodes of one kind have the same number of GPUs. A node with fewer has lost one.
@@ -269,6 +279,12 @@ def faults(
             yield f"node {node}: its clock is {report['time'] - clock:+.0f} s off; synchronise it, for example with NTP"
     if len(drivers) > 1:
         yield f"nodes have different GPUs or drivers: {', '.join(sorted(drivers))}; use nodes of one kind"
+
+
+def unfit_nodes_error(title: str, found: Sequence[Fault]) -> MegarlError:
+    """Return the error for a start with these faults of nodes: DiskFullError if nodes lack nothing but room."""
+    kind = DiskFullError if all(isinstance(fault, DiskFullError) for fault in found) else ConfigError
+    return kind(error_page(title, list(map(str, found))))
 
 
 def unreached(tried: Mapping[str, Mapping[str, str]]) -> Iterator[str]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from megarl.types import ConfigError, DiskFullError, EndedError, StoppedError, StorageError
+from megarl.types import ConfigError, DiskFullError, EndedError, MegarlError, StoppedError, StorageError
 
 _MAKE_ROOM = "Make room, choose another disk with runs_folder=FOLDER, or retain fewer checkpoints with checkpoint.keep."
 LEAST_FREE_BYTES = 1 << 30
@@ -218,10 +218,20 @@ def _free_bytes(folder: Path) -> int:
 
 
 def _os_error(error: BaseException, numbers: tuple[int, ...]) -> OSError | None:
-    """Return the first OSError with one of these error numbers among an error and its causes, or None."""
+    """Return the first OSError with one of these error numbers among an error and its causes, or None.
+
+    For a full disk, an error of another class counts too if it quotes the message of the system.
+    """
+    full_texts = {os.strerror(number): number for number in numbers if number in _FULL}
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, OSError) and cause.errno in numbers:
-            return cause
+        if isinstance(cause, OSError):
+            if cause.errno in numbers:
+                return cause
+        # Errors of libraries in C++ and Rust, such as torch and safetensors, have texts only. megarl's have classes.
+        elif not isinstance(cause, MegarlError):
+            text = str(cause)
+            if (words := next((words for words in full_texts if words in text), None)) is not None:
+                return OSError(full_texts[words], words)
         cause = cause.__cause__ or cause.__context__
     return None

@@ -12,7 +12,7 @@ from functools import partial
 from megarl import faults
 from megarl.cluster.deadlines import run_deadlines
 from megarl.cluster.launchers import start_group
-from megarl.cluster.node_checks import gpus, inspect
+from megarl.cluster.node_checks import gpus, inspect, unfit_nodes_error
 from megarl.cluster.rank_model import RankModel
 from megarl.cluster.replacements import Replacements
 from megarl.cluster.run_ranks import RunRanks, together
@@ -21,7 +21,6 @@ from megarl.cluster.weight_transfer import WeightTransfer
 from megarl.cluster.worker_group import WorkerGroup
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
-from megarl.config.recipe import error_page
 from megarl.data.chat import tokenizer_of
 from megarl.loops import distillation, preference, rl, sft
 from megarl.loops.canary import Canary
@@ -51,7 +50,7 @@ from megarl.tracking.display import Display
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.spikes import SpikeDetector
 from megarl.tracking.tracker import Tracker
-from megarl.types import ConfigError, FaultyNodeError, PeerLostError
+from megarl.types import FaultyNodeError, PeerLostError
 
 COLOCATED_WORKER = "megarl.worker.colocated:Worker"
 """Class of the object on each rank that trains and samples. Benchmarks replace it by a class that measures."""
@@ -293,7 +292,8 @@ class _Start:
     async def _check_nodes(self, ranks: RunRanks) -> None:
         """Print the nodes of the ranks, and the results of their checks.
 
-        Raises ConfigError naming the unfit nodes, or FaultyNodeError if they joined the run after a loss.
+        Raises ConfigError naming the unfit nodes, DiskFullError if they only lack room, or FaultyNodeError if they
+        joined the run after a loss.
         """
         recipe, tracker = self.recipe, self.tracker
         if len(nodes := dict.fromkeys(place[0] for place in ranks.topology)) > 1:
@@ -311,11 +311,11 @@ class _Start:
             await together([group.construct("megarl.cluster.node_checks:NodeReport", {}) for group in ranks.groups])
         wrong, lines = await inspect(ranks, recipe, self.folder.path.absolute(), planned_host_bytes(recipe))
         if wrong:
-            page = error_page(f"nodes of run {recipe.name}", wrong)
+            error = unfit_nodes_error(f"nodes of run {recipe.name}", wrong)
             if checked:
                 # An unfit spare node must not end the run for good: the job is queued again without it.
-                raise FaultyNodeError(page, nodes=tuple(node for node in nodes if node not in checked))
-            raise ConfigError(page)
+                raise FaultyNodeError(str(error), nodes=tuple(node for node in nodes if node not in checked))
+            raise error
         checked.update(nodes)
         for line in lines:
             tracker.info(line)

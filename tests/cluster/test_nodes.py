@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from megarl.cluster.node_checks import (
     joined_reports,
     kinds_of_nodes,
     memory_shortages,
+    unfit_nodes_error,
     unreached,
 )
 from megarl.cluster.topology import Introduction, environments, in_order, rank_topology
@@ -28,6 +32,7 @@ from megarl.platform.gpu_needs import field_needs
 from megarl.platform.host_memory import machine_bytes
 from megarl.platform.visible_gpus import Gpu, installed_gpus
 from megarl.testing import RankPool
+from megarl.types import DiskFullError
 
 GOOD = {
     "unread": [],
@@ -35,6 +40,7 @@ GOOD = {
     "free_bytes": 1 << 40,
     "memory": 1 << 40,
     "shared_memory": None,
+    "full_shared_memory": None,
     "device": None,
     "gpus": ["H200, 570"] * 8,
     "usable_gpus": (Gpu("NVIDIA H200", (9, 0)),) * 8,
@@ -92,7 +98,50 @@ GOOD = {
 def test_a_bad_node_is_named(changed: dict[str, Any], error_text: str | None) -> None:
     reports = {"n1": GOOD, "n2": GOOD | changed, "n3": GOOD}
     found = list(faults(reports, "/runs/a", dict.fromkeys(reports, 8), field_needs()))
-    assert found == [] if error_text is None else len(found) == 1 and error_text in found[0]
+    assert found == [] if error_text is None else len(found) == 1 and error_text in str(found[0])
+
+
+@pytest.mark.parametrize(
+    ("changed", "exit_code"),
+    [
+        ({"free_bytes": 1 << 20}, 74),
+        ({"full_shared_memory": "/dev/shm has no room"}, 74),
+        ({"free_bytes": 1 << 20, "full_shared_memory": "/dev/shm has no room"}, 74),
+        ({"shared_memory": "/dev/shm cannot be written"}, 2),
+        # Room alone would not make this start succeed.
+        ({"free_bytes": 1 << 20, "unread": ["/models/q"]}, 2),
+    ],
+    ids=str,
+)
+def test_nodes_that_lack_room_alone_end_the_start_as_a_full_disk(changed: dict[str, Any], exit_code: int) -> None:
+    reports = {"n1": GOOD, "n2": GOOD | changed}
+    error = unfit_nodes_error("nodes of run a", list(faults(reports, "/runs/a", dict.fromkeys(reports, 8), {})))
+    assert error.exit_code == exit_code and isinstance(error, DiskFullError) is (exit_code == 74)
+    assert str(error).count("node n2: ") == len(changed)
+
+
+def test_a_full_shared_memory_is_told_from_one_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def look() -> list[str]:
+        report = NodeReport(0, 1)
+        seen = report.look([], str(tmp_path))
+        report.close()
+        assert seen is not None
+        return [name for name in ("shared_memory", "full_shared_memory") if seen[name]]
+
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert look() == []
+    for number, name in ((errno.ENOSPC, "full_shared_memory"), (errno.EACCES, "shared_memory")):
+        monkeypatch.setattr(os, "posix_fallocate", failing(number))
+        assert look() == [name]
+
+
+def failing(number: int) -> Callable[..., None]:
+    def fail(*arguments: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return fail
 
 
 def test_a_node_without_the_memory_of_the_plan_is_named() -> None:
@@ -145,7 +194,7 @@ def test_a_fault_that_one_group_of_a_node_finds_is_reported(order: tuple[int, in
     # The memory is that of all groups together, so the larger limit counts.
     joined = {"usable_gpus": (*GOOD["usable_gpus"], *GOOD["usable_gpus"]), "memory": 8 << 30}
     assert reports["a"] == looked[1] | joined
-    texts = "\n".join(faults(reports, "/runs/a", {"a": 2}, {}))
+    texts = "\n".join(map(str, faults(reports, "/runs/a", {"a": 2}, {})))
     for part in ("/models/a does", "/runs/a cannot be written", "/dev/shm is full", "GPU 0 is broken", "vllm", "gcc"):
         assert part in texts
 

@@ -19,7 +19,7 @@ from megarl.files.atomic import append_whole, disk_full, replace_text, storage_e
 from megarl.tracking.display import Display
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.tracker import Tracker
-from megarl.types import DiskFullError, StoppedError, StorageError
+from megarl.types import DataError, DiskFullError, StoppedError, StorageError
 
 
 def fill(folder: Path) -> Path:
@@ -178,5 +178,8 @@ def test_a_full_disk_is_found_behind_other_errors(tmp_path: Path) -> None:
         assert str(disk_full(error)).startswith("/home/x: no room on its disk (Disk quota exceeded). Make room")
         assert isinstance(storage_error(tmp_path, error), DiskFullError)
     assert disk_full(ValueError("other")) is None and storage_error(tmp_path, ValueError("other")) is None
+    of_library = ValueError("Error while serializing: I/O error: No space left on device (os error 28)")
+    assert str(disk_full(of_library)).startswith("no room on a disk (No space left on device). ")
+    assert disk_full(DataError("a record: No space left on device")) is None
     failed = storage_error(tmp_path, OSError(errno.EROFS, "Read-only file system", str(tmp_path / "x")))
     assert str(failed) == f"{tmp_path / 'x'}: cannot be written or read (Read-only file system)."
