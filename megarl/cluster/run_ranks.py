@@ -181,7 +181,8 @@ class RunRanks:
     async def watching(self, work: Coroutine[Any, Any, Answer]) -> Answer:
         """Await work of the driver that may call no ranks for long, such as scoring, and return its result.
 
-        Raises PeerLostError, and cancels the work, soon after a rank of the trainers is lost.
+        Raises PeerLostError, and cancels the work, soon after a rank is lost without which the run cannot continue. A
+        lost replica that can be replaced is removed at once.
         """
         working, watch = asyncio.ensure_future(work), asyncio.create_task(self._await_loss())
         try:
@@ -198,13 +199,14 @@ class RunRanks:
                 _ = task.cancelled() or task.exception()
 
     async def _await_loss(self) -> NoReturn:
-        """Wait until a rank of the trainers is lost. Raises PeerLostError."""
-        trainers = self.trainers
+        """Remove lost replicas until a rank is lost without which the run cannot continue. Raises PeerLostError."""
         while True:
-            for handle in trainers.all_handles:
-                if handle.died.done() or handle.direct.is_lost:
+            for group in self.groups:
+                lost = [handle for handle in group.all_handles if handle.died.done() or handle.direct.is_lost]
+                for handle in lost[:1]:
                     # A call to a lost rank fails at once, names the rank, and ends the group.
-                    await trainers.ask([handle.rank - trainers.part.first_rank], _NO_CALL, [None])
+                    call = group.ask([handle.rank - group.part.first_rank], _NO_CALL, [None])
+                    await self.unless_lost(group, call)
             await asyncio.sleep(_WATCH_SECONDS)
 
     async def unless_lost(self, group: WorkerGroup, call: Coroutine[Any, Any, list[Any]]) -> list[Any]:

@@ -71,6 +71,25 @@ async def test_a_rank_that_dies_while_the_driver_waits_is_noticed(tmp_path: Path
         await ranks.close()
 
 
+async def test_an_engine_rank_that_dies_while_the_driver_waits_is_noticed(tmp_path: Path) -> None:
+    """The run goes on without the first replica; the loss of the last one ends the wait."""
+    async with started(tmp_path) as (ranks, _):
+        lost: list[WorkerGroup] = []
+        ranks.on_lost = lambda group, error: lost.append(group)
+        first, last = ranks.replicas
+        pids = await ranks.call("pid")
+        waiting = asyncio.create_task(ranks.watching(asyncio.sleep(60, "scored")))
+        os.kill(pids[2], signal.SIGKILL)
+        async with asyncio.timeout(30):
+            while not lost:
+                await asyncio.sleep(0.05)
+        assert lost == [first] and ranks.replicas == [last] and not waiting.done()
+        os.kill(pids[3], signal.SIGKILL)
+        with pytest.raises(RankLostError, match="rank 3 of 4 was killed by SIGKILL .* during `sampling and scoring`"):
+            await asyncio.wait_for(waiting, 30)
+        await first.close()
+
+
 async def test_what_one_replica_s_ranks_signed_is_not_its_successor_s(tmp_path: Path) -> None:
     """One key for the run's messages, another name of the world in each start's: none can be repeated in another."""
 
