@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
@@ -23,11 +23,13 @@ from megarl.preflight.files import field_names, system_prompt
 from megarl.preflight.registry import Cost, checks
 from megarl.rewards import RECORD_CHECKS, kind_of, locate, metric_name
 from megarl.rewards.scoring.calling import Sample, expected
-from megarl.rewards.scoring.reward_process import WorkerSettings, worker_settings
+from megarl.rewards.scoring.foreign_functions import check_record_field
+from megarl.rewards.scoring.reward_process import Scored, WorkerSettings, worker_settings
 from megarl.types import ConfigError, PeerLostError
 
 if TYPE_CHECKING:
     from megarl.rewards.scoring.http_rewards import ServedReward
+    from megarl.rewards.scoring.reward_pool import RewardPool
 
 
 @checks("reward", Cost.FILES)
@@ -100,7 +102,7 @@ def _faults_of_source(recipe: Recipe, *, is_start: bool) -> Iterator[str]:
     data_set = recipe.data.train if recipe.is_on_policy else next(iter(recipe.data.validation.values()))
     if num_made(path_of(data_set)) is not None:
         return  # An environment makes the data, so there is no record to test with.
-    lacking = list(_faults_of_records(recipe, served))
+    lacking = list(_faults_of_records(recipe, _checks(recipe, served)))
     yield from lacking
     # A faulty record would make the trial below fail for a reason already reported.
     if lacking:
@@ -111,7 +113,7 @@ def _faults_of_source(recipe: Recipe, *, is_start: bool) -> Iterator[str]:
     sample = Sample(said, answer, record.prompt(system_prompt(recipe)), record.fields, num_tokens=1)
     settings = worker_settings(recipe.reward, recipe.sandbox)
     for function in settings.functions:
-        yield from _try(function, settings, sample)
+        yield from _try(recipe, function, settings, sample)
     for one in served if is_start else ():
         yield from _ask(one, sample)
 
@@ -120,9 +122,12 @@ Check = Callable[[Record], None]
 """A check of one record: raises ValueError if a reward function cannot score it."""
 
 
-def _faults_of_records(recipe: Recipe, served: list[ServedReward[Any]]) -> Iterator[str]:
-    """Yield an error for each reward function with the first record lacking a needed field."""
-    left = _checks(recipe, served)
+def _faults_of_records(recipe: Recipe, of_functions: Mapping[str, Check]) -> Iterator[str]:
+    """Yield an error for each reward function with the first record lacking a needed field.
+
+    `of_functions` are the functions' checks by name.
+    """
+    left = dict(of_functions)
     trained: list[DataSet] = [recipe.data.train] if recipe.is_on_policy else []
     for data_set in [*trained, *recipe.data.validation.values()]:
         path = path_of(data_set)
@@ -176,6 +181,24 @@ def _check_of(
     return check
 
 
+async def _check_and_score(
+    recipe: Recipe, function: RewardFunctionConfig, pool: RewardPool, sample: Sample
+) -> tuple[list[str], Scored | None]:
+    """Return an error if a record lacks a field that the function's parameters name, else the sample's score."""
+    fields = await pool.record_fields()
+    # Without fields no record needs to be read again.
+    lacking = list(_faults_of_records(recipe, {function.name: _check_of_fields(fields)})) if fields else []
+    return lacking, None if lacking else await pool.score(sample)
+
+
+def _check_of_fields(fields: Sequence[str]) -> Check:
+    def check(record: Record) -> None:
+        for name in fields:
+            check_record_field(name, record.fields)
+
+    return check
+
+
 def _ask(served: ServedReward[Any], sample: Sample) -> Iterator[str]:
     """Call a reward server once, and yield an error if the call fails or its answer has no readable score."""
     from megarl.rewards.scoring.http_rewards import ServerFailedError
@@ -198,7 +221,7 @@ def _ask(served: ServedReward[Any], sample: Sample) -> Iterator[str]:
         )
 
 
-def _try(function: RewardFunctionConfig, settings: WorkerSettings, sample: Sample) -> Iterator[str]:
+def _try(recipe: Recipe, function: RewardFunctionConfig, settings: WorkerSettings, sample: Sample) -> Iterator[str]:
     """Yield the errors of one reward function."""
     # Loads the HTTP client, too.
     from megarl.rewards.scoring.reward_pool import RewardPool
@@ -206,7 +229,7 @@ def _try(function: RewardFunctionConfig, settings: WorkerSettings, sample: Sampl
     with PrivateFolder() as folder:
         pool = RewardPool(replace(settings, functions=(function,), served=()), num_workers=1, log_folder=folder)
         try:
-            scored = asyncio.run(pool.score(sample))
+            lacking, scored = asyncio.run(_check_and_score(recipe, function, pool, sample))
         except ConfigError as error:
             yield str(error)
             return
@@ -215,7 +238,8 @@ def _try(function: RewardFunctionConfig, settings: WorkerSettings, sample: Sampl
             return
         finally:
             pool.close()
-    if scored.failure:
+    yield from lacking
+    if scored is not None and scored.failure:
         yield (
             f"reward.functions: {function.name!r} gives no reward for the first record, although its gold answer "
             f"{str(sample.answer)!r:.60} was passed as completion too: {scored.detail.strip()} Correct it; for "

@@ -85,7 +85,7 @@ async def test_an_engine_rank_that_dies_while_the_driver_waits_is_noticed(tmp_pa
                 await asyncio.sleep(0.05)
         assert lost == [first] and ranks.replicas == [last] and not waiting.done()
         os.kill(pids[3], signal.SIGKILL)
-        with pytest.raises(RankLostError, match="rank 3 of 4 was killed by SIGKILL .* during `sampling and scoring`"):
+        with pytest.raises(RankLostError, match=r"rank 3 of 4 was killed by SIGKILL .* during `sampling and scoring`"):
             await asyncio.wait_for(waiting, 30)
         await first.close()
 

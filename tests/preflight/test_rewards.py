@@ -38,6 +38,11 @@ def hangs(completion_text, answer, correct_score):
     time.sleep(600)
 
 
+def of_trl(prompts, completions, answer, level, scale, more=None, **columns):
+    assert len(level) == 1 and scale == 2
+    return [1.0]
+
+
 def huge(completion_text, answer, correct_score):
     return Reward(1e300, True, True)
 """
@@ -73,6 +78,22 @@ def test_a_reward_function_that_cannot_work_is_refused(
         assert words in str(caught.value)
     if not function.startswith("rihgt"):
         assert f"def {function}(completion_text: str, answer: str) -> float" in str(caught.value)
+
+
+def test_a_later_record_without_a_column_of_a_trl_function_is_named(
+    recipe: Callable[..., Recipe], own_rewards: str
+) -> None:
+    """TRL passes columns of the data by name. Optional parameters and kwargs need none."""
+    made = recipe(reward={"functions": [{"name": f"{own_rewards}:of_trl", "kwargs": {"scale": 2}}]})
+    lines = [RECORD | {"level": 1}, RECORD | {"level": None}, RECORD]
+    Path(made.data.train).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(ConfigError) as caught:
+        check_rewards(made)
+    text = str(caught.value)
+    assert f"{made.data.train}, line 3: reward.functions: '{own_rewards}:of_trl' cannot score this record: " in text
+    assert "the record has no field 'level'" in text and "gives no reward" not in text
+    Path(made.data.train).write_text("".join(json.dumps(line) + "\n" for line in lines[:2]))
+    check_rewards(made)
 
 
 def test_all_reward_functions_at_fault_are_told_at_once(

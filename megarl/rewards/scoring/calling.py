@@ -114,6 +114,8 @@ class BoundFunction:
     """The function's positional-only parameters in order, with their defaults."""
     kwargs: Mapping[str, Any]
     """Keyword arguments set by the recipe for the function."""
+    record_fields: Sequence[str] = ()
+    """Fields that each record must have for the function."""
 
     def __call__(self, values: Mapping[str, Any]) -> Any:
         """Call the function with a sample's values and return its result. Values without a parameter are ignored."""
@@ -157,7 +159,7 @@ def bind(name: str, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> 
     if unknown:
         raise ConfigError(_unknown(name, unknown))
     if foreign is not None:
-        return BoundFunction(foreign, foreign.needs, {}, kwargs)
+        return BoundFunction(foreign, foreign.needs, {}, kwargs, foreign.record_fields(kwargs))
     # A function with **rest gets every value of the sample except the sandbox.
     wanted = named.keys() | (PARAMETERS.keys() - {_SANDBOX} if takes_any else set())
     needs = frozenset(key for key in PARAMETERS if key in wanted and key not in kwargs)

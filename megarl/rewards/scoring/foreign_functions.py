@@ -33,6 +33,10 @@ class ForeignFunction(Protocol):
         """Return the required parameters that have no value, neither from a sample nor in `kwargs`."""
         ...
 
+    def record_fields(self, kwargs: Collection[str]) -> list[str]:
+        """Return the fields that each record must have, because required parameters take their values."""
+        ...
+
     def __call__(self, **values: Any) -> Any:
         """Score a sample."""
         ...
@@ -53,6 +57,9 @@ class VerlFunction:
     def unknown(self, kwargs: Collection[str]) -> list[str]:
         known = {"solution_str", "ground_truth", "data_source", "extra_info", *kwargs}
         return [name for name, one in self.parameters.items() if one.default is _IS_REQUIRED and name not in known]
+
+    def record_fields(self, kwargs: Collection[str]) -> list[str]:
+        return []
 
     def __call__(self, *, completion_text: str, answer: Any, record: Mapping[str, Any], **kwargs: Any) -> Any:
         values = {
@@ -80,6 +87,10 @@ class TrlFunction:
     def unknown(self, kwargs: Collection[str]) -> list[str]:
         return [name for name in _TRL_ONLY if _is_required(self.parameters, name) and name not in kwargs]
 
+    def record_fields(self, kwargs: Collection[str]) -> list[str]:
+        known = {*self.reserved, "answer", *kwargs}
+        return [name for name in self.parameters if _is_required(self.parameters, name) and name not in known]
+
     def __call__(
         self,
         *,
@@ -100,13 +111,8 @@ class TrlFunction:
         columns = {
             name: [value] for name, value in {"answer": answer, **record}.items() if name not in _TRL_SAMPLE_COLUMNS
         }
-        for parameter in self.parameters:
-            has_value = parameter in (*batch_of_one, *columns, *kwargs)
-            if not has_value and _is_required(self.parameters, parameter):
-                raise ValueError(
-                    f"the record has no field {parameter!r}, which the function's parameter {parameter} takes; add it "
-                    "to the record, or give the parameter a default or a value in kwargs"
-                )
+        for name in self.record_fields(kwargs):
+            check_record_field(name, columns)
         available = {**columns, **batch_of_one}
         accepted = available if self.takes_any else {n: available[n] for n in self.parameters if n in available}
         return _convert_trl_score(self.function(**{**accepted, **kwargs}))
@@ -127,6 +133,15 @@ def foreign_function(
     if "completions" in parameters:
         return TrlFunction(function, parameters, takes_any)
     return None
+
+
+def check_record_field(name: str, record: Collection[str]) -> None:
+    """Raise ValueError if a record has no field for a required parameter of this name."""
+    if name not in record:
+        raise ValueError(
+            f"the record has no field {name!r}, which the function's parameter {name} takes; add it to the record, or "
+            "give the parameter a default or a value in kwargs"
+        )
 
 
 def _is_required(parameters: Parameters, name: str) -> bool:

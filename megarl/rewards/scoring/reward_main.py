@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def start(settings: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
-    """Import the reward functions. Returns a description of the values they need, and the function scoring a sample.
+    """Import the reward functions. Returns the values and record fields they need, and the function scoring a sample.
 
     `settings` names the functions with weights and keyword arguments. It also has the settings of the sandbox, which is
     started only if a function needs one. Raises RefusedError if a function cannot be used.
@@ -39,7 +39,8 @@ def start(settings: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
             request["values"]["sandbox"] = sandbox
         return _answer(functions, weighing, request["values"])
 
-    return {"needs": sorted(needs)}, answer
+    fields = {name for function in functions.values() for name in function.record_fields}
+    return {"needs": sorted(needs), "record_fields": sorted(fields)}, answer
 
 
 def _started(settings: dict[str, Any]) -> AnySandbox:

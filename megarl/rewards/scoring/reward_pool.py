@@ -108,6 +108,14 @@ class RewardPool:
             )
         return scored
 
+    async def record_fields(self) -> list[str]:
+        """Return the fields that each record must have, because parameters of the functions take their values.
+
+        Raises the errors of `score`.
+        """
+        async with self._processes.place() as place:
+            return [str(name) for name in (await place.ready()).get("record_fields", ())]
+
     async def _by_functions(self, sample: Sample) -> Scored:
         try:
             async with self._processes.place() as place:
