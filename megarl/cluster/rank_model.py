@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megarl.cluster.row_packing import RowPacking
 from megarl.cluster.worker_group import WorkerGroup
 from megarl.config.parallel import ParallelConfig
-from megarl.data.packing import pack
-from megarl.data.prefixes import shared_lengths
 from megarl.data.token_batch import TokenBatch
-from megarl.data.tree_packing import WORTH_SHARING, pack_trees, saved_share
-from megarl.families.flops import forward_flops, mtp_update_flops
+from megarl.families.flops import forward_flops, update_only_flops
 from megarl.families.shape import ModelShape
 from megarl.tracking.metrics import Metric, merge
 from megarl.tracking.spikes import SpikeDetector
 from megarl.types import MegarlError
+
+ONE_AFTER_THE_OTHER = RowPacking()
 
 
 @dataclass(slots=True)
@@ -32,13 +32,13 @@ class Work:
     flops: float = 0.0
     """Model FLOPs of all updates and forward passes."""
     represented_tokens: int = 0
-    """Tokens of sequences in all passes, while prefixes are shared."""
+    """Tokens of sequences in all passes of models whose packing can save tokens."""
     stored_tokens: int = 0
-    """Tokens computed for these passes: each distinct prefix of a row counts once."""
+    """Tokens computed for these passes."""
     saved_flops: float = 0.0
-    """Model FLOPs saved by shared prefixes. `flops` does not include them."""
+    """Model FLOPs that the packing saved. `flops` does not include them."""
     refused_rows: int = 0
-    """Rows computed without sharing, although it would save enough."""
+    """Rows computed without saving, although it would save enough."""
 
     def take(self) -> Work:
         """Return the counts so far, and reset them."""
@@ -86,11 +86,9 @@ class RankModel:
     shape: ModelShape | None = None
     """Sizes of the model, from which FLOPs are counted. None: they are not counted."""
     update_passes: float = 3.0
-    """FLOPs of an update as a multiple of a forward pass: 3, or 2 if only adapters have weight gradients."""
-    shares_prefixes: bool = False
-    """Whether rows with enough shared prefixes are computed as trees."""
-    sharing_problem: str | None = None
-    """Why rows are computed without sharing, although `shares_prefixes` asks for it. None: they are shared."""
+    """FLOPs of an update as a multiple of a forward pass: 3, or 2 if the model's own weights have no gradients."""
+    packing: RowPacking = ONE_AFTER_THE_OTHER
+    """How sequences become rows."""
     spikes: SpikeDetector | None = None
     """Detector of updates to drop (train.on_spike); None: none is dropped for its size."""
     work: Work = field(default_factory=Work)
@@ -108,13 +106,12 @@ class RankModel:
         packed = self._pack_samples(batch) if self.keeps_samples else self._pack(batch, self.together)
         rows = self._rows(batch, packed, self.update_passes)
         if self.shape is not None:
-            # Forward passes without gradients do not run this layer.
-            self.work.flops += mtp_update_flops(self.shape, batch.lengths)
+            self.work.flops += update_only_flops(self.shape, batch.lengths)
         if self.name == "policy":
             # A critic trains on the same tokens; counting them twice would double the reported rate.
             self.work.update_tokens += len(batch.token_ids)
         limits = None if self.spikes is None else self.spikes.limits()
-        results = await self.group.scatter(f"{self.name}.update", self._by_rank(rows), kl_coefficient, kto_kl, limits)
+        results = await self.group.scatter(f"{self.name}.update", self.by_rank(rows), kl_coefficient, kto_kl, limits)
         metrics = merge(results[rank] for ranks in self._reporting_ranks() for rank in ranks)
         if self.spikes is not None:
             self.spikes.add(metrics)
@@ -138,11 +135,11 @@ class RankModel:
         """Call a forward method on the ranks, and return its values in the batch's order: float32 [..., tokens]."""
         # A forward pass reads only the tokens, so the other arrays are not sent.
         batch = batch.with_arrays({})
-        sent = self._filled(batch.num_sequences)
+        sent = self.filled(batch.num_sequences)
         filled = batch if len(sent) == batch.num_sequences else batch.select(sent)
         packed = self._pack(filled, self.together, self.max_tokens_per_forward)
         rows = self._rows(filled, packed, 1.0, num_counted=batch.num_sequences, max_tokens=self.max_tokens_per_forward)
-        results = await self.group.scatter(f"{self.name}.{method}", self._by_rank(rows))
+        results = await self.group.scatter(f"{self.name}.{method}", self.by_rank(rows))
         found = [
             (row, values)
             for replica, (reporting, *_) in zip(packed, self._reporting_ranks(), strict=True)
@@ -150,10 +147,15 @@ class RankModel:
         ]
         gathered = np.zeros((*found[0][1].shape[:-1], len(batch.token_ids)), np.float32)
         for row, values in found:
-            # Drop the values of repeated sequences; they only fill rows (see `_filled`).
+            # Drop the values of repeated sequences; they only fill rows (see `filled`).
             is_asked = np.repeat(np.asarray(row) < batch.num_sequences, batch.lengths[sent[row]])
             gathered[..., batch.tokens_of(sent[row])[is_asked]] = values[..., is_asked]
         return gathered
+
+    def forward_rows(self, batch: TokenBatch, num_counted: int) -> list[list[TokenBatch]]:
+        """Return the rows of a forward pass by replica. Sequences from number `num_counted` on are not counted."""
+        packed = self._pack(batch, self.together, self.max_tokens_per_forward)
+        return self._rows(batch, packed, 1.0, num_counted=num_counted, max_tokens=self.max_tokens_per_forward)
 
     def _rows(
         self,
@@ -175,44 +177,28 @@ class RankModel:
     def _row(
         self, batch: TokenBatch, sequences: list[int], passes: float, num_counted: int, capacity: int
     ) -> TokenBatch:
-        """Return the row of these sequences. It is stored as a tree if this saves enough, or if it exceeds `capacity`
-        (in tokens) otherwise.
-        """
+        """Return the row of these sequences, and count its work. `capacity` limits its tokens."""
         row = batch.select(sequences)
-        shared = np.zeros_like(row.lengths)
-        if self.shares_prefixes:
-            found = shared_lengths(row.prefix_keys, row.cu_seqlens)
-            is_worth = saved_share(row.lengths, found, self.attention_ratio) > WORTH_SHARING
-            multiple = self.layout.sequence_multiple
-            apart = int((-(-row.lengths // multiple) * multiple).sum())
-            if (is_worth or apart > capacity) and self.sharing_problem is None:
-                row.shares_prefixes, shared = True, found
-            self.work.refused_rows += is_worth and not row.shares_prefixes
+        savings = self.packing.arrange(
+            row,
+            sequence_multiple=self.layout.sequence_multiple,
+            capacity=capacity,
+            attention_ratio=self.attention_ratio,
+        )
         is_counted = np.asarray(sequences) < num_counted
-        lengths, shared = row.lengths[is_counted], shared[is_counted]
-        if self.shares_prefixes:
+        lengths = row.lengths[is_counted]
+        saved_tokens = np.zeros_like(lengths) if savings is None else savings.tokens[is_counted]
+        if savings is not None:
             self.work.represented_tokens += int(lengths.sum())
-            self.work.stored_tokens += int((lengths - shared).sum())
+            self.work.stored_tokens += int((lengths - saved_tokens).sum())
+            self.work.refused_rows += savings.is_refused
         if self.shape is not None:
-            saved = forward_flops(self.shape, shared)
-            self.work.flops += passes * (forward_flops(self.shape, lengths) - saved)
-            self.work.saved_flops += passes * saved
+            saved_flops = forward_flops(self.shape, saved_tokens)
+            self.work.flops += passes * (forward_flops(self.shape, lengths) - saved_flops)
+            self.work.saved_flops += passes * saved_flops
         return row
 
-    async def teach(self, batch: TokenBatch) -> None:
-        """Let a teacher model compute its distillation targets for the trained tokens of a batch.
-
-        The teacher's ranks store the targets. The policy's next update reads them.
-        """
-        sent = batch.with_arrays({})
-        sent.target_keys = batch.target_keys
-        # Repeating sequences is harmless: their rows write the same targets again.
-        sent = sent.select(self._filled(batch.num_sequences))
-        packed = self._pack(sent, self.together, self.max_tokens_per_forward)
-        rows = self._rows(sent, packed, 1.0, num_counted=batch.num_sequences, max_tokens=self.max_tokens_per_forward)
-        await self.group.scatter(f"{self.name}.teach", self._by_rank(rows))
-
-    def _filled(self, num_sequences: int) -> NDArray[np.int64]:
+    def filled(self, num_sequences: int) -> NDArray[np.int64]:
         """Return the indices of a batch's sequences, padded by repeating the last ones: int64 [sequences].
 
         After padding, every rank has the same number of rows, none of them empty.
@@ -252,9 +238,7 @@ class RankModel:
             "attention_ratio": self.attention_ratio,
             "together": together,
         }
-        if self.shares_prefixes and self.sharing_problem is None:
-            return pack_trees(batch.prefix_keys, batch.cu_seqlens, **settings)
-        return pack(batch.lengths, **settings)
+        return self.packing.assign(batch, **settings)
 
     def _capacity(self, max_tokens: int | None) -> int:
         """Return the number of tokens that a row may hold before it is padded to a multiple.
@@ -263,7 +247,7 @@ class RankModel:
         """
         return (max_tokens or self.max_tokens_per_microbatch) // self.row_multiple * self.row_multiple
 
-    def _by_rank(self, per_replica: Sequence[Sequence[TokenBatch]]) -> list[Sequence[TokenBatch] | None]:
+    def by_rank(self, per_replica: Sequence[Sequence[TokenBatch]]) -> list[Sequence[TokenBatch] | None]:
         """Return one argument per rank: the replica's rows for its first rank, None for the others."""
         per_rank: list[Sequence[TokenBatch] | None] = [None] * self.layout.world_size
         for replica, rows in enumerate(per_replica):

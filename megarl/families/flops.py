@@ -77,9 +77,10 @@ def _attended(tokens: NDArray[np.float64], window: int) -> float:
     return float((reach * tokens - np.square(reach) / 2).sum())
 
 
-def mtp_update_flops(shape: ModelShape, lengths: NDArray[np.integer]) -> float:
-    """Return the FLOPs of an update's layer for multi-token prediction over sequences with these lengths, int
-    [sequences]; 0 without a trained one.
+def update_only_flops(shape: ModelShape, lengths: NDArray[np.integer]) -> float:
+    """Return the FLOPs that only an update runs over sequences with these lengths, int [sequences].
+
+    They are those of a layer for multi-token prediction; 0 without a trained one.
 
     Each of its weights takes part in three products: forward, and both gradients. The model's head has no weight
     gradient there, so it takes part in two.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 from megarl.algorithms.policy_losses import POLICY_LOSSES, is_sequence_loss
 from megarl.cluster.rank_model import RankModel
+from megarl.cluster.shared_prefixes import SharedPrefixes
+from megarl.cluster.teacher_model import TeacherRankModel
 from megarl.cluster.worker_group import WorkerGroup
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
@@ -59,7 +61,6 @@ def models_of(
         attention_ratio=attention_ratio(shape),
         together=recipe.sequences_per_example,
         shape=trained_shape(recipe, shape),
-        shares_prefixes=recipe.trainer.share_prefixes == "auto",
         # A backward pass costs two forward passes. With LoRA the base weights need no gradients, which saves one.
         update_passes=2.0 if recipe.lora.rank else 3.0,
     )
@@ -67,17 +68,22 @@ def models_of(
         name: replace(policy, name=name, shape=own, update_passes=3.0)
         for name, own in _shapes_beyond_policy(recipe, shape).items()
     }
-    teacher = policy
+    teacher = TeacherRankModel(**{item.name: getattr(policy, item.name) for item in fields(policy)})
     if recipe.distillation.sizes:
         own = recipe.for_teachers
-        teacher = replace(policy, layout=layout_of(own), row_multiple=row_multiple(own))
+        teacher = replace(teacher, layout=layout_of(own), row_multiple=row_multiple(own))
     for name, folder in recipe.teachers.items():
         models[name] = replace(teacher, name=name, shape=_shape_of(recipe, folder))
     if recipe.has_advantages:
         policy_loss = function_of(recipe.algorithm.policy_loss, POLICY_LOSSES, "algorithm.policy_loss")
         models["policy"] = replace(models["policy"], keeps_samples=is_sequence_loss(policy_loss))
+    if recipe.trainer.share_prefixes != "auto":
+        return models
     return {
-        name: replace(model, sharing_problem=_sharing_problem(recipe, model, is_trained=name in ("policy", "critic")))
+        name: replace(
+            model,
+            packing=SharedPrefixes(_sharing_problem(recipe, model, is_trained=name in ("policy", "critic"))),
+        )
         for name, model in models.items()
     }
 
@@ -105,8 +111,8 @@ def sharing_notices(models: Mapping[str, RankModel]) -> list[str]:
     """Return a message for each reason why models share no prefixes, naming these models. Empty if they shall not."""
     reasons: dict[str, list[str]] = {}
     for name, model in models.items():
-        if model.shares_prefixes and model.sharing_problem is not None:
-            reasons.setdefault(model.sharing_problem, []).append(name)
+        if isinstance(model.packing, SharedPrefixes) and model.packing.problem is not None:
+            reasons.setdefault(model.packing.problem, []).append(name)
     return [
         f"trainer.share_prefixes has no effect on {', '.join(names)}: {reason}." for reason, names in reasons.items()
     ]

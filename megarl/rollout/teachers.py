@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import cast
 
 import numpy as np
 import torch
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 
 from megarl.algorithms.advantages import gae
 from megarl.cluster.rank_model import RankModel
+from megarl.cluster.teacher_model import TeacherRankModel
 from megarl.config import DistillationConfig, Recipe
 from megarl.data.token_batch import TokenBatch
 from megarl.rollout.advantages import compute_advantages
@@ -34,7 +36,7 @@ class Teachers:
 
     def __init__(self, recipe: Recipe, models: Mapping[str, RankModel]) -> None:
         self._of_source = recipe.teacher_of_source
-        self._models = [models[name] for name in recipe.teachers]
+        self._models = [cast(TeacherRankModel, models[name]) for name in recipe.teachers]
 
     def assign(self, batch: RLBatch) -> None:
         """Set the batch's `target_keys` [sequences, 2]: number of the teacher, and of the sequence within the step."""
@@ -67,7 +69,7 @@ class Teachers:
         for model, sequences in self._parts(minibatch):
             await model.teach(_known(minibatch.select(sequences), model))
 
-    def _parts(self, batch: TokenBatch) -> Iterator[tuple[RankModel, NDArray[np.int64]]]:
+    def _parts(self, batch: TokenBatch) -> Iterator[tuple[TeacherRankModel, NDArray[np.int64]]]:
         """Yield each teacher with the indices of its sequences in the batch [sequences of the teacher]."""
         assert batch.target_keys is not None
         for number, model in enumerate(self._models):

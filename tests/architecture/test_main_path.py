@@ -17,6 +17,7 @@ MAIN_PATH = [
     "training/microbatch.py",
     "training/objective.py",
     "models/policy.py",
+    "cluster/rank_model.py",
 ]
 FEATURES = re.compile(
     r"trees?|prefix(es)?|routes?|replay\w*|mtp|distil\w*|teachers?|fp8|quantis\w*|lora|adapters?|delta|exact\w*"

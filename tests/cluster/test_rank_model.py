@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from megarl.cluster.rank_model import RankModel, Work
+from megarl.cluster.row_packing import RowPacking
+from megarl.cluster.shared_prefixes import SharedPrefixes
 from megarl.config.parallel import ParallelConfig
 from megarl.data.token_batch import TokenBatch
 from megarl.families.shape import shape_from_config
@@ -154,7 +156,7 @@ def stored_tokens(row: TokenBatch) -> int:
 async def test_groups_share_rows_by_their_stored_tokens(dp: int) -> None:
     layout = ParallelConfig(1, 1, dp, 1)
     ranks = Ranks(layout)
-    policy = RankModel(ranks, layout, 80, shape=SHAPE, shares_prefixes=True)  # type: ignore[arg-type]
+    policy = RankModel(ranks, layout, 80, shape=SHAPE, packing=SharedPrefixes())  # type: ignore[arg-type]
     asked = groups()
     await policy.update(asked)
     rows = [row for replica in ranks.rows for row in replica]
@@ -177,9 +179,9 @@ async def test_rows_with_little_to_share_are_packed_as_before() -> None:
     layout = ParallelConfig(1, 1, 2, 1)
     asked = groups(prompt_tokens=1, answer_tokens=30)
     sent = []
-    for shares_prefixes in (False, True):
+    for packing in (RowPacking(), SharedPrefixes()):
         ranks = Ranks(layout)
-        policy = RankModel(ranks, layout, 100, shares_prefixes=shares_prefixes)  # type: ignore[arg-type]
+        policy = RankModel(ranks, layout, 100, packing=packing)  # type: ignore[arg-type]
         await policy.update(asked)
         sent.append([[row.token_ids.tolist() for row in replica] for replica in ranks.rows])
         assert not any(row.shares_prefixes for replica in ranks.rows for row in replica)
@@ -189,7 +191,7 @@ async def test_rows_with_little_to_share_are_packed_as_before() -> None:
 async def test_rows_that_cannot_share_are_counted() -> None:
     layout = ParallelConfig(1, 1, 1, 1, cp=2)
     ranks = Ranks(layout)
-    policy = RankModel(ranks, layout, 224, shares_prefixes=True, sharing_problem="noise")  # type: ignore[arg-type]
+    policy = RankModel(ranks, layout, 224, packing=SharedPrefixes("noise"))  # type: ignore[arg-type]
     await policy.update(groups())
     [rows] = ranks.rows
     assert not any(row.shares_prefixes for row in rows)
@@ -201,10 +203,10 @@ async def test_segments_with_one_history_fit_as_a_tree() -> None:
     layout = ParallelConfig(1, 1, 1, 1)
     ranks, batch_of_forks = Ranks(layout), groups()
     batch_of_forks.samples = np.repeat(np.arange(PROMPTS), ANSWERS)
-    policy = RankModel(ranks, layout, 40, keeps_samples=True, shares_prefixes=True)  # type: ignore[arg-type]
+    policy = RankModel(ranks, layout, 40, keeps_samples=True, packing=SharedPrefixes())  # type: ignore[arg-type]
     await policy.update(batch_of_forks)
     assert [row.samples.tolist() for row in ranks.rows[0]] == [[number] * ANSWERS for number in range(PROMPTS)]
-    apart = replace(policy, shares_prefixes=False)
+    apart = replace(policy, packing=RowPacking())
     with pytest.raises(MegarlError, match=r"take 100 tokens"):
         await apart.update(batch_of_forks)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megarl.cluster.shared_prefixes import SharedPrefixes
 from megarl.config import Recipe
 from megarl.loops.models import models_of, sharing_notices
 from megarl.preflight import layout_of
@@ -46,8 +47,9 @@ def test_a_model_shares_prefixes_unless_a_reason_is_named(
     )
     ranks: Any = None
     models = models_of(recipe, layout_of(recipe), ranks)
-    assert all(made.shares_prefixes for made in models.values())
-    found, notices = models["policy"].sharing_problem, sharing_notices(models)
+    packings = {name: made.packing for name, made in models.items()}
+    assert all(isinstance(packing, SharedPrefixes) for packing in packings.values())
+    found, notices = packings["policy"].problem, sharing_notices(models)
     if reason is None:
         assert found is None and notices == []
     else:
@@ -55,7 +57,7 @@ def test_a_model_shares_prefixes_unless_a_reason_is_named(
         assert len(notices) == 1 and "policy" in notices[0] and reason in notices[0]
     # Noise is in training only.
     is_of_shape = reason is None or "attention" in reason
-    assert models["reference"].sharing_problem == (found if is_of_shape else None)
+    assert packings["reference"].problem == (found if is_of_shape else None)
     assert (
         sharing_notices(
             models_of(

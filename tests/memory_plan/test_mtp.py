@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megarl.config.parallel import ParallelConfig
-from megarl.families.flops import mtp_update_flops
+from megarl.families.flops import update_only_flops
 from megarl.families.shape import padded_vocab_size, read_model_shape
 from megarl.memory_plan.activations import PassSettings, stage_bytes
 from megarl.memory_plan.trainer_bytes import trainer_states
@@ -103,8 +103,8 @@ def test_the_flops_of_a_trained_layer_are_those_counted_by_torch(
     folder = str(tiny_model(family="glm4_moe", num_layers=2, **SIZES))
     counted = [ranks.run(measured, folder, has, "float32", "none", world_size=1)[0][2] for has in (False, True)]
     shape = read_model_shape(folder)
-    assert mtp_update_flops(shape, np.array(LENGTHS)) == 0
-    planned = mtp_update_flops(shape.with_mtp(True), np.array(LENGTHS))
+    assert update_only_flops(shape, np.array(LENGTHS)) == 0
+    planned = update_only_flops(shape.with_mtp(True), np.array(LENGTHS))
     # torch's counter sees no product written into a given tensor, like the head's logits, and no fused attention: four
     # heads of 32 channels, scores and their sums, in three passes over half of the pairs of tokens.
     tokens, pairs = sum(LENGTHS), sum(length**2 / 2 for length in LENGTHS)

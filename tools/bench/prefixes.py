@@ -89,6 +89,8 @@ def measure(options: argparse.Namespace, folder: Path) -> bool:
 
     from megarl.checkpoint import safetensors
     from megarl.cluster.rank_model import RankModel
+    from megarl.cluster.row_packing import RowPacking
+    from megarl.cluster.shared_prefixes import SharedPrefixes
     from megarl.data.packing import attention_ratio
     from megarl.families.shape import padded_vocab_size, read_model_shape
     from megarl.reshard.layouts.megatron import megatron_layouts
@@ -108,8 +110,8 @@ def measure(options: argparse.Namespace, folder: Path) -> bool:
     engine = TrainingEngine(recipe, layout, shape, lambda tensors: safetensors.load(str(folder), pieces, tensors))
     rank: Any = OneRank(engine)
     ratio = attention_ratio(shape)
-    auto = RankModel(rank, layout, 1 << 20, attention_ratio=ratio, shape=shape, shares_prefixes=True)
-    ways = {"off": replace(auto, shares_prefixes=False), "auto": auto}
+    auto = RankModel(rank, layout, 1 << 20, attention_ratio=ratio, shape=shape, packing=SharedPrefixes())
+    ways = {"off": replace(auto, packing=RowPacking()), "auto": auto}
     is_met = True
     batches = cases(options.prompt, options.answer, options.group, shape.vocab_size)
     for way, model in ways.items():

@@ -217,6 +217,7 @@ def check_edges(num_groups: int = 200) -> Iterator[dict[str, Any]]:
     """One line: random groups whose number of trained tokens, as edges, is counted against the sampled tokens."""
     import torch
 
+    from megarl.models.trees.row import TreeRow
     from megarl.training.rows import make_microbatch
 
     random, wrong, sampled, stored = np.random.default_rng(3), 0, 0, 0
@@ -240,8 +241,8 @@ def check_edges(num_groups: int = 200) -> Iterator[dict[str, Any]]:
             qkv_format="packed",
             device=torch.device("cpu"),
         )
+        assert isinstance(row.row, TreeRow)
         tree = row.row.tree
-        assert tree is not None
         edges = tree.edges[row.mask]
         targets = row.labels[0][edges].tolist()
         tokens = torch.zeros(len(row.labels[0])).index_add_(0, edges, torch.ones(len(edges)))

@@ -1,0 +1,37 @@
+"""How the driver packs the sequences of a batch into rows."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from numpy.typing import NDArray
+
+from megarl.data.packing import pack
+from megarl.data.token_batch import TokenBatch
+
+
+class Savings(NamedTuple):
+    """Tokens of a row that its ranks need not compute."""
+
+    tokens: NDArray[Any]
+    """[sequences]: for each sequence, the number of its tokens that another one of the row computes."""
+    is_refused: bool
+    """Whether the row is computed without saving, although it would save enough."""
+
+
+class RowPacking:
+    """Packs sequences one after the other. Every token is computed."""
+
+    def assign(self, batch: TokenBatch, **settings: Any) -> list[list[list[int]]]:
+        """Assign a batch's sequences to rows: indices by replica and row. `settings` are those of `packing.pack`."""
+        return pack(batch.lengths, **settings)
+
+    def arrange(
+        self, row: TokenBatch, *, sequence_multiple: int, capacity: int, attention_ratio: float
+    ) -> Savings | None:
+        """Choose how a row is stored, and return what that saves; None if this packing never saves.
+
+        Each sequence is padded to `sequence_multiple` tokens, and `capacity` limits the tokens of the row.
+        `attention_ratio` is that of `RankModel`.
+        """
+        return None

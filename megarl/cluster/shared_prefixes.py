@@ -1,0 +1,37 @@
+"""Rows whose sequences share prefixes are stored as trees, if that saves enough."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megarl.cluster.row_packing import RowPacking, Savings
+from megarl.data.prefixes import shared_lengths
+from megarl.data.token_batch import TokenBatch
+from megarl.data.tree_packing import WORTH_SHARING, pack_trees, saved_share
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrefixes(RowPacking):
+    """Packs sequences with common prefixes together, and computes each distinct prefix of a row once."""
+
+    problem: str | None = None
+    """Why rows of this model are computed without sharing. None: they are shared."""
+
+    def assign(self, batch: TokenBatch, **settings: Any) -> list[list[list[int]]]:
+        if self.problem is not None:
+            return RowPacking.assign(self, batch, **settings)
+        return pack_trees(batch.prefix_keys, batch.cu_seqlens, **settings)
+
+    def arrange(self, row: TokenBatch, *, sequence_multiple: int, capacity: int, attention_ratio: float) -> Savings:
+        """Store the row as a tree if this saves enough, or if it exceeds the capacity otherwise."""
+        shared = shared_lengths(row.prefix_keys, row.cu_seqlens)
+        is_worth = bool(saved_share(row.lengths, shared, attention_ratio) > WORTH_SHARING)
+        apart = int((-(-row.lengths // sequence_multiple) * sequence_multiple).sum())
+        row.shares_prefixes = (is_worth or apart > capacity) and self.problem is None
+        return Savings(
+            tokens=shared if row.shares_prefixes else np.zeros_like(row.lengths),
+            is_refused=is_worth and not row.shares_prefixes,
+        )

@@ -1,0 +1,24 @@
+"""The driver's proxy of a teacher on the ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megarl.cluster.rank_model import RankModel
+from megarl.data.token_batch import TokenBatch
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherRankModel(RankModel):
+    """A teacher that scores sampled tokens, or stores its whole distributions on the ranks."""
+
+    async def teach(self, batch: TokenBatch) -> None:
+        """Let the teacher compute its distillation targets for the trained tokens of a batch.
+
+        The teacher's ranks store the targets. The policy's next update reads them.
+        """
+        sent = batch.with_arrays({})
+        sent.target_keys = batch.target_keys
+        # Repeating sequences is harmless: their rows write the same targets again.
+        sent = sent.select(self.filled(batch.num_sequences))
+        await self.group.scatter(f"{self.name}.teach", self.by_rank(self.forward_rows(sent, batch.num_sequences)))
