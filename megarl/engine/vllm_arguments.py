@@ -52,7 +52,9 @@ def refusals_named(config: RolloutConfig, max_model_len: int, *kinds: type[Excep
     except kinds as error:
         text = re.sub(r"\s+", " ", str(error))
         # vLLM 0.30 raises ValueErrors without a code, so the field is recognised by words of the message.
-        if re.search(r"KV cache|cache blocks", text):
+        if config.kv_cache_dtype != "auto" and re.search(r"(?i)fp8 kv[- ]cache|kv[-_]cache[-_]dtype", text):
+            field = f"rollout.kv_cache_dtype = {config.kv_cache_dtype}: choose auto"
+        elif re.search(r"KV cache|cache blocks", text):
             share = config.gpu_memory_utilization
             given = f"kv_cache_gib = {config.kv_cache_gib:g}" if share is None else f"gpu_memory_utilization = {share}"
             field = (

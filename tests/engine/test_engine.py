@@ -504,18 +504,28 @@ def refusals(model_path: str) -> list[str]:
     return found
 
 
-def refused_share() -> str:
+def refused_caches() -> list[str]:
+    """The messages for errors that vLLM raises on other machines: on a GPU, and on a CPU without AVX-512."""
     from megarl.engine.vllm_arguments import refusals_named
 
-    config = RolloutConfig(gpu_memory_utilization=0.25)
-    with pytest.raises(ConfigError) as caught, refusals_named(config, 128, ValueError):
-        raise ValueError("No available memory for the cache blocks.")  # vLLM's, on a GPU
-    return str(caught.value)
+    found = []
+    for settings, text in (
+        ({"gpu_memory_utilization": 0.25}, "No available memory for the cache blocks."),
+        ({"kv_cache_dtype": "fp8"}, "FP8 KV cache on CPU requires x86 with AVX-512 or AMX."),
+        ({"kv_cache_dtype": "fp8", "kv_cache_gib": 0.5}, "To serve one request, 2 GiB KV cache is needed."),
+    ):
+        config = RolloutConfig.model_validate(settings)
+        with pytest.raises(ConfigError) as caught, refusals_named(config, 128, ValueError):
+            raise ValueError(text)
+        found.append(str(caught.value))
+    return found
 
 
-def test_a_share_of_the_gpu_that_leaves_no_cache_is_named(ranks) -> None:
-    (error,) = ranks.run(refused_share, world_size=1)
-    assert error.startswith("rollout.gpu_memory_utilization = 0.25: too small for one sequence of 128 tokens")
+def test_a_cache_that_vllm_refuses_is_named_by_its_field(ranks) -> None:
+    (errors,) = ranks.run(refused_caches, world_size=1)
+    assert errors[0].startswith("rollout.gpu_memory_utilization = 0.25: too small for one sequence of 128 tokens")
+    assert errors[1].startswith("rollout.kv_cache_dtype = fp8: choose auto. vLLM refuses it: FP8 KV cache")
+    assert errors[2].startswith("rollout.kv_cache_gib = 0.5: too small for one sequence of 128 tokens")
 
 
 @pytest.mark.distributed
