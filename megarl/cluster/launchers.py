@@ -16,6 +16,7 @@ from megarl.cluster.srun import SrunGroup
 from megarl.cluster.topology import NodeKind
 from megarl.cluster.worker_group import PartOfRun, WorkerGroup
 from megarl.config import ClusterConfig
+from megarl.config.parallel import ParallelConfig
 from megarl.platform import chosen_device, device
 from megarl.platform.shared_memory import check_shared_memory
 from megarl.processes.fork_server import end_fork_servers
@@ -39,8 +40,8 @@ def importing_early(cluster: ClusterConfig) -> Iterator[None]:
         raise
 
 
-def _environment(cluster: ClusterConfig, ranks_per_node: int) -> dict[str, str]:
-    return device.rank_environment(ranks_per_node, cluster.device, cluster.bind_to_numa)
+def _environment(cluster: ClusterConfig, ranks_per_node: int, *, orders_kernels: bool = False) -> dict[str, str]:
+    return device.rank_environment(ranks_per_node, cluster.device, cluster.bind_to_numa, orders_kernels=orders_kernels)
 
 
 def _imports() -> tuple[str, ...]:
@@ -54,11 +55,13 @@ async def start_ranks(
     replica_sizes: Sequence[int] = (),
     *,
     avoided_nodes: Sequence[str] = (),
+    trainer: ParallelConfig | None = None,
 ) -> RunRanks:
     """Start the ranks of a cluster. Their first worker class is `NodeReport`, which checks the nodes.
 
     `replica_sizes` are the numbers of ranks of separate engine replicas. Each replica is a group of its own; the
-    trainers have the other ranks. Ray places no rank on `avoided_nodes`; the other launchers have no choice of nodes.
+    trainers have the other ranks, with the parallel sizes `trainer`; None: nothing is trained. Ray places no rank on
+    `avoided_nodes`; the other launchers have no choice of nodes.
     If this machine runs the ranks, it must have the device (`cluster.device`) and writable shared memory. Otherwise
     raises ConfigError or DiskFullError.
     """
@@ -82,6 +85,7 @@ async def start_ranks(
                     PartOfRun(first_rank, cluster.world_size, key),
                     _kind_of(cluster, first_rank),
                     avoided_nodes,
+                    orders_kernels=first_rank == 0 and trainer is not None and _splits_layers(trainer),
                 )
                 for size, first_rank in turn
             ]
@@ -116,6 +120,7 @@ async def start_group(
     *,
     others: Callable[[], Sequence[WorkerGroup]] = lambda: (),
     places: Sequence[int] = (),
+    orders_kernels: bool = False,
 ) -> WorkerGroup:
     """Start `size` ranks of a cluster as one group.
 
@@ -125,6 +130,7 @@ async def start_group(
         avoided_nodes: Nodes on which Ray places no rank. Other launchers ignore it.
         others: Function returning the run's other groups. It returns some only if the group starts after them.
         places: Places of a lost group replaced by this one. Empty: places not used by the other groups.
+        orders_kernels: Start a GPU's kernels in the order of their launches, over all streams.
     """
     group = _group(cluster, size, part, kind, avoided_nodes)
     group.kind, group.others, group.former_places = kind, others, places
@@ -136,7 +142,7 @@ async def start_group(
         log_folder=log_folder,
         start_timeout_seconds=cluster.start_timeout_seconds,
         environment={
-            **_environment(cluster, kind.ranks_per_node),
+            **_environment(cluster, kind.ranks_per_node, orders_kernels=orders_kernels),
             # A group starting after the others gets a name of its own, because numbers of ranks change.
             **_flight_recorder(
                 cluster, log_folder, f"{part.first_rank}_{secrets.token_hex(2)}" if others() else str(part.first_rank)
@@ -160,6 +166,15 @@ def _flight_recorder(cluster: ClusterConfig, log_folder: Path, group: str) -> di
         "TORCH_FR_DUMP_TEMP_FILE": f"{log_folder.absolute()}/flight_{group}_",
     }
     return {name: os.environ.get(name, value) for name, value in own.items()}
+
+
+def _splits_layers(trainer: ParallelConfig) -> bool:
+    """Return whether Megatron splits layers over ranks, and overlaps transfers inside a layer with its products.
+
+    Megatron-Core 0.16 launches such a transfer first and relies on kernels starting in this order.
+    """
+    # For other trainers, and for engines alone, one queue of kernels would only make independent streams wait.
+    return max(trainer.tp, trainer.cp, trainer.etp) > 1
 
 
 def _kind_of(cluster: ClusterConfig, rank: int) -> NodeKind:

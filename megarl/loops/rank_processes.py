@@ -93,7 +93,13 @@ class RankProcesses:
         """
         if self._ranks is None:
             cluster = self.recipe.cluster
-            self._ranks = await start_ranks(cluster, log_folder, self.layout.replica_sizes, avoided_nodes=avoided_nodes)
+            self._ranks = await start_ranks(
+                cluster,
+                log_folder,
+                self.layout.replica_sizes,
+                avoided_nodes=avoided_nodes,
+                trainer=self.layout,
+            )
             self._avoided_nodes = avoided_nodes
             self._engine_kind = next((group.kind for group in self._ranks.replicas), None)
             self._engine_places = {number: group.places for number, group in enumerate(self._ranks.replicas)}

@@ -298,7 +298,7 @@ async def _start_trainers(recipe: Recipe, layout: ParallelConfig, logs: Path, st
     shutil.rmtree(logs, ignore_errors=True)
     logs.mkdir(parents=True)
     # Ranks of separate engines start too, and stay empty: cores and threads are then divided as in the run.
-    ranks = await start_ranks(recipe.cluster, logs, layout.replica_sizes)
+    ranks = await start_ranks(recipe.cluster, logs, layout.replica_sizes, trainer=layout)
     stack.push_async_callback(ranks.close)
     ranks.set_deadlines(lambda: run_deadlines(recipe.cluster))
     topology = ranks.trainers.topology

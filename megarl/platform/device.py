@@ -72,15 +72,18 @@ def peak_of(device_name: str) -> float | None:
     return PEAK_TFLOPS[max(found, key=len)] if found else None
 
 
-def rank_environment(ranks_per_node: int, choice: str = "auto", binds: bool = False) -> dict[str, str]:
+def rank_environment(
+    ranks_per_node: int, choice: str = "auto", binds: bool = False, *, orders_kernels: bool = False
+) -> dict[str, str]:
     """Return the environment variables for the start of a rank: device, cores, CUDA connections, cache folders.
 
-    `choice` is `cluster.device`. `binds` binds ranks on GPUs to NUMA nodes. Ranks on the CPU see no GPU. On a GPU,
-    CUDA_HOME is `cuda_toolkit`, and vLLM and the Hugging Face Hub library stay offline. (On a CPU
-    `platform.vllm_on_cpu` keeps them offline.)
+    `choice` is `cluster.device`. `binds` binds ranks on GPUs to NUMA nodes. With `orders_kernels`, a GPU starts the
+    kernels of all streams in the order in which they are launched. Ranks on the CPU see no GPU. On a GPU, CUDA_HOME is
+    `cuda_toolkit`, and vLLM and the Hugging Face Hub library stay offline. (On a CPU `platform.vllm_on_cpu` keeps them
+    offline.)
     """
     threads = max(1, len(os.sched_getaffinity(0)) // ranks_per_node)
-    environment = {"OMP_NUM_THREADS": str(threads), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    environment = {"OMP_NUM_THREADS": str(threads)}
     environment[chosen_device.VARIABLE] = choice
     if choice == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
@@ -94,6 +97,8 @@ def rank_environment(ranks_per_node: int, choice: str = "auto", binds: bool = Fa
             "VLLM_NO_USAGE_STATS": "1",
         }
         environment |= {name: os.environ.get(name, value) for name, value in own.items()}
+        if orders_kernels:
+            environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
         if binds:
             environment[numa.VARIABLE] = str(ranks_per_node)
         if (toolkit := cuda_toolkit()) is not None:

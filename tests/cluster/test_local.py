@@ -9,16 +9,19 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from megarl.cluster import launchers
 from megarl.cluster.deadlines import Deadlines
 from megarl.cluster.launchers import importing_early, start_ranks
 from megarl.cluster.local import LocalGroup
 from megarl.cluster.rank_errors import RankFailedError
 from megarl.cluster.rank_handle import log_tail
 from megarl.config import ClusterConfig
+from megarl.config.parallel import ParallelConfig
 from megarl.processes import fork_server
 from megarl.types import ConfigError, DataError, DiskFullError, PeerLostError
 from tests.child_processes import is_alive
@@ -66,6 +69,26 @@ async def test_ranks_use_the_server_that_imports_early(tmp_path):
     with pytest.raises(ConfigError), importing_early(ClusterConfig(device="cpu", ranks_per_node=1)):
         raise ConfigError("a check failed")
     assert not set(fork_server._servers) - before
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"), [({}, False), ({"dp": 2}, False), ({"tp": 2}, True), ({"cp": 2}, True), ({"etp": 2}, True)]
+)
+async def test_only_trainers_that_split_layers_order_their_kernels(sizes, expected, tmp_path, monkeypatch):
+    asked: dict[int, bool] = {}
+
+    async def record(cluster, logs, size, part, *_, orders_kernels):
+        asked[part.first_rank] = orders_kernels
+        return SimpleNamespace(part=part)
+
+    monkeypatch.setattr(launchers, "start_group", record)
+    monkeypatch.setattr(launchers, "RunRanks", lambda trainers, engines: None)
+    layout = ParallelConfig(**{"tp": 1, "pp": 1, "dp": 1, "rollout_tp": 1, "rollout_ranks": 1, **sizes})
+    cluster = ClusterConfig(device="cpu", ranks_per_node=3)
+    await start_ranks(cluster, tmp_path, [1], trainer=layout)
+    assert asked == {0: expected, 2: False}
+    await start_ranks(cluster, tmp_path, [1])
+    assert asked == {0: False, 2: False}
 
 
 async def test_the_loop_is_free_and_calls_take_turns(tmp_path):

@@ -79,10 +79,13 @@ def test_ranks_on_a_gpu_stay_offline_and_find_the_compiler(bare: Path, monkeypat
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     assert device.rank_environment(1)["HF_HUB_OFFLINE"] == "0"
     assert numa.VARIABLE not in made and device.rank_environment(4, binds=True)[numa.VARIABLE] == "4"
+    # One queue of kernels for all streams: only for trainers that split layers.
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in made
+    assert device.rank_environment(1, orders_kernels=True)["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
 
 
 def test_ranks_on_the_cpu_need_no_compiler(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler(bare / "cuda")
     monkeypatch.setattr(device, "current", lambda: torch.device("cpu"))
-    names = {"OMP_NUM_THREADS", "CUDA_DEVICE_MAX_CONNECTIONS", "GLIBC_TUNABLES", "MEGARL_DEVICE"}
-    assert device.rank_environment(1, binds=True).keys() == names
+    names = {"OMP_NUM_THREADS", "GLIBC_TUNABLES", "MEGARL_DEVICE"}
+    assert device.rank_environment(1, binds=True, orders_kernels=True).keys() == names
