@@ -50,6 +50,7 @@ from megarl.engine import full_tensors  # noqa: E402
 from megarl.engine.drafter import ModelWithDrafter, with_drafter  # noqa: E402
 from megarl.engine.executor import CommandChannel, LeaderExecutor, serve, start_worker  # noqa: E402
 from megarl.engine.retained_tokens import RetainedTokenRecorder, recordable, retained_sets  # noqa: E402
+from megarl.engine.scheduler import RecordingScheduler, SampledTokens  # noqa: E402
 from megarl.engine.vllm_arguments import (  # noqa: E402
     REASON_LENGTH,
     engine_arguments,
@@ -82,6 +83,8 @@ class _Running:
 
     internal_id: str
     """Id of the request inside vLLM."""
+    sampled: SampledTokens
+    """The tokens sampled so far, and their log-probs."""
     versions: list[tuple[int, int]]
     """For each weight version that sampled tokens of the completion, in order: (index of its first token, weight
     version).
@@ -201,6 +204,7 @@ class RolloutEngine:
                 finalizer.detach()
             core = client.engine_core
             self._executor: LeaderExecutor = core.model_executor
+            self._scheduler: RecordingScheduler = core.scheduler
             self._executor.kv_usage = core.scheduler.get_kv_cache_usage
             # vLLM calls this for every verification of drafts, and would count only with its own statistics on.
             core.scheduler.make_spec_decoding_stats = self._executor.drafts.count
@@ -248,7 +252,7 @@ class RolloutEngine:
         """Return the number of sampled tokens of each unfinished request, by id; empty on ranks other than the
         leader.
         """
-        return {name: len(self._tokens_so_far(running)) for name, running in self._running.items()}
+        return {name: len(running.sampled.token_ids) for name, running in self._running.items()}
 
     def prompt_logprobs(self, token_ids: NDArray[np.int64]) -> NDArray[np.float32] | None:
         """Return the log-probs of a prompt's tokens at temperature 1; None on ranks other than the leader.
@@ -325,7 +329,7 @@ class RolloutEngine:
         # Later requests use another cache salt, so they do not reuse blocks computed with old weights.
         for running in self._running.values():
             if self._has_computed_tokens(running):
-                running.versions.append((len(self._tokens_so_far(running)), self.weight_version))
+                running.versions.append((len(running.sampled.token_ids), self.weight_version))
             else:
                 running.versions[:] = [(0, self.weight_version)]
 
@@ -428,11 +432,14 @@ class RolloutEngine:
         prompt: Any = {"type": "token", "prompt_token_ids": token_ids.tolist()}
         # vLLM samples at least one token per request; this one is discarded.
         parameters = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
-        engine.add_request("prompt_logprobs", prompt, self._with_masks(parameters), lora_request=self._lora_request())
+        internal_id = engine.add_request(
+            "prompt_logprobs", prompt, self._with_masks(parameters), lora_request=self._lora_request()
+        )
         outputs: list[Any] = []
         while engine.has_unfinished_requests():
             outputs += engine.step()
         outputs += self._finish_started_steps(engine)
+        del self._scheduler.sampled[internal_id]
         engine.reset_prefix_cache()
         [output] = outputs
         _, *others = output.prompt_logprobs
@@ -453,7 +460,8 @@ class RolloutEngine:
             )
         except VLLMClientError as error:
             return [_refused(request.request_id, re.sub(r"\s+", " ", str(error)))]
-        self._running[request.request_id] = _Running(internal_id, [(0, self.weight_version)])
+        sampled = self._scheduler.sampled[internal_id]
+        self._running[request.request_id] = _Running(internal_id, sampled, [(0, self.weight_version)])
         if request.num_retained and request.sampling.stop:
             _continue_text(engine, internal_id, request.prompt_token_ids[-request.num_retained :].tolist())
         return []
@@ -468,28 +476,29 @@ class RolloutEngine:
         return recordable(parameters, self._vocab_size) if self._has_masks else parameters
 
     def _finish(self, output: Any) -> Completion:
-        (sampled,) = output.outputs
-        versions = self._running.pop(output.request_id).versions
-        masks = sampled.sampling_mask.token_ids if sampled.sampling_mask else ()
-        kept = retained_sets(sampled.token_ids, masks, self._vocab_size)
-        done = _completion(
-            output.request_id, sampled.token_ids, sampled.logprobs, sampled.finish_reason, versions, kept
-        )
+        # vLLM's output lacks the tokens that the scheduler recorded.
+        (end,) = output.outputs
+        running = self._running.pop(output.request_id)
+        del self._scheduler.sampled[running.internal_id]
+        masks = end.sampling_mask.token_ids if end.sampling_mask else ()
+        kept = retained_sets(running.sampled.token_ids, masks, self._vocab_size)
+        done = _completion(output.request_id, running, end.finish_reason, kept)
         done = dataclasses.replace(done, num_cached=output.num_cached_tokens or 0)
-        if sampled.routed_experts is None or self._keep_experts is None:
+        if end.routed_experts is None or self._keep_experts is None:
             return done
-        experts = sampled.routed_experts
+        experts = end.routed_experts
         return dataclasses.replace(done, routed_experts=self._keep_experts(experts), expert_digests=digests(experts))
 
     def _abort(self, engine: LLMEngine, request_id: str) -> Completion:
         running = self._running.pop(request_id)
         internal_id = running.internal_id
-        # vLLM 0.30 returns no output for an aborted request. Its tokens so far are in its output state.
+        # vLLM 0.30 returns no output for an aborted request. Its sampling masks so far are in its output state.
         state: Any = engine.output_processor.request_states[internal_id]
-        token_ids, logprobs = list(self._tokens_so_far(running)), state.logprobs_processor.logprobs
-        kept = retained_sets(token_ids, [chunk.token_ids for chunk in state.sampling_mask_chunks], self._vocab_size)
+        masks = [chunk.token_ids for chunk in state.sampling_mask_chunks]
         engine.abort_request([internal_id], internal=True)
-        return _completion(request_id, token_ids, logprobs, "abort", running.versions, kept)
+        del self._scheduler.sampled[internal_id]
+        kept = retained_sets(running.sampled.token_ids, masks, self._vocab_size)
+        return _completion(request_id, running, "abort", kept)
 
     @property
     def _cache_salt(self) -> str:
@@ -510,11 +519,6 @@ class RolloutEngine:
         request.block_hashes.clear()
         request.update_block_hashes()
         return False
-
-    def _tokens_so_far(self, running: _Running) -> Sequence[int]:
-        assert self._engine is not None
-        state: Any = self._engine.output_processor.request_states[running.internal_id]
-        return state.detokenizer.output_token_ids
 
 
 @contextmanager
@@ -590,23 +594,16 @@ def _refused(request_id: str, reason: str) -> Completion:
     return Completion(request_id, token_ids, nothing, "error", versions, error=reason[:REASON_LENGTH])
 
 
-def _completion(
-    request_id: str,
-    token_ids: Sequence[int],
-    logprobs: Any,
-    finish_reason: str | None,
-    versions: Sequence[tuple[int, int]],
-    kept: RetainedSets | None,
-) -> Completion:
+def _completion(request_id: str, running: _Running, finish_reason: str | None, kept: RetainedSets | None) -> Completion:
+    sampled = running.sampled
     # Each version overwrites the rest of the completion, from its first token on.
-    weight_versions = np.empty(len(token_ids), np.int32)
-    for start, version in versions:
+    weight_versions = np.empty(len(sampled.token_ids), np.int32)
+    for start, version in running.versions:
         weight_versions[start:] = version
-    # Without alternatives, vLLM's flat log-probs hold one entry per token: the sampled token's.
     return Completion(
         request_id=request_id,
-        token_ids=np.asarray(token_ids, dtype=np.int64),
-        rollout_logprobs=np.asarray(logprobs.logprobs, dtype=np.float32),
+        token_ids=np.asarray(sampled.token_ids, dtype=np.int64),
+        rollout_logprobs=np.asarray(sampled.logprobs, dtype=np.float32),
         finish_reason=cast(FinishReason, finish_reason),
         weight_versions=weight_versions,
         retained_sets=kept,

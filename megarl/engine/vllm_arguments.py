@@ -32,6 +32,7 @@ from vllm.sampling_params import RequestOutputKind  # noqa: E402
 from vllm.usage.usage_lib import UsageContext  # noqa: E402
 
 from megarl.engine.executor import LeaderExecutor  # noqa: E402
+from megarl.engine.scheduler import RecordingAsyncScheduler, RecordingScheduler  # noqa: E402
 
 VLLM_QUANTIZATION = {"fp8": "fp8_per_block", "fp8_per_channel": "fp8_per_channel"}
 """Values of vLLM's setting `quantization`, by the value of `rollout.quantization`. vLLM quantises the weights when it
@@ -211,9 +212,11 @@ def engine_config(arguments: EngineArgs, config: RolloutConfig) -> Any:
     elif config.sampling.is_truncated and is_ahead and config.async_scheduling is None:
         # Steps started ahead gain nothing with `RetainedTokenRecorder` (see its `complete`).
         changes["async_scheduling"] = False
-    if not changes:
-        return found
-    return dataclasses.replace(arguments, **cast(Any, changes)).create_engine_config(UsageContext.LLM_CLASS)
+    if changes:
+        found = dataclasses.replace(arguments, **cast(Any, changes)).create_engine_config(UsageContext.LLM_CLASS)
+    is_ahead = found.scheduler_config.async_scheduling
+    found.scheduler_config.scheduler_cls = RecordingAsyncScheduler if is_ahead else RecordingScheduler
+    return found
 
 
 def _cache_size(config: RolloutConfig) -> dict[str, Any]:

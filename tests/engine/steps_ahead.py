@@ -84,3 +84,66 @@ def recorded_steps(engine: Any) -> Iterator[list[tuple[str, int]]]:
 
         with patch.object(scheduler, "schedule", counted):
             yield events
+
+
+@contextmanager
+def recorded_schedules(scheduler: Any) -> Iterator[dict[str, Any]]:
+    """Record what an engine's scheduler decides: `steps`, each as plain values without vLLM's random ids.
+
+    The numbers of free and of cached blocks follow after each of its calls. `num_short` counts the steps scheduled by
+    the short path, `num_outputs` the outputs for vLLM's output processor.
+    """
+    result: dict[str, Any] = {"steps": [], "num_short": 0, "num_outputs": 0}
+    schedule, schedule_short, update = scheduler.schedule, scheduler._schedule_decoding, scheduler.update_from_output
+    pool = scheduler.kv_cache_manager.block_pool
+
+    def record_blocks() -> None:
+        result["steps"].append((pool.get_num_free_blocks(), len(pool.cached_block_hash_to_block)))
+
+    def recorded(*args: Any) -> Any:
+        output = schedule(*args)
+        result["steps"].append(_as_values(output))
+        record_blocks()
+        return output
+
+    def recorded_short(*args: Any) -> Any:
+        result["num_short"] += 1
+        return schedule_short(*args)
+
+    def recorded_update(*args: Any) -> Any:
+        outputs = update(*args)
+        result["num_outputs"] += sum(len(one.outputs) for one in outputs.values())
+        record_blocks()
+        return outputs
+
+    with (
+        patch.object(scheduler, "schedule", recorded),
+        patch.object(scheduler, "_schedule_decoding", recorded_short),
+        patch.object(scheduler, "update_from_output", recorded_update),
+    ):
+        yield result
+
+
+def _as_values(output: Any) -> dict[str, Any]:
+    """Return the fields of a step's SchedulerOutput, with blocks as their numbers per request."""
+
+    def plain(value: Any) -> Any:
+        match value:
+            case str():
+                return value.rpartition("-")[0] or value
+            case dict():
+                return {plain(key): plain(item) for key, item in value.items()}
+            case set():
+                return {plain(item) for item in value}
+            case list() | tuple():
+                return [plain(item) for item in value]
+            case _:
+                return value
+
+    fields = {**vars(output), **vars(output.scheduled_cached_reqs)}
+    num_blocks = [
+        None if blocks is None else [len(group) for group in blocks] for blocks in fields.pop("new_block_ids")
+    ]
+    new = [(plain(data.req_id), data.num_computed_tokens) for data in fields.pop("scheduled_new_reqs")]
+    del fields["scheduled_cached_reqs"]
+    return {name: plain(value) for name, value in fields.items()} | {"num_blocks": num_blocks, "new": new}

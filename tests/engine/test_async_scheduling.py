@@ -18,7 +18,7 @@ from megarl.config import RolloutConfig, SamplingConfig
 from megarl.testing import RankPool
 from megarl.tracking.metrics import values
 from megarl.types import Completion, ConfigError, ExpertsHandle, Request, SamplingSettings
-from tests.engine.steps_ahead import recorded_steps, scheduled_ahead
+from tests.engine.steps_ahead import recorded_schedules, recorded_steps, scheduled_ahead
 
 LAYOUTS = [pytest.param(1, 1, id="tp1"), pytest.param(2, 2, id="tp2")]
 NEW_TOKENS = 12
@@ -247,15 +247,73 @@ def little_room(model_path: str) -> list[tuple[dict[str, Completion], float]]:
             done = bench.run(
                 [r for tag in "sp" for r in requests(tag, SamplingSettings(50, SAMPLINGS[tag].temperature))]
             )
-            found.append((done, values(bench.engine.metrics())["perf/preemptions"]))
+            num_preempted = values(bench.engine.metrics())["perf/preemptions"]
+            found.append((done, num_preempted, *(sample_in_short_steps(bench, is_on=is_on) for is_on in (False, True))))
             bench.engine.close()
     return found
 
 
-def test_a_request_that_lost_its_place_goes_on_as_it_was(model_path, ranks) -> None:
-    [((plain, _), (ahead, num_preempted))] = ranks.run(little_room, model_path, world_size=1)
+def sample_in_short_steps(bench: Bench, *, is_on: bool) -> dict[str, Any]:
+    """Sample with or without the short paths of megarl's scheduler.
+
+    Requests come late, end by stop tokens, stop strings and limits, are aborted and are preempted.
+    """
+    scheduler = bench.engine._scheduler
+    scheduler._has_short_updates = scheduler._has_short_schedules = is_on
+    bench.engine.reset_prefix_cache()
+    ends = SamplingSettings(50, 1.0, stop_token_ids=tuple(range(300, 312)))
+    groups = {
+        "s": SamplingSettings(50, 0.7),
+        "l": SamplingSettings(54, 1.3),
+        "e": ends,
+        "t": SamplingSettings(40, 1.0, stop=("e",)),
+        "p": SamplingSettings(9, 0.7, repetition_penalty=1.5),
+    }
+    with recorded_schedules(scheduler) as result:
+        completions = bench.run(requests("first", groups["s"])[:1], budget=0.0)
+        for tag, sampling in groups.items():
+            completions |= bench.run(requests(tag, sampling), budget=0.0)
+        completions |= bench.run(aborts=["s1", "e0"], leave_after=3)
+        completions |= bench.run(requests("late", groups["l"]))
+    assert not scheduler.sampled, "all records are removed"
+    # They ended before this workload.
+    del result["steps"][0]["finished_req_ids"]
+    return {**result, "completions": completions, "preempted": values(bench.engine.metrics())["perf/preemptions"]}
+
+
+@pytest.fixture(scope="module")
+def with_little_room(model_path: str, ranks: RankPool) -> list[Any]:
+    return ranks.run(little_room, model_path, world_size=1)[0]
+
+
+def test_a_request_that_lost_its_place_goes_on_as_it_was(with_little_room) -> None:
+    (plain, *_), (ahead, num_preempted, *_) = with_little_room
     assert num_preempted > 0
     same(plain, ahead)
+
+
+@pytest.mark.parametrize("is_ahead", [False, True], ids=["sync", "ahead"])
+def test_short_paths_of_the_scheduler_change_nothing(is_ahead, with_little_room) -> None:
+    _, _, whole, short = with_little_room[is_ahead]
+    assert len(whole["steps"]) == len(short["steps"])
+    for one, other in zip(whole["steps"], short["steps"], strict=True):
+        assert one == other
+    assert whole["completions"].keys() == short["completions"].keys()
+    for name, done in whole["completions"].items():
+        found = short["completions"][name]
+        assert found.token_ids.tolist() == done.token_ids.tolist(), name
+        assert found.rollout_logprobs.tolist() == done.rollout_logprobs.tolist(), name
+        assert (found.finish_reason, found.num_cached) == (done.finish_reason, done.num_cached)
+        assert len(found.rollout_logprobs) == len(found.token_ids) > 0
+    # Every way to end occurs, and most steps are short.
+    reasons = {done.finish_reason for done in short["completions"].values()}
+    assert reasons == {"stop", "length", "abort"}
+    assert short["preempted"] > 0
+    assert whole["num_short"] == 0
+    # A step has three entries: its plan, and the blocks before and after its output.
+    whole_steps = len(whole["steps"]) / 3
+    assert 3 * short["num_short"] > whole_steps
+    assert whole["num_outputs"] > 2 * short["num_outputs"]
 
 
 def by_default(model_path: str) -> list[bool | str]:

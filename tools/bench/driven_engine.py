@@ -128,10 +128,14 @@ class MeasuredEngine:
 
         following = {one.request_id: two for chain in chains for one, two in itertools.pairwise(chain)}
         found: dict[str, list[int]] = {}
+        scheduler = self._own._scheduler
+        internal_ids: dict[str, str] = {}
 
         def add(request: Request) -> None:
             prompt = {"type": "token", "prompt_token_ids": request.prompt_token_ids.tolist()}
-            self._engine.add_request(request.request_id, prompt, sampling_params(request))
+            internal_ids[request.request_id] = self._engine.add_request(
+                request.request_id, prompt, sampling_params(request)
+            )
 
         self._first = time.monotonic()
         with preserved_random_state():
@@ -139,7 +143,7 @@ class MeasuredEngine:
                 add(first)
             while self._engine.has_unfinished_requests():
                 for output in self._engine.step():
-                    found[output.request_id] = list(output.outputs[0].token_ids)
+                    found[output.request_id] = scheduler.sampled.pop(internal_ids[output.request_id]).token_ids
                     if output.request_id in following:
                         add(following[output.request_id])
             # What asynchronous scheduling has begun ahead: the driven engine reads it too.

@@ -1,0 +1,270 @@
+"""vLLM's schedulers with short paths for decode steps, and the record of every sampled token and its log-prob.
+
+In most steps all requests decode one token, and nothing starts, ends or is preempted. vLLM 0.30 handles each request of
+such a step by the code for every case, and builds an output object per token. megarl needs a completion only when it
+ends. So these schedulers append token and log-prob to a record per request, and tell vLLM's output processor of a
+request's first and last token only. All other steps and requests take vLLM's own code, with the same results.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any, cast
+
+from vllm import __version__ as vllm_version
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+HAS_SHORT_PATHS = vllm_version.startswith("0.30.")
+"""Whether the short paths below are those of the installed vLLM. They repeat code of 0.30, so other versions take their
+own code."""
+
+
+class SampledTokens:
+    """The tokens that a request has sampled so far, with their log-probs."""
+
+    __slots__ = ("all_token_ids", "ends", "is_plain", "limit", "logprobs", "request", "token_ids")
+
+    def __init__(self, request: Request, max_model_len: int) -> None:
+        sampling = request.sampling_params
+        assert sampling is not None
+        self.request = request
+        self.token_ids: list[int] = request._output_token_ids
+        """The sampled tokens [new_tokens]. vLLM's own list: it grows while the request runs."""
+        self.all_token_ids: list[int] = request._all_token_ids
+        self.logprobs: list[float] = []
+        """Log-prob of each sampled token [new_tokens]; empty if the request does not ask for log-probs."""
+        self.ends = frozenset({*(sampling.stop_token_ids or ()), sampling.eos_token_id})
+        self.limit = min(request.max_tokens, max_model_len - request.num_prompt_tokens)
+        """Number of sampled tokens at which the request ends."""
+        self.is_plain = (
+            sampling.num_logprobs == 0
+            and sampling.prompt_logprobs is None
+            # vLLM's output processor needs each token to find stop strings.
+            and not sampling.stop
+            and sampling.repetition_detection is None
+            and not request.use_structured_output
+            and not request.has_encoder_inputs
+        )
+        """Whether only stop tokens and limits end this request, so that the short path can decide that it continues."""
+
+
+class RecordingScheduler(Scheduler):
+    """A scheduler that keeps `sampled`: the tokens of each request by its id inside vLLM.
+
+    The engine removes a request's entry when it has read it.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.sampled: dict[str, SampledTokens] = {}
+        self._has_short_updates = (
+            HAS_SHORT_PATHS
+            and self.vllm_config.speculative_config is None
+            and self.connector is None
+            and self.ec_connector is None
+            and self.num_sampled_tokens_per_step == 1
+            and not self.use_pp
+        )
+        cache = self.kv_cache_manager
+        self._block_size = cache.block_pool.hash_block_size
+        # A decode step of such a cache changes blocks at their borders only. Other attention frees blocks in between.
+        self._is_full_attention = all(
+            type(manager) is FullAttentionManager and manager.block_size == self._block_size
+            for manager in cache.coordinator.single_type_managers
+        )
+        self._has_short_schedules = self._has_short_updates and self._is_full_attention
+
+    def add_request(self, request: Request) -> None:
+        super().add_request(request)
+        if request.sampling_params is not None:
+            self.sampled[request.request_id] = SampledTokens(request, self.max_model_len)
+            # vLLM 0.30 searches this list for every sampled token.
+            cast(Any, request.sampling_params).stop_token_ids = _as_set(
+                tuple(request.sampling_params.stop_token_ids or ())
+            )
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        decoding = self._decoding_requests() if self._has_short_schedules and not throttle_prefills else []
+        return self._schedule_decoding(decoding) if decoding else super().schedule(throttle_prefills)
+
+    def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> Any:
+        num_scheduled = self._continue_requests(scheduler_output, model_runner_output)
+        records = {name: self.sampled[name] for name in num_scheduled if name in self.sampled}
+        num_before = {name: len(sampled.token_ids) for name, sampled in records.items()}
+        # vLLM handles the remaining requests. It must not collect the log-probs that are recorded below.
+        plan, output = copy.copy(scheduler_output), copy.copy(model_runner_output)
+        plan.num_scheduled_tokens, output.logprobs = num_scheduled, None
+        core_outputs = super().update_from_output(plan, output)
+        if (logprobs := model_runner_output.logprobs) is not None:
+            for name, sampled in records.items():
+                num_new = len(sampled.token_ids) - num_before[name]
+                if num_new and cast(Any, sampled.request.sampling_params).num_logprobs is not None:
+                    row = model_runner_output.req_id_to_index[name]
+                    # vLLM's first column is the sampled token.
+                    sampled.logprobs += logprobs.slice_request(row, num_new).logprobs[:, 0].tolist()
+        return core_outputs
+
+    def _decoding_requests(self) -> list[Request]:
+        """Return the running requests that decode one token in this step; an empty list if the step is another one.
+
+        Changes nothing, so vLLM's `schedule` can take over.
+        """
+        has_free_slot = len(self.running) + self.num_waiting_for_streaming_input < self.max_num_running_reqs
+        budget = min(self.max_num_scheduled_tokens, self.scheduler_config.max_num_batched_tokens)
+        if (
+            self._pause_state != PauseState.UNPAUSED
+            or ((self.waiting or self.skipped_waiting) and has_free_slot)
+            or len(self.running) > budget
+        ):
+            return []
+        decoding: list[Request] = []
+        num_new_blocks, last_position = 0, self.max_model_len - 1
+        for request in self.running:
+            num_ahead, num_computed = request.num_output_placeholders, request.num_computed_tokens
+            if num_ahead > 0 and num_computed + 2 - num_ahead >= request.num_prompt_tokens + request.max_tokens:
+                # The steps started ahead reach the limit of the request.
+                continue
+            if (
+                len(request._all_token_ids) + num_ahead - num_computed != 1
+                or num_computed >= last_position
+                or request.spec_token_ids
+                or request.mm_features
+                or request.next_decode_eligible_step > self.current_step + 1
+            ):
+                return []
+            decoding.append(request)
+            num_new_blocks += num_computed % self._block_size == 0
+        cache = self.kv_cache_manager
+        num_groups = len(cache.coordinator.single_type_managers)
+        return [] if num_new_blocks * num_groups > cache.block_pool.get_num_free_blocks() else decoding
+
+    def _schedule_decoding(self, decoding: list[Request]) -> SchedulerOutput:
+        """Schedule one token of each of these requests. The result and changes are those of vLLM's `schedule`."""
+        self.current_step += 1
+        cache, block_size = self.kv_cache_manager, self._block_size
+        cache.new_step_starts()
+        names = [request.request_id for request in decoding]
+        num_computed_tokens = [request.num_computed_tokens for request in decoding]
+        new_block_ids: list[tuple[list[int], ...] | None] = [None] * len(decoding)
+        for index, num_computed in enumerate(num_computed_tokens):
+            # A block is needed for the first token in it, and complete with the last one.
+            if num_computed % block_size == 0 or (num_computed + 1) % block_size == 0:
+                blocks = cache.allocate_slots(decoding[index], 1, num_lookahead_tokens=self.num_lookahead_tokens)
+                assert blocks is not None, "the free blocks were counted"
+                new_block_ids[index] = blocks.get_block_ids(allow_none=True)
+        num_scheduled_tokens = dict.fromkeys(names, 1)
+        all_token_ids: dict[str, list[int]] = {}
+        if not self.use_v2_model_runner:
+            earlier = self.prev_step_scheduled_req_ids
+            all_token_ids = {
+                request.request_id: request.all_token_ids.copy()
+                for request in decoding
+                if request.request_id not in earlier
+            }
+            earlier.clear()
+            earlier.update(names)
+        self.prefill_capacity_bound = bool(self.waiting)
+        copies, retained_blocks = cache.take_kv_cache_block_copies()
+        assert not copies and not retained_blocks, "only a cache hit of a new request copies a block"
+        cache.take_boundary_state_offloads()
+        output = SchedulerOutput(
+            scheduled_new_reqs=[],
+            scheduled_cached_reqs=CachedRequestData(
+                req_ids=names,
+                resumed_req_ids=set(),
+                new_token_ids=[],
+                all_token_ids=all_token_ids,
+                new_block_ids=new_block_ids,
+                num_computed_tokens=num_computed_tokens,
+                num_output_tokens=[
+                    len(request._output_token_ids) + request.num_output_placeholders for request in decoding
+                ],
+            ),
+            num_scheduled_tokens=num_scheduled_tokens,
+            total_num_scheduled_tokens=len(decoding),
+            scheduled_spec_decode_tokens={},
+            scheduled_encoder_inputs={},
+            num_common_prefix_blocks=cache.get_num_common_prefix_blocks(self.running[0].request_id),
+            finished_req_ids=self.finished_req_ids,
+            free_encoder_mm_hashes=self.encoder_cache_manager.get_freed_mm_hashes(),
+            preempted_req_ids=self.reset_preempted_req_ids,
+            new_block_ids_to_zero=self._get_new_block_ids_to_zero(),
+            num_spec_tokens_to_schedule=self.num_spec_tokens,
+            ec_manager_metadata=self.encoder_cache_manager.get_manager_metadata(),
+        )
+        if self.defer_block_free:
+            self.sched_step_seq += 1
+        self._update_after_schedule(output)
+        return output
+
+    def _continue_requests(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[str, int]:
+        """Record the tokens of requests that decoded one token and continue.
+
+        Return the number of scheduled tokens of each remaining request, for vLLM's `update_from_output`.
+        """
+        scheduled, logprobs = scheduler_output.num_scheduled_tokens, model_runner_output.logprobs
+        if (
+            not self._has_short_updates
+            # Sampling masks and routed experts of each token go through vLLM's output processor.
+            or self.return_sampling_mask
+            or self.enable_return_routed_experts
+            or logprobs is None
+            or logprobs.cu_num_generated_tokens is not None
+            or model_runner_output.num_nans_in_logits
+            or model_runner_output.kv_connector_output is not None
+            or not model_runner_output.sampled_token_ids
+        ):
+            return scheduled
+        remaining: dict[str, int] = {}
+        token_ids, rows = model_runner_output.sampled_token_ids, model_runner_output.req_id_to_index
+        values = logprobs.logprobs[:, 0].tolist()
+        records, block_size, is_ahead = self.sampled, self._block_size, isinstance(self, AsyncScheduler)
+        running = RequestStatus.RUNNING
+        for name, num_tokens in scheduled.items():
+            sampled = records.get(name)
+            if sampled is None or not sampled.is_plain or num_tokens != 1:
+                remaining[name] = num_tokens
+                continue
+            request, row = sampled.request, rows[name]
+            new = token_ids[row]
+            if (
+                len(new) != 1
+                or new[0] in sampled.ends
+                or len(sampled.token_ids) + 1 >= sampled.limit
+                # Its first token reports the prefix cache's hits.
+                or request.prefill_stats is not None
+                or request.num_stale_output_tokens
+                or request.status is not running
+            ):
+                remaining[name] = num_tokens
+                continue
+            request.num_in_flight_tokens -= 1
+            sampled.token_ids.append(new[0])
+            sampled.all_token_ids.append(new[0])
+            sampled.logprobs.append(values[row])
+            if len(sampled.all_token_ids) % block_size == 0:
+                request.update_block_hashes()
+            if is_ahead:
+                request.num_output_placeholders -= 1
+                num_known = request.num_computed_tokens - request.num_output_placeholders
+                if num_known % block_size == 0 or not self._is_full_attention:
+                    self.kv_cache_manager.cache_blocks(request, num_known)
+        return remaining
+
+
+class RecordingAsyncScheduler(RecordingScheduler, AsyncScheduler):
+    """`RecordingScheduler` for asynchronous scheduling."""
+
+
+@functools.lru_cache(maxsize=64)
+def _as_set(token_ids: tuple[int, ...]) -> frozenset[int]:
+    return frozenset(token_ids)
