@@ -57,7 +57,7 @@ def refuse_endless_rules(definition: Mapping[str, Any], path: Path) -> None:
 
     unknown = {"type": "WordLevel", "vocab": {"?": 0}, "unk_token": "?"}
     rules = json.dumps({**definition, "model": unknown, "truncation": None, "padding": None})
-    texts = probe_texts(definition)
+    texts = make_probe_texts(definition)
     # A compiled table of replacements may lead anywhere for a single character.
     if '"Precompiled"' in rules:
         texts.append(" ".join(map(chr, range(_SURROGATES.start))))
@@ -66,36 +66,36 @@ def refuse_endless_rules(definition: Mapping[str, Any], path: Path) -> None:
 
 def refuse_endless_encoding(tokenizer: Tokenizer, definition: Mapping[str, Any], path: Path) -> None:
     """Raise DataError if a tokenizer fails on probe texts, exceeds the limits, or makes too many tokens of a text."""
-    _refuse_fault(path, partial(_count_tokens, tokenizer, probe_texts(definition)))
+    _refuse_fault(path, partial(_count_tokens, tokenizer, make_probe_texts(definition)))
 
 
-def probe_texts(definition: Mapping[str, Any]) -> list[str]:
+def make_probe_texts(definition: Mapping[str, Any]) -> list[str]:
     """Return the texts on which a tokenizer.json is tried: sentences, and runs of what its patterns look for."""
-    units = {**dict.fromkeys(_CHARACTERS), **dict.fromkeys(_units_of(definition))}
+    units = {**dict.fromkeys(_CHARACTERS), **dict.fromkeys(_list_units(definition))}
     runs = ((unit * (_RUN_LENGTH // len(unit)) + end) for unit in units for end in _RUN_ENDS)
     return [*_SENTENCES, *_CHARACTERS, "".join(runs)]
 
 
-def _units_of(definition: Mapping[str, Any]) -> list[str]:
+def _list_units(definition: Mapping[str, Any]) -> list[str]:
     """Return the characters and words in the patterns and replacements of a tokenizer.json."""
     units: dict[str, None] = {}
     for part in ("normalizer", "pre_tokenizer", "decoder"):
-        for text in _patterns_of(definition.get(part)):
-            literal = _ESCAPE.sub(_character_of, text)
+        for text in _iterate_patterns(definition.get(part)):
+            literal = _ESCAPE.sub(_decode_escape, text)
             units |= dict.fromkeys([*_WORD.findall(literal), *literal])
     return list(units)[:_MAX_UNITS]
 
 
-def _patterns_of(rule: Any) -> Iterator[str]:
+def _iterate_patterns(rule: Any) -> Iterator[str]:
     for name, value in rule.items() if isinstance(rule, Mapping) else ():
         if name in ("pattern", "content", "prepend", "String", "Regex") and isinstance(value, str):
             yield value[: 10 * _MAX_UNITS]
         elif name != "precompiled_charsmap":
             for inner in value if isinstance(value, list) else [value]:
-                yield from _patterns_of(inner)
+                yield from _iterate_patterns(inner)
 
 
-def _character_of(escape: re.Match[str]) -> str:
+def _decode_escape(escape: re.Match[str]) -> str:
     """Return the character that an escape of a regular expression means. A class of characters is left out."""
     number = escape[1] or escape[2] or escape[3]
     if number:

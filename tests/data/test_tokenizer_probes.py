@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from megarl.data import tokenizer_probes
 from megarl.data.chat import load_tokenizer
-from megarl.data.tokenizer_probes import probe_texts, refuse_endless_encoding, refuse_endless_rules
+from megarl.data.tokenizer_probes import make_probe_texts, refuse_endless_encoding, refuse_endless_rules
 from megarl.types import DataError
 
 PATH = Path("folder/tokenizer.json")
@@ -66,7 +66,7 @@ def test_rules_that_take_too_long_are_refused(monkeypatch: pytest.MonkeyPatch) -
 def test_added_tokens_apply_the_rules_as_the_file_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     token = {"id": 1, "content": "a" * 30 + "c", "special": False, "normalized": True}
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
-    monkeypatch.setattr(tokenizer_probes, "probe_texts", lambda definition: [])
+    monkeypatch.setattr(tokenizer_probes, "make_probe_texts", lambda definition: [])
     refuse_endless_rules(rules(normalizer=replace("(a|a)+$b")), PATH)
     with pytest.raises(DataError, match="fails"):
         refuse_endless_rules(rules(normalizer=replace("(a|a)+$b"), added_tokens=[token | flags]), PATH)
@@ -99,7 +99,7 @@ PUBLISHED = (
 
 
 @pytest.mark.parametrize("pattern", PUBLISHED)
-def test_patterns_of_published_tokenizers_are_accepted(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_iterate_patterns_published_tokenizers_are_accepted(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer_probes, "PROBE_SECONDS", 1.0)
     backend = Backend(WordLevel({"?": 0}, unk_token="?"))
     backend.pre_tokenizer = Sequence([Split(Regex(pattern), "isolated"), ByteLevel(False, use_regex=False)])
@@ -109,7 +109,7 @@ def test_patterns_of_published_tokenizers_are_accepted(pattern: str, monkeypatch
 
 
 def test_probes_repeat_what_the_patterns_look_for() -> None:
-    probes = probe_texts({"normalizer": {"type": "Sequence", "normalizers": [replace(r"\u00f0z{3}(foo)", "q")]}})
+    probes = make_probe_texts({"normalizer": {"type": "Sequence", "normalizers": [replace(r"\u00f0z{3}(foo)", "q")]}})
     assert all(unit * 30 in probes[-1] for unit in ("\u00f0", "foo", "q", "}", "3"))
 
 
