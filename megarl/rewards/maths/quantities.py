@@ -10,39 +10,27 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from fractions import Fraction
 
+from megarl.rewards.maths.numbers import (
+    ANY_SEPARATOR,
+    MAX_DIGITS,
+    NotMathematicsError,
+    power_of_ten,
+    read_number,
+)
 from megarl.rewards.maths.spelling import plain_text
 from megarl.rewards.maths.units import FRACTION_WORDS, MULTIPLES, Unit, read_unit, unit_named
 
-MAX_DIGITS = 1000
-"""Maximum digits of a number, and maximum exponent of its power of ten."""
-
-_SEPARATOR = r"(?:,\\!|,|\{,\}|\\!|\\,|\\ | |~)"
-_DIGITS = rf"(?:[1-9][0-9]{{0,2}}(?:{_SEPARATOR}[0-9]{{3}})+(?!{_SEPARATOR}?[0-9])|[0-9]+)"
-_DECIMAL = rf"(?:{_DIGITS}(?:\.[0-9]*)?|\.[0-9]+)"
-_REPEATING = (
-    r"(?:[0-9]*\.[0-9]*\\(?:overline|bar|dot)\s*(?:\{\s*[0-9]+\s*\}|[0-9](?![0-9]))"
-    r"|[0-9]*\.[0-9]*?(?P<repeated>[0-9]{2,}?)(?P=repeated)+(?:\s*\\[lc]?dots|\.\.\.)"
-    r"|[0-9]*\.[0-9]*?(?P<digit>[0-9])(?P=digit){2,}(?:\s*\\[lc]?dots|\.\.\.))"
-)
 _POWER_OF_TEN = r"10\s*(?:\^|\*\*)\s*(?:\{\s*([+-]?[0-9]+)\s*\}|\(\s*([+-]?[0-9]+)\s*\)|([+-]?[0-9]+))"
-_DENOMINATOR = r"(?:0*[1-9][0-9]*)"
-_FRACTION = (
-    rf"(?:\\frac\s*\{{\s*(?P<n1>-?[0-9]+)\s*\}}\s*\{{\s*(?P<d1>{_DENOMINATOR})\s*\}}"
-    rf"|\\frac\s*(?P<n2>[0-9])\s*(?P<d2>[1-9])(?![0-9])|(?P<n3>[0-9]+)\s*/\s*(?P<d3>{_DENOMINATOR}))"
+_BARE_POWER_OF_TEN = re.compile(_POWER_OF_TEN)
+_TIMES_POWER_OF_TEN = re.compile(rf"\s*(?:\\times|\\cdot|\*|x)\s*{_POWER_OF_TEN}")
+_DENOMINATOR = r"0*[1-9][0-9]*"
+_LATEX_FRACTION = re.compile(
+    rf"\\frac\s*(?:\{{\s*(-?[0-9]+)\s*\}}\s*\{{\s*({_DENOMINATOR})\s*\}}|([0-9])\s*([1-9])(?![0-9]))"
 )
+_SLASHED_FRACTION = re.compile(rf"([0-9]+)\s*/\s*({_DENOMINATOR})")
+_SLASH = re.compile(r"\s*/\s*")
+_SPACES_OF_MIXED_NUMBER = re.compile(r"\s*(?=\\frac)|\s+")
 _SIGN = re.compile(r"\s*([+-]?)\s*")
-_NUMBERS = {
-    "repeating": re.compile(_REPEATING),
-    "mixed": re.compile(rf"(?P<whole>[0-9]+)(?:\s*(?=\\frac)|\s+){_FRACTION}"),
-    "fraction": re.compile(_FRACTION),
-    "ratio": re.compile(rf"(?P<over>{_DECIMAL})\s*/\s*(?P<under>{_DECIMAL})"),
-    "scientific": re.compile(
-        rf"(?P<mantissa>{_DECIMAL})(?:[eE](?P<exponent>[+-]?[0-9]+)|\s*(?:\\times|\\cdot|\*|x)\s*{_POWER_OF_TEN})"
-    ),
-    "power": re.compile(_POWER_OF_TEN),
-    "decimal": re.compile(_DECIMAL),
-}
-"""Regular expressions of an unsigned number in different notations. The longest match counts."""
 _NO_NUMBER_FOLLOWS = re.compile(r"\s*(?:[0-9.,!?^_'+*/|(){\[\]}:;=<>~-]|\\ldots|\\cdots|\\dots|$)")
 """Regular expression of text after a number showing it to be part of a formula."""
 _MULTIPLE = re.compile(rf"\s*(?:\\text\s*\{{\s*)?({'|'.join(MULTIPLES)})s?\b\s*\}}?")
@@ -87,9 +75,10 @@ def read_quantity(text: str, known: Collection[str] | None = None) -> Quantity |
     `known` lists words accepted as units in addition to the usual ones. None: any word is.
     """
     text, currency = without_currency(text)
-    number, end = _read_number(text)
-    if number is None:
+    number_and_end = _read_number(text)
+    if number_and_end is None:
         return None
+    number, end = number_and_end
     rest = text[end:]
     if not rest.strip():
         return Quantity(number, currency)
@@ -211,69 +200,60 @@ def without_currency(text: str) -> tuple[str, Unit | None]:
     return text, None
 
 
-def _read_number(text: str) -> tuple[Fraction | None, int]:
-    """Return the number at the start of a text, and the index after it. None: there is no number."""
+def _read_number(text: str) -> tuple[Fraction, int] | None:
+    """Return the number at the start of a text, and the position after it. None: there is no number."""
     sign = _SIGN.match(text)
     assert sign is not None
-    found = [(form, match) for form, pattern in _NUMBERS.items() if (match := pattern.match(text, sign.end()))]
-    if not found:
-        return None, 0
-    form, match = max(found, key=lambda each: each[1].end())
-    if match.end() - match.start() > MAX_DIGITS:
-        return None, 0
-    number = _value(form, match)
-    if number is None:
-        return None, 0
-    return (-number if sign[1] == "-" else number), match.end()
-
-
-def _value(form: str, match: re.Match[str]) -> Fraction | None:
-    if form == "decimal":
-        return _decimal(match[0])
-    if form == "fraction":
-        return _fraction(match)
-    if form == "mixed":
-        part = _fraction(match)
-        return int(match["whole"]) + part if 0 <= part < 1 else None
-    if form == "ratio":
-        under = _decimal(match["under"])
-        return _decimal(match["over"]) / under if under else None
-    if form == "repeating":
-        return _repeating(match)
-    *_, in_braces, in_brackets, bare = match.groups()
-    exponent = (match["exponent"] if form == "scientific" else None) or in_braces or in_brackets or bare
-    # 10**100000 would take too much memory and time.
-    if len(exponent) > 5 or abs(int(exponent)) > MAX_DIGITS:
+    try:
+        number = _read_unsigned_number(text, sign.end())
+    except NotMathematicsError:
         return None
-    mantissa = _decimal(match["mantissa"]) if form == "scientific" else Fraction(1)
-    return mantissa * Fraction(10) ** int(exponent)
+    if number is None or number[1] - sign.end() > MAX_DIGITS:
+        return None
+    value, end = number
+    return (-value if sign[1] == "-" else value), end
 
 
-def _decimal(text: str) -> Fraction:
-    return Fraction(re.sub(r"[^0-9.]", "", text).rstrip("."))
+def _read_unsigned_number(text: str, start: int) -> tuple[Fraction, int] | None:
+    """Read a fraction, a power of ten, a mixed number, a ratio, or a decimal with or without a power of ten."""
+    if fraction := _read_fraction(_LATEX_FRACTION, text, start):
+        return fraction
+    if power := _BARE_POWER_OF_TEN.match(text, start):
+        return _power_value(power), power.end()
+    number = read_number(text, start, ANY_SEPARATOR)
+    if number is None:
+        return None
+    value, end = number
+    if text[start:end].isdigit() and (mixed := _read_mixed_number(text, end)) is not None:
+        part, end = mixed
+        # 3 5/2 is not a mixed number, and reading it as a product would guess.
+        return (value + part, end) if 0 <= part < 1 else None
+    if times_power := _TIMES_POWER_OF_TEN.match(text, end):
+        return value * _power_value(times_power), times_power.end()
+    slash = _SLASH.match(text, end)
+    divisor = read_number(text, slash.end(), ANY_SEPARATOR) if slash else None
+    if divisor is None:
+        return value, end
+    return (value / divisor[0], divisor[1]) if divisor[0] else None
 
 
-def _fraction(match: re.Match[str]) -> Fraction:
-    for way in "123":
-        if match[f"n{way}"] is not None:
-            return Fraction(int(match[f"n{way}"]), int(match[f"d{way}"]))
-    raise AssertionError("the regular expression of a fraction matched without a numerator")
+def _read_mixed_number(text: str, position: int) -> tuple[Fraction, int] | None:
+    """Return the fraction of a mixed number like `3 1/2`, whose whole part ends at `position`. None: there is none."""
+    spaces = _SPACES_OF_MIXED_NUMBER.match(text, position)
+    if spaces is None:
+        return None
+    fraction = _read_fraction(_LATEX_FRACTION, text, spaces.end())
+    return fraction or _read_fraction(_SLASHED_FRACTION, text, spaces.end())
 
 
-def _repeating(match: re.Match[str]) -> Fraction:
-    r"""Return the value of a repeating decimal: `0.1\overline{6}` or `0.1666...`.
+def _read_fraction(pattern: re.Pattern[str], text: str, position: int) -> tuple[Fraction, int] | None:
+    match = pattern.match(text, position)
+    if match is None:
+        return None
+    over, under = (int(digits) for digits in match.groups() if digits is not None)
+    return Fraction(over, under), match.end()
 
-    Before `...` a digit must occur three times, or a group of digits twice.
-    """
-    if repeated := match["repeated"] or match["digit"]:
-        fixed = re.match(r"[0-9.]+", match[0].replace("...", ""))
-        assert fixed is not None
-        start = fixed[0]
-        while start.endswith(repeated):
-            start = start.removesuffix(repeated)
-    else:
-        start, _, ending = match[0].partition("\\")
-        repeated = re.sub(r"[^0-9]", "", ending)
-    whole, _, decimals = start.partition(".")
-    tail = Fraction(int(repeated), 10 ** len(repeated) - 1)
-    return (int(whole + decimals or "0") + tail) / Fraction(10) ** len(decimals)
+
+def _power_value(match: re.Match[str]) -> Fraction:
+    (exponent,) = (digits for digits in match.groups() if digits is not None)
+    return power_of_ten(exponent)

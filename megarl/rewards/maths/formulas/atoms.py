@@ -6,7 +6,7 @@ from fractions import Fraction
 
 from megarl.rewards.maths.formulas.commands import FUNCTIONS, MODULUS_COMMANDS, SERIES, Commands, fraction
 from megarl.rewards.maths.formulas.nodes import DEGREE, EMPTY_SET, INFINITY, Node, joined, number, symbol
-from megarl.rewards.maths.formulas.tokens import NotMathematicsError
+from megarl.rewards.maths.numbers import NotMathematicsError
 
 GREEK = frozenset(
     """

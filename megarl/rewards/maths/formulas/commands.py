@@ -6,7 +6,8 @@ from fractions import Fraction
 
 from megarl.rewards.maths.formulas.cursor import Cursor
 from megarl.rewards.maths.formulas.nodes import Node, joined, number, replaced, symbol
-from megarl.rewards.maths.formulas.tokens import FUNCTION_WORDS, NotMathematicsError, Token
+from megarl.rewards.maths.formulas.tokens import FUNCTION_WORDS, Token
+from megarl.rewards.maths.numbers import NotMathematicsError
 
 FUNCTIONS = FUNCTION_WORDS - {"sqrt", "mod"}
 MODULUS_COMMANDS = frozenset(("mod", "pmod", "bmod"))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from megarl.rewards.maths.formulas.nodes import Node
-from megarl.rewards.maths.formulas.tokens import NotMathematicsError, Token
+from megarl.rewards.maths.formulas.tokens import Token
+from megarl.rewards.maths.numbers import NotMathematicsError
 
 MAX_DEPTH = 60
 """Maximum depth of nested brackets and powers. A level takes about ten of Python's thousand stack frames."""

@@ -10,7 +10,8 @@ from megarl.rewards.maths.formulas.atoms import is_product
 from megarl.rewards.maths.formulas.commands import MODULUS_COMMANDS
 from megarl.rewards.maths.formulas.digit_groups import DigitGroups
 from megarl.rewards.maths.formulas.nodes import BLANK, Node, joined, negative, number, symbol
-from megarl.rewards.maths.formulas.tokens import NotMathematicsError, Token, tokenized
+from megarl.rewards.maths.formulas.tokens import Token, tokenized
+from megarl.rewards.maths.numbers import NotMathematicsError
 
 ReadUnit = Callable[[str, bool], tuple[bool, Any]]
 """Function returning whether a text is a unit, and the unit. Its second argument: whether a space precedes the text."""

@@ -6,13 +6,9 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-MAX_DIGITS = 1000
-"""Maximum digits of a number in a formula, and maximum exponent of its power of ten."""
+from megarl.rewards.maths.numbers import COMMA, NotMathematicsError, read_based_number, read_number
+
 MAX_TOKENS = 600
-
-
-class NotMathematicsError(ValueError):
-    """Raised for a text that is not a formula known to the parser, or exceeds the limits of size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,30 +36,6 @@ FUNCTION_WORDS = frozenset(
 )
 """Function names like sin and log. Answers may write them without a backslash."""
 _CONSTANT_WORDS = {"pi": "pi", "infinity": "infty", "inf": "infty", "oo": "infty", "theta": "theta"}
-_GROUPED = r"[1-9]\d{0,2}(?:,\d{3})+(?![\d,])"
-_PLAIN = r"\d+"
-_REPEATING = re.compile(
-    r"(?P<fixed>\d*\.\d*)(?:\\overline|\\bar|\\dot)\s*(?:\{\s*(?P<braced>\d+)\s*\}|(?P<bare>\d))(?!\d)"
-    r"|(?P<dotted>\d*\.\d*?(?P<once>\d+?)(?P=once)+)(?:\s*\\ldots(?![A-Za-z])|\.\.\.)",
-    re.ASCII,
-)
-_IN_BASE = re.compile(
-    r"(?P<digits>\d[0-9A-F]*)_\s*(?:(?P<one>\d{1,2})(?!\d)"
-    r"|\{\s*(?:\\(?:text|mathrm)\s*\{)?\s*(?P<base>\d{1,2}|[a-z]+)\s*\}{1,2}|(?P<name>ten|two)\b)",
-    re.ASCII,
-)
-_BASE_NAMES = {
-    "two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10, "eleven": 11,
-    "twelve": 12, "thirteen": 13, "fourteen": 14, "fifteen": 15, "sixteen": 16,
-}  # fmt: skip
-_NUMBER = {
-    commas: re.compile(
-        rf"(?:{_GROUPED + '|' if commas else ''}{_PLAIN})?(?:\.\d+)?(?:(?<=\d)\.(?![\d.]))?"
-        r"(?:(?<=\d)[eE][+-]?\d+(?![\d.A-Za-z]))?",
-        re.ASCII,
-    )
-    for commas in (True, False)
-}
 _COMMAND = re.compile(r"\\([A-Za-z]+|.)", re.DOTALL)
 _WORD = re.compile(r"[A-Za-z]+")
 _TEXTUAL = frozenset(("text", "textbf", "textit", "textrm", "textsf", "texttt", "mbox", "hbox", "operatorname"))
@@ -101,7 +73,8 @@ def tokenized(text: str, *, groups: bool = True) -> list[Token]:
             character == "." and text[position + 1 : position + 2].isdigit()
         ):
             # Within brackets, 1,234 is a pair or an interval.
-            token, position = _number(text, position, spaced, groups=groups and depth == 0)
+            separator = COMMA if groups and depth == 0 else None
+            token, position = _number_token(text, position, has_space=spaced, separator=separator)
             found.append(token)
         elif character == "\\":
             position = _command(text, position, spaced, found)
@@ -174,52 +147,11 @@ def _command(text: str, position: int, spaced: bool, found: list[Token]) -> int:
     return command.end()
 
 
-def _number(text: str, position: int, spaced: bool, *, groups: bool) -> tuple[Token, int]:
+def _number_token(text: str, position: int, *, has_space: bool, separator: str | None) -> tuple[Token, int]:
     # After ^ an index is not a base: 2^3_1.
-    if text[position - 1 : position] != "^" and (match := _IN_BASE.match(text, position)):
-        return Token("numeral", match[0], position, spaced, _in_base(match)), match.end()
-    if match := _REPEATING.match(text, position):
-        # 0.33... may be a rounded decimal, so a single digit must occur three times.
-        repeats = match["dotted"] is None or len(match["once"]) > 1 or match["dotted"].endswith(match["once"] * 3)
-        if repeats and match.end() - match.start() <= MAX_DIGITS:
-            return Token("number", match[0], position, spaced, _repeating(match)), match.end()
-    match = _NUMBER[groups].match(text, position)
-    assert match is not None
-    return Token("number", match[0], position, spaced, decimal(match[0])), match.end()
-
-
-def decimal(text: str) -> Fraction:
-    """Return the value of a decimal number like `1,234.5` or `1.5e3`. Raises NotMathematicsError beyond
-    MAX_DIGITS.
-    """
-    exponent = re.split("[eE]", text)[1:]
-    if len(text) > MAX_DIGITS or (exponent and (len(exponent[0]) > 5 or abs(int(exponent[0])) > MAX_DIGITS)):
-        raise NotMathematicsError("a number has more than MAX_DIGITS digits, or a too large power of ten")
-    return Fraction(text.replace(",", ""))
-
-
-def _in_base(match: re.Match[str]) -> Fraction:
-    named = match["one"] or match["base"] or match["name"]
-    base = int(named) if named.isdigit() else _BASE_NAMES.get(named, 0)
-    if not 2 <= base <= 36 or len(match["digits"]) > MAX_DIGITS:
-        raise NotMathematicsError(f"a number in base {named} has too many digits, or the base is not one of 2 to 36")
-    try:
-        return Fraction(int(match["digits"], base))
-    except ValueError:
-        raise NotMathematicsError(f"{match['digits']} is not a number in base {base}") from None
-
-
-def _repeating(match: re.Match[str]) -> Fraction:
-    r"""Return the value of a repeating decimal: `0.1\overline{6}`, `0.1\bar6` or `0.1666...`.
-
-    Before `...` a digit must occur three times, or a group of digits twice.
-    """
-    fixed, repeated = match["fixed"], match["braced"] or match["bare"]
-    if match["dotted"] is not None:
-        repeated = match["once"]
-        fixed = match["dotted"]
-        while fixed.endswith(repeated):
-            fixed = fixed.removesuffix(repeated)
-    whole, _, decimals = fixed.partition(".")
-    start = Fraction(int(whole + decimals or "0"), 10 ** len(decimals))
-    return start + Fraction(int(repeated), 10 ** len(repeated) - 1) / 10 ** len(decimals)
+    in_base = read_based_number(text, position) if text[position - 1 : position] != "^" else None
+    number = in_base or read_number(text, position, separator)
+    if number is None:
+        raise NotMathematicsError(f"there is no number before {text[position:]!r:.20}")
+    value, end = number
+    return Token("numeral" if in_base else "number", text[position:end], position, has_space, value), end
