@@ -22,7 +22,7 @@ from megarl.files.private_folder import PrivateFolder
 from megarl.preflight.files import field_names, system_prompt
 from megarl.preflight.registry import Cost, checks
 from megarl.rewards import RECORD_CHECKS, kind_of, locate, metric_name
-from megarl.rewards.scoring.calling import Sample, expected
+from megarl.rewards.scoring.calling import Sample, example_definition
 from megarl.rewards.scoring.foreign_functions import check_record_field
 from megarl.rewards.scoring.reward_process import Scored, WorkerSettings, worker_settings
 from megarl.types import ConfigError, PeerLostError
@@ -89,12 +89,12 @@ def check_rewards(recipe: Recipe, *, is_start: bool = True) -> None:
 
 def _faults_of_source(recipe: Recipe, *, is_start: bool) -> Iterator[str]:
     # The HTTP client takes longer to import than all other checks together, and `megarl show-config` needs none.
-    from megarl.rewards.scoring.http_rewards import served_reward
+    from megarl.rewards.scoring.http_rewards import make_server_client
 
     served: list[ServedReward[Any]] = []
     for function in worker_settings(recipe.reward, recipe.sandbox).served:
         try:
-            served.append(served_reward(function))
+            served.append(make_server_client(function))
         except ConfigError as error:
             yield str(error)
     if not recipe.reward.functions:
@@ -243,5 +243,5 @@ def _try(recipe: Recipe, function: RewardFunctionConfig, settings: WorkerSetting
         yield (
             f"reward.functions: {function.name!r} gives no reward for the first record, although its gold answer "
             f"{str(sample.answer)!r:.60} was passed as completion too: {scored.detail.strip()} Correct it; for "
-            f"example: {expected(function.name)}"
+            f"example: {example_definition(function.name)}"
         )

@@ -59,10 +59,10 @@ A check raises ValueError for a record that the reward function cannot score. Th
 """
 
 ANSWER_READERS = {
-    "boxed": "megarl.rewards.functions.final_answers:boxed_answer",
-    "think_answer_tags": "megarl.rewards.functions.final_answers:tagged_answer",
+    "boxed": "megarl.rewards.functions.final_answers:read_boxed_answer",
+    "think_answer_tags": "megarl.rewards.functions.final_answers:read_tagged_answer",
     "gsm8k": "megarl.rewards.functions.gsm8k:final_answer",
-    "math_competition": "megarl.rewards.functions.final_answers:competition_answer",
+    "math_competition": "megarl.rewards.functions.final_answers:read_competition_answer",
     "multiple_choice": "megarl.rewards.functions.multiple_choice:final_answer",
     "reasoning_gym": "megarl.rewards.functions.reasoning_gym:final_answer",
     "reasoning_gym.TASK": "megarl.rewards.functions.reasoning_gym:final_answer",
@@ -131,15 +131,15 @@ def locate(name: str) -> str:
     """
     if task := _TASK.fullmatch(name):
         return f"megarl.rewards.functions.reasoning_gym:{task[1]}"
-    return _CHOICES.locate(served_kind(name) or name)
+    return _CHOICES.locate(server_kind(name) or name)
 
 
-def served_kind(name: str) -> str | None:
+def server_kind(name: str) -> str | None:
     """Return the kind of HTTP server, `judge` or `remote`, of a reward named in a recipe; None: the name is a
     function.
     """
-    found = _SERVED_NAME.fullmatch(name)
-    return found[1] if found else None
+    match = _SERVED_NAME.fullmatch(name)
+    return match[1] if match else None
 
 
 def system_prompt_of(name: str, kwargs: Mapping[str, Any]) -> str | None:
@@ -147,10 +147,10 @@ def system_prompt_of(name: str, kwargs: Mapping[str, Any]) -> str | None:
 
     For a function accepting several forms, the prompt describes the first one.
     """
-    chosen = next((kwargs[key] for key in ("forms", "form", "place") if kwargs.get(key)), None)
-    if chosen is None:
+    forms = next((kwargs[key] for key in ("forms", "form", "place") if kwargs.get(key)), None)
+    if forms is None:
         return SYSTEM_PROMPTS.get(kind_of(name))
-    return FORM_PROMPTS.get(chosen if isinstance(chosen, str) else chosen[0])
+    return FORM_PROMPTS.get(forms if isinstance(forms, str) else forms[0])
 
 
 def kind_of(name: str) -> str:

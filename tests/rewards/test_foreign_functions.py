@@ -10,7 +10,7 @@ import pytest
 
 from megarl.rewards.functions.function_score import FunctionScore
 from megarl.rewards.scoring.calling import Sample, bind
-from megarl.rewards.scoring.results import checked
+from megarl.rewards.scoring.results import check_result
 
 QUESTION = {"role": "user", "content": "2 + 2?"}
 SAID = {"role": "assistant", "content": "It is 4"}
@@ -50,7 +50,7 @@ def verl_without_source(solution_str, ground_truth, data_source, method="strict"
     ],
 )  # fmt: skip
 def test_functions_of_verl(function, record, kwargs, score) -> None:
-    assert checked(result_of(function, record, **kwargs)) == score
+    assert check_result(result_of(function, record, **kwargs)) == score
 
 
 def trl(prompts, completions, **kwargs):
@@ -78,7 +78,7 @@ def trl_of_columns(completions, solution, answer, weight):
     ],
 )
 def test_functions_of_trl(function, record, kwargs, score) -> None:
-    assert checked(result_of(function, record, **kwargs)) == score
+    assert check_result(result_of(function, record, **kwargs)) == score
 
 
 @pytest.mark.parametrize(

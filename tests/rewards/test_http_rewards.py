@@ -9,7 +9,7 @@ from aiohttp import web
 from megarl.config import RewardConfig
 from megarl.config.rewards import RewardFunctionConfig
 from megarl.rewards.scoring.calling import Sample
-from megarl.rewards.scoring.http_rewards import COUNTED_FOR, served_reward
+from megarl.rewards.scoring.http_rewards import COUNTED_FOR, make_server_client
 from megarl.rewards.scoring.reward_pool import RewardPool
 from megarl.rewards.scoring.reward_process import worker_settings
 from megarl.types import ConfigError
@@ -202,7 +202,7 @@ def test_addresses(given, asked, shown):
 
 
 def test_a_huge_number_is_no_score():
-    read = served_reward(
+    read = make_server_client(
         RewardFunctionConfig.model_validate({"name": "remote", "kwargs": {"url": "http://127.0.0.1:9"}})
     )._read
     for answer in (10**400, {"score": 10**400}, [[]]):
@@ -229,7 +229,7 @@ async def test_a_cancelled_completion_ends_its_call():
 
 def judge(**kwargs):
     given = {"url": "http://127.0.0.1:9/v1", "model": "m", **kwargs}
-    return served_reward(RewardFunctionConfig.model_validate({"name": "judge", "kwargs": given}))
+    return make_server_client(RewardFunctionConfig.model_validate({"name": "judge", "kwargs": given}))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from megarl.rewards.maths.agreement import agreement
 from megarl.rewards.maths.equality.exact import exact
-from megarl.rewards.maths.formulas.parser import parsed
+from megarl.rewards.maths.formulas.parser import parse
 from megarl.rewards.maths.numbers import ANY_SEPARATOR, COMMA, NotMathematicsError, read_based_number, read_number
 from megarl.rewards.maths.quantities import read_quantity
 
@@ -37,7 +37,7 @@ NUMBERS = {
 
 @pytest.mark.parametrize("text", NUMBERS)
 def test_both_readers_agree(text: str) -> None:
-    quantity, tree = read_quantity(text), parsed(text)
+    quantity, tree = read_quantity(text), parse(text)
     assert quantity is not None and quantity.number == NUMBERS[text]
     assert tree is not None and exact(tree) == NUMBERS[text]
 
@@ -77,7 +77,7 @@ def test_a_huge_number_is_refused(text: str) -> None:
     with pytest.raises(NotMathematicsError):
         read_number(text, 0)
     assert read_quantity(text) is None
-    assert parsed(text) is None
+    assert parse(text) is None
 
 
 @pytest.mark.parametrize(

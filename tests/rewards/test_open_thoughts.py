@@ -18,7 +18,7 @@ from megarl.rewards.functions.math_verify import math_verify
 from megarl.rewards.functions.multiple_choice import multiple_choice
 from megarl.rewards.functions.reasoning_gym import scorer_of
 from megarl.rewards.scoring.calling import Sample, bind
-from megarl.rewards.scoring.http_rewards import served_reward
+from megarl.rewards.scoring.http_rewards import make_server_client
 from megarl.sandbox.sandbox import Sandbox, SandboxSettings
 from megarl.thoughts import ends_in_thoughts, without_thoughts
 from megarl.types import Reward
@@ -135,7 +135,7 @@ def test_own_functions_learn_of_it() -> None:
 )
 def test_a_judge_model_is_not_asked(kwargs: Mapping[str, Any], score: float | None) -> None:
     settings = {"url": "http://127.0.0.1:9/v1", "model": "m", **kwargs}
-    judge = served_reward(RewardFunctionConfig.model_validate({"name": "judge", "kwargs": settings}))
+    judge = make_server_client(RewardFunctionConfig.model_validate({"name": "judge", "kwargs": settings}))
     for sample in (Sample("<think>It is 7", "7"), Sample("It is 7", "7", is_in_thoughts=True)):
         unasked = judge.score_unasked(sample)
         assert (None if unasked is None else (unasked.score, unasked.answer_correct)) == (

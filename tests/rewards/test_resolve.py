@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from megarl.rewards import REWARDS, SERVED, locate, metric_name, resolve, served_kind
+from megarl.rewards import REWARDS, SERVED, locate, metric_name, resolve, server_kind
 from megarl.rewards.scoring.calling import Sample, bind
 from megarl.types import ConfigError
 
@@ -20,7 +20,7 @@ def test_table_names_resolve_to_working_functions(name):
 def test_names_of_tasks_and_of_further_servers():
     assert locate("reasoning_gym.chain_sum") == "megarl.rewards.functions.reasoning_gym:chain_sum"
     assert locate("judge.style") == locate("judge") == SERVED["judge"]
-    assert (served_kind("judge.style"), served_kind("judge.py:f"), served_kind("judges")) == ("judge", None, None)
+    assert (server_kind("judge.style"), server_kind("judge.py:f"), server_kind("judges")) == ("judge", None, None)
     assert metric_name("judge.style") == "judge.style" and metric_name("my/judge.py:f") == "f"
 
 

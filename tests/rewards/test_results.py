@@ -14,8 +14,8 @@ from megarl.rewards.functions.function_score import FunctionScore
 from megarl.rewards.scoring.results import (
     accuracy_metrics,
     by_source_name,
-    checked,
-    combined,
+    check_result,
+    combine_scores,
     function_metrics,
     read_reply,
     source_metrics,
@@ -38,7 +38,7 @@ from megarl.types import Judging, Reward
     ],
 )
 def test_what_counts_as_a_result(result: object, expected: FunctionScore | None) -> None:
-    assert checked(result) == expected
+    assert check_result(result) == expected
 
 
 NOBODY: dict[str, Judging] = {"a": "none", "b": "none"}
@@ -76,19 +76,22 @@ def test_scores_are_weighed_and_added(
     judges: dict[str, Judging],
     expected: tuple[float, bool, bool | None],
 ) -> None:
-    reward = combined(scores, {"a": 1.0, "b": -0.5}, judges)
+    reward = combine_scores(scores, {"a": 1.0, "b": -0.5}, judges)
     assert (reward.score, reward.format_valid, reward.answer_correct) == expected
     assert reward.scores == {name: score and score.score for name, score in scores.items()}
 
 
 def test_the_score_of_a_right_answer_is_the_recipes() -> None:
     for score, is_right in ((10.0, True), (1.0, False)):
-        assert combined({"a": FunctionScore(score)}, {"a": 0.2}, FIRST, correct_score=10.0).answer_correct is is_right
+        assert (
+            combine_scores({"a": FunctionScore(score)}, {"a": 0.2}, FIRST, correct_score=10.0).answer_correct
+            is is_right
+        )
 
 
 @pytest.mark.parametrize(("score", "expected"), [(1.0, True), (0.0, False), (0.5, None), (-1.0, None), (2.0, None)])
 def test_an_only_functions_score_is_a_verdict_where_it_is_one_or_zero(score: float, expected: bool | None) -> None:
-    assert combined({"a": FunctionScore(score)}, {"a": 0.2}, {"a": "by_value"}).answer_correct is expected
+    assert combine_scores({"a": FunctionScore(score)}, {"a": 0.2}, {"a": "by_value"}).answer_correct is expected
 
 
 @pytest.mark.parametrize(
@@ -157,14 +160,14 @@ def test_scores_of_servers_are_added_as_those_of_functions() -> None:
     served = {"judge.x": FunctionScore(0.5, answer_correct=True)}
     weights = {"a": 1.0, "b": -1.0, "c": 1.0, "judge.x": 4.0}
     judges: dict[str, Judging] = {"judge.x": "declared"}
-    own = combined(scores, weights, {})
+    own = combine_scores(scores, weights, {})
     merged = with_served(own, served, weights, judges, judges_format=True, judges_answer=False)
-    assert merged == combined({**scores, **served}, weights, judges)
+    assert merged == combine_scores({**scores, **served}, weights, judges)
     assert (merged.score, merged.format_valid, merged.answer_correct) == (3.0, False, True)
     alone = with_served(None, served, weights, judges)
-    assert alone == combined(served, weights, judges)
-    nothing = combined({"c": None}, weights, {})
-    assert with_served(nothing, served, weights, judges) == combined({"c": None, **served}, weights, judges)
+    assert alone == combine_scores(served, weights, judges)
+    nothing = combine_scores({"c": None}, weights, {})
+    assert with_served(nothing, served, weights, judges) == combine_scores({"c": None, **served}, weights, judges)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +176,7 @@ def test_scores_of_servers_are_added_as_those_of_functions() -> None:
 def test_functions_and_servers_must_agree_on_the_answer(own_verdict: bool | None, expected: bool) -> None:
     judges: dict[str, Judging] = {"a": "declared", "judge": "declared"}
     opinion = None if own_verdict is None else FunctionScore(1.0, answer_correct=own_verdict)
-    own = combined({"a": opinion}, {"a": 1.0}, {"a": "declared"})
+    own = combine_scores({"a": opinion}, {"a": 1.0}, {"a": "declared"})
     served = {"judge": FunctionScore(1.0, answer_correct=True)}
     merged = with_served(own, served, {"judge": 1.0}, judges, judges_answer=own_verdict is not None)
     assert merged.answer_correct is expected
@@ -203,18 +206,18 @@ def test_names_of_data_sources_are_those_of_metrics_and_bounded_in_number() -> N
 def test_a_score_that_float32_cannot_hold_sums_of_is_refused(score: float) -> None:
     for result in (score, Reward(score, True, True)):
         with pytest.raises(ValueError, match="outside -1e\\+06 to 1e\\+06"):
-            checked(result)
+            check_result(result)
 
 
 def test_a_sum_beyond_the_bound_is_refused() -> None:
     with pytest.raises(ValueError, match="outside"):
-        combined({"a": FunctionScore(6e5), "b": FunctionScore(6e5)}, {"a": 1.0, "b": 1.0}, {})
+        combine_scores({"a": FunctionScore(6e5), "b": FunctionScore(6e5)}, {"a": 1.0, "b": 1.0}, {})
 
 
 @pytest.mark.parametrize("result", ["1", [1.0], 1j, Reward("1", True, True), Reward(True, True, True)])  # type: ignore[arg-type]
 def test_what_is_no_reward_is_refused(result: object) -> None:
     with pytest.raises(TypeError, match="returned"):
-        checked(result)
+        check_result(result)
 
 
 @pytest.mark.parametrize(

@@ -65,8 +65,8 @@ def code(
     seconds, retries, judge_errors, wall_timeouts = 0.0, 0, 0, 0
     for case in cases:
         # All tests share a CPU budget. A test without budget left counts as a timeout.
-        left = settings.total_timeout_seconds - seconds
-        if left <= 0:
+        remaining_seconds = settings.total_timeout_seconds - seconds
+        if remaining_seconds <= 0:
             counts["timeouts"] += 1
             break
         # A remote sandbox is assumed to have numpy. A local one has only the packages of its settings.
@@ -74,7 +74,7 @@ def code(
         ran = sandbox.run(
             trial.program,
             trial.stdin,
-            cpu_seconds=min(settings.timeout_seconds, left),
+            cpu_seconds=min(settings.timeout_seconds, remaining_seconds),
             output_bytes=trial.output_bytes,
         )
         seconds += ran.cpu_seconds
@@ -95,11 +95,11 @@ def code(
     shares = {name: count / len(cases) for name, count in counts.items()}
     shares["unrun"] = 1 - sum(counts.values()) / len(cases)
     is_correct = counts["passed"] == len(cases)
-    earned = float(is_correct) if score == "all" else shares["passed"]
+    share = float(is_correct) if score == "all" else shares["passed"]
     metrics = shares | {
         "judge_errors": judge_errors / len(cases),
         "wall_timeouts": wall_timeouts / len(cases),
         "cpu_seconds": seconds,
         "retries": float(retries),
     }
-    return Reward(earned * correct_score, format_valid=True, answer_correct=is_correct, metrics=metrics)
+    return Reward(share * correct_score, format_valid=True, answer_correct=is_correct, metrics=metrics)

@@ -82,17 +82,17 @@ def check_record(answer: Any, record: Mapping[str, Any], *, field: str | None = 
 
 def _cases(value: Any, record: Mapping[str, Any]) -> tuple[Case, ...]:
     if isinstance(value, str):
-        value = _parsed(value)
+        value = _parse_json(value)
     if isinstance(value, Mapping) and "inputs" in value and "outputs" in value:
-        found = _columns(value)
+        cases = _columns(value)
     elif isinstance(value, Sequence) and not isinstance(value, str):
         name = _function_name(record.get("metadata"))
-        found = tuple(_row(row, name) for row in value)
+        cases = tuple(_row(row, name) for row in value)
     else:
         raise ValueError(f"the record's tests have an unknown format: {value!r:.80}; {_FORMS}")
-    if not found:
+    if not cases:
         raise ValueError(f"the record's list of tests is empty; {_FORMS}")
-    return found
+    return cases
 
 
 def _columns(value: Mapping[str, Any]) -> tuple[Case, ...]:
@@ -100,7 +100,7 @@ def _columns(value: Mapping[str, Any]) -> tuple[Case, ...]:
     if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
         raise ValueError("the fields inputs and outputs of the record's tests must be lists of equal length")
     function = value.get("fn_name")
-    return tuple(_case(given, expected, function) for given, expected in zip(inputs, outputs, strict=True))
+    return tuple(_case(value_in, expected, function) for value_in, expected in zip(inputs, outputs, strict=True))
 
 
 def _row(row: Any, name: str | None) -> Case:
@@ -113,26 +113,27 @@ def _row(row: Any, name: str | None) -> Case:
     return _case(row["input"], row["output"], name if is_call else None)
 
 
-def _case(given: Any, expected: Any, function: Any) -> Case:
+def _case(test_input: Any, expected: Any, function: Any) -> Case:
     if not function:
-        return Case(_text(expected), _text(given))
+        return Case(_text(expected), _text(test_input))
     if not isinstance(function, str):
         raise ValueError(f"the tests' fn_name is {function!r:.80}; set it to the name of the function to test")
-    if isinstance(given, str):
-        arguments = tuple(json.loads(line) for line in given.splitlines() if line.strip())
-    elif isinstance(given, list):
-        arguments = tuple(given)
+    if isinstance(test_input, str):
+        arguments = tuple(json.loads(line) for line in test_input.splitlines() if line.strip())
+    elif isinstance(test_input, list):
+        arguments = tuple(test_input)
     else:
         raise ValueError(
-            f"a test's input for {function} is {given!r:.80}; give a list of arguments, or JSON text with one a line"
+            f"a test's input for {function} is {test_input!r:.80}; give a list of arguments, or JSON text with one "
+            "a line"
         )
     text = None
     if isinstance(expected, str):
         with suppress(ValueError):  # Not JSON: it is a plain text.
-            parsed = json.loads(expected, parse_float=_finite)
+            json_value = json.loads(expected, parse_float=_finite)
             # Quotes or brackets are JSON on purpose, so only other texts are ambiguous.
-            text = None if isinstance(parsed, str | list | dict) else expected
-            expected = parsed
+            text = None if isinstance(json_value, str | list | dict) else expected
+            expected = json_value
     return Case(expected, function=function, arguments=arguments, text=text)
 
 
@@ -161,20 +162,20 @@ def _function_name(metadata: Any) -> str | None:
     return name if isinstance(name, str) and name else None
 
 
-def _parsed(text: str) -> Any:
+def _parse_json(text: str) -> Any:
     """Parse JSON text, or LiveCodeBench's packed JSON text."""
     try:
         return json.loads(text)
     except ValueError:
         pass
     try:
-        return json.loads(_unpacked(text))
+        return json.loads(_unpack_text(text))
     except ValueError:
         raise ValueError(f"the record's tests are not JSON: {text[:80]!r}; {_FORMS}") from None
 
 
 @lru_cache(maxsize=8)
-def _unpacked(text: str) -> str:
+def _unpack_text(text: str) -> str:
     """Return the text in a pickle compressed by zlib and encoded in base64.
 
     Nothing is executed. Raises ValueError if the pickle holds anything but a text.
@@ -185,9 +186,9 @@ def _unpacked(text: str) -> str:
         if unpacker.unconsumed_tail:
             raise ValueError("the record's packed tests exceed 256 MiB when unpacked")
         # `genops` only lists the pickle's operations. A text is the argument of one of the UNICODE operations.
-        found = [argument for operation, argument, _ in pickletools.genops(data) if "UNICODE" in operation.name]
+        texts = [argument for operation, argument, _ in pickletools.genops(data) if "UNICODE" in operation.name]
     except (binascii.Error, zlib.error) as error:
         raise ValueError(str(error)) from None
-    if len(found) != 1 or not isinstance(found[0], str):
+    if len(texts) != 1 or not isinstance(texts[0], str):
         raise ValueError("the record's packed tests hold something other than one text")
-    return found[0]
+    return texts[0]

@@ -77,15 +77,15 @@ def long_integers() -> Iterator[None]:
 
 def last_block(text: str) -> str | None:
     """Return the source code in the last fenced block of a text. None: there is none, or it is not closed."""
-    opened: tuple[str, int] | None = None
-    found = None
+    opening: tuple[str, int] | None = None
+    block = None
     for fence in _FENCE.finditer(text):
-        if opened is None:
-            opened, found = (fence[1], fence.end() + 1), None
+        if opening is None:
+            opening, block = (fence[1], fence.end() + 1), None
         # A fence closes only with the same character, at least the same length, and no language name (CommonMark).
-        elif fence[1][0] == opened[0][0] and len(fence[1]) >= len(opened[0]) and not fence[2].strip():
-            found, opened = text[opened[1] : fence.start()], None
-    return found if opened is None else None
+        elif fence[1][0] == opening[0][0] and len(fence[1]) >= len(opening[0]) and not fence[2].strip():
+            block, opening = text[opening[1] : fence.start()], None
+    return block if opening is None else None
 
 
 class Trial:
@@ -98,21 +98,21 @@ class Trial:
         prelude = _PRELUDE + (_NUMPY if needs_numpy else "")
         if case.function is None:
             # The source is compiled separately, so that its own `from __future__` and line numbers work.
-            started = f"exec(compile({source!a}, 'solution.py', 'exec', dont_inherit=True))"
-            self.program = f"{_LONG_INTEGERS}{prelude}\n{started}"
+            start = f"exec(compile({source!a}, 'solution.py', 'exec', dont_inherit=True))"
+            self.program = f"{_LONG_INTEGERS}{prelude}\n{start}"
             self.stdin = case.stdin
             return
         # A secret marks the result's line, so that printed text is not taken for it. Finding it gains nothing: it marks
         # only the solution's own result.
         self._mark = secrets.token_hex(16)
-        given = {
+        call = {
             "prelude": prelude,
             "source": source,
             "function": case.function,
             "arguments": case.arguments,
             "mark": self._mark,
         }
-        self.program, self.stdin = _LONG_INTEGERS + _CALL, json.dumps(given)
+        self.program, self.stdin = _LONG_INTEGERS + _CALL, json.dumps(call)
 
     @property
     def output_bytes(self) -> int:
@@ -127,12 +127,12 @@ class Trial:
         for line in reversed(stdout.splitlines()):
             if line.startswith(self._mark):
                 try:
-                    found = json.loads(line.removeprefix(self._mark))
+                    result = json.loads(line.removeprefix(self._mark))
                 except (ValueError, RecursionError):
                     return False
-                is_text = self._case.text is not None and found == self._case.text
+                is_text = self._case.text is not None and result == self._case.text
                 # Compare with what JSON makes of the expected value, since the result came through JSON, too.
-                return is_text or same_value(found, json.loads(json.dumps(self._case.expected)))
+                return is_text or same_value(result, json.loads(json.dumps(self._case.expected)))
         return False
 
 
@@ -143,8 +143,8 @@ def same_output(printed: str, expected: str) -> bool:
     as finite decimals in ASCII digits. If the expected number has a fraction, a relative difference of 1e-5 is
     accepted. Only \n ends a line.
     """
-    lines, others = _lines(printed), _lines(expected)
-    return len(lines) == len(others) and all(map(_same_line, lines, others))
+    lines, expected_lines = _lines(printed), _lines(expected)
+    return len(lines) == len(expected_lines) and all(map(_same_line, lines, expected_lines))
 
 
 def _lines(text: str) -> list[str]:
@@ -152,54 +152,55 @@ def _lines(text: str) -> list[str]:
     return [line.strip() for line in text.split("\n")] if text else []
 
 
-def _same_line(line: str, other: str) -> bool:
-    if line == other:
+def _same_line(line: str, expected_line: str) -> bool:
+    if line == expected_line:
         return True
-    words, others = line.split(), other.split()
-    return len(words) == len(others) and all(map(_same_word, words, others))
+    words, expected_words = line.split(), expected_line.split()
+    return len(words) == len(expected_words) and all(map(_same_word, words, expected_words))
 
 
-def _same_word(word: str, other: str) -> bool:
-    if word == other:
+def _same_word(word: str, expected_word: str) -> bool:
+    if word == expected_word:
         return True
     # An expected integer must match exactly. Very long words are not parsed, to keep the comparison fast.
-    if not re.search(r"[0-9][.eE]|\.[0-9]", other) or len(word) > 100:
+    if not re.search(r"[0-9][.eE]|\.[0-9]", expected_word) or len(word) > 100:
         return False
-    return _DECIMAL.fullmatch(word) is not None and _DECIMAL.fullmatch(other) is not None and _close(word, other)
+    is_decimal = _DECIMAL.fullmatch(word) is not None and _DECIMAL.fullmatch(expected_word) is not None
+    return is_decimal and _close(word, expected_word)
 
 
-def _close(found: float | str, expected: float | str) -> bool:
+def _close(result: float | str, expected: float | str) -> bool:
     """Return whether two decimal numbers are finite and nearly equal."""
     try:
-        other = float(expected)
-        tolerance = _ABSOLUTE + _RELATIVE * abs(other)
-        one = float(found)
+        expected_number = float(expected)
+        tolerance = _ABSOLUTE + _RELATIVE * abs(expected_number)
+        number = float(result)
     except OverflowError:  # An integer exceeds all floats.
-        return found == expected
-    if not math.isfinite(one) or not math.isfinite(other):
-        return found == expected
-    return math.isclose(one, other, rel_tol=0.0, abs_tol=tolerance)
+        return result == expected
+    if not math.isfinite(number) or not math.isfinite(expected_number):
+        return result == expected
+    return math.isclose(number, expected_number, rel_tol=0.0, abs_tol=tolerance)
 
 
-def same_value(found: Any, expected: Any) -> bool:
+def same_value(result: Any, expected: Any) -> bool:
     """Return whether a function returned the expected value. Both are JSON values.
 
     Floats may differ slightly, as in `same_output`. The data sets APPS and TACO wrap the expected value into a list of
     one; the bare value is accepted too.
     """
-    return _same(found, expected) or (isinstance(expected, list) and len(expected) == 1 and _same(found, expected[0]))
+    return _same(result, expected) or (isinstance(expected, list) and len(expected) == 1 and _same(result, expected[0]))
 
 
 def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _same(found: Any, expected: Any) -> bool:
-    if isinstance(found, list) and isinstance(expected, list):
-        return len(found) == len(expected) and all(map(_same, found, expected))
-    if isinstance(found, dict) and isinstance(expected, dict):
-        return found.keys() == expected.keys() and all(_same(found[key], expected[key]) for key in found)
-    if isinstance(found, float) or isinstance(expected, float):
-        return _is_number(found) and _is_number(expected) and _close(found, expected)
+def _same(result: Any, expected: Any) -> bool:
+    if isinstance(result, list) and isinstance(expected, list):
+        return len(result) == len(expected) and all(map(_same, result, expected))
+    if isinstance(result, dict) and isinstance(expected, dict):
+        return result.keys() == expected.keys() and all(_same(result[key], expected[key]) for key in result)
+    if isinstance(result, float) or isinstance(expected, float):
+        return _is_number(result) and _is_number(expected) and _close(result, expected)
     # True is not 1 and 1 is not "1", though Python's == says otherwise for the former.
-    return type(found) is type(expected) and found == expected
+    return type(result) is type(expected) and result == expected

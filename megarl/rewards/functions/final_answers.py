@@ -95,21 +95,21 @@ def _until_brace(text: str, start: int) -> str | None:
 
 def last_boxed(text: str) -> str | None:
     r"""Return the contents of the last \boxed{}. None: there is none, or it is not closed."""
-    found = last_box(text)
-    return None if found is None else found[1]
+    box = last_box(text)
+    return None if box is None else box[1]
 
 
-def marked_line(text: str, marked: re.Match[str]) -> str:
+def read_marked_line(text: str, mark: re.Match[str]) -> str:
     """Return the text after #### up to the end of the line, a tag or another ####."""
-    end = text.find("\n", marked.end())
-    line = text[marked.start() : len(text) if end < 0 else end].removeprefix("####")
+    end = text.find("\n", mark.end())
+    line = text[mark.start() : len(text) if end < 0 else end].removeprefix("####")
     return re.split(r"<|####", line, maxsplit=1)[0]
 
 
 def last_tagged(text: str) -> str | None:
     """Return the text in the last <answer>...</answer>. None: there is none."""
-    found = last_tags(text)
-    return None if found is None else found[1]
+    tags = last_tags(text)
+    return None if tags is None else tags[1]
 
 
 def last_tags(text: str) -> tuple[int, str] | None:
@@ -131,31 +131,31 @@ def _last_answer_line(text: str) -> tuple[int, str] | None:
     while end >= 0:
         start = text.rfind("\n", 0, end) + 1
         label = _ANSWER_LABEL.search(text, start, end)
-        if label and (said := text[label.end() : end].strip()):
-            return label.end(), said
+        if label and (answer := text[label.end() : end].strip()):
+            return label.end(), answer
         end = start - 1
     return None
 
 
-def last_stated(text: str, forms: Collection[AnswerForm]) -> tuple[AnswerForm, str] | None:
+def find_last_answer(text: str, forms: Collection[AnswerForm]) -> tuple[AnswerForm, str] | None:
     r"""Return the last answer stated in one of these forms, with its form. None: there is none.
 
     boxed: \boxed{x}; tags: <answer>x</answer>; hashes: `#### 42`, a number; answer_line: a line `Answer: x`, with or
     without a box around x. The running time is linear in the text's length.
     """
-    found: list[tuple[int, AnswerForm, str]] = []
-    if "hashes" in forms and (marked := deque(MARKED_NUMBER.finditer(text), maxlen=1)):
-        found.append((marked[0].start(), "hashes", marked_line(text, marked[0])))
+    statements: list[tuple[int, AnswerForm, str]] = []
+    if "hashes" in forms and (marks := deque(MARKED_NUMBER.finditer(text), maxlen=1)):
+        statements.append((marks[0].start(), "hashes", read_marked_line(text, marks[0])))
     if "boxed" in forms and (box := last_box(text)) is not None:
-        found.append((box[0], "boxed", box[1]))
+        statements.append((box[0], "boxed", box[1]))
     if "answer_line" in forms and (line := _last_answer_line(text)):
         inside = last_boxed(line[1])
-        found.append((line[0], "answer_line", line[1] if inside is None else inside))
+        statements.append((line[0], "answer_line", line[1] if inside is None else inside))
     if "tags" in forms and (tags := last_tags(text)):
-        found.append((tags[0], "tags", tags[1]))
-    if not found:
+        statements.append((tags[0], "tags", tags[1]))
+    if not statements:
         return None
-    _, form, answer = max(found, key=lambda each: each[0])
+    _, form, answer = max(statements, key=lambda each: each[0])
     return form, answer
 
 
@@ -180,19 +180,19 @@ def answering_text(text: str, *, in_thoughts: bool = False) -> str:
     return "" if in_thoughts or ends_in_thoughts(text) else text
 
 
-def boxed_answer(text: str, record: Mapping[str, Any], **kwargs: Any) -> str | None:
+def read_boxed_answer(text: str, record: Mapping[str, Any], **kwargs: Any) -> str | None:
     r"""Return the final answer in the last \boxed{}, as the reward `boxed` scores it; None: there is none."""
     return last_boxed(answering_text(text))
 
 
-def tagged_answer(text: str, record: Mapping[str, Any], **kwargs: Any) -> str | None:
+def read_tagged_answer(text: str, record: Mapping[str, Any], **kwargs: Any) -> str | None:
     """Return the final answer in the last answer tags, as the reward `think_answer_tags` scores it; None: there is
     none.
     """
     return last_tagged(answering_text(text))
 
 
-def competition_answer(
+def read_competition_answer(
     text: str,
     record: Mapping[str, Any],
     *,
@@ -207,16 +207,16 @@ def competition_answer(
     text = answering_text(text)
     if thoughts == "required" and _TAGS[1] not in text:
         return None
-    stated = last_stated(without_thoughts(text), forms)
-    return None if stated is None else stated[1]
+    statement = find_last_answer(without_thoughts(text), forms)
+    return None if statement is None else statement[1]
 
 
 def gold_texts(answer: Any) -> list[str]:
     """Return the list of acceptable gold answers as they stand in the data. Raises ValueError if there is none."""
-    given = answer if isinstance(answer, list) else [answer]
+    alternatives = answer if isinstance(answer, list) else [answer]
     # bool is a subclass of int, but True is not an answer.
-    texts = [str(one) for one in given if isinstance(one, str | int | float) and not isinstance(one, bool)]
-    if not texts or len(texts) < len(given):
+    texts = [str(text) for text in alternatives if isinstance(text, str | int | float) and not isinstance(text, bool)]
+    if not texts or len(texts) < len(alternatives):
         raise ValueError(f"the gold answer is {answer!r:.80}; give a text, or a list of texts that are all right")
     return texts
 

@@ -13,9 +13,9 @@ from megarl.rewards.functions.final_answers import (
     MARKED_NUMBER,
     NUMBER,
     answering_text,
+    find_last_answer,
     has_valid_tags,
-    last_stated,
-    marked_line,
+    read_marked_line,
 )
 from megarl.rewards.maths.quantities import read_quantity
 from megarl.rewards.maths.spelling import with_ascii_signs
@@ -55,7 +55,7 @@ def gsm8k(
     if not forms or set(forms) - set(get_args(Form)):
         raise ValueError(f"kwargs.forms = {forms!r}: is not a valid list; list some of {', '.join(get_args(Form))}")
     gold = gold_number(answer)
-    number, format_valid = _stated_number(
+    number, format_valid = _read_final_number(
         answering_text(completion_text, in_thoughts=in_thoughts), tuple(forms), method
     )
     is_fallback = number is not None and not format_valid
@@ -67,8 +67,8 @@ def gsm8k(
 def gold_number(answer: Any) -> Fraction:
     """Return the number in a gold answer. Raises ValueError if there is none."""
     text = with_ascii_signs(str(answer))
-    marked = deque(MARKED_NUMBER.finditer(text), maxlen=1)
-    number = _quantity(marked_line(text, marked[0]) if marked else text)
+    marks = deque(MARKED_NUMBER.finditer(text), maxlen=1)
+    number = _read_quantity_text(read_marked_line(text, marks[0]) if marks else text)
     if number is None:
         raise ValueError(f"the gold answer {text!r:.80} is neither a number nor a text ending with '#### NUMBER'")
     return number
@@ -90,43 +90,43 @@ def final_answer(
     """Return the final number of a completion as text, as the reward `gsm8k` scores it. None: the completion states
     none.
     """
-    number, _ = _stated_number(answering_text(text), tuple(forms), method)
+    number, _ = _read_final_number(answering_text(text), tuple(forms), method)
     return None if number is None else str(number)
 
 
-def _stated_number(
+def _read_final_number(
     text: str, forms: tuple[Form, ...], method: Literal["strict", "flexible"]
 ) -> tuple[Fraction | None, bool]:
     """Return the final number of a completion, and whether it stands in one of the answer forms."""
     text = with_ascii_signs(text)
-    number = _in_form(text, forms)
+    number = _read_marked_number(text, forms)
     if number is not None or method == "strict":
         return number, number is not None
     # A deque of one keeps only the last match, so a long text needs no list of all.
-    found = deque(_ANY_NUMBER.finditer(text), maxlen=1)
-    return (_number(found[0][1]) if found else None), False
+    matches = deque(_ANY_NUMBER.finditer(text), maxlen=1)
+    return (_read_digits(matches[0][1]) if matches else None), False
 
 
-def _in_form(text: str, forms: tuple[Form, ...]) -> Fraction | None:
+def _read_marked_number(text: str, forms: tuple[Form, ...]) -> Fraction | None:
     """Return the number in the last of the answer forms. None: no form occurs, or the last one holds no number."""
-    stated = last_stated(text, forms)
-    if stated is None:
+    statement = find_last_answer(text, forms)
+    if statement is None:
         return None
-    form, said = stated
+    form, answer = statement
     if form == "tags" and not has_valid_tags(text):
         return None
-    return _quantity(said)
+    return _read_quantity_text(answer)
 
 
-def _quantity(text: str) -> Fraction | None:
+def _read_quantity_text(text: str) -> Fraction | None:
     """Return the number of a text consisting of a number, optionally with a unit. None: other texts, like `5 or
     6`.
     """
     text = _without_marks(text.strip())
     # The limit keeps huge numbers and long texts from taking time.
-    found = read_quantity(text) if len(text) <= _MAX_CHARACTERS else None
+    quantity = read_quantity(text) if len(text) <= _MAX_CHARACTERS else None
     # The number of 2 h 30 min depends on the unit.
-    return None if found is None or found.smallest else found.number
+    return None if quantity is None or quantity.smallest else quantity.number
 
 
 def _without_marks(text: str) -> str:
@@ -136,6 +136,6 @@ def _without_marks(text: str) -> str:
     return text[1:-1].strip().removesuffix(".") if is_formula else text
 
 
-def _number(text: str) -> Fraction | None:
+def _read_digits(text: str) -> Fraction | None:
     digits = re.sub(r"[$,]", "", text)
     return Fraction(digits) if len(digits) <= _MAX_CHARACTERS else None

@@ -27,18 +27,18 @@ FORMULAS = frozenset(
 """Tasks of reasoning-gym whose scorer evaluates an answer as a formula."""
 
 
-def harmless_answer(task: str, said: str, entry: Mapping[str, Any]) -> str:
+def harmless_answer(task: str, answer: str, entry: Mapping[str, Any]) -> str:
     """Return an answer unchanged if evaluating it is safe; otherwise return an empty text.
 
-    `said` is the answer, `task` the name of the reasoning-gym task, and `entry` its problem.
+    `answer` is the answer, `task` the name of the reasoning-gym task, and `entry` its problem.
     """
     if task in FORMULAS:
-        return said if is_formula(said) else ""
+        return answer if is_formula(answer) else ""
     if task in LITERALS:
         # The scorer evaluates only texts other than these.
-        known = (entry["answer"].strip(), *entry["metadata"].get("valid_answers", ()))
-        return said if said in known or is_literal(said) else ""
-    return said
+        texts_not_evaluated = (entry["answer"].strip(), *entry["metadata"].get("valid_answers", ()))
+        return answer if answer in texts_not_evaluated or is_literal(answer) else ""
+    return answer
 
 
 def is_literal(text: str) -> bool:
@@ -67,8 +67,9 @@ def is_integer_arithmetic(text: str) -> bool:
         tree = ast.parse(text, mode="eval")
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         return False
-    constants = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
-    return all(isinstance(node, _ARITHMETIC) for node in ast.walk(tree)) and all(type(one) is int for one in constants)
+    nodes = list(ast.walk(tree))
+    has_only_integers = all(type(node.value) is int for node in nodes if isinstance(node, ast.Constant))
+    return has_only_integers and all(isinstance(node, _ARITHMETIC) for node in nodes)
 
 
 def _depth(text: str) -> int:

@@ -27,11 +27,11 @@ def length(
     """
     if mode not in ("at_most", "exact"):
         raise ValueError(f"kwargs.mode = {mode!r}: is not a valid value; set it to at_most or exact")
-    wanted = target_of(record, target, field)
+    target_tokens = target_of(record, target, field)
     _check_width(width)
-    over = num_tokens - wanted
+    over = num_tokens - target_tokens
     distance = max(over, 0) if mode == "at_most" else abs(over)
-    score = max(0.0, 1.0 - distance / (wanted if width is None else width))
+    score = max(0.0, 1.0 - distance / (target_tokens if width is None else width))
     return FunctionScore(score, metrics={"over": float(over > 0), "distance_tokens": float(abs(over))})
 
 

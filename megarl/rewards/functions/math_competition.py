@@ -9,8 +9,8 @@ from typing import Any, Literal, get_args
 from megarl.rewards.functions.final_answers import (
     MATH_COMPETITION_FORMS,
     answering_text,
-    competition_answer,
     gold_answers,
+    read_competition_answer,
 )
 from megarl.rewards.maths.agreement import agreement
 from megarl.types import Reward
@@ -49,16 +49,16 @@ def math_competition(
         raise ValueError(f"kwargs.thoughts = {thoughts!r}: is not a valid value; set it to optional or required")
     golds = gold_answers(answer)
     text = answering_text(completion_text, in_thoughts=in_thoughts)
-    stated = competition_answer(text, record, forms=forms, thoughts=thoughts)
-    agreed = 0.0 if stated is None else max(agreement(stated, gold) for gold in golds)
+    prediction = read_competition_answer(text, record, forms=forms, thoughts=thoughts)
+    share = 0.0 if prediction is None else max(agreement(prediction, gold) for gold in golds)
     level = _level(record)
-    metrics = {} if level is None else {f"level_{level}": float(agreed > 0)}
-    if stated is None:
+    metrics = {} if level is None else {f"level_{level}": float(share > 0)}
+    if prediction is None:
         return Reward(invalid_score, format_valid=False, answer_correct=False, metrics=metrics)
-    score = wrong_score + agreed * (correct_score - wrong_score)
-    return Reward(score, format_valid=True, answer_correct=agreed > 0, metrics=metrics)
+    score = wrong_score + share * (correct_score - wrong_score)
+    return Reward(score, format_valid=True, answer_correct=share > 0, metrics=metrics)
 
 
 def _level(record: Mapping[str, Any]) -> int | None:
-    found = _LEVEL.fullmatch(str(record.get("level", "")).strip())
-    return int(found[1]) if found else None
+    match = _LEVEL.fullmatch(str(record.get("level", "")).strip())
+    return int(match[1]) if match else None

@@ -24,16 +24,16 @@ def math_verify(completion_text: str, answer: Any, *, in_thoughts: bool = False,
     the answer counts as wrong. A completion that ends inside its thoughts has no answer. Raises ValueError if nothing
     can be parsed in one of the gold answers.
     """
-    golds = [_parsed_gold(text) for text in gold_texts(answer)]
-    stated = parse(answering_text(completion_text, in_thoughts=in_thoughts), parsing_timeout=_NO_TIMEOUT)
-    is_correct = any(verify(gold, stated, timeout_seconds=_NO_TIMEOUT) for gold in golds)
-    return Reward(correct_score * is_correct, format_valid=bool(stated), answer_correct=is_correct)
+    golds = [_parse_gold(text) for text in gold_texts(answer)]
+    prediction = parse(answering_text(completion_text, in_thoughts=in_thoughts), parsing_timeout=_NO_TIMEOUT)
+    is_correct = any(verify(gold, prediction, timeout_seconds=_NO_TIMEOUT) for gold in golds)
+    return Reward(correct_score * is_correct, format_valid=bool(prediction), answer_correct=is_correct)
 
 
-def _parsed_gold(text: str) -> list[Any]:
-    found = parse(text, parsing_timeout=_NO_TIMEOUT)
-    if not found:
+def _parse_gold(text: str) -> list[Any]:
+    formulas = parse(text, parsing_timeout=_NO_TIMEOUT)
+    if not formulas:
         raise ValueError(
             f"math-verify finds no answer in the gold answer {text!r:.80}; write a formula as $...$ or \\boxed{{...}}"
         )
-    return found
+    return formulas

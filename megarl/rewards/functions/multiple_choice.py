@@ -78,22 +78,22 @@ class Choices:
     def letters(self) -> str:
         return _LETTERS[: len(self.labels)]
 
-    def letter(self, said: str) -> str | None:
+    def letter(self, text: str) -> str | None:
         """Return the letter of the choice named by a text: by label, by the choice's text, or by letter. None: no
         choice.
         """
-        return self.by_label(said) or self.by_text(said) or self.by_letter(said)
+        return self.by_label(text) or self.by_text(text) or self.by_letter(text)
 
-    def by_label(self, said: str) -> str | None:
-        return _only(said, self.labels)
+    def by_label(self, text: str) -> str | None:
+        return _letter_of_name(text, self.labels)
 
-    def by_text(self, said: str) -> str | None:
-        return _only(said, self.texts)
+    def by_text(self, text: str) -> str | None:
+        return _letter_of_name(text, self.texts)
 
-    def by_letter(self, said: str) -> str | None:
+    def by_letter(self, text: str) -> str | None:
         """Return the letter of a choice if the text is this letter or begins with it. None: it does not."""
         # "B!" is a letter, but "5!" is a choice's text.
-        plain = _plain(_plain(said).rstrip("!"))
+        plain = _strip_marks(_strip_marks(text).rstrip("!"))
         alone = _ALONE.fullmatch(plain)
         letter = alone[1].upper() if alone else self._leading(plain)
         return letter if letter and letter in self.letters else None
@@ -102,18 +102,18 @@ class Choices:
         """Return the choice's letter at the start of a text like `B, because ...` or `(B) 12`. None: there is none, or
         the rest names another choice too.
         """
-        led = _LED_BY.fullmatch(plain)
-        if led is not None:
-            named = self.by_text(led[2])
-            if named is not None:
-                return led[1] if named == led[1] else None
-            return None if is_hedged(led[2]) else led[1]
+        match = _LED_BY.fullmatch(plain)
+        if match is not None:
+            letter_of_text = self.by_text(match[2])
+            if letter_of_text is not None:
+                return match[1] if letter_of_text == match[1] else None
+            return None if is_hedged(match[2]) else match[1]
         reason = _WITH_REASON.match(plain)
         return reason[1] if reason else choice_letter(plain)
 
-    def by_index(self, said: str) -> str | None:
+    def by_index(self, name: str) -> str | None:
         """Return the letter of the choice with an index from 0; None if the labels are numbers themselves."""
-        text = said.strip()
+        text = name.strip()
         is_index = text.isdecimal() and not any(label.isdecimal() for label in self.labels)
         return _LETTERS[int(text)] if is_index and len(text) < 3 and int(text) < len(self.labels) else None
 
@@ -142,10 +142,10 @@ def multiple_choice(
     """
     choices = choices_of(record, field, num_choices)
     right = gold_choice(answer, choices, gold)
-    letter = _chosen(answering_text(completion_text, in_thoughts=in_thoughts), choices)
+    letter = _read_choice(answering_text(completion_text, in_thoughts=in_thoughts), choices)
     # At most 10 letters become metrics, to keep their number small.
-    shown = _LETTERS[: min(len(choices.labels), 10)] if choices.texts or num_choices else ""
-    metrics = {f"chosen_{each}": float(each == letter) for each in shown}
+    reported_letters = _LETTERS[: min(len(choices.labels), 10)] if choices.texts or num_choices else ""
+    metrics = {f"chosen_{name}": float(name == letter) for name in reported_letters}
     is_correct = letter == right
     return Reward(correct_score if is_correct else 0.0, letter is not None, is_correct, metrics=metrics)
 
@@ -185,22 +185,22 @@ def gold_choice(answer: Any, choices: Choices, gold: Gold | None = None) -> str:
     }
     if gold is not None and gold not in readings:
         raise ValueError(f"kwargs.gold = {gold!r}: is not a valid value; set it to one of {', '.join(readings)}")
-    found = {kind: letter for kind, letter in readings.items() if letter is not None and gold in (None, kind)}
-    if not found:
+    letters = {kind: letter for kind, letter in readings.items() if letter is not None and gold in (None, kind)}
+    if not letters:
         raise ValueError(f"the gold answer {text!r:.80} is not one of the record's {len(choices.labels)} choices")
-    if len(set(found.values())) > 1:
-        meant = ", ".join(f"{letter} as {kind}" for kind, letter in found.items())
+    if len(set(letters.values())) > 1:
+        interpretations = ", ".join(f"{letter} as {kind}" for kind, letter in letters.items())
         raise ValueError(
-            f"the gold answer {text!r:.80} is ambiguous: {meant}; set kwargs.gold to letter, text or index"
+            f"the gold answer {text!r:.80} is ambiguous: {interpretations}; set kwargs.gold to letter, text or index"
         )
-    return next(iter(found.values()))
+    return next(iter(letters.values()))
 
 
 def final_answer(
     text: str, record: Mapping[str, Any], *, num_choices: int | None = None, field: str | None = None, **kwargs: Any
 ) -> str | None:
     """Return the letter of the choice at the end of a completion, as scored. None: the completion names no choice."""
-    return _chosen(answering_text(text), choices_of(record, field, num_choices))
+    return _read_choice(answering_text(text), choices_of(record, field, num_choices))
 
 
 def check_record(
@@ -216,45 +216,45 @@ def check_record(
     gold_choice(answer, choices_of(record, field, num_choices), gold)
 
 
-def _chosen(text: str, choices: Choices) -> str | None:
+def _read_choice(text: str, choices: Choices) -> str | None:
     text = without_thoughts(text)
-    marked = [found for found in (last_box(text), last_tags(text)) if found is not None]
-    if marked:
-        return choices.letter(max(marked)[1])
+    marks = [match for match in (last_box(text), last_tags(text)) if match is not None]
+    if marks:
+        return choices.letter(max(marks)[1])
     lines = text.strip().splitlines()
     last_line = lines[-1].strip() if lines else ""
     if (called_right := _CALLED_RIGHT.fullmatch(last_line)) and called_right[1] in choices.letters:
         return called_right[1]
     # Letters that are not choices, as in "the answer is I think", are skipped.
-    stated = deque((found for found in _STATED.finditer(text) if _stated_letter(found) in choices.letters), maxlen=1)
-    if stated:
-        return _agreed_letter(text, stated[0], choices)
-    labelled = _LABELLED.fullmatch(last_line)
-    return choices.letter(labelled[1] if labelled else last_line)
+    statements = deque((match for match in _STATED.finditer(text) if _letter_of(match) in choices.letters), maxlen=1)
+    if statements:
+        return _read_agreeing_letter(text, statements[0], choices)
+    label = _LABELLED.fullmatch(last_line)
+    return choices.letter(label[1] if label else last_line)
 
 
-def _agreed_letter(text: str, stated: re.Match[str], choices: Choices) -> str | None:
+def _read_agreeing_letter(text: str, statement: re.Match[str], choices: Choices) -> str | None:
     """Return the letter of a statement. None: a second choice follows, or the text of another one: `C, red`."""
     # "the answer is A or B" names two choices, so it counts as none.
-    if _SECOND.match(text, stated.end()):
+    if _SECOND.match(text, statement.end()):
         return None
-    letter = _stated_letter(stated)
-    rest_of_line = text[stated.end() :].partition("\n")[0]
-    named = choices.by_text(_BEFORE_TEXT.sub("", rest_of_line, count=1).rstrip(" \t).!*"))
-    return letter if named in (None, letter) else None
+    letter = _letter_of(statement)
+    rest_of_line = text[statement.end() :].partition("\n")[0]
+    letter_of_text = choices.by_text(_BEFORE_TEXT.sub("", rest_of_line, count=1).rstrip(" \t).!*"))
+    return letter if letter_of_text in (None, letter) else None
 
 
-def _stated_letter(found: re.Match[str]) -> str:
-    return next(letter for letter in found.groups() if letter is not None).upper()
+def _letter_of(statement: re.Match[str]) -> str:
+    return next(letter for letter in statement.groups() if letter is not None).upper()
 
 
-def _only(said: str, names: Sequence[str]) -> str | None:
-    """Return the letter of the choice in `names` that equals the text `said`. None: none is equal, or several are."""
-    plain = _plain(said).casefold()
-    folded = [_plain(name).casefold() for name in names]
-    return _LETTERS[folded.index(plain)] if folded.count(plain) == 1 else None
+def _letter_of_name(text: str, names: Sequence[str]) -> str | None:
+    """Return the letter of the choice in `names` that equals the text `text`. None: none is equal, or several are."""
+    plain = _strip_marks(text).casefold()
+    plain_names = [_strip_marks(name).casefold() for name in names]
+    return _LETTERS[plain_names.index(plain)] if plain_names.count(plain) == 1 else None
 
 
-def _plain(text: str) -> str:
+def _strip_marks(text: str) -> str:
     # Twice, because a full stop may stand within the marks or after them.
     return _WRAPPED.sub(r"\1", text).strip(_MARKS).rstrip(".").strip(_MARKS)

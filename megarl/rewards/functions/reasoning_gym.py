@@ -45,12 +45,12 @@ def reasoning_gym(
     """
     task = task_of(record)
     text = answering_text(completion_text, in_thoughts=in_thoughts)
-    scored = _score(task, text, answer, record, correct_score, place, {})
+    reward = _score(task, text, answer, record, correct_score, place, {})
     return Reward(
-        scored.score,
-        scored.format_valid,
-        scored.answer_correct,
-        metrics={task: scored.metrics["raw"], **scored.metrics},
+        reward.score,
+        reward.format_valid,
+        reward.answer_correct,
+        metrics={task: reward.metrics["raw"], **reward.metrics},
     )
 
 
@@ -166,8 +166,8 @@ def final_answer(text: str, record: Mapping[str, Any], *, place: Place = "tags",
     places: dict[str, Callable[[str], str | None]] = {"tags": last_tagged, "boxed": last_boxed, "text": str}
     if place not in places:
         raise ValueError(f"kwargs.place = {place!r}: is not a valid value; set it to one of {', '.join(places)}")
-    found = places[place](answering_text(text))
-    return None if found is None else found.strip()
+    final = places[place](answering_text(text))
+    return None if final is None else final.strip()
 
 
 def _score(
@@ -181,10 +181,10 @@ def _score(
 ) -> Reward:
     # Also for completions without an answer: the trial before a run starts has none.
     _check_installed()
-    said = final_answer(completion_text, record, place=place)
+    prediction = final_answer(completion_text, record, place=place)
     raw = 0.0
-    if said is not None and len(said) <= _MAX_CHARACTERS:
-        metadata = _as_made(metadata_of(record) or {})
+    if prediction is not None and len(prediction) <= _MAX_CHARACTERS:
+        metadata = _restore_keys(metadata_of(record) or {})
         if task in _BOARDS and isinstance(metadata.get("output"), list):
             metadata["output"] = tuple(map(tuple, metadata["output"]))
         entry = {
@@ -193,17 +193,18 @@ def _score(
             "metadata": metadata,
         }
         _refuse_evaluated(task, entry)
-        raw = _raw(task, _dataset(task, json.dumps(dict(config))), harmless_answer(task, said, entry), entry)
-    return Reward(raw * correct_score, said is not None, raw >= _CORRECT_FROM, metrics={"raw": raw})
+        dataset = _dataset(task, json.dumps(dict(config)))
+        raw = _raw_score(task, dataset, harmless_answer(task, prediction, entry), entry)
+    return Reward(raw * correct_score, prediction is not None, raw >= _CORRECT_FROM, metrics={"raw": raw})
 
 
-def _raw(task: str, dataset: Any, said: str, entry: Mapping[str, Any]) -> float:
+def _raw_score(task: str, dataset: Any, prediction: str, entry: Mapping[str, Any]) -> float:
     """Return the scorer's value; 0 if the scorer raises an error on the answer but not on the gold answer."""
     if task == "game_of_life_halting":
         # Its scorer evaluates any text as True.
-        return float(said.casefold() == entry["answer"].casefold())
+        return float(prediction.casefold() == entry["answer"].casefold())
     try:
-        return float(dataset.score_answer(said, entry))
+        return float(dataset.score_answer(prediction, entry))
     except Exception:
         if entry["answer"] not in _NO_GOLD:
             dataset.score_answer(entry["answer"], entry)  # Raises if the record is faulty.
@@ -241,10 +242,10 @@ def _dataset(task: str, config: str) -> Any:
     return reasoning_gym.create_dataset(task, seed=0, size=1, **json.loads(config))
 
 
-def _as_made(value: Any) -> Any:
+def _restore_keys(value: Any) -> Any:
     """Return metadata with the whole-number keys that JSON had turned into texts."""
     if isinstance(value, Mapping):
         keys = list(value)
         are_numbers = bool(keys) and all(isinstance(key, str) and key.lstrip("-").isdecimal() for key in keys)
-        return {int(key) if are_numbers else key: _as_made(inside) for key, inside in value.items()}
-    return [_as_made(inside) for inside in value] if isinstance(value, list) else value
+        return {int(key) if are_numbers else key: _restore_keys(inside) for key, inside in value.items()}
+    return [_restore_keys(inside) for inside in value] if isinstance(value, list) else value

@@ -10,7 +10,7 @@ from functools import lru_cache
 from megarl.rewards.maths.choice_letters import choice_agreement
 from megarl.rewards.maths.equality.comparison import Comparison
 from megarl.rewards.maths.formulas.nodes import Node
-from megarl.rewards.maths.formulas.parser import parsed
+from megarl.rewards.maths.formulas.parser import parse
 from megarl.rewards.maths.quantities import Quantity, read_quantity, same_quantity, without_currency
 from megarl.rewards.maths.spelling import (
     MAX_ANSWER_CHARACTERS,
@@ -18,7 +18,7 @@ from megarl.rewards.maths.spelling import (
     is_same_text,
     is_same_without_stray_braces,
     is_within_caps,
-    normalized,
+    normalize,
 )
 from megarl.rewards.maths.units import Unit, read_unit
 
@@ -33,18 +33,18 @@ def agreement(prediction: str, answer: str) -> float:
 
     Both are LaTeX or plain text, with or without \boxed{} around them. Equal texts agree. Choices are compared by
     letter, plain numbers and quantities exactly. Everything else is parsed and compared by value. If neither can be
-    parsed, or one exceeds the limits of size, they are compared as texts, without spaces, meaningless braces and the
+    parse, or one exceeds the limits of size, they are compared as texts, without spaces, meaningless braces and the
     case of words. An empty prediction never agrees.
     """
     # Long answers are hardly ever a formula, and comparing them as one could take long.
     if len(prediction) > MAX_ANSWER_CHARACTERS or len(answer) > MAX_ANSWER_CHARACTERS:
         return float(prediction.split() == answer.split())
-    prediction, answer = normalized(prediction), normalized(answer)
+    prediction, answer = normalize(prediction), normalize(answer)
     if not prediction:
         return 0.0
     if canonical(prediction) == canonical(answer):
         return 1.0
-    by_letter = choice_agreement(prediction, answer, lambda one, other: agreement(one, other) == 1.0)
+    by_letter = choice_agreement(prediction, answer, lambda text, gold_text: agreement(text, gold_text) == 1.0)
     if by_letter is not None:
         return float(by_letter)
     gold_quantity, words = _gold_quantity(answer)
@@ -73,7 +73,7 @@ def _formula_agreement(prediction: str, answer: str) -> float:
         return 0.0
     if _same_with_units(gold, predicted):
         return 1.0
-    return float(any(_same_with_units(one, other) for one, other in _other_readings(prediction, answer)))
+    return float(any(_same_with_units(gold_tree, tree) for gold_tree, tree in _other_readings(prediction, answer)))
 
 
 def _is_word(tree: Node) -> bool:
@@ -98,7 +98,7 @@ def _gold_formula(answer: str) -> tuple[Node | None, frozenset[str]]:
 
 def _formula(text: str, words: Collection[str] | None, *, groups: bool = True) -> Node | None:
     text, currency = without_currency(text)
-    tree = parsed(text, lambda unit, is_apart: read_unit(unit, words if is_apart else _NO_WORDS), groups=groups)
+    tree = parse(text, lambda unit, is_apart: read_unit(unit, words if is_apart else _NO_WORDS), groups=groups)
     return Node("quantity", (tree,), currency) if tree is not None and currency is not None else tree
 
 
@@ -109,7 +109,7 @@ def _other_readings(prediction: str, answer: str) -> list[tuple[Node, Node]]:
     """
     readings: list[tuple[Node | None, Node | None]] = []
     if re.search(r"(?<=\s)[A-Za-z]\b", prediction + answer):
-        readings.append((parsed(answer), parsed(prediction)))
+        readings.append((parse(answer), parse(prediction)))
     if re.search(r"\d,\d{3}", prediction) and re.search(r",\s", answer):
         readings.append((_gold_formula(answer)[0], _formula(prediction, _NO_WORDS, groups=False)))
     return [(gold, predicted) for gold, predicted in readings if gold is not None and predicted is not None]

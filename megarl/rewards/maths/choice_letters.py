@@ -42,19 +42,19 @@ def choice_agreement(prediction: str, answer: str, is_same_text: Callable[[str, 
 
     Returns None if an answer names no letter, or if both are plain letters without text or brackets.
     """
-    gold, found = _letter_and_text(plain_text(answer)), _letter_and_text(plain_text(prediction))
-    if gold is None or found is None:
+    gold, choice = _letter_and_text(plain_text(answer)), _letter_and_text(plain_text(prediction))
+    if gold is None or choice is None:
         return None
-    is_same = gold[0] == found[0]
-    return is_same and is_same_text(found[1], gold[1]) if gold[1] and found[1] else is_same
+    is_same = gold[0] == choice[0]
+    return is_same and is_same_text(choice[1], gold[1]) if gold[1] and choice[1] else is_same
 
 
 def choice_letter(text: str) -> str | None:
     """Return the choice's letter in a text: alone, in brackets, or before a full stop and the choice's text. None: no
     letter.
     """
-    found = _letter_and_text(text)
-    return None if found is None else found[0]
+    choice = _letter_and_text(text)
+    return None if choice is None else choice[0]
 
 
 def _letter_and_text(text: str) -> tuple[str, str] | None:
@@ -63,8 +63,8 @@ def _letter_and_text(text: str) -> tuple[str, str] | None:
     alone = _ALONE.fullmatch(text)
     if alone:
         return alone[1] or alone[2], ""
-    led = _WITH_TEXT.fullmatch(text)
-    return None if led is None or is_hedged(led[3]) else (led[1] or led[2], led[3])
+    match = _WITH_TEXT.fullmatch(text)
+    return None if match is None or is_hedged(match[3]) else (match[1] or match[2], match[3])
 
 
 def is_hedged(text: str) -> bool:

@@ -69,46 +69,46 @@ class Quantity:
         return self.number * self.unit.factor if self.unit else self.number
 
 
-def read_quantity(text: str, known: Collection[str] | None = None) -> Quantity | None:
+def read_quantity(text: str, unit_words: Collection[str] | None = None) -> Quantity | None:
     """Parse a number with or without a unit. None: any other text.
 
-    `known` lists words accepted as units in addition to the usual ones. None: any word is.
+    `unit_words` lists words accepted as units in addition to the usual ones. None: any word is.
     """
     text, currency = without_currency(text)
     number_and_end = _read_number(text)
     if number_and_end is None:
         return None
     number, end = number_and_end
-    rest = text[end:]
-    if not rest.strip():
+    unit_text = text[end:]
+    if not unit_text.strip():
         return Quantity(number, currency)
     in_several_units = _read_several_units(text) if currency is None else None
     if in_several_units is not None:
         return in_several_units
-    paid = _read_amount(number, currency, rest, known)
-    if paid is not None:
-        return paid
+    price = _read_amount(number, currency, unit_text, unit_words)
+    if price is not None:
+        return price
     # A degree sign is written as a power, but it is a unit.
-    if _NO_NUMBER_FOLLOWS.match(rest) and not re.match(r"\s*\^\s*\{?\s*\\circ", rest):
+    if _NO_NUMBER_FOLLOWS.match(unit_text) and not re.match(r"\s*\^\s*\{?\s*\\circ", unit_text):
         return None
-    if currency is not None and not _MULTIPLE.match(rest):
+    if currency is not None and not _MULTIPLE.match(unit_text):
         return None
-    if re.match(r"[A-Za-z](?![A-Za-z])", rest):
+    if re.match(r"[A-Za-z](?![A-Za-z])", unit_text):
         # "5m" is a product, but "5 m" is a length.
         return None
-    word = _FRACTION_WORD.match(rest)
+    word = _FRACTION_WORD.match(unit_text)
     if word and word[1] in FRACTION_WORDS:
         # 2 fifths is 2/5, but half of a fraction is not written so.
         return Quantity(number * FRACTION_WORDS[word[1]]) if number.denominator == 1 else None
-    if found := _MULTIPLE.match(rest):
-        number *= MULTIPLES[found[1]]
-        rest = rest[found.end() :]
-    if not rest.strip():
+    if multiple := _MULTIPLE.match(unit_text):
+        number *= MULTIPLES[multiple[1]]
+        unit_text = unit_text[multiple.end() :]
+    if not unit_text.strip():
         return Quantity(number, currency)
     # Without a space, as in "5x", a word is a unit only if it has a meaning.
-    is_known, unit = read_unit(rest, () if rest[0].isalpha() else known)
+    is_known, unit = read_unit(unit_text, () if unit_text[0].isalpha() else unit_words)
     if currency is not None:
-        return _read_amount(number, currency, rest, known)
+        return _read_amount(number, currency, unit_text, unit_words)
     return Quantity(number, unit) if is_known else None
 
 
@@ -121,7 +121,7 @@ def _read_several_units(text: str) -> Quantity | None:
     if len(steps) < 2 or _UNIT_STEP.sub("", words).strip():
         return None
     units = [read_unit(f"\\text{{{name}}}", ())[1] for _, name in steps]
-    first, *others = units
+    first, *smaller_units = units
     total = Fraction(0)
     limit = None
     for (number, _), unit in zip(steps, units, strict=True):
@@ -133,13 +133,15 @@ def _read_several_units(text: str) -> Quantity | None:
         total += number * unit.factor
         limit = unit.factor
     assert first is not None
-    return Quantity(total / first.factor, first, smallest=others[-1])
+    return Quantity(total / first.factor, first, smallest=smaller_units[-1])
 
 
-def _read_amount(number: Fraction, currency: Unit | None, text: str, known: Collection[str] | None) -> Quantity | None:
+def _read_amount(
+    number: Fraction, currency: Unit | None, text: str, unit_words: Collection[str] | None
+) -> Quantity | None:
     """Return a number as a price for something. None: the text after the number is not a price.
 
-    Accepted after a currency, or if a currency sign precedes the number: `per hour`, `/hour`, `an hour`, `each`.
+    Accepted after a currency, or if a currency sign precedes the number: `per hour`, `/hour`, `an hour`, `bought_unit`.
     """
     words = _SPACES.sub(" ", plain_text(text)).strip()
     amount = _AMOUNT.fullmatch(words)
@@ -151,12 +153,12 @@ def _read_amount(number: Fraction, currency: Unit | None, text: str, known: Coll
         return None
     if not amount[3]:
         return Quantity(number, money) if amount[2] in (None, "each", "apiece") else None
-    is_known, each = read_unit(amount[3], known)
-    if not is_known or amount[2] == "apiece" or (each and set(each.names) & _CURRENCY_NAMES):
+    is_known, bought_unit = read_unit(amount[3], unit_words)
+    if not is_known or amount[2] == "apiece" or (bought_unit and set(bought_unit.names) & _CURRENCY_NAMES):
         return None
-    if each is None:
+    if bought_unit is None:
         return Quantity(number, money)
-    return Quantity(number, money.over(each), money)
+    return Quantity(number, money.over(bought_unit), money)
 
 
 def _currency_named(word: str) -> Unit | None:
@@ -224,8 +226,8 @@ def _read_unsigned_number(text: str, start: int) -> tuple[Fraction, int] | None:
     if number is None:
         return None
     value, end = number
-    if text[start:end].isdigit() and (mixed := _read_mixed_number(text, end)) is not None:
-        part, end = mixed
+    if text[start:end].isdigit() and (mixed_part := _read_mixed_number(text, end)) is not None:
+        part, end = mixed_part
         # 3 5/2 is not a mixed number, and reading it as a product would guess.
         return (value + part, end) if 0 <= part < 1 else None
     if times_power := _TIMES_POWER_OF_TEN.match(text, end):

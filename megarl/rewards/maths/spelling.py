@@ -125,7 +125,7 @@ _MEANINGFUL = re.compile(r"[_^]\s*\{|\\[A-Za-z]+\s*(?:\[[^\]]*\]\s*)?\{|\}\s*\{"
 """Regular expression of a brace with a meaning: around an index, an exponent, or a command's argument."""
 
 
-def normalized(text: str) -> str:
+def normalize(text: str) -> str:
     r"""Return the text in normalised spelling, without a \boxed{} around it, dollar signs or a final full stop."""
     text = with_ascii_signs(text).strip()
     text = _STYLE.sub(_plain_style, text).strip() or text
@@ -161,10 +161,10 @@ def with_ascii_signs(text: str) -> str:
     return text if text.isascii() else text.translate(_ASCII_SIGNS)
 
 
-def _plain_style(found: re.Match[str]) -> str:
-    if found["text"]:
+def _plain_style(style: re.Match[str]) -> str:
+    if style["text"]:
         return r"\text"
-    return rf"\{found['bold']}{{{found['letter']}}}" if found["bold"] else ""
+    return rf"\{style['bold']}{{{style['letter']}}}" if style["bold"] else ""
 
 
 def _without_announcement(text: str) -> str:
@@ -179,19 +179,19 @@ def _without_announcement(text: str) -> str:
     return _without_wrapping(answer) or text
 
 
-def _meridiem(found: re.Match[str]) -> str:
-    half = found[1].upper() if found[1] else "P" if found[2] else "A"
+def _meridiem(match: re.Match[str]) -> str:
+    half = match[1].upper() if match[1] else "P" if match[2] else "A"
     return rf" \text{{{half}M}}"
 
 
-def _separate_domain(found: re.Match[str]) -> str:
-    return rf", {found['name']} \in {found['set']}" if found["name"] else ", "
+def _separate_domain(domain: re.Match[str]) -> str:
+    return rf", {domain['name']} \in {domain['set']}" if domain["name"] else ", "
 
 
-def _script(found: re.Match[str]) -> str:
-    if found[1]:
-        return "^{" + found[1].translate(_RAISED) + "}"
-    return "_{" + found[2].translate(_LOWERED) + "}"
+def _script(script: re.Match[str]) -> str:
+    if script[1]:
+        return "^{" + script[1].translate(_RAISED) + "}"
+    return "_{" + script[2].translate(_LOWERED) + "}"
 
 
 def _without_wrapping(text: str) -> str:
@@ -238,28 +238,28 @@ def canonical(text: str) -> str:
     return re.sub(r"\0(?![A-Za-z0-9+-])|(?<![A-Za-z0-9,])\0", "", text).strip("\0")
 
 
-def _without_braces_of_single(found: re.Match[str]) -> str:
-    before, content = found[1] or "", found[2]
+def _without_braces_of_single(match: re.Match[str]) -> str:
+    before, content = match[1] or "", match[2]
     return before + ("\0" if before and content[0].isalnum() else "") + content + ("\0" if content[0] == "\\" else "")
 
 
-def is_same_text(one: str, other: str) -> bool:
+def is_same_text(first: str, second: str) -> bool:
     """Return whether two normalised answers that are not mathematics are the same text.
 
     Words are compared without case, single letters with case. Braces are ignored unless they enclose an index, an
     exponent or a command's argument.
     """
-    return _loose(one) == _loose(other)
+    return _loose(first) == _loose(second)
 
 
-def is_same_without_stray_braces(one: str, other: str) -> bool:
+def is_same_without_stray_braces(first: str, second: str) -> bool:
     """Return whether two texts differ only in spaces and meaningless braces.
 
     A brace has a meaning if it encloses an index, an exponent or a command's argument.
     """
-    if _MEANINGFUL.search(one) or _MEANINGFUL.search(other):
+    if _MEANINGFUL.search(first) or _MEANINGFUL.search(second):
         return False
-    return _without_braces(canonical(one)) == _without_braces(canonical(other))
+    return _without_braces(canonical(first)) == _without_braces(canonical(second))
 
 
 def _loose(text: str) -> str:

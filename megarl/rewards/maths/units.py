@@ -28,19 +28,19 @@ class Unit:
         """Names of the base units."""
         return frozenset(name for name, _ in self.dimensions)
 
-    def over(self, other: Unit) -> Unit:
+    def over(self, divisor: Unit) -> Unit:
         """Return this unit divided by another one."""
         dimensions = Counter(dict(self.dimensions))
-        dimensions.subtract(dict(other.dimensions))
-        left = tuple(sorted((base, power) for base, power in dimensions.items() if power))
-        return Unit(self.factor / other.factor, left)
+        dimensions.subtract(dict(divisor.dimensions))
+        remaining = tuple(sorted((base, power) for base, power in dimensions.items() if power))
+        return Unit(self.factor / divisor.factor, remaining)
 
 
-def read_unit(text: str, known: Collection[str] | None = None) -> tuple[bool, Unit | None]:
+def read_unit(text: str, unit_words: Collection[str] | None = None) -> tuple[bool, Unit | None]:
     """Return whether a text is a unit, and the unit; None for words that do not change the number ("units", "th" of
     "5th").
 
-    Words in `known` (singular) count as units of their own. With `known` None every word does, except words changing a
+    Words in `unit_words` (singular) count as units of their own. With None every word does, except words changing a
     number, like "halves" or "about".
     """
     factor = Fraction(1)
@@ -53,30 +53,30 @@ def read_unit(text: str, known: Collection[str] | None = None) -> tuple[bool, Un
             return False, None
         if name in _NO_UNIT:
             continue
-        found = _meaning(name, known, is_text=text.lstrip().startswith("\\"))
-        if found is None:
+        meaning = _meaning(name, unit_words, is_text=text.lstrip().startswith("\\"))
+        if meaning is None:
             return False, None
-        factor *= found[0] ** exponent
-        for base, power in found[1].items():
+        factor *= meaning[0] ** exponent
+        for base, power in meaning[1].items():
             dimensions[base] += power * exponent
     if not words:
         return False, None
-    left = tuple(sorted((base, power) for base, power in dimensions.items() if power))
-    return True, Unit(factor, left) if left or factor != 1 else None
+    base_units = tuple(sorted((base, power) for base, power in dimensions.items() if power))
+    return True, Unit(factor, base_units) if base_units or factor != 1 else None
 
 
-def _meaning(name: str, known: Collection[str] | None, *, is_text: bool) -> tuple[Fraction, dict[str, int]] | None:
+def _meaning(name: str, unit_words: Collection[str] | None, *, is_text: bool) -> tuple[Fraction, dict[str, int]] | None:
     """Return a unit's factor and its base units with exponents. None: the word is not a unit."""
     singular = _singular(name.lower())
-    found = _UNITS.get(name) or _UNITS.get(singular)
+    meaning = _UNITS.get(name) or _UNITS.get(singular)
     # V, A and K are units only inside \\text{}; elsewhere they are variables.
-    if found is None and is_text and len(name) == 1:
-        found = _UNITS.get(f"text {name}")
-    if found is not None:
-        return found
+    if meaning is None and is_text and len(name) == 1:
+        meaning = _UNITS.get(f"text {name}")
+    if meaning is not None:
+        return meaning
     is_word = re.fullmatch(r"[A-Za-zµ]{2,}", name) is not None
     is_counted = singular in _COUNTED
-    if not is_word or not (is_counted or known is None or singular in known) or is_number_word(name):
+    if not is_word or not (is_counted or unit_words is None or singular in unit_words) or is_number_word(name):
         return None
     return Fraction(1), {singular: 1}
 
@@ -107,18 +107,18 @@ def _unit_words(text: str) -> Iterator[tuple[str | None, int]]:
     # `sign` is the exponent's sign (-1 after "per" or /), `before` the power of a leading "square" or "cubic".
     sign, before = 1, 1
     while position < len(text):
-        found = _UNIT_PART.match(text, position)
-        if found is None or found.end() == position:
+        part = _UNIT_PART.match(text, position)
+        if part is None or part.end() == position:
             yield None, 1
             return
-        position = found.end()
-        if found["over"]:
+        position = part.end()
+        if part["over"]:
             sign = -1
-        elif found["power"]:
-            before = 2 if found["power"].startswith("s") else 3
+        elif part["power"]:
+            before = 2 if part["power"].startswith("s") else 3
         else:
-            after = (found["exponent"] or "1").translate(str.maketrans("²³", "23", "^{} "))
-            yield found["word"], sign * before * int(after)
+            after = (part["exponent"] or "1").translate(str.maketrans("²³", "23", "^{} "))
+            yield part["word"], sign * before * int(after)
             before = 1
 
 

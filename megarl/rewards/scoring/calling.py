@@ -85,11 +85,11 @@ class Sample:
 
     def values(self, names: frozenset[str], correct_score: float) -> dict[str, Any]:
         """Return the values of the sample for the parameters `names`, by name."""
-        said = {"role": "assistant", "content": self.completion_text}
-        known = {
+        completion = {"role": "assistant", "content": self.completion_text}
+        values = {
             "completion_text": self.completion_text,
             "answer": self.answer,
-            "messages": [*self.prompt_messages, said],
+            "messages": [*self.prompt_messages, completion],
             "prompt_messages": list(self.prompt_messages),
             "record": self.record or {},
             "finish_reason": self.finish_reason,
@@ -100,7 +100,7 @@ class Sample:
             "correct_score": correct_score,
             "sandbox": None,  # The reward process has its own.
         }
-        return {name: known[name] for name in names}
+        return {name: values[name] for name in names}
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +119,9 @@ class BoundFunction:
 
     def __call__(self, values: Mapping[str, Any]) -> Any:
         """Call the function with a sample's values and return its result. Values without a parameter are ignored."""
-        given = {name: values[name] for name in self.needs} | dict(self.kwargs)
-        arguments = [given.pop(name, default) for name, default in self.positional.items()]
-        return self.function(*arguments, **given)
+        keywords = {name: values[name] for name in self.needs} | dict(self.kwargs)
+        arguments = [keywords.pop(name, default) for name, default in self.positional.items()]
+        return self.function(*arguments, **keywords)
 
 
 def bind(name: str, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> BoundFunction:
@@ -134,49 +134,50 @@ def bind(name: str, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> 
     except (TypeError, ValueError):
         raise ConfigError(
             f"reward.functions: {name!r}: the names of its parameters cannot be read; wrap it in a Python function "
-            f"such as: {expected(name)}"
+            f"such as: {example_definition(name)}"
         ) from None
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    named = {p.name: p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
-    foreign = foreign_function(function, named, takes_any=takes_any)
+    named_parameters = {p.name: p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+    foreign = foreign_function(function, named_parameters, takes_any=takes_any)
     of_samples = PARAMETERS.keys() - set(_RECIPE_PARAMETERS) if foreign is None else foreign.reserved
-    if reserved := [key for key in kwargs if key in of_samples]:
+    if reserved_keys := [key for key in kwargs if key in of_samples]:
         raise ConfigError(
-            f"reward.functions: {name!r}: kwargs.{reserved[0]}: every sample has its own value of this, so the "
+            f"reward.functions: {name!r}: kwargs.{reserved_keys[0]}: every sample has its own value of this, so the "
             "recipe cannot set it; remove it"
         )
-    if additional := [key for key in kwargs if key not in named and not takes_any]:
-        near = nearest(additional[0], named)
-        hint = f"did you mean {near}?" if near else f"it takes {', '.join(named) or 'none'}"
+    if additional := [key for key in kwargs if key not in named_parameters and not takes_any]:
+        near = nearest(additional[0], named_parameters)
+        hint = f"did you mean {near}?" if near else f"it takes {', '.join(named_parameters) or 'none'}"
         raise ConfigError(
             f"reward.functions: {name!r}: kwargs.{additional[0]}: is not a parameter of the function; {hint}"
         )
     if foreign is not None:
         unknown = foreign.unknown(kwargs)
     else:
-        required = (p.name for p in named.values() if p.default is p.empty)
-        unknown = [parameter for parameter in required if parameter not in (*PARAMETERS, *kwargs)]
+        required_names = (p.name for p in named_parameters.values() if p.default is p.empty)
+        unknown = [parameter for parameter in required_names if parameter not in (*PARAMETERS, *kwargs)]
     if unknown:
         raise ConfigError(_unknown(name, unknown))
     if foreign is not None:
         return BoundFunction(foreign, foreign.needs, {}, kwargs, foreign.record_fields(kwargs))
     # A function with **rest gets every value of the sample except the sandbox.
-    wanted = named.keys() | (PARAMETERS.keys() - {_SANDBOX} if takes_any else set())
-    needs = frozenset(key for key in PARAMETERS if key in wanted and key not in kwargs)
-    positional = {p.name: p.default for p in named.values() if p.kind is p.POSITIONAL_ONLY}
+    wanted_names = named_parameters.keys() | (PARAMETERS.keys() - {_SANDBOX} if takes_any else set())
+    needs = frozenset(key for key in PARAMETERS if key in wanted_names and key not in kwargs)
+    positional = {p.name: p.default for p in named_parameters.values() if p.kind is p.POSITIONAL_ONLY}
     return BoundFunction(function, needs, positional, kwargs)
 
 
-def expected(name: str) -> str:
+def example_definition(name: str) -> str:
     """Return an example definition of the reward function `name`, for error messages."""
     return f"def {metric_name(name)}(completion_text: str, answer: str) -> float | megarl.types.Reward"
 
 
 def _unknown(name: str, parameters: Sequence[str]) -> str:
-    listed = "; ".join(f"{parameter}: {_counterpart(parameter)}" for parameter in parameters)
+    counterparts = "; ".join(f"{parameter}: {_counterpart(parameter)}" for parameter in parameters)
     return (
-        f"reward.functions: {name!r}: parameters that are not known, each with its counterpart here: {listed}. Known "
-        f"are {', '.join(PARAMETERS)}; give others a default, or a value in kwargs. For example: {expected(name)}"
+        f"reward.functions: {name!r}: parameters that are not known, each with its counterpart here: {counterparts}. "
+        f"Known are {', '.join(PARAMETERS)}; give others a default, or a value in kwargs. For example: "
+        f"{example_definition(name)}"
     )
 
 

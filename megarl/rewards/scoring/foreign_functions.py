@@ -55,8 +55,12 @@ class VerlFunction:
     reserved: ClassVar[frozenset[str]] = frozenset({"solution_str", "ground_truth"})
 
     def unknown(self, kwargs: Collection[str]) -> list[str]:
-        known = {"solution_str", "ground_truth", "data_source", "extra_info", *kwargs}
-        return [name for name, one in self.parameters.items() if one.default is _IS_REQUIRED and name not in known]
+        names_with_values = {"solution_str", "ground_truth", "data_source", "extra_info", *kwargs}
+        return [
+            name
+            for name, parameter in self.parameters.items()
+            if parameter.default is _IS_REQUIRED and name not in names_with_values
+        ]
 
     def record_fields(self, kwargs: Collection[str]) -> list[str]:
         return []
@@ -114,8 +118,10 @@ class TrlFunction:
         for name in self.record_fields(kwargs):
             check_record_field(name, columns)
         available = {**columns, **batch_of_one}
-        accepted = available if self.takes_any else {n: available[n] for n in self.parameters if n in available}
-        return _convert_trl_score(self.function(**{**accepted, **kwargs}))
+        columns_and_sample = (
+            available if self.takes_any else {n: available[n] for n in self.parameters if n in available}
+        )
+        return _convert_trl_score(self.function(**{**columns_and_sample, **kwargs}))
 
 
 _TRL_SAMPLE_COLUMNS = frozenset({"prompt", "completion", "prompts", "completions"})

@@ -23,10 +23,10 @@ from pydantic import ValidationError
 
 from megarl.config.http_rewards import ServedConfig
 from megarl.config.rewards import RewardFunctionConfig
-from megarl.rewards import SERVED, metric_name, served_kind
+from megarl.rewards import SERVED, metric_name, server_kind
 from megarl.rewards.functions.function_score import FunctionScore
 from megarl.rewards.scoring.calling import Sample
-from megarl.rewards.scoring.results import checked
+from megarl.rewards.scoring.results import check_result
 from megarl.rewards.scoring.reward_process import Failure
 from megarl.types import ConfigError
 
@@ -149,29 +149,29 @@ class ServedReward(Generic[Config]):
 
     async def score(self, sample: Sample) -> FunctionScore:
         """Return the score of a completion, retrying failed calls. Raises ServerFailedError if all calls fail."""
-        if (unasked := self.score_unasked(sample)) is not None:
-            return unasked
+        if (known_score := self.score_unasked(sample)) is not None:
+            return known_score
         self._adopt_loop()
         try:
             body = json.dumps(self.request(sample)).encode()
         except (ValueError, RecursionError) as error:
             raise ServerFailedError("error", str(error)) from None
-        pause, ended, num_calls = self.config.pause_seconds, _NoScore("error", ""), 0
-        while num_calls < self.config.max_tries and not ended.is_final:
+        pause, failure, num_calls = self.config.pause_seconds, _NoScore("error", ""), 0
+        while num_calls < self.config.max_tries and not failure.is_final:
             if num_calls:
                 self._count("retries")
                 # Random pauses: requests that failed together must not all return together.
-                wait = max(pause * (1 + self._random.random()), ended.wait_seconds)
+                wait = max(pause * (1 + self._random.random()), failure.wait_seconds)
                 await asyncio.sleep(min(wait, _MAX_PAUSE_SECONDS))
                 pause *= 2
             async with self._slots:
-                found = await self._call(body)
-            if isinstance(found, FunctionScore):
-                return found
-            num_calls, ended = num_calls + 1, found
-        if ended.kind == "parse_error" and self.config.parse_error_score is not None:
-            return self._substitute(ended.text)
-        raise ServerFailedError(ended.kind, f"{self._shown_url}, the last of {num_calls} calls: {ended.text}")
+                result = await self._call(body)
+            if isinstance(result, FunctionScore):
+                return result
+            num_calls, failure = num_calls + 1, result
+        if failure.kind == "parse_error" and self.config.parse_error_score is not None:
+            return self._substitute(failure.text)
+        raise ServerFailedError(failure.kind, f"{self._shown_url}, the last of {num_calls} calls: {failure.text}")
 
     async def _call(self, body: bytes) -> FunctionScore | _NoScore:
         """Make one call to the server, count its result, and return the result."""
@@ -197,7 +197,7 @@ class ServedReward(Generic[Config]):
         try:
             for name, amount in self.amounts(answer).items():
                 self._count(name, amount)
-            return self._scored(self.read(answer))
+            return self._make_score(self.read(answer))
         except (ValueError, OverflowError, RecursionError) as error:
             self._count("parse_errors")
             return _NoScore("parse_error", str(error))
@@ -211,7 +211,7 @@ class ServedReward(Generic[Config]):
             f"{self.name}: an answer has no score that can be read, and the completion gets parse_error_score = "
             f"{score:g} (more are only counted, reward/{metric_name(self.name)}/substituted): {text}",
         )
-        return self._scored(score)
+        return self._make_score(score)
 
     def _count(self, name: str, amount: float = 1) -> None:
         self._counts.setdefault(COUNTED_FOR.get(), defaultdict(float))[name] += amount
@@ -237,11 +237,13 @@ class ServedReward(Generic[Config]):
         """Return a ConfigError naming this reward in the recipe."""
         return ConfigError(f"reward.functions: {self.name!r}: {text}")
 
-    def _scored(self, score: float) -> FunctionScore:
+    def _make_score(self, score: float) -> FunctionScore:
         right_from = self.config.right_from
-        found = checked(FunctionScore(score, answer_correct=None if right_from is None else score >= right_from))
-        assert found is not None
-        return found
+        function_score = check_result(
+            FunctionScore(score, answer_correct=None if right_from is None else score >= right_from)
+        )
+        assert function_score is not None
+        return function_score
 
     async def _post(self, body: bytes) -> Any:
         if self._session is None or self._session.closed:
@@ -249,17 +251,17 @@ class ServedReward(Generic[Config]):
                 "the reward no longer calls its scoring server, because the run closed the connections"
             )
         # A redirect could send the key to another server.
-        asked = self._session.post(self._url, data=body, headers=self._headers, allow_redirects=False)
-        async with asked as response:
-            text = await _bounded(response)
+        request = self._session.post(self._url, data=body, headers=self._headers, allow_redirects=False)
+        async with request as response:
+            text = await _read_body(response)
             if response.status >= 500 or response.status in _BUSY:
-                raise FailedCallError(f"HTTP {response.status}: {_shown(text)}", _retry_after(response))
+                raise FailedCallError(f"HTTP {response.status}: {_shorten(text)}", _retry_after(response))
             if response.status != 200:
-                raise RefusedError(f"HTTP {response.status}: {_shown(text)}")
+                raise RefusedError(f"HTTP {response.status}: {_shorten(text)}")
         try:
             return json.loads(text)
         except (ValueError, RecursionError):
-            raise FailedCallError(f"the answer is not valid JSON: {_shown(text)}") from None
+            raise FailedCallError(f"the answer is not valid JSON: {_shorten(text)}") from None
 
     def _adopt_loop(self) -> None:
         """Create new connections and a new limit of concurrent calls if the event loop has changed: they work in one
@@ -294,24 +296,24 @@ class ServedReward(Generic[Config]):
         return parts._replace(path=path, fragment="").geturl()
 
 
-def served_reward(function: RewardFunctionConfig) -> ServedReward[Any]:
+def make_server_client(function: RewardFunctionConfig) -> ServedReward[Any]:
     """Return the client of a scoring server named in a recipe. Raises ConfigError for unknown keyword arguments."""
-    kind = served_kind(function.name)
+    kind = server_kind(function.name)
     assert kind is not None
     module, _, name = SERVED[kind].partition(":")
-    made = getattr(import_module(module), name)
+    client_class = getattr(import_module(module), name)
     try:
-        config = made.config_class.model_validate(function.kwargs)
+        config = client_class.config_class.model_validate(function.kwargs)
     except ValidationError as error:
         faults = [
             f"kwargs{''.join(f'.{part}' for part in fault['loc'])}: {fault['msg']}"
             for fault in error.errors(include_url=False, include_input=False)
         ]
         raise ConfigError(f"reward.functions: {function.name!r}: {'; '.join(faults)}") from None
-    return made(function.name, config)
+    return client_class(function.name, config)
 
 
-async def _bounded(response: aiohttp.ClientResponse) -> bytes:
+async def _read_body(response: aiohttp.ClientResponse) -> bytes:
     """Return the body of a response. Raises FailedCallError if it exceeds the size limit."""
     parts = bytearray()
     async for part in response.content.iter_chunked(1 << 16):
@@ -322,10 +324,10 @@ async def _bounded(response: aiohttp.ClientResponse) -> bytes:
 
 
 def _retry_after(response: aiohttp.ClientResponse) -> float:
-    given = response.headers.get("Retry-After", "")
+    seconds = response.headers.get("Retry-After", "")
     # Only seconds are read; the header's other form, a date, is rare and ignored.
-    return float(given) if given.isdecimal() and len(given) < 6 else 0.0
+    return float(seconds) if seconds.isdecimal() and len(seconds) < 6 else 0.0
 
 
-def _shown(text: bytes) -> str:
+def _shorten(text: bytes) -> str:
     return repr(text[:_SHOWN_CHARACTERS].decode("utf-8", "replace"))

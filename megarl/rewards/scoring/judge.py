@@ -73,12 +73,12 @@ class Judge(ServedReward[JudgeConfig]):
         super().__init__(name, config)
         self._prompt = self._read_prompt()
         self._scores = {choice.casefold(): score for choice, score in config.choices.items()}
-        self._pattern, self._verdict = self._compiled_pattern(), self._last_line()
+        self._pattern, self._verdict = self._compile_pattern(), self._last_line()
 
     def request(self, sample: Sample) -> Mapping[str, Any]:
         values = self._values(sample)
         # Replace in one pass, so that braces within a completion are not taken for placeholders.
-        text = _PLACEHOLDER.sub(lambda found: values[found[1]], self._prompt)
+        text = _PLACEHOLDER.sub(lambda placeholder: values[placeholder[1]], self._prompt)
         system = [{"role": "system", "content": self.config.system}] if self.config.system else []
         bounds = {"temperature": self.config.temperature, "max_tokens": self.config.max_tokens}
         return {
@@ -115,8 +115,8 @@ class Judge(ServedReward[JudgeConfig]):
         verdict = verdict.strip()
         if self.config.scale is None:
             if verdict.casefold() not in self._scores:
-                known = ", ".join(self.config.choices)
-                raise ValueError(f"the judge's verdict is {verdict[:_MAX_SHOWN]!r}, none of {known}")
+                choices = ", ".join(self.config.choices)
+                raise ValueError(f"the judge's verdict is {verdict[:_MAX_SHOWN]!r}, none of {choices}")
             return self._scores[verdict.casefold()]
         low, high = self.config.scale
         if not re.fullmatch(_NUMBER, verdict) or not low <= float(verdict) <= high:
@@ -133,19 +133,19 @@ class Judge(ServedReward[JudgeConfig]):
             match = self._verdict.fullmatch(lines[-1].strip()) if lines else None
             return match and match[1]
         try:
-            found = list(self._pattern.finditer(text, timeout=_PATTERN_SECONDS))
+            matches = list(self._pattern.finditer(text, timeout=_PATTERN_SECONDS))
         except TimeoutError:
             raise ValueError(
                 f"kwargs.pattern: matching a judge's answer took over {_PATTERN_SECONDS:g} s; simplify the pattern"
             ) from None
-        return found[-1][1 if self._pattern.groups else 0] if found else None
+        return matches[-1][1 if self._pattern.groups else 0] if matches else None
 
     def amounts(self, answer: Any) -> Mapping[str, float]:
         usage = answer.get("usage") if isinstance(answer, dict) else None
-        found = [usage.get(name) if isinstance(usage, dict) else None for name in self.amount_names[:2]]
+        token_counts = [usage.get(name) if isinstance(usage, dict) else None for name in self.amount_names[:2]]
         # `type` excludes bool. Servers may report absurd counts, so bound them.
-        counts = [float(count) for count in found if type(count) is int and 0 <= count < _MAX_TOKENS]
-        if len(counts) < len(found):
+        counts = [float(count) for count in token_counts if type(count) is int and 0 <= count < _MAX_TOKENS]
+        if len(counts) < len(token_counts):
             return {"unmetered": 1.0}
         prices = self.config.dollars_per_million
         dollars = sum(price * count for price, count in zip(prices, counts, strict=True)) / 1e6
@@ -160,10 +160,10 @@ class Judge(ServedReward[JudgeConfig]):
 
     def _values(self, sample: Sample) -> dict[str, str]:
         """Return the texts for the prompt's placeholders. Raises ValueError if the record lacks a field."""
-        asked = [message.get("content") for message in sample.prompt_messages if message.get("role") == "user"]
+        questions = [message.get("content") for message in sample.prompt_messages if message.get("role") == "user"]
         values = {
-            "question": _text(asked[-1]) if asked else "",
-            "completion": self._shown(sample),
+            "question": _text(questions[-1]) if questions else "",
+            "completion": self._select_text(sample),
             "answer": _text(sample.answer),
         }
         for name in self._names(self._prompt):
@@ -171,7 +171,7 @@ class Judge(ServedReward[JudgeConfig]):
                 values[name] = _text(_field(sample.record or {}, name.partition(".")[2]))
         return values
 
-    def _shown(self, sample: Sample) -> str:
+    def _select_text(self, sample: Sample) -> str:
         """Return the part of a completion shown to the judge (`thoughts`, `max_shown_characters`)."""
         completion = sample.completion_text
         if self.config.thoughts == "hide":
@@ -188,17 +188,19 @@ class Judge(ServedReward[JudgeConfig]):
         except (OSError, ValueError, DataError) as error:
             raise self.fault(f"kwargs.prompt = {path}: cannot be read ({error}); give a text file") from None
         names = self._names(text)
-        known = "{{question}}, {{completion}}, {{answer}}, {{record.FIELD}}"
+        placeholders = "{{question}}, {{completion}}, {{answer}}, {{record.FIELD}}"
         unknown = [name for name in names if name not in _KNOWN and not re.fullmatch(r"record\.[\w.-]+", name)]
         if unknown:
-            raise self.fault(f"kwargs.prompt = {path}: the placeholder {{{{{unknown[0]}}}}} is unknown; use {known}")
+            raise self.fault(
+                f"kwargs.prompt = {path}: the placeholder {{{{{unknown[0]}}}}} is unknown; use {placeholders}"
+            )
         if "completion" not in names:
             raise self.fault(
                 f"kwargs.prompt = {path}: lacks {{{{completion}}}}, so the judge would not see the answer; add it"
             )
         return text
 
-    def _compiled_pattern(self) -> regex.Pattern[str] | None:
+    def _compile_pattern(self) -> regex.Pattern[str] | None:
         if self.config.pattern is None:
             return None
         try:

@@ -28,10 +28,10 @@ class RemoteModel(ServedReward[RemoteModelConfig]):
     def request(self, sample: Sample) -> Mapping[str, Any]:
         messages = [dict(message) for message in sample.prompt_messages]
         if self.config.protocol == "vllm":
-            said = {"role": "assistant", "content": sample.completion_text}
+            completion = {"role": "assistant", "content": sample.completion_text}
             return {
                 "model": self.config.model,
-                "messages": [*messages, said],
+                "messages": [*messages, completion],
                 "add_generation_prompt": False,
             }
         label = sample.answer if isinstance(sample.answer, str) else json.dumps(sample.answer, ensure_ascii=False)

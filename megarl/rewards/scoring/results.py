@@ -52,7 +52,7 @@ enough.
 """
 
 
-def checked(result: Any) -> FunctionScore | None:
+def check_result(result: Any) -> FunctionScore | None:
     """Convert a reward function's return value to a score; None if the function does not apply to the sample.
 
     Raises TypeError or ValueError for an invalid value.
@@ -60,21 +60,21 @@ def checked(result: Any) -> FunctionScore | None:
     if result is None:
         return None
     if isinstance(result, FunctionScore):
-        return _checked_score(result)
+        return _check_function_score(result)
     if not isinstance(result, Reward):
         if not _is_number(result):
             raise TypeError(f"the function returned {result!r:.200}; return a number, None or a megarl.types.Reward")
-        return FunctionScore(_moderate(float(result), result))
+        return FunctionScore(_check_score(float(result), result))
     if isinstance(result.score, bool) or not isinstance(result.score, Real):
         raise TypeError(f"the function returned a score that is not a number: {result!r:.200}")
     for name in ("format_valid", "answer_correct"):
         if getattr(result, name) not in (True, False):
             raise TypeError(f"the function returned a Reward whose {name} is not True or False: {result!r:.200}")
-    score = _moderate(float(result.score), result)
-    return FunctionScore(score, bool(result.format_valid), bool(result.answer_correct), _finite(result.metrics))
+    score = _check_score(float(result.score), result)
+    return FunctionScore(score, bool(result.format_valid), bool(result.answer_correct), _check_metrics(result.metrics))
 
 
-def _checked_score(result: FunctionScore) -> FunctionScore:
+def _check_function_score(result: FunctionScore) -> FunctionScore:
     if isinstance(result.score, bool) or not isinstance(result.score, Real):
         raise TypeError(f"the function returned a score that is not a number: {result!r:.200}")
     for name in ("format_valid", "answer_correct"):
@@ -82,11 +82,11 @@ def _checked_score(result: FunctionScore) -> FunctionScore:
             raise TypeError(
                 f"the function returned a FunctionScore whose {name} is not True, False or None: {result!r:.200}"
             )
-    metrics = _finite(result.metrics)
-    return FunctionScore(_moderate(float(result.score), result), result.format_valid, result.answer_correct, metrics)
+    metrics = _check_metrics(result.metrics)
+    return FunctionScore(_check_score(float(result.score), result), result.format_valid, result.answer_correct, metrics)
 
 
-def combined(
+def combine_scores(
     scores: Mapping[str, FunctionScore | None],
     weights: Mapping[str, float],
     judges: Mapping[str, Judging],
@@ -102,7 +102,7 @@ def combined(
     total = float(sum(weights[name] * opinion.score for name, opinion in opinions.items()))
     formats = [o.format_valid for o in opinions.values() if o.format_valid is not None]
     return Reward(
-        score=_moderate(total, total),
+        score=_check_score(total, total),
         format_valid=all(formats) if opinions else False,
         answer_correct=_answer(opinions, judges, correct_score),
         scores={name: None if score is None else score.score for name, score in scores.items()},
@@ -156,10 +156,10 @@ def with_served(
 ) -> Reward:
     """Return the reward of a sample scored by reward functions and scoring servers.
 
-    `own` is the combined reward of all functions. `served` has the score of each server by name. The result equals that
-    of `combined` for the scores of all functions and servers together. `judges_format` and `judges_answer` are True if
-    any function judged format or answer. `judges` has an entry for each function and server. Raises ValueError if the
-    sum exceeds MAX_ABSOLUTE_SCORE.
+    `own` is the combined reward of all functions. `served` has the score of each server by name. The result equals
+    that of `combine_scores` for all scores together. `judges_format` and `judges_answer` are True if any function
+    judged format or answer. `judges` has an entry for each function and server. Raises ValueError if the sum exceeds
+    MAX_ABSOLUTE_SCORE.
     """
     part = None
     if own is not None and any(score is not None for score in own.scores.values()):
@@ -171,7 +171,9 @@ def with_served(
     own_judging: Judging = "declared" if part is not None and part.answer_correct is not None else "none"
     server_judging: dict[str, Judging] = {name: judges.get(name, "none") for name in served}
     # The functions were weighted in their process already, so their sum gets weight 1.
-    total = combined({**served, "": part}, {**weights, "": 1.0}, {**server_judging, "": own_judging}, correct_score)
+    total = combine_scores(
+        {**served, "": part}, {**weights, "": 1.0}, {**server_judging, "": own_judging}, correct_score
+    )
     if total.answer_correct is None and function_judging == "declared" and own_judging == "none":
         total = replace(total, answer_correct=False)
     scores = {metric_name(name): score.score for name, score in served.items()}
@@ -191,11 +193,11 @@ def read_reply(reply: Mapping[str, Any], names: Iterable[str]) -> Reward:
     """
     scores: dict[str, float | None] = {}
     for name in names:
-        score = checked(reply["scores"][name])
+        score = check_result(reply["scores"][name])
         scores[metric_name(name)] = None if score is None else score.score
     metrics = reply.get("metrics", {})
     flags = {name: reply[name] for name in ("format_valid", "answer_correct")}
-    total = checked(FunctionScore(reply["score"], **flags, metrics=metrics))
+    total = check_result(FunctionScore(reply["score"], **flags, metrics=metrics))
     assert total is not None
     return Reward(total.score, bool(total.format_valid), total.answer_correct, scores, total.metrics)
 
@@ -206,23 +208,23 @@ def function_metrics(rewards: Iterable[Reward]) -> dict[str, float]:
     A sample to which no function applies has score zero. Samples whose scoring failed are excluded.
     """
     rewards = list(rewards)
-    scored = [reward.scores for reward in rewards if reward.scores]
-    if not scored:
+    score_tables = [reward.scores for reward in rewards if reward.scores]
+    if not score_tables:
         return {}
-    metrics = {"reward/unscored": float(sum(all(s is None for s in scores.values()) for scores in scored))}
+    metrics = {"reward/unscored": float(sum(all(s is None for s in scores.values()) for scores in score_tables))}
     # Sources of a mixture may have different functions.
-    for name in dict.fromkeys(name for scores in scored for name in scores):
-        asked = [scores[name] for scores in scored if name in scores]
-        opinions = [score for score in asked if score is not None]
-        metrics[f"reward/{name}/unscored"] = 1 - len(opinions) / len(asked)
+    for name in dict.fromkeys(name for scores in score_tables for name in scores):
+        values = [scores[name] for scores in score_tables if name in scores]
+        opinions = [score for score in values if score is not None]
+        metrics[f"reward/{name}/unscored"] = 1 - len(opinions) / len(values)
         if opinions:
             metrics[f"reward/{name}/mean"] = fmean(opinions)
             metrics[f"reward/{name}/std"] = pstdev(opinions)
             metrics[f"reward/{name}/min"] = float(min(opinions))
             metrics[f"reward/{name}/max"] = float(max(opinions))
     for key in dict.fromkeys(key for reward in rewards for key in reward.metrics):
-        found = [reward.metrics[key] for reward in rewards if key in reward.metrics]
-        metrics.setdefault(f"reward/{key}", fmean(found))
+        values = [reward.metrics[key] for reward in rewards if key in reward.metrics]
+        metrics.setdefault(f"reward/{key}", fmean(values))
     return metrics
 
 
@@ -236,37 +238,37 @@ def accuracy_metrics(rewards: Sequence[Reward]) -> dict[str, float]:
     return {"accuracy": fmean([bool(verdict) for verdict in verdicts])} if verdicts else {}
 
 
-def by_source_name(named: Iterable[tuple[str, Item]]) -> dict[str, list[Item]]:
+def by_source_name(named_items: Iterable[tuple[str, Item]]) -> dict[str, list[Item]]:
     """Group items by data source, under the source's name in metrics.
 
     In a name, characters other than letters, digits, dot, - and _ become _. The 50 largest sources have groups of their
     own; the rest are grouped as `other`.
     """
-    found: dict[str, list[Item]] = {}
-    for name, item in named:
-        found.setdefault(re.sub(r"[^\w.-]", "_", name) or "_", []).append(item)
-    largest = sorted(found, key=lambda name: (-len(found[name]), name))
-    rest = [item for name in largest[MAX_SOURCES:] for item in found.pop(name)]
-    if rest:
-        found[_OTHER_SOURCES] = [*found.get(_OTHER_SOURCES, ()), *rest]
-    return found
+    groups: dict[str, list[Item]] = {}
+    for name, item in named_items:
+        groups.setdefault(re.sub(r"[^\w.-]", "_", name) or "_", []).append(item)
+    largest = sorted(groups, key=lambda name: (-len(groups[name]), name))
+    remaining_items = [item for name in largest[MAX_SOURCES:] for item in groups.pop(name)]
+    if remaining_items:
+        groups[_OTHER_SOURCES] = [*groups.get(_OTHER_SOURCES, ()), *remaining_items]
+    return groups
 
 
 def source_metrics(rewards: Mapping[str, Sequence[Reward]]) -> dict[str, float]:
     """Return reward metrics per data source, named `reward/source/SOURCE/...`."""
     metrics: dict[str, float] = {}
-    for name, found in rewards.items():
-        own = {
-            "count": float(len(found)),
-            "mean": fmean([reward.score for reward in found]),
-            "format_valid": fmean([reward.format_valid for reward in found]),
-            **accuracy_metrics(found),
+    for name, source_rewards in rewards.items():
+        values = {
+            "count": float(len(source_rewards)),
+            "mean": fmean([reward.score for reward in source_rewards]),
+            "format_valid": fmean([reward.format_valid for reward in source_rewards]),
+            **accuracy_metrics(source_rewards),
         }
-        for function in dict.fromkeys(function for reward in found for function in reward.scores):
-            scores = [score for reward in found if (score := reward.scores.get(function)) is not None]
+        for function in dict.fromkeys(function for reward in source_rewards for function in reward.scores):
+            scores = [score for reward in source_rewards if (score := reward.scores.get(function)) is not None]
             if scores:
-                own.setdefault(function, fmean(scores))
-        metrics |= {f"reward/source/{name}/{key}": value for key, value in own.items()}
+                values.setdefault(function, fmean(scores))
+        metrics |= {f"reward/source/{name}/{key}": value for key, value in values.items()}
     return metrics
 
 
@@ -277,7 +279,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, Real) or (kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_"))
 
 
-def _finite(metrics: Any) -> dict[str, float]:
+def _check_metrics(metrics: Any) -> dict[str, float]:
     """Return the metrics returned by a reward function. Raises TypeError or ValueError if they are not finite numbers
     by name.
     """
@@ -285,13 +287,13 @@ def _finite(metrics: Any) -> dict[str, float]:
         isinstance(name, str) and _is_number(value) for name, value in metrics.items()
     ):
         raise TypeError(f"the function returned metrics that are not numbers by name: {metrics!r:.200}")
-    found = {name: float(value) for name, value in metrics.items()}
-    if not all(map(math.isfinite, found.values())):
+    numbers = {name: float(value) for name, value in metrics.items()}
+    if not all(map(math.isfinite, numbers.values())):
         raise ValueError(f"the function returned metrics that are not finite: {metrics!r:.200}")
-    return found
+    return numbers
 
 
-def _moderate(score: float, result: Any) -> float:
+def _check_score(score: float, result: Any) -> float:
     if not math.isfinite(score) or abs(score) > MAX_ABSOLUTE_SCORE:
         raise ValueError(
             f"the function returned a score outside -{MAX_ABSOLUTE_SCORE:g} to {MAX_ABSOLUTE_SCORE:g}: {result!r:.200}"

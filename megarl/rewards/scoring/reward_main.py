@@ -9,7 +9,7 @@ from megarl.processes.frames import MAX_ERROR_CHARACTERS, Answer, RefusedError
 from megarl.rewards import resolve
 from megarl.rewards.functions.function_score import FunctionScore
 from megarl.rewards.scoring.calling import BoundFunction, bind
-from megarl.rewards.scoring.results import checked, combined
+from megarl.rewards.scoring.results import check_result, combine_scores
 from megarl.types import ConfigError, Judging
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def start(settings: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
     try:
         functions = {f["name"]: bind(f["name"], resolve(f["name"]), f["kwargs"]) for f in settings["functions"]}
         needs = frozenset().union(*(function.needs for function in functions.values()))
-        sandbox = _started(settings["sandbox"]) if "sandbox" in needs else None
+        sandbox = _start_sandbox(settings["sandbox"]) if "sandbox" in needs else None
     except ConfigError as error:
         raise RefusedError(str(error)) from error
     weighing = _Weighing(
@@ -43,7 +43,7 @@ def start(settings: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
     return {"needs": sorted(needs), "record_fields": sorted(fields)}, answer
 
 
-def _started(settings: dict[str, Any]) -> AnySandbox:
+def _start_sandbox(settings: dict[str, Any]) -> AnySandbox:
     """Start a sandbox with these settings and return it. Raises ConfigError or RefusedError if it does not work."""
     # Here, because most reward functions need no sandbox, and its modules take a third of a process's start.
     from megarl.sandbox.sandbox import SandboxError, SandboxSettings
@@ -70,10 +70,10 @@ def _answer(functions: dict[str, BoundFunction], weighing: _Weighing, values: di
     name = ""
     try:
         for name, function in functions.items():
-            scores[name] = checked(function(values))
-        total = combined(scores, *weighing)
+            scores[name] = check_result(function(values))
+        total = combine_scores(scores, *weighing)
     except BaseException:  # SystemExit and timeouts of some libraries are not Exceptions.
-        return {"error": f"{name}: {_shortened_traceback()}"}
+        return {"error": f"{name}: {_shorten_traceback()}"}
     return {
         "score": total.score,
         "format_valid": total.format_valid,
@@ -85,7 +85,7 @@ def _answer(functions: dict[str, BoundFunction], weighing: _Weighing, values: di
     }
 
 
-def _shortened_traceback() -> str:
+def _shorten_traceback() -> str:
     try:
         return traceback.format_exc()[-MAX_ERROR_CHARACTERS:]
     # Formatting may fail itself, for instance after a MemoryError or in an error's own __str__.

@@ -18,8 +18,8 @@ from megarl.processes.process_pool import Place, ProcessPool
 from megarl.processes.server_process import MakeServer, ServerProcess
 from megarl.rewards.functions.function_score import FunctionScore
 from megarl.rewards.scoring.calling import PARAMETERS, Sample
-from megarl.rewards.scoring.http_rewards import COUNTED_FOR, ServedReward, ServerFailedError, served_reward
-from megarl.rewards.scoring.results import combined, with_served
+from megarl.rewards.scoring.http_rewards import COUNTED_FOR, ServedReward, ServerFailedError, make_server_client
+from megarl.rewards.scoring.results import combine_scores, with_served
 from megarl.rewards.scoring.reward_process import Scored, WorkerSettings, read_answer, request_limits, server_settings
 from megarl.terminal import FirstOfEachKind
 from megarl.types import PeerLostError
@@ -64,7 +64,7 @@ class RewardPool:
     ) -> None:
         self._notices = FirstOfEachKind(notice)
         self._settings = settings
-        self._served: dict[str, ServedReward[Any]] = {one.name: served_reward(one) for one in settings.served}
+        self._served: dict[str, ServedReward[Any]] = {one.name: make_server_client(one) for one in settings.served}
         for one in self._served.values():
             one.notify_once = self._notices.tell
         self._weights = {one.name: one.weight for one in settings.served}
@@ -91,7 +91,7 @@ class RewardPool:
         cancelled, its process is killed and replaced.
         """
         if not self._served and not len(self):
-            scored = Scored(combined({}, {}, {}))
+            scored = Scored(combine_scores({}, {}, {}))
         elif not self._served:
             scored = await self._by_functions(sample)
         else:
@@ -186,16 +186,16 @@ class RewardPool:
 
     def metrics(self) -> dict[str, float]:
         """Return counts since the last call of this method: lost processes, and calls to each scoring server."""
-        found = {key: value for one in self._served.values() for key, value in one.metrics().items()}
+        counts = {key: value for server in self._served.values() for key, value in server.metrics().items()}
         if num_lost := self._num_lost.pop(COUNTED_FOR.get(), 0):
-            found["reward/lost_processes"] = float(num_lost)
-        return found
+            counts["reward/lost_processes"] = float(num_lost)
+        return counts
 
     async def aclose(self) -> None:
         """Close the pool and the connections to scoring servers."""
         self.close()
-        for one in self._served.values():
-            await one.aclose()
+        for server in self._served.values():
+            await server.aclose()
 
     def close(self) -> None:
         """Kill the processes and abandon unfinished scorings. A second call does nothing."""

@@ -14,7 +14,7 @@ from megarl.config import RewardConfig, SandboxConfig
 from megarl.config.judges import judging
 from megarl.config.rewards import RewardFunctionConfig
 from megarl.processes.server_process import RequestLimits, ServerSettings
-from megarl.rewards import locate, served_kind
+from megarl.rewards import locate, server_kind
 from megarl.rewards.scoring.results import read_reply
 from megarl.sandbox.sandbox import SandboxSettings
 from megarl.types import ConfigError, Judging, Reward, strongest
@@ -100,8 +100,8 @@ def worker_settings(reward: RewardConfig, sandbox: SandboxConfig | None = None) 
     if any(_is_in(folder, function.name) for function in reward.functions):
         search_path.append(folder)
     return WorkerSettings(
-        functions=tuple(function for function in reward.functions if served_kind(function.name) is None),
-        served=tuple(function for function in reward.functions if served_kind(function.name) is not None),
+        functions=tuple(function for function in reward.functions if server_kind(function.name) is None),
+        served=tuple(function for function in reward.functions if server_kind(function.name) is not None),
         on_failure=reward.on_failure,
         judges=judging(reward.functions),
         correct_score=reward.correct_score,

@@ -1,46 +1,54 @@
-"""Comparison of clock times, dates, ranges and codes."""
+"""Comparison of clock times, dates, ranges and codes.
+
+These are numbers with signs between them that are not arithmetic. The same text may also be a formula: 3:10 may be a
+time or a ratio, 10-2 a range or a difference. Three answers are therefore possible: equal, different, and None, if the
+two are to be compared as formulas.
+"""
 
 from __future__ import annotations
 
 from fractions import Fraction
 
 from megarl.rewards.maths.equality.exact import exact
-from megarl.rewards.maths.formulas.nodes import Node, joined, negative
+from megarl.rewards.maths.formulas.nodes import Node, join_operands, negative
 
 _DATE_PARTS = 3
 
 
-def same_digit_groups(gold: Node, predicted: Node) -> bool | None:
+def compare_digit_groups(gold: Node, prediction: Node) -> bool | None:
     """Return whether two answers are the same time, date, range or code. None: they are to be compared as formulas."""
     if gold.kind == "clock":
-        if predicted.kind == "clock":
-            return _same_time(gold, predicted)
-        # 3:10 may also be a ratio in lowest terms, which 12:30 is not.
-        return None if _may_be_ratio(gold) and not _is_written_with_colon(predicted) else False
+        if prediction.kind == "clock":
+            return _have_same_time(gold, prediction)
+        # 12:30 is not in lowest terms, so it is hardly a ratio.
+        return None if _may_be_ratio(gold) and not _is_written_with_colon(prediction) else False
     if gold.kind == "groups":
-        is_range = predicted.kind == "ratio" and predicted.value == "to"
-        return _same_groups(gold, predicted) if predicted.kind == "groups" or is_range else False
-    if predicted.kind == "clock":
-        return None if gold.kind == "ratio" and not predicted.value else False
-    if predicted.kind == "groups" and predicted != _difference(predicted):
-        return None
-    return False if predicted.kind == "groups" else None
+        is_range = prediction.kind == "ratio" and prediction.value == "to"
+        return (prediction.kind == "groups" or is_range) and _have_same_groups(gold, prediction)
+    if prediction.kind == "clock":
+        return None if gold.kind == "ratio" and not prediction.value else False
+    if prediction.kind == "groups":
+        return None if _is_falling_pair(prediction) else False
+    return None
 
 
 def as_formula(node: Node) -> Node:
     """Return a time as a ratio, and a falling pair such as `10-2` as a difference; other formulas unchanged."""
     if node.kind == "clock" and not node.value:
         return Node("ratio", node.parts)
-    return _difference(node) if node.kind == "groups" else node
+    if node.kind == "groups" and _is_falling_pair(node):
+        first, second = node.parts
+        return join_operands("sum", [first, negative(second)])
+    return node
 
 
-def _difference(node: Node) -> Node:
-    first, *others = node.parts
-    is_falling = node.value[0] == "-" and len(others) == 1 and first.value >= others[0].value
-    return joined("sum", [first, negative(others[0])]) if is_falling else node
+def _is_falling_pair(groups: Node) -> bool:
+    is_pair = _separator(groups) == "-" and len(groups.parts) == 2
+    return is_pair and groups.parts[0].value >= groups.parts[1].value
 
 
 def _may_be_ratio(clock: Node) -> bool:
+    """Return whether a time may also be a ratio in lowest terms, like 3:10."""
     parts = [exact(part) or Fraction(0) for part in clock.parts]
     if clock.value or len(parts) != 2 or parts[1] < 10:
         return False
@@ -51,34 +59,43 @@ def _is_written_with_colon(node: Node) -> bool:
     return node.kind == "ratio" and node.value != "to"
 
 
-def _same_time(gold: Node, predicted: Node) -> bool:
-    if _seconds(gold) == _seconds(predicted):
+def _have_same_time(gold: Node, prediction: Node) -> bool:
+    if _count_seconds(gold, gold.value) == _count_seconds(prediction, prediction.value):
         return True
     # Where only one has AM or PM, the other hour may count from midnight as above, or be the written one.
-    is_open = bool(gold.value) != bool(predicted.value)
-    return is_open and _seconds(Node("clock", gold.parts, "")) == _seconds(Node("clock", predicted.parts, ""))
+    has_one_meridiem = bool(gold.value) != bool(prediction.value)
+    return has_one_meridiem and _count_seconds(gold, "") == _count_seconds(prediction, "")
 
 
-def _seconds(clock: Node) -> Fraction:
+def _count_seconds(clock: Node, meridiem: str) -> Fraction:
+    """Return the seconds since midnight, or since the written hour 0 if `meridiem` is not AM or PM."""
     hour, minute, second = ([part.value for part in clock.parts] + [Fraction(0)] * 2)[:3]
-    if clock.value and hour <= 12:
-        hour = hour % 12 + (12 if clock.value == "PM" else 0)
+    if meridiem and hour <= 12:
+        hour = hour % 12 + (12 if meridiem == "PM" else 0)
     return hour * 3600 + minute * 60 + second
 
 
-def _same_groups(gold: Node, predicted: Node) -> bool:
-    signs = {node.value[0] if node.kind == "groups" else "-" for node in (gold, predicted)}
-    # A date may be written with either sign, but 10-12 is not 10/12.
-    if len(gold.parts) != len(predicted.parts) or (len(signs) > 1 and len(gold.parts) != _DATE_PARTS):
+def _have_same_groups(gold: Node, prediction: Node) -> bool:
+    if len(gold.parts) != len(prediction.parts):
         return False
-    return _spelled(gold) == _spelled(predicted)
+    # A date may be written with either sign, but 10-12 is not 10/12.
+    if _separator(gold) != _separator(prediction) and len(gold.parts) != _DATE_PARTS:
+        return False
+    return _list_comparable_groups(gold) == _list_comparable_groups(prediction)
 
 
-def _spelled(node: Node) -> list[str | Fraction]:
-    """Return the groups by value. A longer one with a leading zero, as in a phone number, is returned as written."""
+def _separator(node: Node) -> str:
+    """Return the sign between the groups. A range in words, `10 to 12`, has the sign of 10-12."""
+    return node.value[0] if node.kind == "groups" else "-"
+
+
+def _list_comparable_groups(node: Node) -> list[str | Fraction]:
+    """Return the groups by value, so that 03 is 3. A longer one with a leading zero, as in a phone number, is returned
+    as written.
+    """
     if node.kind != "groups":
         return [part.value for part in node.parts]
-    texts = node.value[1:]
+    _, *texts = node.value
     return [
         text if text[0] == "0" and len(text) > 2 and "." not in text else part.value
         for text, part in zip(texts, node.parts, strict=True)

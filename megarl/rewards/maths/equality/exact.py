@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 
-from megarl.rewards.maths.formulas.nodes import Node, number, replaced, symbol
+from megarl.rewards.maths.formulas.nodes import Node, number, replace_node, symbol
 
 MAX_BITS = 20_000
 """Maximum bits of an exact number. Below it an operation takes microseconds."""
@@ -41,31 +41,31 @@ def _exact(node: Node) -> Fraction:
         raise NoValueError
     parts = [_exact(part) for part in node.parts]
     if node.kind == "sum":
-        found = sum(parts, Fraction(0))
+        value = sum(parts, Fraction(0))
     elif node.kind == "product":
-        found = Fraction(1)
+        value = Fraction(1)
         for part in parts:
             # Check each step: the product of many factors could grow beyond all limits.
-            found = _bounded(found * part)
+            value = _check_size(value * part)
     elif node.kind == "quotient":
-        found = parts[0] / parts[1]
+        value = parts[0] / parts[1]
     elif node.kind == "negative":
-        found = -parts[0]
+        value = -parts[0]
     elif node.kind == "power":
-        found = _exact_power(*parts)
+        value = _exact_power(*parts)
     elif node.kind == "call" and node.value in _EXACT_FUNCTIONS:
-        found = _EXACT_FUNCTIONS[node.value](*parts)
+        value = _EXACT_FUNCTIONS[node.value](*parts)
     else:
         raise NoValueError
-    return _bounded(found)
+    return _check_size(value)
 
 
 def _exact_series(node: Node) -> Fraction:
     low, high = _exact(node.parts[1]), _exact(node.parts[2])
-    found = Fraction(0 if node.value[0] == "sum" else 1)
+    value = Fraction(0 if node.value[0] == "sum" else 1)
     for term in series_terms(node, low, high):
-        found = _bounded(found + _exact(term) if node.value[0] == "sum" else found * _exact(term))
-    return found
+        value = _check_size(value + _exact(term) if node.value[0] == "sum" else value * _exact(term))
+    return value
 
 
 def series_terms(node: Node, low: Fraction, high: Fraction) -> Iterator[Node]:
@@ -77,13 +77,13 @@ def series_terms(node: Node, low: Fraction, high: Fraction) -> Iterator[Node]:
     if (high - low + 1) * size > MAX_SERIES_SIZE:
         raise NoValueError
     for place in range(int(low), int(high) + 1):
-        yield replaced(body, index, number(place))
+        yield replace_node(body, index, number(place))
 
 
-def _bounded(found: Fraction) -> Fraction:
-    if max(found.numerator.bit_length(), found.denominator.bit_length()) > MAX_BITS:
+def _check_size(value: Fraction) -> Fraction:
+    if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
         raise NoValueError
-    return found
+    return value
 
 
 def _exact_power(base: Fraction, exponent: Fraction) -> Fraction:
@@ -99,22 +99,22 @@ def _exact_power(base: Fraction, exponent: Fraction) -> Fraction:
 def _exact_factorial(operand: Fraction) -> Fraction:
     if operand.denominator != 1 or not 0 <= operand <= 1000:
         raise NoValueError
-    found = 1
+    product = 1
     for factor in range(2, int(operand) + 1):
-        found *= factor
-    return Fraction(found)
+        product *= factor
+    return Fraction(product)
 
 
 def _exact_binomial(over: Fraction, under: Fraction) -> Fraction:
     if over.denominator != 1 or under.denominator != 1 or not 0 <= over <= 5000 or under < 0:
         raise NoValueError
     # Use the symmetry of binomials for fewer steps.
-    found = Fraction(1)
+    product = Fraction(1)
     for step in range(int(min(under, max(over - under, 0) if under <= over else under))):
         if under > over:
             return Fraction(0)
-        found = found * (int(over) - step) / (step + 1)
-    return found
+        product = product * (int(over) - step) / (step + 1)
+    return product
 
 
 def _exact_root(radicand: Fraction, degree: Fraction) -> Fraction:

@@ -33,13 +33,13 @@ def _is_shape(node: Node) -> bool:
     return node.kind == "symbol" and " " in node.value
 
 
-def same_label(one: Node, other: Node) -> bool:
+def same_label(first: Node, second: Node) -> bool:
     """Return whether two names can mean the same value: equal names, one in words, or y and f(x)."""
-    if one == other or (one.kind == "words") != (other.kind == "words"):
+    if first == second or (first.kind == "words") != (second.kind == "words"):
         return True
-    if one.kind == other.kind == "words":
-        return one.value.removeprefix("the ") == other.value.removeprefix("the ")
-    return {one.kind, other.kind} == {"symbol", "apply"} and symbol("y") in (one, other)
+    if first.kind == second.kind == "words":
+        return first.value.removeprefix("the ") == second.value.removeprefix("the ")
+    return {first.kind, second.kind} == {"symbol", "apply"} and symbol("y") in (first, second)
 
 
 def _name(node: Node) -> str | None:
@@ -55,30 +55,31 @@ def _name(node: Node) -> str | None:
 def _pairs(node: Node) -> list[tuple[str, Node]] | None:
     """Return (name, value) pairs of a formula like `x=1, y=2`, `(x,y)=(1,2)` or `x=y=2`. A name may occur twice."""
     if node.kind == "relation" and set(node.value) == {"="}:
-        left, right = node.parts[0], node.parts[-1]
-        if left.kind == right.kind == "tuple" and len(node.parts) == 2 and len(left.parts) == len(right.parts):
-            names = [_name(part) for part in left.parts]
-            return [(n, v) for n, v in zip(names, right.parts, strict=True) if n] if all(names) else None
+        first, last = node.parts[0], node.parts[-1]
+        is_pair = first.kind == last.kind == "tuple" and len(node.parts) == 2 and len(first.parts) == len(last.parts)
+        if is_pair:
+            names = [_name(part) for part in first.parts]
+            return [(n, v) for n, v in zip(names, last.parts, strict=True) if n] if all(names) else None
         names = [_name(part) for part in node.parts[:-1]]
-        if not all(names) or (len(names) > 1 and _name(right)):
+        if not all(names) or (len(names) > 1 and _name(last)):
             return None
-        return [(name, right) for name in names if name]
+        return [(name, last) for name in names if name]
     if node.kind != "list":
         return None
-    found: list[tuple[str, Node]] = []
+    all_pairs: list[tuple[str, Node]] = []
     for part in node.parts:
         pairs = _pairs(part)
         if pairs is None:
             return None
-        found.extend(pairs)
-    return found
+        all_pairs.extend(pairs)
+    return all_pairs
 
 
 def assignments(node: Node) -> dict[str, Node] | None:
     """Return values by name if a formula assigns values to at least two names. None: any other formula."""
     pairs = _pairs(node) if node.kind != "list" or node.value != "or" else None
-    found = dict(pairs or ())
-    return found if pairs and len(found) == len(pairs) > 1 else None
+    values = dict(pairs or ())
+    return values if pairs and len(values) == len(pairs) > 1 else None
 
 
 def solutions(node: Node) -> tuple[Node | None, Node]:

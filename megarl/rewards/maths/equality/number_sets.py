@@ -8,7 +8,8 @@ from fractions import Fraction
 from itertools import pairwise
 
 from megarl.rewards.maths.equality.exact import NoValueError, exact
-from megarl.rewards.maths.equality.values import as_fraction, real_value
+from megarl.rewards.maths.equality.precision import as_fraction
+from megarl.rewards.maths.equality.values import real_value
 from megarl.rewards.maths.formulas.nodes import BLANK, EMPTY_SET, INFINITY, Node, negative, symbol
 
 _NEAR = Fraction(1, 10**40)
@@ -33,10 +34,10 @@ class NumberSet:
     variable: str | None = None
 
 
-def same_set(one: Node, other: Node) -> bool | None:
+def same_set(gold: Node, prediction: Node) -> bool | None:
     """Return whether two formulas mean the same set of real numbers. None: one does not mean such a set."""
-    first = number_set(one)
-    second = number_set(other) if first is not None else None
+    first = number_set(gold)
+    second = number_set(prediction) if first is not None else None
     if first is None or second is None:
         return None
     if first.variable and second.variable and first.variable != second.variable:
@@ -50,8 +51,8 @@ def same_set(one: Node, other: Node) -> bool | None:
 
 def _points(edges: tuple[Fraction, ...]) -> list[Fraction]:
     near_edges = [edge + sign * step * (1 + abs(edge)) for edge in edges for step in _STEPS for sign in (-1, 1)]
-    ordered = sorted(edges)
-    between = [(low + high) / 2 for low, high in pairwise(ordered)]
+    sorted_edges = sorted(edges)
+    between = [(low + high) / 2 for low, high in pairwise(sorted_edges)]
     return [*edges, *near_edges, *between, *_GRID]
 
 
@@ -65,29 +66,29 @@ def number_set(node: Node) -> NumberSet | None:
 
 def _number_set(node: Node) -> NumberSet | None:
     if node.kind == "tuple":
-        return _interval(node)
+        return _read_interval(node)
     if node.kind == "set":
-        return _finite(node)
+        return _finite_set(node)
     if node == EMPTY_SET:
         return NumberSet(lambda point: False, ())
     if node == symbol("mathbbR"):
         return NumberSet(lambda point: True, ())
     if node.kind == "setop":
-        return _combined([_number_set(part) for part in node.parts], node.value)
+        return _combine_sets([_number_set(part) for part in node.parts], node.value)
     if node.kind == "relation":
-        return _solutions(node)
+        return _solution_set(node)
     # \mathbb{R} - \{0\} is a set difference.
     if node.kind == "sum" and len(node.parts) == 2 and node.parts[1].kind == "negative":
         sets = [_number_set(node.parts[0]), _number_set(node.parts[1].parts[0])]
-        return _combined(sets, "setminus")
+        return _combine_sets(sets, "setminus")
     if node.kind == "builder":
-        return _built(node)
+        return _read_builder(node)
     if node.kind == "list" and all(part.kind in ("relation", "list") for part in node.parts):
-        return _all_or_any(node)
+        return _join_conditions(node)
     return None
 
 
-def _interval(node: Node) -> NumberSet | None:
+def _read_interval(node: Node) -> NumberSet | None:
     if len(node.parts) != 2:
         return None
     low, high = (_end(part) for part in node.parts)
@@ -112,16 +113,16 @@ def _end(node: Node) -> Fraction | None:
 
 
 def _number(node: Node) -> Fraction:
-    found = exact(node)
-    return as_fraction(real_value(node)) if found is None else found
+    value = exact(node)
+    return as_fraction(real_value(node)) if value is None else value
 
 
-def _finite(node: Node) -> NumberSet:
+def _finite_set(node: Node) -> NumberSet:
     elements = tuple(_number(part) for part in node.parts)
     return NumberSet(lambda point: any(_is_near(element, point) for element in elements), elements)
 
 
-def _combined(sets: list[NumberSet | None], sign: str) -> NumberSet | None:
+def _combine_sets(sets: list[NumberSet | None], sign: str) -> NumberSet | None:
     first, second = sets
     if first is None or second is None:
         return None
@@ -131,53 +132,52 @@ def _combined(sets: list[NumberSet | None], sign: str) -> NumberSet | None:
         "cap": lambda point: first.contains(point) and second.contains(point),
         "setminus": lambda point: first.contains(point) and not second.contains(point),
     }
-    variables = {each.variable for each in (first, second) if each.variable}
+    variables = {numbers.variable for numbers in (first, second) if numbers.variable}
     return NumberSet(test[sign], edges, variables.pop()) if len(variables) == 1 else NumberSet(test[sign], edges)
 
 
-def _solutions(node: Node) -> NumberSet | None:
+def _solution_set(node: Node) -> NumberSet | None:
     r"""Return the numbers satisfying inequalities or an equation in one variable, like `1 < x \le 2`."""
     names = node.symbols() - {"mathbbR"}
     if node.value == ("in",) and node.parts[0].kind == "symbol":
-        found = _number_set(node.parts[1])
-        return found and NumberSet(found.contains, found.edges, node.parts[0].value)
+        numbers = _number_set(node.parts[1])
+        return numbers and NumberSet(numbers.contains, numbers.edges, node.parts[0].value)
     if node.value == ("notin",) and node.parts[0].kind == "symbol":
-        found = _number_set(node.parts[1])
-        return found and NumberSet(lambda point: not found.contains(point), found.edges, node.parts[0].value)
+        numbers = _number_set(node.parts[1])
+        return numbers and NumberSet(lambda point: not numbers.contains(point), numbers.edges, node.parts[0].value)
     if len(names) != 1 or BLANK in node.parts or not set(node.value) <= INEQUALITIES | {"="}:
         return None
     (name,) = names
     variable = symbol(name)
-    pairs = list(zip(node.parts, node.value, node.parts[1:], strict=False))
 
     def contains(point: Fraction) -> bool:
         try:
             values = [as_fraction(real_value(part, {name: point})) for part in node.parts]
         except NoValueError:
             return False
-        return all(_holds(left, sign, right) for left, sign, right in zip(values, node.value, values[1:], strict=False))
+        return all(map(_is_true, values, node.value, values[1:]))
 
     # Edges are known only if the variable stands alone between numbers.
-    is_plain = all((left == variable) != (right == variable) for left, _, right in pairs)
+    is_plain = all((before == variable) != (after == variable) for before, after in pairwise(node.parts))
     ends = [part for part in node.parts if part != variable]
     if not is_plain or any(end.symbols() for end in ends):
         return NumberSet(contains, None, name)
     return NumberSet(contains, tuple(_number(end) for end in ends), name)
 
 
-def _holds(left: Fraction, sign: str, right: Fraction) -> bool:
-    is_equal = _is_near(left, right)
+def _is_true(first: Fraction, sign: str, second: Fraction) -> bool:
+    is_equal = _is_near(first, second)
     return {
         "=": is_equal,
         "!=": not is_equal,
-        "<": not is_equal and left < right,
-        ">": not is_equal and left > right,
-        "<=": is_equal or left < right,
-        ">=": is_equal or left > right,
+        "<": not is_equal and first < second,
+        ">": not is_equal and first > second,
+        "<=": is_equal or first < second,
+        ">=": is_equal or first > second,
     }[sign]
 
 
-def _built(node: Node) -> NumberSet | None:
+def _read_builder(node: Node) -> NumberSet | None:
     """Return the set written as `{x | condition}`."""
     head, condition = node.parts
     domain = None
@@ -186,37 +186,40 @@ def _built(node: Node) -> NumberSet | None:
         if domain is None:
             return None
         head = head.parts[0]
-    found = _number_set(condition)
-    if head.kind != "symbol" or found is None or found.variable != head.value:
+    numbers = _number_set(condition)
+    if head.kind != "symbol" or numbers is None or numbers.variable != head.value:
         return None
     if domain is not None:
-        found = _combined([domain, found], "cap")
-    return found and NumberSet(found.contains, found.edges)
+        numbers = _combine_sets([domain, numbers], "cap")
+    return numbers and NumberSet(numbers.contains, numbers.edges)
 
 
-def _all_or_any(node: Node) -> NumberSet | None:
+def _join_conditions(node: Node) -> NumberSet | None:
     """Return the set of numbers meant by several relations: the union for `or`, otherwise the intersection.
 
     Relations separated by commas mean their union if the intersection is empty.
     """
     sets = [_number_set(part) for part in node.parts]
-    known = [each for each in sets if each is not None]
-    if len(known) < len(sets) or len({each.variable for each in known}) > 1:
+    number_sets = [numbers for numbers in sets if numbers is not None]
+    if len(number_sets) < len(sets) or len({numbers.variable for numbers in number_sets}) > 1:
         return None
     # Several equations are solutions to be compared as a list.
     if all(part.kind == "relation" and set(part.value) == {"="} for part in node.parts):
         return None
-    edges = None if any(each.edges is None for each in known) else tuple(e for each in known for e in each.edges or ())
+    has_edges = all(numbers.edges is not None for numbers in number_sets)
+    edges = tuple(edge for numbers in number_sets for edge in numbers.edges or ()) if has_edges else None
     is_union = node.value == "or"
     if node.value == "," and edges is not None:
-        is_union = not any(all(each.contains(point) for each in known) for point in _points(edges))
+        is_union = not any(all(numbers.contains(point) for numbers in number_sets) for point in _points(edges))
     combine = any if is_union else all
-    return NumberSet(lambda point: combine(each.contains(point) for each in known), edges, known[0].variable)
+    return NumberSet(
+        lambda point: combine(numbers.contains(point) for numbers in number_sets), edges, number_sets[0].variable
+    )
 
 
-def _is_near(one: Fraction, other: Fraction) -> bool:
-    return abs(one - other) <= _NEAR * max(1, abs(one))
+def _is_near(first: Fraction, second: Fraction) -> bool:
+    return abs(first - second) <= _NEAR * max(1, abs(first))
 
 
-def _is_below(one: Fraction, other: Fraction) -> bool:
-    return one < other and not _is_near(one, other)
+def _is_below(first: Fraction, second: Fraction) -> bool:
+    return first < second and not _is_near(first, second)

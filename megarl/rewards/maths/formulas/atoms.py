@@ -5,7 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 
 from megarl.rewards.maths.formulas.commands import FUNCTIONS, MODULUS_COMMANDS, SERIES, Commands, fraction
-from megarl.rewards.maths.formulas.nodes import DEGREE, EMPTY_SET, INFINITY, Node, joined, number, symbol
+from megarl.rewards.maths.formulas.nodes import DEGREE, EMPTY_SET, INFINITY, Node, join_operands, number, symbol
 from megarl.rewards.maths.numbers import NotMathematicsError
 
 GREEK = frozenset(
@@ -84,10 +84,10 @@ class Atoms(Commands):
                 break
             if text == "^":
                 self.advance()
-                node = self._raised(node)
+                node = self._raise_to_power(node)
             elif text == "_":
                 self.advance()
-                node = self._indexed(node)
+                node = self._add_index(node)
             elif text == "!":
                 self.advance()
                 is_double = self.token.text == "!"
@@ -100,42 +100,42 @@ class Atoms(Commands):
                 node = Node("quotient", (node, number(100)))
             elif text == "'" or text == '"':
                 self.advance()
-                node = self._primed(node, len(text))
+                node = self._add_primes(node, len(text))
             else:
                 break
         self.ascend()
         return node
 
-    def _raised(self, base: Node) -> Node:
+    def _raise_to_power(self, base: Node) -> Node:
         exponent = self.script()
         if exponent.kind == "constant" and exponent.value == "degree":
             # 90^\circ is not a power but 90 degrees.
-            return joined("product", [base, DEGREE])
+            return join_operands("product", [base, DEGREE])
         if exponent.kind == "symbol" and exponent.value.startswith("prime"):
-            return self._primed(base, exponent.value.count("'"))
+            return self._add_primes(base, exponent.value.count("'"))
         # f^{-1}(x) is the inverse function, not a reciprocal.
         is_inverse = base.kind == "symbol" and base.value in _ALWAYS_FUNCTIONS and exponent == number(-1)
         if is_inverse and self.token.text == "(":
-            return self._applied(symbol(base.value + "^-1'"))
+            return self._apply_to_arguments(symbol(base.value + "^-1'"))
         is_matrix = base.kind in ("matrix", "transpose") or (base.kind == "symbol" and base.value[:1].isupper())
         # A^T is a transpose, if A can be a matrix.
         if is_matrix and exponent in (symbol("T"), symbol("top")):
             return Node("transpose", (base,))
         return Node("power", (base, exponent))
 
-    def _primed(self, base: Node, count: int) -> Node:
+    def _add_primes(self, base: Node, count: int) -> Node:
         if base.kind not in ("symbol", "apply", "index"):
             raise NotMathematicsError("a prime follows something other than a symbol")
-        return self._applied(Node(base.kind, base.parts, base.value + "'" * count))
+        return self._apply_to_arguments(Node(base.kind, base.parts, base.value + "'" * count))
 
-    def _indexed(self, base: Node) -> Node:
+    def _add_index(self, base: Node) -> Node:
         # x^2_1 is (x_1)^2: LaTeX allows both orders.
         if base.kind == "power" and base.parts[0].kind == "symbol":
-            return Node("power", (self._indexed(base.parts[0]), base.parts[1]))
+            return Node("power", (self._add_index(base.parts[0]), base.parts[1]))
         if base.kind != "symbol" and not (base.kind == "constant" and base.value in ("e", "i")):
             raise NotMathematicsError("an index follows something other than a symbol")
         index = self.script()
-        return self._applied(Node("index", (index,), base.value))
+        return self._apply_to_arguments(Node("index", (index,), base.value))
 
     def script(self) -> Node:
         """Parse the operand after ^ or _: a group in braces, or one token. Digits without braces count as one
@@ -143,18 +143,18 @@ class Atoms(Commands):
         """
         token = self.token
         if token.text == "{" and token.kind == "sign":
-            following = self.following()
-            if following.text == "circ" or (following.text == "^" and self._tokens[self._place + 2].text == "circ"):
+            next_token = self.following()
+            if next_token.text == "circ" or (next_token.text == "^" and self._tokens[self._place + 2].text == "circ"):
                 self._skip_to_brace()
                 return DEGREE
-            if following.text == "'":
+            if next_token.text == "'":
                 return symbol("prime" + "'" * self._skip_to_brace())
-            if following.text == "top":
+            if next_token.text == "top":
                 self._skip_to_brace()
                 return symbol("top")
-            if following.kind == "text":
+            if next_token.kind == "text":
                 self._skip_to_brace()
-                return symbol(following.text)
+                return symbol(next_token.text)
             return self.group()
         if token.text == "circ":
             self.advance()
@@ -183,21 +183,21 @@ class Atoms(Commands):
         if self.token.text == "^" and self.token.kind == "sign":
             self.advance()
             self.descend()
-            node = self._raised(node)
+            node = self._raise_to_power(node)
             self.ascend()
         return node
 
     def _skip_to_brace(self) -> int:
         """Skip a group in braces containing no other group. Returns the number of skipped tokens."""
         self.advance()
-        skipped = 0
+        num_tokens = 0
         while self.token.text != "}":
             if self.token.kind == "end" or self.token.text == "{":
                 raise NotMathematicsError("a group after ^ or _ contains another group, or has no closing brace")
-            skipped += 1
+            num_tokens += 1
             self.advance()
         self.advance()
-        return skipped
+        return num_tokens
 
     def atom(self) -> Node:
         token = self.token
@@ -212,14 +212,14 @@ class Atoms(Commands):
             # e and i are constants in answers, hardly ever variables.
             if token.text in ("e", "i"):
                 return Node("constant", (), token.text)
-            return self._applied(symbol(token.text))
+            return self._apply_to_arguments(symbol(token.text))
         if token.kind == "word" and token.text.isupper():
             self.advance()
             return symbol(token.text)
         if token.kind == "text":
             return self._words()
         if token.kind == "sign":
-            return self._bracketed()
+            return self._parse_brackets()
         if token.kind == "command":
             return self._command()
         raise NotMathematicsError(f"{token.text!r} is not an operand")
@@ -233,16 +233,16 @@ class Atoms(Commands):
         self.advance()
         return symbol(text) if len(text) == 1 or text.isupper() else Node("words", (), text.lower())
 
-    def _applied(self, function: Node) -> Node:
+    def _apply_to_arguments(self, function: Node) -> Node:
         """Return the call f(x) if the brackets after a symbol hold arguments; otherwise the symbol itself."""
         if self.token.text != "(" or self.token.kind != "sign":
             return function
         name = function.value.rstrip("'")
         is_function = name in _ALWAYS_FUNCTIONS or name != function.value
         if function.kind == "index" or not is_function:
-            following, behind = self.following(), self._tokens[min(self._place + 2, len(self._tokens) - 1)]
+            argument, closing = self.following(), self._tokens[min(self._place + 2, len(self._tokens) - 1)]
             # h(x) is a function, but h(a + b) is rather a product.
-            is_simple = following.kind in ("letter", "number") and behind.text == ")"
+            is_simple = argument.kind in ("letter", "number") and closing.text == ")"
             is_function = (name in _PERHAPS_FUNCTIONS or (function.kind == "index" and name in "fghFG")) and is_simple
         if not is_function or function.kind == "apply":
             return function
@@ -251,7 +251,7 @@ class Atoms(Commands):
         parts = arguments.parts if arguments.kind == "list" else (arguments,)
         return Node("apply", (*parts, *function.parts), function.value)
 
-    def _bracketed(self) -> Node:
+    def _parse_brackets(self) -> Node:
         opening = self.token.text
         if opening in ("(", "["):
             return self._pair_or_group(opening)
@@ -321,11 +321,11 @@ class Atoms(Commands):
         if name in FUNCTIONS:
             return self.function(name)
         if name in GREEK:
-            return self._applied(symbol(name))
+            return self._apply_to_arguments(symbol(name))
         if name in DECORATIONS:
-            return symbol(f"{name} {self.spelled_argument()}")
+            return symbol(f"{name} {self.spell_argument()}")
         if name in _SHAPES:
-            return symbol(f"{_SHAPES[name]} {self.spelled_argument()}")
+            return symbol(f"{_SHAPES[name]} {self.spell_argument()}")
         if name in _FONTS:
             return self.argument()
         if name.startswith("mathbb"):

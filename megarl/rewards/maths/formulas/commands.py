@@ -5,7 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 
 from megarl.rewards.maths.formulas.cursor import Cursor
-from megarl.rewards.maths.formulas.nodes import Node, joined, number, replaced, symbol
+from megarl.rewards.maths.formulas.nodes import Node, join_operands, number, replace_node, symbol
 from megarl.rewards.maths.formulas.tokens import FUNCTION_WORDS, Token
 from megarl.rewards.maths.numbers import NotMathematicsError
 
@@ -43,8 +43,8 @@ class Commands(Cursor):
             return self.group()
         if token.kind == "number" and token.text.isdigit() and len(token.text) > 1:
             # Take the first digit only, and leave the rest of the number as the next token.
-            left = token.text[1:]
-            self._tokens[self._place] = Token("number", left, token.start + 1, False, Fraction(int(left)))
+            digits = token.text[1:]
+            self._tokens[self._place] = Token("number", digits, token.start + 1, False, Fraction(int(digits)))
             return number(int(token.text[0]))
         if token.kind == "sign" and token.text != "|":
             raise NotMathematicsError("a LaTeX command has no argument")
@@ -63,28 +63,28 @@ class Commands(Cursor):
             return Node("call", (self.until(")"), degree), "root")
         return Node("call", (self.argument(), degree), "root")
 
-    def spelled_argument(self) -> str:
+    def spell_argument(self) -> str:
         """Return a command's next argument as plain text, to be used as a name."""
         if self.token.text != "{":
             token = self.token
             if token.kind not in ("letter", "word", "number"):
                 raise NotMathematicsError("a command needs a name as its argument, but none follows")
             self.advance()
-            spelled = token.text
+            name = token.text
             # The tokenizer split a word into letters. `origin` marks its first one, so join them again.
             while token.origin and self.token.kind == "letter" and not self.token.spaced and not self.token.origin:
-                spelled += self.token.text
+                name += self.token.text
                 self.advance()
-            return spelled
+            return name
         self.advance()
-        depth, spelled = 1, ""
+        depth, name = 1, ""
         while depth:
             if self.token.kind == "end":
                 raise NotMathematicsError("the argument of a command has no closing brace")
             depth += (self.token.text == "{") - (self.token.text == "}")
-            spelled += self.token.text if depth else ""
+            name += self.token.text if depth else ""
             self.advance()
-        return spelled
+        return name
 
     def function(self, name: str) -> Node:
         # In "min = 3" the word is the name of a value.
@@ -117,9 +117,6 @@ class Commands(Cursor):
             raise NotMathematicsError(f"the function {name} has an index; only a logarithm may have one, its base")
         if name in _SEVERAL_ARGUMENTS:
             return Node("call", tuple(parts), name)
-        # A determinant has no numeric value here, so it is compared by its argument.
-        if name == "det":
-            return Node("apply", tuple(parts), name)
         return Node("call", (argument,), name)
 
     def _function_argument(self) -> Node:
@@ -138,7 +135,7 @@ class Commands(Cursor):
             if self.token.kind == "number":
                 raise NotMathematicsError("two numbers follow each other without an operator")
             parts.append(self.power())
-        return joined("product", parts)
+        return join_operands("product", parts)
 
     def series(self, name: str) -> Node:
         r"""Parse a sum or a product over an index: `\sum_{k=1}^{10} k`."""
@@ -158,15 +155,15 @@ class Commands(Cursor):
         # Indices are numbered, so that their letters do not matter.
         depth = sum(node.kind == "series" for node in body.walk())
         bound = symbol(f"index {depth}")
-        return Node("series", (replaced(body, index, bound), low, high), (SERIES[name], bound.value))
+        return Node("series", (replace_node(body, index, bound), low, high), (SERIES[name], bound.value))
 
     def matrix(self) -> Node:
-        name = self.spelled_argument()
+        name = self.spell_argument()
         if name not in _MATRICES:
             raise NotMathematicsError(f"the LaTeX environment {name} is not supported")
         # The columns of an array, {cc}, do not matter.
         if name == "array":
-            self.spelled_argument()
+            self.spell_argument()
             name = "matrix"
         self.brackets += 1
         rows: list[Node] = []
@@ -186,7 +183,7 @@ class Commands(Cursor):
                 raise NotMathematicsError(r"a matrix has \begin without \end")
         self.brackets -= 1
         self.advance()
-        self.spelled_argument()
+        self.spell_argument()
         # Cases of one column are a list.
         if name == "cases" and all(len(row.parts) == 1 for row in rows):
             return Node("list", tuple(row.parts[0] for row in rows), ",")

@@ -21,8 +21,10 @@ class DigitGroups(Atoms):
 
     def digit_groups(self) -> Node | None:
         """Parse an item made of groups of digits. None: the item is a formula, and nothing was parsed."""
-        following = self.following()
-        is_candidate = following.text in (":", "-", "/") or (following.kind == "text" and following.text in _MERIDIEMS)
+        next_token = self.following()
+        is_candidate = next_token.text in (":", "-", "/") or (
+            next_token.kind == "text" and next_token.text in _MERIDIEMS
+        )
         if self.token.kind != "number" or not is_candidate:
             return None
         start = self._place
@@ -70,5 +72,5 @@ def _is_clock(groups: list[str], sign: str, meridiem: str) -> bool:
 
 def _is_code(groups: list[str], sign: str) -> bool:
     # 3/4 is a fraction, but 3/4/2015 hardly ever is.
-    least = {"-": 2, "/": _DATE_PARTS}.get(sign)
-    return least is not None and len(groups) >= least and all(_GROUP.fullmatch(group) for group in groups)
+    min_groups = {"-": 2, "/": _DATE_PARTS}.get(sign)
+    return min_groups is not None and len(groups) >= min_groups and all(_GROUP.fullmatch(group) for group in groups)

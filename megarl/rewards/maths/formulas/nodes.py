@@ -60,7 +60,7 @@ def negative(node: Node) -> Node:
     return node.parts[0] if node.kind == "negative" else Node("negative", (node,))
 
 
-def joined(kind: str, parts: list[Node]) -> Node:
+def join_operands(kind: str, parts: list[Node]) -> Node:
     """Return a sum or product (`kind`) of `parts`, without nested sums or products. A single part is returned
     unchanged.
     """
@@ -68,8 +68,10 @@ def joined(kind: str, parts: list[Node]) -> Node:
     return flat[0] if len(flat) == 1 else Node(kind, tuple(flat))
 
 
-def replaced(node: Node, old: Node, new: Node) -> Node:
+def replace_node(node: Node, old: Node, new: Node) -> Node:
     """Return the formula with every `old` in it replaced by `new`."""
     if node == old:
         return new
-    return Node(node.kind, tuple(replaced(part, old, new) for part in node.parts), node.value) if node.parts else node
+    return (
+        Node(node.kind, tuple(replace_node(part, old, new) for part in node.parts), node.value) if node.parts else node
+    )

@@ -9,8 +9,8 @@ from typing import Any
 from megarl.rewards.maths.formulas.atoms import is_product
 from megarl.rewards.maths.formulas.commands import MODULUS_COMMANDS
 from megarl.rewards.maths.formulas.digit_groups import DigitGroups
-from megarl.rewards.maths.formulas.nodes import BLANK, Node, joined, negative, number, symbol
-from megarl.rewards.maths.formulas.tokens import Token, tokenized
+from megarl.rewards.maths.formulas.nodes import BLANK, Node, join_operands, negative, number, symbol
+from megarl.rewards.maths.formulas.tokens import Token, tokenize
 from megarl.rewards.maths.numbers import NotMathematicsError
 
 ReadUnit = Callable[[str, bool], tuple[bool, Any]]
@@ -28,7 +28,7 @@ _SET_SIGNS = {"cup": "cup", "cap": "cap", "setminus": "setminus", "backslash": "
 _CONNECTIVES = {",": ",", ";": ",", "and": "and", "or": "or"}
 
 
-def parsed(text: str, read_unit: ReadUnit | None = None, *, groups: bool = True) -> Node | None:
+def parse(text: str, read_unit: ReadUnit | None = None, *, groups: bool = True) -> Node | None:
     """Parse a normalised text into a syntax tree. None: the text is not a formula.
 
     `read_unit` parses a unit at the end of the text. `groups`: `1,234` outside brackets is one number.
@@ -43,7 +43,7 @@ class _Parser(DigitGroups):
     """Parser of statements, relations, sums and products. Its base class parses operands."""
 
     def __init__(self, text: str, read_unit: ReadUnit | None, *, groups: bool) -> None:
-        super().__init__(text, _with_single_letters(tokenized(text, groups=groups)))
+        super().__init__(text, _with_single_letters(tokenize(text, groups=groups)))
         self._read_unit = read_unit
         self.is_congruence = False
         self._vectors = {token.text for token in self._tokens if token.is_bold}
@@ -61,12 +61,12 @@ class _Parser(DigitGroups):
         return node
 
     def items(self) -> Node:
-        found = [self.relation()]
+        nodes = [self.relation()]
         signs: list[str] = []
         while (sign := self._connective()) is not None:
             signs.append(sign)
-            found.append(self.relation())
-        return self._over_or_choose(_connected(found, signs))
+            nodes.append(self.relation())
+        return self._over_or_choose(_connect_items(nodes, signs))
 
     def _over_or_choose(self, node: Node) -> Node:
         if self.token.kind != "command" or self.token.text not in ("over", "choose"):
@@ -80,38 +80,38 @@ class _Parser(DigitGroups):
         if self.token.text in ("&", "\\&") and not self.brackets:
             self.advance()
             return "and"
-        found = _CONNECTIVES.get(self.token.text) if self.token.kind in ("sign", "word", "text") else None
+        connective = _CONNECTIVES.get(self.token.text) if self.token.kind in ("sign", "word", "text") else None
         # ", and" is one connective.
         while self.token.kind in ("sign", "word", "text") and self.token.text in _CONNECTIVES:
-            found = found if self.token.text in ",;" else _CONNECTIVES[self.token.text]
+            connective = connective if self.token.text in ",;" else _CONNECTIVES[self.token.text]
             self.advance()
-        return found
+        return connective
 
     def relation(self) -> Node:
-        if (label := self._label()) is not None:
+        if (label := self._parse_label()) is not None:
             return Node("relation", (label, self.relation()), ("=",))
         if (sign := self._relation_sign()) is not None:
             self.is_congruence = sign == "equiv"
-            node = self._side()
+            node = self._parse_side()
             self.is_congruence = False
-            if (modulus := self._modulus()) is not None:
+            if (modulus := self._parse_modulus()) is not None:
                 return _congruence([node], [], modulus)
             # "= 5" is an answer with the left side omitted.
             return node if sign == "=" else Node("relation", (BLANK, node), (sign,))
         if (groups := self.digit_groups()) is not None:
             return groups
-        parts = [self._side()]
+        parts = [self._parse_side()]
         signs: list[str] = []
         while (sign := self._relation_sign()) is not None:
             signs.append(sign)
             self.is_congruence = sign == "equiv"
-            parts.append(self._side())
+            parts.append(self._parse_side())
         self.is_congruence = False
-        if (modulus := self._modulus()) is not None:
+        if (modulus := self._parse_modulus()) is not None:
             return _congruence(parts, signs, modulus)
         return Node("relation", tuple(parts), tuple(signs)) if signs else parts[0]
 
-    def _label(self) -> Node | None:
+    def _parse_label(self) -> Node | None:
         """Parse words before a colon, as in `Area: 12`. None: there are none."""
         text = self.token.text
         if self.token.kind != "text" or len(text.rstrip(":")) < 3:
@@ -123,13 +123,13 @@ class _Parser(DigitGroups):
         self.advance()
         return Node("words", (), text.rstrip(": ").lower())
 
-    def _side(self) -> Node:
+    def _parse_side(self) -> Node:
         """Parse one side of a relation: an expression, a ratio or a time."""
         if self.token.kind == "number" and self.following().text == ":" and (clock := self.digit_groups()) is not None:
             return clock
         return self._ratio(self.set_expression())
 
-    def _modulus(self) -> Node | None:
+    def _parse_modulus(self) -> Node | None:
         r"""Parse the modulus after a congruence: `\pmod 7`, `(mod 7)`, `mod 7`. None: there is none."""
         is_bracketed = self.token.text == "(" and self.following().text in MODULUS_COMMANDS
         if is_bracketed:
@@ -170,23 +170,23 @@ class _Parser(DigitGroups):
 
     def sum(self) -> Node:
         self.descend()
-        terms = [self._signed_term(is_first=True)]
+        terms = [self._parse_signed_term(is_first=True)]
         while self._is_sign():
-            terms.append(self._signed_term(is_first=False))
+            terms.append(self._parse_signed_term(is_first=False))
         self.ascend()
-        return joined("sum", terms)
+        return join_operands("sum", terms)
 
     def _is_sign(self) -> bool:
         return self.token.text in ("+", "-") or (self.token.kind == "command" and self.token.text in ("pm", "mp"))
 
-    def _signed_term(self, *, is_first: bool) -> Node:
+    def _parse_signed_term(self, *, is_first: bool) -> Node:
         if not self._is_sign():
             return self.term()
         sign = self.token.text
         self.advance()
         # +-5 and --5 have a sign of their own after the operator.
         if not is_first and self.token.text in ("+", "-"):
-            return self._with_sign(sign, self._signed_term(is_first=True))
+            return self._with_sign(sign, self._parse_signed_term(is_first=True))
         return self._with_sign(sign, self.term())
 
     def _with_sign(self, sign: str, node: Node) -> Node:
@@ -202,14 +202,14 @@ class _Parser(DigitGroups):
             if self.token.text in ("*", "cdot", "times") and self.token.kind in ("sign", "command"):
                 is_cross = self.token.text == "times"
                 self.advance()
-                factor = self._signed_factor()
-                node = self._times(node, factor) if is_cross else joined("product", [node, factor])
+                factor = self._parse_signed_factor()
+                node = self._times(node, factor) if is_cross else join_operands("product", [node, factor])
             elif self.token.text == "bmod" and self.token.kind == "command" and not self.is_congruence:
                 self.advance()
-                node = Node("call", (node, self._signed_factor()), "mod")
+                node = Node("call", (node, self._parse_signed_factor()), "mod")
             elif self.token.text in ("/", "div"):
                 self.advance()
-                node = Node("quotient", (node, self._signed_factor()))
+                node = Node("quotient", (node, self._parse_signed_factor()))
             # A letter after a number may begin its unit instead of another factor.
             elif self.starts_factor() and not self._has_unit_here():
                 # Two numbers in a row are a typo or a list, except when the second begins a power: 2 3^2.
@@ -217,7 +217,7 @@ class _Parser(DigitGroups):
                     self.token.spaced and self.following().text == "^"
                 ):
                     raise NotMathematicsError("two numbers follow each other without an operator")
-                node = joined("product", [node, self.power()])
+                node = join_operands("product", [node, self.power()])
             else:
                 return node
 
@@ -227,8 +227,9 @@ class _Parser(DigitGroups):
         if _is_named_set(last) and _is_named_set(factor):
             return Node("setop", (node, factor), "times")
         is_cross = self.is_vector(last) and (self.is_vector(factor) or last == symbol("nabla"))
-        return joined(
-            "product", [*before, Node("cross", (last, factor)) if is_cross else joined("product", [last, factor])]
+        return join_operands(
+            "product",
+            [*before, Node("cross", (last, factor)) if is_cross else join_operands("product", [last, factor])],
         )
 
     def is_vector(self, node: Node) -> bool:
@@ -237,7 +238,7 @@ class _Parser(DigitGroups):
             return node.value in self._vectors or node.value == "nabla" or node.value.startswith(_ARROWS)
         return node.kind in ("sum", "product", "negative", "cross") and any(map(self.is_vector, node.parts))
 
-    def _signed_factor(self) -> Node:
+    def _parse_signed_factor(self) -> Node:
         if self.token.text in ("+", "-"):
             sign = self.token.text
             self.advance()
@@ -251,9 +252,9 @@ class _Parser(DigitGroups):
         if is_whole and second.kind == "command" and second.text == "frac" and not self._is_unit_at(second):
             self.advance()
             part = self.power()
-            if part.kind == "quotient" and all(each.kind == "number" for each in part.parts):
-                return self._mixed(first, part)
-            return joined("product", [number(first.number or 0), part])
+            if part.kind == "quotient" and all(operand.kind == "number" for operand in part.parts):
+                return self._make_mixed_number(first, part)
+            return join_operands("product", [number(first.number or 0), part])
         if is_whole and second.kind == "number" and second.spaced and second.text.isdigit():
             self.advance()
             self.advance()
@@ -263,11 +264,11 @@ class _Parser(DigitGroups):
                 raise NotMathematicsError("two numbers follow each other without an operator")
             part = Node("quotient", (number(second.number or 0), number(self.token.number or 0)))
             self.advance()
-            return self._mixed(first, part)
+            return self._make_mixed_number(first, part)
         return self.power()
 
-    def _mixed(self, whole: Token, part: Node) -> Node:
-        over, under = (each.value for each in part.parts)
+    def _make_mixed_number(self, whole: Token, part: Node) -> Node:
+        over, under = (operand.value for operand in part.parts)
         # 3 5/2 is not a mixed number, and reading it as a product would guess.
         if not 0 <= over < under:
             raise NotMathematicsError("the fraction of a mixed number is not between 0 and 1")
@@ -303,7 +304,7 @@ def _is_named_set(node: Node) -> bool:
     return node.kind == "symbol" and node.value.startswith("mathbb")
 
 
-def _connected(items: list[Node], signs: list[str]) -> Node:
+def _connect_items(items: list[Node], signs: list[str]) -> Node:
     """Return the items as a list. `and` binds closer than `or`; a comma means the same as the other signs."""
     if not signs:
         return items[0]
@@ -315,7 +316,7 @@ def _connected(items: list[Node], signs: list[str]) -> Node:
         if sign == "or":
             alternatives.append([])
         alternatives[-1].append(item)
-    parts = [each[0] if len(each) == 1 else Node("list", tuple(each), "and") for each in alternatives]
+    parts = [group[0] if len(group) == 1 else Node("list", tuple(group), "and") for group in alternatives]
     return Node("list", tuple(parts), "or")
 
 
@@ -347,15 +348,17 @@ def _has_words(node: Node) -> bool:
 
 def _with_single_letters(tokens: list[Token]) -> list[Token]:
     """Return the tokens, with products of variables like `xy` split into single letters."""
-    found: list[Token] = []
-    for token, following in zip(tokens, [*tokens[1:], tokens[-1]], strict=True):
+    split_tokens: list[Token] = []
+    for token, next_token in zip(tokens, [*tokens[1:], tokens[-1]], strict=True):
         # In ax + by the letters are variables, but in "m by n" they are a word.
-        is_word = token.text in ("ax", "by") and following.kind in ("letter", "word", "number")
+        is_word = token.text in ("ax", "by") and next_token.kind in ("letter", "word", "number")
         if token.kind == "word" and not is_word and is_product(token.text):
             for place, letter in enumerate(token.text):
                 # The first letter remembers the word, in case it turns out to be a unit.
                 origin = "" if place else token.text
-                found.append(Token("letter", letter, token.start + place, token.spaced and not place, origin=origin))
+                split_tokens.append(
+                    Token("letter", letter, token.start + place, token.spaced and not place, origin=origin)
+                )
         else:
-            found.append(token)
-    return found
+            split_tokens.append(token)
+    return split_tokens

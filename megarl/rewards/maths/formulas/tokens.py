@@ -49,24 +49,24 @@ r"""Regular expression of contents of a \text{} that are read as mathematics: le
 _SPACES = frozenset((",", "!", " ", "\n", "/"))
 
 
-def tokenized(text: str, *, groups: bool = True) -> list[Token]:
+def tokenize(text: str, *, groups: bool = True) -> list[Token]:
     """Split a normalised text into tokens, ending with one of kind `end`.
 
     `groups`: `1,234` outside brackets is one number, otherwise a list. Raises NotMathematicsError beyond the limits of
     size.
     """
-    found: list[Token] = []
+    tokens: list[Token] = []
     position = depth = 0
-    spaced = False
+    has_space = False
     while position < len(text):
         character = text[position]
         if character.isspace() or character == "~":
-            position, spaced = position + 1, True
+            position, has_space = position + 1, True
             continue
         if character == "\\" and text[position + 1 : position + 2] in _SPACES:
-            position, spaced = position + 2, True
+            position, has_space = position + 2, True
             continue
-        if len(found) >= MAX_TOKENS:
+        if len(tokens) >= MAX_TOKENS:
             raise NotMathematicsError("the formula has more than MAX_TOKENS tokens")
         # Only ASCII digits: int() would also accept digits of other scripts.
         if (character.isascii() and character.isdigit()) or (
@@ -74,46 +74,46 @@ def tokenized(text: str, *, groups: bool = True) -> list[Token]:
         ):
             # Within brackets, 1,234 is a pair or an interval.
             separator = COMMA if groups and depth == 0 else None
-            token, position = _number_token(text, position, has_space=spaced, separator=separator)
-            found.append(token)
+            token, position = _number_token(text, position, has_space=has_space, separator=separator)
+            tokens.append(token)
         elif character == "\\":
-            position = _command(text, position, spaced, found)
+            position = _command(text, position, has_space, tokens)
         elif character.isalpha():
             word = _WORD.match(text, position)
             if word is None:
                 raise NotMathematicsError(f"the letter {character!r} is not an ASCII letter")
-            found.append(_word(word[0], position, spaced))
+            tokens.append(_word(word[0], position, has_space))
             position = word.end()
         else:
             if text.startswith("...", position):
-                found.append(Token("command", "ldots", position, spaced))
+                tokens.append(Token("command", "ldots", position, has_space))
                 position += 3
             # Without a space before it, as in 5!=120, the ! is a factorial.
-            elif text.startswith("!=", position) and spaced:
-                found.append(Token("command", "ne", position, spaced))
+            elif text.startswith("!=", position) and has_space:
+                tokens.append(Token("command", "ne", position, has_space))
                 position += 2
             elif text.startswith("**", position):
-                found.append(Token("sign", "^", position, spaced))
+                tokens.append(Token("sign", "^", position, has_space))
                 position += 2
             else:
-                found.append(Token("sign", character, position, spaced))
+                tokens.append(Token("sign", character, position, has_space))
                 depth += (character in "([") - (character in ")]")
                 position += 1
-        spaced = False
-    found.append(Token("end", "", len(text), spaced))
-    return found
+        has_space = False
+    tokens.append(Token("end", "", len(text), has_space))
+    return tokens
 
 
-def _word(word: str, position: int, spaced: bool) -> Token:
+def _word(word: str, position: int, has_space: bool) -> Token:
     if word in FUNCTION_WORDS:
-        return Token("command", word, position, spaced)
+        return Token("command", word, position, has_space)
     if word.lower() in _CONSTANT_WORDS:
-        return Token("command", _CONSTANT_WORDS[word.lower()], position, spaced)
-    return Token("letter" if len(word) == 1 else "word", word, position, spaced)
+        return Token("command", _CONSTANT_WORDS[word.lower()], position, has_space)
+    return Token("letter" if len(word) == 1 else "word", word, position, has_space)
 
 
-def _command(text: str, position: int, spaced: bool, found: list[Token]) -> int:
-    """Append the token of the LaTeX command at `position` to `found`. Returns the position after the command."""
+def _command(text: str, position: int, has_space: bool, tokens: list[Token]) -> int:
+    """Append the token of the LaTeX command at `position` to `tokens`. Returns the position after the command."""
     command = _COMMAND.match(text, position)
     if command is None:
         raise NotMathematicsError("the text ends with a lone backslash")
@@ -123,27 +123,27 @@ def _command(text: str, position: int, spaced: bool, found: list[Token]) -> int:
         content = argument[1].strip()
         # Upright letters are variables, but in \text only e and i are.
         if re.fullmatch("[A-Za-z]" if name in _UPRIGHT else "[ei]", content):
-            found.append(Token("letter", content, position, spaced, is_bold=name in _BOLD))
+            tokens.append(Token("letter", content, position, has_space, is_bold=name in _BOLD))
         elif _MATHEMATICAL_TEXT.fullmatch(content):
             start = argument.start(1)
             # Choices or numbers in \text are mathematics, so tokenize them.
-            found.extend(
+            tokens.extend(
                 Token(token.kind, token.text, start + token.start, token.spaced, token.number)
-                for token in tokenized(argument[1])[:-1]
+                for token in tokenize(argument[1])[:-1]
             )
         elif content in FUNCTION_WORDS:
-            found.append(Token("command", content, position, spaced))
+            tokens.append(Token("command", content, position, has_space))
         elif content:
-            found.append(Token("text", content, position, spaced))
+            tokens.append(Token("text", content, position, has_space))
         return argument.end()
     if name == "mathbb":
         argument = argument or re.compile(r"\s+([A-Z])").match(text, command.end())
         if argument is None:
             raise NotMathematicsError(r"the command \mathbb has no letter as its argument")
-        found.append(Token("command", f"mathbb{argument[1].strip()}", position, spaced))
+        tokens.append(Token("command", f"mathbb{argument[1].strip()}", position, has_space))
         return argument.end()
     kind = "sign" if name in "{}%$#&_|" or name == "\\" else "command"
-    found.append(Token(kind, "\\" + name if kind == "sign" else name, position, spaced))
+    tokens.append(Token(kind, "\\" + name if kind == "sign" else name, position, has_space))
     return command.end()
 
 

@@ -1,0 +1,34 @@
+"""Equations and chains of inequalities as differences."""
+
+from __future__ import annotations
+
+from megarl.rewards.maths.equality.values import same_value
+from megarl.rewards.maths.formulas.nodes import Node, join_operands, negative, number, replace_node
+
+_FLIPPED = {">": "<", ">=": "<="}
+
+
+def list_steps(node: Node) -> list[tuple[Node, str]]:
+    """Return a chain of inequalities as (difference, sign) pairs. Each difference must be below, or at most, zero."""
+    steps = []
+    for left, sign, right in zip(node.parts, node.value, node.parts[1:], strict=False):
+        if sign in (">", ">="):
+            left, right, sign = right, left, _FLIPPED[sign]
+        steps.append((join_operands("sum", [left, negative(right)]), sign))
+    # A descending chain is reversed, so that equal chains have equal order.
+    return steps if node.value[0] in ("<", "<=", "=", "!=") else steps[::-1]
+
+
+def determines(left: Node, right: Node, difference: Node) -> bool:
+    """Return whether `left = right` is the only solution of `difference = 0`. The equation is linear in the symbol
+    `left`.
+    """
+    if left.kind != "symbol" or left.value in right.symbols() or left.value not in difference.symbols():
+        return False
+    zero = number(0)
+    if not same_value(replace_node(difference, left, right), zero):
+        return False
+    # An equal, non-zero slope between three points means linear.
+    values = [replace_node(difference, left, number(point)) for point in (1, 2, 3)]
+    slope = join_operands("sum", [values[1], negative(values[0])])
+    return same_value(slope, join_operands("sum", [values[2], negative(values[1])])) and not same_value(slope, zero)

@@ -1,0 +1,153 @@
+"""Numeric value of a formula for chosen values of its variables."""
+
+from __future__ import annotations
+
+import random
+from functools import lru_cache
+from typing import Any
+
+from mpmath.libmp import libmpf
+
+from megarl.rewards.maths.equality.exact import NoValueError, series_terms
+from megarl.rewards.maths.equality.numeric_functions import call_function, raise_to_power
+from megarl.rewards.maths.equality.precision import CONTEXT, as_fraction
+from megarl.rewards.maths.formulas.nodes import INFINITY, Node
+
+_I = CONTEXT.mpc(0, 1)
+_TERMS_OF_INFINITE_SERIES = 12
+
+
+class Evaluation:
+    """Numeric evaluation of formulas, for one choice of values of their variables.
+
+    `scale` is the largest summand so far. A difference small against it counts as a rounding error. `bits` is the
+    largest distance of two summands' magnitudes. Variables in `whole` have whole numbers as values.
+    """
+
+    def __init__(self, kind: str, seed: int, whole: frozenset[str] = frozenset()) -> None:
+        self._kind = kind
+        self._seed = seed
+        self._whole = whole
+        self.scale = CONTEXT.mpf(0)
+        self.bits = 0
+
+    def value(self, node: Node) -> Any:
+        """Return the numeric value of a formula. Raises NoValueError if it has none."""
+        try:
+            # mpmath raises all of these outside a function's domain, or for too large numbers.
+            number = self._value(node)
+        except (
+            ZeroDivisionError,
+            ValueError,
+            OverflowError,
+            TypeError,
+            NotImplementedError,
+            MemoryError,
+            libmpf.ComplexResult,
+        ):
+            raise NoValueError from None
+        if not CONTEXT.isfinite(number):
+            raise NoValueError
+        return number
+
+    def _value(self, node: Node) -> Any:
+        kind = node.kind
+        if kind == "number":
+            self.bits = max(self.bits, node.value.denominator.bit_length())
+            return CONTEXT.mpf(node.value.numerator) / node.value.denominator
+        if kind in ("symbol", "constant"):
+            return self._symbol(node)
+        if kind == "series":
+            return self._series(node)
+        parts = [self._value(part) for part in node.parts]
+        if kind == "sum":
+            return self._sum(parts)
+        if kind == "product":
+            product = parts[0]
+            for part in parts[1:]:
+                product = product * part
+            return product
+        if kind == "quotient":
+            return parts[0] / parts[1]
+        if kind == "negative":
+            return -parts[0]
+        if kind == "power":
+            return raise_to_power(*parts)
+        if kind == "call":
+            return call_function(node.value, parts)
+        if kind == "numeral":
+            return parts[0]
+        # A cross product changes its sign with the order of its operands.
+        if kind == "cross":
+            return self._unknown_function("cross", parts) - self._unknown_function("cross", parts[::-1])
+        if kind in ("apply", "index"):
+            return self._unknown_function(f"{kind} {node.value} {len(parts)}", parts)
+        raise NoValueError
+
+    def _sum(self, parts: list[Any]) -> Any:
+        sizes = [abs(part) for part in parts if part != 0]
+        if sizes:
+            largest = max(sizes)
+            self.scale = max(self.scale, largest)
+            self.bits = max(self.bits, CONTEXT.mag(largest) - CONTEXT.mag(min(sizes)))
+        return sum(parts[1:], parts[0])
+
+    def _series(self, node: Node) -> Any:
+        low = as_fraction(self._value(node.parts[1]))
+        if node.parts[2] == INFINITY:
+            high = low + _TERMS_OF_INFINITE_SERIES - 1
+            # The first terms stand for all, so the series equals only another infinite one.
+            rest = _point("infinite series", "positive", 0)
+        else:
+            high = as_fraction(self._value(node.parts[2]))
+            rest = None
+        terms = [self._value(term) for term in series_terms(node, low, high)]
+        if node.value[0] == "sum":
+            return self._sum([CONTEXT.mpf(0), *terms] if rest is None else [rest, *terms])
+        found = CONTEXT.mpf(1) if rest is None else rest
+        for term in terms:
+            found = found * term
+        return found
+
+    def _symbol(self, node: Node) -> Any:
+        if node.kind == "constant":
+            if node.value == "pi":
+                return +CONTEXT.pi
+            if node.value == "e":
+                return +CONTEXT.e
+            if node.value == "i":
+                return _I
+            if node.value == "degree":
+                return CONTEXT.pi / 180
+            raise NoValueError
+        return _point(node.value, self._kind, self._seed, is_whole=node.value in self._whole)
+
+    def _unknown_function(self, name: str, parts: list[Any]) -> Any:
+        """Return the value of an unknown function f(x): a smooth function of all arguments, different for every name.
+
+        Two formulas with the same unknown function can thus be compared.
+        """
+        found = _point(name, "positive", 0)
+        for place, part in enumerate(parts):
+            # Sines of large arguments lose digits.
+            if CONTEXT.mag(part) > 20:
+                raise NoValueError
+            shift = _point(f"{name} {place}", "positive", 0)
+            found = found + CONTEXT.sin(part * shift + found) + part * shift
+        return found
+
+
+@lru_cache(maxsize=4096)
+def _point(name: str, kind: str, seed: int, *, is_whole: bool = False) -> Any:
+    # Seeded by name: a symbol has the same value in both formulas and in every process.
+    generator = random.Random(f"{name} {kind} {seed}")
+    if kind.startswith("half"):
+        place = int(kind.removeprefix("half "))
+        shift = generator.randrange(2)
+        return CONTEXT.mpf(place + shift) if is_whole else CONTEXT.mpf(place + shift) / 2
+    if is_whole:
+        return CONTEXT.mpf(generator.randint(1, 12))
+    size = generator.uniform(0.3, 3.0) if kind != "large" else generator.uniform(3.0, 30.0)
+    # Negative values find differences such as x and |x|; positive ones keep roots and logarithms real.
+    sign = -1 if kind == "mixed" and generator.random() < 0.7 else 1
+    return sign * CONTEXT.mpf(size) + CONTEXT.mpf(generator.getrandbits(100)) / (1 << 140)

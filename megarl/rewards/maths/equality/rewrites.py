@@ -1,0 +1,115 @@
+"""Other forms of the same answer: without names and signs that say nothing, with the gold answer's variables."""
+
+from __future__ import annotations
+
+from megarl.rewards.maths.equality.kinds import is_capital_letter
+from megarl.rewards.maths.equality.labels import is_label
+from megarl.rewards.maths.equality.values import is_within_percent
+from megarl.rewards.maths.formulas.nodes import (
+    BLANK,
+    DEGREE,
+    Node,
+    join_operands,
+    negative,
+    number,
+    replace_node,
+    symbol,
+)
+
+_CONSTANTS_OF_INTEGRATION = ("C", "c", "K", "k")
+
+
+def drop_point_name(node: Node) -> Node:
+    """Return only the coordinates of a point with a name, as in `A(3,4)`; other formulas unchanged."""
+    is_point = node.kind == "product" and len(node.parts) == 2 and node.parts[1].kind == "tuple"
+    return node.parts[1] if is_point and is_capital_letter(node.parts[0]) else node
+
+
+def drop_sign_of_approximation(node: Node) -> Node:
+    r"""Return `\approx 5` as 5 and `x \approx 5` as x = 5: the value must still be the same exactly."""
+    if node.kind != "relation" or node.value != ("approx",):
+        return node
+    name, value = node.parts
+    if name == BLANK:
+        return value
+    return Node("relation", node.parts, ("=",)) if is_label(name) else node
+
+
+def drop_rounding(node: Node) -> Node:
+    r"""Return the formula without a decimal approximation after it, if within 1 %: `\frac16 \approx 0.1667`."""
+    if node.kind != "relation" or node.value[-1] != "approx" or not set(node.value[:-1]) <= {"="}:
+        return node
+    exact_part, rounded = node.parts[-2:]
+    if BLANK in node.parts or is_label(exact_part) or not is_within_percent(exact_part, rounded):
+        return node
+    return Node("relation", node.parts[:-1], node.value[:-1]) if len(node.parts) > 2 else exact_part
+
+
+def rename_variable(node: Node, old: Node, new: Node) -> Node:
+    """Return the formula with a variable renamed, unless the new name has another meaning in it."""
+    return node if new.value in node.symbols() else replace_node(node, old, new)
+
+
+def adopt_argument(function: Node, prediction: Node, value: Node) -> tuple[Node, Node]:
+    """Return a predicted definition f(t) = ... with the argument of `function`: f(x) = ..."""
+    is_definition = function.kind == prediction.kind == "apply" and len(function.parts) == len(prediction.parts) == 1
+    if not is_definition or {part.kind for part in (*function.parts, *prediction.parts)} != {"symbol"}:
+        return prediction, value
+    old, new = prediction.parts[0], function.parts[0]
+    return rename_variable(prediction, old, new), rename_variable(value, old, new)
+
+
+def adopt_constant(gold: Node, prediction: Node) -> Node:
+    """Return the prediction with its constant of integration renamed to the gold answer's: `x^2+c` becomes `x^2+C`."""
+    if gold.kind != "sum" or prediction.kind != "sum":
+        return prediction
+    constant = next((symbol(name) for name in ("C", "c") if symbol(name) in gold.parts), None)
+    if constant is None or constant in prediction.parts:
+        return prediction
+    # In ax^2 + bx + c the last letter is a coefficient.
+    names = _CONSTANTS_OF_INTEGRATION if constant == symbol("C") else () if gold.symbols() & {"a", "b"} else ("C",)
+    for name in names:
+        if symbol(name) in prediction.parts and name not in gold.symbols():
+            return replace_node(prediction, symbol(name), constant)
+    return prediction
+
+
+def as_quotient(node: Node) -> Node | None:
+    if node.kind != "ratio":
+        return node
+    return Node("quotient", node.parts) if len(node.parts) == 2 else None
+
+
+def multiply_into_matrix(node: Node) -> Node:
+    """Return a product of numbers and a matrix as one matrix, with each entry multiplied."""
+    if node.kind == "negative" and node.parts[0].kind == "matrix":
+        return _multiply_cells(node.parts[0], [number(-1)])
+    if node.kind != "product":
+        return node
+    matrices = [part for part in node.parts if part.kind == "matrix"]
+    return (
+        _multiply_cells(matrices[0], [part for part in node.parts if part.kind != "matrix"])
+        if len(matrices) == 1
+        else node
+    )
+
+
+def _multiply_cells(matrix: Node, factors: list[Node]) -> Node:
+    if matrix.value != "matrix":
+        return join_operands("product", [*factors, matrix])
+    rows = [
+        Node("row", tuple(join_operands("product", [*factors, cell]) for cell in row.parts), row.value)
+        for row in matrix.parts
+    ]
+    return Node("matrix", tuple(rows), matrix.value)
+
+
+def count_degrees(node: Node) -> Node | None:
+    r"""Return the number of degrees in a formula like `90^\circ`. None: the formula is not in degrees."""
+    if node.kind == "negative":
+        inner = count_degrees(node.parts[0])
+        return inner and negative(inner)
+    if node.kind != "product" or DEGREE not in node.parts:
+        return None
+    # The degree sign alone is one degree.
+    return join_operands("product", [part for part in node.parts if part != DEGREE] or [number(1)])
