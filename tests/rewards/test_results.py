@@ -17,9 +17,8 @@ from megarl.rewards.scoring.results import (
     check_result,
     combine_scores,
     function_metrics,
-    read_reply,
+    read_scores,
     source_metrics,
-    with_served,
 )
 from megarl.types import Judging, Reward
 
@@ -156,30 +155,23 @@ def test_sources_of_a_mixture_have_functions_of_their_own() -> None:
 
 
 def test_scores_of_servers_are_added_as_those_of_functions() -> None:
-    scores = {"a": FunctionScore(2.0), "b": FunctionScore(1.0, format_valid=False), "c": None}
-    served = {"judge.x": FunctionScore(0.5, answer_correct=True)}
-    weights = {"a": 1.0, "b": -1.0, "c": 1.0, "judge.x": 4.0}
-    judges: dict[str, Judging] = {"judge.x": "declared"}
-    own = combine_scores(scores, weights, {})
-    merged = with_served(own, served, weights, judges, judges_format=True, judges_answer=False)
-    assert merged == combine_scores({**scores, **served}, weights, judges)
-    assert (merged.score, merged.format_valid, merged.answer_correct) == (3.0, False, True)
-    alone = with_served(None, served, weights, judges)
-    assert alone == combine_scores(served, weights, judges)
-    nothing = combine_scores({"c": None}, weights, {})
-    assert with_served(nothing, served, weights, judges) == combine_scores({"c": None, **served}, weights, judges)
+    scores = {"m:a": FunctionScore(2.0), "b": FunctionScore(1.0, format_valid=False), "c": None}
+    served = {"judge.x": FunctionScore(0.5, answer_correct=True, metrics={"calls": 1.0})}
+    weights = {"m:a": 1.0, "b": -1.0, "c": 1.0, "judge.x": 4.0}
+    reward = combine_scores({**scores, **served}, weights, {"judge.x": "declared"})
+    assert (reward.score, reward.format_valid, reward.answer_correct) == (3.0, False, True)
+    assert reward.scores == {"a": 2.0, "b": 1.0, "c": None, "judge.x": 0.5}
+    assert reward.metrics == {"judge.x/calls": 1.0}
 
 
 @pytest.mark.parametrize(
-    ("own_verdict", "expected"), [(True, True), (False, False), (None, True)], ids=["right", "wrong", "no opinion"]
+    ("function_verdict", "expected"), [(True, True), (False, False), (None, True)], ids=["right", "wrong", "no opinion"]
 )
-def test_functions_and_servers_must_agree_on_the_answer(own_verdict: bool | None, expected: bool) -> None:
-    judges: dict[str, Judging] = {"a": "declared", "judge": "declared"}
-    opinion = None if own_verdict is None else FunctionScore(1.0, answer_correct=own_verdict)
-    own = combine_scores({"a": opinion}, {"a": 1.0}, {"a": "declared"})
-    served = {"judge": FunctionScore(1.0, answer_correct=True)}
-    merged = with_served(own, served, {"judge": 1.0}, judges, judges_answer=own_verdict is not None)
-    assert merged.answer_correct is expected
+def test_functions_and_servers_must_agree_on_the_answer(function_verdict: bool | None, expected: bool) -> None:
+    opinion = None if function_verdict is None else FunctionScore(1.0, answer_correct=function_verdict)
+    scores = {"a": opinion, "judge": FunctionScore(1.0, answer_correct=True)}
+    reward = combine_scores(scores, {"a": 1.0, "judge": 1.0}, {"a": "declared", "judge": "declared"})
+    assert reward.answer_correct is expected
 
 
 def test_metrics_of_each_data_source() -> None:
@@ -221,10 +213,22 @@ def test_what_is_no_reward_is_refused(result: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"scores": {}}, {"scores": {"a": "1"}}, {"scores": None}, {"score": "1"}, {"format_valid": 2}]
+    "reply",
+    [
+        {},
+        {"scores": None},
+        {"scores": {}},
+        {"scores": {"a": 1.0}},
+        {"scores": {"a": {"score": "1"}}},
+        {"scores": {"a": {"score": 1.0, "format_valid": 2}}},
+        {"scores": {"a": {"score": 1.0, "other": 2}}},
+    ],
 )
-def test_a_reply_that_is_no_reward_is_refused(wrong: dict[str, object]) -> None:
-    reply = {"score": 1.0, "format_valid": True, "answer_correct": False, "scores": {"a": 0.5}}
-    assert read_reply(reply, ["a"]) == Reward(1.0, True, False, {"a": 0.5})
+def test_a_reply_that_is_no_reward_is_refused(reply: dict[str, Any]) -> None:
+    values = {"score": 1.0, "format_valid": True, "answer_correct": None, "metrics": {"x": 2.0}}
+    assert read_scores({"scores": {"a": values, "b": None}}, ["a", "b"]) == {
+        "a": FunctionScore(1.0, True, metrics={"x": 2.0}),
+        "b": None,
+    }
     with pytest.raises((KeyError, TypeError, ValueError)):
-        read_reply(reply | wrong, ["a"])
+        read_scores(reply, ["a"])

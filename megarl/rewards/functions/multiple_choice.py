@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megarl.rewards.functions.final_answers import answering_text, last_box, last_tags
-from megarl.rewards.maths.choice_letters import ALSO_RIGHT, choice_letter, is_hedged
+from megarl.rewards.maths.choice_letters import ALSO_RIGHT, read_choice
 from megarl.thoughts import without_thoughts
 from megarl.types import Reward
 
@@ -19,8 +19,7 @@ _FIELDS = ("choices", "options")
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _WRAPPED = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")
 _MARKS = " \t\n*_$`\"'"
-_ALONE = re.compile(r"\(?([A-Za-z])(?:[).:]|\b(?=\s*$))")
-_LED_BY = re.compile(r"\(?([A-Z])(?:[).:]+\s+|\)\s*)(\S.*)", re.DOTALL)
+_SMALL_LETTER = re.compile(r"\(?[a-z][).:]*")
 _REASON = r"(?i:since|because|as(?!\s+well\b)|due\s+to|given)\b"
 _WITH_REASON = re.compile(rf"\(?([A-Z])[).:]?,?\s+{_REASON}")
 _OPENED = r"(?:\\[(\[]|\\(?:text|textbf|mathrm|mathbf)\s*\{|[\s*_$`\"'\u201c\u2018\[{(])*+"
@@ -91,25 +90,18 @@ class Choices:
         return _letter_of_name(text, self.texts)
 
     def by_letter(self, text: str) -> str | None:
-        """Return the letter of a choice if the text is this letter or begins with it. None: it does not."""
+        """Return the letter of a choice if the text is this letter or begins with it.
+
+        None: it does not, or the text after the letter is that of another choice.
+        """
         # "B!" is a letter, but "5!" is a choice's text.
         plain = _strip_marks(_strip_marks(text).rstrip("!"))
-        alone = _ALONE.fullmatch(plain)
-        letter = alone[1].upper() if alone else self._leading(plain)
-        return letter if letter and letter in self.letters else None
-
-    def _leading(self, plain: str) -> str | None:
-        """Return the choice's letter at the start of a text like `B, because ...` or `(B) 12`. None: there is none, or
-        the rest names another choice too.
-        """
-        match = _LED_BY.fullmatch(plain)
-        if match is not None:
-            letter_of_text = self.by_text(match[2])
-            if letter_of_text is not None:
-                return match[1] if letter_of_text == match[1] else None
-            return None if is_hedged(match[2]) else match[1]
         reason = _WITH_REASON.match(plain)
-        return reason[1] if reason else choice_letter(plain)
+        choice = (reason[1], "") if reason else read_choice(plain.upper() if _SMALL_LETTER.fullmatch(plain) else plain)
+        if choice is None or choice[0] not in self.letters:
+            return None
+        letter, choice_text = choice
+        return letter if self.by_text(choice_text) in (None, letter) else None
 
     def by_index(self, name: str) -> str | None:
         """Return the letter of the choice with an index from 0; None if the labels are numbers themselves."""

@@ -15,14 +15,14 @@ _LABEL = re.compile(
 _ALONE = re.compile(r"(?:\(\s*([A-Z])\s*\)|([A-Z])\s*\)?)[.:]?")
 _BLANK = r"(?:\s|\\,|\\ |~)"
 _WITH_TEXT = re.compile(
-    rf"(?:\(\s*([A-Z])\s*\)(?:{_BLANK}+(?![-(<>])|(?=[\d.,]+$))|([A-Z])\s*[).:]{_BLANK}+)"
+    rf"(?:\(\s*([A-Z])\s*\)(?:{_BLANK}+(?![-(<>])|(?=[\d.,]+$|[A-Za-z]{3}))|([A-Z])\s*[).:]{_BLANK}+)"
     r"(?![\^_+*/=!']|\\(?:cdot|times|div|over|pm|mp|cup|cap|setminus|to|in|le|ge|ne|equiv|approx|mid)(?![A-Za-z]))(\S.*)",
     re.DOTALL,
 )
 """Regular expression of a choice's letter with a mark and a blank, followed by the choice's text.
 
 It does not match text that continues a formula, like `(N) (N-1)`. After a bracket without a blank only a plain
-number may follow: `(C)12`.
+number or a word may follow: `(C)12`, `(C)blue`.
 """
 ALSO_RIGHT = (
     r"[A-Z]\b[\s)*_]*(?i:(?:is|are|could|can|may|might|would)(?:\s+(?:also|be|equally|just|as|well|the))*"
@@ -42,23 +42,18 @@ def choice_agreement(prediction: str, answer: str, is_same_text: Callable[[str, 
 
     Returns None if an answer names no letter, or if both are plain letters without text or brackets.
     """
-    gold, choice = _letter_and_text(plain_text(answer)), _letter_and_text(plain_text(prediction))
+    gold, choice = read_choice(plain_text(answer)), read_choice(plain_text(prediction))
     if gold is None or choice is None:
         return None
     is_same = gold[0] == choice[0]
     return is_same and is_same_text(choice[1], gold[1]) if gold[1] and choice[1] else is_same
 
 
-def choice_letter(text: str) -> str | None:
-    """Return the choice's letter in a text: alone, in brackets, or before a full stop and the choice's text. None: no
-    letter.
+def read_choice(text: str) -> tuple[str, str] | None:
+    """Return the letter of the choice that a text names, and the choice's text ("" if missing).
+
+    The letter stands alone, in brackets, or before a mark and the choice's text. None: there is no letter, or several.
     """
-    choice = _letter_and_text(text)
-    return None if choice is None else choice[0]
-
-
-def _letter_and_text(text: str) -> tuple[str, str] | None:
-    """Return the choice's letter in a text, and the text of the choice ("" if missing). None: no letter, or several."""
     text = _LABEL.sub("", text)
     alone = _ALONE.fullmatch(text)
     if alone:

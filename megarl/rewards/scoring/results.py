@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from numbers import Real
 from statistics import fmean, pstdev
 from typing import Any, TypeVar
@@ -92,20 +91,20 @@ def combine_scores(
     judges: Mapping[str, Judging],
     correct_score: float = 1.0,
 ) -> Reward:
-    """Return a sample's reward: the weighted sum of the scores of all functions that apply, with each function's score.
+    """Return a sample's reward: the weighted sum of the scores of all functions and servers that apply.
 
-    The format is valid if every function that judges it says so, or none judges it. The answer is right if every
-    function in `judges` says so, and wrong if none of them applies. It has no verdict (None) without a judge, or if a
-    judge's verdict is missing. Raises ValueError if the sum is too large.
+    The format is valid if all that judge it say so, or none judges it. The answer is right if all in `judges` say so,
+    and wrong if none of them applies. It has no verdict (None) without a judge, or if a judge's verdict is missing.
+    Raises ValueError if the sum is too large.
     """
     opinions = {name: score for name, score in scores.items() if score is not None}
     total = float(sum(weights[name] * opinion.score for name, opinion in opinions.items()))
-    formats = [o.format_valid for o in opinions.values() if o.format_valid is not None]
+    formats = [opinion.format_valid for opinion in opinions.values() if opinion.format_valid is not None]
     return Reward(
         score=_check_score(total, total),
         format_valid=all(formats) if opinions else False,
         answer_correct=_answer(opinions, judges, correct_score),
-        scores={name: None if score is None else score.score for name, score in scores.items()},
+        scores={metric_name(name): None if score is None else score.score for name, score in scores.items()},
         metrics={
             f"{metric_name(name)}/{key}": value
             for name, opinion in opinions.items()
@@ -117,8 +116,11 @@ def combine_scores(
 def _answer(opinions: Mapping[str, FunctionScore], judges: Mapping[str, Judging], correct_score: float) -> bool | None:
     if strongest(judges.values()) == "none":
         return None
-    asked = {name: opinion for name, opinion in opinions.items() if judges.get(name, "none") != "none"}
-    verdicts = [verdict(opinion, judges[name], correct_score) for name, opinion in asked.items()]
+    verdicts = [
+        verdict(opinion, judges[name], correct_score)
+        for name, opinion in opinions.items()
+        if judges.get(name, "none") != "none"
+    ]
     if None in verdicts:
         return None
     return bool(verdicts) and all(verdicts)
@@ -144,62 +146,16 @@ def verdict_by_value(score: float) -> bool | None:
     return bool(score) if score in (0.0, 1.0) else None
 
 
-def with_served(
-    own: Reward | None,
-    served: Mapping[str, FunctionScore],
-    weights: Mapping[str, float],
-    judges: Mapping[str, Judging],
-    correct_score: float = 1.0,
-    *,
-    judges_format: bool = True,
-    judges_answer: bool = True,
-) -> Reward:
-    """Return the reward of a sample scored by reward functions and scoring servers.
-
-    `own` is the combined reward of all functions. `served` has the score of each server by name. The result equals
-    that of `combine_scores` for all scores together. `judges_format` and `judges_answer` are True if any function
-    judged format or answer. `judges` has an entry for each function and server. Raises ValueError if the sum exceeds
-    MAX_ABSOLUTE_SCORE.
-    """
-    part = None
-    if own is not None and any(score is not None for score in own.scores.values()):
-        format_valid = own.format_valid if judges_format else None
-        answer_correct = own.answer_correct if judges_answer else None
-        part = FunctionScore(own.score, format_valid, answer_correct)
-    function_judging = strongest(kind for name, kind in judges.items() if name not in served)
-    # If the functions' judges have no opinion, the servers give the verdict.
-    own_judging: Judging = "declared" if part is not None and part.answer_correct is not None else "none"
-    server_judging: dict[str, Judging] = {name: judges.get(name, "none") for name in served}
-    # The functions were weighted in their process already, so their sum gets weight 1.
-    total = combine_scores(
-        {**served, "": part}, {**weights, "": 1.0}, {**server_judging, "": own_judging}, correct_score
-    )
-    if total.answer_correct is None and function_judging == "declared" and own_judging == "none":
-        total = replace(total, answer_correct=False)
-    scores = {metric_name(name): score.score for name, score in served.items()}
-    return Reward(
-        total.score,
-        total.format_valid,
-        total.answer_correct,
-        {**(own.scores if own else {}), **scores},
-        {**(own.metrics if own else {}), **total.metrics},
-    )
-
-
-def read_reply(reply: Mapping[str, Any], names: Iterable[str]) -> Reward:
-    """Return the reward in the reply of a reward process, for the functions `names`.
+def read_scores(reply: Mapping[str, Any], names: Iterable[str]) -> dict[str, FunctionScore | None]:
+    """Return the scores in the reply of a reward process, by name of the functions `names`.
 
     Raises KeyError, TypeError or ValueError if the reply is invalid.
     """
-    scores: dict[str, float | None] = {}
+    scores: dict[str, FunctionScore | None] = {}
     for name in names:
-        score = check_result(reply["scores"][name])
-        scores[metric_name(name)] = None if score is None else score.score
-    metrics = reply.get("metrics", {})
-    flags = {name: reply[name] for name in ("format_valid", "answer_correct")}
-    total = check_result(FunctionScore(reply["score"], **flags, metrics=metrics))
-    assert total is not None
-    return Reward(total.score, bool(total.format_valid), total.answer_correct, scores, total.metrics)
+        values = reply["scores"][name]
+        scores[name] = None if values is None else check_result(FunctionScore(**values))
+    return scores
 
 
 def function_metrics(rewards: Iterable[Reward]) -> dict[str, float]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import traceback
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 from megarl.processes.frames import MAX_ERROR_CHARACTERS, Answer, RefusedError
 from megarl.rewards import resolve
-from megarl.rewards.functions.function_score import FunctionScore
 from megarl.rewards.scoring.calling import BoundFunction, bind
-from megarl.rewards.scoring.results import check_result, combine_scores
-from megarl.types import ConfigError, Judging
+from megarl.rewards.scoring.results import check_result
+from megarl.types import ConfigError
 
 if TYPE_CHECKING:
     from megarl.sandbox.sandbox_fusion import AnySandbox
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def start(settings: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
     """Import the reward functions. Returns the values and record fields they need, and the function scoring a sample.
 
-    `settings` names the functions with weights and keyword arguments. It also has the settings of the sandbox, which is
+    `settings` names the functions with their keyword arguments. It also has the settings of the sandbox, which is
     started only if a function needs one. Raises RefusedError if a function cannot be used.
     """
     try:
@@ -28,16 +28,11 @@ def start(settings: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
         sandbox = _start_sandbox(settings["sandbox"]) if "sandbox" in needs else None
     except ConfigError as error:
         raise RefusedError(str(error)) from error
-    weighing = _Weighing(
-        weights={f["name"]: f["weight"] for f in settings["functions"]},
-        judges={f["name"]: f["judging"] for f in settings["functions"]},
-        correct_score=settings["correct_score"],
-    )
 
     def answer(request: dict[str, Any]) -> dict[str, Any]:
         if sandbox is not None:
             request["values"]["sandbox"] = sandbox
-        return _answer(functions, weighing, request["values"])
+        return _answer(functions, request["values"])
 
     fields = {name for function in functions.values() for name in function.record_fields}
     return {"needs": sorted(needs), "record_fields": sorted(fields)}, answer
@@ -57,32 +52,17 @@ def _start_sandbox(settings: dict[str, Any]) -> AnySandbox:
     return sandbox
 
 
-class _Weighing(NamedTuple):
-    """Weights and judging modes that turn the scores of several functions into one reward."""
-
-    weights: dict[str, float]
-    judges: dict[str, Judging]
-    correct_score: float
-
-
-def _answer(functions: dict[str, BoundFunction], weighing: _Weighing, values: dict[str, Any]) -> dict[str, Any]:
-    scores: dict[str, FunctionScore | None] = {}
+def _answer(functions: dict[str, BoundFunction], values: dict[str, Any]) -> dict[str, Any]:
+    """Return the score of each function, null if it does not apply; or the error of the first that fails."""
+    scores: dict[str, dict[str, Any] | None] = {}
     name = ""
     try:
         for name, function in functions.items():
-            scores[name] = check_result(function(values))
-        total = combine_scores(scores, *weighing)
+            score = check_result(function(values))
+            scores[name] = None if score is None else asdict(score)
     except BaseException:  # SystemExit and timeouts of some libraries are not Exceptions.
         return {"error": f"{name}: {_shorten_traceback()}"}
-    return {
-        "score": total.score,
-        "format_valid": total.format_valid,
-        "answer_correct": total.answer_correct,
-        "scores": total.scores,
-        "metrics": total.metrics,
-        "judges_format": any(score is not None and score.format_valid is not None for score in scores.values()),
-        "judges_answer": any(score is not None and weighing.judges[name] != "none" for name, score in scores.items()),
-    }
+    return {"scores": scores}
 
 
 def _shorten_traceback() -> str:

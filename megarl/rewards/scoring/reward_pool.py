@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -16,13 +16,19 @@ from typing import Any
 
 from megarl.processes.process_pool import Place, ProcessPool
 from megarl.processes.server_process import MakeServer, ServerProcess
-from megarl.rewards.functions.function_score import FunctionScore
 from megarl.rewards.scoring.calling import PARAMETERS, Sample
 from megarl.rewards.scoring.http_rewards import COUNTED_FOR, ServedReward, ServerFailedError, make_server_client
-from megarl.rewards.scoring.results import combine_scores, with_served
-from megarl.rewards.scoring.reward_process import Scored, WorkerSettings, read_answer, request_limits, server_settings
+from megarl.rewards.scoring.results import combine_scores
+from megarl.rewards.scoring.reward_process import (
+    FunctionScores,
+    Scored,
+    WorkerSettings,
+    read_answer,
+    request_limits,
+    server_settings,
+)
 from megarl.terminal import FirstOfEachKind
-from megarl.types import PeerLostError
+from megarl.types import PeerLostError, Reward
 
 METRICS = {
     "reward/lost_processes": (
@@ -64,10 +70,12 @@ class RewardPool:
     ) -> None:
         self._notices = FirstOfEachKind(notice)
         self._settings = settings
-        self._served: dict[str, ServedReward[Any]] = {one.name: make_server_client(one) for one in settings.served}
-        for one in self._served.values():
-            one.notify_once = self._notices.tell
-        self._weights = {one.name: one.weight for one in settings.served}
+        self._servers: dict[str, ServedReward[Any]] = {
+            server.name: make_server_client(server) for server in settings.served
+        }
+        for server in self._servers.values():
+            server.notify_once = self._notices.tell
+        self._weights = {function.name: function.weight for function in (*settings.functions, *settings.served)}
         self._num_lost: Counter[str] = Counter()
         self._processes = ProcessPool(
             server_settings(settings),
@@ -90,16 +98,8 @@ class RewardPool:
         cannot be imported, and PeerLostError if the processes do not start or the pool is closed. If the call is
         cancelled, its process is killed and replaced.
         """
-        if not self._served and not len(self):
-            scored = Scored(combine_scores({}, {}, {}))
-        elif not self._served:
-            scored = await self._by_functions(sample)
-        else:
-            scored = await self._by_all(sample)
+        scored = self._combine(await self._collect_scores(sample))
         if failure := scored.failure:
-            scored = replace(scored, is_left_out=self._settings.on_failure == "leave_out")
-            if self._settings.judging == "none":
-                scored = replace(scored, reward=replace(scored.reward, answer_correct=None))
             fate = "is left out" if scored.is_left_out else "gets zero"
             self._notices.tell(
                 failure,
@@ -116,22 +116,53 @@ class RewardPool:
         async with self._processes.place() as place:
             return [str(name) for name in (await place.ready()).get("record_fields", ())]
 
-    async def _by_functions(self, sample: Sample) -> Scored:
+    def _combine(self, scores: FunctionScores) -> Scored:
+        settings = self._settings
+        failure, detail = scores.failure, scores.detail
+        if failure is None:
+            try:
+                return Scored(combine_scores(scores.scores, self._weights, settings.judges, settings.correct_score))
+            except ValueError as error:
+                failure, detail = "error", f"{', '.join(scores.scores)}: {error}"
+        verdict = None if settings.judging == "none" else False
+        return Scored(Reward(0.0, False, verdict), failure, detail, is_left_out=settings.on_failure == "leave_out")
+
+    async def _collect_scores(self, sample: Sample) -> FunctionScores:
+        """Return the scores of functions and servers, asked concurrently. If both fail, the server's failure is
+        reported.
+        """
+        if not self._servers:
+            return await self._ask_functions(sample) if len(self) else FunctionScores()
+        calls = [self._ask_functions(sample)] if len(self) else []
+        calls += [_ask_server(server, sample) for server in self._servers.values()]
+        tasks = [asyncio.ensure_future(call) for call in calls]
+        try:
+            answers = await asyncio.gather(*tasks)
+        # One failure fails the sample, so the remaining calls would be wasted.
+        finally:
+            for task in tasks:
+                task.cancel()
+        failures = [answer for answer in answers if answer.failure]
+        if failures:
+            return failures[-1]
+        return FunctionScores({name: score for answer in answers for name, score in answer.scores.items()})
+
+    async def _ask_functions(self, sample: Sample) -> FunctionScores:
         try:
             async with self._processes.place() as place:
-                scored = await self._by_process(sample, place)
+                scores = await self._ask_process(sample, place)
         finally:
             # Replace a killed process at once: another sample would wait for its imports.
             if not self._processes.is_closed:
                 with suppress(PeerLostError):
                     self._processes.start()
-        if scored.num_lost:
-            self._num_lost[COUNTED_FOR.get()] += scored.num_lost
+        if scores.num_lost:
+            self._num_lost[COUNTED_FOR.get()] += scores.num_lost
             text = "a reward process ended while it had a sample; a fresh process scored it once more"
             self._notices.tell("lost process", f"{text} (the first of reward/lost_processes, more are only counted)")
-        return scored
+        return scores
 
-    async def _by_process(self, sample: Sample, place: Place) -> Scored:
+    async def _ask_process(self, sample: Sample, place: Place) -> FunctionScores:
         """Score a sample in the reserved process (`place`). If the process ends meanwhile, try once more in a new
         one."""
         settings = self._settings
@@ -147,46 +178,13 @@ class RewardPool:
                 except ValueError as error:
                     # A process that breaks the protocol cannot be trusted with another sample.
                     place.kill()
-                    return replace(Scored.failed("error", str(error)), num_lost=num_lost)
+                    return FunctionScores(failure="error", detail=str(error), num_lost=num_lost)
             detail = f"{settings.names}: while scoring, the reward process {how}"
-        return replace(Scored.failed("error", detail), num_lost=_MAX_LOST)
-
-    async def _by_all(self, sample: Sample) -> Scored:
-        """Score a sample by functions and servers concurrently. If both fail, the server's failure is reported."""
-        asked: list[Awaitable[Scored | FunctionScore | ServerFailedError]]
-        asked = [_by_server(one, sample) for one in self._served.values()]
-        if len(self):
-            asked.append(self._by_functions(sample))
-        tasks = [asyncio.ensure_future(one) for one in asked]
-        try:
-            found = await asyncio.gather(*tasks)
-        # One failure fails the sample, so the remaining calls would be wasted.
-        finally:
-            for task in tasks:
-                task.cancel()
-        own = None
-        served: dict[str, FunctionScore] = {}
-        for name, one in zip([*self._served, ""], found, strict=False):
-            if isinstance(one, ServerFailedError):
-                return Scored.failed(one.kind, f"{name}: {one}")
-            if isinstance(one, FunctionScore):
-                served[name] = one
-            elif one.failure:
-                return one
-            else:
-                own = one
-        settled = (served, self._weights, self._settings.judges, self._settings.correct_score)
-        try:
-            if own is None:
-                return Scored(with_served(None, *settled))
-            flags = {"judges_format": own.judges_format, "judges_answer": own.judges_answer}
-            return Scored(with_served(own.reward, *settled, **flags))
-        except ValueError as error:
-            return Scored.failed("error", f"{', '.join(served)}: {error}")
+        return FunctionScores(failure="error", detail=detail, num_lost=_MAX_LOST)
 
     def metrics(self) -> dict[str, float]:
         """Return counts since the last call of this method: lost processes, and calls to each scoring server."""
-        counts = {key: value for server in self._served.values() for key, value in server.metrics().items()}
+        counts = {key: value for server in self._servers.values() for key, value in server.metrics().items()}
         if num_lost := self._num_lost.pop(COUNTED_FOR.get(), 0):
             counts["reward/lost_processes"] = float(num_lost)
         return counts
@@ -194,7 +192,7 @@ class RewardPool:
     async def aclose(self) -> None:
         """Close the pool and the connections to scoring servers."""
         self.close()
-        for server in self._served.values():
+        for server in self._servers.values():
             await server.aclose()
 
     def close(self) -> None:
@@ -202,8 +200,8 @@ class RewardPool:
         self._processes.close()
 
 
-async def _by_server(served: ServedReward[Any], sample: Sample) -> FunctionScore | ServerFailedError:
+async def _ask_server(server: ServedReward[Any], sample: Sample) -> FunctionScores:
     try:
-        return await served.score(sample)
+        return FunctionScores({server.name: await server.score(sample)})
     except ServerFailedError as error:
-        return error
+        return FunctionScores(failure=error.kind, detail=f"{server.name}: {error}")

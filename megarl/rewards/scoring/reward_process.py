@@ -15,7 +15,8 @@ from megarl.config.judges import judging
 from megarl.config.rewards import RewardFunctionConfig
 from megarl.processes.server_process import RequestLimits, ServerSettings
 from megarl.rewards import locate, server_kind
-from megarl.rewards.scoring.results import read_reply
+from megarl.rewards.functions.function_score import FunctionScore
+from megarl.rewards.scoring.results import read_scores
 from megarl.sandbox.sandbox import SandboxSettings
 from megarl.types import ConfigError, Judging, Reward, strongest
 
@@ -35,23 +36,24 @@ class Scored:
     reward: Reward
     failure: Failure | None = None
     detail: str = ""
-    judges_format: bool = True
-    """Whether any function judged the format of the completion."""
-    judges_answer: bool = True
-    """Whether any function judged the answer in the completion."""
     is_left_out: bool = False
     """Whether the failed completion has no reward instead of zero."""
-    num_lost: int = 0
-    """Number of reward processes that ended or were killed from outside while scoring this completion."""
 
     @property
     def trajectory_reward(self) -> Reward | None:
         """The reward for the trajectory. None: it has no reward, because scoring failed and failures are left out."""
         return None if self.is_left_out else self.reward
 
-    @classmethod
-    def failed(cls, failure: Failure, detail: str) -> Scored:
-        return cls(Reward(score=0.0, format_valid=False, answer_correct=False), failure, detail)
+
+@dataclass(frozen=True, slots=True)
+class FunctionScores:
+    """Scores of a completion by name of function or server. If scoring failed, `failure` and a text say why."""
+
+    scores: Mapping[str, FunctionScore | None] = field(default_factory=dict)
+    failure: Failure | None = None
+    detail: str = ""
+    num_lost: int = 0
+    """Number of reward processes that ended or were killed from outside while scoring this completion."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,16 +129,7 @@ def _is_in(folder: str, name: str) -> bool:
 def server_settings(settings: WorkerSettings) -> ServerSettings:
     """Return the settings for starting a reward process: its functions, folders and limits."""
     start = {
-        "functions": [
-            {
-                "name": function.name,
-                "weight": function.weight,
-                "kwargs": function.kwargs,
-                "judging": settings.judges.get(function.name, "none"),
-            }
-            for function in settings.functions
-        ],
-        "correct_score": settings.correct_score,
+        "functions": [{"name": function.name, "kwargs": function.kwargs} for function in settings.functions],
         "sandbox": asdict(settings.sandbox),
     }
     return ServerSettings(
@@ -162,26 +155,22 @@ def request_limits(settings: WorkerSettings, *, has_sandbox: bool) -> RequestLim
     )
 
 
-def read_answer(answer: Mapping[str, Any], settings: WorkerSettings, limits: RequestLimits) -> Scored:
-    """Convert the answer of a reward process to a score. Raises ValueError if the answer is not valid."""
+def read_answer(answer: Mapping[str, Any], settings: WorkerSettings, limits: RequestLimits) -> FunctionScores:
+    """Return the scores in the answer of a reward process. Raises ValueError if the answer is not valid."""
     if "overdue" in answer:
         by_cpu = f"reward.timeout_seconds = {limits.cpu_seconds:g} CPU seconds"
         by_clock = f"reward.wall_timeout_seconds = {limits.wall_seconds:g} by the clock"
         limit = by_cpu if answer["overdue"] == "cpu" else by_clock
-        return Scored.failed("timeout", f"{settings.names}: took more than {limit}")
+        return FunctionScores(failure="timeout", detail=f"{settings.names}: took more than {limit}")
     if "invalid" in answer:
         text = f"the sample cannot be sent to the reward process: {answer['invalid']}"
-        return Scored.failed("error", f"{settings.names}: {text}")
+        return FunctionScores(failure="error", detail=f"{settings.names}: {text}")
     if "violation" in answer:
-        return Scored.failed("error", f"{settings.names}: the reward process {answer['violation']}")
+        return FunctionScores(failure="error", detail=f"{settings.names}: the reward process {answer['violation']}")
     if "error" in answer:
-        return Scored.failed("error", str(answer["error"]))
+        return FunctionScores(failure="error", detail=str(answer["error"]))
     try:
-        return Scored(
-            read_reply(dict(answer), [function.name for function in settings.functions]),
-            judges_format=answer.get("judges_format") is not False,
-            judges_answer=answer.get("judges_answer") is not False,
-        )
+        return FunctionScores(read_scores(answer, [function.name for function in settings.functions]))
     except (KeyError, TypeError, ValueError) as error:
         text = f"the reward process sent an answer that is not a valid reward: {error}"
         raise ValueError(f"{settings.names}: {text}") from None
