@@ -1,18 +1,9 @@
-"""Rewards: functions scoring a sample from its text, its gold answer and other values.
+"""Rewards: functions and servers that score a completion. README.md describes them for users.
 
-A reward function is called with keyword arguments. Its parameters, in any order, are named after values of a sample
-(the table `calling.PARAMETERS`): `def f(completion_text, answer)`, RL2's `def reward_fn(messages, answer)` and `def
-f(record, num_tokens, **rest)` all work. It returns a `megarl.types.Reward`, a number, or None if it does not apply to
-the sample. It may be slow: it runs in a separate process, killed at a deadline. A recipe names a function of the table
-`REWARDS`, or its own as `package.module:function` or `path/to/file.py:function`. Each may have a weight and keyword
-arguments.
-
-`reasoning_gym.TASK` is the scorer of a reasoning-gym task. `judge` and `remote` (or `judge.NAME` and `remote.NAME` for
-several) are not functions: the driver sends requests to a server of the user over HTTP, many at once.
-
-Packages: `functions` (those with a name in recipes), `maths` (whether two answers are equal), `scoring` (calls of
-functions and servers, their sum, metrics).
-Importing this package imports no reward function; a function's module is imported in a reward process only.
+`functions` has those with a name in recipes. `maths` decides whether two answers are equal. `scoring` calls functions
+and servers and adds their scores. The tables below give each reward its function, its check of data records, its reader
+of final answers and its system prompt. Importing this package imports no reward function; that happens in reward
+processes only.
 """
 
 from __future__ import annotations

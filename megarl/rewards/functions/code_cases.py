@@ -148,7 +148,6 @@ def _finite(digits: str) -> float:
 
 
 def _text(value: Any) -> str:
-    """Return a text. A list of lines is joined into one."""
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 

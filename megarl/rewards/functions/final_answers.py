@@ -155,7 +155,7 @@ def find_last_answer(text: str, forms: Collection[AnswerForm]) -> tuple[AnswerFo
         statements.append((tags[0], "tags", tags[1]))
     if not statements:
         return None
-    _, form, answer = max(statements, key=lambda each: each[0])
+    _, form, answer = max(statements, key=lambda statement: statement[0])
     return form, answer
 
 

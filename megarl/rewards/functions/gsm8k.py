@@ -130,7 +130,6 @@ def _read_quantity_text(text: str) -> Fraction | None:
 
 
 def _without_marks(text: str) -> str:
-    """Return the text without bold marks (*), dollar signs and a final full stop."""
     text = text.removesuffix(".").strip("*_ ").removesuffix(".")
     is_formula = len(text) > 2 and text[0] == text[-1] == "$"
     return text[1:-1].strip().removesuffix(".") if is_formula else text

@@ -108,7 +108,6 @@ def check_task(task: str) -> None:
 
 
 def _check_installed() -> None:
-    """Raise ConfigError if reasoning-gym, an extra of megarl, is not installed."""
     if find_spec("reasoning_gym") is None:
         raise ConfigError(
             "reward.functions: reasoning_gym: the package reasoning-gym is missing in this environment; install it: "

@@ -60,18 +60,18 @@ def agreement(prediction: str, answer: str) -> float:
 
 def _formula_agreement(prediction: str, answer: str) -> float:
     gold, words = _gold_formula(answer)
-    predicted = _formula(prediction, words)
-    if gold is None or predicted is None:
+    predicted_tree = _formula(prediction, words)
+    if gold is None or predicted_tree is None:
         # Both are words, or not understood, so only the spelling can be compared.
-        if all(tree is None or _is_word(tree) for tree in (gold, predicted)):
+        if all(tree is None or _is_word(tree) for tree in (gold, predicted_tree)):
             return float(is_same_text(prediction, answer))
-        return 0.5 if predicted is None and is_same_without_stray_braces(prediction, answer) else 0.0
-    if gold == predicted:
+        return 0.5 if predicted_tree is None and is_same_without_stray_braces(prediction, answer) else 0.0
+    if gold == predicted_tree:
         return 1.0
     # Numeric evaluation of huge powers or factorials would take too long.
     if not is_within_caps(prediction) or not is_within_caps(answer):
         return 0.0
-    if _same_with_units(gold, predicted):
+    if _same_with_units(gold, predicted_tree):
         return 1.0
     return float(any(_same_with_units(gold_tree, tree) for gold_tree, tree in _other_readings(prediction, answer)))
 
@@ -112,13 +112,15 @@ def _other_readings(prediction: str, answer: str) -> list[tuple[Node, Node]]:
         readings.append((parse(answer), parse(prediction)))
     if re.search(r"\d,\d{3}", prediction) and re.search(r",\s", answer):
         readings.append((_gold_formula(answer)[0], _formula(prediction, _NO_WORDS, groups=False)))
-    return [(gold, predicted) for gold, predicted in readings if gold is not None and predicted is not None]
+    return [
+        (gold, predicted_tree) for gold, predicted_tree in readings if gold is not None and predicted_tree is not None
+    ]
 
 
-def _same_with_units(gold: Node, predicted: Node) -> bool:
+def _same_with_units(gold: Node, predicted_tree: Node) -> bool:
     gold, gold_unit = _without_unit(gold)
-    predicted, unit = _without_unit(predicted)
-    same: Callable[[Fraction], bool] = lambda factor: Comparison(factor).same(gold, predicted)  # noqa: E731
+    predicted_tree, unit = _without_unit(predicted_tree)
+    same: Callable[[Fraction], bool] = lambda factor: Comparison(factor).same(gold, predicted_tree)  # noqa: E731
     # Both with units: convert between units of equal dimensions.
     if gold_unit and unit:
         return gold_unit.dimensions == unit.dimensions and same(unit.factor / gold_unit.factor)

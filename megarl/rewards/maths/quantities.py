@@ -170,26 +170,26 @@ def same_quantity(prediction: Quantity, gold: Quantity) -> bool:
     """Return whether a predicted quantity equals the gold answer, exactly.
 
     If both have a unit, the prediction is converted to the gold's unit. If only one has a unit, the numbers alone are
-    compared: a predicted 5% equals a gold 5. A price for something also equals the amount alone: $5 per hour and $5. A
-    percentage may also equal its value as a fraction: 50% equals 0.5. A predicted percentage below 1% equals a gold
-    answer without a unit only as a fraction: 0.5% equals 0.005, but not 0.5. `2 h 30 min` equals 2.5 and 150 without a
-    unit; as gold answer it needs one.
+    compared.
     """
+    # 2 h 30 min needs its units as gold answer. As prediction it also equals 2.5 and 150.
     if gold.smallest and not prediction.unit:
         return False
     if prediction.smallest and not gold.unit:
         return gold.number in (prediction.number, prediction.value / prediction.smallest.factor)
     if gold.unit and prediction.unit:
+        # A price for something also equals the amount alone: $5 per hour and $5.
         for rate, amount in ((prediction, gold), (gold, prediction)):
             if rate.money and amount.unit and amount.unit.dimensions == rate.money.dimensions:
                 return rate.number * rate.money.factor == amount.value
         return gold.unit.dimensions == prediction.unit.dimensions and gold.value == prediction.value
+    # 0.5% is 0.005 and hardly ever 0.5, while 50% may be 50 or 0.5.
     if prediction.unit and prediction.unit.is_percentage and abs(prediction.number) < 1:
         return prediction.value == gold.value
     if prediction.number == gold.number:
         return True
-    is_percentage = any(q.unit and q.unit.is_percentage for q in (prediction, gold))
-    return is_percentage and prediction.value == gold.value
+    has_percentage = any(quantity.unit and quantity.unit.is_percentage for quantity in (prediction, gold))
+    return has_percentage and prediction.value == gold.value
 
 
 def without_currency(text: str) -> tuple[str, Unit | None]:

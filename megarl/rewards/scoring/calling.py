@@ -186,8 +186,8 @@ def _counterpart(parameter: str) -> str:
 
 
 _COUNTERPARTS = {
-    other: own
-    for own, others in {
+    foreign_name: parameter
+    for parameter, foreign_names in {
         "completion_text": "solution_str completion completions response responses output outputs prediction text",
         "answer": "ground_truth gold gold_answer label labels target targets solution reference gt gt_answer expected",
         "prompt_messages": "prompt prompts question problem input",
@@ -196,6 +196,6 @@ _COUNTERPARTS = {
         "finish_reason": "status stop_reason",
         "num_tokens": "completion_ids response_length",
     }.items()
-    for other in others.split()
+    for foreign_name in foreign_names.split()
 }
 """Parameters of megarl, by the names that verl, TRL, OpenRLHF, slime and NeMo RL use."""

@@ -98,15 +98,15 @@ class RewardPool:
         cannot be imported, and PeerLostError if the processes do not start or the pool is closed. If the call is
         cancelled, its process is killed and replaced.
         """
-        scored = self._combine(await self._collect_scores(sample))
-        if failure := scored.failure:
-            fate = "is left out" if scored.is_left_out else "gets zero"
+        outcome = self._combine(await self._collect_scores(sample))
+        if failure := outcome.failure:
+            fate = "is left out" if outcome.is_left_out else "gets zero"
             self._notices.tell(
                 failure,
                 f"a completion could not be scored and {fate} (the first of reward/{failure}s, more are only "
-                f"counted): {scored.detail}",
+                f"counted): {outcome.detail}",
             )
-        return scored
+        return outcome
 
     async def record_fields(self) -> list[str]:
         """Return the fields that each record must have, because parameters of the functions take their values.

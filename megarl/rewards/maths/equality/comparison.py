@@ -246,12 +246,12 @@ class Comparison:
             return False
         if len(golds) > MAX_MATCHED:
             return all(map(self.same, golds, predictions))
-        unmatched = list(predictions)
+        candidates = list(predictions)
         for gold in golds:
-            place = next((place for place, candidate in enumerate(unmatched) if self.same(gold, candidate)), None)
+            place = next((place for place, candidate in enumerate(candidates) if self.same(gold, candidate)), None)
             if place is None:
                 return False
-            unmatched.pop(place)
+            candidates.pop(place)
         return True
 
     def _same_tuples(self, gold: Node, prediction: Node) -> bool:

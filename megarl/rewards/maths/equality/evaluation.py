@@ -97,17 +97,17 @@ class Evaluation:
         if node.parts[2] == INFINITY:
             high = low + _TERMS_OF_INFINITE_SERIES - 1
             # The first terms stand for all, so the series equals only another infinite one.
-            rest = _point("infinite series", "positive", 0)
+            remainder = _point("infinite series", "positive", 0)
         else:
             high = as_fraction(self._value(node.parts[2]))
-            rest = None
+            remainder = None
         terms = [self._value(term) for term in series_terms(node, low, high)]
         if node.value[0] == "sum":
-            return self._sum([CONTEXT.mpf(0), *terms] if rest is None else [rest, *terms])
-        found = CONTEXT.mpf(1) if rest is None else rest
+            return self._sum([CONTEXT.mpf(0), *terms] if remainder is None else [remainder, *terms])
+        product = CONTEXT.mpf(1) if remainder is None else remainder
         for term in terms:
-            found = found * term
-        return found
+            product = product * term
+        return product
 
     def _symbol(self, node: Node) -> Any:
         if node.kind == "constant":
@@ -127,14 +127,14 @@ class Evaluation:
 
         Two formulas with the same unknown function can thus be compared.
         """
-        found = _point(name, "positive", 0)
+        value = _point(name, "positive", 0)
         for place, part in enumerate(parts):
             # Sines of large arguments lose digits.
             if CONTEXT.mag(part) > 20:
                 raise NoValueError
             shift = _point(f"{name} {place}", "positive", 0)
-            found = found + CONTEXT.sin(part * shift + found) + part * shift
-        return found
+            value = value + CONTEXT.sin(part * shift + value) + part * shift
+        return value
 
 
 @lru_cache(maxsize=4096)

@@ -108,7 +108,6 @@ def _read_interval(node: Node) -> NumberSet | None:
 
 
 def _end(node: Node) -> Fraction | None:
-    """Return the value of an interval's end. None: the end is infinite."""
     return None if node in (INFINITY, negative(INFINITY)) else _number(node)
 
 

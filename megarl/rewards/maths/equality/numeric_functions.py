@@ -68,9 +68,9 @@ def _real_parts(parts: tuple[Any, ...]) -> list[Any]:
 
 def _whole_parts(parts: tuple[Any, ...]) -> list[int]:
     numbers = [as_fraction(part) for part in _real_parts(parts)]
-    if any(each.denominator != 1 for each in numbers):
+    if any(number.denominator != 1 for number in numbers):
         raise NoValueError
-    return [int(each) for each in numbers]
+    return [int(number) for number in numbers]
 
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {

@@ -28,7 +28,7 @@ def expand_signs(node: Node) -> Node:
         return node
     if any(part.kind == "sign" and part.value == -1 for part in node.walk()):
         return Node("list", tuple(_choose_signs(node, (sign,) * signs) for sign in (1, -1)), "and")
-    formulas = [_choose_signs(node, chosen) for chosen in product((1, -1), repeat=signs)]
+    formulas = [_choose_signs(node, choice) for choice in product((1, -1), repeat=signs)]
     # Sums of equal numbers, as in \pm1\pm1, have fewer values than choices of signs.
     distinct = {_value_or_tree(formula): formula for formula in formulas} if signs > 1 else dict(enumerate(formulas))
     return Node("list", tuple(distinct.values()), "and")

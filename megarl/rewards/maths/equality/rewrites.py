@@ -39,8 +39,8 @@ def drop_rounding(node: Node) -> Node:
     r"""Return the formula without a decimal approximation after it, if within 1 %: `\frac16 \approx 0.1667`."""
     if node.kind != "relation" or node.value[-1] != "approx" or not set(node.value[:-1]) <= {"="}:
         return node
-    exact_part, rounded = node.parts[-2:]
-    if BLANK in node.parts or is_label(exact_part) or not is_within_percent(exact_part, rounded):
+    exact_part, rounding = node.parts[-2:]
+    if BLANK in node.parts or is_label(exact_part) or not is_within_percent(exact_part, rounding):
         return node
     return Node("relation", node.parts[:-1], node.value[:-1]) if len(node.parts) > 2 else exact_part
 

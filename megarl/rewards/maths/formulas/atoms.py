@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from megarl.rewards.maths.formulas.commands import FUNCTIONS, MODULUS_COMMANDS, SERIES, Commands, fraction
+from megarl.rewards.maths.formulas.commands import FUNCTIONS, MODULUS_COMMANDS, SERIES, fraction
 from megarl.rewards.maths.formulas.nodes import DEGREE, EMPTY_SET, INFINITY, Node, join_operands, number, symbol
+from megarl.rewards.maths.formulas.scripts import Scripts
 from megarl.rewards.maths.numbers import NotMathematicsError
 
 GREEK = frozenset(
@@ -27,28 +28,9 @@ _CLOSING = {"(": (")", "]"), "[": ("]", ")")}
 # Letters followed by brackets: the first set are functions in any case, the second only before one letter or number.
 _ALWAYS_FUNCTIONS = frozenset("fgFG")
 _PERHAPS_FUNCTIONS = frozenset("hpqsuvyPQRSTHV")
-# Two-letter words to be read as text; any other two letters are a product of variables.
-_TWO_LETTER_WORDS = frozenset(
-    "am an as at be do go ha he hi if in is it me my no of oh on or ox so to up us we id no".split()  # noqa: SIM905
-)
-_PRODUCT_LETTERS = frozenset("abcxyz")
 
 
-def is_product(word: str) -> bool:
-    """Return whether adjacent letters mean a product of variables (`xy`), not a word, a unit or a name of points such
-    as AB.
-    """
-    if word.isupper() or len(word) > 4:
-        return False
-    if not word.islower():
-        return len(word) == 2 and word[0].islower()
-    if len(word) == 2:
-        return word not in _TWO_LETTER_WORDS
-    # Letters without a vowel are hardly a word. abc and xyz are variables even with one.
-    return not set(word) & set("aeiou") or set(word) <= _PRODUCT_LETTERS
-
-
-class Atoms(Commands):
+class Atoms(Scripts):
     """Part of the formula parser: factors, the operands of products."""
 
     def starts_factor(self) -> bool:
@@ -84,7 +66,7 @@ class Atoms(Commands):
                 break
             if text == "^":
                 self.advance()
-                node = self._raise_to_power(node)
+                node = self.raise_to_power(node)
             elif text == "_":
                 self.advance()
                 node = self._add_index(node)
@@ -106,7 +88,7 @@ class Atoms(Commands):
         self.ascend()
         return node
 
-    def _raise_to_power(self, base: Node) -> Node:
+    def raise_to_power(self, base: Node) -> Node:
         exponent = self.script()
         if exponent.kind == "constant" and exponent.value == "degree":
             # 90^\circ is not a power but 90 degrees.
@@ -136,68 +118,6 @@ class Atoms(Commands):
             raise NotMathematicsError("an index follows something other than a symbol")
         index = self.script()
         return self._apply_to_arguments(Node("index", (index,), base.value))
-
-    def script(self) -> Node:
-        """Parse the operand after ^ or _: a group in braces, or one token. Digits without braces count as one
-        number.
-        """
-        token = self.token
-        if token.text == "{" and token.kind == "sign":
-            next_token = self.following()
-            if next_token.text == "circ" or (next_token.text == "^" and self._tokens[self._place + 2].text == "circ"):
-                self._skip_to_brace()
-                return DEGREE
-            if next_token.text == "'":
-                return symbol("prime" + "'" * self._skip_to_brace())
-            if next_token.text == "top":
-                self._skip_to_brace()
-                return symbol("top")
-            if next_token.kind == "text":
-                self._skip_to_brace()
-                return symbol(next_token.text)
-            return self.group()
-        if token.text == "circ":
-            self.advance()
-            return DEGREE
-        if token.text in ("top", "intercal"):
-            self.advance()
-            return symbol("top")
-        if token.text == "'":
-            self.advance()
-            return symbol("prime'")
-        # x^+ has a sign as index, but x^-1 is a negative exponent.
-        if token.text in ("+", "-"):
-            self.advance()
-            if self.token.kind == "number":
-                node = self.atom()
-                return number(-node.value) if token.text == "-" else node
-            return symbol(token.text)
-        if token.text in ("*", "\\*"):
-            self.advance()
-            return symbol("star")
-        if token.kind == "text":
-            self.advance()
-            return symbol(token.text)
-        node = self.atom()
-        # 2^3^2 is 2^(3^2): powers associate to the right.
-        if self.token.text == "^" and self.token.kind == "sign":
-            self.advance()
-            self.descend()
-            node = self._raise_to_power(node)
-            self.ascend()
-        return node
-
-    def _skip_to_brace(self) -> int:
-        """Skip a group in braces containing no other group. Returns the number of skipped tokens."""
-        self.advance()
-        num_tokens = 0
-        while self.token.text != "}":
-            if self.token.kind == "end" or self.token.text == "{":
-                raise NotMathematicsError("a group after ^ or _ contains another group, or has no closing brace")
-            num_tokens += 1
-            self.advance()
-        self.advance()
-        return num_tokens
 
     def atom(self) -> Node:
         token = self.token

@@ -72,7 +72,7 @@ class Commands(Cursor):
             self.advance()
             name = token.text
             # The tokenizer split a word into letters. `origin` marks its first one, so join them again.
-            while token.origin and self.token.kind == "letter" and not self.token.spaced and not self.token.origin:
+            while token.origin and self.token.kind == "letter" and not self.token.has_space and not self.token.origin:
                 name += self.token.text
                 self.advance()
             return name
@@ -199,6 +199,5 @@ def fraction(over: Node, under: Node) -> Node:
 
 
 def _leading_factor(node: Node) -> Node:
-    """Return the first factor of a product, without its exponent."""
     first = node.parts[0] if node.kind == "product" else node
     return first.parts[0] if first.kind == "power" else first

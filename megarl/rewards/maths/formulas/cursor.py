@@ -46,6 +46,9 @@ class Cursor:
     def script(self) -> Node:
         raise NotImplementedError
 
+    def raise_to_power(self, base: Node) -> Node:
+        raise NotImplementedError
+
     def starts_factor(self) -> bool:
         raise NotImplementedError
 

@@ -6,9 +6,10 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from megarl.rewards.maths.formulas.atoms import is_product
 from megarl.rewards.maths.formulas.commands import MODULUS_COMMANDS
 from megarl.rewards.maths.formulas.digit_groups import DigitGroups
+from megarl.rewards.maths.formulas.items import connect_items, make_congruence
+from megarl.rewards.maths.formulas.letters import split_products
 from megarl.rewards.maths.formulas.nodes import BLANK, Node, join_operands, negative, number, symbol
 from megarl.rewards.maths.formulas.tokens import Token, tokenize
 from megarl.rewards.maths.numbers import NotMathematicsError
@@ -43,7 +44,7 @@ class _Parser(DigitGroups):
     """Parser of statements, relations, sums and products. Its base class parses operands."""
 
     def __init__(self, text: str, read_unit: ReadUnit | None, *, groups: bool) -> None:
-        super().__init__(text, _with_single_letters(tokenize(text, groups=groups)))
+        super().__init__(text, split_products(tokenize(text, groups=groups)))
         self._read_unit = read_unit
         self.is_congruence = False
         self._vectors = {token.text for token in self._tokens if token.is_bold}
@@ -66,7 +67,7 @@ class _Parser(DigitGroups):
         while (sign := self._connective()) is not None:
             signs.append(sign)
             nodes.append(self.relation())
-        return self._over_or_choose(_connect_items(nodes, signs))
+        return self._over_or_choose(connect_items(nodes, signs))
 
     def _over_or_choose(self, node: Node) -> Node:
         if self.token.kind != "command" or self.token.text not in ("over", "choose"):
@@ -95,7 +96,7 @@ class _Parser(DigitGroups):
             node = self._parse_side()
             self.is_congruence = False
             if (modulus := self._parse_modulus()) is not None:
-                return _congruence([node], [], modulus)
+                return make_congruence([node], [], modulus)
             # "= 5" is an answer with the left side omitted.
             return node if sign == "=" else Node("relation", (BLANK, node), (sign,))
         if (groups := self.digit_groups()) is not None:
@@ -108,7 +109,7 @@ class _Parser(DigitGroups):
             parts.append(self._parse_side())
         self.is_congruence = False
         if (modulus := self._parse_modulus()) is not None:
-            return _congruence(parts, signs, modulus)
+            return make_congruence(parts, signs, modulus)
         return Node("relation", tuple(parts), tuple(signs)) if signs else parts[0]
 
     def _parse_label(self) -> Node | None:
@@ -124,7 +125,6 @@ class _Parser(DigitGroups):
         return Node("words", (), text.rstrip(": ").lower())
 
     def _parse_side(self) -> Node:
-        """Parse one side of a relation: an expression, a ratio or a time."""
         if self.token.kind == "number" and self.following().text == ":" and (clock := self.digit_groups()) is not None:
             return clock
         return self._ratio(self.set_expression())
@@ -214,7 +214,7 @@ class _Parser(DigitGroups):
             elif self.starts_factor() and not self._has_unit_here():
                 # Two numbers in a row are a typo or a list, except when the second begins a power: 2 3^2.
                 if self.token.kind in ("number", "numeral") and not (
-                    self.token.spaced and self.following().text == "^"
+                    self.token.has_space and self.following().text == "^"
                 ):
                     raise NotMathematicsError("two numbers follow each other without an operator")
                 node = join_operands("product", [node, self.power()])
@@ -255,7 +255,7 @@ class _Parser(DigitGroups):
             if part.kind == "quotient" and all(operand.kind == "number" for operand in part.parts):
                 return self._make_mixed_number(first, part)
             return join_operands("product", [number(first.number or 0), part])
-        if is_whole and second.kind == "number" and second.spaced and second.text.isdigit():
+        if is_whole and second.kind == "number" and second.has_space and second.text.isdigit():
             self.advance()
             self.advance()
             slash = self.token.text
@@ -286,7 +286,7 @@ class _Parser(DigitGroups):
         if self._read_unit is None or self.brackets or token.kind == "end":
             return None
         # A LaTeX space or command separates like a space.
-        is_spaced = token.spaced or self.source[token.start] == "\\"
+        is_spaced = token.has_space or self.source[token.start] == "\\"
         is_candidate = (
             token.kind == "text"
             # A single letter directly after a number is a variable, as in 5m.
@@ -304,61 +304,8 @@ def _is_named_set(node: Node) -> bool:
     return node.kind == "symbol" and node.value.startswith("mathbb")
 
 
-def _connect_items(items: list[Node], signs: list[str]) -> Node:
-    """Return the items as a list. `and` binds closer than `or`; a comma means the same as the other signs."""
-    if not signs:
-        return items[0]
-    if not {"and", "or"} <= set(signs):
-        connective = "or" if "or" in signs else "and" if "and" in signs else ","
-        return Node("list", tuple(_with_shared_modulus(items)), connective)
-    alternatives = [[items[0]]]
-    for sign, item in zip(signs, items[1:], strict=True):
-        if sign == "or":
-            alternatives.append([])
-        alternatives[-1].append(item)
-    parts = [group[0] if len(group) == 1 else Node("list", tuple(group), "and") for group in alternatives]
-    return Node("list", tuple(parts), "or")
-
-
-def _with_shared_modulus(items: list[Node]) -> list[Node]:
-    r"""Return congruences instead of the values before one, as in `x \equiv 1, 4 \pmod 5`."""
-    last = items[-1]
-    if last.kind != "congruence" or any(item.kind == "congruence" for item in items[:-1]):
-        return items
-    first = items[0]
-    is_named = first.kind == "relation" and first.value == ("equiv",)
-    name = first.parts[0] if is_named else last.parts[0]
-    values = [first.parts[1] if is_named else first, *items[1:-1], last.parts[1]]
-    return [Node("congruence", (name, value, last.parts[2])) for value in values]
-
-
-def _congruence(parts: list[Node], signs: list[str], modulus: Node) -> Node:
-    """Return the node of a residue class, with its name or a blank, its representative and its modulus."""
-    if len(parts) > 2 or signs not in ([], ["equiv"], ["="]):
-        raise NotMathematicsError("a modulus follows something other than a congruence")
-    return Node("congruence", (parts[0] if signs else BLANK, parts[-1], modulus))
-
-
 def _has_words(node: Node) -> bool:
     """Return whether a formula contains words, apart from a name before an equals sign."""
     if node.kind == "relation" and node.parts[0].kind == "words":
         return any(_has_words(part) for part in node.parts[1:])
     return node.kind == "words" or any(_has_words(part) for part in node.parts)
-
-
-def _with_single_letters(tokens: list[Token]) -> list[Token]:
-    """Return the tokens, with products of variables like `xy` split into single letters."""
-    split_tokens: list[Token] = []
-    for token, next_token in zip(tokens, [*tokens[1:], tokens[-1]], strict=True):
-        # In ax + by the letters are variables, but in "m by n" they are a word.
-        is_word = token.text in ("ax", "by") and next_token.kind in ("letter", "word", "number")
-        if token.kind == "word" and not is_word and is_product(token.text):
-            for place, letter in enumerate(token.text):
-                # The first letter remembers the word, in case it turns out to be a unit.
-                origin = "" if place else token.text
-                split_tokens.append(
-                    Token("letter", letter, token.start + place, token.spaced and not place, origin=origin)
-                )
-        else:
-            split_tokens.append(token)
-    return split_tokens

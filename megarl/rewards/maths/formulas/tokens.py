@@ -21,7 +21,7 @@ class Token:
     kind: str
     text: str
     start: int
-    spaced: bool = False
+    has_space: bool = False
     """Whether a space precedes the token."""
     number: Fraction | None = None
     origin: str = ""
@@ -128,7 +128,7 @@ def _command(text: str, position: int, has_space: bool, tokens: list[Token]) -> 
             start = argument.start(1)
             # Choices or numbers in \text are mathematics, so tokenize them.
             tokens.extend(
-                Token(token.kind, token.text, start + token.start, token.spaced, token.number)
+                Token(token.kind, token.text, start + token.start, token.has_space, token.number)
                 for token in tokenize(argument[1])[:-1]
             )
         elif content in FUNCTION_WORDS:
