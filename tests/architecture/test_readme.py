@@ -40,6 +40,7 @@ ROOT = Path(__file__).resolve().parents[2]
 README = "README.md"
 RECIPES = "launch/recipes/README.md"
 REWARD_GUIDE = "megarl/rewards/README.md"
+MATHS_GUIDE = "megarl/rewards/maths/README.md"
 ENVIRONMENT_GUIDE = "megarl/environments/README.md"
 SANDBOX_GUIDE = "megarl/sandbox/README.md"
 RESHARD_GUIDE = "megarl/reshard/README.md"
@@ -50,7 +51,7 @@ SLURM_GUIDE = "launch/slurm/README.md"
 CONTAINER_GUIDE = "launch/container/README.md"
 GUIDES = (
     RECIPES, REWARD_GUIDE, ENVIRONMENT_GUIDE, SANDBOX_GUIDE, RESHARD_GUIDE, LOOP_GUIDE, TRAINING_GUIDE, TRACKING_GUIDE,
-    SLURM_GUIDE, CONTAINER_GUIDE,
+    SLURM_GUIDE, CONTAINER_GUIDE, MATHS_GUIDE,
 )  # fmt: skip
 PAGES = (README, *GUIDES)
 # README and guides aim at about 1,800 words. The margin is there so that no sentence is bent to fit a count.

@@ -33,6 +33,8 @@ def test_other_statements_are_not_paid(text: str) -> None:
         ("The answer is B - 5", ["5", "-5"], None),
         ("The answer is A - 5", ["5", "-5"], "A"),
         ("Answer: -5", ["5", "-5"], "B"),
+        ("\\boxed{(B)green}", ["red", "green"], "B"),
+        ("\\boxed{(B!}", ["red", "green"], None),
     ],
 )
 def test_letters_and_texts_that_are_words_or_numbers(text: str, choices: list[str], letter: str | None) -> None:

@@ -92,8 +92,10 @@ class TrlFunction:
         return [name for name in _TRL_ONLY if _is_required(self.parameters, name) and name not in kwargs]
 
     def record_fields(self, kwargs: Collection[str]) -> list[str]:
-        known = {*self.reserved, "answer", *kwargs}
-        return [name for name in self.parameters if _is_required(self.parameters, name) and name not in known]
+        names_with_values = {*self.reserved, "answer", *kwargs}
+        return [
+            name for name in self.parameters if _is_required(self.parameters, name) and name not in names_with_values
+        ]
 
     def __call__(
         self,
