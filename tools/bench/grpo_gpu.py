@@ -3,13 +3,15 @@
     python tools/bench/grpo_gpu.py [--shape qwen3-1.7b]
     python tools/bench/grpo_gpu.py --shape qwen3-8b [section.field=value ...]
 
-A model of random weights at a known shape, made on the spot; completions end at all lengths, by stop tokens that it
-samples once in `--mean-tokens`; the reward is the parity of their length. Trained is by Adam, the 8B model, whose
-moments do not fit, by LoRA; overrides of the recipe come last and win. A line is printed for each step as soon as it is
-in metrics.jsonl: phases and their parts, steps begun ahead, the GPU's busy share and clock by nvidia-smi, products of
-matrices on the rank before the step, measured and planned memory. In the end come all values of all steps but the
-first, which warms up, with their medians. The run is stopped when `--steps` are made or `--budget-seconds` are used up.
-Ends with status 2 where no CUDA is.
+A model of random weights at a known shape is made on the spot. Its completions end at all lengths, by stop tokens that
+it samples once in `--mean-tokens`. The reward is the parity of their length. Adam trains it; the 8B model, for whose
+moments the GPU is too small, is trained by LoRA. Recomputation and offload are the planner's defaults. Overrides of the
+recipe win.
+
+A line is printed for each step as soon as it is in metrics.jsonl: phases and their parts, steps begun ahead, the GPU's
+busy share and clock by nvidia-smi, products of matrices on the rank before the step, measured and planned memory. In
+the end come the values of all steps but the first, which warms up, with their medians. The run is stopped when
+`--steps` are made or `--budget-seconds` are used up. Ends with status 2 where no CUDA is.
 `--device cpu --shape small --steps 2 --prompts 2 --samples 2 --new-tokens 16` shows that all parts work.
 """
 
@@ -85,11 +87,7 @@ def recipe_of(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "model": {"path": str(folder / "model"), "dtype": "bfloat16" if is_gpu else "float32"},
         "data": {"train": str(folder / "train.jsonl"), "max_prompt_tokens": PROMPT_TOKENS},
         "cluster": {"ranks_per_node": 1},
-        "trainer": {
-            "max_tokens_per_microbatch": max(longest, options.row),
-            "recompute": "full" if is_gpu else "none",
-            "offload": ["optimizer", "gradients"] if is_gpu else [],
-        },
+        "trainer": {"max_tokens_per_microbatch": max(longest, options.row)},
         "optimizer": {"learning_rate": 1e-6},
         "rollout": {
             "kv_cache_gib": 24.0 if is_gpu else 0.25,
