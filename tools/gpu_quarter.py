@@ -219,7 +219,8 @@ class Quarter:
 
     def _environment(self, lines_file: Path) -> dict[str, str]:
         return {
-            **os.environ,
+            # Without bytecode files each start compiles the sources of torch and vLLM anew.
+            **{name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"},
             report.LINES: str(lines_file),
             "TMPDIR": str(self._temporary),
             "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
