@@ -182,14 +182,13 @@ class _Savings:
         )
         if place == 0:
             fullest = self._fullest(field, completed)
-            return f"{fullest.name} leaves {self._free_gib(fullest):.1f} GiB of a GPU"
+            return f"{fullest.name} {_left_text(self._free_gib(fullest), 'leaves', 'takes')}"
         cheaper = with_field_values(completed, choices[place - 1])
-        outcome = self._outcome(cheaper)
+        outcome, chosen = self._outcome(cheaper), self._outcome(completed)
         with_cheaper = f"with {_named(cheaper, field)}"
-        if outcome.free_gib < 0:
-            return f"{with_cheaper} {outcome.fullest.name} would take {-outcome.free_gib:.1f} GiB more than a GPU has"
-        if outcome.free_gib < MARGIN_GIB:
-            return f"{with_cheaper} {outcome.fullest.name} would leave {outcome.free_gib:.1f} GiB of a GPU"
+        if outcome.merit[0] < chosen.merit[0]:
+            left = _left_text(outcome.free_gib, "would leave", "would take")
+            return f"{with_cheaper} {outcome.fullest.name} {left}"
         return (
             f"{with_cheaper} the KV cache would hold {outcome.requests} of {outcome.wanted_requests} concurrent "
             f"requests of {self._request_tokens:,.0f} tokens"
@@ -242,6 +241,13 @@ class _Savings:
             for source in self.recipe.sources
         ]
         return max(length.prompt_tokens + length.mean_age for length in lengths)
+
+
+def _left_text(free_gib: float, leaves: str, takes: str) -> str:
+    """Return in words how much of a GPU a phase leaves, or takes in excess. `leaves` and `takes` are the verbs."""
+    if free_gib < 0:
+        return f"{takes} {-free_gib:.1f} GiB more than a GPU has"
+    return f"{leaves} {free_gib:.1f} GiB of a GPU"
 
 
 def _named(recipe: Recipe, field: str) -> str:

@@ -169,6 +169,11 @@ def test_each_choice_is_printed_with_its_reason(large: Large, capsys: pytest.Cap
     offload, recompute, *_ = plan("qwen3_14b_dapo", "rollout.kv_cache_gib=default")
     assert "the KV cache would hold " in offload and " of 128 concurrent requests of 3,353 tokens" in offload
     assert recompute.startswith("trainer.recompute = none by default: train leaves ")
+    # Less than 8 GiB are left in an update, whatever is offloaded: the cache is the reason.
+    offload, _, *_ = plan("qwen3_0_6b_gsm8k", "rollout.kv_cache_gib=default", "cluster.gpu_memory_gib=24")
+    assert "with trainer.offload = [optimizer,gradients] the KV cache would hold 102 of 256 " in offload
+    offload, _, *_ = plan("qwen3_0_6b_gsm8k", "rollout.kv_cache_gib=default", "cluster.gpu_memory_gib=8")
+    assert offload == "trainer.offload = [] by default: logprobs takes 8.3 GiB more than a GPU has"
     offload, _, *_ = plan("qwen3_4b_gsm8k")
     assert offload == "trainer.offload = [] by default: rollout leaves 12.0 GiB of a GPU"
     assert not [line for line in plan("qwen3_8b_sft") if "offload" in line]
