@@ -76,6 +76,15 @@ SFT = one_of("loop", "sft")
 PAIRS = one_of("loop", "preference", "reward_model")
 PREFERENCE = one_of("loop", "preference")
 LOGPROBS = one_of("loop", "rl", "sft", "preference", "distillation")
+TRAINED_LOGPROBS = (
+    LOGPROBS,
+    Condition(
+        ("distillation.loss",),
+        "set distillation.loss to sampled_token",
+        lambda recipe: recipe.loop != "distillation" or recipe.has_advantages,
+    ),
+)
+NOT_EXACT = Condition(("trainer.exact",), "set trainer.exact to false", lambda recipe: not recipe.trainer.exact)
 DISTILLATION = one_of("loop", "distillation", example="loop=distillation distillation.teacher=models/Qwen3-32B")
 ADVANTAGES = (
     ON_POLICY,

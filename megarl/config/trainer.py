@@ -7,7 +7,16 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from megarl.config.annotations import Decides, Foreign, OnlyIf, UntriedOnGpu
-from megarl.config.conditions import COLOCATED, ENGINE, LOGPROBS, ON_POLICY, RL, one_of
+from megarl.config.conditions import (
+    COLOCATED,
+    ENGINE,
+    LOGPROBS,
+    NOT_EXACT,
+    ON_POLICY,
+    RL,
+    TRAINED_LOGPROBS,
+    one_of,
+)
 from megarl.config.parallel import EXACT_ROWS, FP8_BLOCK
 from megarl.config.section import Section
 
@@ -151,6 +160,11 @@ class TrainerConfig(Section):
     logprob_chunk_tokens: Annotated[PositiveInt | None, OnlyIf(LOGPROBS)] = None
     """Log-probs are computed for this many tokens at a time, to limit the memory of the logits. Default on GPUs: what
     costs at most 2 % of the head's time, within 1 GiB of logits; on CPUs: 1024. `megarl show-config` prints it."""
+    # Three matrix products of the head in an update instead of four: `models.logprobs`.
+    keep_logits: Annotated[bool | None, OnlyIf(*TRAINED_LOGPROBS, NOT_EXACT)] = None
+    """Keep the logits of a microbatch from the forward to the backward pass, instead of computing them again. Takes
+    trainer.max_tokens_per_microbatch times the vocabulary of memory in the model's type. Default: where an update is
+    predicted to leave 8 GiB of a GPU, or they fit into trainer.logprob_chunk_tokens. Has not run on a GPU yet."""
     # The gradient's norm, and so its clipping, counts the policy alone.
     mtp_loss_coefficient: Annotated[PositiveFloat | None, OnlyIf(LOGPROBS), Decides(megatron="mtp_num_layers "
         "mtp_loss_scaling_factor"), Foreign("mtp_loss_scaling_factor mtp_num_layers enable_mtp_training",

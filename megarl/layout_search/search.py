@@ -432,6 +432,7 @@ class LayoutSearch:
             **row.recomputation.values,
             "trainer.max_tokens_per_microbatch": row.row_tokens,
             "trainer.max_tokens_per_forward": None,
+            "trainer.keep_logits": None,
             "trainer.offload": offload,
             "rollout.tp": engine.tp,
             "rollout.vllm": vllm_with(group.placed, engine.ep),

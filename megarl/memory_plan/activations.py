@@ -36,6 +36,8 @@ class PassSettings:
     """Tokens of a packed row, over all context-parallel ranks together."""
     chunk_tokens: int
     """Number of tokens whose logits are computed at once."""
+    keeps_logits: bool = False
+    """Whether the logits of a whole row stay for the backward pass (`trainer.keep_logits`)."""
     itemsize: int
     sequence_parallel: bool
     spec: Spec
@@ -150,12 +152,17 @@ def rows_in_flight(layout: ParallelConfig, stage: int) -> float:
 
 
 def logits_bytes(shape: ModelShape, layout: ParallelConfig, settings: PassSettings) -> float:
-    """Return the bytes of the logits in memory at once: the head's output, and without kernels two float32 copies."""
+    """Return the bytes of the logits in memory at once: the head's output, and without kernels two float32 copies.
+
+    Without kernels these copies are those of a chunk, also if the whole row's logits are kept.
+    """
     if shape.has_value_head:
         return 0
-    tokens = min(settings.chunk_tokens, settings.row_tokens // layout.cp)
+    row_tokens = settings.row_tokens // layout.cp
+    tokens = min(settings.chunk_tokens, row_tokens)
     size = logit_bytes(settings.itemsize, has_kernels=settings.has_logit_kernels)
-    return tokens * widths(shape, layout).rows * size
+    kept = (row_tokens - tokens) * settings.itemsize if settings.keeps_logits else 0
+    return (tokens * size + kept) * widths(shape, layout).rows
 
 
 def backward_bytes(shape: ModelShape, layout: ParallelConfig, settings: PassSettings) -> float:

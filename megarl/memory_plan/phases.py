@@ -316,7 +316,8 @@ class RankMemory:
             rows.append(replace(settings, shares_prefixes=True))
         saved = max(activations.stage_bytes(built.shape, built.layout, stage, row) for row in rows)
         passing = activations.backward_bytes(built.shape, built.layout, settings)
-        logits = activations.logits_bytes(built.shape, built.layout, settings) if self._is_last(built) else 0
+        head = replace(settings, keeps_logits=bool(self.recipe.trainer.keep_logits))
+        logits = activations.logits_bytes(built.shape, built.layout, head) if self._is_last(built) else 0
         return [
             *self._working(name),
             *self._idle_engine(),

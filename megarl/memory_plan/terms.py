@@ -99,7 +99,8 @@ TERMS = {
         "the operations; not measured alone",
     ),
     "logits": Term(
-        "trainer.logprob_chunk_tokens times vocabulary, and two float32 copies without kernels",
+        "trainer.logprob_chunk_tokens times vocabulary, and two float32 copies without kernels; in an update with "
+        "trainer.keep_logits all tokens of a row",
         "models/logprobs.py",
     ),
     "checkpoint": Term(

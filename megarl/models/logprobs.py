@@ -33,6 +33,7 @@ def vocab_parallel_logprobs(
     temperature: float | Tensor,
     chunk_tokens: int,
     support: Support | None = None,
+    keeps_logits: bool = False,
     function: type[VocabParallelLogprobs] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the log-prob of each target, and the entropy of its distribution.
@@ -43,13 +44,18 @@ def vocab_parallel_logprobs(
 
     Shapes: hidden [tokens, hidden_size]; weight [local_vocabulary, hidden_size], rows without padding, starting at
     token `first_token_id`; targets [tokens], global ids. Returns two [tokens], in nats, equal on all ranks of
-    `group`: float32, or float64 if `hidden` is. Forward and backward hold at most `chunk_tokens` * local_vocabulary
-    logits at once. The gradient of `hidden` is partial: the caller's tensor-parallel mapping all-reduces it. A detached
-    entropy and a frozen weight cost nothing in the backward pass. `function` rounds in its own way, and may gather the
-    logits of whole tokens.
+    `group`: float32, or float64 if `hidden` is. The gradient of `hidden` is partial: the caller's tensor-parallel
+    mapping all-reduces it. A detached entropy and a frozen weight cost nothing in the backward pass.
+
+    Forward and backward hold at most `chunk_tokens` * local_vocabulary logits at once. With `keeps_logits`, all logits
+    stay for the backward pass, which then does not compute them again: three matrix products of the head instead of
+    four. GPU kernels then use a single block. `function` rounds in its own way, may gather the logits of whole tokens,
+    and keeps none.
     """
+    # Here, because a function's own `forward` always runs without gradients.
+    keeps_logits &= torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     return (function or VocabParallelLogprobs).apply(
-        hidden, weight, targets, first_token_id, group, temperature, chunk_tokens, support
+        hidden, weight, targets, first_token_id, group, temperature, chunk_tokens, support, keeps_logits
     )
 
 
@@ -71,19 +77,22 @@ class VocabParallelLogprobs(torch.autograd.Function):
         temperature: float | Tensor,
         chunk: int,
         support: Support | None,
+        keeps_logits: bool,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         local = targets - first_token_id
-        blocks = vocabulary_blocks(len(targets), weight.size(0), chunk)
+        # Kernels make no copies of the logits, so blocks would save no memory.
+        is_whole = keeps_logits and support is None and _has_kernels(hidden)
+        blocks = vocabulary_blocks(len(targets), weight.size(0), len(targets) if is_whole else chunk)
         cut = None if support is None else Truncation(support, first_token_id, blocks)
         wide = torch.promote_types(hidden.dtype, torch.float32)
         # For each block: the log of its sum of exponentials, and the entropy of the distribution within it.
         log_totals, entropies = torch.zeros(2, len(blocks), len(targets), dtype=wide, device=hidden.device)
         target_logit = torch.zeros_like(local, dtype=wide)
-        room = hidden.new_empty(len(targets) * max(map(len, blocks), default=0))
+        rooms = _rooms(hidden, blocks, is_shared=not keeps_logits)
         kernels = _kernels(hidden, cut)
         for index, block in enumerate(blocks):
-            logits = _logits(hidden, weight, block, temperature, room)
+            logits = _logits(hidden, weight, block, temperature, rooms[index])
             columns, is_here = columns_of(local, block)
             target_logit += logits.gather(1, columns[:, None]).squeeze(1) * is_here
             if cut is not None:
@@ -112,6 +121,8 @@ class VocabParallelLogprobs(torch.autograd.Function):
         log_total, entropy = top + total.log(), surprise / total + total.log()
         ctx.save_for_backward(hidden, weight, local, log_total, entropy)
         ctx.settings = (temperature, blocks, cut, _logits)
+        # Not a saved tensor: the backward pass overwrites it.
+        ctx.rooms = rooms if keeps_logits else None
         return target_logit - log_total, entropy
 
     @staticmethod
@@ -123,10 +134,16 @@ class VocabParallelLogprobs(torch.autograd.Function):
         # d logprob / d logit = 1[target] - p;  d entropy / d logit = -p (log p + entropy).
         constant = -logprob_gradient if entropy_gradient is None else -logprob_gradient - entropy_gradient * entropy
         gradients = HeadGradients(hidden, weight, ctx.needs_input_grad)
-        room = hidden.new_empty(len(local) * max(map(len, blocks), default=0))
+        # A second backward pass computes the logits again: the first one overwrites them.
+        kept_rooms, ctx.rooms = ctx.rooms, None
+        rooms = kept_rooms or _rooms(hidden, blocks, is_shared=True)
         kernels = _kernels(hidden, cut)
         for index, block in enumerate(blocks):
-            logits = logits_of(hidden, weight, block, temperature, room)
+            room = rooms[index]
+            if kept_rooms is None:
+                logits = logits_of(hidden, weight, block, temperature, room)
+            else:
+                logits = room.view(len(hidden), len(block))
             if kernels is not None:
                 kernels.to_logit_gradients(
                     logits, log_total, constant, entropy_gradient, local - block.start, logprob_gradient
@@ -146,17 +163,28 @@ class VocabParallelLogprobs(torch.autograd.Function):
                 narrow = room[: grad_logits.numel()].view_as(grad_logits)
                 grad_logits = narrow.copy_(grad_logits)
             gradients.add(block, grad_logits)
-        return *gradients.found(), *(None,) * 6
+        return *gradients.found(), *(None,) * 7
 
 
 def _kernels(hidden: Tensor, cut: Truncation | None) -> Any:
     """Return the module of GPU kernels; None where torch's operations do the work: a CPU, float64, truncated sets."""
-    if not hidden.is_cuda or hidden.dtype == torch.float64 or cut is not None:
+    if cut is not None or not _has_kernels(hidden):
         return None
     # Only importable with a GPU build of torch.
     from megarl.models import logit_kernels
 
     return logit_kernels
+
+
+def _has_kernels(hidden: Tensor) -> bool:
+    return hidden.is_cuda and hidden.dtype != torch.float64
+
+
+def _rooms(hidden: Tensor, blocks: Sequence[range], *, is_shared: bool) -> list[Tensor]:
+    """Return memory for the logits of each block, [tokens * block]: the same for all, or each its own."""
+    if is_shared:
+        return [hidden.new_empty(len(hidden) * max(map(len, blocks), default=0))] * len(blocks)
+    return list(hidden.new_empty(len(hidden) * sum(map(len, blocks))).split([len(hidden) * len(b) for b in blocks]))
 
 
 class HeadGradients:
@@ -166,27 +194,45 @@ class HeadGradients:
     """
 
     def __init__(self, hidden: Tensor, weight: Tensor, needs: Sequence[bool]) -> None:
-        self._hidden, self._weight = hidden, weight
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        self._of_hidden = torch.zeros_like(hidden, dtype=wide) if needs[0] else None
+        self._hidden, self._weight, self._needs_hidden = hidden, weight, needs[0]
+        # Zero if there are no blocks: a rank may have no rows of the vocabulary.
+        self._of_hidden: Tensor | None = None
         self._of_weight = torch.empty_like(weight) if needs[1] else None
 
     def add(self, block: range, grad_logits: Tensor) -> None:
         """Add the contribution of a block, given the gradient of its logits [tokens, block] in the weight's dtype. Call
         it once for each block."""
         rows = slice(block.start, block.stop)
-        if self._of_hidden is not None:
-            self._of_hidden += grad_logits @ self._weight[rows]
+        if self._needs_hidden:
+            self._of_hidden = self._with_product(grad_logits, rows)
         if self._of_weight is not None:
             torch.mm(grad_logits.T, self._hidden, out=self._of_weight[rows])
+
+    def _with_product(self, grad_logits: Tensor, rows: slice) -> Tensor:
+        """Return the gradient of the hidden states with a block's product added, in float32 if there are several."""
+        weight, total = self._weight[rows], self._of_hidden
+        if len(weight) == len(self._weight):
+            return grad_logits @ weight
+        if total is None:
+            wide = torch.promote_types(self._hidden.dtype, torch.float32)
+            total = torch.zeros_like(self._hidden, dtype=wide)
+        if grad_logits.dtype == total.dtype:
+            return total.addmm_(grad_logits, weight)
+        if grad_logits.is_cuda:
+            # The product's float32 sums are added to the total without a rounding to the weight's dtype.
+            return torch.addmm(total, grad_logits, weight, out_dtype=total.dtype, out=total)
+        # torch 2.13 has no such product on CPUs.
+        return total.add_(grad_logits @ weight)
 
     def found(self) -> tuple[Tensor | None, Tensor | None]:
         """Return both gradients [*shape], each in its tensor's dtype; None for one that is not needed.
 
         Call it after all blocks were added.
         """
-        of_hidden = None if self._of_hidden is None else self._of_hidden.to(self._hidden.dtype)
-        return of_hidden, self._of_weight
+        if not self._needs_hidden:
+            return None, self._of_weight
+        of_hidden = torch.zeros_like(self._hidden) if self._of_hidden is None else self._of_hidden
+        return of_hidden.to(self._hidden.dtype), self._of_weight
 
 
 class Truncation:

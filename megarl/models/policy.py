@@ -139,12 +139,13 @@ class PolicyModel(PackedModel):
         shape: ModelShape,
         *,
         logprob_chunk_tokens: int,
+        keeps_logits: bool = False,
         trains_entropy: bool = False,
         block: Callable[..., Any] = block_spec,
         vp_stage: int | None = None,
     ) -> None:
         super().__init__(config, shape, block=block, vp_stage=vp_stage)
-        self.logprob_chunk_tokens = logprob_chunk_tokens
+        self.logprob_chunk_tokens, self.keeps_logits = logprob_chunk_tokens, keeps_logits
         self.trains_entropy = trains_entropy
         rows = self.vocab_size // parallel_state.get_tensor_model_parallel_world_size()
         self.first_token_id = parallel_state.get_tensor_model_parallel_rank() * rows
@@ -201,6 +202,8 @@ class PolicyModel(PackedModel):
             temperature=self.row_settings.temperature,
             chunk_tokens=self.logprob_chunk_tokens,
             support=self.row_settings.support,
+            # The backward pass follows at once, so logits of a single chunk take no more memory if they are kept.
+            keeps_logits=self.keeps_logits or self.logprob_chunk_tokens >= len(labels),
             function=self.logprob_function,
         )
         # Entropies for metrics only are detached: this saves their part of the backward pass.

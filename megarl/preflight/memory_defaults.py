@@ -1,4 +1,4 @@
-"""Defaults that the memory of the GPUs decides: offloading, recomputation, KV cache, rows without gradients."""
+"""Defaults that the memory of the GPUs decides: offloading, recomputation, KV cache, rows without gradients, logits."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from megarl.config.parallel import ParallelConfig
 from megarl.config.schema import value_at
 from megarl.families.logprob_chunks import logprob_chunk_tokens
 from megarl.memory_plan.devices import GPU, MARGIN_GIB, GpuMemory
+from megarl.memory_plan.kept_logits import FIELD as KEEP_LOGITS
+from megarl.memory_plan.kept_logits import can_keep_logits
 from megarl.memory_plan.memory_table import Phase
 from megarl.memory_plan.models import Built, Models
 from megarl.memory_plan.phases import memory_table
@@ -37,14 +39,16 @@ _CHUNK = "trainer.logprob_chunk_tokens"
 def with_memory_defaults(recipe: Recipe, *, is_start: bool = False, is_trained: bool = True) -> Recipe:
     """Return the recipe with the fields that it leaves out and the memory of its GPUs decides.
 
-    They are the offloaded states, the recomputed activations, the KV cache and the row length of passes without
-    gradients. A later check tests whether all fits. The recipe is returned unchanged if its memory cannot be predicted,
-    or if it starts (`is_start`) on a CPU. `is_trained` False: only engines start, on all ranks.
+    They are the offloaded states, the recomputed activations, the KV cache, the row length of passes without gradients,
+    and whether updates keep their logits. A later check tests whether all fits. The recipe is returned unchanged if its
+    memory cannot be predicted, or if it starts (`is_start`) on a CPU. `is_trained` False: only engines start, on all
+    ranks.
     """
     wants_cache = recipe.has_engine and not is_cache_given(recipe)
     wants_rows = is_trained and recipe.trainer.max_tokens_per_forward is None
     wants_savings = is_trained and not (_is_given(recipe, _OFFLOAD) and _is_given(recipe, _RECOMPUTE))
-    if not (wants_cache or wants_rows or wants_savings) or (is_start and ranks_on_cpu(recipe)):
+    wants_logits = is_trained and recipe.trainer.keep_logits is None and unmet(recipe, KEEP_LOGITS) is None
+    if not (wants_cache or wants_rows or wants_savings or wants_logits) or (is_start and ranks_on_cpu(recipe)):
         return recipe
     if (planned := _planned_models(recipe)) is None:
         return recipe
@@ -56,6 +60,9 @@ def with_memory_defaults(recipe: Recipe, *, is_start: bool = False, is_trained: 
         recipe = with_field_values(recipe, _Savings(recipe, models, gpus).least)
     if wants_cache:
         recipe = with_field_values(recipe, {_CACHE: default_cache_gib(recipe, models, gpus)})
+    if wants_logits and can_keep_logits(recipe, models, gpus):
+        recipe = with_field_values(recipe, {KEEP_LOGITS: True})
+    # Last: these rows may take the memory of an update.
     if wants_rows and (row_tokens := forward_row_tokens(recipe, models, gpus)) is not None:
         recipe = with_field_values(recipe, {_ROWS: row_tokens})
     return recipe
@@ -117,6 +124,8 @@ def memory_defaults(written: Recipe, completed: Recipe) -> Iterator[str]:
         yield f"{_CACHE} = {cache:g} by default: the rest of a GPU's memory"
     if rows != written.trainer.max_tokens_per_forward:
         yield f"{_ROWS} = {rows} by default: the longest rows within an update's memory"
+    if completed.trainer.keep_logits != written.trainer.keep_logits:
+        yield f"{KEEP_LOGITS} = true by default: an update leaves {MARGIN_GIB:g} GiB of a GPU"
     chunk = completed.trainer.logprob_chunk_tokens
     if chunk != written.trainer.logprob_chunk_tokens:
         yield f"{_CHUNK} = {chunk} by default: by time and memory, at most 1 GiB of logits"

@@ -97,6 +97,7 @@ class ModelShard:
         recipe, is_gpu = self.recipe, self.device.type == "cuda"
         return {
             "logprob_chunk_tokens": logprob_chunk_tokens(recipe, self.shape, self.layout, is_gpu=is_gpu),
+            "keeps_logits": bool(recipe.trainer.keep_logits),
             "trains_entropy": recipe.loop == "rl" and recipe.algorithm.entropy_coefficient > 0,
         }
 

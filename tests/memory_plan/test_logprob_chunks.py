@@ -19,12 +19,13 @@ from megarl.families.logprob_chunks import (
     logit_bytes,
     logprob_chunk_tokens,
 )
-from megarl.memory_plan.devices import CPU, GPU
+from megarl.memory_plan.devices import CPU, GPU, GPU_MEMORY_GIB, MARGIN_GIB
 from megarl.memory_plan.phases import memory_table
 from megarl.models.logprobs import vocabulary_blocks
-from megarl.preflight import with_chunk_tokens
+from megarl.preflight import with_chunk_tokens, with_memory_defaults
 from megarl.preflight.memory_fit import models_of
 from megarl.preflight.sizes import layout_of
+from megarl.types import ConfigError
 from tests.memory_plan.conftest import RECIPES
 
 MEASURED = Path(__file__).resolve().parents[2] / "tools/bench/results/h200.jsonl"
@@ -156,3 +157,45 @@ def test_a_row_far_too_long_gets_the_chunk_of_the_limit() -> None:
         num_tokens=1_700_000, hidden_size=2560, vocabulary_rows=151_936, itemsize=2, has_kernels=False
     )
     assert chunk == LIMIT_BYTES // (151_936 * logit_bytes(2, has_kernels=False))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        pytest.param(("cluster.gpu_memory_gib=h200",), True, id="fits"),
+        pytest.param(("cluster.gpu_memory_gib=h200", "trainer.keep_logits=false"), False, id="switched off"),
+        pytest.param(
+            ("cluster.gpu_memory_gib=40", "trainer.recompute=none", "trainer.offload=[]"), None, id="too full"
+        ),
+    ],
+)
+def test_logits_are_kept_where_an_update_leaves_8_gib(
+    large: Callable[..., Recipe], overrides: tuple[str, ...], expected: bool | None
+) -> None:
+    # A given cache: its default would be the rest of the GPU.
+    recipe = with_memory_defaults(large("qwen3_1_7b_gsm8k", "rollout.kv_cache_gib=20", *overrides))
+    assert recipe.trainer.keep_logits is expected
+    models = models_of(recipe, layout_of(recipe))
+    phases = {phase.name: phase for phase in memory_table(recipe, models, GPU).phases}
+    tokens = recipe.trainer.max_tokens_per_microbatch
+    chunk = logprob_chunk_tokens(recipe, models.policy.shape, models.policy.layout, is_gpu=True)
+    counted = tokens if expected else min(tokens, chunk)
+    assert phases["train"].use("logits").device_bytes == counted * VOCABULARY * 2
+    if expected is None:
+        return
+    limit = (GPU_MEMORY_GIB["h200"] - MARGIN_GIB) * 2**30
+    assert phases["train"].device_bytes <= limit
+
+
+def test_kept_logits_of_torch_operations_have_float32_copies_of_a_chunk_only(large: Callable[..., Recipe]) -> None:
+    overrides = ("trainer.keep_logits=true", "trainer.logprob_chunk_tokens=100", "rollout.sampling.top_p=0.9")
+    recipe = large("qwen3_1_7b_gsm8k", *overrides)
+    models = models_of(recipe, layout_of(recipe))
+    (train,) = (phase for phase in memory_table(recipe, models, GPU).phases if phase.name == "train")
+    tokens = recipe.trainer.max_tokens_per_microbatch
+    assert train.use("logits").device_bytes == (2 * tokens + 8 * 100) * VOCABULARY
+
+
+def test_exact_log_probs_keep_no_logits(large: Callable[..., Recipe]) -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.keep_logits"):
+        large("tiny_rl", "model.path=models/tiny", "trainer.exact=true", "trainer.keep_logits=true")

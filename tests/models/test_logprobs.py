@@ -65,7 +65,16 @@ def plain(p: dict[str, Tensor], temperature: float | Tensor) -> dict[str, Tensor
     return {"logprob": logprob, "entropy": entropy, "hidden": hidden.grad, "weight": weight.grad}
 
 
-def ours(p: dict[str, Tensor], temperature: float | Tensor, chunk: int, first: int = 0, stop: int = VOCABULARY) -> dict:
+def ours(
+    p: dict[str, Tensor],
+    temperature: float | Tensor,
+    chunk: int,
+    first: int = 0,
+    stop: int = VOCABULARY,
+    *,
+    keeps_logits: bool = False,
+    num_backward: int = 1,
+) -> dict:
     """The same from the vocabulary's rows `first` to `stop`; the hidden gradient summed over the ranks."""
     from megarl.models.logprobs import Support, vocab_parallel_logprobs
 
@@ -81,8 +90,11 @@ def ours(p: dict[str, Tensor], temperature: float | Tensor, chunk: int, first: i
         temperature=temperature,
         chunk_tokens=chunk,
         support=support,
+        keeps_logits=keeps_logits,
     )
-    torch.autograd.backward([logprob, entropy], [p["grad_logprob"], p["grad_entropy"]])
+    for _ in range(num_backward):
+        hidden.grad = weight.grad = None
+        torch.autograd.backward([logprob, entropy], [p["grad_logprob"], p["grad_entropy"]], retain_graph=True)
     assert hidden.grad is not None and weight.grad is not None
     if group is not None:
         dist.all_reduce(hidden.grad)
@@ -215,3 +227,67 @@ def test_logits_of_one_chunk_are_alive_at_most() -> None:
     p = problem(tokens=64, vocabulary=400)
     assert peak(lambda: plain(p, 1.0)) == 64 * 400
     assert peak(lambda: ours(p, 1.0, 8, stop=400)) == 8 * 400
+
+
+@pytest.mark.parametrize("num_backward", [1, 2], ids=["one backward pass", "two backward passes"])
+@pytest.mark.parametrize("is_truncated", [False, True], ids=["all tokens", "kept tokens"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_kept_logits_give_the_same_bits(dtype: torch.dtype, is_truncated: bool, num_backward: int) -> None:
+    """A second pass over one graph must not read the logits that the first overwrote."""
+    p = truncated(problem()) if is_truncated else problem()
+    p |= {name: p[name].to(dtype) for name in ("hidden", "weight")}
+    if dtype == torch.float64:
+        p |= {name: p[name].to(dtype) for name in ("grad_logprob", "grad_entropy")}
+    for temperature in (0.6, torch.linspace(0.5, 2.0, TOKENS)):
+        for chunk in (1, 4, 100):
+            kept = ours(p, temperature, chunk, keeps_logits=True, num_backward=num_backward)
+            expected = ours(p, temperature, chunk)
+            assert all(torch.equal(kept[name], expected[name]) for name in expected)
+
+
+class Products(TorchDispatchMode):
+    """Multiplications in matrix products, in units of tokens * hidden size * vocabulary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0.0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_):
+            left, right = [value for value in args if isinstance(value, Tensor)][-2:]
+            self.count += len(left) * left.size(1) * right.size(1) / (64 * HIDDEN * 400)
+        return out
+
+
+@pytest.mark.parametrize("chunk", [8, 100])
+@pytest.mark.parametrize(("keeps_logits", "expected"), [(False, 4), (True, 3)], ids=["recomputed", "kept"])
+def test_kept_logits_save_one_of_four_products(keeps_logits: bool, expected: int, chunk: int) -> None:
+    """Forward, recomputation, gradient of the hidden states, gradient of the head."""
+    p = problem(tokens=64, vocabulary=400)
+    with Products() as products:
+        ours(p, 1.0, chunk, stop=400, keeps_logits=keeps_logits)
+    assert products.count == pytest.approx(expected)
+
+
+def test_without_gradients_no_logits_are_kept() -> None:
+    from megarl.models.logprobs import vocab_parallel_logprobs
+
+    p = problem(tokens=64, vocabulary=400)
+    weight = p["weight"].requires_grad_()
+
+    def score() -> None:
+        vocab_parallel_logprobs(
+            p["hidden"],
+            weight,
+            p["targets"],
+            first_token_id=0,
+            group=None,
+            temperature=1.0,
+            chunk_tokens=8,
+            keeps_logits=True,
+        )
+
+    with torch.no_grad():
+        assert peak(score) == 8 * 400
+    assert peak(score) == 64 * 400

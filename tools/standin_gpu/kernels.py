@@ -20,12 +20,13 @@ _libraries: list[torch.library.Library] = []
 
 
 def register(name: str, kernel: Callable[..., Any]) -> None:
-    """Make `kernel` the kernel of the operator `name` ("namespace::operator") for CUDA tensors."""
+    """Make `kernel` the kernel of the operator `name` for CUDA tensors: "namespace::operator", or with ".overload"."""
     namespace, _, operator = name.partition("::")
     library = torch.library.Library(namespace, "IMPL")
     library.impl(operator, kernel, "CPU")
     _libraries.append(library)
-    torch.ops.standin_gpu.replace_operator(name, "")
+    base, _, overload = name.partition(".")
+    torch.ops.standin_gpu.replace_operator(base, overload)
 
 
 def refuse(name: str, **features: Any) -> None:
@@ -306,10 +307,18 @@ VLLM_KERNELS = {
 }
 
 
+def add_wide_product(
+    total: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype, *, beta: float = 1, alpha: float = 1, out: Tensor
+) -> Tensor:
+    """Compute `aten::addmm.dtype_out`: the product of narrow matrices is added in the wider `dtype`, unrounded."""
+    return out.copy_(torch.addmm(total.to(dtype), left.to(dtype), right.to(dtype), beta=beta, alpha=alpha))
+
+
 # ---- called after imports
 
 
 def after_torch(module: ModuleType) -> None:
+    register("aten::addmm.dtype_out", add_wide_product)
     register("aten::_flash_attention_forward", torch_forward)
     register("aten::_flash_attention_backward", torch_backward)
     register("aten::_fused_rms_norm_backward", rms_norm_backward)

@@ -31,6 +31,7 @@ class ExactLogprobs(VocabParallelLogprobs):
         temperature: float | Tensor,
         chunk: int,
         support: Support | None,
+        keeps_logits: bool,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         blocks = vocabulary_blocks(len(targets), weight.size(0), chunk)
@@ -52,6 +53,8 @@ class ExactLogprobs(VocabParallelLogprobs):
         cut = None if support is None else Truncation(support, first_token_id, blocks)
         ctx.save_for_backward(hidden, weight, targets - first_token_id, log_totals, entropies)
         ctx.settings = (temperature, blocks, cut, _logits)
+        # The backward pass computes the logits by blocks of the vocabulary, this one by tokens.
+        ctx.rooms = None
         return logprobs, entropies
 
 
