@@ -2,7 +2,7 @@
 
 In most steps all requests decode one token, and nothing starts, ends or is preempted. vLLM 0.30 handles each request of
 such a step by the code for every case, and builds an output object per token. megarl needs a completion only when it
-ends. So these schedulers append token and log-prob to a record per request, and tell vLLM's output processor of a
+ends. So these schedulers append token and log-prob to a record per request, and notify vLLM's output processor of a
 request's first and last token only. All other steps and requests take vLLM's own code, with the same results.
 """
 

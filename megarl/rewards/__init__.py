@@ -13,6 +13,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megarl.files.import_path import Choices, import_object
+from megarl.rewards.moved import find_moved_modules
+
+find_moved_modules()
 
 REWARDS = {
     "boxed": "megarl.rewards.functions.marked_answers:boxed",
