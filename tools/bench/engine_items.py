@@ -10,7 +10,7 @@ import time
 
 from budget import Budget
 from driven_engine import Bench, EngineSettings
-from item_lines import ItemLines, Options, options_of
+from item_lines import ItemLines, Options, engine_settings, options_of
 from run_items import PROMPT_TOKENS
 from shapes import config_of, stop_tokens, write_model
 
@@ -36,6 +36,7 @@ async def measure(options: Options, lines: ItemLines) -> None:
         PROMPT_TOKENS + size.new_tokens,
         size.kv_cache_gib,
         "bfloat16",
+        vllm=engine_settings(),
         rollout=fp8,
     )
     environment = device.rank_environment(1) | ({} if is_gpu else {"CUDA_VISIBLE_DEVICES": ""})

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -99,6 +100,11 @@ def free_memory() -> None:
     if (torch := sys.modules.get("torch")) is not None and torch.cuda.is_available():
         gc.collect()
         torch.cuda.empty_cache()
+
+
+def engine_settings() -> dict[str, bool]:
+    """Return vLLM's settings where torch cannot compile, as on an imitated GPU: eager; elsewhere none."""
+    return {"enforce_eager": True} if os.environ.get("TORCHDYNAMO_DISABLE") == "1" else {}
 
 
 class Options(argparse.Namespace):

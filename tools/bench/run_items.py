@@ -19,7 +19,7 @@ from bare_llm import SHARE_OF_GPU, BareLlm
 from budget import Budget
 from driven_engine import problems_of, sampler_of
 from grpo_gpu import PROMPT_TOKENS, step_line, write_inputs
-from item_lines import ItemLines, Options, options_of
+from item_lines import ItemLines, Options, engine_settings, options_of
 from measured_run import run_measured, train_by_plan
 from quarter_sizes import Size
 from run_plan import PLAN, Settings, clean_steps
@@ -159,6 +159,7 @@ class RunItems:
             "dtype": recipe.model.dtype,
             "max_model_len": PROMPT_TOKENS + size.new_tokens,
             "kv_cache_memory_bytes": int(size.kv_cache_gib * 2**30),
+            **engine_settings(),
             **({} if is_cpu else {"gpu_memory_utilization": SHARE_OF_GPU}),
         }
         rates: dict[str, list[float]] = {"driven": [], "bare": []}
@@ -226,6 +227,7 @@ def main() -> int:
         f"rollout.kv_cache_gib={options.size.kv_cache_gib:g}", "weights.bucket_mib=64",
         f"trainer.offload=[{','.join(first.offload)}]", f"trainer.recompute={first.recompute}",
     ]  # fmt: skip
+    overrides += [f"rollout.vllm.{name}={str(value).lower()}" for name, value in engine_settings().items()]
     code = run_measured(["train", str(recipe), "--restart", *overrides], items.loop)
     # A run that was measured to its end is stopped, which is an error of megarl's command line.
     return 0 if items.is_complete else code or 1
