@@ -32,6 +32,8 @@ class BareLlm:
     def __init__(self, model: Path, settings: dict[str, Any], log: Path, *, is_cpu: bool) -> None:
         given = json.dumps({"model": str(model), "is_cpu": is_cpu, **settings})
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+        # torch looks for a GPU when megarl is imported, and then CUDA cannot be used in a forked process.
+        environment["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
         # A thread limit or a single connection is for ranks of megarl, not for vLLM by itself.
         environment.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
         self._process = SupervisedProcess(
