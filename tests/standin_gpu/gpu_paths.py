@@ -83,7 +83,28 @@ def engine_all_reduce(rank: int) -> None:
     assert total.unique().tolist() == [3.0]
 
 
-PATHS = {path.__name__: path for path in (reshard, logprobs, engine_all_reduce)}
+def two_groups(rank: int) -> None:
+    """Sum over the ranks in two groups, one after the other."""
+    groups = [dist.new_group(group_desc=name) for name in ("first", "second")]
+    ones = torch.ones(2, device="cuda")
+    for group in (*groups, *groups):
+        dist.all_reduce(ones, group=group)
+    assert ones.tolist() == [16.0, 16.0]
+
+
+def gathered_parameters(rank: int) -> None:
+    """Gather shards of two parameters in one call, as Megatron's distributed optimizer does."""
+    group = dist.new_group(backend="cpu:gloo,cuda:nccl", group_desc="shards")
+    shards = [torch.full((4,), 1.0 + rank, device="cuda") for _ in range(2)]
+    whole = [torch.empty(8, device="cuda") for _ in shards]
+    with dist._coalescing_manager(group):  # pyright: ignore[reportPrivateImportUsage]
+        for full, shard in zip(whole, shards, strict=True):
+            dist.all_gather_into_tensor(full, shard, group=group)
+    torch.cuda.synchronize()
+    assert [full.sum().item() for full in whole] == [12.0, 12.0]
+
+
+PATHS = {path.__name__: path for path in (reshard, logprobs, engine_all_reduce, two_groups, gathered_parameters)}
 
 
 LIBRARIES = ("torch", "vllm.device_allocator.cumem", "vllm.distributed.device_communicators.pynccl")

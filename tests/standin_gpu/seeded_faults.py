@@ -126,6 +126,25 @@ FAULTS = {
         LOGPROBS,
         "dist.all_reduce(x, operation, group=group)",
     ),
+    "groups in another order": Fault(
+        "two_groups",
+        "gpu_paths.py",
+        "(*groups, *groups):",
+        "(*groups, *groups[:: 1 - 2 * rank]):",
+        r"ranks use groups in another order: rank (\d) waits in ncclAllReduce of 2 float32, reduction 0 at .* in "
+        r"(first|second), group \d+; rank (?!\1)\d waits in ncclAllReduce of 2 .* in (?!\2)(first|second), group \d+",
+        "gpu_paths.py",
+        "        dist.all_reduce(ones, group=group)",
+    ),
+    "gloo on memory of a device": Fault(
+        "gathered_parameters",
+        "gpu_paths.py",
+        'backend="cpu:gloo,cuda:nccl", group_desc="shards"',
+        'backend="gloo", group_desc="shards"',
+        r"gloo gets memory of a device \(stand-in: c10d::\w+ of shards, group \d+ with memory of device \d",
+        "gpu_paths.py",
+        "with dist._coalescing_manager(group):",
+    ),
 }
 
 

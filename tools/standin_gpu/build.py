@@ -16,9 +16,11 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 SOURCE = HERE / "source"
-CORE = ("faults", "devices", "accesses", "memory", "virtual_memory", "streams", "driver")
+CORE = ("faults", "waits", "devices", "accesses", "pinned", "memory", "virtual_memory", "streams", "driver")
 # torch's own headers ask for C++ 20 from 2.13 on; 2.11 compiles with it, too.
 COMPILER = ("g++", "-std=c++20", "-O1", "-fPIC", "-Wall", "-Wno-attributes", "-Wno-deprecated-declarations")
+OF_TORCH = ("numerics", "groups")
+"""Sources of the library that torch loads."""
 START = "import standin_gpu_start\n"
 ENGINE = "transformer_engine/wheel_lib/libtransformer_engine.so"
 """Transformer Engine's own library in an environment, optional."""
@@ -99,7 +101,7 @@ def build_libraries(packages: Path, target: Path, work: Path) -> None:
     others = (*CORE, "runtime", "kernels", "nvml", "nccl", "reductions")
     sources = dict.fromkeys(others, (f"-I{cuda}", f"-I{nccl}"))
     # The largest first: each takes as long as all others together.
-    largest: dict[str, tuple[str, ...]] = {"numerics": (f"-I{cuda}", *of_torch)}
+    largest = dict.fromkeys(OF_TORCH, (f"-I{cuda}", *of_torch))
     engine, engine_headers = packages / ENGINE, packages / "transformer_engine/common/include"
     if engine.exists():
         largest["transformer_engine"] = (f"-I{cuda}", f"-I{engine_headers}", *of_torch)
@@ -136,7 +138,7 @@ def build_libraries(packages: Path, target: Path, work: Path) -> None:
     libraries = ("-ltorch_cpu", "-ltorch_cuda", "-lc10", "-lc10_cuda", "-l:libcudart.so.13")
     # torch's libraries are in the process already; they need the ones of the device, in the same folder.
     allowed = (f"-L{torch}/lib", "-Wl,--allow-shlib-undefined")
-    linked("libstandin_numerics.so", [objects["numerics"]], *allowed, *libraries, *device)
+    linked("libstandin_numerics.so", [objects[name] for name in OF_TORCH], *allowed, *libraries, *device)
     if engine.exists():
         # The loader finds the wheel's own library under its name, after this one.
         (target / engine.name).symlink_to(engine)

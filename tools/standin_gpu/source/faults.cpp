@@ -16,7 +16,7 @@ namespace {
 
 struct Text {
     int code = 0;  // 0: none
-    char text[512];
+    char text[2048];
 };
 
 // One text a code: a library may report an error after later calls failed with other codes.
@@ -33,7 +33,7 @@ Text* text_of(int code) {
 }  // namespace
 
 void log_line(const char* format, ...) {
-    char text[512];
+    char text[2048];
     va_list arguments;
     va_start(arguments, format);
     vsnprintf(text, sizeof text, format, arguments);

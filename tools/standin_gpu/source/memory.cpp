@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "accesses.h"
+#include "pinned.h"
 #include "regions.h"
 
 namespace standin {
@@ -102,6 +103,7 @@ int deallocate(void* address) {
     if (!is_own) return fault(kInvalidValue, "free of %p, which is not the start of an allocation", address);
     const Region region = found->second;
     forget_accesses(address, region.bytes);
+    forget_pinned(address, region.bytes);
     // The addresses stay reserved: no later allocation gets them, and a late use faults.
     remove_pages(address, region.bytes);
     if (region.file >= 0) close(region.file);
@@ -125,6 +127,7 @@ int unregister_host(void* address) {
     const auto found = regions().find(reinterpret_cast<uintptr_t>(address));
     if (found == regions().end() || found->second.kind != Kind::kRegistered)
         return fault(713, "%p is not registered", address);
+    forget_pinned(address, found->second.bytes);
     regions().erase(found);
     return kSuccess;
 }
@@ -158,7 +161,7 @@ int copy_now(void* target, const void* source, size_t bytes) {
     if (bytes == 0) return kSuccess;
     if (const int code = check_range(target, bytes, "copy to")) return code;
     if (const int code = check_range(source, bytes, "copy from")) return code;
-    memmove(target, source, bytes);
+    move_bytes(target, source, bytes);
     return kSuccess;
 }
 

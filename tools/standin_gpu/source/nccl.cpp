@@ -6,17 +6,20 @@
 #include <time.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <map>
+#include <optional>
 #include <set>
 #include <vector>
 
 #include "accesses.h"
 #include "reductions.h"
 #include "standin.h"
+#include "waits.h"
 
 using namespace standin;
 
@@ -25,6 +28,7 @@ struct ncclComm {
     int size;
     int rank;
     int device;
+    Group group;
     long next_collective = 0;
     int next_split = 0;
     std::map<int, long> sent;
@@ -87,6 +91,9 @@ double limit_seconds() {
     return text ? atof(text) : 600;
 }
 constexpr double kReportSeconds = 30;
+// Other ranks see a wait that takes longer.
+constexpr double kSlotSeconds = 0.2;
+constexpr double kOrderSeconds = 3;
 
 std::string file_of(const ncclComm* comm, const std::string& message) {
     return state_folder() + "/nccl-" + comm->id + "-" + message;
@@ -117,10 +124,22 @@ ncclResult_t open_message(const ncclComm* comm, const std::string& file, const C
     };
     const double begin = seconds();
     bool is_reported = false;
+    std::optional<WaitSlot> slot;
+    double next_look = std::min(kOrderSeconds, limit_seconds() / 2);
     // Polled, at first often: tests send thousands of small messages.
     for (useconds_t pause = 20; (*descriptor = open(file.c_str(), O_RDONLY | O_CLOEXEC)) < 0;) {
         if (comm->is_aborted) return refuse(ncclInternalError, "the communicator was aborted");
         const double waited = seconds() - begin;
+        if (waited > kSlotSeconds && !slot) slot.emplace(comm->group, own.text(), true);
+        if (waited > next_look) {
+            const std::string fault = order_fault(comm->group, own.text());
+            if (!fault.empty()) {
+                // Other ranks of the circle shall still see this call.
+                usleep(static_cast<useconds_t>(kOrderSeconds * 1e6));
+                return refuse(ncclInvalidUsage, fault);
+            }
+            next_look += 1;
+        }
         if (waited > limit_seconds())
             return refuse(ncclRemoteError, waiting() + ", for more than " + std::to_string(int(limit_seconds())) + " s");
         if (waited > kReportSeconds && !is_reported) {
@@ -182,11 +201,18 @@ ncclResult_t exchange_equal(ncclComm* comm, const Call& call, const void* data, 
 }
 
 ncclResult_t make_comm(ncclComm_t* comm, int size, const std::string& id, int rank) {
-    auto* made = new ncclComm{id, size, rank, current_device()};
+    auto* made = new ncclComm{id, size, rank, current_device(), current_group()};
     *comm = made;
-    char one = 0;
+    const int number = own_rank();
+    const Call call = call_of("ncclCommInitRank", static_cast<size_t>(size), ncclInt8);
     std::vector<Bytes> all;
-    return exchange_equal(made, call_of("ncclCommInitRank", static_cast<size_t>(size), ncclInt8), &one, 1, &all);
+    if (const auto code = exchange_equal(made, call, &number, sizeof number, &all)) return code;
+    // vLLM's communicators belong to no group of torch.
+    if (made->group.name.empty()) made->group.name = "the communicator made at " + std::string(call.place);
+    made->group.ranks.resize(all.size());
+    for (size_t member = 0; member < all.size(); member++)
+        memcpy(&made->group.ranks[member], all[member].data(), sizeof number);
+    return ncclSuccess;
 }
 
 // Memory that a call reads or writes.
@@ -234,6 +260,8 @@ ncclResult_t enqueue_calls(cudaStream_t stream, const std::vector<Pending>& call
 ncclResult_t submit(const char* call, ncclComm* comm, cudaStream_t stream, const std::vector<Operand>& operands,
                     const std::function<ncclResult_t()>& work, bool is_send = false) {
     if (comm->is_aborted) return refuse(ncclInvalidUsage, std::string(call) + " of an aborted communicator");
+    // torch makes some communicators together with their group, outside a collective.
+    if (!current_group().name.empty()) comm->group.name = current_group().name;
     if (stream_device(stream) != comm->device)
         return refuse(ncclInvalidArgument, std::string(call) + " of a communicator on device " +
                                                std::to_string(comm->device) + " on a stream of device " +

@@ -370,7 +370,9 @@ bool is_plain_copy(const Tensor& target, const Tensor& source) {
 // A plain copy is torch's own: cudaMemcpyAsync on the stream. One that converts or gathers needs a kernel.
 Tensor& copy_tensor(Tensor& target, const Tensor& source, bool non_blocking) {
     if (target.numel() == 0 || target.is_same(source)) return target;
-    if (is_plain_copy(target, source)) return at::native::copy_(target, source, non_blocking);
+    // torch's own code converts and gathers on one side, by copies that come here again, and then copies plainly.
+    const bool has_host = target.is_cpu() || source.is_cpu();
+    if (has_host || is_plain_copy(target, source)) return at::native::copy_(target, source, non_blocking);
     // Two devices are allowed here: each side gets aliases of its own.
     const Tensor to = Aliases("aten::copy_").of(target);
     const Tensor from = Aliases("aten::copy_").of(source);
@@ -382,8 +384,6 @@ Tensor& copy_tensor(Tensor& target, const Tensor& source, bool non_blocking) {
     add_accesses(source, false, "aten::copy_", &accesses);
     add_accesses(target, true, "aten::copy_", &accesses);
     check(standin::note_accesses(stream, accesses), "aten::copy_");
-    // torch converts in device memory and then waits for a copy from or to the host.
-    if (target.is_cpu() || source.is_cpu()) check(standin::synchronize_stream(stream), "aten::copy_");
     const bool is_captured = standin::capture_status(stream, nullptr, nullptr);
     if (is_captured) keep_written(stream, accesses);
     copy_on_host(to, from);

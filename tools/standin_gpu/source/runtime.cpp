@@ -49,7 +49,7 @@ static const char* documented_text(int code) {
 extern "C" {
 
 const char* cudaGetErrorString(cudaError_t code) {
-    static thread_local char buffer[640];
+    static thread_local char buffer[2200];
     const char* detail = fault_text(code);
     snprintf(buffer, sizeof buffer, *detail ? "%s (stand-in: %s)" : "%s%s", documented_text(code), detail);
     return buffer;

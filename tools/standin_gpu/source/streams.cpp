@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "accesses.h"
+#include "pinned.h"
 #include "standin.h"
 
 namespace standin {
@@ -95,6 +96,12 @@ Clock& host() {
     return *clock;
 }
 
+// The host has waited for the operations of a clock.
+void know(const Clock& clock) {
+    join(&host(), clock);
+    open_to_host(host());
+}
+
 unsigned long long next_id = 1;
 thread_local int thread_mode = kGlobal;
 
@@ -140,6 +147,7 @@ constexpr auto kDelay = std::chrono::milliseconds(500);
 
 // The thread of a stream: runs its queued operations in order. An error drops those that follow.
 void work_off(Stream* stream) {
+    mark_working_thread();
     std::unique_lock<std::mutex> lock(stream->queue_mutex);
     while (true) {
         stream->queue_changed.wait(lock, [=] { return !stream->queue.empty(); });
@@ -263,7 +271,7 @@ int check_synchronisation(Stream* stream) {
 int know_stream(Stream* stream) {
     Lock lock(mutex());
     join_default_stream(stream);
-    join(&host(), stream->known);
+    know(stream->known);
     return kSuccess;
 }
 
@@ -288,7 +296,7 @@ int synchronize_device() {
     if (const int code = wait_for_queues_of_device()) return code;
     Lock lock(mutex());
     for (Stream* stream : streams())
-        if (stream->device == current_device()) join(&host(), stream->known);
+        if (stream->device == current_device()) know(stream->known);
     return kSuccess;
 }
 
@@ -318,8 +326,10 @@ int note_accesses(void* handle, const std::vector<Access>& accesses) {
         stream->capture->accesses.insert(stream->capture->accesses.end(), accesses.begin(), accesses.end());
         return kSuccess;
     }
-    for (const Access& access : accesses)
+    for (const Access& access : accesses) {
         if (const int code = note_access(access, stream->id, stream->known, place)) return code;
+        close_to_host(access, stream->id, stream->known.at(stream->id), place);
+    }
     return kSuccess;
 }
 
@@ -372,7 +382,7 @@ int check_synchronisation(Event* event) {
 
 int know_event(Event* event) {
     Lock lock(mutex());
-    join(&host(), event->known);
+    know(event->known);
     return kSuccess;
 }
 

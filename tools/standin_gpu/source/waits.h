@@ -1,0 +1,37 @@
+// What each rank waits for in collectives, shared between the processes of a run.
+#pragma once
+#include <string>
+#include <vector>
+
+namespace standin {
+
+// A process group or communicator: its name, and the ranks of its members in the whole program.
+struct Group {
+    std::string name;
+    std::vector<int> ranks;
+};
+
+// torch's group whose collective this thread calls; without a name outside one.
+void set_group(Group group);
+const Group& current_group();
+// RANK, or else the process.
+int own_rank();
+
+// While it exists, other processes can see that this thread is in a call of the group. `is_running`: the call waits for
+// its peers; otherwise the host may wait for earlier work, before the call begins.
+class WaitSlot {
+public:
+    WaitSlot(const Group& group, const std::string& text, bool is_running);
+    ~WaitSlot();
+    WaitSlot(const WaitSlot&) = delete;
+    WaitSlot& operator=(const WaitSlot&) = delete;
+
+private:
+    unsigned long long number_;
+};
+
+// Names the calls of ranks that wait for each other in different groups, from a call of this process on. "" unless
+// there are such ranks.
+std::string order_fault(const Group& group, const std::string& text);
+
+}  // namespace standin
