@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.cuda import streams
 from torch.overrides import TorchFunctionMode
 
 _READS = {
@@ -39,8 +40,8 @@ _FACTORIES = (torch.tensor, torch.as_tensor, torch.asarray)
 """Functions that copy values of Python or numpy to the device that they are given."""
 _SYNCHRONISING = (
     (torch.cuda, "synchronize", "synchronize"),
-    (torch.cuda.Stream, "synchronize", "stream"),
-    (torch.cuda.Event, "synchronize", "event"),
+    (streams.Stream, "synchronize", "stream"),
+    (streams.Event, "synchronize", "event"),
 )
 """Functions and methods without a tensor that wait for the device: their owner and name, and a short name."""
 

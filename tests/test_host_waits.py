@@ -7,12 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch.cuda import streams
 
 from tests.host_waits import HostWaitError, host_waits
 
 VALUES = torch.ones(3)
 UNUSED: Any = None
-"""A wait is refused before it looks at its stream or event: a CPU has none."""
+"""A wait is refused before it looks at its stream or event: a CPU has none.
+
+The classes are those of `torch.cuda.streams`: vLLM 0.30 puts placeholders into `torch.cuda` on a CPU.
+"""
 
 
 @pytest.mark.parametrize(
@@ -21,8 +25,8 @@ UNUSED: Any = None
         pytest.param(lambda: VALUES.to("cpu"), "to", id="copy to the host"),
         pytest.param(lambda: VALUES.to(device="cpu"), "to", id="copy to the host, by keyword"),
         pytest.param(lambda: VALUES.sum().item(), "item", id="value"),
-        pytest.param(lambda: torch.cuda.Stream.synchronize(UNUSED), "stream", id="stream"),
-        pytest.param(lambda: torch.cuda.Event.synchronize(UNUSED), "event", id="event"),
+        pytest.param(lambda: streams.Stream.synchronize(UNUSED), "stream", id="stream"),
+        pytest.param(lambda: streams.Event.synchronize(UNUSED), "event", id="event"),
     ],
 )  # fmt: skip
 def test_a_wait_is_counted_and_refused(wait: Callable[[], object], name: str) -> None:

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megarl.config.parallel import ParallelConfig
-from megarl.families.megatron_settings import architecture_settings
+from megarl.families.megatron_settings import architecture_settings, router_settings
 from megarl.families.model_tensors import rules_of
 from megarl.families.mtp import PARAMETERS as MTP
 from megarl.families.parts import Latent
@@ -276,19 +276,19 @@ def common_state(model: ModelShape, parallel: ParallelConfig) -> dict[str, Any]:
         padded_vocab_size=padded_vocab_size(model.vocab_size, parallel.tp),
         rotary_percent=model.rotary.fraction,
         apply_layernorm_1p=model.has_zero_centered_norms,
-        **architecture_settings(model) | _further_arguments(model) | own,
+        **architecture_settings(model) | _megatron_lm_arguments(model) | own,
     )
     content = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     return {"args": arguments, "checkpoint_version": 3.0, "iteration": 0, "content_metadata": content}
 
 
-def _further_arguments(model: ModelShape) -> dict[str, Any]:
-    """Return arguments whose names or values differ from those of TransformerConfig."""
+def _megatron_lm_arguments(model: ModelShape) -> dict[str, Any]:
+    """Return Megatron-LM's arguments that differ from TransformerConfig's in name or value."""
     arguments: dict[str, Any] = {"num_experts": model.router.num_experts if model.router else None}
-    if model.router is None:
-        arguments["moe_layer_freq"] = 1
+    # Without experts Megatron-LM's default stands in the file.
+    arguments |= {"moe_layer_freq": 1} if model.router is None else router_settings(model.router, model)
     if isinstance(model.attention, Latent):
-        # Megatron-LM computes plain angles as they are. In memory, YaRN with factor 1 stands for them.
+        # In memory, YaRN with factor 1 stands for unscaled angles. Megatron-LM has a type for these.
         arguments["rope_type"] = "yarn" if model.rotary.scaling == "yarn" else "rope"
     if model.linear_attention is not None:
         arguments["experimental_attention_variant"] = "gated_delta_net"

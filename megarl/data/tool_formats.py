@@ -64,7 +64,10 @@ def _json_at(text: str, start: int) -> tuple[Any, int]:
         raise ValueError(f"its JSON is not valid ({error.msg})") from error
     except RecursionError as error:
         raise ValueError("its JSON is nested too deeply") from error
-    except ValueError as error:  # Python reads integers of 4300 digits at most.
+    except ValueError as error:
+        # Python reads integers of 4300 digits at most. Other errors name what they refuse, such as NaN.
+        if "digits" not in str(error):
+            raise
         raise ValueError("its JSON has a number with too many digits") from error
 
 

@@ -13,7 +13,10 @@ from megarl.types import ConfigError
 
 
 def architecture_settings(shape: ModelShape) -> dict[str, Any]:
-    """Return the settings that both uses share. Raises ConfigError for sliding windows of several sizes."""
+    """Return the settings that both uses share, without those of experts.
+
+    Raises ConfigError for sliding windows of several sizes.
+    """
     attention = shape.attention
     return {
         "num_layers": shape.num_layers,
@@ -28,7 +31,6 @@ def architecture_settings(shape: ModelShape) -> dict[str, Any]:
         "attention_output_gate": attention.has_output_gate,
         "normalization": "RMSNorm",
         **_window_settings(shape),
-        **(_router_settings(shape.router, shape) if shape.router else {}),
         **_linear_attention_settings(shape),
         **(_latent_settings(attention, shape) if isinstance(attention, Latent) else {}),
     }
@@ -51,7 +53,8 @@ def _window_settings(shape: ModelShape) -> dict[str, Any]:
     }
 
 
-def _router_settings(router: Router, shape: ModelShape) -> dict[str, Any]:
+def router_settings(router: Router, shape: ModelShape) -> dict[str, Any]:
+    """Return the settings of a model's router and experts that both uses share."""
     has_groups, is_sigmoid = router.num_groups > 1, router.score == "sigmoid"
     return {
         # A list of layers makes Megatron-Core's checkpoints non-homogeneous, so models with experts everywhere have

@@ -166,11 +166,14 @@ class PackedRow(PackedSeqParams):
         return hidden
 
     def spread_predictions(self, outputs: Tensor) -> Tensor:
-        """Return the head's outputs [values, predictions] for each token of the sequences: [values, tokens]."""
+        """Copy the head's outputs [kinds, predictions] to every token of the sequences: [kinds, tokens]."""
         return outputs
 
     def spread_states(self, values: Tensor) -> Tensor:
-        """Return values [values, tokens that the layers saw] for each token of the sequences: [values, tokens]."""
+        """Copy values of computed tokens to every token of the sequences: [kinds, tokens].
+
+        `values` is [kinds, computed tokens]. A row may compute equal tokens of several sequences once.
+        """
         return values
 
     def states_at(self, hidden: Tensor, places: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from megarl.config.library_settings import decided, without_effect
 from megarl.config.parallel import ParallelConfig
-from megarl.families.megatron_settings import architecture_settings
+from megarl.families.megatron_settings import architecture_settings, router_settings
 from megarl.families.parts import Latent, Router
 from megarl.families.registry import FAMILIES
 from megarl.families.shape import ModelShape
@@ -84,7 +84,7 @@ def transformer_config(
     elif recompute == "full":
         settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if shape.router:
-        settings |= _expert_settings(shape.router, layout) | {"moe_enable_routing_replay": router_replay}
+        settings |= _expert_settings(shape.router, shape, layout) | {"moe_enable_routing_replay": router_replay}
         if moe_dispatcher == "flex" and layout.etp * layout.ep > 1:
             settings |= {"moe_token_dispatcher_type": "flex"}
         # A balancing loss changes the policy's gradient, so it is off unless a coefficient is set.
@@ -171,8 +171,9 @@ def _fused_expert_kernels(router_replay: bool) -> dict[str, bool]:
     }
 
 
-def _expert_settings(router: Router, layout: ParallelConfig) -> dict[str, Any]:
+def _expert_settings(router: Router, shape: ModelShape, layout: ParallelConfig) -> dict[str, Any]:
     return {
+        **router_settings(router, shape),
         "num_moe_experts": router.num_experts,
         "moe_router_dtype": "fp32",
         "moe_grouped_gemm": uses_transformer_engine(),

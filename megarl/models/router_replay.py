@@ -25,10 +25,10 @@ def expert_layers(chunks: Sequence[Any]) -> list[int]:
 def replay_routes(
     chunk: Any, routes: Tensor, layer_numbers: Sequence[int], counts: Sequence[ExpertCounts | None]
 ) -> None:
-    """Route the tokens of a chunk's next forward pass to these experts.
+    """Set the experts that a chunk's next forward pass uses.
 
-    Shapes: routes int64 [tokens of this rank, layers, top_k]; layer_numbers [layers], from 0, all layers with experts
-    of this rank, including this chunk's; counts [layers], None where the layer counts tokens itself.
+    Shapes: routes int64 [tokens of this rank, layers, top_k]. layer_numbers [layers] are the rank's layers with experts
+    over all its chunks, numbered from 0. counts [layers] has the tokens per expert; None makes the layer count.
     """
     for layer in routed_layers(chunk):
         index = layer_numbers.index(layer.layer_number - 1)

@@ -27,11 +27,11 @@ class EnginePart:
     def prepare_update(self, rows: Sequence[TokenBatch]) -> None:
         """Prepare for an update on this replica's rows. It may be a collective over the trainer's ranks."""
 
-    def updating(self) -> AbstractContextManager[None]:
+    def update_context(self) -> AbstractContextManager[None]:
         """Context of an update's forward and backward passes."""
         return nullcontext()
 
-    def at_start(self) -> AbstractContextManager[None]:
+    def start_context(self) -> AbstractContextManager[None]:
         """Context in which the model is the one at the start of training."""
         return nullcontext()
 

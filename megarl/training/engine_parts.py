@@ -14,8 +14,11 @@ from megarl.training.model_parts import ModelParts
 from megarl.training.mtp import MtpPart
 
 
-def model_parts(recipe: Recipe, *, is_policy: bool) -> ModelParts:
-    """Return the parts of a trained model's chunks. A critic has no counterpart in the engine, so it has none."""
+def select_model_parts(recipe: Recipe, *, is_policy: bool) -> ModelParts:
+    """Return the optional features of a trained model's chunks.
+
+    They make the policy match the vLLM engine, or learn from a teacher. A critic does neither, so it has none.
+    """
     if not is_policy:
         return ModelParts()
     return ModelParts(
@@ -25,7 +28,7 @@ def model_parts(recipe: Recipe, *, is_policy: bool) -> ModelParts:
     )
 
 
-def engine_parts(shard: ModelShard, *, is_policy: bool) -> Iterator[EnginePart]:
+def build_engine_parts(shard: ModelShard, *, is_policy: bool) -> Iterator[EnginePart]:
     """Build the parts of a trained model, in the order in which they change it."""
     if is_policy and shard.recipe.lora.rank > 0:
         yield LoraPart(shard)

@@ -98,7 +98,10 @@ class HostArena:
             self._lock_chunk(chunk)
 
     def close(self) -> None:
-        """Unlock all memory. The thread ends after its current chunk. Copies must not be used by the GPU any more."""
+        """Release the page lock of all memory. The locking thread stops after its current chunk.
+
+        Call it only after all copies from and to the GPU are complete.
+        """
         self._is_closed = True
         if self._background is not None:
             # The thread's error was raised by `wait_for`, or nobody needed that memory.

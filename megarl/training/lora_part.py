@@ -29,10 +29,10 @@ class LoraPart(EnginePart):
                 is_exact=shard.parts.exact_blocks > 0,
             )
 
-    def updating(self) -> AbstractContextManager[None]:
+    def update_context(self) -> AbstractContextManager[None]:
         return lora_modules.adapters_switched(self._chunks, on=True, drops=True)
 
-    def at_start(self) -> AbstractContextManager[None]:
+    def start_context(self) -> AbstractContextManager[None]:
         return lora_modules.adapters_switched(self._chunks, on=False, drops=False)
 
     @cached_property

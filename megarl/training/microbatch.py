@@ -85,9 +85,10 @@ def own_part(
     local: NDArray[np.int64],
     device: torch.device,
 ) -> Tensor:
-    """Return this rank's part of a padded row with `values` [values, ...] at `places` [values], zero elsewhere.
+    """Put values into a row that is zero elsewhere, and return the part of the row that this rank holds.
 
-    `padded` [sequences] are padded lengths, `local` [tokens] the rank's places in the row.
+    `values` [values, ...] go to the positions `places` [values] of the row. `padded` [sequences] are the padded lengths
+    of its sequences. `local` [tokens] are the row's positions on this rank.
     """
     whole = np.zeros((padded.sum(), *values.shape[1:]), values.dtype)
     whole[places] = values

@@ -258,7 +258,7 @@ class ModelShard:
 class FrozenModel(ModelShard):
     """A model never trained, such as a reference or a reward model. Between passes it is in host memory.
 
-    `has_moved` says that its weights differ from those loaded from its folder.
+    `has_moved` says that its weights differ from those of its folder: the policy's were mixed into them.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

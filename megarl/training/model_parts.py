@@ -77,5 +77,5 @@ class ModelParts:
         vp_stage: int | None,
         **settings: Any,
     ) -> Policy:
-        """Build a chunk of a language model of this class. `settings` are the class's other arguments."""
+        """Build one chunk of a language model as an instance of `kind`. `settings` go to its constructor."""
         return parts.build_policy(kind, config, shape, exact_blocks=self.exact_blocks, vp_stage=vp_stage, **settings)

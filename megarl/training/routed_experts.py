@@ -158,10 +158,10 @@ class RouteFeed(RowFeed):
     def fetch(
         self, rows: Sequence[TokenBatch], batches: Sequence[Microbatch]
     ) -> Sequence[tuple[torch.Tensor, Sequence[ExpertCounts | None]] | None]:
-        """Fetch each row's experts, int16 [own tokens, own layers, top_k], and count their tokens if layers need it.
+        """Fetch the experts of this rank's tokens and layers: int16 [tokens, layers, top_k] for each row.
 
-        A collective over the world, and over the ranks that share experts, if an engine chose the experts. Rows without
-        chosen experts have None.
+        Also counts tokens per expert where layers need it. Without experts that an engine chose, rows have None.
+        Otherwise this is a collective over the world, then over the expert-parallel ranks.
         """
         if rows[0].experts is None:
             return [None] * len(rows)

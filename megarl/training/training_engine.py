@@ -31,7 +31,7 @@ from megarl.tracking.metrics import Max, Mean, Metric, merge
 from megarl.tracking.model_outputs import NotFinite
 from megarl.tracking.spikes import UpdateLimits
 from megarl.training.engine_part import EnginePart
-from megarl.training.engine_parts import engine_parts, model_parts
+from megarl.training.engine_parts import build_engine_parts, select_model_parts
 from megarl.training.host_arena import HostArena
 from megarl.training.model import LoadWeights, ModelShard
 from megarl.training.not_finite import find_not_finite
@@ -77,11 +77,11 @@ class TrainingEngine(ModelShard):
         memory_owner: TrainingEngine | None = None,
     ) -> None:
         trainer, is_policy = recipe.trainer, role == "policy"
-        parts = model_parts(recipe, is_policy=is_policy)
+        parts = select_model_parts(recipe, is_policy=is_policy)
         super().__init__(recipe, layout, shape, load_weights, replica=replica, arena=arena, parts=parts)
         self._memory_owner = memory_owner
         # Parts must exist before the wrapping: Megatron allocates gradient buffers for trainable parameters only.
-        self.engine_parts = list(engine_parts(self, is_policy=is_policy))
+        self.engine_parts = list(build_engine_parts(self, is_policy=is_policy))
         self._role_of = role_of_policy if is_policy else role_of_critic
         self.role = self._make_role(recipe)
         if accumulates_in_transformer_engine(self.config, trainer.megatron):
@@ -235,7 +235,7 @@ class TrainingEngine(ModelShard):
         """
         with ExitStack() as stack:
             for part in self.engine_parts:
-                stack.enter_context(part.at_start())
+                stack.enter_context(part.start_context())
             return self.forward([replace(row, experts=None) for row in self.shared(rows)])
 
     def update(
@@ -267,7 +267,7 @@ class TrainingEngine(ModelShard):
             self.optimizer.zero_grad()
             for part in self.engine_parts:
                 part.prepare_update(own)
-            with self._updating(), torch.enable_grad(), span("forward and backward"):
+            with self._update_context(), torch.enable_grad(), span("forward and backward"):
                 rows_metrics = get_forward_backward_func()(**self.passes(own, objective))
             self.release_feeds()
             faults.reach("gradients", self._gradients)
@@ -277,7 +277,7 @@ class TrainingEngine(ModelShard):
             for part in self.engine_parts:
                 metrics |= part.update_metrics()
             if self.skipped_in_a_row == 1:
-                with self._updating():
+                with self._update_context():
                     self._not_finite = find_not_finite(self, own, objective, self.loss_names)
             self._refuse_too_many_skipped()
             return metrics
@@ -287,11 +287,11 @@ class TrainingEngine(ModelShard):
         return self._not_finite
 
     @contextmanager
-    def _updating(self) -> Iterator[None]:
-        """Context of an update's forward and backward passes, for all parts of the model."""
+    def _update_context(self) -> Iterator[None]:
+        """Hold the update context of each of the model's parts during forward and backward passes."""
         with ExitStack() as stack:
             for part in self.engine_parts:
-                stack.enter_context(part.updating())
+                stack.enter_context(part.update_context())
             yield
 
     def _refuse_too_many_skipped(self) -> None:

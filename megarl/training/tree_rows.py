@@ -136,7 +136,8 @@ class _Split(NamedTuple):
 
 
 def _split_tree(tree: PrefixTree, cp: int, multiple: int) -> _Split:
-    """Split each segment of a tree over `cp` ranks. All have equally many tokens, a multiple of `multiple`."""
+    """Split each segment of a tree over `cp` ranks. Each rank gets equally many tokens, padded to a multiple of
+    `multiple`."""
     owners = chunk_owners(cp)
     sizes = chunk_sizes(tree.ends - tree.starts, owners)
     ends = tree.starts[:, None] + sizes.cumsum(1)

@@ -26,14 +26,14 @@ class Teachers:
         self._builder, self._parallel, self._recipe = builder, parallel, builder.recipe
         self.targets = StoredTargets()
         """Targets that this rank stores for the next update."""
-        self._further_groups: dict[tuple[ParallelConfig, bool], tuple[RankGroups, Replica]] = {}
-        """Process groups of teachers that cannot use the policy's, by parallel sizes and by whether they have
-        experts."""
+        self._separate_groups: dict[tuple[ParallelConfig, bool], tuple[RankGroups, Replica]] = {}
+        """Process groups of teachers that cannot share the policy's process groups. Keys: parallel sizes, and whether
+        the teacher has experts."""
 
     @property
     def replicas(self) -> list[Replica]:
         """The data-parallel replicas of teachers with groups of their own."""
-        return [replica for _, replica in self._further_groups.values()]
+        return [replica for _, replica in self._separate_groups.values()]
 
     def build(self) -> Iterator[tuple[str, FrozenModel | ModelInOwnGroups]]:
         """Build the teachers one after the other. Yields the name and model of each: teacher0, teacher1 and so on."""
@@ -48,9 +48,9 @@ class Teachers:
             return self._builder.build(kind, folder)
         # NCCL communicators take device memory, so teachers with equal groups share them.
         key = self._parallel, has_experts[0]
-        if key not in self._further_groups:
-            self._further_groups[key] = RankGroups(), Replica(self._parallel)
-        groups, replica = self._further_groups[key]
+        if key not in self._separate_groups:
+            self._separate_groups[key] = RankGroups(), Replica(self._parallel)
+        groups, replica = self._separate_groups[key]
         with groups.in_place():
             return ModelInOwnGroups(self._builder.build(kind, folder, parallel=self._parallel, replica=replica), groups)
 

@@ -36,7 +36,7 @@ class WeightChecks:
         self.ledger.forget()
 
     def compare_weights(self) -> RankChanges | None:
-        """Return the policy's weights changed since their checksums were taken; None if they have none."""
+        """Return which of the policy's weights differ from their checksums. None: no checksums were taken."""
         with self._policy.merged():
             return self.ledger.compare()
 

@@ -16,15 +16,15 @@ from tests.memory_plan.conftest import RECIPES, WIDE_MARGIN_GIB
 
 GIB = 2**30
 PLANNED = {
-    "qwen3_0_6b_gsm8k": ("h100", 39.1),
+    "qwen3_0_6b_gsm8k": ("h100", 41.3),
     "qwen3_1_7b_gsm8k": ("h100", 68.4),
     "qwen3_4b_gsm8k": ("h200", 127.9),
     "qwen3_8b_gsm8k": ("h200", 126.4),
     "qwen3_8b_lora": ("h100", 69.1),
     "qwen3_8b_tools": ("h100", 70.6),
-    "qwen3_8b_distillation": ("h100", 68.5),
-    "qwen3_8b_sft": ("h100", 61.4),
-    "qwen3_8b_dpo": ("h100", 61.4),
+    "qwen3_8b_distillation": ("h100", 69.3),
+    "qwen3_8b_sft": ("h100", 62.0),
+    "qwen3_8b_dpo": ("h100", 62.0),
     "qwen3_14b_agent": ("h100", 71.1),
     "qwen3_14b_dapo": ("h100", 71.1),
     "qwen3_14b_dapo_h200": ("h200", 119.3),

@@ -88,7 +88,7 @@ async def test_a_completion_whose_process_is_killed_from_outside_is_scored_once_
     monkeypatch.syspath_prepend(tmp_path)
     notices = []
     with pool_of("killed_once:score", notice=notices.append) as pool:
-        assert [scored.num_lost for scored in await all_scored(pool, "fine", "killed")] == [0, 1]
+        assert [scored.failure for scored in await all_scored(pool, "fine", "killed")] == [None, None]
         assert await failures_of(pool, "killed") == [None]
         assert pool.metrics() == {"reward/lost_processes": 1.0} and pool.metrics() == {}
     assert mark.exists() and len(notices) == 1 and "reward/lost_processes" in notices[0]
@@ -113,7 +113,8 @@ async def test_an_invalid_answer_after_a_lost_process_counts_that_process(tmp_pa
     monkeypatch.syspath_prepend(tmp_path)
     with pool_of("killed_then_wrong:score") as pool:
         (failed,) = await all_scored(pool, "any")
-    assert "not a valid reward" in failed.detail and failed.num_lost == 1
+        assert pool.metrics() == {"reward/lost_processes": 1.0}
+    assert "not a valid reward" in failed.detail
 
 
 async def test_a_killed_process_is_replaced_at_once_and_taken_last(module):

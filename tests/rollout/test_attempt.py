@@ -382,7 +382,7 @@ def test_a_completion_that_is_left_out_has_no_reward(
     sampler: Callable[..., GroupSampler], runner: asyncio.Runner, problems: Any
 ) -> None:
     async def fail(sample: Sample) -> Scored:
-        return replace(Scored.failed("parse_error", "no verdict"), is_left_out=True)
+        return Scored(Reward(0.0, False, None), "parse_error", "no verdict", is_left_out=True)
 
     [trajectory] = runner.run(sampler(SingleTurn, score=fail).sample(problems[:1], SAMPLING, seed="s"))
     assert trajectory.reward is None and trajectory.failure == "parse_error" and trajectory.num_sampled

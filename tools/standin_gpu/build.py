@@ -101,7 +101,7 @@ def build_libraries(packages: Path, target: Path, work: Path) -> None:
     others = (*CORE, "runtime", "kernels", "nvml", "nccl", "reductions")
     sources = dict.fromkeys(others, (f"-I{cuda}", f"-I{nccl}"))
     # The largest first: each takes as long as all others together.
-    largest = dict.fromkeys(OF_TORCH, (f"-I{cuda}", *of_torch))
+    largest: dict[str, tuple[str, ...]] = dict.fromkeys(OF_TORCH, (f"-I{cuda}", *of_torch))
     engine, engine_headers = packages / ENGINE, packages / "transformer_engine/common/include"
     if engine.exists():
         largest["transformer_engine"] = (f"-I{cuda}", f"-I{engine_headers}", *of_torch)
