@@ -252,9 +252,9 @@ def metadata_bytes(chunks: Sequence[tuple[StoredShard, Stored]], objects: Mappin
 
 def common_state(model: ModelShape, parallel: ParallelConfig) -> dict[str, Any]:
     """Return the contents of `common.pt`, which Megatron-LM reads with `--load` and `--use-checkpoint-args`."""
+    family_settings = dict(FAMILIES[model.family].settings(model))
     # Megatron-LM names an activation by a flag.
-    own = dict(FAMILIES[model.family].settings(model))
-    activation = own.pop("activation_func", None)
+    activation = family_settings.pop("activation_func", None)
     arguments = Namespace(
         quick_geglu=activation == "quick_gelu",
         tensor_model_parallel_size=parallel.tp,
@@ -276,7 +276,7 @@ def common_state(model: ModelShape, parallel: ParallelConfig) -> dict[str, Any]:
         padded_vocab_size=padded_vocab_size(model.vocab_size, parallel.tp),
         rotary_percent=model.rotary.fraction,
         apply_layernorm_1p=model.has_zero_centered_norms,
-        **architecture_settings(model) | _megatron_lm_arguments(model) | own,
+        **architecture_settings(model) | _megatron_lm_arguments(model) | family_settings,
     )
     content = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     return {"args": arguments, "checkpoint_version": 3.0, "iteration": 0, "content_metadata": content}

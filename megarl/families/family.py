@@ -73,7 +73,7 @@ class Family:
     section: str = ""
     """The field of config.json with the language model's sizes, such as `text_config`. Empty: config.json itself."""
     prefix: str = "model."
-    """Prefix of tensor names in checkpoints. The family's module writes `model.` instead; `families.rules_of` replaces
+    """Prefix of tensor names in checkpoints. The family's module writes `model.` instead, and `model_tensors` replaces
     it."""
     engine_architecture: str = ""
     """vLLM's architecture for the language model alone. Empty: that of config.json."""

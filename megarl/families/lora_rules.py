@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 
-from megarl.families.model_tensors import numbered, rules_of
+from megarl.families.model_tensors import list_tensors, rules_of
 from megarl.families.rules import Rule, Segment
 from megarl.families.shape import ModelShape
 
@@ -41,7 +41,7 @@ def adapter_shapes(model: ModelShape, targets: Collection[str], rank: int) -> di
     """
     rules = adapter_rules(model, targets, rank)
     shapes = {template: shape for rule in rules for template, shape in rule.tensors}
-    return {tensor.name: shapes[tensor.template] for tensor in numbered(rules, model)}
+    return {tensor.name: shapes[tensor.template] for tensor in list_tensors(rules, model)}
 
 
 def projections(names: Iterable[str]) -> list[str]:

@@ -46,7 +46,7 @@ def _window_settings(shape: ModelShape) -> dict[str, Any]:
             f"the model has sliding windows of several sizes, {sorted(sizes)} tokens; only one size per model is "
             "supported."
         )
-    # Megatron counts the tokens before the own one.
+    # Megatron counts the tokens before the query, without the query itself.
     return {
         "window_size": (sizes.pop() - 1, 0),
         "window_attn_skip_freq": [int(window > 0) for window in shape.windows],

@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 
 def rules_of(model: ModelShape) -> tuple[Rule, ...]:
-    """Return the rules of a model's family. Raises ValueError if two rules describe the same Megatron parameter."""
+    """Return a model's rules. A rule says of which Hugging Face tensors a Megatron parameter is composed.
+
+    Raises ValueError if two rules describe the same Megatron parameter.
+    """
     family = FAMILIES[model.family]
     rules = family.rules(model)
     if model.num_mtp_layers and family.mtp:
@@ -33,8 +36,10 @@ def rules_of(model: ModelShape) -> tuple[Rule, ...]:
 
 
 def stacks_of(model: ModelShape) -> tuple[Stack, ...]:
-    """Return vLLM's parameters of a model, as its family defines them. Tensors without a rule are included, one
-    parameter each."""
+    """Return a model's stacks. A stack is a parameter of vLLM: Hugging Face tensors, concatenated.
+
+    Tensors without a rule are included, one stack each.
+    """
     family = FAMILIES[model.family]
     return tuple(
         stack._replace(parts=tuple(part._replace(tensor=checkpoint_name(part.tensor, model)) for part in stack.parts))
@@ -43,7 +48,7 @@ def stacks_of(model: ModelShape) -> tuple[Stack, ...]:
 
 
 def mtp_stacks_of(model: ModelShape) -> tuple[Stack, ...]:
-    """Return the parameters of vLLM's draft model made of the model's trained MTP layer; none without one."""
+    """Return the stacks of vLLM's draft model made of the model's trained MTP layer; none without one."""
     form = FAMILIES[model.family].mtp
     if not model.num_mtp_layers or form is None:
         return ()
@@ -79,21 +84,21 @@ def float32_templates(rules: Iterable[Rule]) -> frozenset[str]:
 
 def layers_of(rules: Iterable[Rule], model: ModelShape) -> dict[str, tuple[int, ...]]:
     """Return the numbers of the layers with a tensor, keyed by its template. A tensor outside of layers has (-1,)."""
-    found: dict[str, set[int]] = {}
+    numbers: dict[str, set[int]] = {}
     for rule in rules:
-        own = range(model.num_layers) if rule.layers is None else rule.layers
+        rule_layers = range(model.num_layers) if rule.layers is None else rule.layers
         for template, _ in rule.tensors:
             # -1 sorts tensors outside of layers before the first layer.
-            found.setdefault(template, set()).update(own if "{layer}" in template else (-1,))
-    return {template: tuple(sorted(layers)) for template, layers in found.items()}
+            numbers.setdefault(template, set()).update(rule_layers if "{layer}" in template else (-1,))
+    return {template: tuple(sorted(layers)) for template, layers in numbers.items()}
 
 
 def tensors_of(model: ModelShape) -> tuple[TensorName, ...]:
     """Return every tensor of the model's checkpoint, in the order of a plan."""
-    return numbered(rules_of(model), model)
+    return list_tensors(rules_of(model), model)
 
 
-def numbered(rules: Iterable[Rule], model: ModelShape) -> tuple[TensorName, ...]:
+def list_tensors(rules: Iterable[Rule], model: ModelShape) -> tuple[TensorName, ...]:
     """Return the tensors of these rules in all their layers and experts, in order."""
     return in_order(
         TensorName(template, layer, expert)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megarl.families.lora_rules import adapter_rules
-from megarl.families.model_tensors import numbered
+from megarl.families.model_tensors import list_tensors
 from megarl.families.names import TensorName
 from megarl.families.rules import Rule
 from megarl.reshard.layouts.megatron import MegatronLayouts
@@ -26,7 +26,7 @@ class AdapterLayouts(MegatronLayouts):
 
     @cached_property
     def tensors(self) -> Sequence[TensorName]:
-        return numbered(self.rules, self.model)
+        return list_tensors(self.rules, self.model)
 
 
 def adapter_layouts(base: MegatronLayouts, targets: tuple[str, ...], rank: int) -> AdapterLayouts:

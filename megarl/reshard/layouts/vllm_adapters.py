@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megarl.families.lora_rules import adapter_rules, adapter_tensor
-from megarl.families.model_tensors import layers_of, numbered, stacks_of
+from megarl.families.model_tensors import layers_of, list_tensors, stacks_of
 from megarl.families.names import TensorName
 from megarl.families.rules import Rule
 from megarl.families.stacks import Stack
@@ -53,7 +53,9 @@ class VllmAdapterLayouts(Layouts):
 
     @cached_property
     def tensors(self) -> Sequence[TensorName]:
-        return tuple(tensor for tensor in numbered(self._rules, self.engine.model) if tensor.template in self._places)
+        return tuple(
+            tensor for tensor in list_tensors(self._rules, self.engine.model) if tensor.template in self._places
+        )
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
