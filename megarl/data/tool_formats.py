@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.data.tool_schemas import ToolSchema, properties
+from megarl.files.strict_json import is_long_integer
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +66,8 @@ def _json_at(text: str, start: int) -> tuple[Any, int]:
     except RecursionError as error:
         raise ValueError("its JSON is nested too deeply") from error
     except ValueError as error:
-        # Python reads integers of 4300 digits at most. Other errors name what they refuse, such as NaN.
-        if "digits" not in str(error):
+        # Other errors name what they refuse, such as NaN.
+        if not is_long_integer(error):
             raise
         raise ValueError("its JSON has a number with too many digits") from error
 

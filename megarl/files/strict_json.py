@@ -77,7 +77,7 @@ def parse(content: bytes, max_values: int | None = SMALL) -> Any:
     except RecursionError:
         raise ValueError(f"nested deeper than {MAX_DEPTH} levels") from None
     except ValueError as error:
-        if "integer string conversion" not in str(error):
+        if not is_long_integer(error):
             raise
         raise ValueError(_long_integer_fault(text)) from None
     # Skip the slow checks where they cannot fail: most texts have few brackets and no escaped surrogate.
@@ -86,6 +86,14 @@ def parse(content: bytes, max_values: int | None = SMALL) -> Any:
     if "\\ud" in text or "\\uD" in text:
         refuse_surrogates(value)
     return value
+
+
+def is_long_integer(error: ValueError) -> bool:
+    """Return whether Python's `json` refused an integer of more digits than Python reads.
+
+    That error has no class of its own, so its text is compared.
+    """
+    return "integer string conversion" in str(error)
 
 
 def shortened(text: str) -> str:
