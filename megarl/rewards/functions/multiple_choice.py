@@ -241,7 +241,7 @@ def _letter_of(statement: re.Match[str]) -> str:
 
 
 def _letter_of_name(text: str, names: Sequence[str]) -> str | None:
-    """Return the letter of the choice in `names` that equals the text `text`. None: none is equal, or several are."""
+    """Return the letter of the choice in `names` that equals `text`. None: none is equal, or several are."""
     plain = _strip_marks(text).casefold()
     plain_names = [_strip_marks(name).casefold() for name in names]
     return _LETTERS[plain_names.index(plain)] if plain_names.count(plain) == 1 else None

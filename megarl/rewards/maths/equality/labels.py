@@ -2,6 +2,7 @@ r"""Names given to values in answers: `x = 5`, `\angle ABC = 90`, `x=1, y=2`, `(
 
 from __future__ import annotations
 
+from megarl.rewards.maths.equality.kinds import is_equation
 from megarl.rewards.maths.formulas.nodes import Node, symbol
 
 _EXTREMES = ("max", "min")
@@ -54,7 +55,7 @@ def _name(node: Node) -> str | None:
 
 def _pairs(node: Node) -> list[tuple[str, Node]] | None:
     """Return (name, value) pairs of a formula like `x=1, y=2`, `(x,y)=(1,2)` or `x=y=2`. A name may occur twice."""
-    if node.kind == "relation" and set(node.value) == {"="}:
+    if is_equation(node):
         first, last = node.parts[0], node.parts[-1]
         is_pair = first.kind == last.kind == "tuple" and len(node.parts) == 2 and len(first.parts) == len(last.parts)
         if is_pair:
