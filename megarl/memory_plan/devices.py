@@ -20,7 +20,7 @@ FRAGMENTATION_SHARE = 0.026
 """Memory that torch's allocator holds unused, divided by the temporary memory of a phase. Source: `tools/check.py
 allocator`, a simulation with expandable segments. With ordinary segments it finds 0.67."""
 PINNED_BLOCK_BYTES = 1 << 30
-"""Bytes of one block of page-locked host memory for staging checkpoints, equal to `training.staging.BLOCK_BYTES`."""
+"""Bytes of one block of page-locked host memory for staging checkpoints, equal to `training.offload.BLOCK_BYTES`."""
 LIBRARY_BYTES = 500 << 20
 """Host memory that a rank's libraries take before any weight is loaded, in bytes."""
 
