@@ -35,7 +35,7 @@ from megarl.memory_plan import activations
 from megarl.memory_plan.activations import PassSettings
 from megarl.memory_plan.devices import CONTEXT_BYTES, GPU, MARGIN_GIB, GpuMemory
 from megarl.memory_plan.engine_bytes import cache_block_bytes
-from megarl.memory_plan.memory_table import MemoryTable
+from megarl.memory_plan.kept_logits import can_keep_logits
 from megarl.memory_plan.models import Built, Models
 from megarl.memory_plan.phases import ITEM_BYTES, RankMemory, memory_table
 from megarl.memory_plan.remedies import cache_within, with_field_values
@@ -75,7 +75,9 @@ class _Group:
     engines: list[EngineSizes]
     offloads: list[tuple[str, ...]]
     update: Parts
-    train: NDArray[np.float64]
+    """Seconds of a step's updates that keep their logits, by cause, each [rows]."""
+    update_without_logits: Parts
+    """The same if updates compute their logits again."""
     logprobs: NDArray[np.float64]
     offload: NDArray[np.float64]
     """Seconds of offloading [rows, offloads]."""
@@ -275,9 +277,19 @@ class LayoutSearch:
         )
         row_tokens = np.array([float(row.row_tokens) for row in rows])
         load, cost = self.load, self._trainer_cost
-        update = cost.update(at, recomputed, tokens=load.tokens, updates=load.updates, row_tokens=row_tokens)
+        update, without_logits = (
+            cost.update(
+                at,
+                recomputed,
+                tokens=load.tokens,
+                updates=load.updates,
+                row_tokens=row_tokens,
+                keeps_logits=keeps_logits,
+            )
+            for keeps_logits in (True, False)
+        )
         scoring = cost.scoring(at, tokens=load.tokens, row_tokens=row_tokens)
-        train, logprobs = update.seconds, scoring.seconds * load.scoring_passes
+        logprobs = scoring.seconds * load.scoring_passes
         if (reward_model := self.models.frozen.get("reward_model")) is not None:
             # It scores every sample once.
             scored = self._cost_of(reward_model.shape).scoring(at, tokens=load.tokens, row_tokens=row_tokens)
@@ -287,7 +299,7 @@ class LayoutSearch:
         offload = np.stack([waiting + self._offload_seconds(held, states) for states in offloaded], axis=1)
         rollout = np.array([self._rollout(placement, engine, math.inf).seconds for engine in engines])
         reshard = np.array([self._reshard_seconds(placement, engine) for engine in engines])
-        trained = (train + logprobs)[:, None]
+        trained = (update.seconds + logprobs)[:, None]
         both = np.maximum(trained, rollout) if placement.staleness else trained + rollout
         bound = (both + reshard)[:, :, None] + offload[:, None, :] + self._other_seconds
         if not placement.ranks:
@@ -300,7 +312,7 @@ class LayoutSearch:
             engines=engines,
             offloads=offloaded,
             update=update,
-            train=train,
+            update_without_logits=without_logits,
             logprobs=logprobs,
             offload=offload,
             reshard=reshard,
@@ -439,8 +451,10 @@ class LayoutSearch:
             "rollout.gpu_memory_utilization": None,
             "rollout.kv_cache_gib": least,
         }
-        other = with_field_values(group.placed, values)
-        table = self._table(other)
+        recipe = with_field_values(group.placed, values)
+        layout = sizes.layout_of(recipe)
+        models, stages = self._models_on(layout), _fullest_stages(layout)
+        table = memory_table(recipe, models, GPU, gpu_gib=self.gpus.engine, stages=stages)
         # The margin for wrong guesses holds for all phases, as it does for the default KV cache.
         limit = replace(self.gpus, trainer=self.gpus.trainer - MARGIN_GIB, engine=self.gpus.engine - MARGIN_GIB)
         if over := limit.exceeded(table):
@@ -451,10 +465,13 @@ class LayoutSearch:
         cache = max(least, cache_within(table, self.gpus.engine - MARGIN_GIB))
         tokens = cache * _GIB / self._token_bytes(engine)
         rollout = self._rollout(group.placement, engine, tokens)
+        # As a start chooses it.
+        keeps_logits = can_keep_logits(recipe, models, self.gpus, stages=stages)
+        update = group.update if keeps_logits else group.update_without_logits
         seconds = StepSeconds(
             rollout=rollout.seconds,
             logprobs=float(group.logprobs[index[0]]),
-            train=float(group.train[index[0]]),
+            train=float(update.seconds[index[0]]),
             reshard=float(group.reshard[index[1]]),
             offload=float(group.offload[index[0], index[2]]),
             other=self._other_seconds,
@@ -477,13 +494,13 @@ class LayoutSearch:
             placement=group.placement,
             seconds=seconds,
             rollout=rollout,
-            update=group.update.at(index[0]),
+            update=update.at(index[0]),
             gib=gib,
             kv_cache_gib=cache,
         )
 
-    def _table(self, recipe: Recipe) -> MemoryTable:
-        layout = sizes.layout_of(recipe)
+    def _models_on(self, layout: ParallelConfig) -> Models:
+        """Return the run's models with these parallel sizes. Teachers keep their own."""
 
         def placed(built: Built | None) -> Built | None:
             return None if built is None else Built(built.shape, layout)
@@ -494,8 +511,7 @@ class LayoutSearch:
             name: built if name in self.recipe.teachers else Built(built.shape, layout)
             for name, built in self.models.frozen.items()
         }
-        models = Models(policy, placed(self.models.critic), frozen)
-        return memory_table(recipe, models, GPU, gpu_gib=self.gpus.engine, stages=_fullest_stages(layout))
+        return Models(policy, placed(self.models.critic), frozen)
 
     def _token_bytes(self, engine: EngineSizes) -> int:
         """Return the bytes of a token in an engine rank's KV cache."""

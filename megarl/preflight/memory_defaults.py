@@ -47,7 +47,7 @@ def with_memory_defaults(recipe: Recipe, *, is_start: bool = False, is_trained: 
     wants_cache = recipe.has_engine and not is_cache_given(recipe)
     wants_rows = is_trained and recipe.trainer.max_tokens_per_forward is None
     wants_savings = is_trained and not (_is_given(recipe, _OFFLOAD) and _is_given(recipe, _RECOMPUTE))
-    wants_logits = is_trained and recipe.trainer.keep_logits is None and unmet(recipe, KEEP_LOGITS) is None
+    wants_logits = is_trained and recipe.trainer.keep_logits is None
     if not (wants_cache or wants_rows or wants_savings or wants_logits) or (is_start and ranks_on_cpu(recipe)):
         return recipe
     if (planned := _planned_models(recipe)) is None:

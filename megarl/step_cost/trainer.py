@@ -124,14 +124,24 @@ class TrainerCost:
     host_share: float = 0.0
     """Share of the parameters updated by Adam on the CPU, from 0 to 1."""
 
-    def update(self, at: Layouts, recomputed: Recomputed, *, tokens: float, updates: int, row_tokens: Numbers) -> Parts:
+    def update(
+        self,
+        at: Layouts,
+        recomputed: Recomputed,
+        *,
+        tokens: float,
+        updates: int,
+        row_tokens: Numbers,
+        keeps_logits: bool = True,
+    ) -> Parts:
         """Return the seconds of all updates of a step.
 
         `tokens`: number in the whole batch. `row_tokens`: capacity of a row, over all context-parallel ranks [layouts].
+        `keeps_logits`: logits stay for the backward pass (`trainer.keep_logits`). Otherwise it computes them again.
         """
         rows, filled = self._rows(at, tokens=tokens / updates, row_tokens=row_tokens, has_groups=True)
         attention, feed_forward = self._layer_parts(at, filled)
-        head = self._head(at, filled)
+        head = self._head(at, filled, products=3 if keeps_logits else 4, layer_passes=3)
         backward = Parts(
             compute=2.0,
             launches=2.0,
@@ -139,7 +149,7 @@ class TrainerCost:
             context_exchange=2.0,
             expert_exchange=1.0,
         )
-        row = _scaled(attention, backward) + _scaled(feed_forward, backward) + head * 3
+        row = _scaled(attention, backward) + _scaled(feed_forward, backward) + head
         row += attention * (1 + recomputed.attention) + feed_forward * (1 + recomputed.feed_forward)
         passes = row * rows
         bubble = Parts(bubble=row.seconds * (at.pp - 1) / at.vpp)
@@ -150,7 +160,7 @@ class TrainerCost:
         """Return the seconds of one pass without gradients over the batch."""
         rows, filled = self._rows(at, tokens=tokens, row_tokens=row_tokens, has_groups=False)
         attention, feed_forward = self._layer_parts(at, filled)
-        row = attention + feed_forward + self._head(at, filled)
+        row = attention + feed_forward + self._head(at, filled, products=1, layer_passes=1)
         return (row * rows + Parts(bubble=row.seconds * (at.pp - 1))) * _BALANCE
 
     def _rows(self, at: Layouts, *, tokens: float, row_tokens: Numbers, has_groups: bool) -> tuple[Numbers, Numbers]:
@@ -211,16 +221,16 @@ class TrainerCost:
         seconds = np.maximum(within / self.gpu.nvlink, across / self.gpu.network)
         return seconds / self.constants.link_efficiency
 
-    def _head(self, at: Layouts, tokens: Numbers) -> Parts:
-        """Return the seconds by which the output layer delays the slowest stage.
+    def _head(self, at: Layouts, tokens: Numbers, *, products: int, layer_passes: int) -> Parts:
+        """Return the seconds by which the output layer delays the slowest stage, with `products` matrix products.
 
-        The last stage has a layer less where layers do not divide evenly.
+        The last stage has a layer less where layers do not divide evenly, which saves `layer_passes` passes of one.
         """
         own = tokens / at.cp
         gemm = self._gemm(own) * at.tp
         layer = (self.work.layer_flops + self.score_flops) / self.work.num_layers
         spare = (np.ceil(self.work.num_layers / at.pp) - np.floor(self.work.num_layers / at.pp)) * layer
-        return Parts(compute=own * np.maximum(0.0, self.work.head_flops - spare) / gemm)
+        return Parts(compute=own * np.maximum(0.0, products * self.work.head_flops - layer_passes * spare) / gemm)
 
     def _gemm(self, tokens: Numbers) -> Numbers:
         """Return the FLOPs per second of matrix products over this many tokens on a rank."""

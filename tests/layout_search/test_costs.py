@@ -13,6 +13,7 @@ import pytest
 
 from megarl.config import Recipe
 from megarl.families.published import PUBLISHED
+from megarl.layout_search import search as search_module
 from megarl.layout_search.candidates import Candidates, EngineSizes, Placement, TrainerSizes
 from megarl.layout_search.search import LayoutSearch, search_of
 from megarl.step_cost.constants import FITTED
@@ -88,7 +89,7 @@ def test_seconds_are_those_of_the_check(
     cache_tokens = plan_search._engines(row, search.engine_speeds.memory_bytes).cache_tokens
     passes = search.load.scoring_passes
     found = {
-        "train": float(group.train[number]),
+        "train": float(group.update.seconds[number]),
         "logprobs": float(group.logprobs[number]) / passes * row["scoring_passes"],
         "rollout": search._rollout(placement, engine, cache_tokens).seconds,
         "reshard": float(group.reshard[0]),
@@ -101,6 +102,23 @@ def test_seconds_are_those_of_the_check(
     assert ("context_exchange" in parts) == (row["cp"] > 1)
     assert ("expert_exchange" in parts) == (row["ep"] > 1)
     assert ("bubble" in parts) == (row["pp"] > 1)
+
+
+@pytest.mark.parametrize("keeps_logits", [True, False])
+def test_an_update_is_that_of_the_start(
+    large: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch, keeps_logits: bool
+) -> None:
+    """A start keeps the logits where they fit, and the seconds of a planned layout are those of this choice."""
+    search = _search(large("qwen3_4b_gsm8k"), mean=1024, prompt_tokens=200.0)
+    group = search._group(Candidates(search.recipe, search.shape, Counter()), Placement(ranks=0, staleness=0))
+    assert group is not None
+    if not keeps_logits:
+        monkeypatch.setattr(search_module, "can_keep_logits", lambda *_, **__: False)
+    planned = (search._planned(group, (row, 0, 0), Counter()) for row in range(len(group.rows)))
+    row, layout = next((row, layout) for row, layout in enumerate(planned) if layout is not None)
+    update = group.update if keeps_logits else group.update_without_logits
+    assert layout.seconds.train == update.seconds[row] and layout.update == update.at(row)
+    assert group.update_without_logits.compute[row] > group.update.compute[row]
 
 
 def test_wider_tensor_parallelism_sends_more_bytes(

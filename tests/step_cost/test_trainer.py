@@ -19,7 +19,13 @@ LENGTHS = np.full(64, 4096.0)
 TOKENS = float(LENGTHS.sum())
 
 
-def _update(cost: TrainerCost, *layouts: Mapping[str, int], again: float = 0.0, row_tokens: float = 16384.0) -> Parts:
+def _update(
+    cost: TrainerCost,
+    *layouts: Mapping[str, int],
+    again: float = 0.0,
+    row_tokens: float = 16384.0,
+    keeps_logits: bool = True,
+) -> Parts:
     at = Layouts.of(*layouts)
     share = np.full(len(layouts), again)
     return cost.update(
@@ -28,6 +34,7 @@ def _update(cost: TrainerCost, *layouts: Mapping[str, int], again: float = 0.0, 
         tokens=TOKENS,
         updates=1,
         row_tokens=np.full(len(layouts), row_tokens),
+        keeps_logits=keeps_logits,
     )
 
 
@@ -57,6 +64,13 @@ def test_recomputed_layers_are_a_third_more_without_the_head(cost: TrainerCost, 
     head = 2.0 * dense.hidden_size * dense.vocab_size * TOKENS / cost.gpu.flops
     expected = (float(once.compute[0]) / 1.03 - 3 * head) / 3
     assert float(again.compute[0] - once.compute[0]) == pytest.approx(1.03 * expected)
+
+
+def test_logits_computed_again_are_a_fourth_product_of_the_head(cost: TrainerCost, dense: ModelShape) -> None:
+    # The last of three stages of 40 layers has one layer less, which saves its three passes, not a fourth.
+    kept, again = (_update(cost, {}, {"pp": 3}, keeps_logits=keeps) for keeps in (True, False))
+    head = 2.0 * dense.hidden_size * dense.vocab_size * TOKENS / cost.gpu.flops
+    assert again.compute - kept.compute == pytest.approx(1.03 * head)
 
 
 def test_a_pipeline_waits_for_its_other_stages(cost: TrainerCost) -> None:
