@@ -231,11 +231,12 @@ class Quarter:
         }
 
     def _retain_logs(self, name: str) -> None:
-        """Copy the logs that a failed program left in its folders next to its own log."""
-        for path in sorted([*self._temporary.rglob("*"), *self._work.rglob("*")]):
-            if path.suffix in LOGS and path.is_file() and path.stat().st_size <= LARGEST_LOG_BYTES:
-                target = self._logs / name / path.name
-                target.parent.mkdir(exist_ok=True)
+        """Copy the logs that a failed program left in its folders next to its own log. They keep their subfolders."""
+        folders = {"work": (self._work, [self._logs]), "temporary": (self._temporary, [self._logs, self._work])}
+        for kind, (folder, left_out) in folders.items():
+            for path in log_files(folder, left_out):
+                target = self._logs / name / kind / path.relative_to(folder)
+                target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(path, target)
 
     def limit(self, item: Item) -> float:
@@ -394,6 +395,18 @@ def wait_for_end(pid: int, seconds: float) -> None:
     with suppress(OSError):
         while time.monotonic() < deadline and ") Z " not in Path(f"/proc/{pid}/stat").read_text():
             time.sleep(POLL_SECONDS)
+
+
+def log_files(folder: Path, left_out: Sequence[Path]) -> list[Path]:
+    """Return the small log files below a folder, without those in the folders `left_out`."""
+    return [
+        path
+        for path in sorted(folder.rglob("*"))
+        if path.suffix in LOGS
+        and path.is_file()
+        and path.stat().st_size <= LARGEST_LOG_BYTES
+        and not any(path.is_relative_to(other) for other in left_out)
+    ]
 
 
 def log_lines(log: Path) -> list[str]:

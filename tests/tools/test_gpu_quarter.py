@@ -30,6 +30,10 @@ for name in options.items:
         with lines.measuring(name):
             lines.write(f"of_{name}", [3.0, 1.0, 2.0], "s", against="a clock")
             if name == "fails":
+                for number in range(2):
+                    log = options.work / f"group_{number}/logs/rank_0.log"
+                    log.parent.mkdir(parents=True)
+                    log.write_text(f"of group {number}")
                 raise ValueError("as planned")
             if name == "crashes":
                 print("last words", flush=True)
@@ -74,7 +78,8 @@ def statuses(lines: list[dict[str, Any]]) -> list[tuple[str, str]]:
 
 def test_one_item_does_not_end_the_others(quarter: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
     items = dict.fromkeys(["first", "fails", "crashes", "absent", "hangs", "last"], 1.0)
-    call = quarter(items, "--limit", "1.5")
+    # The folder of the logs lies in the one that they are copied from.
+    call = quarter(items, "--limit", "1.5", "--work", str(tmp_path))
     table, _ = call.communicate(timeout=120)
     lines = lines_of(tmp_path)
     assert lines[0].keys() >= {"call", "machine", "versions", "commit", "size", "device", "python", "items", "at"}
@@ -94,6 +99,8 @@ def test_one_item_does_not_end_the_others(quarter: Callable[..., subprocess.Pope
     }  # fmt: skip
     assert call.returncode == 1
     assert re.search(r"last +of_last +2 +1 +3 +3 +s +a clock", table) and "fails: failed: ValueError" in table
+    retained = {path.read_text() for path in (tmp_path / "out.logs").rglob("rank_0.log")}
+    assert retained == {"of group 0", "of group 1"}
     # The hanging item's log ends with the stack of its thread.
     assert any("in <module>" in log.read_text() for log in (tmp_path / "out.logs").glob("*.txt"))
 
