@@ -79,7 +79,8 @@ def read_containers(library: mmap.mmap | bytes, name: str) -> list[list[Code]]:
     try:
         sections = list(_find_sections(library))
         return [container for start, end in sections for container in _read_section(library, start, end)]
-    except (struct.error, _LayoutError) as error:
+    # An offset of 2**63 or more is no index.
+    except (struct.error, OverflowError, _LayoutError) as error:
         raise FatBinaryError(f"{name}: a section with GPU code cannot be read ({error})") from error
 
 

@@ -160,6 +160,7 @@ def test_the_driver_finds_what_it_chooses(architecture: int, entries: list[Code]
         pytest.param(b"\1" * 32, id="no container"),
         pytest.param(TWO_ARCHITECTURES[:-8], id="a container longer than its section"),
         pytest.param(container(entry(CUBIN, 80, OLD)[:-8]), id="an entry longer than its container"),
+        pytest.param(container(entry(CUBIN, 80, OLD)[:40]), id="an entry without its whole header"),
     ],
 )
 def test_an_unknown_layout_is_refused_and_nothing_is_changed(tmp_path: Path, section: bytes) -> None:
@@ -169,6 +170,15 @@ def test_an_unknown_layout_is_refused_and_nothing_is_changed(tmp_path: Path, sec
     with pytest.raises(SystemExit, match=r"--arch = sm_90: .*kernels.so: .*--arch all"):
         offline_bundle.blank(tmp_path, "sm_90")
     assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("place", [1 << 40, (1 << 63) - 64, 1 << 63, (1 << 64) - 1])
+def test_a_table_of_sections_outside_of_the_file_is_refused(tmp_path: Path, place: int) -> None:
+    content = bytearray(library(TWO_ARCHITECTURES))
+    struct.pack_into("<Q", content, 40, place)
+    (tmp_path / "kernels.so").write_bytes(content)
+    with pytest.raises(SystemExit, match=r"--arch = sm_90: .*kernels.so: .*--arch all"):
+        offline_bundle.blank(tmp_path, "sm_90")
 
 
 def damage(bundle: Path) -> None:
