@@ -42,6 +42,9 @@ class JoinedParts(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
+        # Nothing is asked for, so 0 bytes are not the end of a file.
+        if not len(buffer):
+            return 0
         while True:
             if self._file is None:
                 path = next(self._paths, None)

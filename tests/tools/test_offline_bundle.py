@@ -221,6 +221,15 @@ def test_a_damaged_bundle_is_refused(bundle: Path, tmp_path: Path, change, messa
     assert os.listdir(tmp_path) == ["copy"]
 
 
+def test_parts_are_read_as_one_file(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in ("part-00", "part-01", "part-02")]
+    for path, content in zip(paths, (b"ab", b"", b"cd"), strict=True):
+        path.write_bytes(content)
+    with offline_unpack.JoinedParts(paths) as joined:
+        # A read of no bytes is not the end of a part.
+        assert [joined.read(size) for size in (1, 0, 1, 0, 2, 1, 0)] == [b"a", b"", b"b", b"", b"cd", b"", b""]
+
+
 def member(name: str, **fields: object) -> tarfile.TarInfo:
     info = tarfile.TarInfo(name)
     for field, value in fields.items():
