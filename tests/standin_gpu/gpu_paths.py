@@ -83,6 +83,40 @@ def engine_all_reduce(rank: int) -> None:
     assert total.unique().tolist() == [3.0]
 
 
+def microbatches(rank: int) -> None:
+    """Compute log-probs of two microbatches and their gradients, without a wait of the host."""
+    # Of the folder: a copy of tests/host_waits.py.
+    from host_waits import host_waits  # pyright: ignore[reportMissingImports]
+
+    from megarl.models.logprobs import vocab_parallel_logprobs
+
+    weight = torch.randn(40, 16, device="cuda", dtype=torch.float64, requires_grad=True)
+    targets = torch.arange(0, 72, 12).pin_memory()
+    total = torch.zeros((), device="cuda", dtype=torch.float64)
+    with host_waits(is_refusing=True):
+        for number in range(2):
+            hidden = torch.full((6, 16), 0.1 * number, device="cuda", dtype=torch.float64)
+            logprobs = vocab_parallel_logprobs(
+                hidden, weight, targets.to("cuda", non_blocking=True), first_token_id=40 * rank,
+                group=dist.group.WORLD, temperature=1.0, chunk_tokens=3,
+            )[0]  # fmt: skip
+            logprobs.sum().backward()
+            total += logprobs.detach().sum()
+    assert total.item() < 0
+
+
+def checkpoint_blocks(rank: int) -> None:
+    """Copy tensors to page-locked blocks and to the host, as a save does, and read them there."""
+    from megarl.training.offload import copy_to_pinned_blocks
+
+    shards = [torch.full((size,), 1.0 + rank, device="cuda") for size in (3000, 5, 2000)]
+    copies = copy_to_pinned_blocks(shards, pin=True, block_bytes=1 << 16)
+    largest = torch.stack([shard.max() for shard in shards]).to("cpu", non_blocking=True)
+    torch.cuda.current_stream().synchronize()
+    assert float(largest.sum()) == 3 * (1.0 + rank)
+    assert sum(float(copy.sum()) for copy in copies) == 5005 * (1.0 + rank)
+
+
 def two_groups(rank: int) -> None:
     """Sum over the ranks in two groups, one after the other."""
     groups = [dist.new_group(group_desc=name) for name in ("first", "second")]
@@ -104,7 +138,12 @@ def gathered_parameters(rank: int) -> None:
     assert [full.sum().item() for full in whole] == [12.0, 12.0]
 
 
-PATHS = {path.__name__: path for path in (reshard, logprobs, engine_all_reduce, two_groups, gathered_parameters)}
+PATHS = {
+    path.__name__: path
+    for path in (
+        reshard, logprobs, engine_all_reduce, microbatches, checkpoint_blocks, two_groups, gathered_parameters
+    )
+}  # fmt: skip
 
 
 LIBRARIES = ("torch", "vllm.device_allocator.cumem", "vllm.distributed.device_communicators.pynccl")

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from tests.package_copy import copy_package
 
 PROGRAM = Path(__file__).with_name("gpu_paths.py")
+HOST_WAITS = Path(__file__).parents[1] / "host_waits.py"
 
 
 class Fault(NamedTuple):
@@ -34,7 +35,7 @@ class Fault(NamedTuple):
 STAGING, TRANSPORT, VERIFY, FINGERPRINT = (
     f"megarl/reshard/{name}.py" for name in ("staging", "transport", "verify", "fingerprint")
 )
-LOGPROBS = "megarl/models/logprobs.py"
+LOGPROBS, OFFLOAD = "megarl/models/logprobs.py", "megarl/training/offload.py"
 FAULTS = {
     "wrong device index": Fault(
         "logprobs",
@@ -126,6 +127,24 @@ FAULTS = {
         LOGPROBS,
         "dist.all_reduce(x, operation, group=group)",
     ),
+    "early read of a checkpoint block": Fault(
+        "checkpoint_blocks",
+        OFFLOAD,
+        "    if pin:\n        torch.cuda.synchronize()\n    return copies",
+        "    return [copy.clone() for copy in copies]",
+        r"early read: the host reads pinned memory at \w+, which a copy at .*offload\.py:\d+ on stream \d+ writes",
+        OFFLOAD,
+        "copy.copy_(tensor, non_blocking=pin)",
+    ),
+    "early read of an asynchronous copy": Fault(
+        "checkpoint_blocks",
+        "gpu_paths.py",
+        "    torch.cuda.current_stream().synchronize()\n",
+        "",
+        r"early read: the host reads pinned memory at \w+, which a copy at .*gpu_paths\.py:\d+ on stream \d+ writes",
+        "gpu_paths.py",
+        '.to("cpu", non_blocking=True)',
+    ),
     "groups in another order": Fault(
         "two_groups",
         "gpu_paths.py",
@@ -145,6 +164,42 @@ FAULTS = {
         "gpu_paths.py",
         "with dist._coalescing_manager(group):",
     ),
+    "host waits for a copy to the CPU": Fault(
+        "microbatches",
+        LOGPROBS,
+        "all_reduce(sums, group, dist.ReduceOp.SUM)",
+        'all_reduce(sums.to("cpu").cuda(), group, dist.ReduceOp.SUM)',
+        r"the host waits for the device \(to\) in models/logprobs\.py",
+        LOGPROBS,
+        'all_reduce(sums.to("cpu").cuda()',
+    ),
+    "host waits for a stream": Fault(
+        "microbatches",
+        LOGPROBS,
+        "all_reduce(sums, group, dist.ReduceOp.SUM)",
+        "torch.cuda.current_stream().synchronize() or all_reduce(sums, group, dist.ReduceOp.SUM)",
+        r"the host waits for the device \(stream\) in models/logprobs\.py",
+        LOGPROBS,
+        "torch.cuda.current_stream().synchronize() or",
+    ),
+    "host waits for an event": Fault(
+        "microbatches",
+        LOGPROBS,
+        "all_reduce(sums, group, dist.ReduceOp.SUM)",
+        "torch.cuda.current_stream().record_event().synchronize() or all_reduce(sums, group, dist.ReduceOp.SUM)",
+        r"the host waits for the device \(event\) in models/logprobs\.py",
+        LOGPROBS,
+        "record_event().synchronize() or",
+    ),
+    "host waits for a pageable copy": Fault(
+        "microbatches",
+        "gpu_paths.py",
+        "torch.arange(0, 72, 12).pin_memory()",
+        "torch.arange(0, 72, 12)",
+        r"the host waits for the device \(to\) in .*gpu_paths\.py:microbatches",
+        "gpu_paths.py",
+        'targets.to("cuda", non_blocking=True)',
+    ),
 }
 
 
@@ -159,6 +214,7 @@ def seeded_copy(folder: Path, fault: Fault | None) -> Path:
     """Copy the package and gpu_paths.py into the folder, and make the fault's change there."""
     copy_package(folder)
     shutil.copy(PROGRAM, folder)
+    shutil.copy(HOST_WAITS, folder)
     if fault is not None:
         (folder / fault.file).write_text(seeded_text(folder, fault))
     return folder

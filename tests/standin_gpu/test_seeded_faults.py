@@ -43,7 +43,8 @@ def test_a_path_without_a_fault_ends_well(folders: dict[str, Path], path: str) -
 def test_a_fault_is_named_with_file_and_line(folders: dict[str, Path], name: str) -> None:
     fault = FAULTS[name]
     codes, output = outcome(folders[name])
-    assert 1 in codes, output
+    # An early read ends the process by a signal.
+    assert any(codes), output
     assert re.search(fault.error, output), output
     file = folders[name] / fault.named_file
     [line] = [number for number, text in enumerate(file.read_text().splitlines(), 1) if fault.named_line in text]
