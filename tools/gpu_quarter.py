@@ -60,7 +60,7 @@ LARGEST_LOG_BYTES = 4 << 20
 
 @dataclass
 class Earlier:
-    """What earlier calls have measured: the final status of items, their seconds, and the lines of numbers."""
+    """Results of earlier calls: the final status of items, the seconds of the calls, and the lines of numbers."""
 
     statuses: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
@@ -221,7 +221,7 @@ class Quarter:
         return {
             # Without bytecode files each start compiles the sources of torch and vLLM anew.
             **{name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"},
-            report.LINES: str(lines_file),
+            report.LINES_VARIABLE: str(lines_file),
             "TMPDIR": str(self._temporary),
             "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
             "PYTHONUNBUFFERED": "1",

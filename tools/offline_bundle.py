@@ -122,7 +122,7 @@ unset megarl_site
 
 @dataclasses.dataclass(frozen=True)
 class Host:
-    """What the bundle is made for. `packages` maps names that the host has to versions, None where unknown."""
+    """The host that a bundle is for. `packages` maps the names of its packages to versions, None where unknown."""
 
     architecture: str
     torch: str
@@ -132,7 +132,7 @@ class Host:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What a package adds to a bundle. `packed` is exact to about 1 MiB: the compressor reads ahead."""
+    """A package of a bundle, with its bytes. `packed` is exact to about 1 MiB: the compressor reads ahead."""
 
     package: str
     version: str

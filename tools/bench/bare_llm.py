@@ -1,7 +1,7 @@
 """`vllm.LLM` with its defaults in a process of its own, which another program gives requests: `BareLlm`.
 
-The process is told its settings as JSON, and has a socket. Each line of JSON that it receives is a round: requests with
-prompt and seed, and the sampling that all share. It answers with the seconds and the tokens of each completion.
+The process gets its settings as JSON, and a socket. Each line of JSON that it receives is a round: requests with prompt
+and seed, and the sampling that all share. It answers with the seconds, and the number of tokens of each completion.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class BareLlm:
     """The process, as a context. `settings` are arguments of `vllm.LLM`."""
 
     def __init__(self, model: Path, settings: dict[str, Any], log: Path, *, is_cpu: bool) -> None:
-        given = json.dumps({"model": str(model), "is_cpu": is_cpu, **settings})
+        arguments = json.dumps({"model": str(model), "is_cpu": is_cpu, **settings})
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
         # torch looks for a GPU when megarl is imported, and then CUDA cannot be used in a forked process.
         environment["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
         # A thread limit or a single connection is for ranks of megarl, not for vLLM by itself.
         environment.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
         self._process = SupervisedProcess(
-            [sys.executable, str(Path(__file__).resolve()), given],
+            [sys.executable, str(Path(__file__).resolve()), arguments],
             environment=environment,
             log_file=str(log),
             has_connection=True,
@@ -97,14 +97,14 @@ def serve(settings: dict[str, Any], connection: socket.socket) -> None:
 
     answer({"start_seconds": time.perf_counter() - started})
     for line in file:
-        told = json.loads(line)
-        fields = told["sampling"]
+        message = json.loads(line)
+        fields = message["sampling"]
         fields |= {"stop": tuple(fields["stop"]), "stop_token_ids": tuple(fields["stop_token_ids"])}
         sampling = SamplingSettings(**fields)
-        prompts = [{"prompt_token_ids": request["prompt"]} for request in told["requests"]]
+        prompts = [{"prompt_token_ids": request["prompt"]} for request in message["requests"]]
         params = [
             sampling_params(Request(str(number), np.array(request["prompt"], np.int32), sampling, request["seed"]))
-            for number, request in enumerate(told["requests"])
+            for number, request in enumerate(message["requests"])
         ]
         llm.reset_prefix_cache()
         began = time.perf_counter()

@@ -16,7 +16,7 @@ QUERIES = {
     "power_watts": "power.draw",
     "temperature_celsius": "temperature.gpu",
 }
-"""What nvidia-smi is asked, by the name of the result. Busy is the percentage of time in which a kernel ran."""
+"""Fields of nvidia-smi by the names of the samples. `gpu_busy` is the percentage of time in which a kernel ran."""
 PERIOD_MILLISECONDS = 250
 
 

@@ -1,8 +1,8 @@
 """The part of a program that measures items of a list for `tools/gpu_quarter.py`.
 
-The program is told its items with the seconds that each usually takes. It writes the begin, the numbers and the end of
-each item as JSON lines to the file that `LINES` names, which `gpu_quarter.py` follows. An item that fails does not end
-the program, unless CUDA is unusable afterwards.
+`--items` names the program's items, with the seconds that each usually takes. The program writes the begin, the numbers
+and the end of each item as JSON lines to a file that `gpu_quarter.py` follows; the environment variable
+MEGARL_BENCH_LINES has its path. An item that fails does not end the program, unless CUDA is unusable afterwards.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What every benchmark prints: one JSON object a line, with its target, its spread, the machine and the versions."""
+"""The lines of benchmarks: a JSON object each, with its target, its spread, the machine and the versions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-LINES = "MEGARL_BENCH_LINES"
+LINES_VARIABLE = "MEGARL_BENCH_LINES"
 """Environment variable with the path of a file to which `print_line` appends too, for a program that follows it."""
 _COMPARISONS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt, "==": operator.eq}
 
@@ -57,7 +57,7 @@ def print_line(line: Mapping[str, Any]) -> None:
     """To standard output, at once: a benchmark that fails later has still said this much."""
     text = json.dumps(line)
     print(text, flush=True)
-    if path := os.environ.get(LINES):
+    if path := os.environ.get(LINES_VARIABLE):
         with open(path, "a", encoding="utf-8") as file:
             file.write(f"{text}\n")
 
