@@ -75,7 +75,7 @@ def print_account(account: Account) -> None:
         console.print(f"{account.too_long} records are too long and never drawn", style="dim")
 
 
-def print_sizes(recipe: Recipe, layout: ParallelConfig, records: dict[str, int], dropped: Mapping[str, int]) -> None:
+def print_sizes(recipe: Recipe, parallel: ParallelConfig, records: dict[str, int], dropped: Mapping[str, int]) -> None:
     """Print the sizes following from a recipe, the recognised data formats, and the training settings."""
     from rich.table import Table
 
@@ -91,21 +91,21 @@ def print_sizes(recipe: Recipe, layout: ParallelConfig, records: dict[str, int],
     nodes, size = recipe.cluster.nodes, recipe.cluster.ranks_per_node
     engines = recipe.cluster.groups.engines or recipe.cluster
     parts = (
-        ("trainer.tp", layout.tp, nodes, size),
-        ("rollout.tp", layout.rollout_tp, engines.nodes, engines.ranks_per_node),
+        ("trainer.tp", parallel.tp, nodes, size),
+        ("rollout.tp", parallel.rollout_tp, engines.nodes, engines.ranks_per_node),
     )
     # A tensor-parallel group crosses nodes if a node's ranks are not a multiple of its size.
     spread = [f"{field} {tp}" for field, tp, nodes, size in parts if nodes > 1 and size % tp]
     rows = {
         "model": f"{recipe.model.path}, {recipe.model.dtype}",
-        "ranks": str(layout),
+        "ranks": str(parallel),
         "nodes": f"{_nodes_named(recipe)}, launcher {recipe.cluster.launcher}"
         + (f"; tensor-parallel groups cross nodes, which is slow: {', '.join(spread)}" if spread else ""),
         "data": ", ".join(f"{name} {count}" for name, count in records.items()),
         "format": "; ".join(dict.fromkeys(recognised_formats(recipe).values())) or "made by the environment",
         "steps": f"{settings.steps}, {_epochs(recipe, records)} epochs",
         "sequences": f"{per_step} a step, {per_step // updates} an update, "
-        f"{per_step // updates // layout.dp} an update and data-parallel rank",
+        f"{per_step // updates // parallel.dp} an update and data-parallel rank",
         "updates": f"{epochs * updates} a step{passes}, {settings.steps * epochs * updates} in all",
         "microbatch": f"at most {recipe.trainer.max_tokens_per_microbatch} tokens",
         **overview(recipe),
@@ -288,7 +288,7 @@ def print_layers(found: Examination) -> None:
     console.print(table, *found.notes, found.text, sep="\n")
 
 
-def print_plan(recipe: Recipe, layout: ParallelConfig, counted: dict[str, Any], *, is_assumed: bool) -> None:
+def print_plan(recipe: Recipe, parallel: ParallelConfig, counted: dict[str, Any], *, is_assumed: bool) -> None:
     """Print how many bytes a reshard moves, and its time on a GPU. `is_assumed`: the kind of GPU is unknown."""
     from rich.table import Table
 
@@ -312,7 +312,7 @@ def print_plan(recipe: Recipe, layout: ParallelConfig, counted: dict[str, Any], 
     console = Console(soft_wrap=True, highlight=False)
     # The times are lower bounds given by the hardware, so the kind of GPU must be visible.
     gpu = counted["gpu"].upper() + " (assumed)" * is_assumed
-    console.print(f"ranks: {layout}; nodes: {_nodes_named(recipe)}")
+    console.print(f"ranks: {parallel}; nodes: {_nodes_named(recipe)}")
     console.print(table)
     console.print(
         f"bytes moved / minimum: {reshard['ratio_to_lower_bound']:.2f}; {reshard['buckets']} buckets, "

@@ -48,7 +48,7 @@ def weighed(vocab_size: int) -> TokenBatch:
 
 
 def model_shard(
-    folder: str, layout: ParallelConfig, dtype: str, trainer: Mapping[str, Any] | None = None, **settings: Any
+    folder: str, parallel: ParallelConfig, dtype: str, trainer: Mapping[str, Any] | None = None, **settings: Any
 ) -> ModelShard:
     """Return this rank's shard of a trainer's model with the weights of a folder.
 
@@ -64,15 +64,15 @@ def model_shard(
     recipe = invariance.recipe_of(Path(folder), trainer or {})
     recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"dtype": dtype})})
     shape = read_model_shape(folder)
-    pieces = megatron_layouts(shape, layout, padded_vocab_size=padded_vocab_size(shape.vocab_size, layout.tp))
+    pieces = megatron_layouts(shape, parallel, padded_vocab_size=padded_vocab_size(shape.vocab_size, parallel.tp))
     return ModelShard(
-        recipe, layout, shape, lambda tensors: safetensors.load(folder, pieces[dist.get_rank()], tensors), **settings
+        recipe, parallel, shape, lambda tensors: safetensors.load(folder, pieces[dist.get_rank()], tensors), **settings
     )
 
 
-def logprobs(folder: str, layout: ParallelConfig, dtype: str, in_one_row: bool) -> list[np.ndarray] | None:
+def logprobs(folder: str, parallel: ParallelConfig, dtype: str, in_one_row: bool) -> list[np.ndarray] | None:
     """Return a trainer's log-probs of each sequence, or a critic's values before each token, on reporting ranks."""
-    model = model_shard(folder, layout, dtype)
+    model = model_shard(folder, parallel, dtype)
     own = sequences(model.shape.vocab_size)
     rows = [TokenBatch.from_sequences(own)] if in_one_row else [TokenBatch.from_sequences([one]) for one in own]
     found = model.forward(rows)
@@ -167,7 +167,7 @@ def tensors_in(folder: str | Path) -> dict[str, Any]:
     }
 
 
-def train_and_export(folder: str, layout: ParallelConfig, out: str, has_value_head: bool) -> dict[str, Any]:
+def train_and_export(folder: str, parallel: ParallelConfig, out: str, has_value_head: bool) -> dict[str, Any]:
     """Return what a rank computes and holds around a step of one of `sequences`' losses, and export the result.
 
     `before` and `after` are log-probs (or values) of each sequence, `gradient` and `tensors` parts of whole tensors.
@@ -186,7 +186,7 @@ def train_and_export(folder: str, layout: ParallelConfig, out: str, has_value_he
     recipe = invariance.recipe_of(Path(folder), {})
     # Weights that move further give log-probs so low that float32 rounds them to more than the limit.
     recipe = recipe.model_copy(update={"optimizer": recipe.optimizer.model_copy(update={"learning_rate": 5.0})})
-    engine, _, pieces = invariance.build(recipe, layout, has_value_head)
+    engine, _, pieces = invariance.build(recipe, parallel, has_value_head)
     objective = critic_objective(CriticConfig(clip=None)) if has_value_head else supervised
     engine.role = replace(engine.role, objective=objective)
     shape = engine.shape
@@ -196,7 +196,7 @@ def train_and_export(folder: str, layout: ParallelConfig, out: str, has_value_he
     trained = [piece for piece in pieces if piece.storage in engine.parameters]
     # Megatron gives its parameters this attribute.
     gradients: dict[str, Any] = {name: value.main_grad for name, value in engine.parameters.items()}
-    layouts = megatron_layouts(shape, layout, padded_vocab_size=padded_vocab_size(shape.vocab_size, layout.tp))
+    layouts = megatron_layouts(shape, parallel, padded_vocab_size=padded_vocab_size(shape.vocab_size, parallel.tp))
     safetensors.export(
         out, folder, shape, layouts, dist.get_rank(), engine.tensors, dtype=torch.float32, bucket_bytes=1 << 20
     )
@@ -257,7 +257,7 @@ def sample(folder: str) -> tuple[list[TrainingSequence], list[np.ndarray]]:
 
 
 def replay(
-    folder: str, layout: ParallelConfig, sampled: list[TrainingSequence], experts: list[np.ndarray] | None
+    folder: str, parallel: ParallelConfig, sampled: list[TrainingSequence], experts: list[np.ndarray] | None
 ) -> tuple[list[np.ndarray] | None, dict[int, np.ndarray]]:
     """Return log-probs of each sequence with these experts, or without the router's own, with its choices recorded.
 
@@ -273,15 +273,15 @@ def replay(
 
     recipe = invariance.recipe_of(Path(folder), {"router_replay": True})
     RouterReplay.clear_global_router_replay_instances()
-    engine, _, _ = invariance.build(recipe, layout, False)
+    engine, _, _ = invariance.build(recipe, parallel, False)
     batch = TokenBatch.from_sequences(sampled)
     if experts is None:
         RouterReplay.set_global_router_replay_action(RouterReplayAction.RECORD)
     else:
         # The first rank sampled all; the others count the same handles.
-        held = StoredExperts(0, layout.world_size)
+        held = StoredExperts(0, parallel.world_size)
         batch = replace(batch, experts=np.array([held.keep(chosen) for chosen in experts]))
-        held = StoredExperts(dist.get_rank(), layout.world_size) if dist.get_rank() else held
+        held = StoredExperts(dist.get_rank(), parallel.world_size) if dist.get_rank() else held
         engine.feeds.append(make_route_feed(held, engine))
     found = engine.forward([batch])
     recorded = [router.get_recorded_indices() for router in RouterReplay.global_router_replay_instances]

@@ -192,8 +192,8 @@ def train(
             check_disk(written)
             loaded = with_memory_defaults(written, is_start=True)
         with contextlib.nullcontext() if dry_run else _ranks_importing(loaded):
-            layout, records, dropped, kept = checked(loaded, display, is_start=not dry_run)
-            print_sizes(loaded, layout, records, dropped)
+            parallel, records, dropped, kept = checked(loaded, display, is_start=not dry_run)
+            print_sizes(loaded, parallel, records, dropped)
             if defaults := list(memory_defaults(written, loaded)):
                 print_lines(defaults)
             if dry_run:
@@ -201,7 +201,7 @@ def train(
             # torch takes seconds to import, so the terminal shows a phase for it.
             with display.phase("loading libraries"), display.live():
                 from megarl.loops.run import run
-    asyncio.run(run(loaded, layout, resume=resume, restart=restart, kept=kept, display=display))
+    asyncio.run(run(loaded, parallel, resume=resume, restart=restart, kept=kept, display=display))
 
 
 @app.command("fork", cls=RecipeCommand)
@@ -403,20 +403,20 @@ def plan(
     from megarl.reshard.cost_model import forecast
 
     loaded = with_notices_shown(load(recipe, overrides or ()))
-    shape, layout = check_plan(loaded)
+    shape, parallel = check_plan(loaded)
     as_written, loaded = loaded, with_memory_defaults(loaded)
-    memory = table_of(loaded, layout)
-    found, kind = verdict_of(loaded, layout, memory), gpu_kind(loaded)
+    memory = table_of(loaded, parallel)
+    found, kind = verdict_of(loaded, parallel, memory), gpu_kind(loaded)
     if not as_json:
         print_memory(loaded, memory)
         if explain:
             print_terms(loaded, memory)
         if defaults := list(memory_defaults(as_written, with_chunk_tokens(loaded))):
             print_lines(defaults)
-    layout = aligned(loaded, shape, layout)
+    parallel = aligned(loaded, shape, parallel)
     counted = forecast(
         shape,
-        layout,
+        parallel,
         ranks_per_node=loaded.cluster.ranks_per_node,
         engine_ranks_per_node=engines.ranks_per_node if (engines := loaded.cluster.groups.engines) else None,
         itemsize=2 if loaded.model.dtype == "bfloat16" else 4,
@@ -428,16 +428,16 @@ def plan(
     if as_json:
         head = {"recipe": loaded.name, "model": loaded.model.path, **found.as_json()}
         head["kv_cache_gib"] = loaded.rollout.kv_cache_gib if memory.cache else None
-        head["notices"] = [*not_downloaded(loaded), *small_cache(loaded, layout, memory), *slower_layout(loaded)]
+        head["notices"] = [*not_downloaded(loaded), *small_cache(loaded, parallel, memory), *slower_layout(loaded)]
         if explain:
             head["terms"] = [asdict(term) for term in explained(memory)]
         print(json.dumps({**head, "memory": memory.as_json(), **counted}))
     else:
-        print_plan(loaded, layout, counted, is_assumed=kind is None)
+        print_plan(loaded, parallel, counted, is_assumed=kind is None)
         print_lines(
             [
                 *not_downloaded(loaded),
-                *(f"warning: {text}" for text in (*small_cache(loaded, layout, memory), *slower_layout(loaded))),
+                *(f"warning: {text}" for text in (*small_cache(loaded, parallel, memory), *slower_layout(loaded))),
                 *found.lines,
             ]
         )

@@ -37,14 +37,14 @@ def checked(
     dropped: Dropped = Counter()
     kept: Kept = {}
     with checking(display):
-        layout = check(recipe, is_start=is_start)
+        parallel = check(recipe, is_start=is_start)
         records = count_records(recipe, dropped, kept)
         check_rewards(recipe, is_start=is_start)
     # On stderr, so that stdout stays the command's result. Texts of a recipe are not rich markup.
     console = Terminal(stderr=True, soft_wrap=True, highlight=False, markup=False)
-    for text in resource_warnings(recipe, layout):
+    for text in resource_warnings(recipe, parallel):
         console.print(f"warning: {text}", style="yellow")
-    return layout, records, dropped, kept
+    return parallel, records, dropped, kept
 
 
 def with_notices_shown(recipe: Recipe) -> Recipe:

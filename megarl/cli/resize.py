@@ -58,9 +58,9 @@ def resize(
     before = load(run / "config.yaml", ())
     values = _sizes(run / "config.yaml", (), overrides)
     # Only the run knows its present sizes: after the loss of ranks they are not those of config.yaml.
-    _, layout = resized(before, values)
+    _, parallel = resized(before, values)
     request(run, values)
-    print_lines([f"{run}: changes to {layout} after its current step"])
+    print_lines([f"{run}: changes to {parallel} after its current step"])
 
 
 def _sizes(recipe: Path | str, before: Sequence[str], overrides: Sequence[str]) -> dict[str, Any]:
@@ -91,8 +91,8 @@ def plan_resize(recipe: Path | str, overrides: Sequence[str], before: str, after
     new = with_sizes(old, _sizes(recipe, first, after.split()))
     layouts = []
     for one in (old, new):
-        shape, layout = check_plan(one)
-        layouts.append(aligned(one, shape, layout))
+        shape, parallel = check_plan(one)
+        layouts.append(aligned(one, shape, parallel))
     shape = trained_shape(old, shape)
     settings = StateSettings(
         2 if old.model.dtype == "bfloat16" else 4,

@@ -68,7 +68,7 @@ class RankModel:
     """
 
     group: WorkerGroup
-    layout: ParallelConfig
+    parallel: ParallelConfig
     max_tokens_per_microbatch: int
     """Maximum number of tokens in a row (a packed microbatch)."""
     max_tokens_per_forward: int | None = None
@@ -181,7 +181,7 @@ class RankModel:
         row = batch.select(sequences)
         savings = self.packing.arrange(
             row,
-            sequence_multiple=self.layout.sequence_multiple,
+            sequence_multiple=self.parallel.sequence_multiple,
             capacity=capacity,
             attention_ratio=self.attention_ratio,
         )
@@ -203,7 +203,7 @@ class RankModel:
 
         After padding, every rank has the same number of rows, none of them empty.
         """
-        unit = self.layout.dp * self.layout.rows_multiple * self.together
+        unit = self.parallel.dp * self.parallel.rows_multiple * self.together
         missing = -num_sequences % unit
         everything = np.arange(num_sequences)
         return np.concatenate([everything, np.tile(everything[-self.together :], missing // self.together)])
@@ -229,12 +229,12 @@ class RankModel:
         `together` is the number of consecutive sequences that must share a row, or one number per group. `max_tokens`
         limits the tokens of a row; None: `max_tokens_per_microbatch`.
         """
-        layout = self.layout
+        parallel = self.parallel
         settings: dict[str, Any] = {
             "max_tokens": self._capacity(max_tokens),
-            "num_ranks": layout.dp,
-            "multiple": layout.sequence_multiple,
-            "rows_multiple": layout.rows_multiple,
+            "num_ranks": parallel.dp,
+            "multiple": parallel.sequence_multiple,
+            "rows_multiple": parallel.rows_multiple,
             "attention_ratio": self.attention_ratio,
             "together": together,
         }
@@ -249,18 +249,18 @@ class RankModel:
 
     def by_rank(self, per_replica: Sequence[Sequence[TokenBatch]]) -> list[Sequence[TokenBatch] | None]:
         """Return one argument per rank: the replica's rows for its first rank, None for the others."""
-        per_rank: list[Sequence[TokenBatch] | None] = [None] * self.layout.world_size
+        per_rank: list[Sequence[TokenBatch] | None] = [None] * self.parallel.world_size
         for replica, rows in enumerate(per_replica):
-            per_rank[self.layout.replica_ranks(replica)[0]] = rows
+            per_rank[self.parallel.replica_ranks(replica)[0]] = rows
         return per_rank
 
     def _reporting_ranks(self) -> list[list[int]]:
         """Return, for each data-parallel replica, the ranks returning its results, in the order of context-parallel
         ranks.
         """
-        layout = self.layout
+        parallel = self.parallel
         return [
             # The last pipeline stage has the outputs; its tensor-parallel ranks all have the same ones.
-            [layout.rank(tp=0, cp=part, dp=replica, pp=layout.pp - 1) for part in range(layout.cp)]
-            for replica in range(layout.dp)
+            [parallel.rank(tp=0, cp=part, dp=replica, pp=parallel.pp - 1) for part in range(parallel.cp)]
+            for replica in range(parallel.dp)
         ]

@@ -86,16 +86,16 @@ def has_logit_kernels(recipe: Recipe, *, is_gpu: bool) -> bool:
     return is_gpu and not is_truncated and not is_whole
 
 
-def logprob_chunk_tokens(recipe: Recipe, shape: ModelShape, layout: ParallelConfig, *, is_gpu: bool) -> int:
+def logprob_chunk_tokens(recipe: Recipe, shape: ModelShape, parallel: ParallelConfig, *, is_gpu: bool) -> int:
     """Return the recipe's chunk of tokens for a model, or the chosen one if the recipe leaves it out."""
     if (given := recipe.trainer.logprob_chunk_tokens) is not None:
         return given
     if not is_gpu:
         return CPU_CHUNK_TOKENS
     return chosen_chunk_tokens(
-        num_tokens=max(1, recipe.trainer.max_tokens_per_microbatch // layout.cp),
+        num_tokens=max(1, recipe.trainer.max_tokens_per_microbatch // parallel.cp),
         hidden_size=shape.hidden_size,
-        vocabulary_rows=padded_vocab_size(shape.vocab_size, layout.tp) // layout.tp,
+        vocabulary_rows=padded_vocab_size(shape.vocab_size, parallel.tp) // parallel.tp,
         itemsize=2 if recipe.model.dtype == "bfloat16" else 4,
         has_kernels=has_logit_kernels(recipe, is_gpu=is_gpu),
     )

@@ -182,7 +182,7 @@ SMALLEST: Mapping[str, Any] = {f"trainer.{axis}": 1 for axis in ("tp", "pp", "cp
 
 
 def _batches(recipe: Recipe) -> Iterator[str]:
-    return sizes.batches(recipe, sizes.layout_of(recipe).dp)
+    return sizes.batches(recipe, sizes.parallel_of(recipe).dp)
 
 
 WHOLE_EXPERTS = "enable_expert_parallel"

@@ -95,9 +95,9 @@ class _Group:
     """Rows whose activations were predicted."""
 
     @cached_property
-    def layout(self) -> ParallelConfig:
+    def parallel(self) -> ParallelConfig:
         """Return the parallel sizes of the recipe itself on this placement."""
-        return sizes.layout_of(self.placed)
+        return sizes.parallel_of(self.placed)
 
     @cached_property
     def rows_of(self) -> dict[TrainerSizes, list[int]]:
@@ -345,18 +345,18 @@ class LayoutSearch:
         """
         group.examined.add(number)
         row = group.rows[number]
-        layout = replace(group.layout, **row.trainer.by_axis)
+        parallel = replace(group.parallel, **row.trainer.by_axis)
         settings = replace(
             group.settings,
             row_tokens=row.row_tokens,
-            sequence_parallel=layout.tp > 1 and self.recipe.trainer.sequence_parallel is not False,
+            sequence_parallel=parallel.tp > 1 and self.recipe.trainer.sequence_parallel is not False,
             recomputes_layers=row.recomputation.recompute == "full",
             recomputed=frozenset(row.recomputation.modules if row.recomputation.recompute == "selective" else ()),
         )
         layers = self.shape.num_layers
         # The first stage has the mean number of layers, rounded down.
-        share = layers // layout.pp * layout.pp / layers
-        saved = activations.stage_bytes(self.shape, layout, 0, settings)
+        share = layers // parallel.pp * parallel.pp / layers
+        saved = activations.stage_bytes(self.shape, parallel, 0, settings)
         if share * group.states[number] + saved + CONTEXT_BYTES <= (self.gpus.trainer - MARGIN_GIB) * _GIB:
             return False
         as_full = group.at_least_as_full(row)
@@ -452,8 +452,8 @@ class LayoutSearch:
             "rollout.kv_cache_gib": least,
         }
         recipe = with_field_values(group.placed, values)
-        layout = sizes.layout_of(recipe)
-        models, stages = self._models_on(layout), _fullest_stages(layout)
+        parallel = sizes.parallel_of(recipe)
+        models, stages = self._models_on(parallel), _fullest_stages(parallel)
         table = memory_table(recipe, models, GPU, gpu_gib=self.gpus.engine, stages=stages)
         # The margin for wrong guesses holds for all phases, as it does for the default KV cache.
         limit = replace(self.gpus, trainer=self.gpus.trainer - MARGIN_GIB, engine=self.gpus.engine - MARGIN_GIB)
@@ -499,16 +499,16 @@ class LayoutSearch:
             kv_cache_gib=cache,
         )
 
-    def _models_on(self, layout: ParallelConfig) -> Models:
+    def _models_on(self, parallel: ParallelConfig) -> Models:
         """Return the run's models with these parallel sizes. Teachers keep their own."""
 
         def placed(built: Built | None) -> Built | None:
-            return None if built is None else Built(built.shape, layout)
+            return None if built is None else Built(built.shape, parallel)
 
         policy = placed(self.models.policy)
         assert policy is not None
         frozen = {
-            name: built if name in self.recipe.teachers else Built(built.shape, layout)
+            name: built if name in self.recipe.teachers else Built(built.shape, parallel)
             for name, built in self.models.frozen.items()
         }
         return Models(policy, placed(self.models.critic), frozen)
@@ -525,12 +525,12 @@ class LayoutSearch:
         return math.ceil(needed / _GIB * 100) / 100
 
 
-def _fullest_stages(layout: ParallelConfig) -> list[int]:
+def _fullest_stages(parallel: ParallelConfig) -> list[int]:
     """Return the pipeline stages of which one needs most memory: the first, the second, and the last.
 
     Later stages have fewer rows in flight than the second, and not more layers.
     """
-    return sorted({0, min(1, layout.pp - 1), layout.pp - 1})
+    return sorted({0, min(1, parallel.pp - 1), parallel.pp - 1})
 
 
 def search_of(
@@ -565,7 +565,7 @@ def search_of(
         )
     return LayoutSearch(
         recipe=recipe,
-        models=models_of(recipe, sizes.layout_of(recipe)),
+        models=models_of(recipe, sizes.parallel_of(recipe)),
         gpus=gpus,
         speeds=GPUS[kind],
         engine_speeds=GPUS[own],

@@ -38,8 +38,8 @@ class Verdict(NamedTuple):
 class Canary:
     """Computes the canary before the updates of every n-th step. A wrong result ends the run and excludes the node."""
 
-    def __init__(self, recipe: Recipe, layout: ParallelConfig, ranks: RunRanks, folder: RunFolder) -> None:
-        self._every, self._layout, self._ranks, self._folder = recipe.weights.canary_every, layout, ranks, folder
+    def __init__(self, recipe: Recipe, parallel: ParallelConfig, ranks: RunRanks, folder: RunFolder) -> None:
+        self._every, self._parallel, self._ranks, self._folder = recipe.weights.canary_every, parallel, ranks, folder
         self._last_step = folder.resumed_step
         """The newest step before which the canary was right; until then, the step of the resumed checkpoint."""
 
@@ -48,7 +48,7 @@ class Canary:
         if not self._every or step % self._every:
             return {}
         reports: list[CanaryReport] = await self._ranks.trainers.call("weight_checks.compute_canary")
-        verdict = judge(reports, self._layout)
+        verdict = judge(reports, self._parallel)
         if verdict is not None:
             raise self._error(verdict, step)
         self._last_step = step
@@ -78,7 +78,7 @@ class Canary:
         return "No node is excluded: both repeat their own result, and two replicas have no majority"
 
 
-def judge(reports: Sequence[CanaryReport], layout: ParallelConfig) -> Verdict | None:
+def judge(reports: Sequence[CanaryReport], parallel: ParallelConfig) -> Verdict | None:
     """Return the ranks with wrong results, from the reports of all trainer ranks; None if all agree.
 
     A rank that does not repeat its own result is wrong. Otherwise ranks with the same part of the model compare their
@@ -90,9 +90,9 @@ def judge(reports: Sequence[CanaryReport], layout: ParallelConfig) -> Verdict | 
         first = min(unstable.values())
         ranks = tuple(rank for rank, (place, _) in unstable.items() if place == first[0])
         return Verdict(ranks, first[1], is_unstable=True, is_decided=True)
-    if layout.ep > 1:
+    if parallel.ep > 1:
         return None
-    found = [difference for group in _replicas(layout) if (difference := _first_between(reports, group)) is not None]
+    found = [difference for group in _replicas(parallel) if (difference := _first_between(reports, group)) is not None]
     if not found:
         return None
     place, name = min((place, name) for place, name, _, _ in found)
@@ -109,11 +109,11 @@ def _first_repeated(report: CanaryReport) -> tuple[Place, str] | None:
     return None
 
 
-def _replicas(layout: ParallelConfig) -> Iterator[list[int]]:
+def _replicas(parallel: ParallelConfig) -> Iterator[list[int]]:
     """Yield the ranks with the same part of the model, one of each data-parallel replica."""
     groups: Mapping[tuple[int, int, int], list[int]] = defaultdict(list)
-    for rank in range(layout.world_size):
-        at = layout.coordinates(rank)
+    for rank in range(parallel.world_size):
+        at = parallel.coordinates(rank)
         groups[at.tp, at.pp, at.cp].append(rank)
     yield from groups.values()
 

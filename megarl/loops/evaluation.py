@@ -60,13 +60,13 @@ _OUT_EXISTS = "--out {}: already exists; give a new folder, or leave it out"
 class Evaluation:
     """An evaluation with checked inputs, ready to run.
 
-    `recipe` has the model folder as its model. `layout` has the engines' parallel sizes. `sets` names the validation
+    `recipe` has the model folder as its model. `parallel` has the engines' parallel sizes. `sets` names the validation
     sets. Results go to `folder`.
     """
 
     model: Path
     recipe: Recipe
-    layout: ParallelConfig
+    parallel: ParallelConfig
     sets: frozenset[str]
     folder: Path
 
@@ -133,10 +133,10 @@ def prepare(
     # Critics, reward models and teachers do not start here.
     download_missing(loaded, notify, with_models=False)
     loaded = with_memory_defaults(loaded, is_start=True, is_trained=False)
-    layout = _checked(loaded)
+    parallel = _checked(loaded)
     home = model if (model / "config.yaml").is_file() else Path()
     written = _made(out, home / "evaluations" / f"{folder.absolute().name}_{loaded.name}")
-    return Evaluation(folder, loaded, layout, frozenset(sets or known), written)
+    return Evaluation(folder, loaded, parallel, frozenset(sets or known), written)
 
 
 def _without_training_data(data: DataConfig) -> DataConfig:
@@ -154,15 +154,15 @@ def _without_training_data(data: DataConfig) -> DataConfig:
 
 def _checked(recipe: Recipe) -> ParallelConfig:
     """Return the parallel sizes of the engines. Raises ConfigError for a recipe that cannot be evaluated."""
-    layout = check(recipe, is_trained=False)
+    parallel = check(recipe, is_trained=False)
     check_rewards(recipe)
-    if not layout.is_separate:
-        return layout
+    if not parallel.is_separate:
+        return parallel
     # Nothing trains here, so the engines get all ranks.
-    world, tp = layout.num_ranks, layout.rollout_tp
+    world, tp = parallel.num_ranks, parallel.rollout_tp
     if world % tp:
         raise ConfigError(f"rollout.tp = {tp}: does not divide the {world} ranks; an evaluation samples on all of them")
-    return ParallelConfig(tp=1, pp=1, dp=world, rollout_tp=tp, rollout_ep=layout.rollout_ep)
+    return ParallelConfig(tp=1, pp=1, dp=world, rollout_tp=tp, rollout_ep=parallel.rollout_ep)
 
 
 def _made(out: Path | None, wanted: Path) -> Path:
@@ -237,7 +237,7 @@ async def _sources(evaluation: Evaluation, tokenizer: Tokenizer, stack: AsyncExi
     }
     await ranks.construct("megarl.serving.local_model:EngineRank", engines)
     rewards = start_rewards(recipe, stack, logs, screen.notice)
-    pool = EnginePool(ranks, evaluation.layout, max_running=2 * recipe.rollout.max_concurrent_requests)
+    pool = EnginePool(ranks, evaluation.parallel, max_running=2 * recipe.rollout.max_concurrent_requests)
     data: dict[str, Data] = {
         source: ((), {name: found for name, found in sets.items() if name in evaluation.sets})
         for source, sets in heldout.items()

@@ -19,7 +19,7 @@ from megarl.families.shape import ModelShape, read_model_shape
 from megarl.files.import_path import function_of
 from megarl.platform import transformer_engine
 from megarl.platform.spans import span
-from megarl.preflight import layout_of, row_multiple
+from megarl.preflight import parallel_of, row_multiple
 from megarl.rollout.state import RLState
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.spikes import SpikeDetector
@@ -45,7 +45,7 @@ def trained_shape(recipe: Recipe, shape: ModelShape) -> ModelShape:
 
 
 def models_of(
-    recipe: Recipe, layout: ParallelConfig, ranks: WorkerGroup, spikes: SpikeDetector | None = None
+    recipe: Recipe, parallel: ParallelConfig, ranks: WorkerGroup, spikes: SpikeDetector | None = None
 ) -> dict[str, RankModel]:
     """Return the recipe's models by name: `policy`, `reference`, `critic`, `reward_model`, `teacher0` and so on.
 
@@ -54,7 +54,7 @@ def models_of(
     shape = _shape_of(recipe, recipe.model.folder)
     policy = RankModel(
         ranks,
-        layout,
+        parallel,
         max_tokens_per_microbatch=recipe.trainer.max_tokens_per_microbatch,
         max_tokens_per_forward=recipe.trainer.max_tokens_per_forward,
         row_multiple=row_multiple(recipe),
@@ -71,7 +71,7 @@ def models_of(
     teacher = TeacherRankModel(**{item.name: getattr(policy, item.name) for item in fields(policy)})
     if recipe.distillation.sizes:
         own = recipe.for_teachers
-        teacher = replace(teacher, layout=layout_of(own), row_multiple=row_multiple(own))
+        teacher = replace(teacher, parallel=parallel_of(own), row_multiple=row_multiple(own))
     for name, folder in recipe.teachers.items():
         models[name] = replace(teacher, name=name, shape=_shape_of(recipe, folder))
     if recipe.has_advantages:

@@ -50,8 +50,8 @@ METRICS = {
 class RankProcesses:
     """All rank processes of a run. After the loss of a trainer rank, `recover` starts only the missing ones."""
 
-    def __init__(self, recipe: Recipe, layout: ParallelConfig) -> None:
-        self.recipe, self.layout = recipe, layout
+    def __init__(self, recipe: Recipe, parallel: ParallelConfig) -> None:
+        self.recipe, self.parallel = recipe, parallel
         """The recipe and the layout of the next attempt. A resize changes their parallel sizes."""
         self._ranks: RunRanks | None = None
         self._folder = PrivateFolder()
@@ -96,9 +96,9 @@ class RankProcesses:
             self._ranks = await start_ranks(
                 cluster,
                 log_folder,
-                self.layout.replica_sizes,
+                self.parallel.replica_sizes,
                 avoided_nodes=avoided_nodes,
-                trainer=self.layout,
+                trainer=self.parallel,
             )
             self._avoided_nodes = avoided_nodes
             self._engine_kind = next((group.kind for group in self._ranks.replicas), None)
@@ -122,21 +122,21 @@ class RankProcesses:
         sources: Sequence[int | None] = range(lost.world_size)
         then = "the lost ones are replaced"
         if self.recipe.cluster.recover == "shrink":
-            full = self._full or ResizeAskedError(self.recipe, self.layout)
+            full = self._full or ResizeAskedError(self.recipe, self.parallel)
             try:
-                self.recipe, self.layout, chosen = shrunk(self.recipe, self.layout, survivors)
+                self.recipe, self.parallel, chosen = shrunk(self.recipe, self.parallel, survivors)
             except MegarlError as refusal:
                 raise error from refusal
             # On this machine a lost rank means a fault of this machine, and no node can come back.
             self._full = full if self.recipe.cluster.launcher != "local" else None
-            sources, then = chosen, f"the run continues on {len(chosen)} of them: {self.layout}"
+            sources, then = chosen, f"the run continues on {len(chosen)} of them: {self.parallel}"
         notify(f"{error}. {len(survivors)} of {lost.world_size} processes are left; {then}")
         self.copies.forget_begun()
         await self._replace(lost, sources, folder.logs_folder, notify)
         if self._full is not None:
             # Each loss doubles the pause: a node that fails again and again must not cost a restart in every step.
             pause = min(_GROWTH_SECONDS * 2**self.num_recoveries, _MOST_GROWTH_SECONDS)
-            self._search = asyncio.create_task(self._await_nodes(self._full.layout, pause, notify))
+            self._search = asyncio.create_task(self._await_nodes(self._full.parallel, pause, notify))
         self.num_recoveries += 1
 
     async def resize(
@@ -152,24 +152,24 @@ class RankProcesses:
         stop.refuse_recovery(asked, folder.path)
         trainers = self._ranks.trainers
         self._lost_at = time.monotonic()
-        notify(f"resize from {self.layout} to {asked.layout}")
-        self.recipe, self.layout = asked.recipe, asked.layout
+        notify(f"resize from {self.parallel} to {asked.parallel}")
+        self.recipe, self.parallel = asked.recipe, asked.parallel
         await trainers.set_apart()
-        await self._replace(trainers, trainers.arranged(asked.layout.world_size), folder.logs_folder, notify)
+        await self._replace(trainers, trainers.arranged(asked.parallel.world_size), folder.logs_folder, notify)
 
     def growth(self) -> ResizeAskedError | None:
         """Return the change back to the size before losses, if there are nodes for it again; else None."""
         return self._full if self._search is not None and self._search.done() else None
 
-    async def _await_nodes(self, layout: ParallelConfig, pause: float, notify: Callable[[str], object]) -> None:
+    async def _await_nodes(self, parallel: ParallelConfig, pause: float, notify: Callable[[str], object]) -> None:
         """Wait until there are nodes for the ranks of a layout. The first attempt is after `pause` seconds."""
         assert self._ranks is not None
-        count = layout.world_size
+        count = parallel.world_size
         while True:
             await asyncio.sleep(pause)
             try:
                 # In the background of the steps: it takes long to find out that a node is dead.
-                await self._ranks.reserve(count, layout.replica_sizes)
+                await self._ranks.reserve(count, parallel.replica_sizes)
             except MegarlError:
                 pause = _GROWTH_SECONDS
                 continue
@@ -199,18 +199,18 @@ class RankProcesses:
         assert self._ranks is not None
         self._stop_search()
         with leaving_on_signals("stopped while ranks were replaced; start it again with --resume"):
-            kept = self._ranks.kept(self.layout.replica_sizes)
+            kept = self._ranks.kept(self.parallel.replica_sizes)
             # First, because the trainers may need the places of ended replicas.
             await asyncio.gather(*(g.close() for g in self._ranks.replicas if g not in kept.values()))
             group, sources = await self._without_leavers(group, sources, list(kept.values()), log_folder)
-            part = replace(group.part, num_ranks=self.layout.num_ranks)
+            part = replace(group.part, num_ranks=self.parallel.num_ranks)
             trainers = await group.successor(sources, log_folder, part)
             # If a later start fails, these processes must end with the run.
             self._ranks = RunRanks(trainers, list(kept.values()))
             newest = self.copies.newest
             held = await trainers.inherited_steps()
             self._has_copies = newest is not None and _is_complete(held, newest.step)
-            if self.layout.replica_sizes:
+            if self.parallel.replica_sizes:
                 await self._replace_replicas(self._ranks, kept, log_folder, notify)
 
     async def _replace_replicas(
@@ -225,7 +225,9 @@ class RankProcesses:
         A replica may fail to start. Raises its error if no other replica is left.
         """
         errors: list[MegarlError] = []
-        for number, (first_rank, size) in enumerate(zip(self.layout.leaders(), self.layout.replica_sizes, strict=True)):
+        for number, (first_rank, size) in enumerate(
+            zip(self.parallel.leaders(), self.parallel.replica_sizes, strict=True)
+        ):
             part, old = replace(ranks.trainers.part, first_rank=first_rank), kept.get(number)
             try:
                 after = await self._next_replica(ranks, number, size, part, old, log_folder)

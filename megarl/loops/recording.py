@@ -34,8 +34,8 @@ _LAYOUT_FIELDS = ("tp", "pp", "dp", "cp", "vpp", "ep", "etp", "order", "rank_per
 class StepRecorder:
     """Writes records of steps to `records/` in the run folder, as train.record says. `ranks` have the policy."""
 
-    def __init__(self, recipe: Recipe, layout: ParallelConfig, run: Path, policy: RankModel) -> None:
-        self._recipe, self._layout, self._policy = recipe, layout, policy
+    def __init__(self, recipe: Recipe, parallel: ParallelConfig, run: Path, policy: RankModel) -> None:
+        self._recipe, self._parallel, self._policy = recipe, parallel, policy
         self._folder = run / RECORDS
 
     async def write(
@@ -52,7 +52,7 @@ class StepRecorder:
         with span("record"):
             is_complete = self._recipe.train.record == "all"
             record = await make_record(
-                self._policy, self._recipe, self._layout, step, sampled, batch, metrics, is_complete=is_complete
+                self._policy, self._recipe, self._parallel, step, sampled, batch, metrics, is_complete=is_complete
             )
             # A thread: the driver answers other calls while a large record is written.
             num_bytes = await asyncio.to_thread(record.save, self._folder)
@@ -78,7 +78,7 @@ class Sampled:
 async def make_record(
     policy: RankModel,
     recipe: Recipe,
-    layout: ParallelConfig,
+    parallel: ParallelConfig,
     step: int,
     sampled: Sampled,
     batch: RLBatch,
@@ -100,7 +100,7 @@ async def make_record(
     return StepRecord(
         step=step,
         recipe=to_yaml(recipe),
-        layout=layout_values(recipe, layout),
+        layout=layout_values(recipe, parallel),
         kl_coefficient=sampled.kl_coefficient,
         groups=sampled.groups,
         waiting=sampled.waiting,
@@ -112,10 +112,10 @@ async def make_record(
     )
 
 
-def layout_values(recipe: Recipe, layout: ParallelConfig) -> dict[str, Any]:
+def layout_values(recipe: Recipe, parallel: ParallelConfig) -> dict[str, Any]:
     """Return all that decides the trainer's rounding, as JSON values: parallel sizes and the section trainer."""
     # Through JSON, so that they equal those read from a record.
-    sizes = {name: getattr(layout, name) for name in _LAYOUT_FIELDS}
+    sizes = {name: getattr(parallel, name) for name in _LAYOUT_FIELDS}
     return json.loads(
         json.dumps({**sizes, "dtype": recipe.model.dtype, "trainer": recipe.trainer.model_dump(mode="json")})
     )

@@ -82,7 +82,7 @@ class Replay:
 
     run: Path
     recipe: Recipe
-    layout: ParallelConfig
+    parallel: ParallelConfig
     changed: Recipe
     changes: tuple[str, ...]
     checkpoint: Path | None
@@ -153,17 +153,17 @@ def prepare(run: Path, step: int, overrides: Sequence[str] = (), changes: Sequen
         return with_memory_defaults(with_steps(load(file, [*own, *given], is_of_run=True)), is_start=True)
 
     recipe = recipe_with(*overrides)
-    layout = check(recipe)
-    _refuse_another_rounding(step, recorded_layout, recipe, layout)
+    parallel = check(recipe)
+    _refuse_another_rounding(step, recorded_layout, recipe, parallel)
     if not changes:
-        return Replay(run, recipe, layout, recipe, (), checkpoint, steps)
+        return Replay(run, recipe, parallel, recipe, (), checkpoint, steps)
     changed = recipe_with(*overrides, *changes)
     changed_fields = tuple(recipe_changes(plain_recipe(recipe), changed))
     if not changed_fields:
         raise ConfigError(f"--set {changes[0]}: the run already has this value; give another one")
     check(changed)
     _refuse_other_models(recipe, changed, changed_fields)
-    return Replay(run, recipe, layout, changed, changed_fields, checkpoint, steps)
+    return Replay(run, recipe, parallel, changed, changed_fields, checkpoint, steps)
 
 
 def _executed_steps(earlier: EarlierRun, step: int) -> tuple[Path | None, range, Mapping[str, Any]]:
@@ -201,14 +201,14 @@ def _executed_steps(earlier: EarlierRun, step: int) -> tuple[Path | None, range,
     return before[0], steps, record.layout
 
 
-def _refuse_another_rounding(step: int, recorded: Mapping[str, Any], recipe: Recipe, layout: ParallelConfig) -> None:
+def _refuse_another_rounding(step: int, recorded: Mapping[str, Any], recipe: Recipe, parallel: ParallelConfig) -> None:
     """Raise ConfigError for another optimizer, or another layout in a precision with too different rounding."""
     if recipe.trainer.distributed_optimizer != recorded["trainer"]["distributed_optimizer"]:
         raise ConfigError(
             f"--step {step}: trainer.distributed_optimizer = {recipe.trainer.distributed_optimizer}: the run's "
             "checkpoints have the state of the other optimizer; leave this override out"
         )
-    if layout_values(recipe, layout) != recorded and recipe.model.dtype != "float32":
+    if layout_values(recipe, parallel) != recorded and recipe.model.dtype != "float32":
         raise ConfigError(
             f"--step {step}: with model.dtype = {recipe.model.dtype}, rounding in another parallel layout differs by "
             f"far more than the tolerance of {OTHER_LAYOUT_TOLERANCE:g}, so the step can be replayed only in the run's "
@@ -257,7 +257,7 @@ async def replay(prepared: Replay, notify: Callable[[str], object]) -> tuple[lis
 
     `notify` gets a line for each executed step.
     """
-    recipe, layout, run = prepared.recipe, prepared.layout, prepared.run
+    recipe, parallel, run = prepared.recipe, prepared.parallel, prepared.run
     async with AsyncExitStack() as stack:
         stack.enter_context(leaving_on_signals("the replay was stopped before its end; the run is unchanged"))
         # In the run folder: its disk has room for checkpoints, and all nodes see it.
@@ -268,7 +268,7 @@ async def replay(prepared: Replay, notify: Callable[[str], object]) -> tuple[lis
         conversations_at = conversations_of(recipe, tokenizer, dropped, _position(prepared.checkpoint))
         problems = {source: found for source, (found, _) in data.items()}
         find = problem_lookup(problems, "the record", "restore the run's data")
-        trainers = await _start_trainers(recipe, layout, run / LOGS, stack)
+        trainers = await _start_trainers(recipe, parallel, run / LOGS, stack)
         steps = _Steps(prepared, trainers, conversations_at, find)
         if prepared.checkpoint is not None:
             await trainers.call("load_checkpoint", prepared.checkpoint)
@@ -293,16 +293,16 @@ def _position(checkpoint: Path | None) -> DataPosition:
     return DataPosition.from_checkpoint(checkpoint_step(checkpoint), read_driver(checkpoint))
 
 
-async def _start_trainers(recipe: Recipe, layout: ParallelConfig, logs: Path, stack: AsyncExitStack) -> WorkerGroup:
+async def _start_trainers(recipe: Recipe, parallel: ParallelConfig, logs: Path, stack: AsyncExitStack) -> WorkerGroup:
     """Start the run's ranks, and construct workers without engines on the training ranks."""
     shutil.rmtree(logs, ignore_errors=True)
     logs.mkdir(parents=True)
     # Ranks of separate engines start too, and stay empty: cores and threads are then divided as in the run.
-    ranks = await start_ranks(recipe.cluster, logs, layout.replica_sizes, trainer=layout)
+    ranks = await start_ranks(recipe.cluster, logs, parallel.replica_sizes, trainer=parallel)
     stack.push_async_callback(ranks.close)
     ranks.set_deadlines(lambda: run_deadlines(recipe.cluster))
     topology = ranks.trainers.topology
-    settings = {"recipe": recipe, "layout": layout, "topology": topology, "teacher_layout": None}
+    settings = {"recipe": recipe, "parallel": parallel, "topology": topology, "teacher_parallel": None}
     await ranks.trainers.construct("megarl.worker.trainer_worker:TrainerWorker", settings)
     return ranks.trainers
 
@@ -318,7 +318,7 @@ class _Steps:
         find: FindProblem,
     ) -> None:
         self._prepared, self._trainers = prepared, trainers
-        self._models = models_of(prepared.recipe, prepared.layout, trainers)
+        self._models = models_of(prepared.recipe, prepared.parallel, trainers)
         self._conversations_at, self._find = conversations_at, find
 
     @property
@@ -357,7 +357,7 @@ class _Steps:
             # A record has the coefficient of its step, because algorithm.kl_target may adapt it.
             record = replace(record, kl_coefficient=changed.algorithm.kl_coefficient)
         # Some objectives need all segments of a sample in one microbatch.
-        models = models_of(changed, prepared.layout, self._trainers)
+        models = models_of(changed, prepared.parallel, self._trainers)
         other, others, other_metrics = await self._execute(record, changed, models, rescored)
         other_logprobs = await self._policy.forward(other)
         effect = Effect(
@@ -390,7 +390,7 @@ class _Steps:
         sampled = Sampled(record.groups, record.waiting, record.kl_coefficient)
         prepared = self._prepared
         now = await make_record(
-            self._policy, prepared.recipe, prepared.layout, record.step, sampled, batch, metrics,
+            self._policy, prepared.recipe, prepared.parallel, record.step, sampled, batch, metrics,
             is_complete=bool(record.arrays),
         )  # fmt: skip
         is_same = now.layout == record.layout

@@ -31,9 +31,9 @@ _REQUEST = "resize.json"
 class ResizeAskedError(Exception):
     """Raised between two steps to continue the run with another recipe, which differs in parallel sizes only."""
 
-    def __init__(self, recipe: Recipe, layout: ParallelConfig) -> None:
-        super().__init__(f"the run continues with {layout}")
-        self.recipe, self.layout = recipe, layout
+    def __init__(self, recipe: Recipe, parallel: ParallelConfig) -> None:
+        super().__init__(f"the run continues with {parallel}")
+        self.recipe, self.parallel = recipe, parallel
 
 
 def refuse_other_fields(fields: Iterable[str]) -> None:
@@ -96,16 +96,16 @@ def take_request(run_folder: Path, recipe: Recipe) -> ResizeAskedError | None:
                 f"{path}: {field} = {json.dumps(value):.40} is not a whole number from 1 to {_MOST}; ask with megarl "
                 "resize"
             )
-    changed, layout = resized(recipe, values)
-    refuse_same_sizes(recipe, changed, layout)
-    return ResizeAskedError(changed, layout)
+    changed, parallel = resized(recipe, values)
+    refuse_same_sizes(recipe, changed, parallel)
+    return ResizeAskedError(changed, parallel)
 
 
-def refuse_same_sizes(recipe: Recipe, changed: Recipe, layout: ParallelConfig) -> None:
-    """Raise ConfigError if a resize would change nothing. `layout` is the one of the `changed` recipe."""
+def refuse_same_sizes(recipe: Recipe, changed: Recipe, parallel: ParallelConfig) -> None:
+    """Raise ConfigError if a resize would change nothing. `parallel` is the one of the `changed` recipe."""
     sizes = attrgetter("cluster.nodes", "cluster.ranks_per_node")
-    if sizes(recipe) == sizes(changed) and check(recipe, is_start=False) == layout:
-        raise ConfigError(f"the run has these sizes already ({layout}); nothing changes")
+    if sizes(recipe) == sizes(changed) and check(recipe, is_start=False) == parallel:
+        raise ConfigError(f"the run has these sizes already ({parallel}); nothing changes")
 
 
 def _is_size(recipe: Recipe, field: str, value: Any) -> bool:
@@ -135,7 +135,7 @@ def with_sizes(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
 
 
 def shrunk(
-    recipe: Recipe, layout: ParallelConfig, survivors: Sequence[int]
+    recipe: Recipe, parallel: ParallelConfig, survivors: Sequence[int]
 ) -> tuple[Recipe, ParallelConfig, list[int]]:
     """Return the recipe and layout with as many data-parallel replicas as the surviving ranks can hold.
 
@@ -143,7 +143,7 @@ def shrunk(
     replicas that the recipe refuses are left out, for example 3 for a batch of 8 sequences. Raises ConfigError if the
     survivors cannot hold one replica, or the recipe refuses every number.
     """
-    size = layout.world_size // layout.dp
+    size = parallel.world_size // parallel.dp
     replicas = len(survivors) // size
     if not replicas:
         raise ConfigError(
@@ -152,7 +152,9 @@ def shrunk(
         )
     changed, smaller = _with_replicas(recipe, replicas, size)
     # Whole replicas stay where they are, if possible: then their weights need not move.
-    whole = [r for replica in range(layout.dp) if set(o := layout.replica_ranks(replica)) <= set(survivors) for r in o]
+    whole = [
+        r for replica in range(parallel.dp) if set(o := parallel.replica_ranks(replica)) <= set(survivors) for r in o
+    ]
     chosen = [*whole, *(rank for rank in survivors if rank not in whole)]
     return changed, smaller, sorted(chosen[: smaller.world_size])
 

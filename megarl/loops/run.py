@@ -42,7 +42,7 @@ from megarl.loops.steps import Steps
 from megarl.loops.stopping import DRIVER_LOG, StackRequest, StopRequest, stacks_on_quit, stopping_at_once
 from megarl.loops.weight_checks import WeightChecks
 from megarl.platform import device
-from megarl.preflight import Dropped, Kept, layout_of, planned_host_bytes, predicted_memory
+from megarl.preflight import Dropped, Kept, parallel_of, planned_host_bytes, predicted_memory
 from megarl.report.model_card import write_card
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.stragglers import StragglerDetector
@@ -65,7 +65,7 @@ LOOPS: dict[str, Callable[[Session], Awaitable[None]]] = {
 
 async def run(
     recipe: Recipe,
-    layout: ParallelConfig,
+    parallel: ParallelConfig,
     *,
     resume: Resume | None = None,
     restart: bool = False,
@@ -83,7 +83,7 @@ async def run(
         RunFolder(recipe, resume=resume is not None, restart=restart, on_wait=display.warn) as folder,
     ):
         faults.reach("start")
-        async with RankProcesses(recipe, layout) as processes:
+        async with RankProcesses(recipe, parallel) as processes:
             origin = find_origin(recipe, folder, resume, kept)
             while True:
                 stop = StopRequest()
@@ -173,7 +173,7 @@ async def _started(
 
     Inside the context, a stop signal asks the session to stop (`StopRequest`) and does not end the process at once.
     """
-    recipe, layout = processes.recipe, processes.layout
+    recipe, parallel = processes.recipe, processes.parallel
     async with AsyncExitStack() as stack:
         tracker = Tracker(folder, steps=recipe.train.steps, trackers=recipe.trackers, display=display)
         # The stack closes in reverse order, so the tracker closes last and can log every other end.
@@ -181,7 +181,7 @@ async def _started(
         stack.enter_context(stop.listening(tracker.notice, folder.path))
         # Before all heavy work: a port that another program took since the checks ends the run at once.
         monitor = await start_monitor(recipe, folder, tracker, stack)
-        start = _Start(recipe, layout, folder, origin, processes, tracker, display, stop, stack)
+        start = _Start(recipe, parallel, folder, origin, processes, tracker, display, stop, stack)
         checks = StepChecks(recipe, folder, tracker)
         checks.check_learning_rate()
         tokenizer = tokenizer_of(recipe.model)
@@ -201,7 +201,7 @@ async def _started(
             tracker.notice(notice)
         folder.set_status("running")
         most = 2 * recipe.rollout.max_concurrent_requests
-        pool = EnginePool(ranks, layout, max_running=most, stragglers=StragglerDetector(tracker.notice))
+        pool = EnginePool(ranks, parallel, max_running=most, stragglers=StragglerDetector(tracker.notice))
         monitor.pool = pool
         # A signal may have interrupted a step's evaluation: its other metrics are in the checkpoint alone.
         earlier = [*folder.logged_steps(), *([origin.unlogged] if origin.unlogged else [])]
@@ -210,7 +210,7 @@ async def _started(
             is_abandoned=lambda: bool(stop), earlier=earlier,
         )  # fmt: skip
         spikes = spike_detector(recipe, origin.spikes)
-        models = models_of(recipe, layout, ranks.trainers, spikes)
+        models = models_of(recipe, parallel, ranks.trainers, spikes)
         for notice in sharing_notices(models):
             tracker.notice(notice)
         steps = start.steps(ranks, transfer, replacements, pool, models, checks, dropped, spikes)
@@ -228,7 +228,7 @@ async def _started(
             reshards=steps.reshards,
             checkpoints=steps.checkpoints,
             samples=SampleWriter(recipe, tracker, tokenizer, models["policy"]),
-            recorder=StepRecorder(recipe, layout, folder.path, models["policy"]),
+            recorder=StepRecorder(recipe, parallel, folder.path, models["policy"]),
             steps=steps,
         )
         if origin.checkpoint:
@@ -250,7 +250,7 @@ class _Start:
     """Start of a run. `stack` closes what was started, in reverse order."""
 
     recipe: Recipe
-    layout: ParallelConfig
+    parallel: ParallelConfig
     folder: RunFolder
     origin: Origin
     processes: RankProcesses
@@ -274,17 +274,17 @@ class _Start:
 
         Raises ConfigError naming the unfit nodes.
         """
-        recipe, layout = self.recipe, self.layout
+        recipe, parallel = self.recipe, self.parallel
         await self._check_nodes(ranks)
         # The node checks used cluster.start_timeout_seconds. From here on each method has its own deadline.
         ranks.set_deadlines(lambda: run_deadlines(recipe.cluster))
-        teachers = layout_of(recipe.for_teachers) if recipe.distillation.sizes else None
-        settings = {"recipe": recipe, "layout": layout, "teacher_layout": teachers}
+        teachers = parallel_of(recipe.for_teachers) if recipe.distillation.sizes else None
+        settings = {"recipe": recipe, "parallel": parallel, "teacher_parallel": teachers}
         settings["topology"] = ranks.trainers.topology
         if not ranks.is_separate:
             await ranks.trainers.construct(COLOCATED_WORKER, settings)
             return
-        replicas = [_construct_engine(group, recipe, layout) for group in ranks.replicas]
+        replicas = [_construct_engine(group, recipe, parallel) for group in ranks.replicas]
         await together([ranks.trainers.construct("megarl.worker.trainer_worker:TrainerWorker", settings), *replicas])
         # Separate engines start without weights. The first reshard is verified, whatever weights.verify_every says.
         await transfer.run(verify=True, version=1)
@@ -347,7 +347,7 @@ class _Start:
             )  # fmt: skip
             group.deadlines, group.on_asked = run_deadlines(cluster), ranks.trainers.on_asked
             try:
-                await _construct_engine(group, self.recipe, self.layout)
+                await _construct_engine(group, self.recipe, self.parallel)
             # Includes cancellation: started processes must never outlive the run.
             except BaseException:
                 await group.close()
@@ -407,7 +407,7 @@ class _Start:
             profiles=profiles,
             checks=checks,
             weight_checks=weight_checks,
-            canary=Canary(recipe, self.layout, ranks, folder),
+            canary=Canary(recipe, self.parallel, ranks, folder),
             instabilities=Instabilities(recipe, folder, tracker, ranks, checkpoints, spikes),
             dropped=dropped,
             recovery_metrics=self.processes.take_metrics,
@@ -424,11 +424,11 @@ def _count_of_ranks(recipe: Recipe) -> str:
     return text
 
 
-async def _construct_engine(group: WorkerGroup, recipe: Recipe, layout: ParallelConfig) -> None:
+async def _construct_engine(group: WorkerGroup, recipe: Recipe, parallel: ParallelConfig) -> None:
     """Construct the worker (an engine shard) on each rank of a separate engine replica."""
     # A replica keeps its number for life: its first rank determines it.
-    number = layout.leaders().index(group.part.first_rank)
-    settings = {"recipe": recipe, "layout": layout, "replica": number}
+    number = parallel.leaders().index(group.part.first_rank)
+    settings = {"recipe": recipe, "parallel": parallel, "replica": number}
     await group.construct("megarl.worker.engine_worker:EngineWorker", settings)
 
 

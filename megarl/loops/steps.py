@@ -195,7 +195,7 @@ class Steps:
                     self.tracker.notice("the run is not resized, because this was its last step")
                 return
             if asked is not None:
-                await self.ranks.reserve(asked.layout.world_size, asked.layout.replica_sizes)
+                await self.ranks.reserve(asked.parallel.world_size, asked.parallel.replica_sizes)
         except MegarlError as error:
             self.tracker.notice(f"the run cannot be resized: {error}")
             return

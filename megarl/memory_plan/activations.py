@@ -78,100 +78,100 @@ class Widths:
     """Rows of the padded vocabulary on the rank; 0 for a value head."""
 
 
-def widths(shape: ModelShape, layout: ParallelConfig) -> Widths:
+def widths(shape: ModelShape, parallel: ParallelConfig) -> Widths:
     """Return the widths of a token on one rank of a parallel layout, in channels."""
     # A rank holds at least one key-value head: with more ranks than heads, heads are copied.
-    heads, kv_heads = shape.num_heads // layout.tp, max(1, shape.num_kv_heads // layout.tp)
+    heads, kv_heads = shape.num_heads // parallel.tp, max(1, shape.num_kv_heads // parallel.tp)
     return Widths(
         hidden=shape.hidden_size,
         query=heads * shape.head_dim,
         key=kv_heads * shape.head_dim,
-        feed_forward=shape.intermediate_size // layout.tp,
+        feed_forward=shape.intermediate_size // parallel.tp,
         heads=heads,
         kv_heads=kv_heads,
         head_dim=shape.head_dim,
-        rows=0 if shape.has_value_head else padded_vocab_size(shape.vocab_size, layout.tp) // layout.tp,
+        rows=0 if shape.has_value_head else padded_vocab_size(shape.vocab_size, parallel.tp) // parallel.tp,
     )
 
 
-def layer_bytes(shape: ModelShape, layout: ParallelConfig, settings: PassSettings, kind: LayerKind) -> float:
+def layer_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings, kind: LayerKind) -> float:
     """Return bytes saved by autograd in one layer of a kind for one row, without its recomputed parts."""
     attention = (
-        _delta_net(shape.linear_attention, shape.hidden_size, layout, settings)
+        _delta_net(shape.linear_attention, shape.hidden_size, parallel, settings)
         if kind.mixer == "linear_attention" and shape.linear_attention
-        else _attention(shape, widths(shape, layout), layout, settings)
+        else _attention(shape, widths(shape, parallel), parallel, settings)
     )
-    feed_forward = _experts(shape, layout, settings) if kind.has_experts else _dense(shape, layout, settings)
+    feed_forward = _experts(shape, parallel, settings) if kind.has_experts else _dense(shape, parallel, settings)
     return attention + feed_forward
 
 
-def stage_bytes(shape: ModelShape, layout: ParallelConfig, stage: int, settings: PassSettings) -> float:
+def stage_bytes(shape: ModelShape, parallel: ParallelConfig, stage: int, settings: PassSettings) -> float:
     """Return the peak bytes saved on a pipeline stage: all rows in flight, in all layers of the stage and the head."""
-    kinds = [shape.layers[number] for number in layout.layers_on_stage(shape.num_layers, stage)]
-    rows = rows_in_flight(layout, stage)
-    by_kind = {kind: layer_bytes(shape, layout, settings, kind) for kind in set(kinds)}
+    kinds = [shape.layers[number] for number in parallel.layers_on_stage(shape.num_layers, stage)]
+    rows = rows_in_flight(parallel, stage)
+    by_kind = {kind: layer_bytes(shape, parallel, settings, kind) for kind in set(kinds)}
     layer = max(by_kind.values())
-    is_last = stage == layout.pp - 1
-    head = _head(shape, layout, settings) if is_last else 0
+    is_last = stage == parallel.pp - 1
+    head = _head(shape, parallel, settings) if is_last else 0
     if is_last and shape.num_mtp_layers:
         # Its tensors are those of the row whose loss is computed, like the head's.
-        head += _mtp(shape, layout, settings)
+        head += _mtp(shape, parallel, settings)
     if settings.recomputes_layers:
         # The head's tensors are freed before the first layer is recomputed. The rotary angles of all tokens stay.
-        angles = rows * _tokens(layout, settings) * shape.rotary_channels * FLOAT32
-        own = _layer_input(shape, layout, settings)
+        angles = rows * _tokens(parallel, settings) * shape.rotary_channels * FLOAT32
+        own = _layer_input(shape, parallel, settings)
         # In float32 the norm reads the layer's input in place; in other types it saves a copy.
         shared = own if settings.itemsize == FLOAT32 else 0
         return rows * len(kinds) * own + angles + max(layer - shared, head)
     # Only one part of one layer exists again at a time. The head's tensors are freed by then, so take the maximum.
     parts = (replace(settings, recomputed=settings.recomputed - {part}) for part in settings.recomputed)
     again = max(
-        (layer_bytes(shape, layout, other, kind) - by_kind[kind] for other in parts for kind in by_kind), default=0
+        (layer_bytes(shape, parallel, other, kind) - by_kind[kind] for other in parts for kind in by_kind), default=0
     )
     return rows * sum(by_kind[kind] for kind in kinds) + max(head, again)
 
 
-def pipeline_bytes(shape: ModelShape, layout: ParallelConfig, stage: int, settings: PassSettings) -> float:
+def pipeline_bytes(shape: ModelShape, parallel: ParallelConfig, stage: int, settings: PassSettings) -> float:
     """Return the bytes of hidden states received from the previous pipeline stage, for all rows in flight."""
-    if layout.pp == 1:
+    if parallel.pp == 1:
         return 0.0
-    return rows_in_flight(layout, stage) * layout.vpp * _layer_input(shape, layout, settings)
+    return rows_in_flight(parallel, stage) * parallel.vpp * _layer_input(shape, parallel, settings)
 
 
-def rows_in_flight(layout: ParallelConfig, stage: int) -> float:
+def rows_in_flight(parallel: ParallelConfig, stage: int) -> float:
     """Return the maximum number of rows whose activations a pipeline stage holds at a time.
 
     A row counts fully if all layers of the stage hold its activations. 1F1B schedule: the number of stages from this
     one to the last. Interleaved schedule: (pp - 1) / (pp vpp) more on the first stage. Source: Megatron-LM (arXiv
     2104.04473, section 2.2).
     """
-    if layout.vpp == 1:
-        return float(layout.pp - stage)
-    chunks = (layout.pp - stage - 1) * 2 + (layout.vpp - 1) * layout.pp + 1
-    return chunks / layout.vpp
+    if parallel.vpp == 1:
+        return float(parallel.pp - stage)
+    chunks = (parallel.pp - stage - 1) * 2 + (parallel.vpp - 1) * parallel.pp + 1
+    return chunks / parallel.vpp
 
 
-def logits_bytes(shape: ModelShape, layout: ParallelConfig, settings: PassSettings) -> float:
+def logits_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) -> float:
     """Return the bytes of the logits in memory at once: the head's output, and without kernels two float32 copies.
 
     Without kernels these copies are those of a chunk, also if the whole row's logits are kept.
     """
     if shape.has_value_head:
         return 0
-    row_tokens = settings.row_tokens // layout.cp
+    row_tokens = settings.row_tokens // parallel.cp
     tokens = min(settings.chunk_tokens, row_tokens)
     size = logit_bytes(settings.itemsize, has_kernels=settings.has_logit_kernels)
     kept = (row_tokens - tokens) * settings.itemsize if settings.keeps_logits else 0
-    return (tokens * size + kept) * widths(shape, layout).rows
+    return (tokens * size + kept) * widths(shape, parallel).rows
 
 
-def backward_bytes(shape: ModelShape, layout: ParallelConfig, settings: PassSettings) -> float:
+def backward_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) -> float:
     """Return the bytes of temporary gradients at the widest point of a backward pass, which is a feed-forward layer."""
-    size, tokens = settings.itemsize, _tokens(layout, settings)
-    at, found = widths(shape, layout), []
+    size, tokens = settings.itemsize, _tokens(parallel, settings)
+    at, found = widths(shape, parallel), []
     if any(kind.has_experts for kind in shape.layers):
-        routed = _routed_tokens(shape, layout, settings)
-        channels = shape.moe_intermediate_size // layout.etp
+        routed = _routed_tokens(shape, parallel, settings)
+        channels = shape.moe_intermediate_size // parallel.etp
         found.append(
             routed * (_gated(channels, settings) + 2 * shape.hidden_size) * size + 2 * tokens * shape.hidden_size * size
         )
@@ -180,41 +180,41 @@ def backward_bytes(shape: ModelShape, layout: ParallelConfig, settings: PassSett
     return max(found)
 
 
-def forward_bytes(shape: ModelShape, layout: ParallelConfig, settings: PassSettings) -> float:
+def forward_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) -> float:
     """Return the bytes of a forward pass without gradients, logits excluded: the tensors of one feed-forward layer."""
-    size, tokens = settings.itemsize, _tokens(layout, settings)
-    residual = 2 * tokens * shape.hidden_size * size / _split(layout, settings)
+    size, tokens = settings.itemsize, _tokens(parallel, settings)
+    residual = 2 * tokens * shape.hidden_size * size / _split(parallel, settings)
     whole = tokens * shape.hidden_size * size
     found = []
     if any(kind.has_experts for kind in shape.layers):
-        routed = _routed_tokens(shape, layout, settings)
-        channels = 4 * shape.moe_intermediate_size // layout.etp
+        routed = _routed_tokens(shape, parallel, settings)
+        channels = 4 * shape.moe_intermediate_size // parallel.etp
         found.append(routed * (channels + 2 * shape.hidden_size) * size)
     if not all(kind.has_experts for kind in shape.layers):
-        found.append(tokens * 4 * widths(shape, layout).feed_forward * size)
+        found.append(tokens * 4 * widths(shape, parallel).feed_forward * size)
     return residual + whole + max(found)
 
 
-def _tokens(layout: ParallelConfig, settings: PassSettings) -> int:
+def _tokens(parallel: ParallelConfig, settings: PassSettings) -> int:
     """Return the number of a row's tokens on one rank."""
-    return settings.row_tokens // layout.cp
+    return settings.row_tokens // parallel.cp
 
 
-def _split(layout: ParallelConfig, settings: PassSettings) -> int:
+def _split(parallel: ParallelConfig, settings: PassSettings) -> int:
     """Return the number of ranks over which norms and residuals are split."""
-    return layout.tp if settings.sequence_parallel else 1
+    return parallel.tp if settings.sequence_parallel else 1
 
 
-def _layer_input(shape: ModelShape, layout: ParallelConfig, settings: PassSettings) -> float:
-    return _tokens(layout, settings) * shape.hidden_size * settings.itemsize / _split(layout, settings)
+def _layer_input(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) -> float:
+    return _tokens(parallel, settings) * shape.hidden_size * settings.itemsize / _split(parallel, settings)
 
 
-def _norm(layout: ParallelConfig, settings: PassSettings, width: int, *, is_fused: bool) -> float:
+def _norm(parallel: ParallelConfig, settings: PassSettings, width: int, *, is_fused: bool) -> float:
     """Return the bytes saved by a norm, including the input of the linear layer after it.
 
     `is_fused`: Transformer Engine's linear layer contains the norm.
     """
-    size, tokens = settings.itemsize, _tokens(layout, settings) / _split(layout, settings)
+    size, tokens = settings.itemsize, _tokens(parallel, settings) / _split(parallel, settings)
     if "layernorm" in settings.recomputed and not (is_fused and settings.spec == "transformer_engine"):
         # Its input, the residual, is saved. Its output is recomputed before the next layer's gradient.
         return tokens * width * size
@@ -226,21 +226,21 @@ def _norm(layout: ParallelConfig, settings: PassSettings, width: int, *, is_fuse
     return tokens * (width * (FLOAT32 + normed + size) + FLOAT32)
 
 
-def _attention(shape: ModelShape, at: Widths, layout: ParallelConfig, settings: PassSettings) -> float:
-    size, tokens = settings.itemsize, _tokens(layout, settings)
+def _attention(shape: ModelShape, at: Widths, parallel: ParallelConfig, settings: PassSettings) -> float:
+    size, tokens = settings.itemsize, _tokens(parallel, settings)
     if isinstance(shape.attention, Latent):
-        return _latent_attention(shape.attention, at, layout, settings)
-    saved = _norm(layout, settings, at.hidden, is_fused=True)
+        return _latent_attention(shape.attention, at, parallel, settings)
+    saved = _norm(parallel, settings, at.hidden, is_fused=True)
     # The fused projection stays alive through its views. With more ranks than key-value heads it is the projection of
     # all ranks. Queries of several groups are copied out of it. Recomputed core attention keeps its values there.
-    is_gathered = shape.num_kv_heads < layout.tp
+    is_gathered = shape.num_kv_heads < parallel.tp
     fused = (shape.num_heads + 2 * shape.num_kv_heads) * at.head_dim if is_gathered else at.query + 2 * at.key
     if shape.attention.has_output_gate:
         fused += shape.num_heads * at.head_dim if is_gathered else at.query
         # Sigmoids of the gates in float32, and the gated output next to core attention's.
         saved += tokens * at.query * (FLOAT32 + size)
     is_recomputed = "core_attn" in settings.recomputed
-    if settings.spec == "transformer_engine" or layout.cp == 1 or size == FLOAT32 or is_recomputed:
+    if settings.spec == "transformer_engine" or parallel.cp == 1 or size == FLOAT32 or is_recomputed:
         saved += tokens * fused * size
     copied = at.query if at.kv_heads > 1 and at.heads != at.kv_heads else 0
     if shape.attention.qk_norm:
@@ -249,28 +249,28 @@ def _attention(shape: ModelShape, at: Widths, layout: ParallelConfig, settings: 
         saved += tokens * 4 * shape.rotary_channels * size  # Cosines and sines, for queries and for keys.
     # Rotated queries and keys, and the output, which is the input of the next linear layer.
     saved += tokens * (at.query + 2 * settings.lora_rank) * size
-    return saved + _core(at, layout, settings)
+    return saved + _core(at, parallel, settings)
 
 
-def _latent_attention(attention: Latent, at: Widths, layout: ParallelConfig, settings: PassSettings) -> float:
+def _latent_attention(attention: Latent, at: Widths, parallel: ParallelConfig, settings: PassSettings) -> float:
     """Return bytes of latent attention: projections, norms, heads with copied rotary channels, core attention."""
-    size, tokens = settings.itemsize, _tokens(layout, settings)
-    kept = _norm(layout, settings, at.hidden, is_fused=False)
+    size, tokens = settings.itemsize, _tokens(parallel, settings)
+    kept = _norm(parallel, settings, at.hidden, is_fused=False)
     for rank in filter(None, (attention.query_rank, attention.kv_rank)):
-        kept += _norm(layout, settings, rank, is_fused=True) + tokens * rank * size
+        kept += _norm(parallel, settings, rank, is_fused=True) + tokens * rank * size
     raised = at.heads * (attention.plain_channels + attention.value_head_dim)
     # Projected heads stay alive through their views. Queries and keys are copied together with rotated channels.
     kept += tokens * (at.query + raised + at.heads * attention.value_head_dim) * size
     kept += tokens * (at.query + 2 * settings.lora_rank) * size
-    return kept + _core(at, layout, settings)
+    return kept + _core(at, parallel, settings)
 
 
-def _delta_net(linear: DeltaNet, hidden: int, layout: ParallelConfig, settings: PassSettings) -> float:
+def _delta_net(linear: DeltaNet, hidden: int, parallel: ParallelConfig, settings: PassSettings) -> float:
     """Return bytes saved by a gated delta-net. With context parallelism a rank has all tokens of some heads.
 
     An estimate from the operations, not measured. The torch rule, on CPUs, saves more than FLA's kernel.
     """
-    size, tokens = settings.itemsize, _tokens(layout, settings) / layout.tp
+    size, tokens = settings.itemsize, _tokens(parallel, settings) / parallel.tp
     keys, values = linear.num_value_heads * linear.key_dim, linear.value_channels
     heads, chunk = linear.num_value_heads, 64
     projected = linear.convolved_channels + values + 2 * heads
@@ -282,7 +282,7 @@ def _delta_net(linear: DeltaNet, hidden: int, layout: ParallelConfig, settings: 
         # Shifted inputs of the convolution, normalised and decayed queries and keys, further products and states.
         wide += (5 * linear.convolved_channels + 6 * keys + 4 * values) * FLOAT32
         wide += (4 * heads * chunk + linear.state_numbers / chunk) * FLOAT32
-    return _norm(layout, settings, hidden, is_fused=True) + tokens * (narrow + wide)
+    return _norm(parallel, settings, hidden, is_fused=True) + tokens * (narrow + wide)
 
 
 def _head_norms(at: Widths, settings: PassSettings, copied: int) -> float:
@@ -297,31 +297,31 @@ def _head_norms(at: Widths, settings: PassSettings, copied: int) -> float:
     return FLOAT32 * inputs + (at.query + at.key) * normed + statistics
 
 
-def _core(at: Widths, layout: ParallelConfig, settings: PassSettings) -> float:
+def _core(at: Widths, parallel: ParallelConfig, settings: PassSettings) -> float:
     """Return the bytes of core attention: its inputs, and the tensors that it saves itself."""
-    size, tokens = settings.itemsize, _tokens(layout, settings)
+    size, tokens = settings.itemsize, _tokens(parallel, settings)
     given = tokens * (at.query + at.key) * size
     if "core_attn" in settings.recomputed:
         return given
     if settings.shares_prefixes:
         # One rank's values are part of the fused projection. Those gathered from all ranks are not.
-        copies = 2 * layout.cp if layout.cp > 1 else 1
+        copies = 2 * parallel.cp if parallel.cp > 1 else 1
         return tokens * (at.query + copies * at.key) * size + tokens * FLOAT32 * at.heads
-    if layout.cp > 1 and settings.spec == "local":
+    if parallel.cp > 1 and settings.spec == "local":
         # Keys and values of all ranks. Two parts of a rank's queries together attend to (2 cp + 1) / (2 cp) of them.
-        seen = tokens * layout.cp * (2 * layout.cp + 1) / (2 * layout.cp)
+        seen = tokens * parallel.cp * (2 * parallel.cp + 1) / (2 * parallel.cp)
         own = tokens * at.query * size + 2 * seen * at.key * size
         if not settings.pads_attention:
             return own + tokens * FLOAT32 * at.heads
-        chunk = settings.longest / (2 * layout.cp)
-        masks = settings.row_tokens / settings.longest * chunk * chunk * (2 * layout.cp + 1) * size
+        chunk = settings.longest / (2 * parallel.cp)
+        masks = settings.row_tokens / settings.longest * chunk * chunk * (2 * parallel.cp + 1) * size
         return 2 * own + masks + tokens * (at.query * size + FLOAT32 * at.heads)
-    return given + _inside_core(at, layout, settings)
+    return given + _inside_core(at, parallel, settings)
 
 
-def _inside_core(at: Widths, layout: ParallelConfig, settings: PassSettings) -> float:
+def _inside_core(at: Widths, parallel: ParallelConfig, settings: PassSettings) -> float:
     """Return the bytes that core attention saves in addition to its inputs and its output."""
-    size, tokens = settings.itemsize, _tokens(layout, settings)
+    size, tokens = settings.itemsize, _tokens(parallel, settings)
     if settings.pads_attention:
         return tokens * ((2 * at.query + 2 * at.key) * size + FLOAT32 * at.heads)
     # Per token and head one float32 is saved: the log-sum-exp of the attention scores.
@@ -329,13 +329,15 @@ def _inside_core(at: Widths, layout: ParallelConfig, settings: PassSettings) -> 
     return tokens * (values + FLOAT32 * at.heads)
 
 
-def _dense(shape: ModelShape, layout: ParallelConfig, settings: PassSettings) -> float:
-    channels = widths(shape, layout).feed_forward * settings.itemsize
-    norm = _norm(layout, settings, shape.hidden_size, is_fused=True)
+def _dense(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) -> float:
+    channels = widths(shape, parallel).feed_forward * settings.itemsize
+    norm = _norm(parallel, settings, shape.hidden_size, is_fused=True)
     if "mlp" in settings.recomputed:
         # Transformer Engine's layer contains the norm, so only the residual is saved.
-        return norm if settings.spec == "local" else _layer_input(shape, layout, settings)
-    return norm + _tokens(layout, settings) * (_gated(channels, settings) + 2 * settings.lora_rank * settings.itemsize)
+        return norm if settings.spec == "local" else _layer_input(shape, parallel, settings)
+    return norm + _tokens(parallel, settings) * (
+        _gated(channels, settings) + 2 * settings.lora_rank * settings.itemsize
+    )
 
 
 def _gated(channels: float, settings: PassSettings) -> float:
@@ -347,21 +349,21 @@ def _gated(channels: float, settings: PassSettings) -> float:
     return (3 if settings.fuses_activation else 5) * channels
 
 
-def _routed_tokens(shape: ModelShape, layout: ParallelConfig, settings: PassSettings) -> float:
+def _routed_tokens(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) -> float:
     """Return the number of tokens that a rank's experts process for one row. A token counts once for each of its
     experts."""
     # All ranks of an expert-parallel group contribute their tokens, split over tensor-parallel ranks, and share the
     # total. Ranks splitting one expert all receive its tokens.
-    own = _tokens(layout, settings) / _split(layout, settings)
-    load = settings.expert_load if layout.ep > 1 else 1.0
-    return own * layout.etp * shape.top_k * load
+    own = _tokens(parallel, settings) / _split(parallel, settings)
+    load = settings.expert_load if parallel.ep > 1 else 1.0
+    return own * parallel.etp * shape.top_k * load
 
 
-def _experts(shape: ModelShape, layout: ParallelConfig, settings: PassSettings) -> float:
+def _experts(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) -> float:
     size = settings.itemsize
-    own = _tokens(layout, settings) / _split(layout, settings)
-    channels = shape.moe_intermediate_size // layout.etp * size
-    total = _norm(layout, settings, shape.hidden_size, is_fused=False)
+    own = _tokens(parallel, settings) / _split(parallel, settings)
+    channels = shape.moe_intermediate_size // parallel.etp * size
+    total = _norm(parallel, settings, shape.hidden_size, is_fused=False)
     if "moe" in settings.recomputed:
         return total
     # The router in float32: logits, softmax and map. Then int64 indices of the permutation.
@@ -370,32 +372,32 @@ def _experts(shape: ModelShape, layout: ParallelConfig, settings: PassSettings) 
     weighed = 0 if settings.fuses_activation else channels
     inside = (shape.hidden_size + 2 * settings.lora_rank) * size
     activated = 2 * channels if "moe_act" in settings.recomputed else _gated(channels, settings) + weighed
-    total += _routed_tokens(shape, layout, settings) * (inside + activated)
+    total += _routed_tokens(shape, parallel, settings) * (inside + activated)
     if shape.shared_intermediate_size and "shared_experts" not in settings.recomputed:
-        shared = shape.shared_intermediate_size // layout.tp * size
-        total += _tokens(layout, settings) * _gated(shared, settings) + own * shape.hidden_size * size
+        shared = shape.shared_intermediate_size // parallel.tp * size
+        total += _tokens(parallel, settings) * _gated(shared, settings) + own * shape.hidden_size * size
     return total
 
 
-def _head(shape: ModelShape, layout: ParallelConfig, settings: PassSettings) -> float:
+def _head(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) -> float:
     """Return the bytes of the last norm, of all tokens' hidden states, and of the tensors saved for log-probs."""
-    size, tokens = settings.itemsize, _tokens(layout, settings)
-    split = _split(layout, settings)
+    size, tokens = settings.itemsize, _tokens(parallel, settings)
+    split = _split(parallel, settings)
     # The head of a tree reads the hidden states of its edges, about one for each token.
     gathered = tokens * shape.hidden_size * size * (2 if settings.shares_prefixes else 1)
     normed = 0 if settings.lora_rank else size
     return tokens / split * shape.hidden_size * (FLOAT32 + normed) + gathered + tokens * _NUMBERS
 
 
-def _mtp(shape: ModelShape, layout: ParallelConfig, settings: PassSettings) -> float:
+def _mtp(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) -> float:
     """Return the bytes of the layer for multi-token prediction: both norms and their projection, the layer, the head.
 
     Recomputed as a whole, the layer exists again while the head's own tensors do.
     """
-    size, tokens = settings.itemsize, _tokens(layout, settings) / _split(layout, settings)
-    layer = layer_bytes(shape, layout, settings, shape.layers[mtp_kind_number(shape)])
+    size, tokens = settings.itemsize, _tokens(parallel, settings) / _split(parallel, settings)
+    layer = layer_bytes(shape, parallel, settings, shape.layers[mtp_kind_number(shape)])
     # The outputs of both norms are copied into one tensor, the projection's input.
-    norms = 2 * _norm(layout, settings, shape.hidden_size, is_fused=False)
+    norms = 2 * _norm(parallel, settings, shape.hidden_size, is_fused=False)
     if settings.spec == "local":
         # Embeddings have no gradient here, so their norm saves no input.
         norms -= tokens * (shape.hidden_size + 1) * FLOAT32
@@ -403,5 +405,5 @@ def _mtp(shape: ModelShape, layout: ParallelConfig, settings: PassSettings) -> f
             # The norm of the hidden states reads them in place, where the model's head has saved them.
             norms -= tokens * shape.hidden_size * size
     if settings.recomputes_layers:
-        return _layer_input(shape, layout, settings) + max(norms + layer, _head(shape, layout, settings))
-    return norms + layer + _head(shape, layout, settings)
+        return _layer_input(shape, parallel, settings) + max(norms + layer, _head(shape, parallel, settings))
+    return norms + layer + _head(shape, parallel, settings)

@@ -50,7 +50,7 @@ class Communicator:
 
 
 def communicators_of(
-    layout: ParallelConfig,
+    parallel: ParallelConfig,
     ranks_per_node: int,
     *,
     has_trainer: bool,
@@ -67,83 +67,83 @@ def communicators_of(
     """
     found: list[Communicator] = []
     if has_trainer:
-        found += _trainer(layout, ranks_per_node)
-        found += _gradient_norm(layout, has_experts=has_experts, is_distributed=is_distributed)
+        found += _trainer(parallel, ranks_per_node)
+        found += _gradient_norm(parallel, has_experts=has_experts, is_distributed=is_distributed)
         if shares_embedding:
-            found.append(Communicator("embedding", min(2, layout.pp)))
+            found.append(Communicator("embedding", min(2, parallel.pp)))
         if has_experts:
-            found += _experts(layout, ranks_per_node)
-            found += _balance(layout, balance_losses)
+            found += _experts(parallel, ranks_per_node)
+            found += _balance(parallel, balance_losses)
     if has_engine:
-        found.append(Communicator("engine's tensor parallelism", layout.rollout_tp))
+        found.append(Communicator("engine's tensor parallelism", parallel.rollout_tp))
         if not has_trainer:
-            found.append(Communicator("engine's world", layout.rollout_tp))
-    if has_engine or layout.is_separate:
-        found.append(_reshard(layout, ranks_per_node, has_experts=has_experts))
+            found.append(Communicator("engine's world", parallel.rollout_tp))
+    if has_engine or parallel.is_separate:
+        found.append(_reshard(parallel, ranks_per_node, has_experts=has_experts))
     return [one for one in found if one.num_bytes]
 
 
-def _trainer(layout: ParallelConfig, ranks_per_node: int) -> Iterator[Communicator]:
-    yield Communicator("tensor parallelism", layout.tp)
-    yield Communicator("context parallelism", layout.cp)
-    yield Communicator("data and context parallelism", layout.dp * layout.cp)
-    yield Communicator("all trainers", layout.world_size)
+def _trainer(parallel: ParallelConfig, ranks_per_node: int) -> Iterator[Communicator]:
+    yield Communicator("tensor parallelism", parallel.tp)
+    yield Communicator("context parallelism", parallel.cp)
+    yield Communicator("data and context parallelism", parallel.dp * parallel.cp)
+    yield Communicator("all trainers", parallel.world_size)
     # Megatron's order puts pipeline stages as far apart as it can; rank_order may bring them closer.
-    is_near = layout.world_size <= ranks_per_node
+    is_near = parallel.world_size <= ranks_per_node
     yield Communicator(
         "pipeline parallelism",
-        layout.pp,
+        parallel.pp,
         has_collectives=False,
-        num_peers=min(2, layout.pp - 1) if is_near else 0,
+        num_peers=min(2, parallel.pp - 1) if is_near else 0,
         spans_nodes=not is_near,
     )
 
 
-def _gradient_norm(layout: ParallelConfig, *, has_experts: bool, is_distributed: bool) -> Iterator[Communicator]:
+def _gradient_norm(parallel: ParallelConfig, *, has_experts: bool, is_distributed: bool) -> Iterator[Communicator]:
     """Yield the groups that add up the gradient's norm. A distributed optimizer has parts of it on all ranks."""
     if is_distributed:
-        yield Communicator("gradient norm", layout.world_size)
+        yield Communicator("gradient norm", parallel.world_size)
         return
-    yield Communicator("tensor and pipeline parallelism", layout.tp * layout.pp)
+    yield Communicator("tensor and pipeline parallelism", parallel.tp * parallel.pp)
     if has_experts:
-        yield Communicator("experts and pipeline parallelism", layout.etp * layout.ep * layout.pp)
+        yield Communicator("experts and pipeline parallelism", parallel.etp * parallel.ep * parallel.pp)
 
 
-def _experts(layout: ParallelConfig, ranks_per_node: int) -> Iterator[Communicator]:
-    experts = layout.ep * layout.etp
+def _experts(parallel: ParallelConfig, ranks_per_node: int) -> Iterator[Communicator]:
+    experts = parallel.ep * parallel.etp
     yield Communicator(
         "expert parallelism",
-        layout.ep,
+        parallel.ep,
         has_collectives=False,
-        num_peers=min(layout.ep, max(1, ranks_per_node // layout.etp)) - 1,
+        num_peers=min(parallel.ep, max(1, ranks_per_node // parallel.etp)) - 1,
         spans_nodes=experts > ranks_per_node,
     )
-    yield Communicator("expert tensor parallelism", layout.etp)
+    yield Communicator("expert tensor parallelism", parallel.etp)
     yield Communicator("expert and expert tensor parallelism", experts)
-    yield Communicator("data parallelism of experts", layout.world_size // (experts * layout.pp))
+    yield Communicator("data parallelism of experts", parallel.world_size // (experts * parallel.pp))
 
 
-def _balance(layout: ParallelConfig, losses: Collection[str]) -> Iterator[Communicator]:
+def _balance(parallel: ParallelConfig, losses: Collection[str]) -> Iterator[Communicator]:
     """Yield the groups that add up what balancing losses need. Megatron makes each besides others of equal ranks."""
     if losses:
-        yield Communicator("data parallelism", layout.dp)
+        yield Communicator("data parallelism", parallel.dp)
     if "seq_aux_loss" in losses:
-        yield Communicator("tensor and context parallelism", layout.tp * layout.cp)
+        yield Communicator("tensor and context parallelism", parallel.tp * parallel.cp)
     if not {"aux_loss", "global_aux_loss"}.isdisjoint(losses):
-        yield Communicator("tensor, data and context parallelism", layout.world_size // layout.pp)
+        yield Communicator("tensor, data and context parallelism", parallel.world_size // parallel.pp)
 
 
-def _reshard(layout: ParallelConfig, ranks_per_node: int, *, has_experts: bool) -> Communicator:
+def _reshard(parallel: ParallelConfig, ranks_per_node: int, *, has_experts: bool) -> Communicator:
     """Return the reshard's sends and receives. A rank reads from as many trainers as hold parts of its weights."""
-    parts = max(layout.tp // layout.rollout_tp, layout.ep * layout.etp if has_experts else 1, 1)
+    parts = max(parallel.tp // parallel.rollout_tp, parallel.ep * parallel.etp if has_experts else 1, 1)
     # On a colocated rank one of the parts is its own.
-    peers = min(parts * layout.pp, layout.world_size) - (not layout.is_separate)
-    spans_nodes = layout.num_ranks > ranks_per_node
+    peers = min(parts * parallel.pp, parallel.world_size) - (not parallel.is_separate)
+    spans_nodes = parallel.num_ranks > ranks_per_node
     # Ranks are aligned so that parts come from the same node if they can. Separate engines have nodes of their own.
-    near = 0 if layout.is_separate and spans_nodes else min(peers, ranks_per_node - 1)
+    near = 0 if parallel.is_separate and spans_nodes else min(peers, ranks_per_node - 1)
     return Communicator(
         "reshard",
-        layout.num_ranks if peers else 1,
+        parallel.num_ranks if peers else 1,
         has_collectives=False,
         num_peers=near,
         spans_nodes=spans_nodes and peers > 0,

@@ -16,12 +16,12 @@ class Built:
     """Sizes and parallel layout of one model: the policy, the critic, or a model that only scores."""
 
     shape: ModelShape
-    layout: ParallelConfig
+    parallel: ParallelConfig
 
     @property
     def layouts(self) -> MegatronLayouts:
-        rows = padded_vocab_size(self.shape.vocab_size, self.layout.tp)
-        return megatron_layouts(self.shape, self.layout, padded_vocab_size=rows)
+        rows = padded_vocab_size(self.shape.vocab_size, self.parallel.tp)
+        return megatron_layouts(self.shape, self.parallel, padded_vocab_size=rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Models:
 
 
 def read_models(
-    recipe: Recipe, policy: ModelShape, layout: ParallelConfig, teacher_layout: ParallelConfig | None = None
+    recipe: Recipe, policy: ModelShape, parallel: ParallelConfig, teacher_parallel: ParallelConfig | None = None
 ) -> Models:
     """Return the models of a recipe. Reads config.json of critic, reward model and teachers.
 
@@ -47,15 +47,15 @@ def read_models(
     frozen: dict[str, Built] = {}
     # Under LoRA the reference is the policy without adapters, so it needs no memory of its own.
     if recipe.has_reference and not recipe.lora.rank:
-        frozen["reference"] = Built(policy, layout)
+        frozen["reference"] = Built(policy, parallel)
     further = recipe.further_models
     if (folder := further.get("reward.model")) is not None:
-        frozen["reward_model"] = Built(shape_of(folder).with_value_head(), layout)
+        frozen["reward_model"] = Built(shape_of(folder).with_value_head(), parallel)
     for name, folder in recipe.teachers.items():
-        frozen[name] = Built(shape_of(folder), teacher_layout or layout)
+        frozen[name] = Built(shape_of(folder), teacher_parallel or parallel)
     critic = None
     if recipe.has_critic:
         source = further.get("critic.path", recipe.model.folder)
-        critic = Built(shape_of(source).with_value_head(), layout)
+        critic = Built(shape_of(source).with_value_head(), parallel)
     own = policy.with_value_head() if recipe.loop == "reward_model" else policy
-    return Models(Built(own.with_mtp(recipe.trains_mtp), layout), critic, frozen)
+    return Models(Built(own.with_mtp(recipe.trains_mtp), parallel), critic, frozen)

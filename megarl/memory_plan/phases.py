@@ -53,9 +53,9 @@ def memory_table(
     pipeline stage is examined, because ranks of a stage differ only by a few elements of padding. `stages`: examine
     these stages only; None: all. With separate engines, the first engine rank is examined too.
     """
-    layout = models.policy.layout
-    ranks = [layout.rank(tp=0, dp=0, pp=stage) for stage in (range(layout.pp) if stages is None else stages)]
-    ranks += layout.leaders()[:1] if layout.is_separate else ()
+    parallel = models.policy.parallel
+    ranks = [parallel.rank(tp=0, dp=0, pp=stage) for stage in (range(parallel.pp) if stages is None else stages)]
+    ranks += parallel.leaders()[:1] if parallel.is_separate else ()
     memories = [RankMemory(recipe, models, platform, rank, gpu_gib=gpu_gib) for rank in ranks]
     by_name: dict[str, list[Phase]] = {}
     for memory in memories:
@@ -81,16 +81,16 @@ class RankMemory:
     """Assumed tokens of the fullest expert-parallel rank, divided by the mean over these ranks."""
 
     @property
-    def layout(self) -> ParallelConfig:
-        return self.models.policy.layout
+    def parallel(self) -> ParallelConfig:
+        return self.models.policy.parallel
 
     @property
     def has_trainer(self) -> bool:
-        return self.rank < self.layout.world_size
+        return self.rank < self.parallel.world_size
 
     @property
     def has_engine(self) -> bool:
-        return self.recipe.has_engine and not (self.layout.is_separate and self.has_trainer)
+        return self.recipe.has_engine and not (self.parallel.is_separate and self.has_trainer)
 
     @property
     def itemsize(self) -> int:
@@ -150,14 +150,14 @@ class RankMemory:
             self._engine_rank,
             itemsize=self.itemsize,
             bucket_bytes=self.recipe.weights.bucket_mib << 20,
-            stages=self.layout.pp,
+            stages=self.parallel.pp,
         )
 
     @property
     def _engine_layouts(self) -> VllmLayouts:
-        layout = self.layout
-        num_ranks = layout.rollout_ranks or layout.world_size
-        return VllmLayouts(self._engine_shape, layout.rollout_tp, num_ranks, layout.rollout_ep)
+        parallel = self.parallel
+        num_ranks = parallel.rollout_ranks or parallel.world_size
+        return VllmLayouts(self._engine_shape, parallel.rollout_tp, num_ranks, parallel.rollout_ep)
 
     @property
     def _engine_shape(self) -> ModelShape:
@@ -166,7 +166,7 @@ class RankMemory:
 
     @property
     def _engine_rank(self) -> int:
-        return self.rank - self.layout.leaders()[0]
+        return self.rank - self.parallel.leaders()[0]
 
     @cached_property
     def cache_bytes(self) -> int:
@@ -185,7 +185,7 @@ class RankMemory:
             default = max(default, self.recipe.context_tokens)
         return engine_bytes.step_bytes(
             self.models.policy.shape,
-            self.layout.rollout_tp,
+            self.parallel.rollout_tp,
             batched_tokens=int(rollout.vllm.get("max_num_batched_tokens") or default),
             max_requests=rollout.max_concurrent_requests,
             itemsize=self.itemsize,
@@ -194,7 +194,7 @@ class RankMemory:
     @cached_property
     def staging(self) -> int:
         """Return the bytes of the reshard's buffers: two buckets, or all weights if they are smaller."""
-        if not self.recipe.has_engine or self.layout.num_ranks == 1:
+        if not self.recipe.has_engine or self.parallel.num_ranks == 1:
             return 0
         bucket = self.recipe.weights.bucket_mib << 20
         return min(2 * bucket, self.engine_weights + self.policy.parameters)
@@ -217,13 +217,13 @@ class RankMemory:
         """Return how many requests of a training step one engine handles."""
         train = self.recipe.train
         attempts = math.ceil(train.prompts_per_step * train.samples_per_prompt * self.recipe.algorithm.oversampling)
-        num_engines = (self.layout.rollout_ranks or self.layout.world_size) // self.layout.rollout_tp
+        num_engines = (self.parallel.rollout_ranks or self.parallel.world_size) // self.parallel.rollout_tp
         return -(-attempts // max(num_engines, 1))
 
     def phases(self) -> Iterator[Phase]:
         """Yield all phases of the run on the examined rank."""
         part: Literal["", "trainer", "engine"] = ""
-        if self.layout.is_separate:
+        if self.parallel.is_separate:
             part = "trainer" if self.has_trainer else "engine"
         moments = self._of_trainer() if self.has_trainer else self._of_engine()
         for name, uses in moments.items():
@@ -276,7 +276,7 @@ class RankMemory:
     def _reshard(self, policy: TrainerStates | None = None) -> list[Use]:
         states = policy or self.policy
         # A separate rank holds only one of the two, so nothing is offloaded and nothing sleeps.
-        is_alone = self.layout.is_separate
+        is_alone = self.parallel.is_separate
         uses = [*self._states(states, _ALL if is_alone else ("parameters",)), *self._critic(()), *self._idle_models()]
         if states.merged and not self.recipe.sends_adapter:
             uses.append(Use("merged adapters", device_bytes=states.merged))
@@ -297,8 +297,8 @@ class RankMemory:
         if (row_tokens := self.recipe.trainer.max_tokens_per_forward) is not None:
             settings = replace(settings, row_tokens=row_tokens)
         uses = [*self._working(name), *self._idle_engine()]
-        forward = activations.forward_bytes(built.shape, built.layout, settings)
-        logits = activations.logits_bytes(built.shape, built.layout, settings) if self._is_last(built) else 0
+        forward = activations.forward_bytes(built.shape, built.parallel, settings)
+        logits = activations.logits_bytes(built.shape, built.parallel, settings) if self._is_last(built) else 0
         return [
             *uses,
             *self._fp8(built),
@@ -309,21 +309,21 @@ class RankMemory:
     def _training(self, name: str) -> list[Use]:
         built = self._built(name)
         settings = self.pass_settings(built)
-        stage = built.layout.coordinates(self.rank).pp
+        stage = built.parallel.coordinates(self.rank).pp
         # A row stored as a tree saves other tensors than separate sequences do: the larger ones count.
         rows = [settings]
         if self.recipe.trainer.share_prefixes == "auto":
             rows.append(replace(settings, shares_prefixes=True))
-        saved = max(activations.stage_bytes(built.shape, built.layout, stage, row) for row in rows)
-        passing = activations.backward_bytes(built.shape, built.layout, settings)
+        saved = max(activations.stage_bytes(built.shape, built.parallel, stage, row) for row in rows)
+        passing = activations.backward_bytes(built.shape, built.parallel, settings)
         head = replace(settings, keeps_logits=bool(self.recipe.trainer.keep_logits))
-        logits = activations.logits_bytes(built.shape, built.layout, head) if self._is_last(built) else 0
+        logits = activations.logits_bytes(built.shape, built.parallel, head) if self._is_last(built) else 0
         return [
             *self._working(name),
             *self._idle_engine(),
             *self._fp8(built),
             Use("activations", device_bytes=int(saved)),
-            Use("pipeline", device_bytes=int(activations.pipeline_bytes(built.shape, built.layout, stage, settings))),
+            Use("pipeline", device_bytes=int(activations.pipeline_bytes(built.shape, built.parallel, stage, settings))),
             Use("backward", device_bytes=int(passing)),
             Use("logits", device_bytes=int(logits)),
         ]
@@ -390,7 +390,7 @@ class RankMemory:
         """Return the maximum number of these tensors: weights, main weights, and two moments of each."""
         built = [self.models.policy, self.models.critic, *self.models.frozen.values()]
         return 4 * sum(
-            len(parameter_shapes(one.layouts, one.layout.coordinates(self.rank))) for one in built if one is not None
+            len(parameter_shapes(one.layouts, one.parallel.coordinates(self.rank))) for one in built if one is not None
         )
 
     def _critic(self, awake: Collection[str]) -> Iterator[Use]:
@@ -405,7 +405,7 @@ class RankMemory:
     def _background_send(self, phase: str) -> Iterator[Use]:
         """Yield the memory of a reshard that overlaps the trainer's work: a copy of the weights, and in some phases
         buffers."""
-        if not (self.has_trainer and self.layout.is_separate and self.recipe.weights.overlap):
+        if not (self.has_trainer and self.parallel.is_separate and self.recipe.weights.overlap):
             return
         policy = self.models.policy
         sent = trainer_bytes.parameter_bytes(policy.layouts, self.rank, itemsize=self.itemsize)
@@ -454,7 +454,7 @@ class RankMemory:
                 yield Use("DeepEP", device_bytes=self._deep_ep)
         else:
             yield from (Use(use.kind, host_bytes=use.device_bytes + use.host_bytes) for use in uses)
-        if self.has_trainer and self.recipe.checkpoint.replicate and self.layout.world_size > 1:
+        if self.has_trainer and self.recipe.checkpoint.replicate and self.parallel.world_size > 1:
             # This rank's state and a partner's, after the newest copied step and while the next copy is made.
             yield Use("copies of the state", host_bytes=4 * (self.policy + self.critic).saved)
         yield Use("libraries", host_bytes=LIBRARY_BYTES)
@@ -465,7 +465,7 @@ class RankMemory:
 
         0: every rank has all experts, so no tokens are sent.
         """
-        num_ranks = self.layout.etp * self.layout.ep
+        num_ranks = self.parallel.etp * self.parallel.ep
         if num_ranks == 1:
             return 0
         models = [self.models.policy, self.models.critic, *self.models.frozen.values()]
@@ -480,7 +480,7 @@ class RankMemory:
         cluster, engines = self.recipe.cluster, self.recipe.cluster.groups.engines
         own = cluster if self.has_trainer or engines is None else engines
         return communicators_of(
-            self.layout,
+            self.parallel,
             own.ranks_per_node,
             has_trainer=self.has_trainer,
             has_engine=self.has_engine,
@@ -495,9 +495,9 @@ class RankMemory:
         """Return whether the first and the last pipeline stage have copies of one embedding, and this rank one of
         them.
         """
-        shape, last = self.models.policy.shape, self.layout.pp - 1
+        shape, last = self.models.policy.shape, self.parallel.pp - 1
         has_copy = shape.tie_word_embeddings or bool(shape.with_mtp(self.recipe.trains_mtp).num_mtp_layers)
-        return self.has_trainer and has_copy and last > 0 and self.layout.coordinates(self.rank).pp in (0, last)
+        return self.has_trainer and has_copy and last > 0 and self.parallel.coordinates(self.rank).pp in (0, last)
 
     def _trained(self, built: Built, optimizer: str, lora_rank: int) -> TrainerStates:
         layouts = built.layouts
@@ -519,7 +519,7 @@ class RankMemory:
         return self.models.policy if name == "policy" else self.models.frozen[name]
 
     def _is_last(self, built: Built) -> bool:
-        return built.layout.coordinates(self.rank).pp == built.layout.pp - 1
+        return built.parallel.coordinates(self.rank).pp == built.parallel.pp - 1
 
     def pass_settings(self, built: Built) -> PassSettings:
         """Return how an update's rows pass through a model."""
@@ -533,9 +533,9 @@ class RankMemory:
             recomputed = trainer_config.recompute_modules
         return PassSettings(
             row_tokens=trainer_config.max_tokens_per_microbatch,
-            chunk_tokens=logprob_chunk_tokens(self.recipe, built.shape, built.layout, is_gpu=self.platform.is_gpu),
+            chunk_tokens=logprob_chunk_tokens(self.recipe, built.shape, built.parallel, is_gpu=self.platform.is_gpu),
             itemsize=self.itemsize,
-            sequence_parallel=built.layout.tp > 1 and trainer_config.sequence_parallel is not False,
+            sequence_parallel=built.parallel.tp > 1 and trainer_config.sequence_parallel is not False,
             recomputes_layers="full" in (trainer_config.recompute, granularity),
             recomputed=frozenset(recomputed),
             spec="transformer_engine" if self.platform.has_transformer_engine else "local",
@@ -555,7 +555,7 @@ class RankMemory:
     def _block_bytes(self) -> int:
         itemsize = self.itemsize if self.recipe.rollout.kv_cache_dtype == "auto" else 1
         return engine_bytes.cache_block_bytes(
-            self._engine_shape, self.layout.rollout_tp, block_tokens=self._block_tokens, itemsize=itemsize
+            self._engine_shape, self.parallel.rollout_tp, block_tokens=self._block_tokens, itemsize=itemsize
         )
 
     @property
@@ -567,7 +567,7 @@ class RankMemory:
         if self.gpu_gib is None:
             return 0
         # vLLM counts what its own group takes. The trainer's groups come later.
-        others = CONTEXT_BYTES + Communicator("engine", self.layout.rollout_tp).num_bytes + self._graphs
+        others = CONTEXT_BYTES + Communicator("engine", self.parallel.rollout_tp).num_bytes + self._graphs
         return max(0, int(share * self.gpu_gib * 2**30) - self.engine_weights - self.engine_step - others)
 
     @property

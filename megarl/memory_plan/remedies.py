@@ -230,7 +230,7 @@ def forward_row_tokens(recipe: Recipe, models: Models, gpus: GpuMemory) -> int |
     None: rows stay as long as those of an update. This happens if no longer row fits, without such passes, and with
     pipeline stages. Longer rows are fewer rows, which leave pipeline stages idle.
     """
-    if models.policy.layout.pp > 1:
+    if models.policy.parallel.pp > 1:
         return None
     multiple = _row_step(recipe, models)
     shortest = recipe.trainer.max_tokens_per_microbatch
@@ -251,8 +251,8 @@ def forward_row_tokens(recipe: Recipe, models: Models, gpus: GpuMemory) -> int |
 
 def _row_step(recipe: Recipe, models: Models) -> int:
     """Return the number of tokens of which a row length is a multiple."""
-    layout = models.policy.layout
-    multiple = layout.sequence_multiple * (layout.tp if recipe.trainer.sequence_parallel is not False else 1)
+    parallel = models.policy.parallel
+    multiple = parallel.sequence_multiple * (parallel.tp if recipe.trainer.sequence_parallel is not False else 1)
     # Under FP8 each part of a row consists of whole blocks, as in `preflight.sizes.row_multiple`.
     return multiple * FP8_BLOCK if recipe.trainer.fp8 == "blockwise" else math.lcm(multiple, 128)
 

@@ -45,7 +45,7 @@ def uses_transformer_engine() -> bool:
 
 def transformer_config(
     shape: ModelShape,
-    layout: ParallelConfig,
+    parallel: ParallelConfig,
     *,
     dtype: torch.dtype,
     sequence_parallel: bool,
@@ -71,8 +71,8 @@ def transformer_config(
         raise ConfigError(f"trainer.megatron.{name}: Megatron-Core's TransformerConfig has no such field.{hint}")
     for problem in without_effect(overrides, has_experts=bool(shape.num_experts)):
         raise ConfigError(problem)
-    settings = _model_settings(shape) | _split_settings(layout, dtype, sequence_parallel)
-    settings |= {"pipeline_model_parallel_layout": _uneven_stages(shape, layout)}
+    settings = _model_settings(shape) | _split_settings(parallel, dtype, sequence_parallel)
+    settings |= {"pipeline_model_parallel_layout": _uneven_stages(shape, parallel)}
     defaults: dict[str, Any] = {
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
@@ -84,8 +84,8 @@ def transformer_config(
     elif recompute == "full":
         settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if shape.router:
-        settings |= _expert_settings(shape.router, shape, layout) | {"moe_enable_routing_replay": router_replay}
-        if moe_dispatcher == "flex" and layout.etp * layout.ep > 1:
+        settings |= _expert_settings(shape.router, shape, parallel) | {"moe_enable_routing_replay": router_replay}
+        if moe_dispatcher == "flex" and parallel.etp * parallel.ep > 1:
             settings |= {"moe_token_dispatcher_type": "flex"}
         # A balancing loss changes the policy's gradient, so it is off unless a coefficient is set.
         balancing = "aux_loss" if overrides.get("moe_aux_loss_coeff") else "none"
@@ -171,7 +171,7 @@ def _fused_expert_kernels(router_replay: bool) -> dict[str, bool]:
     }
 
 
-def _expert_settings(router: Router, shape: ModelShape, layout: ParallelConfig) -> dict[str, Any]:
+def _expert_settings(router: Router, shape: ModelShape, parallel: ParallelConfig) -> dict[str, Any]:
     return {
         **router_settings(router, shape),
         "num_moe_experts": router.num_experts,
@@ -180,8 +180,8 @@ def _expert_settings(router: Router, shape: ModelShape, layout: ParallelConfig) 
         # For the dispatcher `flex`. Megatron-Core 0.16.1 no longer selects DeepEP by its own flag.
         "moe_flex_dispatcher_backend": "deepep",
         "moe_enable_deepep": False,
-        "expert_model_parallel_size": layout.ep,
-        "expert_tensor_parallel_size": layout.etp,
+        "expert_model_parallel_size": parallel.ep,
+        "expert_tensor_parallel_size": parallel.etp,
     }
 
 
@@ -233,41 +233,41 @@ def _latent_settings(shape: ModelShape) -> dict[str, Any]:
     }
 
 
-def _uneven_stages(shape: ModelShape, layout: ParallelConfig) -> list[list[str]] | None:
+def _uneven_stages(shape: ModelShape, parallel: ParallelConfig) -> list[list[str]] | None:
     """Return Megatron's description of chunks with different numbers of layers, chunk by chunk; None if all are equal.
 
     Equal chunks keep Megatron's default: its keys in checkpoints of other programs are the same either way.
     """
-    sizes = layout.layers_by_chunk(shape.num_layers)
+    sizes = parallel.layers_by_chunk(shape.num_layers)
     if len(set(sizes)) == 1:
         return None
     chunks = [["decoder"] * size for size in sizes]
     return [["embedding", *chunks[0]], *chunks[1:-1], [*chunks[-1], "loss"]]
 
 
-def _split_settings(layout: ParallelConfig, dtype: torch.dtype, sequence_parallel: bool) -> dict[str, Any]:
+def _split_settings(parallel: ParallelConfig, dtype: torch.dtype, sequence_parallel: bool) -> dict[str, Any]:
     return {
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
-        "tensor_model_parallel_size": layout.tp,
-        "pipeline_model_parallel_size": layout.pp,
-        "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
-        "context_parallel_size": layout.cp,
+        "tensor_model_parallel_size": parallel.tp,
+        "pipeline_model_parallel_size": parallel.pp,
+        "virtual_pipeline_model_parallel_size": parallel.vpp if parallel.vpp > 1 else None,
+        "context_parallel_size": parallel.cp,
         # With several chunks both neighbours of a stage may be the same rank. Batched sends would mix up their
         # directions.
-        "overlap_p2p_comm": layout.vpp > 1,
-        "batch_p2p_comm": layout.vpp == 1,
+        "overlap_p2p_comm": parallel.vpp > 1,
+        "batch_p2p_comm": parallel.vpp == 1,
         # Megatron's wait for the whole device after each exchange works around an error of old PyTorch releases.
         "batch_p2p_sync": False,
         "sequence_parallel": sequence_parallel,
         "use_cpu_initialization": not torch.cuda.is_available(),
         # Packed rows differ in length. With this setting, Megatron asks `training.stage_shapes` for each length.
         # Megatron-Core 0.16.1 accepts it only with this dispatcher, even in dense models.
-        "variable_seq_lengths": layout.pp > 1,
+        "variable_seq_lengths": parallel.pp > 1,
         "moe_token_dispatcher_type": "alltoall",
         # gloo still reads an output after its send returns. Freeing it is safe only in CUDA's stream order.
-        "deallocate_pipeline_outputs": torch.cuda.is_available() and layout.pp > 1,
+        "deallocate_pipeline_outputs": torch.cuda.is_available() and parallel.pp > 1,
         # Makes Megatron's schedules sum the losses of microbatches instead of averaging: the token weights are
         # normalised.
         "calculate_per_token_loss": True,

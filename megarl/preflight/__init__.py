@@ -42,7 +42,7 @@ from megarl.preflight.overview import overview
 from megarl.preflight.registry import Cost, Fault, faults
 from megarl.preflight.resources import resource_warnings, slower_layout, small_cache
 from megarl.preflight.rewards import check_rewards
-from megarl.preflight.sizes import aligned, layout_of, row_multiple
+from megarl.preflight.sizes import aligned, parallel_of, row_multiple
 from megarl.types import ConfigError, DataError
 
 __all__ = [
@@ -59,11 +59,11 @@ __all__ = [
     "download_model",
     "gpu_kind",
     "kept_kv",
-    "layout_of",
     "load",
     "memory_defaults",
     "not_downloaded",
     "overview",
+    "parallel_of",
     "planned_host_bytes",
     "predicted_memory",
     "read_conversations",
@@ -97,7 +97,7 @@ def check(recipe: Recipe, *, is_start: bool = True, is_trained: bool = True) -> 
         raise ConfigError(error_page(f"recipe {recipe.name}", [*found.recipe, *found.files]))
     if found.files:
         raise DataError(error_page(f"files of recipe {recipe.name}", found.files))
-    return found.layout
+    return found.parallel
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), *, is_start: bool = True, is_of_run: bool = False) -> Recipe:
@@ -124,11 +124,11 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, is_start: bool = Tr
 
 @dataclass(frozen=True, slots=True)
 class _Faults:
-    """Errors of a recipe and of its files, one line each. `layout` is valid only if both lists are empty."""
+    """Errors of a recipe and of its files, one line each. `parallel` is valid only if both lists are empty."""
 
     recipe: list[str]
     files: list[str]
-    layout: ParallelConfig
+    parallel: ParallelConfig
 
 
 def _faults(recipe: Recipe, *, is_start: bool, is_trained: bool = True) -> _Faults:
@@ -145,13 +145,13 @@ def _faults(recipe: Recipe, *, is_start: bool, is_trained: bool = True) -> _Faul
     if sound is not None and is_trained:
         # A recipe that could not be read in full has no values for the fields that a start would choose.
         planned = with_memory_defaults(recipe, is_start=is_start)
-        run_faults += memory_faults(planned, sound.layout, is_start=is_start)
+        run_faults += memory_faults(planned, sound.parallel, is_start=is_start)
     if not recipe.mixture:
         only = found[recipe.rollout.environment]
         return replace(only, recipe=[*only.recipe, *run_faults])
     wrong = _merge_sources({name: source_faults.recipe for name, source_faults in found.items()})
     broken = _merge_sources({name: source_faults.files for name, source_faults in found.items()})
-    return _Faults([*wrong, *run_faults], broken, next(iter(found.values())).layout)
+    return _Faults([*wrong, *run_faults], broken, next(iter(found.values())).parallel)
 
 
 def _merge_sources(by_source: Mapping[str, Sequence[str]]) -> list[str]:
@@ -164,9 +164,9 @@ def _merge_sources(by_source: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def _faults_of_source(recipe: Recipe, *, is_start: bool, is_trained: bool) -> _Faults:
-    layout, folder = sizes.layout_of(recipe), recipe.model.folder
+    parallel, folder = sizes.parallel_of(recipe), recipe.model.folder
     incomplete = check_model_folder(folder)
-    facts: dict[str, Any] = {"recipe": recipe, "dp": layout.dp, "is_start": is_start, "is_trained": is_trained}
+    facts: dict[str, Any] = {"recipe": recipe, "dp": parallel.dp, "is_start": is_start, "is_trained": is_trained}
     facts["has_model"] = not incomplete
     found = [*map(DataError, incomplete), *faults(facts, (Cost.FIELDS, Cost.FILES))]
     if Path(folder).is_dir():
@@ -179,8 +179,8 @@ def _faults_of_source(recipe: Recipe, *, is_start: bool, is_trained: bool) -> _F
         else:
             # Aligning ranks to the reshard takes long and needs sizes that divide, so skip it if the recipe has faults.
             if not _recipe_errors(found):
-                layout = sizes.aligned(recipe, shape, layout)
-    return _Faults(_recipe_errors(found), [str(fault) for fault in found if isinstance(fault, DataError)], layout)
+                parallel = sizes.aligned(recipe, shape, parallel)
+    return _Faults(_recipe_errors(found), [str(fault) for fault in found if isinstance(fault, DataError)], parallel)
 
 
 def _recipe_errors(found: Sequence[Fault]) -> list[str]:
@@ -197,4 +197,4 @@ def check_plan(recipe: Recipe) -> tuple[ModelShape, ParallelConfig]:
     shape = planned_shape(recipe.model.folder, recipe.model.override_config)
     if wrong := [*sizes.ranks(recipe), *sizes.model_fit(recipe, shape)]:
         raise ConfigError(error_page(f"recipe {recipe.name}", wrong))
-    return shape, sizes.layout_of(recipe)
+    return shape, sizes.parallel_of(recipe)

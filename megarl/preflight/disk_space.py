@@ -8,7 +8,7 @@ from megarl.config import Recipe
 from megarl.files.atomic import LEAST_FREE_BYTES, check_space
 from megarl.memory_plan.phases import ITEM_BYTES, RankMemory
 from megarl.preflight.memory_fit import models_of, platform_here
-from megarl.preflight.sizes import layout_of, model_fit, ranks
+from megarl.preflight.sizes import model_fit, parallel_of, ranks
 from megarl.step_cost.work import model_work
 from megarl.tracking.run_folder import run_path
 from megarl.types import DataError
@@ -28,9 +28,9 @@ def _largest_save(recipe: Recipe) -> int:
     is_here = recipe.cluster.launcher == "local" and Path(recipe.model.folder).is_dir()
     if not is_here or not recipe.train.steps or any(ranks(recipe)):
         return 0
-    layout = layout_of(recipe)
+    parallel = parallel_of(recipe)
     try:
-        models = models_of(recipe, layout)
+        models = models_of(recipe, parallel)
     except DataError:
         return 0
     if any(model_fit(recipe, models.policy.shape)):
@@ -40,8 +40,8 @@ def _largest_save(recipe: Recipe) -> int:
         return exported
     # Ranks of a pipeline stage save equal parts of it.
     stages = [
-        RankMemory(recipe, models, platform_here(recipe), layout.rank(tp=0, dp=0, pp=stage))
-        for stage in range(layout.pp)
+        RankMemory(recipe, models, platform_here(recipe), parallel.rank(tp=0, dp=0, pp=stage))
+        for stage in range(parallel.pp)
     ]
     saved = sum(memory.policy.saved + memory.critic.saved for memory in stages)
-    return max(exported, saved * layout.world_size // layout.pp)
+    return max(exported, saved * parallel.world_size // parallel.pp)

@@ -73,7 +73,7 @@ def _planned_models(recipe: Recipe) -> tuple[Models, GpuMemory] | None:
     if (gpus := gpu_memory(recipe)) is None or any(sizes.ranks(recipe)):
         return None
     try:
-        models = models_of(recipe, sizes.layout_of(recipe))
+        models = models_of(recipe, sizes.parallel_of(recipe))
     except DataError:
         return None  # The checks of the model folder report it.
     return None if any(sizes.model_fit(recipe, models.policy.shape)) else (models, gpus)
@@ -96,12 +96,12 @@ def with_chunk_tokens(recipe: Recipe) -> Recipe:
     if recipe.trainer.logprob_chunk_tokens is not None or unmet(recipe, _CHUNK) is not None or any(sizes.ranks(recipe)):
         return recipe
     try:
-        models = models_of(recipe, sizes.layout_of(recipe))
+        models = models_of(recipe, sizes.parallel_of(recipe))
     except DataError:
         return recipe  # The checks of the model folder report it.
     is_gpu = gpu_memory(recipe) is not None or not ranks_on_cpu(recipe)
     scored = [models.policy, *(built for name, built in models.frozen.items() if name in recipe.teachers)]
-    chosen = min(logprob_chunk_tokens(recipe, built.shape, built.layout, is_gpu=is_gpu) for built in scored)
+    chosen = min(logprob_chunk_tokens(recipe, built.shape, built.parallel, is_gpu=is_gpu) for built in scored)
     return with_field_values(recipe, {_CHUNK: chosen})
 
 
@@ -268,6 +268,6 @@ def _named(recipe: Recipe, field: str) -> str:
 
 def _engines_alone(policy: Built) -> Built:
     """Return a recipe in which engines own all ranks, as in `megarl eval`."""
-    layout = policy.layout
-    own = ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=layout.rollout_tp, rollout_ep=layout.rollout_ep)
-    return Built(policy.shape, replace(own, rollout_ranks=layout.num_ranks))
+    parallel = policy.parallel
+    own = ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=parallel.rollout_tp, rollout_ep=parallel.rollout_ep)
+    return Built(policy.shape, replace(own, rollout_ranks=parallel.num_ranks))

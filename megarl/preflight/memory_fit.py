@@ -27,10 +27,10 @@ from megarl.preflight.vllm_limits import default_cache_gib, least_cache_gib
 from megarl.types import DataError
 
 
-def models_of(recipe: Recipe, layout: ParallelConfig) -> Models:
+def models_of(recipe: Recipe, parallel: ParallelConfig) -> Models:
     """Return the models of a recipe, as needed to predict memory. Raises DataError for an invalid config.json."""
     shape = planned_shape(recipe.model.folder, recipe.model.override_config)
-    return read_models(recipe, shape, layout, sizes.layout_of(recipe.for_teachers))
+    return read_models(recipe, shape, parallel, sizes.parallel_of(recipe.for_teachers))
 
 
 def not_downloaded(recipe: Recipe) -> Iterator[str]:
@@ -242,9 +242,9 @@ def _wider(recipe: Recipe, gpus: GpuMemory) -> str | None:
         {"trainer.pp": 2 * trainer.pp, "cluster.nodes": 2 * cluster.nodes},
     ):
         other = with_field_values(recipe, values if recipe.trainer.dp is None else {**values, "trainer.dp": None})
-        layout = sizes.layout_of(other)
-        models = models_of(other, layout)
-        if any((*sizes.ranks(other), *sizes.batches(other, layout.dp), *sizes.model_fit(other, models.policy.shape))):
+        parallel = sizes.parallel_of(other)
+        models = models_of(other, parallel)
+        if any((*sizes.ranks(other), *sizes.batches(other, parallel.dp), *sizes.model_fit(other, models.policy.shape))):
             continue
         table = memory_table(other, models, GPU, gpu_gib=gpus.engine)
         own = Remedy(values, table)
@@ -298,22 +298,22 @@ def uses_this_machine(recipe: Recipe) -> bool:
     return not ranks_on_cpu(recipe) and (recipe.cluster.launcher == "local" or "SLURMD_NODENAME" in os.environ)
 
 
-def table_of(recipe: Recipe, layout: ParallelConfig) -> MemoryTable:
+def table_of(recipe: Recipe, parallel: ParallelConfig) -> MemoryTable:
     """Return a recipe's predicted memory by phase, for GPUs if the recipe or this environment has any, else for
     CPUs."""
     gpus = gpu_memory(recipe)
     is_gpu = gpus is not None or not ranks_on_cpu(recipe)
-    return memory_table(recipe, models_of(recipe, layout), GPU if is_gpu else CPU, gpu_gib=gpus and gpus.engine)
+    return memory_table(recipe, models_of(recipe, parallel), GPU if is_gpu else CPU, gpu_gib=gpus and gpus.engine)
 
 
-def verdict_of(recipe: Recipe, layout: ParallelConfig, table: MemoryTable) -> Verdict:
+def verdict_of(recipe: Recipe, parallel: ParallelConfig, table: MemoryTable) -> Verdict:
     """Return whether a recipe's predicted memory fits into the GPUs of the recipe or the machine, or into this
     machine's memory if ranks run on CPUs."""
     if (gpus := gpu_memory(recipe)) is not None:
-        return verdict_on_gpus(recipe, models_of(recipe, layout), table, gpus)
+        return verdict_on_gpus(recipe, models_of(recipe, parallel), table, gpus)
     if table.is_gpu or recipe.cluster.launcher != "local" or recipe.cluster.nodes > 1:
         return verdict_without_gpus()
-    return verdict_on_cpus(recipe, models_of(recipe, layout), table)
+    return verdict_on_cpus(recipe, models_of(recipe, parallel), table)
 
 
 def predicted_memory(recipe: Recipe) -> dict[str, int]:
@@ -329,7 +329,7 @@ def planned_host_bytes(recipe: Recipe) -> RankHostBytes | None:
     if ranks_on_cpu(recipe) or any(sizes.ranks(recipe)):
         return None
     try:
-        models = models_of(recipe, sizes.layout_of(recipe))
+        models = models_of(recipe, sizes.parallel_of(recipe))
     except DataError:
         return None
     return None if any(sizes.model_fit(recipe, models.policy.shape)) else rank_host_bytes(_table_here(recipe))
@@ -343,12 +343,12 @@ def platform_here(recipe: Recipe) -> Platform:
 def _table_here(recipe: Recipe) -> MemoryTable:
     """Return a recipe's predicted memory by phase, for ranks on this machine's kind of device."""
     platform = platform_here(recipe)
-    models = models_of(recipe, sizes.layout_of(recipe))
+    models = models_of(recipe, sizes.parallel_of(recipe))
     gpus = gpu_memory(recipe)
     return memory_table(recipe, models, platform, gpu_gib=gpus and gpus.engine)
 
 
-def memory_faults(recipe: Recipe, layout: ParallelConfig, *, is_start: bool) -> Iterator[str]:
+def memory_faults(recipe: Recipe, parallel: ParallelConfig, *, is_start: bool) -> Iterator[str]:
     """Yield an error if phases need more than a GPU's memory, with the cheapest changes that fit."""
     if recipe.rollout.gpu_memory_utilization is not None and recipe.has_engine:
         yield from _utilization(recipe)
@@ -356,7 +356,7 @@ def memory_faults(recipe: Recipe, layout: ParallelConfig, *, is_start: bool) -> 
     if (gpus := gpu_memory(recipe)) is None:
         return
     try:
-        models = models_of(recipe, layout)
+        models = models_of(recipe, parallel)
     except DataError:
         return  # The checks of the model folder report it.
     table = memory_table(recipe, models, GPU, gpu_gib=gpus.engine)

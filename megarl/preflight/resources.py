@@ -33,7 +33,7 @@ _TRANSFORMERS_LATENT_EPSILON = 1e-6
 _RANKS_PER_CORE = 4
 
 
-def resource_warnings(recipe: Recipe, layout: ParallelConfig) -> Iterator[str]:
+def resource_warnings(recipe: Recipe, parallel: ParallelConfig) -> Iterator[str]:
     """Yield warnings about a valid recipe on these machines, one line each."""
     yield from _weakened_sandbox(recipe)
     if not ranks_on_cpu(recipe):
@@ -42,7 +42,7 @@ def resource_warnings(recipe: Recipe, layout: ParallelConfig) -> Iterator[str]:
     yield from latent_norms(recipe, shape)
     if not runs_on_cpu():
         yield from slow_delta_nets(recipe, shape)
-    yield from small_cache(recipe, layout, table_of(recipe, layout))
+    yield from small_cache(recipe, parallel, table_of(recipe, parallel))
     cluster = recipe.cluster
     if cluster.launcher != "local":
         return
@@ -62,8 +62,8 @@ def resource_warnings(recipe: Recipe, layout: ParallelConfig) -> Iterator[str]:
     # On GPUs the GPU memory is the limit, and the plan covers it.
     if not runs_on_cpu():
         return
-    table = memory_table(recipe, models_of(recipe, layout), CPU)
-    if (needed := table.host_bytes(num_trainers=layout.world_size, num_engines=layout.rollout_ranks)) > memory:
+    table = memory_table(recipe, models_of(recipe, parallel), CPU)
+    if (needed := table.host_bytes(num_trainers=parallel.world_size, num_engines=parallel.rollout_ranks)) > memory:
         phases = " and ".join(phase.name for phase in table.fullest_host)
         yield (
             f"cluster.ranks_per_node = {ranks}: the ranks need {needed / 2**30:.1f} GiB of memory in the phase "
@@ -96,16 +96,18 @@ def slower_layout(recipe: Recipe) -> Iterator[str]:
     whole = with_field_values(recipe, dict.fromkeys(given, 1))
     if not given or any(sizes.ranks(whole)):
         return
-    layout = sizes.layout_of(whole)
+    parallel = sizes.parallel_of(whole)
     try:
-        models = models_of(whole, layout)
+        models = models_of(whole, parallel)
     except DataError:
         return  # The checks of the model folder report it.
     # Experts are measured in no layout but their own.
     if models.policy.shape.num_experts or any(sizes.model_fit(whole, models.policy.shape)):
         return
     if (
-        memory_table(whole, models, CPU).host_bytes(num_trainers=layout.world_size, num_engines=layout.rollout_ranks)
+        memory_table(whole, models, CPU).host_bytes(
+            num_trainers=parallel.world_size, num_engines=parallel.rollout_ranks
+        )
         > machine_bytes()
     ):
         return
@@ -144,7 +146,7 @@ def slow_delta_nets(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
         )
 
 
-def small_cache(recipe: Recipe, layout: ParallelConfig, table: MemoryTable) -> Iterator[str]:
+def small_cache(recipe: Recipe, parallel: ParallelConfig, table: MemoryTable) -> Iterator[str]:
     """Yield a warning if ranks on GPUs have the KV cache of CPUs, or if it holds few of the concurrent requests."""
     if table.cache is None:
         return
@@ -156,16 +158,16 @@ def small_cache(recipe: Recipe, layout: ParallelConfig, table: MemoryTable) -> I
             f"run's GPUs is unknown; {NAME_THE_GPU}, or set rollout.kv_cache_gib"
         )
     elif table.cache.warning is not None:
-        yield f"{table.cache.warning}; {_larger_cache(recipe, layout)}"
+        yield f"{table.cache.warning}; {_larger_cache(recipe, parallel)}"
 
 
-def _larger_cache(recipe: Recipe, layout: ParallelConfig) -> str:
+def _larger_cache(recipe: Recipe, parallel: ParallelConfig) -> str:
     """Return changes for a small KV cache, in words. The default size is suggested only if it is larger."""
     others = "or rollout.tp, or offload more (trainer.offload)"
     if recipe.rollout.gpu_memory_utilization is not None:
         return f"raise rollout.gpu_memory_utilization {others}"
     if (gpus := gpu_memory(recipe)) is not None:
-        default = default_cache_gib(recipe, models_of(recipe, layout), gpus)
+        default = default_cache_gib(recipe, models_of(recipe, parallel), gpus)
         if default > recipe.rollout.kv_cache_gib:
             return f"raise rollout.kv_cache_gib (left out: {default:g} GiB, the rest of a GPU's memory) {others}"
     return f"raise rollout.kv_cache_gib {others}"

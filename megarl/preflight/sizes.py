@@ -26,7 +26,7 @@ _LOWEST_TEMPERATURE = 0.01
 """Lowest sampling temperature above 0. vLLM 0.30 replaces a lower one by this value, with a warning."""
 
 
-def layout_of(recipe: Recipe) -> ParallelConfig:
+def parallel_of(recipe: Recipe) -> ParallelConfig:
     trainer = recipe.trainer
     return ParallelConfig(
         tp=trainer.tp,
@@ -50,16 +50,16 @@ def row_multiple(recipe: Recipe) -> int:
     """
     trainer = recipe.trainer
     parts = trainer.tp if trainer.sequence_parallel is not False else 1
-    return layout_of(recipe).sequence_multiple * parts * trainer.token_block
+    return parallel_of(recipe).sequence_multiple * parts * trainer.token_block
 
 
-def aligned(recipe: Recipe, shape: ModelShape, layout: ParallelConfig) -> ParallelConfig:
+def aligned(recipe: Recipe, shape: ModelShape, parallel: ParallelConfig) -> ParallelConfig:
     if not recipe.trainer.align_ranks:
-        return layout
+        return parallel
     # Only a recipe that aligns ranks pays for importing the reshard's cost model.
     from megarl.reshard.cost_model import align
 
-    return align(shape, layout, ranks_per_node=recipe.cluster.ranks_per_node)
+    return align(shape, parallel, ranks_per_node=recipe.cluster.ranks_per_node)
 
 
 @checks("cluster")

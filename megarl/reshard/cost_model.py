@@ -151,7 +151,7 @@ def forecast(
         "plan_seconds": plan_seconds,
         "reshard": count(plan, speeds).summary(),
         "rank_orders": {
-            name: count(planned(layout), speeds).summary() for name, layout in rank_orders(model, parallel)
+            name: count(planned(reordered), speeds).summary() for name, reordered in rank_orders(model, parallel)
         },
         "gpu": gpu,
         "bytes_per_second": dataclasses.asdict(speeds),
@@ -246,18 +246,18 @@ def align(model: ModelShape, parallel: ParallelConfig, *, ranks_per_node: int) -
     if parallel.is_separate:
         return parallel
 
-    def moved(layout: ParallelConfig) -> int:
+    def moved(candidate: ParallelConfig) -> int:
         # Only the bytes count here. One huge bucket avoids the work of slicing tensors.
-        plan = reshard_plan(model, layout, ranks_per_node=ranks_per_node, itemsize=1, bucket_bytes=1 << 62)
+        plan = reshard_plan(model, candidate, ranks_per_node=ranks_per_node, itemsize=1, bucket_bytes=1 << 62)
         missing = cache(lambda overlap: int(_lower_bound(plan, overlap).sum()))
         return sum(missing(overlap) for _, overlap, _, _ in plan.steps)
 
-    layouts = [
+    candidates = [
         dataclasses.replace(parallel, rank_permutation=rank_permutation)
         for rank_permutation in _rank_permutations(model, parallel)
     ]
     # The identity comes first in the list, and `min` keeps the first of equals: no permutation without a saving.
-    return min(layouts, key=moved) if len(layouts) > 1 else parallel
+    return min(candidates, key=moved) if len(candidates) > 1 else parallel
 
 
 def rank_orders(model: ModelShape, parallel: ParallelConfig) -> Iterator[tuple[str, ParallelConfig]]:

@@ -102,18 +102,18 @@ class EnginePool:
     def __init__(
         self,
         ranks: Asks,
-        layout: ParallelConfig,
+        parallel: ParallelConfig,
         *,
         max_running: int,
         budget_seconds: float = BUDGET_SECONDS,
         stragglers: StragglerDetector | None = None,
     ) -> None:
-        """Create a pool over the replicas of `layout`. `stragglers` detects slow replicas; None: no detection."""
+        """Create a pool over the replicas of `parallel`. `stragglers` detects slow replicas; None: no detection."""
         self._ranks, self._stragglers = ranks, stragglers
         self._max_running = max_running
         self._budget_seconds = budget_seconds
-        tp = layout.rollout_tp
-        self._replicas = [Replica(range(leader, leader + tp)) for leader in layout.leaders()]
+        tp = parallel.rollout_tp
+        self._replicas = [Replica(range(leader, leader + tp)) for leader in parallel.leaders()]
         self._num_lost = 0
         self._waiting: Queue = OrderedDict()
         self._pending: dict[str, PendingRequest] = {}

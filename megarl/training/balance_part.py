@@ -34,5 +34,5 @@ class BalancePart(EnginePart):
                 self._shard.run_forward([row.with_arrays({}) for row in rows], lambda *_, **__: None)
 
     def update_metrics(self) -> dict[str, Metric]:
-        losses = self._balance.metrics(self._shard.layout.pp, self._shard.device)
+        losses = self._balance.metrics(self._shard.parallel.pp, self._shard.device)
         return {name: Mean(value) for name, value in losses.items()} if self._shard.reports else {}

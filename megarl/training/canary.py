@@ -26,7 +26,7 @@ def canary_rows(model: TrainingEngine) -> list[TokenBatch]:
     length = min(_MAX_TOKENS, recipe.trainer.max_tokens_per_forward or recipe.trainer.max_tokens_per_microbatch)
     # 2: the stream of the canary, apart from other uses of the seed.
     random = np.random.default_rng([recipe.seed, 2])
-    tokens = random.integers(0, model.shape.vocab_size, (model.layout.rows_multiple, length))
+    tokens = random.integers(0, model.shape.vocab_size, (model.parallel.rows_multiple, length))
     mask = np.arange(length) > 0
     return [TokenBatch.from_sequences([TrainingSequence(token_ids=row, loss_mask=mask)]) for row in tokens]
 

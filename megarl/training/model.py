@@ -43,7 +43,7 @@ NO_PARTS = ModelParts()
 
 
 class ModelShard:
-    """One rank's shard of a model: the chunks of this pipeline stage, one or `layout.vpp` of them.
+    """One rank's shard of a model: the chunks of this pipeline stage, one or `parallel.vpp` of them.
 
     All ranks build it together; the first model also creates Megatron's process groups. Every method is a collective
     over the trainer's ranks. `load_weights` fills the parameters. With a `replica` (the ranks of a data-parallel
@@ -53,7 +53,7 @@ class ModelShard:
     def __init__(
         self,
         recipe: Recipe,
-        layout: ParallelConfig,
+        parallel: ParallelConfig,
         shape: ModelShape,
         load_weights: LoadWeights,
         *,
@@ -61,19 +61,19 @@ class ModelShard:
         arena: HostArena | None = None,
         parts: ModelParts = NO_PARTS,
     ) -> None:
-        self.recipe, self.layout, self.shape = recipe, layout, shape
+        self.recipe, self.parallel, self.shape = recipe, parallel, shape
         self._replica = replica
         self.arena = arena or HostArena(0)
         """Host memory for the model's tensors while they are not on the device."""
         self.device = device.current()
         self.dtype = getattr(torch, recipe.model.dtype)
         self.parts = parts
-        self.sequence_parallel = layout.tp > 1 and recipe.trainer.sequence_parallel is not False
-        _join_ranks(recipe.seed, layout, shape)
+        self.sequence_parallel = parallel.tp > 1 and recipe.trainer.sequence_parallel is not False
+        _join_ranks(recipe.seed, parallel, shape)
         self.config = parts.megatron_config(
-            recipe, shape, layout, dtype=self.dtype, sequence_parallel=self.sequence_parallel
+            recipe, shape, parallel, dtype=self.dtype, sequence_parallel=self.sequence_parallel
         )
-        self.chunks = [self._build(index).to(self.device) for index in range(layout.vpp)]
+        self.chunks = [self._build(index).to(self.device) for index in range(parallel.vpp)]
         for name, parameter in self.parameters.items():
             if ".experts." in name:
                 # Without expert parallelism, Megatron-Core 0.16.1 treats experts as replicated over the dense
@@ -96,13 +96,13 @@ class ModelShard:
         """Return the arguments of a `PolicyModel` that concern its head."""
         recipe, is_gpu = self.recipe, self.device.type == "cuda"
         return {
-            "logprob_chunk_tokens": logprob_chunk_tokens(recipe, self.shape, self.layout, is_gpu=is_gpu),
+            "logprob_chunk_tokens": logprob_chunk_tokens(recipe, self.shape, self.parallel, is_gpu=is_gpu),
             "keeps_logits": bool(recipe.trainer.keep_logits),
             "trains_entropy": recipe.loop == "rl" and recipe.algorithm.entropy_coefficient > 0,
         }
 
     def _vp_stage(self, index: int) -> int | None:
-        return index if self.layout.vpp > 1 else None
+        return index if self.parallel.vpp > 1 else None
 
     @property
     def models(self) -> Sequence[torch.nn.Module]:
@@ -179,11 +179,11 @@ class ModelShard:
     @property
     def token_parts(self) -> int:
         """Number of tensor-parallel ranks sharing a row's tokens (sequence parallelism)."""
-        return self.layout.tp if self.sequence_parallel else 1
+        return self.parallel.tp if self.sequence_parallel else 1
 
     def _stage_arguments(self, batches: Sequence[Microbatch]) -> dict[str, Any]:
         """Return the arguments of Megatron's schedules for exchanges between pipeline stages; none for one stage."""
-        if self.layout.pp == 1:
+        if self.parallel.pp == 1:
             return {}
         hidden_size = self.config.hidden_size
         shapes = [(batch.input_ids.shape[1] // self.token_parts, 1, hidden_size) for batch in batches]
@@ -200,7 +200,7 @@ class ModelShard:
                 multiple=self.token_parts * self.recipe.trainer.token_block,
                 qkv_format=self.chunks[0].qkv_format,
                 device=self.device,
-                cp=self.layout.cp,
+                cp=self.parallel.cp,
                 cp_rank=parallel_state.get_context_parallel_rank(),
             )
             for row in rows
@@ -330,19 +330,19 @@ def saved_buffers(chunk: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{path}.{name}".lstrip("."), buffer
 
 
-def _join_ranks(seed: int, layout: ParallelConfig, shape: ModelShape) -> None:
+def _join_ranks(seed: int, parallel: ParallelConfig, shape: ModelShape) -> None:
     """Create Megatron's process groups and seed random numbers, once per rank for all its models."""
     if parallel_state.model_parallel_is_initialized():
         return
-    with permuted_ranks(layout.rank_of_part):
+    with permuted_ranks(parallel.rank_of_part):
         parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=layout.tp,
-            pipeline_model_parallel_size=layout.pp,
-            virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
-            context_parallel_size=layout.cp,
-            expert_model_parallel_size=layout.ep,
-            expert_tensor_parallel_size=layout.etp if shape.num_experts else None,
-            order=layout.order,
+            tensor_model_parallel_size=parallel.tp,
+            pipeline_model_parallel_size=parallel.pp,
+            virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+            context_parallel_size=parallel.cp,
+            expert_model_parallel_size=parallel.ep,
+            expert_tensor_parallel_size=parallel.etp if shape.num_experts else None,
+            order=parallel.order,
             create_gloo_process_groups=False,
         )
     require_gpu_backends(device.current())

@@ -96,5 +96,5 @@ class MtpPart(EnginePart):
         return objective_and_mtp
 
     def prepare_update(self, rows: Sequence[TokenBatch]) -> None:
-        if self._shard.layout.pp > 1:
+        if self._shard.parallel.pp > 1:
             copy_embedding_to_last_stage(self._shard.chunks)

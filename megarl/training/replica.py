@@ -22,11 +22,11 @@ class Replica:
     its own replica only.
     """
 
-    def __init__(self, layout: ParallelConfig) -> None:
+    def __init__(self, parallel: ParallelConfig) -> None:
         rank = dist.get_rank()
         self._group: dist.ProcessGroup | None = None
-        for replica in range(layout.dp):
-            ranks = layout.replica_ranks(replica)
+        for replica in range(parallel.dp):
+            ranks = parallel.replica_ranks(replica)
             if len(ranks) == 1:
                 continue
             # torch requires every rank to take part in the creation of every group.
@@ -34,7 +34,7 @@ class Replica:
             if rank in ranks:
                 assert isinstance(group, dist.ProcessGroup)
                 self._group = group
-        self._ranks = layout.replica_ranks(layout.coordinates(rank).dp)
+        self._ranks = parallel.replica_ranks(parallel.coordinates(rank).dp)
         self._first = self._ranks[0]
 
     def share(self, rows: Sequence[TokenBatch] | None) -> Sequence[TokenBatch]:

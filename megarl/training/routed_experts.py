@@ -179,7 +179,7 @@ class RouteFeed(RowFeed):
         if not takes_known_counts(shard.config):
             return [[None] * len(self._layers)] * len(routes)
         group: Any = parallel_state.get_expert_tensor_and_model_parallel_group()
-        return count_by_expert(routes, shard.shape.num_experts, shard.layout.ep, group)
+        return count_by_expert(routes, shard.shape.num_experts, shard.parallel.ep, group)
 
     def apply(self, chunk: torch.nn.Module, values: tuple[torch.Tensor, Sequence[ExpertCounts | None]] | None) -> None:
         """Route the tokens of a chunk's next forward pass to a row's experts [own tokens, own layers, top_k]."""

@@ -67,7 +67,7 @@ class TrainingEngine(ModelShard):
     def __init__(
         self,
         recipe: Recipe,
-        layout: ParallelConfig,
+        parallel: ParallelConfig,
         shape: ModelShape,
         load_weights: LoadWeights,
         *,
@@ -78,7 +78,7 @@ class TrainingEngine(ModelShard):
     ) -> None:
         trainer, is_policy = recipe.trainer, role == "policy"
         parts = select_model_parts(recipe, is_policy=is_policy)
-        super().__init__(recipe, layout, shape, load_weights, replica=replica, arena=arena, parts=parts)
+        super().__init__(recipe, parallel, shape, load_weights, replica=replica, arena=arena, parts=parts)
         self._memory_owner = memory_owner
         # Parts must exist before the wrapping: Megatron allocates gradient buffers for trainable parameters only.
         self.engine_parts = list(build_engine_parts(self, is_policy=is_policy))

@@ -26,16 +26,16 @@ class Worker(TrainerWorker):
         rank: int,
         world_size: int,
         recipe: Recipe,
-        layout: ParallelConfig,
+        parallel: ParallelConfig,
         topology: RankTopology,
-        teacher_layout: ParallelConfig | None = None,
+        teacher_parallel: ParallelConfig | None = None,
     ) -> None:
         """Build the engine and the models.
 
-        `layout` and `teacher_layout` are the parallel sizes of the trainer and of teacher models. `topology` is the
+        `parallel` and `teacher_parallel` are the parallel sizes of the trainer and of teacher models. `topology` is the
         place of all ranks in the network.
         """
-        self._join_world(rank, world_size, recipe, layout, topology, teacher_layout)
+        self._join_world(rank, world_size, recipe, parallel, topology, teacher_parallel)
         # The engine first: vLLM needs its memory to be free before the trainer takes a share. Then it sleeps, because
         # building the models needs that memory.
         self.engine: RolloutEngine | None = None
@@ -48,7 +48,7 @@ class Worker(TrainerWorker):
         if self.engine is not None:
             self.copier = WeightCopier(
                 recipe,
-                layout,
+                parallel,
                 topology,
                 policy=self.policy,
                 engine=self.engine,

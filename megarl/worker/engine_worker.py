@@ -24,11 +24,11 @@ from megarl.worker.rank_transfer import RankTransfer, Report
 class EngineWorker:
     """Worker of a rank of a separate vLLM engine replica. The driver calls its methods."""
 
-    def __init__(self, rank: int, world_size: int, recipe: Recipe, layout: ParallelConfig, replica: int) -> None:
+    def __init__(self, rank: int, world_size: int, recipe: Recipe, parallel: ParallelConfig, replica: int) -> None:
         """Create the replica's torch world and build the engine. `replica` is the engine's number."""
         world.initialize(recipe.cluster.collective_timeout_seconds)
         self._engine = build_engine(recipe)
-        self._transfer = RankTransfer(recipe, layout, rank, engine=self._engine, replica=replica)
+        self._transfer = RankTransfer(recipe, parallel, rank, engine=self._engine, replica=replica)
 
     def join(self, meeting: Meeting, topology: RankTopology, version: int) -> Report:
         """Join a process group with the trainers and receive their weights. Returns seconds and bytes.

@@ -43,7 +43,7 @@ class RankTransfer:
     def __init__(
         self,
         recipe: Recipe,
-        layout: ParallelConfig,
+        parallel: ParallelConfig,
         own_rank: int,
         *,
         policy: TrainingEngine | None = None,
@@ -55,7 +55,7 @@ class RankTransfer:
         self._recipe, self._own_rank, self._snapshot = recipe, own_rank, snapshot
         self._ends: dict[str, Any] = {
             "recipe": recipe,
-            "layout": layout,
+            "parallel": parallel,
             "policy": policy if snapshot is None else None,
             "snapshot": snapshot,
             "engine": engine,

@@ -52,16 +52,16 @@ class TrainerWorker:
         rank: int,
         world_size: int,
         recipe: Recipe,
-        layout: ParallelConfig,
-        teacher_layout: ParallelConfig | None = None,
+        parallel: ParallelConfig,
+        teacher_parallel: ParallelConfig | None = None,
         topology: RankTopology | None = None,
     ) -> None:
         """Create the torch world and build the models.
 
-        `layout` has the parallel sizes of the trainer, `teacher_layout` those of teacher models; None: the same.
+        `parallel` has the parallel sizes of the trainer, `teacher_parallel` those of teacher models; None: the same.
         `topology` is the place of the trainer's ranks in the network; None: they share a node.
         """
-        self._join_world(rank, world_size, recipe, layout, topology or [("node",)] * world_size, teacher_layout)
+        self._join_world(rank, world_size, recipe, parallel, topology or [("node",)] * world_size, teacher_parallel)
         self._build_models()
         self.policy.onload()
 
@@ -70,21 +70,21 @@ class TrainerWorker:
         rank: int,
         world_size: int,
         recipe: Recipe,
-        layout: ParallelConfig,
+        parallel: ParallelConfig,
         topology: RankTopology,
-        teacher_layout: ParallelConfig | None,
+        teacher_parallel: ParallelConfig | None,
     ) -> None:
-        self.recipe, self.layout, self.rank = recipe, layout, rank
+        self.recipe, self.parallel, self.rank = recipe, parallel, rank
         world.initialize(recipe.cluster.collective_timeout_seconds)
-        self.replica = Replica(layout)
+        self.replica = Replica(parallel)
         self.held_experts = StoredExperts(rank, world_size)
         self.copies = StateCopies()
         """Copies of the training state in this rank's host memory (checkpoint.replicate)."""
         # Before the engine is built, so that the memory is page-locked meanwhile.
-        self.arena = start_arena(recipe, layout, rank, teacher_layout)
+        self.arena = start_arena(recipe, parallel, rank, teacher_parallel)
         """Host memory for this rank's offloaded states, and for models that only score."""
-        self.builder = ModelBuilder(recipe, layout, rank, replica=self.replica, arena=self.arena)
-        self.teachers = Teachers(self.builder, teacher_layout or layout)
+        self.builder = ModelBuilder(recipe, parallel, rank, replica=self.replica, arena=self.arena)
+        self.teachers = Teachers(self.builder, teacher_parallel or parallel)
         self.topology = topology
         self.state_copier: StateCopier | None = None
         self._save: checkpoint.Save | None = None
@@ -92,7 +92,7 @@ class TrainerWorker:
         """Version of the engines' weights: the number of reshards so far."""
 
     def _build_models(self) -> None:
-        recipe, layout = self.recipe, self.layout
+        recipe, parallel = self.recipe, self.parallel
         # A colocated engine is complete by now, with its CUDA graphs and the buffers of its all-reduce.
         use_expandable_segments()
         self.reference: FrozenModel | StartingPolicy | None = None
@@ -130,7 +130,7 @@ class TrainerWorker:
             self.weight_checks.take_checksums(version=1)
         self.transfer = RankTransfer(
             recipe,
-            layout,
+            parallel,
             self.rank,
             policy=self.policy,
             # With overlap the policy may change while its weights are sent, so a copy is the source.
@@ -216,7 +216,7 @@ class TrainerWorker:
         version = self.weight_version - is_resharded if self.recipe.has_engine else 0
         with self._everything_saved() as models, checkpoint.changed_models_loaded(models):
             self.held_experts.save(folder)
-            self._save = checkpoint.stage(folder, models, str(self.layout), weight_version=version)
+            self._save = checkpoint.stage(folder, models, str(self.parallel), weight_version=version)
             self._save.write(asynchronous=asynchronous)
 
     def finish_checkpoint(self, wait: bool) -> dict[str, dict[str, Any]] | None:
@@ -227,7 +227,7 @@ class TrainerWorker:
     def load_checkpoint(self, folder: Path) -> None:
         """Load a checkpoint checked for harmful pickles. Afterwards the engines need the weights again."""
         with self._everything_saved() as models:
-            driver = checkpoint.restore(folder, models, str(self.layout))
+            driver = checkpoint.restore(folder, models, str(self.parallel))
         self.copies.keep_only(None)
         self._set_version(driver["weight_version"])
 
@@ -238,7 +238,7 @@ class TrainerWorker:
         # As in `save_checkpoint`: the restored state is copied to the engines once more.
         version = self.weight_version - is_resharded if self.recipe.has_engine else 0
         with self._everything_saved() as models, checkpoint.changed_models_loaded(models):
-            return self.state_copier.begin(step, models, str(self.layout), weight_version=version)
+            return self.state_copier.begin(step, models, str(self.parallel), weight_version=version)
 
     def finish_copy(self, wait: bool) -> bool:
         """Return whether the copy that `begin_copy` began is complete on this rank. `wait` blocks until it is."""
@@ -251,7 +251,7 @@ class TrainerWorker:
         Returns the bytes received from other ranks.
         """
         with self._everything_saved() as models:
-            driver, received = state_copies.restore(self.copies, step, models, str(self.layout), self.topology)
+            driver, received = state_copies.restore(self.copies, step, models, str(self.parallel), self.topology)
         # Later copies, of the lost attempt, must not be mixed with those of the same steps trained again.
         self.copies.keep_only(step)
         self._set_version(driver["weight_version"])

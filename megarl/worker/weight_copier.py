@@ -59,7 +59,7 @@ class WeightCopier:
     def __init__(
         self,
         recipe: Recipe,
-        layout: ParallelConfig,
+        parallel: ParallelConfig,
         topology: RankTopology,
         *,
         policy: TrainingEngine | None = None,
@@ -75,7 +75,7 @@ class WeightCopier:
         `transformer_engine` says whether the trainer uses Transformer Engine's layers; None on ranks without a trainer.
         `replica` is the number of this rank's engine, for messages.
         """
-        self._recipe, self._layout, self._topology = recipe, layout, topology
+        self._recipe, self._parallel, self._topology = recipe, parallel, topology
         self._policy, self._engine, self._replica, self._group = policy, engine, replica, group
         self._snapshot = snapshot
         shape = read_model_shape(recipe.model.folder, recipe.override_of(recipe.model.folder))
@@ -180,7 +180,7 @@ class WeightCopier:
         engine = self._engine
         if engine is None or not self._recipe.weights.check_every:
             return None
-        first_rank = 0 if self._group is None else self._layout.leaders()[self._replica]
+        first_rank = 0 if self._group is None else self._parallel.leaders()[self._replica]
         who = f"engine rank {first_rank + dist.get_rank()}"
         live = live_parameters(engine.model)
         if isinstance(self.resharding, Reshard) and not self.resharding.quantises:
@@ -215,7 +215,7 @@ class WeightCopier:
         dtype = getattr(torch, self._recipe.model.dtype)
         ends = reshard_ends(
             self._shape,
-            self._layout,
+            self._parallel,
             len(self._topology),
             transformer_engine=self._transformer_engine,
             engine=self._engine_shape,
@@ -275,7 +275,7 @@ class WeightCopier:
         base, adapter = (
             reshard_ends(
                 self._engine_shape,
-                self._layout,
+                self._parallel,
                 len(self._topology),
                 transformer_engine=self._transformer_engine,
                 adapter=which,
@@ -402,7 +402,7 @@ class WeightCopier:
         prompt = self._probe_prompt()
         row = TokenBatch.from_sequences([TrainingSequence(prompt, np.arange(len(prompt)) > 0)])
         # A forward pass needs a multiple of this many rows; repeat the prompt to fill them.
-        found = self._policy.forward([row] * self._layout.rows_multiple)
+        found = self._policy.forward([row] * self._parallel.rows_multiple)
         return found[0] if found else None
 
     def _check_probe(self, trainer_logprobs: NDArray[np.float32] | None) -> float:

@@ -83,9 +83,9 @@ async def test_only_trainers_that_split_layers_order_their_kernels(sizes, expect
 
     monkeypatch.setattr(launchers, "start_group", record)
     monkeypatch.setattr(launchers, "RunRanks", lambda trainers, engines: None)
-    layout = ParallelConfig(**{"tp": 1, "pp": 1, "dp": 1, "rollout_tp": 1, "rollout_ranks": 1, **sizes})
+    parallel = ParallelConfig(**{"tp": 1, "pp": 1, "dp": 1, "rollout_tp": 1, "rollout_ranks": 1, **sizes})
     cluster = ClusterConfig(device="cpu", ranks_per_node=3)
-    await start_ranks(cluster, tmp_path, [1], trainer=layout)
+    await start_ranks(cluster, tmp_path, [1], trainer=parallel)
     assert asked == {0: expected, 2: False}
     await start_ranks(cluster, tmp_path, [1])
     assert asked == {0: False, 2: False}

@@ -37,8 +37,8 @@ LAYOUTS = [
 class Ranks:
     """The ranks of a replica have its first rank's rows: those that report answer with half of each token's id."""
 
-    def __init__(self, layout: ParallelConfig) -> None:
-        self.layout, self.world_size = layout, layout.world_size
+    def __init__(self, parallel: ParallelConfig) -> None:
+        self.parallel, self.world_size = parallel, parallel.world_size
         self.calls: list[tuple[str, Sequence[Any], tuple[Any, ...]]] = []
 
     @property
@@ -50,9 +50,9 @@ class Ranks:
         self.calls.append((method, per_rank, args))
         results: list[Any] = []
         for rank in range(self.world_size):
-            at = self.layout.coordinates(rank)
-            reports = at.tp == 0 and at.pp == self.layout.pp - 1
-            rows = per_rank[self.layout.rank(tp=0, dp=at.dp, pp=0)]
+            at = self.parallel.coordinates(rank)
+            reports = at.tp == 0 and at.pp == self.parallel.pp - 1
+            rows = per_rank[self.parallel.rank(tp=0, dp=at.dp, pp=0)]
             if method.endswith(".forward"):
                 results.append([(row.token_ids / 2).astype(np.float32) for row in rows] if reports else None)
             else:
@@ -72,13 +72,13 @@ def batch(lengths: Sequence[int]) -> TokenBatch:
 @pytest.mark.parametrize(("dp", "vpp"), [(1, 1), (2, 1), (3, 1), (2, 2)])
 @pytest.mark.parametrize("count", [2, 4, 6, 10, 14])
 async def test_any_number_of_sequences_is_answered(count: int, dp: int, vpp: int, together: int) -> None:
-    layout = ParallelConfig(tp=1, pp=2 if vpp > 1 else 1, dp=dp, rollout_tp=1, vpp=vpp)
-    ranks = Ranks(layout)
-    trainer = RankModel(ranks, layout, 64, together=together)  # type: ignore[arg-type]
+    parallel = ParallelConfig(tp=1, pp=2 if vpp > 1 else 1, dp=dp, rollout_tp=1, vpp=vpp)
+    ranks = Ranks(parallel)
+    trainer = RankModel(ranks, parallel, 64, together=together)  # type: ignore[arg-type]
     asked = [TrainingSequence(np.full(10 + i, i), np.ones(10 + i, bool)) for i in range(count)]
     found = await trainer.forward(TokenBatch.from_sequences(asked))
     assert found.tolist() == [i / 2 for i in range(count) for _ in range(10 + i)]
-    assert len({len(rows) for rows in ranks.rows}) == 1 and len(ranks.rows[0]) % layout.rows_multiple == 0
+    assert len({len(rows) for rows in ranks.rows}) == 1 and len(ranks.rows[0]) % parallel.rows_multiple == 0
     for row in (row for rows in ranks.rows for row in rows):
         numbers = row.token_ids[row.cu_seqlens[:-1]].tolist()
         assert numbers and len(row.token_ids) <= 64
@@ -87,28 +87,28 @@ async def test_any_number_of_sequences_is_answered(count: int, dp: int, vpp: int
             assert first % together == 0 and others == list(range(first + 1, first + together))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-async def test_each_replica_is_sent_its_rows_once(layout: ParallelConfig) -> None:
-    ranks = Ranks(layout)
-    trainer = RankModel(ranks, layout, max_tokens_per_microbatch=14, row_multiple=layout.tp)  # type: ignore[arg-type]
+@pytest.mark.parametrize("parallel", LAYOUTS)
+async def test_each_replica_is_sent_its_rows_once(parallel: ParallelConfig) -> None:
+    ranks = Ranks(parallel)
+    trainer = RankModel(ranks, parallel, max_tokens_per_microbatch=14, row_multiple=parallel.tp)  # type: ignore[arg-type]
     got = await replace(trainer, name="reference").forward(batch(LENGTHS))
     assert got.tolist() == (batch(LENGTHS).token_ids / 2).tolist()
     updated = await trainer.update(batch(LENGTHS))
-    assert updated == {"train/tokens": Sum(sum(LENGTHS) * layout.cp)}
+    assert updated == {"train/tokens": Sum(sum(LENGTHS) * parallel.cp)}
     (first, given, args), (second, _, none) = ranks.calls
     assert (first, args, second, none) == ("reference.forward", (), "policy.update", (None, None, None))
     holders = [rank for rank, rows in enumerate(given) if rows is not None]
-    assert holders == sorted(layout.rank(tp=0, dp=replica, pp=0) for replica in range(layout.dp))
+    assert holders == sorted(parallel.rank(tp=0, dp=replica, pp=0) for replica in range(parallel.dp))
     for row in (row for rows in ranks.rows for row in rows):
-        padded = -(-row.lengths // layout.sequence_multiple) * layout.sequence_multiple
-        assert -(-padded.sum() // layout.tp) * layout.tp <= 14
+        padded = -(-row.lengths // parallel.sequence_multiple) * parallel.sequence_multiple
+        assert -(-padded.sum() // parallel.tp) * parallel.tp <= 14
     assert len({len(rows) for rows in ranks.rows}) == 1
 
 
 async def test_rows_without_gradients_have_a_limit_of_their_own() -> None:
-    layout = ParallelConfig(1, 1, 2, 1)
-    ranks = Ranks(layout)
-    policy = RankModel(ranks, layout, 14, 28)  # type: ignore[arg-type]
+    parallel = ParallelConfig(1, 1, 2, 1)
+    ranks = Ranks(parallel)
+    policy = RankModel(ranks, parallel, 14, 28)  # type: ignore[arg-type]
     found = await policy.forward(batch(LENGTHS))
     assert found.tolist() == (batch(LENGTHS).token_ids / 2).tolist()
     assert 14 < max(len(row.token_ids) for rows in ranks.rows for row in rows) <= 28
@@ -117,8 +117,8 @@ async def test_rows_without_gradients_have_a_limit_of_their_own() -> None:
 
 
 async def test_tokens_of_updates_are_the_policy_s_and_an_evaluation_counts_nothing() -> None:
-    layout = ParallelConfig(1, 1, 1, 1)
-    policy = RankModel(Ranks(layout), layout, 14, shape=SHAPE)  # type: ignore[arg-type]
+    parallel = ParallelConfig(1, 1, 1, 1)
+    policy = RankModel(Ranks(parallel), parallel, 14, shape=SHAPE)  # type: ignore[arg-type]
     critic = replace(policy, name="critic")
     await policy.update(batch(LENGTHS))
     of_update = replace(policy.work)
@@ -154,9 +154,9 @@ def stored_tokens(row: TokenBatch) -> int:
 
 @pytest.mark.parametrize("dp", [1, 2, 4])
 async def test_groups_share_rows_by_their_stored_tokens(dp: int) -> None:
-    layout = ParallelConfig(1, 1, dp, 1)
-    ranks = Ranks(layout)
-    policy = RankModel(ranks, layout, 80, shape=SHAPE, packing=SharedPrefixes())  # type: ignore[arg-type]
+    parallel = ParallelConfig(1, 1, dp, 1)
+    ranks = Ranks(parallel)
+    policy = RankModel(ranks, parallel, 80, shape=SHAPE, packing=SharedPrefixes())  # type: ignore[arg-type]
     asked = groups()
     await policy.update(asked)
     rows = [row for replica in ranks.rows for row in replica]
@@ -167,7 +167,7 @@ async def test_groups_share_rows_by_their_stored_tokens(dp: int) -> None:
     assert (policy.work.represented_tokens, policy.work.stored_tokens) == (600, stored)
     # Each prompt is stored once, except for one or two that several ranks need.
     assert stored <= PROMPTS * (20 + ANSWERS * 5) + 2 * 20
-    apart = RankModel(Ranks(layout), layout, 80, shape=SHAPE)  # type: ignore[arg-type]
+    apart = RankModel(Ranks(parallel), parallel, 80, shape=SHAPE)  # type: ignore[arg-type]
     await apart.update(asked)
     assert policy.work.flops + policy.work.saved_flops == pytest.approx(apart.work.flops)
     assert policy.work.saved_flops > 0.4 * apart.work.flops and apart.work.saved_flops == 0
@@ -176,12 +176,12 @@ async def test_groups_share_rows_by_their_stored_tokens(dp: int) -> None:
 
 
 async def test_rows_with_little_to_share_are_packed_as_before() -> None:
-    layout = ParallelConfig(1, 1, 2, 1)
+    parallel = ParallelConfig(1, 1, 2, 1)
     asked = groups(prompt_tokens=1, answer_tokens=30)
     sent = []
     for packing in (RowPacking(), SharedPrefixes()):
-        ranks = Ranks(layout)
-        policy = RankModel(ranks, layout, 100, packing=packing)  # type: ignore[arg-type]
+        ranks = Ranks(parallel)
+        policy = RankModel(ranks, parallel, 100, packing=packing)  # type: ignore[arg-type]
         await policy.update(asked)
         sent.append([[row.token_ids.tolist() for row in replica] for replica in ranks.rows])
         assert not any(row.shares_prefixes for replica in ranks.rows for row in replica)
@@ -189,9 +189,9 @@ async def test_rows_with_little_to_share_are_packed_as_before() -> None:
 
 
 async def test_rows_that_cannot_share_are_counted() -> None:
-    layout = ParallelConfig(1, 1, 1, 1, cp=2)
-    ranks = Ranks(layout)
-    policy = RankModel(ranks, layout, 224, packing=SharedPrefixes("noise"))  # type: ignore[arg-type]
+    parallel = ParallelConfig(1, 1, 1, 1, cp=2)
+    ranks = Ranks(parallel)
+    policy = RankModel(ranks, parallel, 224, packing=SharedPrefixes("noise"))  # type: ignore[arg-type]
     await policy.update(groups())
     [rows] = ranks.rows
     assert not any(row.shares_prefixes for row in rows)
@@ -200,10 +200,10 @@ async def test_rows_that_cannot_share_are_counted() -> None:
 
 async def test_segments_with_one_history_fit_as_a_tree() -> None:
     """All segments of a sample share a row of 40 tokens: 100 tokens, of which 40 are stored."""
-    layout = ParallelConfig(1, 1, 1, 1)
-    ranks, batch_of_forks = Ranks(layout), groups()
+    parallel = ParallelConfig(1, 1, 1, 1)
+    ranks, batch_of_forks = Ranks(parallel), groups()
     batch_of_forks.samples = np.repeat(np.arange(PROMPTS), ANSWERS)
-    policy = RankModel(ranks, layout, 40, keeps_samples=True, packing=SharedPrefixes())  # type: ignore[arg-type]
+    policy = RankModel(ranks, parallel, 40, keeps_samples=True, packing=SharedPrefixes())  # type: ignore[arg-type]
     await policy.update(batch_of_forks)
     assert [row.samples.tolist() for row in ranks.rows[0]] == [[number] * ANSWERS for number in range(PROMPTS)]
     apart = replace(policy, packing=RowPacking())
@@ -221,10 +221,10 @@ def of_segments() -> TokenBatch:
     return segments
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-async def test_segments_of_a_sample_share_a_row_where_the_loss_is_of_all_of_them(layout: ParallelConfig) -> None:
-    ranks = Ranks(layout)
-    policy = RankModel(ranks, layout, 16, row_multiple=layout.tp, keeps_samples=True)  # type: ignore[arg-type]
+@pytest.mark.parametrize("parallel", LAYOUTS)
+async def test_segments_of_a_sample_share_a_row_where_the_loss_is_of_all_of_them(parallel: ParallelConfig) -> None:
+    ranks = Ranks(parallel)
+    policy = RankModel(ranks, parallel, 16, row_multiple=parallel.tp, keeps_samples=True)  # type: ignore[arg-type]
     await policy.update(of_segments())
     rows = [row.samples.tolist() for replica in ranks.rows for row in replica]
     assert sorted(sample for row in rows for sample in set(row)) == list(range(len(SEGMENTS)))
@@ -234,9 +234,9 @@ async def test_segments_of_a_sample_share_a_row_where_the_loss_is_of_all_of_them
 
 
 async def test_segments_may_part_where_each_has_a_loss_of_its_own() -> None:
-    layout = ParallelConfig(1, 1, 4, 1)
-    ranks = Ranks(layout)
-    await RankModel(ranks, layout, 9).update(of_segments())  # type: ignore[arg-type]
+    parallel = ParallelConfig(1, 1, 4, 1)
+    ranks = Ranks(parallel)
+    await RankModel(ranks, parallel, 9).update(of_segments())  # type: ignore[arg-type]
     homes: dict[int, set[int]] = {}
     for number, row in enumerate(row for replica in ranks.rows for row in replica):
         for sample in row.samples.tolist():
@@ -245,17 +245,17 @@ async def test_segments_may_part_where_each_has_a_loss_of_its_own() -> None:
 
 
 async def test_a_sample_that_no_row_holds_is_named() -> None:
-    layout = ParallelConfig(1, 1, 1, 1)
-    policy = RankModel(Ranks(layout), layout, 10, keeps_samples=True)  # type: ignore[arg-type]
+    parallel = ParallelConfig(1, 1, 1, 1)
+    policy = RankModel(Ranks(parallel), parallel, 10, keeps_samples=True)  # type: ignore[arg-type]
     with pytest.raises(MegarlError, match=r"^trainer.max_tokens_per_microbatch = 10: sequences 3 to 5 take 11 tokens"):
         await policy.update(of_segments())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_replicas_part_the_ranks(layout: ParallelConfig) -> None:
-    replicas = [layout.replica_ranks(replica) for replica in range(layout.dp)]
-    assert sorted(rank for ranks in replicas for rank in ranks) == list(range(layout.world_size))
+@pytest.mark.parametrize("parallel", LAYOUTS)
+def test_replicas_part_the_ranks(parallel: ParallelConfig) -> None:
+    replicas = [parallel.replica_ranks(replica) for replica in range(parallel.dp)]
+    assert sorted(rank for ranks in replicas for rank in ranks) == list(range(parallel.world_size))
     for replica, ranks in enumerate(replicas):
-        assert {layout.coordinates(rank).dp for rank in ranks} == {replica}
-        at = layout.coordinates(ranks[0])
+        assert {parallel.coordinates(rank).dp for rank in ranks} == {replica}
+        at = parallel.coordinates(ranks[0])
         assert (at.tp, at.pp, at.cp) == (0, 0, 0)

@@ -61,8 +61,8 @@ def test_each_row_is_a_recipe(recipe: Callable[[list[str]], Recipe], program: st
         except Exception as error:
             wrong[row.option] = str(error)
             continue
-        layout = sizes.layout_of(made)
-        faults = [*sizes.ranks(made), *sizes.batches(made, layout.dp), *sizes.lengths(made)]
+        parallel = sizes.parallel_of(made)
+        faults = [*sizes.ranks(made), *sizes.batches(made, parallel.dp), *sizes.lengths(made)]
         faults += [*learning.optimizers(made), *learning.algorithm(made), *learning.sampling(made)]
         faults += [*learning.stragglers(made), *learning.staleness(made), *reward_fields(made), *keywords(made)]
         if faults:
@@ -156,7 +156,7 @@ def update_sizes(made: Recipe) -> list[int]:
         [attempt(prompt, 1.0, 1) for _ in range(train.samples_per_prompt)] for prompt in range(train.prompts_per_step)
     ]
     batch = batch_of([trajectory for group in problems for trajectory in group], made)
-    assert not [*sizes.batches(made, sizes.layout_of(made).dp)]
+    assert not [*sizes.batches(made, sizes.parallel_of(made).dp)]
     return [len(part.cu_seqlens) - 1 for part in batch.minibatches(made, 1)]
 
 
@@ -185,12 +185,12 @@ def test_the_batch_sizes_of_colossalrl_are_kept(recipe: Callable[[list[str]], Re
             updates.append(there["tbs"] * there["dp"] * there["num_generations"])
             waiting -= there["tbs"] * there["dp"]
     assert waiting == 0
-    parallel = [f"trainer.tp={there['tp']}", f"trainer.pp={there['pp']}", f"rollout.tp={there['ptp']}"]
-    made = translated(recipe, "ColossalRL", there, "rollout.placement=separate", *parallel)
+    overrides = [f"trainer.tp={there['tp']}", f"trainer.pp={there['pp']}", f"rollout.tp={there['ptp']}"]
+    made = translated(recipe, "ColossalRL", there, "rollout.placement=separate", *overrides)
     assert update_sizes(made) == updates
-    layout = sizes.layout_of(made)
-    assert (layout.dp, layout.rollout_ranks) == (there["dp"], there["num_inferencer"] * there["ptp"])
-    assert len(layout.leaders()) == there["num_inferencer"]
+    parallel = sizes.parallel_of(made)
+    assert (parallel.dp, parallel.rollout_ranks) == (there["dp"], there["num_inferencer"] * there["ptp"])
+    assert len(parallel.leaders()) == there["num_inferencer"]
 
 
 def test_the_batch_sizes_of_colossalchat_are_kept(recipe: Callable[[list[str]], Recipe]) -> None:

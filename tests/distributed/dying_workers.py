@@ -14,15 +14,15 @@ def _choose(via):
 
 
 class Trainer(trainer_worker.TrainerWorker):
-    def __init__(self, rank, world_size, via, recipe, layout):
+    def __init__(self, rank, world_size, via, recipe, parallel):
         _choose(via)
-        super().__init__(rank, world_size, recipe, layout)
+        super().__init__(rank, world_size, recipe, parallel)
 
 
 class Engine(engine_worker.EngineWorker):
-    def __init__(self, rank, world_size, via, recipe, layout, replica):
+    def __init__(self, rank, world_size, via, recipe, parallel, replica):
         _choose(via)
-        super().__init__(rank, world_size, recipe, layout, replica)
+        super().__init__(rank, world_size, recipe, parallel, replica)
 
     def die_in_reshard(self, number):
         """From now on, this signal ends or stops the rank when the first bucket arrives."""

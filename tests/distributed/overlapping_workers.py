@@ -37,7 +37,7 @@ class Trainer(dying_workers.Trainer):
             kind.claim = noted
 
     def learn(self):
-        update(self, self.layout)
+        update(self, self.parallel)
 
     def weights_hash(self):
         return _hash(self.policy.parameters.items())
@@ -53,9 +53,9 @@ class Trainer(dying_workers.Trainer):
 
 
 class Engine(dying_workers.Engine):
-    def __init__(self, rank, world_size, via, recipe, layout, replica):
+    def __init__(self, rank, world_size, via, recipe, parallel, replica):
         self.replica = replica
-        super().__init__(rank, world_size, via, recipe, layout, replica)
+        super().__init__(rank, world_size, via, recipe, parallel, replica)
 
     def note_order(self, file):
         """From now on, this file gets a line when the engine, which has paused, takes part in a reshard."""

@@ -25,28 +25,28 @@ ONE = ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1)
 UNTIED = "qwen3 kv equal tp, untied"
 
 
-def adapted(model: Path, layout: ParallelConfig, sync: str, **lora: Any) -> Recipe:
-    recipe = recipe_of(model, layout)
+def adapted(model: Path, parallel: ParallelConfig, sync: str, **lora: Any) -> Recipe:
+    recipe = recipe_of(model, parallel)
     return Recipe.model_validate(recipe.model_dump() | {"lora": {"rank": 4, "sync": sync, **lora}})
 
 
-def logprobs(recipe: Recipe, layout: ParallelConfig) -> tuple[Any, Any]:
+def logprobs(recipe: Recipe, parallel: ParallelConfig) -> tuple[Any, Any]:
     """The engine's log-probs of a prompt, before an update and after it."""
     import torch.distributed as dist
 
     from megarl.worker.colocated import Worker
 
-    worker = Worker(dist.get_rank(), layout.world_size, recipe, layout, [("here",)] * layout.world_size)
+    worker = Worker(dist.get_rank(), parallel.world_size, recipe, parallel, [("here",)] * parallel.world_size)
     assert worker.engine is not None
     before = worker.engine.prompt_logprobs(PROMPT)
-    update(worker, layout)
+    update(worker, parallel)
     worker.reshard(True, worker.weight_version + 1)
     after = worker.engine.prompt_logprobs(PROMPT)
     worker.close()
     return before, after
 
 
-def train_and_load(recipe: Recipe, layout: ParallelConfig, exported: str) -> dict[str, Any]:
+def train_and_load(recipe: Recipe, parallel: ParallelConfig, exported: str) -> dict[str, Any]:
     """Slots and base weights that differ from vLLM's own of the export, after an update; and the bytes of the copy."""
     import torch
     import torch.distributed as dist
@@ -60,14 +60,14 @@ def train_and_load(recipe: Recipe, layout: ParallelConfig, exported: str) -> dic
     from megarl.reshard.layouts.vllm_slots import live_parameters, without_adapters
     from megarl.worker.colocated import Worker
 
-    worker = Worker(dist.get_rank(), layout.world_size, recipe, layout, [("here",)] * layout.world_size)
+    worker = Worker(dist.get_rank(), parallel.world_size, recipe, parallel, [("here",)] * parallel.world_size)
     assert worker.engine and worker.copier and isinstance(worker.copier.resharding, AdapterReshard)
     assert worker.copier.resharding.is_computed, "vLLM's layout is not as computed"
     slots = worker.engine.slots
     assert slots is not None
     addresses = {name: slot.data_ptr() for name, slot in slots.tensors.items()}
     zeros = [name for name, slot in slots.tensors.items() if not slot.any()]
-    update(worker, layout)
+    update(worker, parallel)
     report = worker.reshard(True, worker.weight_version + 1)
     assert addresses == {name: slot.data_ptr() for name, slot in slots.tensors.items()}
     written = {name: slot.clone() for name, slot in slots.tensors.items()}
@@ -86,7 +86,7 @@ def train_and_load(recipe: Recipe, layout: ParallelConfig, exported: str) -> dic
         files = sorted(Path(recipe.model.folder).glob("*.safetensors"))
         model.load_weights(pair for file in files for pair in load_file(file).items())
     computed = VllmAdapterLayouts(
-        VllmLayouts(read_model_shape(recipe.model.folder), layout.rollout_tp, layout.world_size),
+        VllmLayouts(read_model_shape(recipe.model.folder), parallel.rollout_tp, parallel.world_size),
         lora.targets,
         lora.rank,
     )
@@ -108,7 +108,7 @@ def train_and_load(recipe: Recipe, layout: ParallelConfig, exported: str) -> dic
 
 
 @pytest.mark.parametrize(
-    ("layout", "model", "lora"),
+    ("parallel", "model", "lora"),
     [
         pytest.param(ONE, UNTIED, {}, id="one rank"),
         pytest.param(ParallelConfig(tp=2, pp=1, dp=1, rollout_tp=1), UNTIED, {}, id="tp2 to tp1"),
@@ -134,16 +134,16 @@ def train_and_load(recipe: Recipe, layout: ParallelConfig, exported: str) -> dic
     ],
 )  # fmt: skip
 def test_slots_are_what_vllm_loads_and_base_weights_stay(
-    layout: ParallelConfig,
+    parallel: ParallelConfig,
     model: str,
     lora: dict[str, Any],
     ranks: RankPool,
     tiny_model: Callable[..., Path],
     tmp_path: Path,
 ) -> None:
-    folder = tiny_model(**{"num_layers": 2 * layout.vpp, **MODELS[model]})
-    recipe = adapted(folder, layout, "adapter", **lora)
-    found = ranks.run(train_and_load, recipe, layout, str(tmp_path / "hf"), world_size=layout.world_size)
+    folder = tiny_model(**{"num_layers": 2 * parallel.vpp, **MODELS[model]})
+    recipe = adapted(folder, parallel, "adapter", **lora)
+    found = ranks.run(train_and_load, recipe, parallel, str(tmp_path / "hf"), world_size=parallel.world_size)
     for rank in found:
         assert rank["different slots"] == rank["different weights"] == []
         # Every B starts at zero, and the update changes each of them.
@@ -154,7 +154,7 @@ def test_slots_are_what_vllm_loads_and_base_weights_stay(
 
 
 @pytest.mark.parametrize(
-    ("layout", "model", "lora"),
+    ("parallel", "model", "lora"),
     [
         pytest.param(ONE, UNTIED, {}, id="one rank"),
         pytest.param(ParallelConfig(2, 1, 1, 2), UNTIED, {}, id="tp2 to tp2"),
@@ -162,11 +162,11 @@ def test_slots_are_what_vllm_loads_and_base_weights_stay(
     ],
 )
 def test_log_probs_are_those_of_merged_weights(
-    layout: ParallelConfig, model: str, lora: dict[str, Any], ranks: RankPool, tiny_model: Callable[..., Path]
+    parallel: ParallelConfig, model: str, lora: dict[str, Any], ranks: RankPool, tiny_model: Callable[..., Path]
 ) -> None:
     folder = tiny_model(**{"num_layers": 2, **MODELS[model]})
     (before, by_adapter), (_, by_merged) = (
-        ranks.run(logprobs, adapted(folder, layout, sync, **lora), layout, world_size=layout.world_size)[0]
+        ranks.run(logprobs, adapted(folder, parallel, sync, **lora), parallel, world_size=parallel.world_size)[0]
         for sync in ("adapter", "merged")
     )
     assert np.abs(by_adapter - by_merged).max() <= 1e-5

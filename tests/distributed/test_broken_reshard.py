@@ -61,7 +61,7 @@ def recipe_of(model: Path) -> Recipe:
 
 
 async def start(recipe: Recipe, logs: Path, via: str) -> RunRanks:
-    settings: dict[str, Any] = {"via": via, "recipe": recipe, "layout": LAYOUT}
+    settings: dict[str, Any] = {"via": via, "recipe": recipe, "parallel": LAYOUT}
 
     async def group(rank: int, worker: str, **further: Any) -> WorkerGroup:
         made = LocalGroup(1, PartOfRun(rank, 3, b"k" * 32), imports=device.forkable_imports("megarl.worker.colocated"))

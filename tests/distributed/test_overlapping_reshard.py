@@ -53,7 +53,7 @@ class Run:
     """Two trainers and two replicas of one rank."""
 
     def __init__(self, recipe: Recipe, logs: Path, via: str) -> None:
-        self._settings: dict[str, Any] = {"via": via, "recipe": recipe, "layout": LAYOUT}
+        self._settings: dict[str, Any] = {"via": via, "recipe": recipe, "parallel": LAYOUT}
         self._logs = logs
         self.ranks: RunRanks
         self.transfer: WeightTransfer

@@ -32,25 +32,25 @@ def trainer(rollout_tp: int, **more: Any) -> ParallelConfig:
     return ParallelConfig(tp=2, pp=2, dp=1, rollout_tp=rollout_tp, **more)
 
 
-def recipe_of(model: Path, layout: ParallelConfig, quantization: str = "fp8", **vllm: Any) -> Recipe:
+def recipe_of(model: Path, parallel: ParallelConfig, quantization: str = "fp8", **vllm: Any) -> Recipe:
     return Recipe.model_validate(
         {
             "name": "quantised",
             "loop": "sft",
             "model": {"path": str(model), "dtype": "bfloat16"},
             "data": {"train": "unused", "validation": {"unused": "unused"}, "max_prompt_tokens": 32},
-            "cluster": {"ranks_per_node": layout.world_size},
+            "cluster": {"ranks_per_node": parallel.world_size},
             "trainer": {
-                **{axis: getattr(layout, axis) for axis in ("tp", "pp", "vpp", "cp", "ep", "etp")},
+                **{axis: getattr(parallel, axis) for axis in ("tp", "pp", "vpp", "cp", "ep", "etp")},
                 "max_tokens_per_microbatch": 64,
             },
             "optimizer": {"learning_rate": 1e-2},
             "rollout": {
-                "tp": layout.rollout_tp,
+                "tp": parallel.rollout_tp,
                 "kv_cache_gib": 0.05,
                 "quantization": quantization,
                 "sampling": {"max_new_tokens": 16},
-                "vllm": vllm | ({"enable_expert_parallel": True} if layout.rollout_ep else {}),
+                "vllm": vllm | ({"enable_expert_parallel": True} if parallel.rollout_ep else {}),
             },
             # Smaller than a layer: modules are complete at different times, and share the room.
             "weights": {"bucket_mib": 1},
@@ -66,7 +66,7 @@ def bits(tensor: Any) -> Any:
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
-def train_reshard_and_compare(recipe: Recipe, layout: ParallelConfig, exported: str) -> tuple[list[str], list[str]]:
+def train_reshard_and_compare(recipe: Recipe, parallel: ParallelConfig, exported: str) -> tuple[list[str], list[str]]:
     """After an update and two reshards: live parameters that are not the loader's, and those that are not formula's."""
     import torch
     import torch.distributed as dist
@@ -75,12 +75,12 @@ def train_reshard_and_compare(recipe: Recipe, layout: ParallelConfig, exported: 
     from megarl.reshard.live import Reshard
     from megarl.worker.colocated import Worker
 
-    worker = Worker(dist.get_rank(), layout.world_size, recipe, layout, [("here",)] * layout.world_size)
+    worker = Worker(dist.get_rank(), parallel.world_size, recipe, parallel, [("here",)] * parallel.world_size)
     assert worker.engine and worker.copier and isinstance(worker.copier.resharding, Reshard)
     live = dict(worker.engine.model.named_parameters())
     before = {name: bits(parameter) for name, parameter in live.items()}
     addresses = {name: parameter.data_ptr() for name, parameter in live.items()}
-    update(worker, layout)
+    update(worker, parallel)
     # Quantising the quantised would drift; a second reshard of equal weights changes nothing.
     worker.reshard(True, worker.weight_version + 1)
     first = {name: bits(parameter) for name, parameter in live.items()}
@@ -99,11 +99,11 @@ def train_reshard_and_compare(recipe: Recipe, layout: ParallelConfig, exported: 
     worker.engine.load_tensors(iter(tensors.items()))
     reloaded = dict(worker.engine.model.named_parameters())
     different = [name for name in written if not torch.equal(bits(reloaded[name]), written[name])]
-    part, rows = dist.get_rank() % layout.rollout_tp, recipe.rollout.quantization == "fp8_per_channel"
+    part, rows = dist.get_rank() % parallel.rollout_tp, recipe.rollout.quantization == "fp8_per_channel"
     expected = {
         name: value
         for layer in range(2)
-        for name, value in formula(tensors, f"model.layers.{layer}.", layout.rollout_tp, part, rows).items()
+        for name, value in formula(tensors, f"model.layers.{layer}.", parallel.rollout_tp, part, rows).items()
     }
     wrong = [name for name, value in expected.items() if not torch.equal(written[name], value)]
     assert len(expected) >= 4
@@ -155,7 +155,7 @@ def by_rows(weight: Any, whole: Any) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize(
-    ("layout", "model", "quantization"),
+    ("parallel", "model", "quantization"),
     [
         pytest.param(trainer(1), QWEN3, "fp8", id="qwen3 tp 1"),
         pytest.param(trainer(2), QWEN3, "fp8", id="qwen3 tp 2"),
@@ -168,19 +168,19 @@ def by_rows(weight: Any, whole: Any) -> tuple[Any, Any]:
     ],
 )
 def test_fp8_weights_equal_what_vllm_makes_of_the_checkpoint(
-    layout: ParallelConfig,
+    parallel: ParallelConfig,
     model: dict[str, Any],
     quantization: str,
     ranks: RankPool,
     tiny_model: Callable[..., Path],
     tmp_path: Path,
 ) -> None:
-    recipe = recipe_of(tiny_model(**model), layout, quantization)
-    results = ranks.run(train_reshard_and_compare, recipe, layout, str(tmp_path / "hf"), world_size=4)
+    recipe = recipe_of(tiny_model(**model), parallel, quantization)
+    results = ranks.run(train_reshard_and_compare, recipe, parallel, str(tmp_path / "hf"), world_size=4)
     assert results == [([], [])] * 4
 
 
-def spoil_and_verify(recipe: Recipe, layout: ParallelConfig) -> list[str]:
+def spoil_and_verify(recipe: Recipe, parallel: ParallelConfig) -> list[str]:
     """Return the errors of verification after one byte, and one scale, of an engine was changed and restored."""
     import torch
     import torch.distributed as dist
@@ -191,7 +191,7 @@ def spoil_and_verify(recipe: Recipe, layout: ParallelConfig) -> list[str]:
     from megarl.types import MegarlError
     from megarl.worker.colocated import Worker
 
-    worker = Worker(dist.get_rank(), layout.world_size, recipe, layout, [("here",)] * layout.world_size)
+    worker = Worker(dist.get_rank(), parallel.world_size, recipe, parallel, [("here",)] * parallel.world_size)
     assert worker.engine and worker.copier and isinstance(worker.copier.resharding, Reshard)
     live = dict(worker.engine.model.named_parameters())
     said = []
@@ -221,9 +221,9 @@ def spoil_and_verify(recipe: Recipe, layout: ParallelConfig) -> list[str]:
 
 
 def test_verification_finds_a_changed_byte_scale_and_norm(ranks: RankPool, tiny_model: Callable[..., Path]) -> None:
-    layout = ParallelConfig(tp=2, pp=1, dp=1, rollout_tp=1)
-    recipe = recipe_of(tiny_model(**QWEN3), layout)
-    for weight, scale, norm, mended, *rows in ranks.run(spoil_and_verify, recipe, layout, world_size=2):
+    parallel = ParallelConfig(tp=2, pp=1, dp=1, rollout_tp=1)
+    recipe = recipe_of(tiny_model(**QWEN3), parallel)
+    for weight, scale, norm, mended, *rows in ranks.run(spoil_and_verify, recipe, parallel, world_size=2):
         assert "rank 1: the engine's parameter model.layers.1.mlp.gate_up_proj.weight does not hold" in weight
         assert "as vLLM quantises them" in weight
         # What is complete first is told first.

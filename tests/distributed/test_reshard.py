@@ -70,7 +70,9 @@ CASES = [
 ]
 
 
-def train_reshard_and_compare(recipe: Recipe, layout: ParallelConfig, exported: str, num_updates: int = 1) -> list[str]:
+def train_reshard_and_compare(
+    recipe: Recipe, parallel: ParallelConfig, exported: str, num_updates: int = 1
+) -> list[str]:
     """Updates on random tokens, each with a reshard; the names of live parameters that differ from the loader's."""
     import torch
     import torch.distributed as dist
@@ -81,14 +83,14 @@ def train_reshard_and_compare(recipe: Recipe, layout: ParallelConfig, exported: 
     from megarl.reshard.live import Reshard
     from megarl.worker.colocated import Worker
 
-    worker = Worker(dist.get_rank(), layout.world_size, recipe, layout, [("here",)] * layout.world_size)
+    worker = Worker(dist.get_rank(), parallel.world_size, recipe, parallel, [("here",)] * parallel.world_size)
     assert worker.engine and worker.copier and isinstance(worker.copier.resharding, Reshard)
     assert worker.copier.resharding.is_computed, "vLLM's layout is not as computed"
     live = dict(worker.engine.model.named_parameters())
     before = {name: parameter.detach().clone() for name, parameter in live.items()}
     addresses = {name: parameter.data_ptr() for name, parameter in live.items()}
     for _ in range(num_updates):
-        update(worker, layout)
+        update(worker, parallel)
         worker.reshard(True, worker.weight_version + 1)
     written = {name: parameter.detach().clone() for name, parameter in live.items()}
     assert any(not torch.equal(before[name], written[name]) for name in live), "the update changed nothing"
@@ -107,24 +109,24 @@ def train_reshard_and_compare(recipe: Recipe, layout: ParallelConfig, exported: 
     return different
 
 
-def recipe_of(model: Path, layout: ParallelConfig, **vllm: Any) -> Recipe:
+def recipe_of(model: Path, parallel: ParallelConfig, **vllm: Any) -> Recipe:
     return Recipe.model_validate(
         {
             "name": "reshard",
             "loop": "sft",
             "model": {"path": str(model), "dtype": "float32"},
             "data": {"train": "unused", "validation": {"unused": "unused"}, "max_prompt_tokens": 32},
-            "cluster": {"ranks_per_node": layout.world_size},
+            "cluster": {"ranks_per_node": parallel.world_size},
             "trainer": {
-                **{axis: getattr(layout, axis) for axis in ("tp", "pp", "vpp", "cp", "ep", "etp")},
+                **{axis: getattr(parallel, axis) for axis in ("tp", "pp", "vpp", "cp", "ep", "etp")},
                 "max_tokens_per_microbatch": 64,
             },
             "optimizer": {"learning_rate": 1e-2},
             "rollout": {
-                "tp": layout.rollout_tp,
+                "tp": parallel.rollout_tp,
                 "kv_cache_gib": 0.05,
                 "sampling": {"max_new_tokens": 16},
-                "vllm": vllm | ({"enable_expert_parallel": True} if layout.rollout_ep else {}),
+                "vllm": vllm | ({"enable_expert_parallel": True} if parallel.rollout_ep else {}),
             },
             # Smaller than the model: several buckets travel.
             "weights": {"bucket_mib": 1},
@@ -132,21 +134,23 @@ def recipe_of(model: Path, layout: ParallelConfig, **vllm: Any) -> Recipe:
     )
 
 
-@pytest.mark.parametrize(("layout", "model"), CASES)
+@pytest.mark.parametrize(("parallel", "model"), CASES)
 def test_live_parameters_equal_what_the_loader_makes(
-    layout: ParallelConfig,
+    parallel: ParallelConfig,
     model: str,
     ranks: RankPool,
     tiny_model: Callable[..., Path],
     tmp_path: Path,
 ) -> None:
-    recipe = recipe_of(tiny_model(**{"num_layers": 2 * layout.vpp, **MODELS[model]}), layout)
-    results = ranks.run(train_reshard_and_compare, recipe, layout, str(tmp_path / "hf"), world_size=layout.world_size)
-    assert results == [[]] * layout.world_size
+    recipe = recipe_of(tiny_model(**{"num_layers": 2 * parallel.vpp, **MODELS[model]}), parallel)
+    results = ranks.run(
+        train_reshard_and_compare, recipe, parallel, str(tmp_path / "hf"), world_size=parallel.world_size
+    )
+    assert results == [[]] * parallel.world_size
 
 
 @pytest.mark.parametrize(
-    ("layout", "model", "dtype"),
+    ("parallel", "model", "dtype"),
     [
         pytest.param(
             ParallelConfig(tp=2, pp=1, dp=1, rollout_tp=1), "qwen3 kv below tp, tied, odd vocabulary", "float32"
@@ -160,20 +164,22 @@ def test_live_parameters_equal_what_the_loader_makes(
     ],
 )
 def test_an_engine_gets_weights_with_adapters_merged_in(
-    layout: ParallelConfig,
+    parallel: ParallelConfig,
     model: str,
     dtype: str,
     ranks: RankPool,
     tiny_model: Callable[..., Path],
     tmp_path: Path,
 ) -> None:
-    recipe = recipe_of(tiny_model(**{"num_layers": 2 * layout.vpp, **MODELS[model]}), layout)
+    recipe = recipe_of(tiny_model(**{"num_layers": 2 * parallel.vpp, **MODELS[model]}), parallel)
     offload = {"offload": ("optimizer", "gradients", "parameters")}
     changed = {"lora": {"rank": 4}, "trainer": recipe.trainer.model_dump() | offload}
     changed["model"] = recipe.model.model_dump() | {"dtype": dtype}
     recipe = Recipe.model_validate(recipe.model_dump() | changed)
-    results = ranks.run(train_reshard_and_compare, recipe, layout, str(tmp_path / "hf"), world_size=layout.world_size)
-    assert results == [[]] * layout.world_size
+    results = ranks.run(
+        train_reshard_and_compare, recipe, parallel, str(tmp_path / "hf"), world_size=parallel.world_size
+    )
+    assert results == [[]] * parallel.world_size
     assert {path.name for path in (tmp_path / "adapter").iterdir()} == {
         "adapter_config.json",
         "adapter_model.safetensors",
@@ -185,7 +191,7 @@ PIPELINE = ParallelConfig(tp=1, pp=2, dp=1, rollout_tp=2, vpp=2, rollout_ep=True
 
 
 @pytest.mark.parametrize(
-    ("layout", "model", "is_drafting"),
+    ("parallel", "model", "is_drafting"),
     [
         pytest.param(TENSOR, "glm4_moe", True, id="tensor"),
         pytest.param(PIPELINE, "glm4_moe", True, id="pipeline"),
@@ -197,7 +203,7 @@ PIPELINE = ParallelConfig(tp=1, pp=2, dp=1, rollout_tp=2, vpp=2, rollout_ep=True
     ],
 )
 def test_an_engine_gets_the_layers_that_draft(
-    layout: ParallelConfig,
+    parallel: ParallelConfig,
     model: str,
     is_drafting: bool,
     ranks: RankPool,
@@ -205,16 +211,18 @@ def test_an_engine_gets_the_layers_that_draft(
     tmp_path: Path,
 ) -> None:
     """An engine that does not draft has no such layers, trained or not."""
-    folder = tiny_model(**{"num_layers": 2 * layout.vpp, **MODELS[model], "num_mtp_layers": 1})
-    recipe = drafting_recipe_of(folder, layout, is_drafting)
-    results = ranks.run(train_reshard_and_compare, recipe, layout, str(tmp_path / "hf"), world_size=layout.world_size)
-    assert results == [[]] * layout.world_size
+    folder = tiny_model(**{"num_layers": 2 * parallel.vpp, **MODELS[model], "num_mtp_layers": 1})
+    recipe = drafting_recipe_of(folder, parallel, is_drafting)
+    results = ranks.run(
+        train_reshard_and_compare, recipe, parallel, str(tmp_path / "hf"), world_size=parallel.world_size
+    )
+    assert results == [[]] * parallel.world_size
 
 
-def drafting_recipe_of(model: Path, layout: ParallelConfig, is_drafting: bool = True) -> Recipe:
+def drafting_recipe_of(model: Path, parallel: ParallelConfig, is_drafting: bool = True) -> Recipe:
     """A recipe that trains the model's layer for multi-token prediction, and may draft with it."""
     drafter = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
-    recipe = recipe_of(model, layout, **(drafter if is_drafting else {}))
+    recipe = recipe_of(model, parallel, **(drafter if is_drafting else {}))
     trainer = recipe.trainer.model_dump() | {"mtp_loss_coefficient": 0.1}
     return Recipe.model_validate(recipe.model_dump() | {"trainer": trainer})
 
@@ -231,7 +239,7 @@ def noted(owner: type, name: str, notes: list[str]) -> Callable[..., Any]:
     return noting
 
 
-def order_of_start(recipe: Recipe, layout: ParallelConfig) -> list[str]:
+def order_of_start(recipe: Recipe, parallel: ParallelConfig) -> list[str]:
     """Return the steps of a rank's engine, trainer and reshard, in order, until the rank is ready."""
     import torch
 
@@ -246,15 +254,15 @@ def order_of_start(recipe: Recipe, layout: ParallelConfig) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         for owner, name in spied:
             patch.setattr(owner, name, noted(owner, name, notes))
-        worker = Worker(torch.distributed.get_rank(), 1, recipe, layout, [("here",)])
+        worker = Worker(torch.distributed.get_rank(), 1, recipe, parallel, [("here",)])
     worker.close()
     return notes
 
 
 def test_the_engine_sleeps_while_the_trainer_is_built(ranks: RankPool, tiny_model: Callable[..., Path]) -> None:
-    layout = ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1)
-    recipe = recipe_of(tiny_model(num_layers=2, family="qwen3", num_kv_heads=2), layout)
-    [notes] = ranks.run(order_of_start, recipe, layout, timeout_seconds=300, world_size=1)
+    parallel = ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1)
+    recipe = recipe_of(tiny_model(num_layers=2, family="qwen3", num_kv_heads=2), parallel)
+    [notes] = ranks.run(order_of_start, recipe, parallel, timeout_seconds=300, world_size=1)
     assert notes == [
         "RolloutEngine.__init__",
         "RolloutEngine.sleep",
@@ -267,7 +275,7 @@ def test_the_engine_sleeps_while_the_trainer_is_built(ranks: RankPool, tiny_mode
     ]
 
 
-def spoil_and_verify(recipe: Recipe, layout: ParallelConfig) -> list[str]:
+def spoil_and_verify(recipe: Recipe, parallel: ParallelConfig) -> list[str]:
     """Return the errors of verification after two rows of an engine were exchanged, and after the next reshard."""
     import torch
 
@@ -276,7 +284,7 @@ def spoil_and_verify(recipe: Recipe, layout: ParallelConfig) -> list[str]:
     from megarl.worker.colocated import Worker
 
     rank = torch.distributed.get_rank()
-    worker = Worker(rank, layout.world_size, recipe, layout, [("here",)] * layout.world_size)
+    worker = Worker(rank, parallel.world_size, recipe, parallel, [("here",)] * parallel.world_size)
     assert worker.engine and worker.copier and isinstance(worker.copier.resharding, Reshard)
     said = []
     if rank == 1:
@@ -295,24 +303,26 @@ def spoil_and_verify(recipe: Recipe, layout: ParallelConfig) -> list[str]:
 
 
 def test_verification_names_the_parameter_that_differs(ranks: RankPool, tiny_model: Callable[..., Path]) -> None:
-    layout = ParallelConfig(tp=2, pp=1, dp=1, rollout_tp=1)
-    recipe = recipe_of(tiny_model(num_layers=2, family="qwen3", num_kv_heads=2), layout)
-    for before, after in ranks.run(spoil_and_verify, recipe, layout, world_size=2):
+    parallel = ParallelConfig(tp=2, pp=1, dp=1, rollout_tp=1)
+    recipe = recipe_of(tiny_model(num_layers=2, family="qwen3", num_kv_heads=2), parallel)
+    for before, after in ranks.run(spoil_and_verify, recipe, parallel, world_size=2):
         assert "rank 1: the engine's parameter model.layers.1.mlp.gate_up_proj.weight does not hold" in before
         assert "model.layers.1.mlp.gate_proj.weight" in before
         assert after == "equal"
 
 
-def train_and_gather(recipe: Recipe, layout: ParallelConfig, exported: str) -> tuple[list[str], list[str]]:
+def train_and_gather(recipe: Recipe, parallel: ParallelConfig, exported: str) -> tuple[list[str], list[str]]:
     """After an update, live parameters of an engine with adapters that are not the export's; and the notices."""
     import torch
     from safetensors.torch import load_file
 
     from megarl.worker.colocated import Worker
 
-    worker = Worker(torch.distributed.get_rank(), layout.world_size, recipe, layout, [("here",)] * layout.world_size)
+    worker = Worker(
+        torch.distributed.get_rank(), parallel.world_size, recipe, parallel, [("here",)] * parallel.world_size
+    )
     assert worker.engine is not None
-    update(worker, layout)
+    update(worker, parallel)
     worker.reshard(True, worker.weight_version + 1)
     worker.export(Path(exported))
     tensors = load_file(f"{exported}/model.safetensors")
@@ -336,15 +346,15 @@ def train_and_gather(recipe: Recipe, layout: ParallelConfig, exported: str) -> t
 def test_an_engine_that_keeps_other_weights_gets_full_tensors(
     ranks: RankPool, tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
-    layout = ParallelConfig(tp=2, pp=1, dp=1, rollout_tp=1)
-    recipe = recipe_of(tiny_model(num_layers=2, family="qwen3", num_kv_heads=2), layout, enable_lora=True)
-    for different, notices in ranks.run(train_and_gather, recipe, layout, str(tmp_path / "hf"), world_size=2):
+    parallel = ParallelConfig(tp=2, pp=1, dp=1, rollout_tp=1)
+    recipe = recipe_of(tiny_model(num_layers=2, family="qwen3", num_kv_heads=2), parallel, enable_lora=True)
+    for different, notices in ranks.run(train_and_gather, recipe, parallel, str(tmp_path / "hf"), world_size=2):
         assert different == []
         assert len(notices) == 1 and "full tensors" in notices[0] and "adapters inside vLLM" in notices[0]
 
 
 def probe_clean_and_spoiled(
-    recipe: Recipe, layout: ParallelConfig, spoiled_rank: int, factor: float
+    recipe: Recipe, parallel: ParallelConfig, spoiled_rank: int, factor: float
 ) -> tuple[float, str, float]:
     """The probe's gap after an update; its error where an engine's matrix is times `factor`; its gap after that."""
     import torch
@@ -354,12 +364,12 @@ def probe_clean_and_spoiled(
     from megarl.worker.colocated import Worker
 
     rank = torch.distributed.get_rank()
-    worker = Worker(rank, layout.world_size, recipe, layout, [("here",)] * layout.world_size)
+    worker = Worker(rank, parallel.world_size, recipe, parallel, [("here",)] * parallel.world_size)
     assert worker.copier is not None
     resharding, engine = worker.copier.resharding, worker.engine
     assert engine is not None and isinstance(resharding, GatheredReshard)
     assert engine.weight_version == 1
-    update(worker, layout)
+    update(worker, parallel)
     clean = worker.reshard(True, worker.weight_version + 1)["probe_gap"]
     run = resharding.run
 
@@ -383,7 +393,7 @@ def probe_clean_and_spoiled(
 
 
 @pytest.mark.parametrize(
-    ("layout", "spoiled_rank", "named", "factor"),
+    ("parallel", "spoiled_rank", "named", "factor"),
     [
         pytest.param(ParallelConfig(tp=2, pp=1, dp=1, rollout_tp=1), 1, "rank 1", 0.0, id="a replica of its own"),
         pytest.param(ParallelConfig(tp=1, pp=2, dp=1, rollout_tp=2), 1, "rank 0", float("nan"), id="part of one"),
@@ -392,17 +402,17 @@ def probe_clean_and_spoiled(
 def test_the_probe_finds_spoiled_weights_of_an_engine_that_converts_them(
     ranks: RankPool,
     tiny_model: Callable[..., Path],
-    layout: ParallelConfig,
+    parallel: ParallelConfig,
     spoiled_rank: int,
     named: str,
     factor: float,
 ) -> None:
     model = tiny_model(num_layers=2, family="qwen3", num_kv_heads=2)
-    recipe = recipe_of(model, layout, enable_lora=True)
+    recipe = recipe_of(model, parallel, enable_lora=True)
     # A prompt's log-probs are compared at temperature 1, whatever the one that is trained at.
     sampling = recipe.rollout.sampling.model_copy(update={"temperature": 0.5})
     rollout = recipe.rollout.model_copy(update={"sampling": sampling})
     recipe = recipe.model_copy(update={"loop": "rl", "rollout": rollout})
-    for clean, said, mended in ranks.run(probe_clean_and_spoiled, recipe, layout, spoiled_rank, factor, world_size=2):
+    for clean, said, mended in ranks.run(probe_clean_and_spoiled, recipe, parallel, spoiled_rank, factor, world_size=2):
         assert 0 < clean < 1e-4 and 0 < mended < 1e-4
         assert f"{named}: after a reshard, the log-probs of the engine" in said and "0.001 is allowed" in said

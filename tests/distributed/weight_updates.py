@@ -11,9 +11,9 @@ from megarl.data.token_batch import TokenBatch
 from megarl.types import TrainingSequence
 
 
-def update(worker: Any, layout: ParallelConfig) -> None:
+def update(worker: Any, parallel: ParallelConfig) -> None:
     """One optimizer step on two rows of random tokens, other ones on each data-parallel replica."""
-    rng = np.random.default_rng(layout.coordinates(worker.rank).dp)
+    rng = np.random.default_rng(parallel.coordinates(worker.rank).dp)
     trained = np.arange(17) > 0
     rows = [
         TokenBatch.from_sequences(

@@ -49,9 +49,9 @@ def logprobs(model: str, override: Mapping[str, Any]) -> tuple[np.ndarray, np.nd
         {"name": "r", "loop": "rl", "model": {"path": model, "dtype": "float32"}, "data": {"train": "t"}}
     )
     shape = read_model_shape(model, override)
-    layout = ParallelConfig(1, 1, 1, 1)
-    [pieces] = megatron_layouts(shape, layout, padded_vocab_size=padded_vocab_size(shape.vocab_size, 1))
-    trainer = FrozenModel(recipe, layout, shape, lambda parameters: safetensors.load(model, pieces, parameters))
+    parallel = ParallelConfig(1, 1, 1, 1)
+    [pieces] = megatron_layouts(shape, parallel, padded_vocab_size=padded_vocab_size(shape.vocab_size, 1))
+    trainer = FrozenModel(recipe, parallel, shape, lambda parameters: safetensors.load(model, pieces, parameters))
     row = TokenBatch.from_sequences([TrainingSequence(TOKENS, np.arange(len(TOKENS)) > 0)])
     found = trainer.forward([row])
     assert found is not None

@@ -267,7 +267,7 @@ def learnt_in_fp8(model: Path, folder: Path) -> dict[str, Any]:
     from megarl.training import checkpoint
     from tests.training.test_checkpoint import build, update
 
-    layout, found = ParallelConfig(1, 1, 1, 1), {}
+    parallel, found = ParallelConfig(1, 1, 1, 1), {}
     for fp8 in ("none", "blockwise"):
         recipe = Recipe.model_validate(
             {
@@ -275,17 +275,17 @@ def learnt_in_fp8(model: Path, folder: Path) -> dict[str, Any]:
                 "trainer": {"max_tokens_per_microbatch": 256, "fp8": fp8}, "optimizer": {"learning_rate": 1e-3},
             }
         )  # fmt: skip
-        engine = build(recipe, layout)
-        norms = [update(engine, layout, step)["train/grad_norm"].number for step in range(3)]
+        engine = build(recipe, parallel)
+        norms = [update(engine, parallel, step)["train/grad_norm"].number for step in range(3)]
         found[fp8] = {"norms": norms}
         if fp8 == "blockwise":
             save = checkpoint.stage(folder, {"": engine}, "one")
             save.write(asynchronous=False)
             save.finish()
-            found[fp8]["next"] = update(engine, layout, 3)["train/grad_norm"].number
-            other = build(recipe, layout)
+            found[fp8]["next"] = update(engine, parallel, 3)["train/grad_norm"].number
+            other = build(recipe, parallel)
             checkpoint.restore(folder, {"": other}, "one")
-            found[fp8]["resumed"] = update(other, layout, 3)["train/grad_norm"].number
+            found[fp8]["resumed"] = update(other, parallel, 3)["train/grad_norm"].number
             copies = [getattr(m, "_fp8_workspaces", {}) for chunk in other.chunks for m in chunk.modules()]
             before = sum(map(len, copies))
             drop_weight_copies(other.chunks)

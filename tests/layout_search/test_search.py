@@ -23,7 +23,7 @@ from megarl.memory_plan.remedies import with_field_values
 from megarl.preflight import check_plan, table_of
 from megarl.preflight.memory_fit import verdict_of
 from megarl.preflight.registry import Cost, faults
-from megarl.preflight.sizes import batches, layout_of, lengths
+from megarl.preflight.sizes import batches, lengths, parallel_of
 from megarl.step_cost.gpus import GPUS
 from megarl.step_cost.lengths import log_normal
 from megarl.types import ConfigError
@@ -45,7 +45,7 @@ SEARCHED = (
 
 
 def _field_faults(recipe: Recipe) -> set[str]:
-    facts = {"recipe": recipe, "dp": layout_of(recipe).dp, "is_start": False, "is_trained": True, "has_model": False}
+    facts = {"recipe": recipe, "dp": parallel_of(recipe).dp, "is_start": False, "is_trained": True, "has_model": False}
     found = [*faults(facts, (Cost.FIELDS,)), *faults(facts, (Cost.FIELDS,), per_run=True)]
     return set(map(str, found))
 
@@ -82,9 +82,9 @@ def test_printed_overrides_are_accepted_by_a_start(
         # As a shell passes the printed line on.
         pasted = shlex.split(shlex.join(found.overrides))
         other = load(path, pasted)
-        layout = check_plan(other)[1]
+        parallel = check_plan(other)[1]
         assert _field_faults(other) <= _field_faults(recipe), pasted
-        assert verdict_of(other, layout, table_of(other, layout)).fits, pasted
+        assert verdict_of(other, parallel, table_of(other, parallel)).fits, pasted
         # Every override is needed, so each dropped value is named.
         assert other.notices == (), other.notices
         assert (other.rollout.placement == "separate") == bool(found.placement.ranks)
@@ -133,9 +133,9 @@ def test_only_the_choice_of_whole_experts_changes_in_fields_of_vllm(large: Calla
 def _is_sound(name: str, overrides: tuple[str, ...]) -> bool:
     """Whether a recipe with the overrides of a found layout passes its checks and fits."""
     recipe = load(RECIPES / f"{name}.yaml", overrides)
-    layout = check_plan(recipe)[1]
-    assert [*lengths(recipe), *batches(recipe, layout.dp)] == []
-    return bool(verdict_of(recipe, layout, table_of(recipe, layout)).fits)
+    parallel = check_plan(recipe)[1]
+    assert [*lengths(recipe), *batches(recipe, parallel.dp)] == []
+    return bool(verdict_of(recipe, parallel, table_of(recipe, parallel)).fits)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_found_layouts_can_be_pasted_and_fit(large: Callable[..., Recipe], name:
     steps = [found.seconds.step for found in result.layouts]
     assert len(steps) == 5 and steps == sorted(steps) and result.is_complete
     # The recipe has one of these layouts: the first, or a simpler one that is hardly slower.
-    sizes, engine = layout_of(recipe), recipe.rollout.tp
+    sizes, engine = parallel_of(recipe), recipe.rollout.tp
     (own,) = [
         found
         for found in result.layouts

@@ -72,7 +72,7 @@ def test_engines_of_another_kind_are_left_to_runs_that_train(recipe: Path, tiny_
     kinds = "cluster.groups.engines={nodes: 3, ranks_per_node: 2}"
     separate = ["rollout.placement=separate", "rollout.max_staleness=1", "algorithm.importance_sampling=tis", kinds]
     found = prepare(tiny_model(), recipe, separate, options={})
-    assert found.recipe.cluster.groups.engines is None and found.layout.num_ranks == found.recipe.cluster.world_size
+    assert found.recipe.cluster.groups.engines is None and found.parallel.num_ranks == found.recipe.cluster.world_size
 
 
 def test_of_a_run_the_last_or_the_best_model(recipe: Path, tiny_model: Callable[..., Path], tmp_path: Path) -> None:

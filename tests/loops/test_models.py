@@ -11,7 +11,7 @@ import pytest
 from megarl.cluster.shared_prefixes import SharedPrefixes
 from megarl.config import Recipe
 from megarl.loops.models import models_of, sharing_notices
-from megarl.preflight import layout_of
+from megarl.preflight import parallel_of
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_a_model_shares_prefixes_unless_a_reason_is_named(
         | {"model": {"path": str(tiny_model(**model))}, "trainer": trainer}
     )
     ranks: Any = None
-    models = models_of(recipe, layout_of(recipe), ranks)
+    models = models_of(recipe, parallel_of(recipe), ranks)
     packings = {name: made.packing for name, made in models.items()}
     assert all(isinstance(packing, SharedPrefixes) for packing in packings.values())
     found, notices = packings["policy"].problem, sharing_notices(models)
@@ -62,7 +62,7 @@ def test_a_model_shares_prefixes_unless_a_reason_is_named(
         sharing_notices(
             models_of(
                 recipe.model_copy(update={"trainer": recipe.trainer.model_copy(update={"share_prefixes": "off"})}),
-                layout_of(recipe),
+                parallel_of(recipe),
                 ranks,
             )
         )

@@ -135,8 +135,8 @@ async def test_every_call_of_a_model_belongs_to_a_phase() -> None:
         async def scatter(self, method: str, *_: Any) -> None:
             raise AskedError(method)
 
-    layout = ParallelConfig(1, 1, 1, 1)
-    model = RankModel(Recorder(), layout, 64, name="teacher3")  # type: ignore[arg-type]
+    parallel = ParallelConfig(1, 1, 1, 1)
+    model = RankModel(Recorder(), parallel, 64, name="teacher3")  # type: ignore[arg-type]
     batch = TokenBatch.from_sequences([TrainingSequence(np.arange(4), np.arange(4) > 1)])
     calls = [name for name, call in vars(RankModel).items() if iscoroutinefunction(call) and name[0] != "_"]
     assert {"update", "forward"} <= set(calls)

@@ -27,7 +27,7 @@ async def test_an_engine_that_cannot_start_again_is_left_out(tmp_path: Path, mon
             "rollout": {"placement": "separate", "ranks": 2},
         }
     )
-    layout = ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1, rollout_ranks=2)
+    parallel = ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1, rollout_ranks=2)
     notices: list[str] = []
     wanted: list[list[int]] = []
 
@@ -41,7 +41,7 @@ async def test_an_engine_that_cannot_start_again_is_left_out(tmp_path: Path, mon
         await trainers.set_apart()
         await processes._replace(trainers, [0], tmp_path, notices.append)
 
-    async with RankProcesses(made, layout) as processes:
+    async with RankProcesses(made, parallel) as processes:
         ranks = await processes.ready(tmp_path)
         lost, other = ranks.replicas
         await lost.close()

@@ -29,10 +29,10 @@ def test_survivors_form_whole_replicas(
     recipe: Callable[..., Recipe], trainer: dict[str, int], survivors: list[int], size: int, chosen: list[int]
 ) -> None:
     made = recipe(cluster={"ranks_per_node": 4}, trainer=trainer)
-    layout = check(made)
-    changed, smaller, found = shrunk(made, layout, survivors)
+    parallel = check(made)
+    changed, smaller, found = shrunk(made, parallel, survivors)
     assert found == chosen and changed.cluster.ranks_per_node == smaller.world_size == size
-    assert (smaller.tp, smaller.pp) == (layout.tp, layout.pp) and smaller.dp == size // (layout.tp * layout.pp)
+    assert (smaller.tp, smaller.pp) == (parallel.tp, parallel.pp) and smaller.dp == size // (parallel.tp * parallel.pp)
 
 
 def test_too_few_survivors_are_refused(recipe: Callable[..., Recipe]) -> None:
@@ -48,7 +48,7 @@ def test_a_request_is_taken_once(recipe: Callable[..., Recipe], tmp_path: Path) 
     assert take_request(tmp_path, made) is None
     request(tmp_path, {"cluster.ranks_per_node": 4, "trainer.tp": 2})
     asked = take_request(tmp_path, made)
-    assert asked is not None and (asked.layout.tp, asked.layout.dp) == (2, 2)
+    assert asked is not None and (asked.parallel.tp, asked.parallel.dp) == (2, 2)
     assert asked.recipe.cluster.ranks_per_node == 4 and made.cluster.ranks_per_node == 2
     assert list(tmp_path.glob("resize*")) == [] and take_request(tmp_path, made) is None
 
@@ -86,7 +86,7 @@ def test_of_two_requests_the_second_is_refused(recipe: Callable[..., Recipe], tm
         request(tmp_path, {"cluster.ranks_per_node": 4})
     assert [path.name for path in tmp_path.glob("*resize*")] == ["resize.json"]
     asked = take_request(tmp_path, made)
-    assert asked is not None and (asked.layout.tp, asked.layout.world_size) == (2, 2)
+    assert asked is not None and (asked.parallel.tp, asked.parallel.world_size) == (2, 2)
 
 
 def test_other_fields_are_not_asked_for(tmp_path: Path) -> None:
@@ -114,6 +114,6 @@ def test_a_job_has_more_nodes_than_a_run_that_became_smaller(
     monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "2")
     monkeypatch.setattr("shutil.which", lambda name: name)
     made = recipe(cluster={"launcher": "slurm", "nodes": 2, "ranks_per_node": 2, "recover": "shrink"})
-    changed, layout, chosen = shrunk(made, check(made), [2, 3])
+    changed, parallel, chosen = shrunk(made, check(made), [2, 3])
     assert (changed.cluster.nodes, changed.cluster.ranks_per_node) == (1, 2)
-    assert layout.dp == 2 and chosen == [2, 3]
+    assert parallel.dp == 2 and chosen == [2, 3]

@@ -11,7 +11,7 @@ from megarl.config import Recipe
 from megarl.memory_plan.deep_ep import deep_ep_bytes
 from megarl.memory_plan.devices import GPU
 from megarl.memory_plan.phases import memory_table
-from megarl.preflight import layout_of
+from megarl.preflight import parallel_of
 from megarl.preflight.memory_fit import models_of
 from megarl.preflight.sizes import expert_fit
 
@@ -56,7 +56,7 @@ def test_half_the_multiprocessors_have_half_the_channels() -> None:
 def test_the_table_has_them(tiny_model: Callable[..., Path], dispatcher: str, ep: int, size: int | None) -> None:
     """Bytes for a hidden size of 64: 10 channels * 2 ranks * (5 * 4 + 256 * (64 * 2 + 2056)) bytes, aligned to 128."""
     recipe = _recipe(tiny_model, {"moe_dispatcher": dispatcher, "ep": ep})
-    table = memory_table(recipe, models_of(recipe, layout_of(recipe)), GPU)
+    table = memory_table(recipe, models_of(recipe, parallel_of(recipe)), GPU)
     found = {use.device_bytes for phase in table.phases for use in phase.uses if use.kind == "DeepEP"}
     assert found == (set() if size is None else {size})
 
@@ -67,7 +67,7 @@ def test_numbers_of_ranks_that_deep_ep_does_not_know_are_refused(
 ) -> None:
     monkeypatch.setattr("megarl.preflight.sizes.deep_ep_fault", lambda: None)
     recipe = _recipe(tiny_model, {"moe_dispatcher": "flex", "ep": ep, "etp": etp})
-    models = models_of(recipe, layout_of(recipe))
+    models = models_of(recipe, parallel_of(recipe))
     told = [*expert_fit(recipe, models.policy.shape)]
     assert len(told) == is_refused
     assert not is_refused or f"trainer.etp {etp} * trainer.ep 6 is {etp * ep}; change these sizes" in told[0]

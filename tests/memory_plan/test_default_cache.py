@@ -17,7 +17,7 @@ from megarl.memory_plan.phases import memory_table
 from megarl.memory_plan.remedies import with_field_values
 from megarl.preflight import resource_warnings, small_cache, table_of, with_memory_defaults
 from megarl.preflight.memory_fit import memory_faults, models_of
-from megarl.preflight.sizes import layout_of
+from megarl.preflight.sizes import parallel_of
 from tests.memory_plan.conftest import FOUR_WAY, RECIPES
 
 GIB = 2**30
@@ -38,7 +38,7 @@ def make(large: Make, tmp_path: Path) -> Make:
 
 def sampling_gib(recipe: Recipe) -> float:
     """GiB that the fullest phase of an engine takes."""
-    table = memory_table(recipe, models_of(recipe, layout_of(recipe)), GPU)
+    table = memory_table(recipe, models_of(recipe, parallel_of(recipe)), GPU)
     return max(phase.device_bytes for phase in table.phases if phase.use("KV cache").device_bytes) / GIB
 
 
@@ -96,7 +96,7 @@ def test_rows_without_gradients_fill_the_memory_of_an_update(make: Make) -> None
 
     def taken(tokens: int) -> dict[str, int]:
         longer = with_field_values(recipe, {"trainer.max_tokens_per_forward": tokens})
-        table = memory_table(longer, models_of(longer, layout_of(longer)), GPU)
+        table = memory_table(longer, models_of(longer, parallel_of(longer)), GPU)
         return {phase.name: phase.device_bytes for phase in table.phases}
 
     assert taken(most)["logprobs"] <= taken(most)["train"] == taken(rows)["train"]
@@ -121,13 +121,13 @@ def test_where_nothing_is_left_one_longest_request_decides(make: Make) -> None:
     """Then a start is refused, with a remedy under which the default is larger."""
     given = ("cluster.gpu_memory_gib=60", "trainer.offload=[]", "trainer.max_tokens_per_microbatch=18432")
     recipe = with_memory_defaults(make(*given, "trainer.recompute=full"))
-    cache = table_of(recipe, layout_of(recipe)).cache
+    cache = table_of(recipe, parallel_of(recipe)).cache
     assert cache is not None and cache.longest_requests == 1
-    (text,) = memory_faults(recipe, layout_of(recipe), is_start=False)
+    (text,) = memory_faults(recipe, parallel_of(recipe), is_start=False)
     assert "rollout takes " in text and "what fits: trainer.offload=[gradients]" in text
     offloaded = with_memory_defaults(make(*given, "trainer.recompute=full", "trainer.offload=[optimizer,gradients]"))
     assert offloaded.rollout.kv_cache_gib > recipe.rollout.kv_cache_gib
-    assert list(memory_faults(offloaded, layout_of(offloaded), is_start=False)) == []
+    assert list(memory_faults(offloaded, parallel_of(offloaded), is_start=False)) == []
 
 
 def test_an_evaluation_has_the_gpu_for_its_engines_alone(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,12 +144,12 @@ def test_a_cache_for_few_of_the_requests_under_way_is_a_warning(
 ) -> None:
     """80 KiB a token and rank: 2 GiB are 26,214 tokens, of 9,216 each two requests of 256."""
     few = make("cluster.gpu_memory_gib=h200", "rollout.kv_cache_gib=2", "cluster.launcher=slurm")
-    found = [text for text in resource_warnings(few, layout_of(few)) if "KV cache" in text]
+    found = [text for text in resource_warnings(few, parallel_of(few)) if "KV cache" in text]
     assert (
         len(found) == 1 and "holds only 2 of 256 concurrent requests" in found[0] and "rollout.kv_cache_gib" in found[0]
     )
     own = with_memory_defaults(make("cluster.gpu_memory_gib=h200", "cluster.launcher=slurm"))
-    assert not [text for text in resource_warnings(own, layout_of(own)) if "KV cache" in text]
+    assert not [text for text in resource_warnings(own, parallel_of(own)) if "KV cache" in text]
 
     for override, is_warned in ((["rollout.kv_cache_gib=2"], True), ([], False)):
         with pytest.raises(SystemExit) as caught:
@@ -167,8 +167,8 @@ def test_unknown_gpus_are_a_warning_that_names_their_field(make: Make, monkeypat
 
     def found(*overrides: str) -> list[str]:
         recipe = with_memory_defaults(make(*overrides))
-        layout = layout_of(recipe)
-        return list(small_cache(recipe, layout, table_of(recipe, layout)))
+        parallel = parallel_of(recipe)
+        return list(small_cache(recipe, parallel, table_of(recipe, parallel)))
 
     (text,) = found("cluster.launcher=ray")
     assert text.startswith("rollout.kv_cache_gib = 1: ") and "set cluster.gpu_memory_gib" in text
@@ -180,8 +180,8 @@ def test_unknown_gpus_are_a_warning_that_names_their_field(make: Make, monkeypat
 def test_the_default_is_a_remedy_only_if_it_is_larger(make: Make) -> None:
     def remedy(*overrides: str) -> str:
         recipe = with_memory_defaults(make("cluster.launcher=slurm", *overrides))
-        layout = layout_of(recipe)
-        (text,) = small_cache(recipe, layout, table_of(recipe, layout))
+        parallel = parallel_of(recipe)
+        (text,) = small_cache(recipe, parallel, table_of(recipe, parallel))
         return text.partition("the others wait; ")[2]
 
     own = with_memory_defaults(make("cluster.gpu_memory_gib=h200")).rollout.kv_cache_gib

@@ -19,7 +19,7 @@ from megarl.memory_plan.phases import memory_table
 from megarl.memory_plan.remedies import with_field_values
 from megarl.preflight import memory_defaults, with_memory_defaults
 from megarl.preflight.memory_fit import gpu_memory, models_of
-from megarl.preflight.sizes import layout_of
+from megarl.preflight.sizes import parallel_of
 from megarl.preflight.vllm_limits import default_cache_gib
 from tests.memory_plan.conftest import RECIPES
 
@@ -34,7 +34,7 @@ def table_with(recipe: Recipe, values: dict[str, Any], *, fills_cache: bool) -> 
     gpus = gpu_memory(recipe)
     assert gpus is not None
     recipe = with_field_values(recipe, values)
-    models = models_of(recipe, layout_of(recipe))
+    models = models_of(recipe, parallel_of(recipe))
     if fills_cache:
         recipe = with_field_values(recipe, {"rollout.kv_cache_gib": default_cache_gib(recipe, models, gpus)})
     return memory_table(recipe, models, GPU, gpu_gib=gpus.engine)

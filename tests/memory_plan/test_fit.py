@@ -14,7 +14,7 @@ from megarl.memory_plan.remedies import remedies, with_field_values
 from megarl.preflight import with_memory_defaults
 from megarl.preflight.learning import optimizers
 from megarl.preflight.memory_fit import memory_faults, models_of
-from megarl.preflight.sizes import batches, layout_of, lengths
+from megarl.preflight.sizes import batches, lengths, parallel_of
 from tests.memory_plan.conftest import RECIPES, WIDE_MARGIN_GIB
 
 GIB = 2**30
@@ -24,7 +24,7 @@ FULL = [name for name in LARGE if not name.startswith(("qwen3_0", "qwen3_1_", "q
 
 
 def faults(recipe: Recipe) -> list[str]:
-    return list(memory_faults(recipe, layout_of(recipe), is_start=False))
+    return list(memory_faults(recipe, parallel_of(recipe), is_start=False))
 
 
 def refused(recipe: Recipe) -> list[str]:
@@ -34,7 +34,7 @@ def refused(recipe: Recipe) -> list[str]:
 
 def peak(recipe: Recipe, gib: float | None = None) -> float:
     """GiB of the fullest phase."""
-    return memory_table(recipe, models_of(recipe, layout_of(recipe)), GPU, gpu_gib=gib).fullest.device_bytes / GIB
+    return memory_table(recipe, models_of(recipe, parallel_of(recipe)), GPU, gpu_gib=gib).fullest.device_bytes / GIB
 
 
 @pytest.mark.parametrize("name", LARGE)
@@ -42,7 +42,7 @@ def test_five_percent_over_is_refused_and_under_accepted(large: Callable[..., Re
     taken = peak(large(name))
     assert faults(large(name, f"cluster.gpu_memory_gib={taken / 0.95}")) == []
     (text,) = faults(large(name, f"cluster.gpu_memory_gib={taken / 1.05}"))
-    table = memory_table(large(name), models_of(large(name), layout_of(large(name))), GPU)
+    table = memory_table(large(name), models_of(large(name), parallel_of(large(name))), GPU)
     excess = taken - taken / 1.05
     assert re.search(
         rf"{table.fullest.name} takes {taken:.1f} GiB on rank {table.fullest.rank}, {excess:.1f} too", text
@@ -61,7 +61,7 @@ def test_each_change_that_is_named_fits(large: Callable[..., Recipe], name: str,
     assert bool(offered) != ("none of the changes tried fits" in text), text
     for overrides in (offer.split() for offer in offered):
         other = large(name, f"cluster.gpu_memory_gib={gib}", *overrides)
-        assert faults(other) == [] and [*lengths(other), *batches(other, layout_of(other).dp)] == [], overrides
+        assert faults(other) == [] and [*lengths(other), *batches(other, parallel_of(other).dp)] == [], overrides
         for override in overrides:
             rest = [o for o in overrides if o != override and not o.startswith("trainer.router_replay")]
             if not override.startswith("trainer.router_replay") and "what fits" in text:
@@ -70,7 +70,7 @@ def test_each_change_that_is_named_fits(large: Callable[..., Recipe], name: str,
 
 def test_a_cache_that_is_named_is_as_large_as_fits(large: Callable[..., Recipe]) -> None:
     recipe = large("qwen3_14b_four_way", "cluster.gpu_memory_gib=130")
-    found = remedies(recipe, models_of(recipe, layout_of(recipe)), GpuMemory(trainer=130.0, engine=130.0), most=9)
+    found = remedies(recipe, models_of(recipe, parallel_of(recipe)), GpuMemory(trainer=130.0, engine=130.0), most=9)
     (cache,) = [remedy.values for remedy in found if list(remedy.values) == ["rollout.kv_cache_gib"]]
     assert 129.8 < peak(with_field_values(recipe, cache)) <= 130.0
 
@@ -86,7 +86,7 @@ def test_an_optimizer_that_fits_nowhere_else_goes_to_the_host(large: Callable[..
         "qwen3_14b_four_way", *sizes, "rollout.kv_cache_gib=8", "cluster.gpu_memory_gib=110", *overrides.split()
     )
     assert faults(other) == []
-    table = memory_table(other, models_of(other, layout_of(other)), GPU)
+    table = memory_table(other, models_of(other, parallel_of(other)), GPU)
     (train,) = [phase for phase in table.phases if phase.name == "train"]
     assert train.use("main weights").device_bytes == train.use("moments").device_bytes == 0
     # Main weights, moments and gradients, in float32; these, and copies of the weights, in pinned powers of two.
@@ -96,7 +96,7 @@ def test_an_optimizer_that_fits_nowhere_else_goes_to_the_host(large: Callable[..
 def test_weights_in_fp8_are_counted(large: Callable[..., Recipe]) -> None:
     """Qwen3-14B at tp 4: 12.4e9 of its weights are of linear layers, two bytes more of each; none while it samples."""
     recipe = with_field_values(large("qwen3_14b_four_way"), {"trainer.fp8": "blockwise"})
-    phases = {p.name: p for p in memory_table(recipe, models_of(recipe, layout_of(recipe)), GPU).phases}
+    phases = {p.name: p for p in memory_table(recipe, models_of(recipe, parallel_of(recipe)), GPU).phases}
     layer = 5120 * (40 * 128 * 2 + 8 * 128 * 2) + 3 * 5120 * 17408
     for name in ("train", "logprobs"):
         found = phases[name].use("weights in FP8").device_bytes
@@ -110,7 +110,7 @@ def test_a_share_of_the_gpu_is_lowered(large: Callable[..., Recipe]) -> None:
     assert peak(shared, GPU_MEMORY_GIB["h200"]) > GPU_MEMORY_GIB["h200"]
     found = remedies(
         shared,
-        models_of(shared, layout_of(shared)),
+        models_of(shared, parallel_of(shared)),
         GpuMemory(trainer=GPU_MEMORY_GIB["h200"], engine=GPU_MEMORY_GIB["h200"]),
     )
     assert found and all(peak(with_field_values(shared, r.values), 139.8) <= 139.8 for r in found)
@@ -137,9 +137,9 @@ def test_every_choice_of_a_recipe_has_its_reason_in_the_table(large: Callable[..
     longer = with_field_values(recipe, {"trainer.max_tokens_per_microbatch": rows * 3 // 2})
     assert rows <= 1.25 * recipe.trained_tokens or peak(longer) > gib
 
-    cache = memory_table(recipe, models_of(recipe, layout_of(recipe)), GPU).cache
+    cache = memory_table(recipe, models_of(recipe, parallel_of(recipe)), GPU).cache
     assert cache is not None and cache.longest_requests >= cache.under_way // 8
-    assert [*lengths(recipe), *batches(recipe, layout_of(recipe).dp)] == []
+    assert [*lengths(recipe), *batches(recipe, parallel_of(recipe).dp)] == []
 
 
 def test_a_list_of_recomputed_modules_is_made_longer(large: Callable[..., Recipe]) -> None:
@@ -202,7 +202,7 @@ def test_engines_on_gpus_of_another_kind_have_a_limit_of_their_own(large: Callab
 
 def test_a_copy_of_the_weights_that_does_not_fit_is_left_out(large: Callable[..., Recipe]) -> None:
     recipe = large("qwen3_14b_four_way", *SEPARATE, "rollout.kv_cache_gib=4")
-    fullest = memory_table(recipe, models_of(recipe, layout_of(recipe)), GPU).fullest
+    fullest = memory_table(recipe, models_of(recipe, parallel_of(recipe)), GPU).fullest
     recipe = with_field_values(recipe, {"cluster.gpu_memory_gib": fullest.device_bytes / 2**30 + 1})
     assert faults(recipe) == [] and fullest.name == "train"
     (text,) = faults(with_field_values(recipe, {"weights.overlap": True}))
@@ -218,11 +218,11 @@ def test_other_gpus_than_are_named(large: Callable[..., Recipe], monkeypatch: py
     monkeypatch.setattr("megarl.preflight.memory_fit.installed_gpu_gib", lambda: 79.6)
     monkeypatch.setattr("megarl.preflight.memory_fit.runs_on_cpu", lambda: False)
     recipe = large("qwen3_14b_four_way", "cluster.launcher=local")
-    (text,) = memory_faults(recipe, layout_of(recipe), is_start=True)
+    (text,) = memory_faults(recipe, parallel_of(recipe), is_start=True)
     assert text == (
         "cluster.gpu_memory_gib = h200: this machine's GPUs have only 79.6 GiB; leave it out, or run on GPUs "
         "with this memory"
     )
-    assert list(memory_faults(recipe, layout_of(recipe), is_start=False)) == []
+    assert list(memory_faults(recipe, parallel_of(recipe), is_start=False)) == []
     monkeypatch.setattr("megarl.preflight.memory_fit.runs_on_cpu", lambda: True)
-    assert list(memory_faults(recipe, layout_of(recipe), is_start=True)) == []
+    assert list(memory_faults(recipe, parallel_of(recipe), is_start=True)) == []

@@ -24,7 +24,7 @@ from megarl.memory_plan.phases import memory_table
 from megarl.models.logprobs import vocabulary_blocks
 from megarl.preflight import with_chunk_tokens, with_memory_defaults
 from megarl.preflight.memory_fit import models_of
-from megarl.preflight.sizes import layout_of
+from megarl.preflight.sizes import parallel_of
 from megarl.types import ConfigError
 from tests.memory_plan.conftest import RECIPES
 
@@ -57,23 +57,23 @@ def test_the_model_of_time_has_the_measured_seconds() -> None:
 @pytest.mark.parametrize("name", ON_GPUS)
 def test_the_logits_of_a_recipe_stay_within_a_gib(large: Callable[..., Recipe], name: str) -> None:
     recipe = large(name)
-    models = models_of(recipe, layout_of(recipe))
+    models = models_of(recipe, parallel_of(recipe))
     # Only the last pipeline stage has logits.
-    phases = memory_table(recipe, models, GPU, stages=[models.policy.layout.pp - 1]).phases
+    phases = memory_table(recipe, models, GPU, stages=[models.policy.parallel.pp - 1]).phases
     taken = {phase.name: phase.use("logits").device_bytes for phase in phases if phase.use("logits").device_bytes}
     print(name, {phase: f"{size / 2**20:.0f} MiB" for phase, size in taken.items()})
     assert taken and max(taken.values()) <= LIMIT_BYTES == 2**30
     # The number is printed, and it is the one that was planned with.
     completed = with_chunk_tokens(recipe)
-    layout = models.policy.layout
+    parallel = models.policy.parallel
     assert completed.trainer.logprob_chunk_tokens == logprob_chunk_tokens(
-        recipe, models.policy.shape, layout, is_gpu=True
+        recipe, models.policy.shape, parallel, is_gpu=True
     )
     if recipe.trainer.logprob_chunk_tokens is not None:
         return
     # A row's head takes at most 2 % more time than with 1,024 tokens, the default before.
-    tokens = recipe.trainer.max_tokens_per_microbatch // layout.cp
-    rows = VOCABULARY // layout.tp
+    tokens = recipe.trainer.max_tokens_per_microbatch // parallel.cp
+    rows = VOCABULARY // parallel.tp
 
     def seconds(chunk: int) -> float:
         return head_seconds(
@@ -118,8 +118,8 @@ def test_without_a_limit_blocks_are_even_and_cost_little(
 
 def test_ranks_on_cpus_keep_their_chunk(large: Callable[..., Recipe]) -> None:
     recipe = large("tiny_rl", "model.path=models/tiny")
-    models = models_of(recipe, layout_of(recipe))
-    assert logprob_chunk_tokens(recipe, models.policy.shape, models.policy.layout, is_gpu=False) == 1024
+    models = models_of(recipe, parallel_of(recipe))
+    assert logprob_chunk_tokens(recipe, models.policy.shape, models.policy.parallel, is_gpu=False) == 1024
     tokens = min(1024, recipe.trainer.max_tokens_per_microbatch)
     train = next(phase for phase in memory_table(recipe, models, CPU).phases if phase.name == "train")
     assert train.use("logits").host_bytes == tokens * 512 * (4 + 2 * 4)
@@ -175,10 +175,10 @@ def test_logits_are_kept_where_an_update_leaves_8_gib(
     # A given cache: its default would be the rest of the GPU.
     recipe = with_memory_defaults(large("qwen3_1_7b_gsm8k", "rollout.kv_cache_gib=20", *overrides))
     assert recipe.trainer.keep_logits is expected
-    models = models_of(recipe, layout_of(recipe))
+    models = models_of(recipe, parallel_of(recipe))
     phases = {phase.name: phase for phase in memory_table(recipe, models, GPU).phases}
     tokens = recipe.trainer.max_tokens_per_microbatch
-    chunk = logprob_chunk_tokens(recipe, models.policy.shape, models.policy.layout, is_gpu=True)
+    chunk = logprob_chunk_tokens(recipe, models.policy.shape, models.policy.parallel, is_gpu=True)
     counted = tokens if expected else min(tokens, chunk)
     assert phases["train"].use("logits").device_bytes == counted * VOCABULARY * 2
     if expected is None:
@@ -190,7 +190,7 @@ def test_logits_are_kept_where_an_update_leaves_8_gib(
 def test_kept_logits_of_torch_operations_have_float32_copies_of_a_chunk_only(large: Callable[..., Recipe]) -> None:
     overrides = ("trainer.keep_logits=true", "trainer.logprob_chunk_tokens=100", "rollout.sampling.top_p=0.9")
     recipe = large("qwen3_1_7b_gsm8k", *overrides)
-    models = models_of(recipe, layout_of(recipe))
+    models = models_of(recipe, parallel_of(recipe))
     (train,) = (phase for phase in memory_table(recipe, models, GPU).phases if phase.name == "train")
     tokens = recipe.trainer.max_tokens_per_microbatch
     assert train.use("logits").device_bytes == (2 * tokens + 8 * 100) * VOCABULARY

@@ -13,7 +13,7 @@ from megarl.memory_plan.devices import GPU
 from megarl.memory_plan.engine_bytes import engine_weights, unquantised_bytes
 from megarl.memory_plan.phases import memory_table
 from megarl.preflight.memory_fit import models_of
-from megarl.preflight.sizes import layout_of
+from megarl.preflight.sizes import parallel_of
 from megarl.reshard.layouts.placed import reshard_ends
 from megarl.reshard.layouts.vllm_computed import VllmLayouts
 from megarl.reshard.plan import make_plan
@@ -26,7 +26,7 @@ def test_weights_of_a_dense_model_take_half(large: Callable[..., Recipe]) -> Non
     projections = 40 * (5120 * (40 + 16 + 40) * 128 + 3 * 5120 * 17408) // 2
     scales = projections // 128**2
     norms, embeddings = 40 * (2 * 5120 + 2 * 128) + 5120, 2 * 151936 // 2 * 5120
-    shape = models_of(recipe, layout_of(recipe)).policy.shape
+    shape = models_of(recipe, parallel_of(recipe)).policy.shape
     layouts = VllmLayouts(shape, 2, 8)
     assert engine_weights(layouts, 0, itemsize=2, quantization="fp8") == projections + 4 * scales + 2 * (
         norms + embeddings + 40960 * 128
@@ -34,7 +34,7 @@ def test_weights_of_a_dense_model_take_half(large: Callable[..., Recipe]) -> Non
     by_channel = 40 * ((40 + 16) * 128 // 2 + 5120 + 17408 + 5120)
     wanted = projections + 4 * by_channel + 2 * (norms + embeddings + 40960 * 128)
     assert engine_weights(layouts, 0, itemsize=2, quantization="fp8_per_channel") == wanted
-    tables = [memory_table(r, models_of(r, layout_of(r)), GPU) for r in (recipe, large("qwen3_14b_four_way"))]
+    tables = [memory_table(r, models_of(r, parallel_of(r)), GPU) for r in (recipe, large("qwen3_14b_four_way"))]
     (quantised, plain), (room, usual) = (
         [next(p for p in table.phases if p.name == "reshard") for table in tables],
         [table.cache for table in tables],
@@ -47,7 +47,7 @@ def test_weights_of_a_dense_model_take_half(large: Callable[..., Recipe]) -> Non
 def test_experts_are_counted_in_whole_blocks(large: Callable[..., Recipe]) -> None:
     """768 channels of an expert at tp 4 are 192, rounded up to 256: 128 experts, 48 layers of 2048 x 3 * 256."""
     recipe = large("qwen3_30b_a3b_gspo")
-    layouts = VllmLayouts(models_of(recipe, layout_of(recipe)).policy.shape, 4, 4)
+    layouts = VllmLayouts(models_of(recipe, parallel_of(recipe)).policy.shape, 4, 4)
     experts = 48 * 128 * 3 * 2048 * 256
     dense = 48 * 2048 * (32 + 2 * 4 + 32) * 128 // 4
     plain = 48 * (2 * 2048 + 2 * 128 + 128 * 2048) + 2048 + 2 * 151936 // 4 * 2048
@@ -90,9 +90,9 @@ def test_few_layers_wait_at_a_time(name: str, sizes: dict[str, int], large: Call
         f"cluster.ranks_per_node={ranks}",
     ]
     recipe = large(name, *changes, f"rollout.tp={sizes['rollout']}", "rollout.vllm={}")
-    layout = layout_of(recipe)
-    shape = models_of(recipe, layout).policy.shape
-    ends = reshard_ends(shape, layout, ranks)
+    parallel = parallel_of(recipe)
+    shape = models_of(recipe, parallel).policy.shape
+    ends = reshard_ends(shape, parallel, ranks)
     bucket = 256 << 20
     plan = make_plan(ends.sources, ends.destinations, itemsize=2, bucket_bytes=bucket, bounds_local=True)
     layouts = ends.destinations
@@ -101,7 +101,7 @@ def test_few_layers_wait_at_a_time(name: str, sizes: dict[str, int], large: Call
     spans = spans_of(modules, plan, layouts[0])
     _, room = shared_places([(*spans[module], sum(names.values())) for module, names in modules.items()])
     whole = sum(sum(names.values()) for names in modules.values())
-    assert 2 * room < unquantised_bytes(layouts, 0, itemsize=2, bucket_bytes=bucket, stages=layout.pp)
+    assert 2 * room < unquantised_bytes(layouts, 0, itemsize=2, bucket_bytes=bucket, stages=parallel.pp)
     assert room < whole / 5
     unbounded = make_plan(ends.sources, ends.destinations, itemsize=2, bucket_bytes=bucket)
     assert len(unbounded.exchanged) <= len(plan.exchanged)

@@ -51,15 +51,15 @@ def test_a_recipe_for_gpus_leaves_a_margin(large: Callable[..., Recipe], name: s
     is_resident = not recipe.trainer.offload and recipe.trainer.recompute == "none"
     assert is_resident or name not in RESIDENT
     assert recipe.cluster.gpu_memory_gib == kind
-    layout = check_plan(recipe)[1]
-    table = table_of(recipe, layout)
-    found = verdict_of(recipe, layout, table)
+    parallel = check_plan(recipe)[1]
+    table = table_of(recipe, parallel)
+    found = verdict_of(recipe, parallel, table)
     assert found.fits and set(found.limits.values()) == {int(LIMITS[kind] * GIB)}
     taken = max(phase.device_bytes for phase in table.phases) / GIB
     assert peak_gib - 0.2 < taken <= peak_gib
     assert taken <= LIMITS[kind] - WIDE_MARGIN_GIB.get(name, MARGIN_GIB)
     assert MARGIN_GIB == 8.0
-    assert [*lengths(recipe), *batches(recipe, layout.dp)] == []
+    assert [*lengths(recipe), *batches(recipe, parallel.dp)] == []
 
 
 @pytest.mark.parametrize("name", [name for name in PLANNED if "14b" in name and name != "qwen3_14b_dapo_h200"])
@@ -98,9 +98,9 @@ def test_a_recipe_for_cpus_fits_into_16_gib(
     monkeypatch.setattr("megarl.preflight.memory_fit.machine_bytes", lambda: 16 * GIB)
     model = "models/tiny_experts" if name == "tiny_moe" else "models/tiny"
     recipe = large(name, f"model.path={model}", *OWN.get(name, ()))
-    layout = check_plan(recipe)[1]
-    table = table_of(recipe, layout)
-    found = verdict_of(recipe, layout, table)
+    parallel = check_plan(recipe)[1]
+    table = table_of(recipe, parallel)
+    found = verdict_of(recipe, parallel, table)
     assert found.fits, found.text
     assert 0.5 < fullest_node_bytes(recipe, table) / GIB < 16
 

@@ -19,7 +19,7 @@ from megarl.memory_plan.phases import RankMemory, memory_table
 from megarl.memory_plan.remedies import with_field_values
 from megarl.memory_plan.trainer_bytes import Parameter, TrainerStates
 from megarl.preflight.memory_fit import models_of
-from megarl.preflight.sizes import layout_of
+from megarl.preflight.sizes import parallel_of
 from tests.memory_plan.conftest import RECIPES
 
 GB = 1e9
@@ -31,7 +31,7 @@ AS_ON_THE_PAGE = (
 
 
 def table_of(recipe: Recipe, gib: float | None = None) -> MemoryTable:
-    return memory_table(recipe, models_of(recipe, layout_of(recipe)), GPU, gpu_gib=gib)
+    return memory_table(recipe, models_of(recipe, parallel_of(recipe)), GPU, gpu_gib=gib)
 
 
 def test_14b_on_eight_gpus_takes_what_was_computed_by_hand(large: Callable[..., Recipe]) -> None:
@@ -93,14 +93,14 @@ def test_modules_that_are_computed_anew(large: Callable[..., Recipe], name: str,
     """Numbers of bf16 a token and layer that are not saved, by hand."""
     recipe = large(name, "trainer.recompute=none", "trainer.router_replay=false")
     fields = {"trainer.recompute": "selective", "trainer.recompute_modules": (module,)}
-    models = models_of(recipe, layout_of(recipe))
-    shape, layout = models.policy.shape, models.policy.layout
+    models = models_of(recipe, parallel_of(recipe))
+    shape, parallel = models.policy.shape, models.policy.parallel
     bytes_of_layer = [
-        layer_bytes(shape, layout, RankMemory(other, models, GPU, 0).pass_settings(models.policy), shape.layers[0])
+        layer_bytes(shape, parallel, RankMemory(other, models, GPU, 0).pass_settings(models.policy), shape.layers[0])
         for other in (recipe, with_field_values(recipe, fields))
     ]
-    tokens = recipe.trainer.max_tokens_per_microbatch // layout.cp
-    split = 1 if not shape.num_experts else layout.tp
+    tokens = recipe.trainer.max_tokens_per_microbatch // parallel.cp
+    split = 1 if not shape.num_experts else parallel.tp
     assert bytes_of_layer[0] - bytes_of_layer[1] == pytest.approx(tokens / split * 2 * channels, rel=1e-6, abs=1)
 
 
@@ -140,8 +140,8 @@ def test_a_shared_embedding_has_a_bucket_of_its_own() -> None:
 )
 def test_rows_in_flight(pp: int, vpp: int, rows: list[float]) -> None:
     """One forward, one backward: a stage has as many as stages follow; interleaved (pp - 1) / vpp more at the first."""
-    layout = ParallelConfig(tp=1, pp=pp, dp=1, rollout_tp=1, vpp=vpp)
-    assert [rows_in_flight(layout, stage) for stage in range(pp)] == rows
+    parallel = ParallelConfig(tp=1, pp=pp, dp=1, rollout_tp=1, vpp=vpp)
+    assert [rows_in_flight(parallel, stage) for stage in range(pp)] == rows
 
 
 def test_requests_that_fit_in_a_cache() -> None:
@@ -164,7 +164,7 @@ def test_a_share_of_the_gpu_leaves_what_is_left_to_the_cache(large: Callable[...
 
 def test_on_a_cpu_all_is_the_hosts(large: Callable[..., Recipe]) -> None:
     recipe = large("qwen3_14b_four_way")
-    table = memory_table(recipe, models_of(recipe, layout_of(recipe)), CPU)
+    table = memory_table(recipe, models_of(recipe, parallel_of(recipe)), CPU)
     assert all(phase.device_bytes == 0 for phase in table.phases)
     train = next(phase for phase in table.phases if phase.name == "train")
     # The engine does not sleep there.
@@ -237,7 +237,7 @@ def test_a_tiny_run_with_separate_engines(large: Callable[..., Recipe]) -> None:
     """On CPUs, three ranks that train beside an engine of two, whose number the others' is no multiple of."""
     sizes = ("cluster.ranks_per_node=5", "rollout.ranks=2", "rollout.tp=2", "trainer.tp=1", "trainer.pp=1")
     recipe = large("tiny_rl", "model.path=models/tiny", "rollout.placement=separate", *sizes)
-    table = memory_table(recipe, models_of(recipe, layout_of(recipe)), CPU)
+    table = memory_table(recipe, models_of(recipe, parallel_of(recipe)), CPU)
     assert {phase.place for phase in table.phases} == {"trainer rank 0", "engine rank 3"}
     rollout = next(phase for phase in table.phases if phase.name == "rollout")
     assert table.cache is not None and table.cache.longest_requests > 0

@@ -22,7 +22,7 @@ from megarl.memory_plan.node_bytes import DRIVER_BYTES, fullest_node_bytes, node
 from megarl.memory_plan.phases import RankMemory, memory_table
 from megarl.memory_plan.terms import TERMS, explained
 from megarl.preflight.memory_fit import models_of
-from megarl.preflight.sizes import layout_of
+from megarl.preflight.sizes import parallel_of
 from tests.memory_plan.conftest import RECIPES
 
 GIB, MIB = 2**30, 2**20
@@ -30,9 +30,9 @@ MEASURED = Path(__file__).resolve().parents[2] / "tools/bench/results/h200.jsonl
 LARGE = sorted(path.stem for path in RECIPES.glob("qwen3_*.yaml"))
 
 
-def sizes(layout: ParallelConfig, ranks_per_node: int = 8, **kind: Any) -> dict[str, int]:
+def sizes(parallel: ParallelConfig, ranks_per_node: int = 8, **kind: Any) -> dict[str, int]:
     given: Any = {"has_trainer": True, "has_engine": True, "has_experts": False, **kind}
-    return {one.name: one.num_bytes // MIB for one in communicators_of(layout, ranks_per_node, **given)}
+    return {one.name: one.num_bytes // MIB for one in communicators_of(parallel, ranks_per_node, **given)}
 
 
 def test_a_rank_alone_has_no_communicator() -> None:
@@ -67,14 +67,14 @@ def test_communicators_of_experts_and_of_several_nodes() -> None:
 
 
 def test_communicators_of_the_gradient_norm_the_embedding_and_balanced_experts() -> None:
-    layout = ParallelConfig(tp=2, pp=2, dp=2, rollout_tp=2, ep=2)
+    parallel = ParallelConfig(tp=2, pp=2, dp=2, rollout_tp=2, ep=2)
     parts = {"tensor and pipeline parallelism": 688, "experts and pipeline parallelism": 688}
-    whole = sizes(layout, has_experts=True, is_distributed=False)
+    whole = sizes(parallel, has_experts=True, is_distributed=False)
     assert whole.items() >= parts.items() and "gradient norm" not in whole
     further = {"embedding": 544, "data parallelism": 544, "gradient norm": 688}
-    found = sizes(layout, has_experts=True, shares_embedding=True, balance_losses={"z_loss"})
+    found = sizes(parallel, has_experts=True, shares_embedding=True, balance_losses={"z_loss"})
     assert found.items() >= further.items() and not found.keys() & parts.keys()
-    assert not sizes(layout, has_experts=True).keys() & {"embedding", "data parallelism"}
+    assert not sizes(parallel, has_experts=True).keys() & {"embedding", "data parallelism"}
 
 
 @pytest.mark.parametrize(
@@ -91,8 +91,10 @@ def test_communicators_of_the_gradient_norm_the_embedding_and_balanced_experts()
 )
 def test_each_balancing_loss_has_its_groups(settings: dict[str, Any], sum_of_counts: dict[str, int] | None) -> None:
     """The loss of sequences adds up counts over ranks with parts of a sequence, the others over all with the layer."""
-    layout = ParallelConfig(tp=2, pp=2, dp=2, rollout_tp=2, ep=2)
-    alone, found = (sizes(layout, has_experts=True, balance_losses=losses) for losses in ((), balance_losses(settings)))
+    parallel = ParallelConfig(tp=2, pp=2, dp=2, rollout_tp=2, ep=2)
+    alone, found = (
+        sizes(parallel, has_experts=True, balance_losses=losses) for losses in ((), balance_losses(settings))
+    )
     expected = {} if sum_of_counts is None else {"data parallelism": 544} | sum_of_counts
     assert found == alone | expected
 
@@ -102,16 +104,16 @@ def test_stages_with_a_copy_of_the_embedding_have_a_group(
     large: Callable[..., Recipe], tied: bool, stage: int, has_group: bool
 ) -> None:
     recipe = large("qwen3_14b_dapo_h200", "trainer.tp=1", "trainer.pp=4")
-    models = models_of(recipe, layout_of(recipe))
+    models = models_of(recipe, parallel_of(recipe))
     shape = dataclasses.replace(models.policy.shape, tie_word_embeddings=tied)
     models = dataclasses.replace(models, policy=dataclasses.replace(models.policy, shape=shape))
-    memory = RankMemory(recipe, models, GPU, models.policy.layout.rank(tp=0, dp=0, pp=stage))
+    memory = RankMemory(recipe, models, GPU, models.policy.parallel.rank(tp=0, dp=0, pp=stage))
     assert ("embedding" in {one.name for one in memory.communicators}) == has_group
 
 
 def test_every_rank_of_a_gpu_wastes_a_share_of_its_temporary_memory(large: Callable[..., Recipe]) -> None:
     recipe = large("qwen3_14b_dapo_h200", "cluster.nodes=2", "rollout.placement=separate", "rollout.ranks=8")
-    table = memory_table(recipe, models_of(recipe, layout_of(recipe)), GPU)
+    table = memory_table(recipe, models_of(recipe, parallel_of(recipe)), GPU)
     phases = {phase.name: phase for phase in table.phases}
     step = phases["rollout"].use("engine step").device_bytes
     assert phases["rollout"].use("fragmentation").device_bytes == int(0.026 * step) > 0
@@ -119,8 +121,8 @@ def test_every_rank_of_a_gpu_wastes_a_share_of_its_temporary_memory(large: Calla
 
 
 def test_a_rank_that_only_samples_has_the_engines_groups() -> None:
-    layout = ParallelConfig(tp=2, pp=1, dp=2, rollout_tp=2, rollout_ranks=4)
-    assert sizes(layout, has_trainer=False) == {
+    parallel = ParallelConfig(tp=2, pp=1, dp=2, rollout_tp=2, rollout_ranks=4)
+    assert sizes(parallel, has_trainer=False) == {
         "engine's tensor parallelism": 544,
         "engine's world": 544,
         "reshard": 384,
@@ -137,7 +139,7 @@ def test_graphs_by_requests(requests: int, graphs: int) -> None:
 @pytest.mark.parametrize("name", LARGE)
 def test_every_use_of_memory_has_its_term(large: Callable[..., Recipe], name: str) -> None:
     recipe = large(name)
-    table = memory_table(recipe, models_of(recipe, layout_of(recipe)), GPU)
+    table = memory_table(recipe, models_of(recipe, parallel_of(recipe)), GPU)
     kinds = {term.kind for term in explained(table)}
     assert kinds - TERMS.keys() <= {"reference", "reward_model", "teacher0"}
     assert kinds >= {"CUDA", "fragmentation", "libraries"}
@@ -193,5 +195,5 @@ def test_the_memory_measured_on_an_h200_is_predicted(large: Callable[..., Recipe
             "rollout": {"kv_cache_gib": 24.0, "max_concurrent_requests": 256, "sampling": {"max_new_tokens": 2048}},
         }
     )
-    table = memory_table(recipe, models_of(recipe, layout_of(recipe)), GPU)
+    table = memory_table(recipe, models_of(recipe, parallel_of(recipe)), GPU)
     assert table.predicted()[phase] / GIB == pytest.approx(measured, rel=0.01)

@@ -13,7 +13,7 @@ from megarl.config import Recipe
 from megarl.memory_plan.devices import GPU_MEMORY_GIB
 from megarl.preflight import with_memory_defaults
 from megarl.preflight.memory_fit import memory_faults
-from megarl.preflight.sizes import layout_of
+from megarl.preflight.sizes import parallel_of
 from tests.memory_plan.conftest import RECIPES
 
 GIB = 2**30
@@ -51,7 +51,7 @@ def test_a_plan_that_does_not_fit_ends_with_the_cheapest_remedy(large: Large, pl
     for phase in ("start", "rollout", "train"):
         assert f"{phase} takes " in told
     recipe = with_memory_defaults(large(name, *given))
-    (refusal,) = memory_faults(recipe, layout_of(recipe), is_start=False)
+    (refusal,) = memory_faults(recipe, parallel_of(recipe), is_start=False)
     overrides = remedy.removeprefix("cheapest remedy: ")
     assert f"what fits: {overrides}" in refusal
     code, text = plan(name, *given, *overrides.split())

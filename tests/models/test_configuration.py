@@ -41,8 +41,8 @@ from tests.shapes import small_shape
 def config(tiny_model: Callable[..., Path]) -> Callable[..., Any]:
     def make(pp: int = 1, **overrides: Any) -> Any:
         shape = read_model_shape(tiny_model(num_layers=2, num_heads=4, num_kv_heads=2, head_dim=24))
-        layout = ParallelConfig(tp=2, pp=pp, dp=1, rollout_tp=1)
-        return transformer_config(shape, layout, dtype=torch.bfloat16, sequence_parallel=True, overrides=overrides)
+        parallel = ParallelConfig(tp=2, pp=pp, dp=1, rollout_tp=1)
+        return transformer_config(shape, parallel, dtype=torch.bfloat16, sequence_parallel=True, overrides=overrides)
 
     return make
 
@@ -77,8 +77,8 @@ def test_fields_without_effect_are_refused(config: Callable[..., Any], overrides
 def test_a_coefficient_turns_balancing_on(tiny_model: Callable[..., Path]) -> None:
     def made(**overrides: Any) -> TransformerConfig:
         shape = read_model_shape(tiny_model(family="qwen3_moe", num_layers=2, num_kv_heads=2))
-        layout = ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1)
-        return transformer_config(shape, layout, dtype=torch.float32, sequence_parallel=False, overrides=overrides)
+        parallel = ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1)
+        return transformer_config(shape, parallel, dtype=torch.float32, sequence_parallel=False, overrides=overrides)
 
     assert made().moe_router_load_balancing_type == "none"
     assert made(moe_aux_loss_coeff=1e-3).moe_router_load_balancing_type == "aux_loss"
@@ -98,15 +98,15 @@ def test_what_the_model_or_the_recipe_decides_cannot_be_overridden(config: Calla
 
 def test_the_fields_that_others_decide_are_listed(config: Callable[..., Any], tiny_model: Callable[..., Path]) -> None:
     """The checks before a start know them from a list, the config from what it sets."""
-    layout = ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1)
+    parallel = ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1)
     dense = read_model_shape(tiny_model(num_layers=2))
     experts = read_model_shape(tiny_model(family="qwen3_moe", num_layers=2, num_kv_heads=2))
-    set_here = _model_settings(dense) | _split_settings(layout, torch.float32, False)
+    set_here = _model_settings(dense) | _split_settings(parallel, torch.float32, False)
     # Set for models with trained MTP layers alone.
     of_mtp = ("mtp_num_layers", "mtp_loss_scaling_factor")
     assert {*set_here, "pipeline_model_parallel_layout", *of_mtp} == decided("megatron").keys()
     assert experts.router is not None
-    of_experts = _expert_settings(experts.router, experts, layout)
+    of_experts = _expert_settings(experts.router, experts, parallel)
     assert {*of_experts, "moe_enable_routing_replay"} == decided("experts").keys()
 
 
@@ -119,7 +119,7 @@ def test_what_a_family_sets_is_listed(family: str) -> None:
 
 
 def test_the_architecture_cannot_be_overridden() -> None:
-    layout = ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1)
+    parallel = ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1)
     for family, overrides in (
         ("gpt_oss", {"apply_rope_fusion": True}),
         ("qwen3", {"softmax_scale": 0.5}),
@@ -130,29 +130,29 @@ def test_the_architecture_cannot_be_overridden() -> None:
     ):
         with pytest.raises(ConfigError, match=rf"trainer\.megatron\.{next(iter(overrides))}: follows from the model"):
             transformer_config(
-                small_shape(family), layout, dtype=torch.float32, sequence_parallel=False, overrides=overrides
+                small_shape(family), parallel, dtype=torch.float32, sequence_parallel=False, overrides=overrides
             )
 
 
 def test_products_in_fp8_are_scaled_by_blocks(tiny_model: Callable[..., Path]) -> None:
-    shape, layout = read_model_shape(tiny_model(num_layers=2)), ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1)
+    shape, parallel = read_model_shape(tiny_model(num_layers=2)), ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1)
     settings: dict[str, Any] = {"dtype": torch.bfloat16, "sequence_parallel": False}
-    made = transformer_config(shape, layout, **settings, fp8="blockwise", overrides={})
+    made = transformer_config(shape, parallel, **settings, fp8="blockwise", overrides={})
     assert (made.fp8, made.fp8_recipe, made.fp8_param) == ("e4m3", "blockwise", False)
-    assert transformer_config(shape, layout, **settings, overrides={}).fp8 is None
+    assert transformer_config(shape, parallel, **settings, overrides={}).fp8 is None
     with pytest.raises(ConfigError, match=r"trainer\.megatron\.fp8: .* remove it"):
-        transformer_config(shape, layout, **settings, fp8="blockwise", overrides={"fp8": "hybrid"})
+        transformer_config(shape, parallel, **settings, fp8="blockwise", overrides={"fp8": "hybrid"})
 
 
 @pytest.mark.parametrize(("ep", "expected"), [(1, "alltoall"), (2, "flex")])
 def test_tokens_reach_other_ranks_by_deep_ep(tiny_model: Callable[..., Path], ep: int, expected: str) -> None:
-    layout = ParallelConfig(tp=1, pp=1, dp=2, rollout_tp=1, ep=ep)
+    parallel = ParallelConfig(tp=1, pp=1, dp=2, rollout_tp=1, ep=ep)
     settings: dict[str, Any] = {"dtype": torch.bfloat16, "sequence_parallel": False}
     for family in ("qwen3_moe", "qwen3"):
         shape = read_model_shape(tiny_model(family=family, num_layers=2, num_kv_heads=2))
         if ep > 1 and not shape.num_experts:
             continue
-        made = transformer_config(shape, layout, **settings, moe_dispatcher="flex", overrides={})
+        made = transformer_config(shape, parallel, **settings, moe_dispatcher="flex", overrides={})
         assert made.moe_token_dispatcher_type == (expected if shape.num_experts else "alltoall")
         assert made.moe_flex_dispatcher_backend == "deepep"
 

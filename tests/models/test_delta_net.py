@@ -48,7 +48,7 @@ def cut(weight: torch.Tensor, blocks: tuple[int, ...], tp: int, rank: int) -> to
     return torch.cat([block.chunk(tp)[rank] for block in weight.split(blocks)])
 
 
-def layer_on_ranks(layout: ParallelConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def layer_on_ranks(parallel: ParallelConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return this rank's outputs [own tokens, hidden_size], and its gradients by Megatron's names and `input`."""
     from megatron.core import parallel_state
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -60,7 +60,7 @@ def layer_on_ranks(layout: ParallelConfig) -> tuple[torch.Tensor, dict[str, torc
     from megarl.models.delta_net import delta_net_spec
 
     parallel_state.initialize_model_parallel(
-        layout.tp, context_parallel_size=layout.cp, create_gloo_process_groups=False
+        parallel.tp, context_parallel_size=parallel.cp, create_gloo_process_groups=False
     )
     model_parallel_cuda_manual_seed(1)
     config = TransformerConfig(
@@ -72,9 +72,9 @@ def layer_on_ranks(layout: ParallelConfig) -> tuple[torch.Tensor, dict[str, torc
         layernorm_zero_centered_gamma=True,
         add_bias_linear=False,
         activation_func=torch.nn.functional.silu,
-        tensor_model_parallel_size=layout.tp,
-        context_parallel_size=layout.cp,
-        sequence_parallel=layout.tp > 1,
+        tensor_model_parallel_size=parallel.tp,
+        context_parallel_size=parallel.cp,
+        sequence_parallel=parallel.tp > 1,
         linear_conv_kernel_dim=4,
         linear_key_head_dim=KEY,
         linear_value_head_dim=VALUE,
@@ -84,7 +84,7 @@ def layer_on_ranks(layout: ParallelConfig) -> tuple[torch.Tensor, dict[str, torc
     )
     groups = ProcessGroupCollection.use_mpu_process_groups()
     layer = build_module(delta_net_spec(transformer_engine=False), config=config, layer_number=1, pg_collection=groups)
-    tp, tp_rank, cp_rank = layout.tp, groups.tp.rank(), groups.cp.rank()
+    tp, tp_rank, cp_rank = parallel.tp, groups.tp.rank(), groups.cp.rank()
     whole = weights()
     projections = torch.cat([whole[f"in_proj_{part}.weight"] for part in ("qkv", "z", "b", "a")])
     own = {
@@ -99,7 +99,7 @@ def layer_on_ranks(layout: ParallelConfig) -> tuple[torch.Tensor, dict[str, torc
     assert parameters.keys() == own.keys()
     for name, parameter in parameters.items():
         parameter.data.copy_(own[name])
-    row = PackedRow.from_lengths(LENGTHS, torch.device("cpu"), "packed", cp=layout.cp, cp_rank=cp_rank)
+    row = PackedRow.from_lengths(LENGTHS, torch.device("cpu"), "packed", cp=parallel.cp, cp_rank=cp_rank)
     hidden, gradient = (x[row.local].chunk(tp)[tp_rank] for x in data())
     hidden = hidden.clone().requires_grad_()
     out, bias = layer(hidden.unsqueeze(1), None, packed_seq_params=row)

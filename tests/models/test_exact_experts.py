@@ -17,7 +17,7 @@ from torch import Tensor
 from megarl.config.parallel import ParallelConfig
 from megarl.platform.exact_experts import weighted_sum
 from megarl.testing import RankPool
-from tools.checks.invariance import layout_of
+from tools.checks.invariance import parallel_of
 
 TOKENS, EXPERTS, TOP_K, BLOCKS = 64, 8, 4, 2
 LAYOUTS = {
@@ -53,12 +53,12 @@ def weights_of(folder: Path) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): x.bfloat16() for name, x in found.items() if name.startswith(prefix)}
 
 
-def of_trainer(folder: str, layout: ParallelConfig) -> dict[str, Tensor]:
+def of_trainer(folder: str, parallel: ParallelConfig) -> dict[str, Tensor]:
     """Return this rank's output and gradients of the layer of experts: of its tokens, and by parameter."""
     from megarl.training.model_parts import ModelParts
     from tools.family_models import model_shard
 
-    model = model_shard(folder, layout, "bfloat16", trainer={"exact": True}, parts=ModelParts(exact_blocks=BLOCKS))
+    model = model_shard(folder, parallel, "bfloat16", trainer={"exact": True}, parts=ModelParts(exact_blocks=BLOCKS))
     experts: Any = model.chunks[0].decoder.layers[0].mlp
     hidden, direction = (x.chunk(dist.get_world_size())[dist.get_rank()] for x in inputs())
     hidden.requires_grad_()
@@ -96,14 +96,14 @@ def packed(weights: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     return torch.stack([torch.cat([x["gate"], x["up"]]) for x in own]), torch.stack([x["down"] for x in own])
 
 
-def in_one(parts: list[dict[str, Tensor]], layout: ParallelConfig) -> dict[str, Tensor]:
+def in_one(parts: list[dict[str, Tensor]], parallel: ParallelConfig) -> dict[str, Tensor]:
     """Return the ranks' results as one rank would have them: gates, ups and downs of all experts as `w13` and `w2`."""
     found = {name: torch.cat([part[name] for part in parts]) for name in ("output", "hidden")}
     found["gate.weight"] = torch.stack([part["router.weight"].double() for part in parts]).sum(0)
     first, second = [], []
     for expert in range(EXPERTS):
-        local = EXPERTS // layout.ep
-        owners = parts if layout.etp > 1 else [parts[expert // local]]
+        local = EXPERTS // parallel.ep
+        owners = parts if parallel.etp > 1 else [parts[expert // local]]
         name = f"experts.local_experts.{expert % local}.linear_fc"
         halves = [part[f"{name}1.weight"].chunk(2) for part in owners]
         first.append(torch.cat([half[0] for half in halves] + [half[1] for half in halves]))
@@ -127,7 +127,7 @@ def float64_gradients(weights: Mapping[str, Tensor], chosen: Tensor) -> dict[str
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=list(LAYOUTS))
 def test_experts_are_those_of_the_engine(ranks: RankPool, folder: Path, layout: dict[str, int]) -> None:
-    sizes = layout_of(layout)
+    sizes = parallel_of(layout)
     weights = weights_of(folder)
     [(output, _, chosen)] = ranks.run(of_engine, weights, True, list(range(TOKENS)), world_size=1)
     found = in_one(ranks.run(of_trainer, str(folder), sizes, world_size=sizes.world_size), sizes)

@@ -44,7 +44,7 @@ def sequences(vocab_size: int) -> list[TrainingSequence]:
     return [TrainingSequence(token_ids=part, loss_mask=np.ones(len(part), bool)) for part in parts]
 
 
-def build(folder: str, layout: ParallelConfig) -> Any:
+def build(folder: str, parallel: ParallelConfig) -> Any:
     """This rank's stage of the model, its weights read from the folder."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
@@ -56,12 +56,12 @@ def build(folder: str, layout: ParallelConfig) -> Any:
     from megarl.reshard.layouts.megatron import megatron_layouts
 
     shape = read_model_shape(folder)
-    parallel_state.initialize_model_parallel(layout.tp, layout.pp, create_gloo_process_groups=False)
+    parallel_state.initialize_model_parallel(parallel.tp, parallel.pp, create_gloo_process_groups=False)
     model_parallel_cuda_manual_seed(1)
-    config = transformer_config(shape, layout, dtype=torch.float32, sequence_parallel=layout.tp > 1, overrides={})
+    config = transformer_config(shape, parallel, dtype=torch.float32, sequence_parallel=parallel.tp > 1, overrides={})
     model = PolicyModel(config, shape, logprob_chunk_tokens=50)
     model.row_settings = RowSettings(TEMPERATURE)
-    layouts = megatron_layouts(shape, layout, padded_vocab_size=padded_vocab_size(shape.vocab_size, layout.tp))
+    layouts = megatron_layouts(shape, parallel, padded_vocab_size=padded_vocab_size(shape.vocab_size, parallel.tp))
     pieces = layouts[dist.get_rank()]
     # Biases of routers are buffers.
     safetensors.load(folder, pieces, {**dict(model.named_parameters()), **dict(model.named_buffers())})
@@ -87,16 +87,16 @@ def logits_and_logprobs(folder: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @torch.no_grad()
-def split_logprobs(folder: str, layout: ParallelConfig) -> torch.Tensor | None:
+def split_logprobs(folder: str, parallel: ParallelConfig) -> torch.Tensor | None:
     """Log-probs and entropies of the row on the last stage; stages run one after the other, by hand."""
     from megatron.core import parallel_state
 
-    model = build(folder, layout)
+    model = build(folder, parallel)
     vocab_size = read_model_shape(folder).vocab_size
     row = TokenBatch.from_sequences(sequences(vocab_size))
-    batch = make_microbatch(row, multiple=layout.tp, qkv_format=model.qkv_format, device=torch.device("cpu"))
+    batch = make_microbatch(row, multiple=parallel.tp, qkv_format=model.qkv_format, device=torch.device("cpu"))
     if not parallel_state.is_pipeline_first_stage():
-        tokens = batch.input_ids.numel() // layout.tp
+        tokens = batch.input_ids.numel() // parallel.tp
         hidden = torch.empty(tokens, 1, model.config.hidden_size)
         dist.recv(hidden, parallel_state.get_pipeline_model_parallel_prev_rank())
         model.set_input_tensor(hidden)

@@ -13,7 +13,7 @@ import torch
 from megarl.config.parallel import ParallelConfig
 from megarl.config.recipe import load
 from megarl.platform import compile_cache, device
-from megarl.preflight import layout_of
+from megarl.preflight import parallel_of
 from megarl.types import ConfigError
 
 RECIPES = sorted((Path(__file__).resolve().parents[2] / "launch/recipes").glob("*.yaml"))
@@ -39,11 +39,11 @@ def folder_of_rank(monkeypatch: pytest.MonkeyPatch, node: int, local_rank: int, 
     return os.environ["VLLM_CACHE_ROOT"]
 
 
-def places(layout: ParallelConfig, ranks_per_node: int) -> dict[tuple[int, int], int]:
+def places(parallel: ParallelConfig, ranks_per_node: int) -> dict[tuple[int, int], int]:
     """The rank in its engine's world by (node, device), as `vllm.config.parallel_config.rank` is."""
-    first = layout.world_size if layout.is_separate else 0
-    size = layout.rollout_tp if layout.is_separate else layout.world_size
-    ranks = range(first, layout.num_ranks)
+    first = parallel.world_size if parallel.is_separate else 0
+    size = parallel.rollout_tp if parallel.is_separate else parallel.world_size
+    ranks = range(first, parallel.num_ranks)
     return {divmod(rank, ranks_per_node): (rank - first) % size for rank in ranks}
 
 
@@ -56,10 +56,10 @@ def test_no_two_devices_have_the_same_folder_and_rank(
     for recipe in map(load, RECIPES):
         if not recipe.has_engine:
             continue
-        own = layout_of(recipe)
+        own = parallel_of(recipe)
         replicas = replace(own, rollout_ranks=4 * own.rollout_tp)
-        for layout in (own, replicas):
-            devices = places(layout, recipe.cluster.ranks_per_node)
+        for parallel in (own, replicas):
+            devices = places(parallel, recipe.cluster.ranks_per_node)
             found = defaultdict(set)
             for (node, index), rank in devices.items():
                 # A disk of a node is not that of another.

@@ -42,11 +42,11 @@ def test_a_job_for_other_machines_is_checked_on_this_one(
 ) -> None:
     monkeypatch.delenv("SLURM_JOB_NUM_NODES", raising=False)
     made = recipe(cluster={"launcher": launcher, "nodes": 2, "ranks_per_node": 2})
-    layout = check(made, is_start=False)
-    assert layout.world_size == 4
+    parallel = check(made, is_start=False)
+    assert parallel.world_size == 4
     with pytest.raises(ConfigError, match="megarl slurm submit"):
         check(made)
-    told = list(resource_warnings(made, layout))
+    told = list(resource_warnings(made, parallel))
     assert (told == []) if launcher == "slurm" else ("megarl slurm submit runs it" in told[0])
 
 

@@ -13,7 +13,7 @@ from megarl.config import Recipe
 from megarl.config.recipe import load as read
 from megarl.config.recipe import to_yaml
 from megarl.memory_plan.remedies import with_field_values
-from megarl.preflight import check, layout_of, load, table_of, with_memory_defaults
+from megarl.preflight import check, load, parallel_of, table_of, with_memory_defaults
 from megarl.types import ConfigError
 
 RECIPE = """
@@ -148,7 +148,7 @@ def test_memory_is_checked_with_the_choices_of_a_start(recipe: Callable[..., Rec
 
     def taken_gib(*states: str) -> float:
         held = with_field_values(small, {"trainer.offload": states})
-        return table_of(held, layout_of(held)).fullest.device_bytes / 2**30
+        return table_of(held, parallel_of(held)).fullest.device_bytes / 2**30
 
     gpu_gib = (taken_gib() + taken_gib("optimizer", "gradients", "parameters")) / 2
     resident = with_field_values(small, {"trainer.offload": (), "cluster.gpu_memory_gib": gpu_gib})

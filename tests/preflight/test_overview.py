@@ -10,7 +10,7 @@ import pytest
 
 from megarl.config import Recipe
 from megarl.console import print_sizes
-from megarl.preflight import check, layout_of, overview
+from megarl.preflight import check, overview, parallel_of
 
 Make = Callable[..., Recipe]
 
@@ -39,7 +39,7 @@ def test_what_a_recipe_trains_with(recipe: Make, tmp_path: Path, capsys: pytest.
         "trackers": "tensorboard, wandb",
         "evaluation": "math: every 5 steps, before the first step, after the last; 4 attempts a problem, temperature 1",
     }
-    print_sizes(made, layout_of(made), {"train": 3, "math": 3}, {})
+    print_sizes(made, parallel_of(made), {"train": 3, "math": 3}, {})
     printed = "".join(capsys.readouterr().out.split())
     assert all("".join((name + text).split()) in printed.replace("│", "") for name, text in rows.items())
 

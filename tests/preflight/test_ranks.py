@@ -132,7 +132,7 @@ def test_each_misfit_is_one_line_with_field_value_and_remedy(
 
 
 @pytest.mark.parametrize(
-    ("ranks", "tp", "pp", "rollout_tp", "layout"),
+    ("ranks", "tp", "pp", "rollout_tp", "parallel"),
     [
         pytest.param(1, 1, 1, 1, ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1), id="one"),
         pytest.param(
@@ -145,16 +145,16 @@ def test_each_misfit_is_one_line_with_field_value_and_remedy(
     ],
 )
 def test_sizes_that_fit(
-    recipe: Callable[..., Recipe], ranks: int, tp: int, pp: int, rollout_tp: int, layout: ParallelConfig
+    recipe: Callable[..., Recipe], ranks: int, tp: int, pp: int, rollout_tp: int, parallel: ParallelConfig
 ) -> None:
     rollout = {"tp": rollout_tp}
-    assert check(recipe(cluster={"ranks_per_node": ranks}, trainer={"tp": tp, "pp": pp}, rollout=rollout)) == layout
+    assert check(recipe(cluster={"ranks_per_node": ranks}, trainer={"tp": tp, "pp": pp}, rollout=rollout)) == parallel
 
 
 def test_engines_on_ranks_of_their_own_leave_the_trainer_the_others(recipe: Callable[..., Recipe]) -> None:
     sizes = {"cluster": {"ranks_per_node": 6}, "trainer": {"tp": 2}, "rollout": {**SEPARATE, "ranks": 2, "tp": 2}}
-    layout = check(recipe(**sizes))
+    parallel = check(recipe(**sizes))
     # Nothing is gained by another order of the ranks.
-    assert layout == ParallelConfig(tp=2, pp=1, dp=2, rollout_tp=2, rollout_ranks=2)
-    assert (layout.world_size, layout.num_ranks, layout.leaders()) == (4, 6, (4,))
-    assert str(layout) == "4 ranks: trainer tp 2 * pp 1 * dp 2; 2 ranks: vLLM tp 2 * 1 replicas"
+    assert parallel == ParallelConfig(tp=2, pp=1, dp=2, rollout_tp=2, rollout_ranks=2)
+    assert (parallel.world_size, parallel.num_ranks, parallel.leaders()) == (4, 6, (4,))
+    assert str(parallel) == "4 ranks: trainer tp 2 * pp 1 * dp 2; 2 ranks: vLLM tp 2 * 1 replicas"

@@ -57,7 +57,7 @@ def test_a_start_on_a_gpu_warns_once(recipe: Callable[..., Recipe], name: str) -
 
 def test_ranks_on_cpus_are_not_warned(recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
     made = recipe(**CASES["weights.overlap"][1])
-    layout = check(made)
-    assert not [text for text in resource_warnings(made, layout) if "untried on a GPU" in text]
+    parallel = check(made)
+    assert not [text for text in resource_warnings(made, parallel) if "untried on a GPU" in text]
     monkeypatch.setattr("megarl.preflight.resources.ranks_on_cpu", lambda recipe: False)
-    assert len([text for text in resource_warnings(made, layout) if "untried on a GPU" in text]) == 1
+    assert len([text for text in resource_warnings(made, parallel) if "untried on a GPU" in text]) == 1

@@ -39,12 +39,12 @@ def group(model_path: str, runner: asyncio.Runner, distributed_tier: None) -> It
 class HeldAfter:
     """The engines, at rest once the first of them has made so many steps, one in each call."""
 
-    def __init__(self, group: WorkerGroup, layout: ParallelConfig, steps: int) -> None:
+    def __init__(self, group: WorkerGroup, parallel: ParallelConfig, steps: int) -> None:
         self._group, self._left = group, steps
         self.sent: list[Request] = []
         self.at_rest = asyncio.Event()
         self.lost: set[int] = set()
-        self.pool = EnginePool(self, layout, max_running=32, budget_seconds=0.0)
+        self.pool = EnginePool(self, parallel, max_running=32, budget_seconds=0.0)
 
     async def ask(self, ranks: Any, method: str, per_rank: Any, *args: Any, budget_seconds: float = 0.0) -> list[Any]:
         if method == "advance":

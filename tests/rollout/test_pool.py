@@ -41,8 +41,8 @@ async def long_one(pool: EnginePool, tokens: int) -> Request:
     raise AssertionError("all end early")
 
 
-async def sampled(group: WorkerGroup, layout: ParallelConfig, order: list[int], max_running: int) -> dict[str, Any]:
-    pool = EnginePool(group, layout, max_running=max_running)
+async def sampled(group: WorkerGroup, parallel: ParallelConfig, order: list[int], max_running: int) -> dict[str, Any]:
+    pool = EnginePool(group, parallel, max_running=max_running)
     asked = [request(f"{n}", (5 + n // 4, 17, 19), 6 + 5 * (n % 4), 100 + n) for n in range(40)]
     found = await asyncio.gather(*(pool.generate(asked[n]) for n in order))
     return {completion.request_id: completion for completion in found}

@@ -21,7 +21,7 @@ def test_what_ranks_hold_is_what_was_planned(tiny_model: Callable[..., Path], ra
 
 
 def test_the_layouts_are_of_all_kinds() -> None:
-    layouts = [planner.layout_of(case) for case in planner.CASES.values()]
+    layouts = [planner.parallel_of(case) for case in planner.CASES.values()]
     assert len(layouts) >= 12
     for axis in ("tp", "pp", "vpp", "cp", "ep", "etp", "dp", "rollout_tp"):
-        assert any(getattr(layout, axis) > 1 for layout in layouts), axis
+        assert any(getattr(parallel, axis) > 1 for parallel in layouts), axis

@@ -66,7 +66,7 @@ def make_sequences(number: int) -> list[TrainingSequence]:
     ]
 
 
-def updated(recipe: Recipe, layout: ParallelConfig, batches: list[list[TrainingSequence]]) -> list[dict[str, Any]]:
+def updated(recipe: Recipe, parallel: ParallelConfig, batches: list[list[TrainingSequence]]) -> list[dict[str, Any]]:
     """One rank's metrics and gradients of an update on each batch."""
     from megarl.checkpoint import safetensors
     from megarl.families.shape import padded_vocab_size
@@ -74,19 +74,19 @@ def updated(recipe: Recipe, layout: ParallelConfig, batches: list[list[TrainingS
     from megarl.training.training_engine import TrainingEngine
 
     shape = read_model_shape(recipe.model.path)
-    layouts = megatron_layouts(shape, layout, padded_vocab_size=padded_vocab_size(shape.vocab_size, layout.tp))
+    layouts = megatron_layouts(shape, parallel, padded_vocab_size=padded_vocab_size(shape.vocab_size, parallel.tp))
     pieces = layouts[dist.get_rank()]
-    engine = TrainingEngine(recipe, layout, shape, lambda p: safetensors.load(recipe.model.path, pieces, p))
+    engine = TrainingEngine(recipe, parallel, shape, lambda p: safetensors.load(recipe.model.path, pieces, p))
     found = []
     for sequences in batches:
         batch = TokenBatch.from_sequences(sequences)
         rows = pack(
             batch.lengths,
             max_tokens=recipe.trainer.max_tokens_per_microbatch,
-            num_ranks=layout.dp,
-            multiple=layout.sequence_multiple * layout.tp,
-            rows_multiple=layout.rows_multiple,
-        )[layout.coordinates(dist.get_rank()).dp]
+            num_ranks=parallel.dp,
+            multiple=parallel.sequence_multiple * parallel.tp,
+            rows_multiple=parallel.rows_multiple,
+        )[parallel.coordinates(dist.get_rank()).dp]
         metrics = engine.update([batch.select(row) for row in rows])
         parameters: dict[str, Any] = engine.parameters
         gradients = {n: p.main_grad for n, p in parameters.items()}
@@ -103,9 +103,9 @@ def gradients_of(
     **trainer: Any,
 ) -> list[dict[str, Any]]:
     """Each batch's metrics and whole gradients."""
-    layout = replace(ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1), **dict[str, Any](sizes))
+    parallel = replace(ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1), **dict[str, Any](sizes))
     recipe = recipe_of(folder, megatron, **trainer)
-    results = ranks.run(updated, recipe, layout, batches, world_size=layout.world_size)
+    results = ranks.run(updated, recipe, parallel, batches, world_size=parallel.world_size)
     return [
         {
             "metrics": values(merge(part["metrics"] for part in parts)),

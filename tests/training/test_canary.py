@@ -28,12 +28,12 @@ def model(tiny_model: Callable[..., Path]) -> Path:
     )  # fmt: skip
 
 
-def faulty(recipe: Recipe, layout: ParallelConfig, rank: int) -> dict[str, CanaryReport]:
+def faulty(recipe: Recipe, parallel: ParallelConfig, rank: int) -> dict[str, CanaryReport]:
     """One rank's reports of a sound model; with a bit flipped in a weight of `rank`; with an output of its module that
     differs from one pass to the next."""
     from megarl.training.canary import compute_canary
 
-    engine, *_ = build(recipe, layout)
+    engine, *_ = build(recipe, parallel)
     is_faulty = dist.get_rank() == rank
     reports = {"sound": compute_canary(engine)}
     # The second of two layers: local number 1, or 0 on the second pipeline stage.
@@ -76,28 +76,28 @@ def faulty(recipe: Recipe, layout: ParallelConfig, rank: int) -> dict[str, Canar
 def test_the_faulty_rank_is_named(
     ranks: RankPool, model: Path, sizes: tuple[int, int, int], rank: int, flipped: Verdict | None
 ) -> None:
-    layout = ParallelConfig(*sizes, 1)
-    found = ranks.run(faulty, recipe_of(model, "sft"), layout, rank, world_size=4)
-    verdicts = {name: judge([reports[name] for reports in found], layout) for name in found[0]}
+    parallel = ParallelConfig(*sizes, 1)
+    found = ranks.run(faulty, recipe_of(model, "sft"), parallel, rank, world_size=4)
+    verdicts = {name: judge([reports[name] for reports in found], parallel) for name in found[0]}
     unstable = Verdict((rank,), MODULE, True, True)
     assert verdicts == {"sound": None, "flipped": flipped, "unstable": unstable, "repaired": None}
     outputs = found[rank]["sound"].outputs
     assert len(outputs) > 10 and len({output.number for output in outputs}) > 5
 
 
-def updated(recipe: Recipe, layout: ParallelConfig, updates: list[Any], with_canary: bool) -> dict[str, torch.Tensor]:
+def updated(recipe: Recipe, parallel: ParallelConfig, updates: list[Any], with_canary: bool) -> dict[str, torch.Tensor]:
     from megarl.training.canary import compute_canary
 
-    engine, *_ = build(recipe, layout)
+    engine, *_ = build(recipe, parallel)
     for sequences in updates:
         if with_canary:
             compute_canary(engine)
-        engine.update(row_batches(sequences, rows_of(recipe, layout, sequences)))
+        engine.update(row_batches(sequences, rows_of(recipe, parallel, sequences)))
     return {name: value.detach().clone() for name, value in engine.parameters.items()}
 
 
 def test_the_canary_changes_no_weight(ranks: RankPool, model: Path) -> None:
-    recipe, layout = recipe_of(model, "rl"), ParallelConfig(1, 1, 2, 1)
+    recipe, parallel = recipe_of(model, "rl"), ParallelConfig(1, 1, 2, 1)
     updates = make_updates(recipe, 431)[:2]
-    plain, watched = (ranks.run(updated, recipe, layout, updates, on, world_size=2)[0] for on in (False, True))
+    plain, watched = (ranks.run(updated, recipe, parallel, updates, on, world_size=2)[0] for on in (False, True))
     assert all(torch.equal(plain[name], watched[name]) for name in plain)

@@ -44,37 +44,37 @@ def recipe_of(model: Path, **trainer: Any) -> Recipe:
     )
 
 
-def layout_of(sizes: Sizes) -> ParallelConfig:
+def parallel_of(sizes: Sizes) -> ParallelConfig:
     tp, pp, dp = sizes
     return ParallelConfig(tp, pp, dp, 1)
 
 
-def layouts_of(recipe: Recipe, layout: ParallelConfig) -> MegatronLayouts:
+def layouts_of(recipe: Recipe, parallel: ParallelConfig) -> MegatronLayouts:
     from megarl.models.configuration import uses_transformer_engine
 
     shape = read_model_shape(recipe.model.path).with_mtp(recipe.trains_mtp)
     return megatron_layouts(
         shape,
-        layout,
-        padded_vocab_size=padded_vocab_size(shape.vocab_size, layout.tp),
+        parallel,
+        padded_vocab_size=padded_vocab_size(shape.vocab_size, parallel.tp),
         transformer_engine=uses_transformer_engine(),
     )
 
 
-def build(recipe: Recipe, layout: ParallelConfig) -> Any:
+def build(recipe: Recipe, parallel: ParallelConfig) -> Any:
     from megarl.checkpoint import safetensors
     from megarl.training.training_engine import TrainingEngine
 
-    layouts = layouts_of(recipe, layout)
+    layouts = layouts_of(recipe, parallel)
     shape, pieces = layouts.model, layouts[dist.get_rank()]
 
     def load(parameters: Mapping[str, torch.Tensor]) -> None:
         safetensors.load(recipe.model.path, pieces, parameters, with_mtp=recipe.trains_mtp)
 
-    return TrainingEngine(recipe, layout, shape, load)
+    return TrainingEngine(recipe, parallel, shape, load)
 
 
-def update(engine: Any, layout: ParallelConfig, step: int) -> dict[str, Any]:
+def update(engine: Any, parallel: ParallelConfig, step: int) -> dict[str, Any]:
     """One step on tokens that are a function of the step."""
     numbers = np.random.default_rng(step)
     sequences = weighed(
@@ -85,8 +85,8 @@ def update(engine: Any, layout: ParallelConfig, step: int) -> dict[str, Any]:
         engine.recipe.algorithm,
     )
     tokens = engine.recipe.trainer.max_tokens_per_microbatch
-    rows = pack([len(s) for s in sequences], max_tokens=tokens, num_ranks=layout.dp, multiple=layout.tp)
-    return engine.update(row_batches(sequences, rows[layout.coordinates(dist.get_rank()).dp]))
+    rows = pack([len(s) for s in sequences], max_tokens=tokens, num_ranks=parallel.dp, multiple=parallel.tp)
+    return engine.update(row_batches(sequences, rows[parallel.coordinates(dist.get_rank()).dp]))
 
 
 def state_of(engine: Any) -> dict[str, torch.Tensor]:
@@ -115,18 +115,18 @@ def save_and_go_on(
     from megarl.checkpoint import safetensors
     from megarl.training import checkpoint
 
-    layout = layout_of(sizes)
-    engine = build(recipe, layout)
+    parallel = parallel_of(sizes)
+    engine = build(recipe, parallel)
     for step in range(2):
-        update(engine, layout, step)
+        update(engine, parallel, step)
     if exported is not None:
-        layouts = layouts_of(recipe, layout)
+        layouts = layouts_of(recipe, parallel)
         safetensors.export(
             exported, recipe.model.path, layouts.model, layouts, dist.get_rank(), engine.tensors,
             dtype=torch.float32, bucket_bytes=1 << 16,
         )  # fmt: skip
     random.seed(5 + dist.get_rank())
-    save = checkpoint.stage(folder, {"": engine}, str(layout), weight_version=3)
+    save = checkpoint.stage(folder, {"": engine}, str(parallel), weight_version=3)
     assert save.num_bytes > 3 * 4 * sum(p.numel() for p in engine.parameters.values())
     result = {"state": state_of(engine)}
     save.write(asynchronous=asynchronous)
@@ -140,7 +140,7 @@ def save_and_go_on(
     else:
         assert save.finish(wait=False)
     result["drawn"] = draw()
-    result["metrics"] = [update(engine, layout, step) for step in (2, 3)]
+    result["metrics"] = [update(engine, parallel, step) for step in (2, 3)]
     result["end"] = state_of(engine)
     return result
 
@@ -148,17 +148,17 @@ def save_and_go_on(
 def load_and_go_on(recipe: Recipe, sizes: Sizes, folder: Path) -> dict[str, Any]:
     from megarl.training import checkpoint
 
-    layout = layout_of(sizes)
-    engine = build(recipe, layout)
+    parallel = parallel_of(sizes)
+    engine = build(recipe, parallel)
     with torch.no_grad():
         for parameter in engine.parameters.values():
             parameter.fill_(7)
     result: dict[str, Any] = {
-        "driver": checkpoint.restore(folder, {"": engine}, str(layout)),
+        "driver": checkpoint.restore(folder, {"": engine}, str(parallel)),
         "state": state_of(engine),
     }
     result["drawn"] = draw()
-    result["metrics"] = [update(engine, layout, step) for step in (2, 3)]
+    result["metrics"] = [update(engine, parallel, step) for step in (2, 3)]
     result["end"] = state_of(engine)
     return result
 
@@ -197,7 +197,7 @@ def test_a_run_goes_on_bit_equal_at_the_same_layout(
     trainer: dict[str, Any],
     asynchronous: bool,
 ) -> None:
-    recipe, world = recipe_of(model(), **trainer), layout_of(sizes).world_size
+    recipe, world = recipe_of(model(), **trainer), parallel_of(sizes).world_size
     saved = ranks.run(save_and_go_on, recipe, sizes, tmp_path, asynchronous, world_size=world)
     check_harmless(tmp_path)
     loaded = ranks.run(load_and_go_on, recipe, sizes, tmp_path, world_size=world)
@@ -225,7 +225,7 @@ def test_layers_for_multi_token_prediction_go_on_and_are_converted(
     shape = {"hidden_size": 64, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 48}
     experts = {"num_experts": 8, "experts_per_token": 4, "expert_intermediate_size": 16}
     model = tiny_model(family=family, num_mtp_layers=1, initializer_range=0.15, **shape, **experts)
-    recipe, world = recipe_of(model, mtp_loss_coefficient=0.2), layout_of(sizes).world_size
+    recipe, world = recipe_of(model, mtp_loss_coefficient=0.2), parallel_of(sizes).world_size
     (tmp_path / "saved").mkdir()
     saved = ranks.run(save_and_go_on, recipe, sizes, tmp_path / "saved", True, tmp_path / "exported", world_size=world)
     loaded = ranks.run(load_and_go_on, recipe, sizes, tmp_path / "saved", world_size=world)
@@ -260,21 +260,21 @@ def test_a_checkpoint_is_read_at_any_layout(
 ) -> None:
     """tp 3 pads 431 tokens to 576, the other sizes to 448."""
     recipe = recipe_of(model(**shape))
-    saved = ranks.run(save_and_go_on, recipe, sizes, tmp_path, True, world_size=layout_of(sizes).world_size)
+    saved = ranks.run(save_and_go_on, recipe, sizes, tmp_path, True, world_size=parallel_of(sizes).world_size)
     expected = [values(merge(rank["metrics"][step] for rank in saved)) for step in range(2)]
     for other in others:
-        loaded = ranks.run(load_and_go_on, recipe, other, tmp_path, world_size=layout_of(other).world_size)
+        loaded = ranks.run(load_and_go_on, recipe, other, tmp_path, world_size=parallel_of(other).world_size)
         for step in range(2):
             found = values(merge(rank["metrics"][step] for rank in loaded))
             assert found == pytest.approx(expected[step], rel=1e-5), other
 
 
-def build_frozen(recipe: Recipe, layout: ParallelConfig, scale: float) -> Any:
+def build_frozen(recipe: Recipe, parallel: ParallelConfig, scale: float) -> Any:
     """A frozen model whose weights are the folder's, times a number."""
     from megarl.training.model import FrozenModel
 
-    policy = build(recipe, layout)
-    reference = FrozenModel(recipe, layout, policy.shape, lambda parameters: None)
+    policy = build(recipe, parallel)
+    reference = FrozenModel(recipe, parallel, policy.shape, lambda parameters: None)
     with torch.no_grad():
         for name, parameter in reference.parameters.items():
             parameter.copy_(policy.parameters[name] * scale)
@@ -304,14 +304,14 @@ def move_and_save(recipe: Recipe, sizes: Sizes, folder: Path) -> dict[str, Any]:
     """Return how far the moved parameters are from their formula, for the saved ones and this rank's probe."""
     from megarl.training import checkpoint
 
-    layout = layout_of(sizes)
-    policy, reference = build_frozen(recipe, layout, 0.5)
-    update(policy, layout, 1)
+    parallel = parallel_of(sizes)
+    policy, reference = build_frozen(recipe, parallel, 0.5)
+    update(policy, parallel, 1)
     (folder / "unmoved").mkdir(exist_ok=True)
     checkpoint_of = {"": policy, "reference": reference}
     visits = visits_of(reference)
     with checkpoint.changed_models_loaded(checkpoint_of):
-        save = checkpoint.stage(folder / "unmoved", checkpoint_of, str(layout))
+        save = checkpoint.stage(folder / "unmoved", checkpoint_of, str(parallel))
         save.write(asynchronous=False)
     save.finish()
     num_visits = [len(visits)]
@@ -323,7 +323,7 @@ def move_and_save(recipe: Recipe, sizes: Sizes, folder: Path) -> dict[str, Any]:
     ]
     (folder / "moved").mkdir(exist_ok=True)
     with checkpoint.changed_models_loaded(checkpoint_of):
-        save = checkpoint.stage(folder / "moved", checkpoint_of, str(layout))
+        save = checkpoint.stage(folder / "moved", checkpoint_of, str(parallel))
         save.write(asynchronous=True)
     num_visits.append(len(visits))
     saved = {name: value.detach().clone() for name, value in reference.parameters.items()}
@@ -338,11 +338,11 @@ def load_moved(recipe: Recipe, sizes: Sizes, folder: Path) -> list[tuple[bool, i
     """Read a reference from each folder. Returns whether it has moved, its visits so far, and its parameters."""
     from megarl.training import checkpoint
 
-    layout = layout_of(sizes)
-    policy, reference = build_frozen(recipe, layout, 0.5)
+    parallel = parallel_of(sizes)
+    policy, reference = build_frozen(recipe, parallel, 0.5)
     found, visits = [], visits_of(reference)
     for name in ("unmoved", "moved"):
-        checkpoint.restore(folder / name, {"": policy, "reference": reference}, str(layout))
+        checkpoint.restore(folder / name, {"": policy, "reference": reference}, str(parallel))
         parameters = {key: value.detach().clone() for key, value in reference.parameters.items()}
         found.append((reference.has_moved, len(visits), parameters))
     return found
@@ -371,7 +371,7 @@ def save_in_vain(recipe: Recipe, folder: Path) -> tuple[str, int]:
     """Return the error that the rank gets, and how much it was going to write."""
     from megarl.training import checkpoint
 
-    engine = build(recipe, layout_of((1, 1, 1)))
+    engine = build(recipe, parallel_of((1, 1, 1)))
     save = checkpoint.stage(folder, {"": engine}, "one rank")
     with pytest.raises(DiskFullError) as caught:
         save.write(asynchronous=True)

@@ -65,14 +65,14 @@ class Aged:
     before: list[np.ndarray]
     after: list[np.ndarray]
 
-    def update(self, recipe: Recipe, layout: ParallelConfig, sequences: Sequence[TrainingSequence]) -> Any:
+    def update(self, recipe: Recipe, parallel: ParallelConfig, sequences: Sequence[TrainingSequence]) -> Any:
         """This rank's part of the gradient, and its metrics."""
-        metrics = self.engine.update(row_batches(sequences, rows_of(recipe, layout, sequences)))
+        metrics = self.engine.update(row_batches(sequences, rows_of(recipe, parallel, sequences)))
         return cut_out(self.pieces, {name: p.main_grad for name, p in self.engine.parameters.items()}), metrics
 
 
-def aged(recipe: Recipe, layout: ParallelConfig) -> Aged:
-    engine, _, pieces = build(recipe, layout)
+def aged(recipe: Recipe, parallel: ParallelConfig) -> Aged:
+    engine, _, pieces = build(recipe, parallel)
     tokens = [np.array([*PROMPT, token]) for token in range(VOCABULARY)]
     last = np.arange(len(PROMPT) + 1) == len(PROMPT)
     advantage = np.random.default_rng(1).normal(0.0, 1.0, VOCABULARY).astype(np.float32)
@@ -82,9 +82,9 @@ def aged(recipe: Recipe, layout: ParallelConfig) -> Aged:
     ]
 
     def logprobs() -> list[np.ndarray]:
-        indices = rows_of(recipe, layout, bare)
+        indices = rows_of(recipe, parallel, bare)
         found = engine.forward(row_batches(bare, indices))
-        shared: list[Any] = [None] * layout.world_size
+        shared: list[Any] = [None] * parallel.world_size
         torch.distributed.all_gather_object(shared, by_sequence(bare, indices, found))
         together = {i: v for part in shared for i, v in part.items()}
         return [together[i] for i in range(VOCABULARY)]
@@ -98,9 +98,9 @@ def aged(recipe: Recipe, layout: ParallelConfig) -> Aged:
     return Aged(engine, pieces, bare, engines, logprobs())
 
 
-def gradients(recipe: Recipe, layout: ParallelConfig) -> dict[str, Any]:
+def gradients(recipe: Recipe, parallel: ParallelConfig) -> dict[str, Any]:
     """One rank's part of the gradient, and its metrics, by case."""
-    made = aged(recipe, layout)
+    made = aged(recipe, parallel)
     found: dict[str, Any] = {}
     for case, algorithm in CASES.items():
         rollout = made.after if case == "fresh" else made.before
@@ -117,13 +117,13 @@ def gradients(recipe: Recipe, layout: ParallelConfig) -> dict[str, Any]:
             corrected = compute_importance_weights(batch, AlgorithmConfig.model_validate(algorithm))
             parts = np.split(batch.per_token["importance_weights"], batch.cu_seqlens[1:-1])
             sequences = [replace(s, importance_weights=part) for s, part in zip(sequences, parts, strict=True)]
-        found[case] = *made.update(recipe, layout, sequences), corrected
+        found[case] = *made.update(recipe, parallel, sequences), corrected
     return found
 
 
-def with_waiting(recipe: Recipe, layout: ParallelConfig, from_engine: Recipe) -> dict[str, Any]:
+def with_waiting(recipe: Recipe, parallel: ParallelConfig, from_engine: Recipe) -> dict[str, Any]:
     """The same of a batch whose every other answer has waited since before the weights moved."""
-    made = aged(recipe, layout)
+    made = aged(recipe, parallel)
     nothing = np.full(len(PROMPT) + 1, np.nan, np.float32)
     rollout = [
         before if i % 2 else after for i, (before, after) in enumerate(zip(made.before, made.after, strict=True))
@@ -139,16 +139,16 @@ def with_waiting(recipe: Recipe, layout: ParallelConfig, from_engine: Recipe) ->
     }
     found = {
         case: made.update(
-            recipe, layout, [replace(s, old_logprobs=o) for s, o in zip(sequences, old[case], strict=True)]
+            recipe, parallel, [replace(s, old_logprobs=o) for s, o in zip(sequences, old[case], strict=True)]
         )
         for case in old
     }
     made.engine.recipe = from_engine
     engines = [replace(s, old_logprobs=r) for s, r in zip(sequences, rollout, strict=True)]
     half = [replace(s, rollout_logprobs=nothing if i % 2 else s.rollout_logprobs) for i, s in enumerate(engines)]
-    found["engine's"] = made.update(recipe, layout, half)
+    found["engine's"] = made.update(recipe, parallel, half)
     later = [replace(s, rollout_logprobs=nothing) for s in engines]
-    found["engine's, second update"] = made.update(recipe, layout, later)
+    found["engine's, second update"] = made.update(recipe, parallel, later)
     return found
 
 
@@ -157,9 +157,9 @@ def test_a_stale_engine_is_seen_and_corrected(
     ranks: RankPool, tiny_model: Callable[..., Path], sizes: tuple[int, int]
 ) -> None:
     folder = tiny_model(**SIZES)
-    layout = ParallelConfig(tp=sizes[0], pp=1, dp=sizes[1], rollout_tp=1)
+    parallel = ParallelConfig(tp=sizes[0], pp=1, dp=sizes[1], rollout_tp=1)
     recipe = recipe_of(folder, policy_loss="policy_gradient")
-    results = ranks.run(gradients, recipe, layout, world_size=layout.world_size)
+    results = ranks.run(gradients, recipe, parallel, world_size=parallel.world_size)
     gradient = {case: whole([result[case][0] for result in results]) for case in CASES}
     error = {case: distance(gradient[case], gradient["fresh"]) for case in CASES}
     gap = {case: update_metrics([merge([result[case][1] for result in results])]) for case in CASES}
@@ -177,10 +177,10 @@ def test_answers_that_waited_start_from_the_weights_that_sampled_them(
     ranks: RankPool, tiny_model: Callable[..., Path], sizes: tuple[int, int]
 ) -> None:
     folder = tiny_model(**SIZES)
-    layout = ParallelConfig(tp=sizes[0], pp=1, dp=sizes[1], rollout_tp=1)
+    parallel = ParallelConfig(tp=sizes[0], pp=1, dp=sizes[1], rollout_tp=1)
     wide = {"clip_low": 0.9, "clip_high": 9.0}
     recipes = recipe_of(folder, **wide), recipe_of(folder, **wide, old_logprobs="rollout")
-    results = ranks.run(with_waiting, recipes[0], layout, recipes[1], world_size=layout.world_size)
+    results = ranks.run(with_waiting, recipes[0], parallel, recipes[1], world_size=parallel.world_size)
     gradient = {case: whole([result[case][0] for result in results]) for case in WAITED}
     found = {case: update_metrics([merge([result[case][1] for result in results])]) for case in WAITED}
     # As it would be if nothing were kept: each ratio starts at 1, and the gap is between two weights.
@@ -198,9 +198,9 @@ def test_answers_that_waited_start_from_the_weights_that_sampled_them(
     assert "logprob_gap/mean" not in found["engine's, second update"]
 
 
-def in_pass_and_in_update(recipe: Recipe, layout: ParallelConfig) -> dict[str, Any]:
+def in_pass_and_in_update(recipe: Recipe, parallel: ParallelConfig) -> dict[str, Any]:
     """Parts of the gradient by correction, and metrics: weights of a pass before the update, then of the update."""
-    engine, _, pieces = build(recipe, layout)
+    engine, _, pieces = build(recipe, parallel)
     random = np.random.default_rng(5)
     sequences = []
     for length in (9, 4, 17, 6, 11, 12):
@@ -208,8 +208,8 @@ def in_pass_and_in_update(recipe: Recipe, layout: ParallelConfig) -> dict[str, A
         advantages, weights = (random.normal(size=length).astype(np.float32) * mask for _ in range(2))
         tokens = random.integers(1, VOCABULARY, length)
         sequences.append(TrainingSequence(tokens, mask, advantages=advantages, token_weights=weights))
-    indices = rows_of(recipe, layout, sequences)
-    shared: list[Any] = [None] * layout.world_size
+    indices = rows_of(recipe, parallel, sequences)
+    shared: list[Any] = [None] * parallel.world_size
     torch.distributed.all_gather_object(
         shared, by_sequence(sequences, indices, engine.forward(row_batches(sequences, indices)))
     )
@@ -238,7 +238,7 @@ def in_pass_and_in_update(recipe: Recipe, layout: ParallelConfig) -> dict[str, A
 
 
 @pytest.mark.parametrize(
-    "layout",
+    "parallel",
     [
         pytest.param(ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1), id="one rank"),
         pytest.param(ParallelConfig(tp=2, pp=1, dp=2, rollout_tp=1), id="tp2 dp2"),
@@ -246,11 +246,11 @@ def in_pass_and_in_update(recipe: Recipe, layout: ParallelConfig) -> dict[str, A
     ],
 )
 def test_an_update_corrects_as_a_pass_before_it(
-    ranks: RankPool, tiny_model: Callable[..., Path], layout: ParallelConfig
+    ranks: RankPool, tiny_model: Callable[..., Path], parallel: ParallelConfig
 ) -> None:
     recipe = recipe_of(tiny_model(**SIZES), policy_loss="policy_gradient")
-    recipe = recipe.model_copy(update={"trainer": recipe.trainer.model_copy(update={"cp": layout.cp})})
-    results = ranks.run(in_pass_and_in_update, recipe, layout, world_size=layout.world_size)
+    recipe = recipe.model_copy(update={"trainer": recipe.trainer.model_copy(update={"cp": parallel.cp})})
+    results = ranks.run(in_pass_and_in_update, recipe, parallel, world_size=parallel.world_size)
     for name in IMPORTANCE_SAMPLING:
         before, within = (whole([result[name][0][side][0] for result in results]) for side in (0, 1))
         assert all(np.array_equal(before[key], within[key]) for key in before)

@@ -85,37 +85,39 @@ def make_batch(recipe: Recipe, shares_prefixes: bool = False) -> TokenBatch:
     return batch
 
 
-def rows_of(recipe: Recipe, layout: ParallelConfig, batch: TokenBatch, of: np.ndarray) -> list[TokenBatch]:
+def rows_of(recipe: Recipe, parallel: ParallelConfig, batch: TokenBatch, of: np.ndarray) -> list[TokenBatch]:
     """This rank's rows of some of the sequences."""
     rows = pack(
         batch.lengths[of],
         max_tokens=recipe.trainer.max_tokens_per_microbatch,
-        num_ranks=layout.dp,
-        multiple=layout.sequence_multiple * layout.tp,
-        rows_multiple=layout.rows_multiple,
+        num_ranks=parallel.dp,
+        multiple=parallel.sequence_multiple * parallel.tp,
+        rows_multiple=parallel.rows_multiple,
     )
-    chosen = [batch.select(of[row]) for row in rows[layout.coordinates(dist.get_rank()).dp]]
+    chosen = [batch.select(of[row]) for row in rows[parallel.coordinates(dist.get_rank()).dp]]
     return [replace(row, shares_prefixes=batch.shares_prefixes) for row in chosen]
 
 
-def distil(recipe: Recipe, layout: ParallelConfig, teacher_layout: ParallelConfig, batch: TokenBatch) -> dict[str, Any]:
+def distil(
+    recipe: Recipe, parallel: ParallelConfig, teacher_parallel: ParallelConfig, batch: TokenBatch
+) -> dict[str, Any]:
     """One rank's metrics of an update, what it held for it, and what it holds of the gradient."""
     from megarl.families.shape import padded_vocab_size
     from megarl.reshard.layouts.megatron import megatron_layouts
     from megarl.worker.trainer_worker import TrainerWorker
 
     rank = dist.get_rank()
-    worker = TrainerWorker(rank, layout.world_size, recipe, layout, teacher_layout)
+    worker = TrainerWorker(rank, parallel.world_size, recipe, parallel, teacher_parallel)
     assert batch.target_keys is not None
     for number, name in enumerate(recipe.teachers):
         own = np.flatnonzero(batch.target_keys[:, 0] == number)
         # Every rank needs a row, and a target may be written twice.
-        own = np.concatenate([own, np.tile(own[-1:], -len(own) % teacher_layout.dp)])
-        getattr(worker, name).teach(rows_of(recipe, teacher_layout, batch, own))
+        own = np.concatenate([own, np.tile(own[-1:], -len(own) % teacher_parallel.dp)])
+        getattr(worker, name).teach(rows_of(recipe, teacher_parallel, batch, own))
     held = worker.teachers.targets.numbers
-    metrics = worker.policy.update(rows_of(recipe, layout, batch, np.arange(len(LENGTHS))))
+    metrics = worker.policy.update(rows_of(recipe, parallel, batch, np.arange(len(LENGTHS))))
     shape = worker.policy.shape
-    pieces = megatron_layouts(shape, layout, padded_vocab_size=padded_vocab_size(shape.vocab_size, layout.tp))[rank]
+    pieces = megatron_layouts(shape, parallel, padded_vocab_size=padded_vocab_size(shape.vocab_size, parallel.tp))[rank]
     for replica in (worker.replica, *worker.teachers.replicas):
         replica.close()
     return {
@@ -190,7 +192,7 @@ LOSSES = {
     "top-k": ("top_k", "reverse_kl"),
     "top-k renormalized": ("top_k", "forward_kl"),
 }
-CASES = [(layout, "reverse") for layout in LAYOUTS]
+CASES = [(parallel, "reverse") for parallel in LAYOUTS]
 CASES += [("tp2 cp2, teachers pp2 dp2", loss) for loss in LOSSES if loss != "reverse"]
 CASES += [("tp2 pp2, many rows", "top-k"), ("one rank, packed", "jsd")]
 
@@ -231,9 +233,9 @@ def learn_exactly(
     sizes, of_teachers, trainer = LAYOUTS[name]
     recipe = recipe_of(policy, teachers, *LOSSES[loss], **trainer)
     one = ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1)
-    layout, teacher_layout = replace(one, **sizes), replace(one, **of_teachers)
+    parallel, teacher_parallel = replace(one, **sizes), replace(one, **of_teachers)
     batch = make_batch(recipe, shares_prefixes)
-    found = ranks.run(distil, recipe, layout, teacher_layout, batch, world_size=layout.world_size)
+    found = ranks.run(distil, recipe, parallel, teacher_parallel, batch, world_size=parallel.world_size)
     expected_loss, expected = written_out(recipe, batch)
     metrics = values(merge(rank["metrics"] for rank in found))
     assert metrics["train/loss"] == pytest.approx(expected_loss, rel=1e-6, abs=1e-6)

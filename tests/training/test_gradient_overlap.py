@@ -25,7 +25,7 @@ LAYOUTS = {
 }
 
 
-def learnt(recipe: Recipe, layout: ParallelConfig) -> dict[str, Any]:
+def learnt(recipe: Recipe, parallel: ParallelConfig) -> dict[str, Any]:
     """Three updates, in buckets of few parameters: gradients, weights, and what was under way at the end of each.
 
     Gradients that are scattered are left out: which of them a rank has depends on the buckets.
@@ -34,7 +34,7 @@ def learnt(recipe: Recipe, layout: ParallelConfig) -> dict[str, Any]:
 
     small = partial(module.DistributedDataParallelConfig, bucket_size=4096)
     with patch.object(module, "DistributedDataParallelConfig", small):
-        engine = build(recipe, layout)
+        engine = build(recipe, parallel)
     groups = [
         group for model in engine.models for group in (*model.bucket_groups, *model.expert_parallel_bucket_groups)
     ]
@@ -49,7 +49,7 @@ def learnt(recipe: Recipe, layout: ParallelConfig) -> dict[str, Any]:
         gradients.append({name: parameter.main_grad.clone() for name, parameter in found.items()})
 
     engine.config.finalize_model_grads_func = noted
-    steps = [update(engine, layout, step) for step in range(3)]
+    steps = [update(engine, parallel, step) for step in range(3)]
     return {
         "norms": [step["train/grad_norm"].number for step in steps if step],
         "gradients": gradients,
@@ -70,16 +70,16 @@ def unclipped(recipe: Recipe) -> Recipe:
 def test_gradients_are_bit_equal(
     ranks: RankPool, tiny_model: Callable[..., Path], name: str, is_scattered: bool
 ) -> None:
-    layout = LAYOUTS[name]
-    family = "qwen3_moe" if layout.ep > 1 else "qwen3"
+    parallel = LAYOUTS[name]
+    family = "qwen3_moe" if parallel.ep > 1 else "qwen3"
     # Most of so many experts have no token in a row.
-    model = tiny_model(family=family, num_layers=layout.pp * layout.vpp, vocab_size=512, num_experts=64)
-    sizes = {axis: getattr(layout, axis) for axis in ("tp", "pp", "vpp", "ep")}
+    model = tiny_model(family=family, num_layers=parallel.pp * parallel.vpp, vocab_size=512, num_experts=64)
+    sizes = {axis: getattr(parallel, axis) for axis in ("tp", "pp", "vpp", "ep")}
     # Rows of few tokens: there are several microbatches.
     settings = {"max_tokens_per_microbatch": 32, "distributed_optimizer": is_scattered, **sizes}
     recipes = [unclipped(recipe_of(model, overlap_grad_reduce=overlap, **settings)) for overlap in (False, True)]
-    world = layout.world_size
-    after, during = (ranks.run(learnt, recipe, layout, world_size=world) for recipe in recipes)
+    world = parallel.world_size
+    after, during = (ranks.run(learnt, recipe, parallel, world_size=world) for recipe in recipes)
     for mine, other in zip(during, after, strict=True):
         assert mine["norms"] == pytest.approx(other["norms"], rel=1e-5)
         for some, others in zip(mine["gradients"], other["gradients"], strict=True):
@@ -90,11 +90,11 @@ def test_gradients_are_bit_equal(
         assert not any(any(update) for update in other["under_way"])
         # The first update shows what gradients there are; from then on each bucket is sent as soon as it is whole.
         assert [all(update) for update in mine["under_way"]] == [False, True, True]
-    assert layout.pp > 1 or len(during[0]["under_way"][0]) > 2, "several buckets"
+    assert parallel.pp > 1 or len(during[0]["under_way"][0]) > 2, "several buckets"
 
 
-def overlaps(recipe: Recipe, layout: ParallelConfig) -> tuple[bool, bool]:
-    engine = build(recipe, layout)
+def overlaps(recipe: Recipe, parallel: ParallelConfig) -> tuple[bool, bool]:
+    engine = build(recipe, parallel)
     return engine.overlaps_reduction, engine.config.no_sync_func is not None
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megarl.checkpoint.torch_dist_reader import check_harmless
 from megarl.config import Recipe
 from megarl.testing import RankPool
-from tests.training.test_checkpoint import build, layout_of, load_and_go_on, recipe_of, save_and_go_on, update
+from tests.training.test_checkpoint import build, load_and_go_on, parallel_of, recipe_of, save_and_go_on, update
 
 SIZES = (1, 1, 2)
 FRACTIONS = (0.0, 0.4, 1.0)
@@ -35,10 +35,10 @@ def learnt(recipes: list[Recipe], sizes: tuple[int, int, int]) -> list[tuple[lis
     """Gradient norms of three steps of each recipe, clipped to 1, and the parameters before and after."""
     found = []
     for recipe in recipes:
-        layout = layout_of(sizes)
-        engine = build(recipe, layout)
+        parallel = parallel_of(sizes)
+        engine = build(recipe, parallel)
         start = {name: value.detach().clone() for name, value in engine.parameters.items()}
-        steps = [update(engine, layout, step) for step in range(3)]
+        steps = [update(engine, parallel, step) for step in range(3)]
         norms = [step["train/grad_norm"].number for step in steps if step]
         found.append((norms, start, {name: value.detach().clone() for name, value in engine.parameters.items()}))
     return found
@@ -86,9 +86,9 @@ def host_tensors(inner: Any) -> Iterator[torch.Tensor]:
 
 def held(recipe: Recipe, sizes: tuple[int, int, int]) -> dict[str, int]:
     """Bytes of one rank's optimizer after a step: on the host, and what is on the device."""
-    layout = layout_of(sizes)
-    engine = build(recipe, layout)
-    update(engine, layout, 0)
+    parallel = parallel_of(sizes)
+    engine = build(recipe, parallel)
+    update(engine, parallel, 0)
     weights = {value.untyped_storage()._cdata for value in engine.parameters.values()}
 
     def size(tensors: Any) -> int:
@@ -112,7 +112,7 @@ def test_what_is_where_is_what_was_planned(ranks: RankPool, tiny_model: Callable
     model = tiny_model(num_layers=3, tie_word_embeddings=False)
     recipe = host_recipe(model, fraction)
     shape = read_model_shape(model)
-    layouts = megatron_layouts(shape, layout_of(SIZES), padded_vocab_size=padded_vocab_size(shape.vocab_size, 1))
+    layouts = megatron_layouts(shape, parallel_of(SIZES), padded_vocab_size=padded_vocab_size(shape.vocab_size, 1))
     for found in ranks.run(held, recipe, SIZES, world_size=2):
         planned = trainer_states(
             layouts, found["rank"], itemsize=2, is_distributed=True, has_moments=True, is_pinned=False,

@@ -59,13 +59,13 @@ def as_megatron_does() -> Iterator[None]:
         yield
 
 
-def counted(recipe: Recipe, layout: ParallelConfig, sequences: list[TrainingSequence], known: bool) -> dict[str, Any]:
+def counted(recipe: Recipe, parallel: ParallelConfig, sequences: list[TrainingSequence], known: bool) -> dict[str, Any]:
     """Log-probs and gradients of one rank, and the reads of its tensors' values in a pass and in an update.
 
     With `known` False, as Megatron does.
     """
-    engine, _, _ = build(recipe, layout)
-    rows = row_batches(sequences, rows_of(recipe, layout, sequences))
+    engine, _, _ = build(recipe, parallel)
+    rows = row_batches(sequences, rows_of(recipe, parallel, sequences))
     if recipe.trainer.router_replay:
         rows = with_experts(engine, rows)
     with nullcontext() if known else as_megatron_does():
@@ -109,9 +109,9 @@ def waits(places: dict[tuple[str, str], int]) -> dict[tuple[str, str], int]:
     return {at: number for at, number in places.items() if at[1] not in OF_THE_HOST}
 
 
-@pytest.mark.parametrize(("family", "layout"), CASES)
+@pytest.mark.parametrize(("family", "parallel"), CASES)
 def test_the_host_waits_a_fixed_number_of_times(
-    ranks: RankPool, tiny_model: Callable[..., Path], family: str, layout: ParallelConfig
+    ranks: RankPool, tiny_model: Callable[..., Path], family: str, parallel: ParallelConfig
 ) -> None:
     """The number depends neither on layers nor on rows, and no result changes by a bit."""
     sizes = {"hidden_size": 32, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 48, "vocab_size": 431}
@@ -120,7 +120,8 @@ def test_the_host_waits_a_fixed_number_of_times(
     recipe = recipe_of(folder, "rl", max_tokens_per_microbatch=16, **settings)
     sequences = make_updates(recipe, 431)[0]
     mine, theirs = (
-        ranks.run(counted, recipe, layout, sequences, known, world_size=layout.world_size) for known in (True, False)
+        ranks.run(counted, recipe, parallel, sequences, known, world_size=parallel.world_size)
+        for known in (True, False)
     )
     for own, other in zip(mine, theirs, strict=True):
         assert all(np.array_equal(own["gradients"][name], value) for name, value in other["gradients"].items())

@@ -34,7 +34,7 @@ def lora_recipe(folder: Path, *, lora: Mapping[str, Any] | None = None, loop: st
     return Recipe.model_validate(recipe.model_dump() | {"lora": {"rank": RANK, "alpha": ALPHA} | dict(lora or {})})
 
 
-def build(recipe: Recipe, layout: ParallelConfig, filled: bool = True) -> tuple[Any, Any, Any]:
+def build(recipe: Recipe, parallel: ParallelConfig, filled: bool = True) -> tuple[Any, Any, Any]:
     """An engine, all ranks' layouts and those of its adapters. Their B is random if `filled`: zeros would hide A."""
     from megarl.checkpoint import safetensors
     from megarl.models.configuration import uses_transformer_engine
@@ -46,16 +46,16 @@ def build(recipe: Recipe, layout: ParallelConfig, filled: bool = True) -> tuple[
     shape, rank = read_model_shape(recipe.model.path), dist.get_rank()
     layouts = megatron_layouts(
         shape,
-        layout,
-        padded_vocab_size=padded_vocab_size(shape.vocab_size, layout.tp),
+        parallel,
+        padded_vocab_size=padded_vocab_size(shape.vocab_size, parallel.tp),
         transformer_engine=uses_transformer_engine(),
     )
 
     def load(parameters: Mapping[str, torch.Tensor]) -> None:
-        check_against(parameter_shapes(layouts, layout.coordinates(rank)), parameters)
+        check_against(parameter_shapes(layouts, parallel.coordinates(rank)), parameters)
         safetensors.load(recipe.model.path, layouts[rank], parameters)
 
-    engine = TrainingEngine(recipe, layout, shape, load)
+    engine = TrainingEngine(recipe, parallel, shape, load)
     for _, _, adapter in adapters_of(engine.chunks) if filled else ():
         dim, size = adapter.split_dims["b"], list(adapter.b.shape)
         parts = 1 if dim is None else adapter.group.size()
@@ -68,31 +68,31 @@ def build(recipe: Recipe, layout: ParallelConfig, filled: bool = True) -> tuple[
     return engine, layouts, adapter_layouts(layouts, recipe.lora.targets, recipe.lora.rank)
 
 
-def rows_of(recipe: Recipe, layout: ParallelConfig, sequences: Sequence[TrainingSequence]) -> list[Any]:
+def rows_of(recipe: Recipe, parallel: ParallelConfig, sequences: Sequence[TrainingSequence]) -> list[Any]:
     rows = pack(
         [len(s) for s in sequences],
         max_tokens=recipe.trainer.max_tokens_per_microbatch,
-        num_ranks=layout.dp,
-        multiple=layout.sequence_multiple * layout.tp,
-        rows_multiple=layout.rows_multiple,
+        num_ranks=parallel.dp,
+        multiple=parallel.sequence_multiple * parallel.tp,
+        rows_multiple=parallel.rows_multiple,
     )
-    return rows[layout.coordinates(dist.get_rank()).dp]
+    return rows[parallel.coordinates(dist.get_rank()).dp]
 
 
 def base_of(engine: Any) -> dict[str, torch.Tensor]:
     return {n: p.detach().clone() for n, p in engine.parameters.items() if ".adapter." not in n}
 
 
-def train(recipe: Recipe, layout: ParallelConfig, updates: list[list[TrainingSequence]]) -> dict[str, Any]:
+def train(recipe: Recipe, parallel: ParallelConfig, updates: list[list[TrainingSequence]]) -> dict[str, Any]:
     """One rank's metrics of every update, gradient of the first, adapters at the end, and log-probs."""
-    engine, _, layouts = build(recipe, layout)
+    engine, _, layouts = build(recipe, parallel)
     pieces, base = layouts[dist.get_rank()], base_of(engine)
-    indices = rows_of(recipe, layout, updates[0])
+    indices = rows_of(recipe, parallel, updates[0])
     first = row_batches(updates[0], indices)
     result: dict[str, Any] = {"indices": indices, "before": engine.forward(first), "metrics": []}
     result["reference"] = engine.forward_frozen(first)
     for sequences in updates:
-        rows = row_batches(sequences, rows_of(recipe, layout, sequences))
+        rows = row_batches(sequences, rows_of(recipe, parallel, sequences))
         result["metrics"].append(engine.update(rows))
         if "gradient" not in result and not recipe.trainer.distributed_optimizer:
             grads = {n: p.main_grad for n, p in engine.parameters.items() if ".adapter." in n}
@@ -104,9 +104,9 @@ def train(recipe: Recipe, layout: ParallelConfig, updates: list[list[TrainingSeq
 
 
 def trained(ranks: RankPool, recipe: Recipe, sizes: Mapping[str, int]) -> dict[str, Any]:
-    layout = ParallelConfig(**{"tp": 1, "pp": 1, "dp": 1, "rollout_tp": 1, **sizes})
+    parallel = ParallelConfig(**{"tp": 1, "pp": 1, "dp": 1, "rollout_tp": 1, **sizes})
     updates = make_updates(recipe, 431)
-    results = ranks.run(train, recipe, layout, updates, world_size=layout.world_size)
+    results = ranks.run(train, recipe, parallel, updates, world_size=parallel.world_size)
     assert all(r["base"] for r in results), "a frozen weight changed"
     logprobs = {
         name: {i: value for r in results for i, value in by_sequence(updates[0], r["indices"], r[name]).items()}

@@ -16,7 +16,7 @@ from megarl.types import TrainingSequence
 from tests.token_batches import row_batches
 from tests.training.test_lora import DENSE, SETTINGS, build, lora_recipe, rows_of
 from tests.training.test_training_engine import make_updates
-from tools.checks.invariance import layout_of
+from tools.checks.invariance import parallel_of
 
 LAYOUTS = [
     pytest.param("qwen3", {"tp": 2}, {}, id="tp2"),
@@ -35,7 +35,7 @@ def exact_recipe(folder: Path, sizes: dict[str, int], **trainer: Any) -> Recipe:
 
 
 def compared(
-    recipe: Recipe, layout: ParallelConfig, sequences: list[TrainingSequence]
+    recipe: Recipe, parallel: ParallelConfig, sequences: list[TrainingSequence]
 ) -> tuple[bool, dict[str, float]]:
     """Return whether adapters and merged weights have equal log-probs, and errors of the adapters' gradients.
 
@@ -44,8 +44,8 @@ def compared(
     from megarl.models.lora import adapters_of
     from megarl.training.training_engine import TrainingEngine
 
-    engine, _, _ = build(recipe, layout)
-    rows = row_batches(sequences, rows_of(recipe, layout, sequences))
+    engine, _, _ = build(recipe, parallel)
+    rows = row_batches(sequences, rows_of(recipe, parallel, sequences))
     logprobs = engine.forward(rows)
     with engine._merged.merged():
         merged = {name: weight.clone() for name, weight in engine._merged.weights.items()}
@@ -55,7 +55,7 @@ def compared(
             tensor.data.copy_(merged[name])
 
     without = Recipe.model_validate(recipe.model_dump() | {"lora": {"rank": 0}})
-    plain = TrainingEngine(without, layout, engine.shape, load)
+    plain = TrainingEngine(without, parallel, engine.shape, load)
     is_equal = are_equal(logprobs, plain.forward(rows))
     own = {name: (adapter, adapter.a.clone(), adapter.b.clone()) for _, name, adapter in adapters_of(engine.chunks)}
     engine.update(rows)
@@ -89,9 +89,9 @@ def test_merged_weights_give_values_and_gradients(
     experts = {"num_experts": 4} if family == "qwen3_moe" else {}
     folder = tiny_model(family=family, head_dim=32, **(SETTINGS | DENSE | experts))
     recipe = exact_recipe(folder, sizes, **trainer)
-    layout = layout_of(sizes)
+    parallel = parallel_of(sizes)
     [sequences, *_] = make_updates(recipe, 431)
-    for is_equal, errors in ranks.run(compared, recipe, layout, sequences, world_size=layout.world_size):
+    for is_equal, errors in ranks.run(compared, recipe, parallel, sequences, world_size=parallel.world_size):
         assert is_equal
         assert len(errors) >= 4 * 2 * DENSE["num_layers"]
         assert max(errors.values()) < 0.05, max(errors.items(), key=lambda item: item[1])

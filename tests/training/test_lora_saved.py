@@ -30,21 +30,21 @@ def folder(tiny_model: Callable[..., Path]) -> Callable[..., Path]:
     return lambda **shape: tiny_model(**(SETTINGS | DENSE | shape))
 
 
-def layout_of(sizes: Mapping[str, int]) -> ParallelConfig:
+def parallel_of(sizes: Mapping[str, int]) -> ParallelConfig:
     return ParallelConfig(**{"tp": 1, "pp": 1, "dp": 1, "rollout_tp": 1, **sizes})
 
 
-def update(engine: Any, recipe: Recipe, layout: ParallelConfig, sequences: list[TrainingSequence]) -> dict[str, Any]:
-    return engine.update(row_batches(sequences, rows_of(recipe, layout, sequences)))
+def update(engine: Any, recipe: Recipe, parallel: ParallelConfig, sequences: list[TrainingSequence]) -> dict[str, Any]:
+    return engine.update(row_batches(sequences, rows_of(recipe, parallel, sequences)))
 
 
-def export(recipe: Recipe, layout: ParallelConfig, updates: Updates, folder: Path) -> tuple[Any, Any, bool]:
+def export(recipe: Recipe, parallel: ParallelConfig, updates: Updates, folder: Path) -> tuple[Any, Any, bool]:
     """An update, then both folders; the rows of the first batch and their log-probs; whether the base stayed."""
     from megarl.checkpoint import peft, safetensors
 
-    engine, layouts, cuts = build(recipe, layout)
+    engine, layouts, cuts = build(recipe, parallel)
     base, rank = base_of(engine), dist.get_rank()
-    update(engine, recipe, layout, updates[0])
+    update(engine, recipe, parallel, updates[0])
     settings: dict[str, Any] = {"dtype": torch.float32, "bucket_bytes": 1 << 12}
     with engine.merged():
         safetensors.export(
@@ -54,7 +54,7 @@ def export(recipe: Recipe, layout: ParallelConfig, updates: Updates, folder: Pat
     assert not any(w.untyped_storage().nbytes() for n, w in engine.weights.items() if w is not tensors[n])
     config = peft.adapter_config(cuts, recipe.model.path, alpha=recipe.lora.alpha, dropout=0.0)
     peft.export(folder / "adapter", config, cuts, rank, engine.parameters, **settings)
-    rows = rows_of(recipe, layout, updates[0])
+    rows = rows_of(recipe, parallel, updates[0])
     logprobs = engine.forward(row_batches(updates[0], rows))
     return rows, logprobs, all(torch.equal(base[n], p) for n, p in base_of(engine).items())
 
@@ -110,8 +110,8 @@ def test_transformers_and_peft_compute_what_the_trainer_does(
 
     recipe = lora_recipe(folder(**shape), lora=lora, loop="sft")
     updates = make_updates(recipe, 431)
-    layout = layout_of(sizes)
-    results = ranks.run(export, recipe, layout, updates, tmp_path, world_size=layout.world_size)
+    parallel = parallel_of(sizes)
+    results = ranks.run(export, recipe, parallel, updates, tmp_path, world_size=parallel.world_size)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float64, experts_implementation="eager")
     assert_same_logprobs(merged, updates[0], results)
     assert_merged(tmp_path, Path(recipe.model.path), recipe.lora.alpha / recipe.lora.rank)
@@ -123,10 +123,10 @@ def test_transformers_and_peft_compute_what_the_trainer_does(
     assert_same_logprobs(adapted, updates[0], results)
 
 
-def starting(recipe: Recipe, layout: ParallelConfig, updates: Updates) -> dict[str, Any]:
+def starting(recipe: Recipe, parallel: ParallelConfig, updates: Updates) -> dict[str, Any]:
     """Log-probs of a new model with and without its adapters, and whether merging changes a bit."""
-    engine, _, _ = build(recipe, layout, filled=False)
-    rows = row_batches(updates[0], rows_of(recipe, layout, updates[0]))
+    engine, _, _ = build(recipe, parallel, filled=False)
+    rows = row_batches(updates[0], rows_of(recipe, parallel, updates[0]))
     with engine.merged():
         equal = all(torch.equal(engine.parameters[name], value) for name, value in engine.weights.items())
         others = sum(value is not engine.parameters[name] for name, value in engine.weights.items())
@@ -134,19 +134,19 @@ def starting(recipe: Recipe, layout: ParallelConfig, updates: Updates) -> dict[s
 
 
 def test_new_adapters_change_no_bit(ranks: RankPool, folder: Callable[..., Path]) -> None:
-    recipe, layout = lora_recipe(folder()), layout_of({"tp": 2})
+    recipe, parallel = lora_recipe(folder()), parallel_of({"tp": 2})
     updates = make_updates(recipe, 431)
-    for result in ranks.run(starting, recipe, layout, updates, world_size=2):
+    for result in ranks.run(starting, recipe, parallel, updates, world_size=2):
         assert result["equal"] and result["merged"] == 4 * 4
         for mine, theirs in zip(result["policy"] or (), result["reference"] or (), strict=True):
             assert np.array_equal(mine, theirs)
 
 
-def replaying(recipe: Recipe, layout: ParallelConfig, sequences: list[TrainingSequence]) -> list[np.ndarray]:
+def replaying(recipe: Recipe, parallel: ParallelConfig, sequences: list[TrainingSequence]) -> list[np.ndarray]:
     """Log-probs of the frozen model before and after a pass whose tokens went to the first experts."""
     from megarl.training.routed_experts import StoredExperts, make_route_feed
 
-    engine, _, _ = build(recipe, layout)
+    engine, _, _ = build(recipe, parallel)
     numbers = np.tile(np.arange(engine.shape.top_k), (engine.shape.num_layers, 1)).astype(np.int16)
     batch = TokenBatch.from_sequences(sequences)
     held = StoredExperts(0, 1)
@@ -162,7 +162,7 @@ def replaying(recipe: Recipe, layout: ParallelConfig, sequences: list[TrainingSe
 def test_the_frozen_model_chooses_its_experts_itself(ranks: RankPool, folder: Callable[..., Path]) -> None:
     recipe = lora_recipe(folder(family="qwen2_moe"), router_replay=True)
     sequences = make_updates(recipe, 431)[0][:4]
-    (before, after, replayed, free), *_ = ranks.run(replaying, recipe, layout_of({}), sequences, world_size=1)
+    (before, after, replayed, free), *_ = ranks.run(replaying, recipe, parallel_of({}), sequences, world_size=1)
     np.testing.assert_allclose(before[len(sequences[0]) :], after, rtol=0, atol=1e-5)
     assert not np.allclose(replayed, free, atol=1e-2)
 
@@ -189,24 +189,24 @@ def state_of(engine: Any) -> dict[str, torch.Tensor]:
     return state
 
 
-def save_and_go_on(recipe: Recipe, layout: ParallelConfig, updates: Updates, folder: Path) -> dict[str, Any]:
+def save_and_go_on(recipe: Recipe, parallel: ParallelConfig, updates: Updates, folder: Path) -> dict[str, Any]:
     from megarl.training import checkpoint
 
-    engine, _, _ = build(recipe, layout)
-    update(engine, recipe, layout, updates[0])
-    save = checkpoint.stage(folder, {"": engine}, str(layout))
+    engine, _, _ = build(recipe, parallel)
+    update(engine, recipe, parallel, updates[0])
+    save = checkpoint.stage(folder, {"": engine}, str(parallel))
     save.write(asynchronous=False)
     assert save.finish()
-    metrics = [update(engine, recipe, layout, sequences) for sequences in updates[1:]]
+    metrics = [update(engine, recipe, parallel, sequences) for sequences in updates[1:]]
     return {"metrics": metrics, "state": state_of(engine)}
 
 
-def load_and_go_on(recipe: Recipe, layout: ParallelConfig, updates: Updates, folder: Path) -> dict[str, Any]:
+def load_and_go_on(recipe: Recipe, parallel: ParallelConfig, updates: Updates, folder: Path) -> dict[str, Any]:
     from megarl.training import checkpoint
 
-    engine, _, _ = build(recipe, layout, filled=False)
-    checkpoint.restore(folder, {"": engine}, str(layout))
-    metrics = [update(engine, recipe, layout, sequences) for sequences in updates[1:]]
+    engine, _, _ = build(recipe, parallel, filled=False)
+    checkpoint.restore(folder, {"": engine}, str(parallel))
+    metrics = [update(engine, recipe, parallel, sequences) for sequences in updates[1:]]
     return {"metrics": metrics, "state": state_of(engine)}
 
 
@@ -242,10 +242,10 @@ def test_a_checkpoint_of_adapters_resumes(
         recipe = lora_recipe(folder(**shape), loop="sft", lora={"dropout": dropout}, distributed_optimizer=True)
         updates, target = make_updates(recipe, 431), tmp_path / str(dropout)
         target.mkdir()
-        run = layout_of(saved)
+        run = parallel_of(saved)
         before = ranks.run(save_and_go_on, recipe, run, updates, target, world_size=run.world_size)
         check_harmless(target)
-        again = layout_of(sizes)
+        again = parallel_of(sizes)
         after = ranks.run(load_and_go_on, recipe, again, updates, target, world_size=again.world_size)
         if sizes is saved:
             for mine, other in zip(before, after, strict=True):

@@ -91,7 +91,7 @@ def make_sequences() -> list[TrainingSequence]:
     return sequences
 
 
-def updated(recipe: Recipe, layout: ParallelConfig, out: str | None) -> dict[str, Any]:
+def updated(recipe: Recipe, parallel: ParallelConfig, out: str | None) -> dict[str, Any]:
     """One rank's log-probs, then its metrics, gradients and weights of one update; with `out` two exports."""
     from megarl.checkpoint import safetensors
     from megarl.families.shape import padded_vocab_size
@@ -100,13 +100,13 @@ def updated(recipe: Recipe, layout: ParallelConfig, out: str | None) -> dict[str
 
     shape, rank = read_model_shape(recipe.model.path), dist.get_rank()
     shape = shape.with_mtp(recipe.trains_mtp)
-    layouts = megatron_layouts(shape, layout, padded_vocab_size=padded_vocab_size(shape.vocab_size, layout.tp))
+    layouts = megatron_layouts(shape, parallel, padded_vocab_size=padded_vocab_size(shape.vocab_size, parallel.tp))
 
     def load(tensors: Mapping[str, torch.Tensor]) -> None:
-        check_against(parameter_shapes(layouts, layout.coordinates(rank)), tensors)
+        check_against(parameter_shapes(layouts, parallel.coordinates(rank)), tensors)
         safetensors.load(recipe.model.path, layouts[rank], tensors, with_mtp=recipe.trains_mtp)
 
-    engine = TrainingEngine(recipe, layout, shape, load)
+    engine = TrainingEngine(recipe, parallel, shape, load)
 
     def export(name: str) -> None:
         if out is not None:
@@ -120,10 +120,10 @@ def updated(recipe: Recipe, layout: ParallelConfig, out: str | None) -> dict[str
     rows = pack(
         batch.lengths,
         max_tokens=recipe.trainer.max_tokens_per_microbatch,
-        num_ranks=layout.dp,
-        multiple=layout.sequence_multiple * layout.tp,
-        rows_multiple=layout.rows_multiple,
-    )[layout.coordinates(rank).dp]
+        num_ranks=parallel.dp,
+        multiple=parallel.sequence_multiple * parallel.tp,
+        rows_multiple=parallel.rows_multiple,
+    )[parallel.coordinates(rank).dp]
     own = [batch.select(row) for row in rows]
     logprobs = engine.forward(own)
     metrics = engine.update(own)
@@ -143,10 +143,10 @@ def outcome(
     """Log-probs, metrics, whole gradients and weights of an update, and the folders exported before and after it."""
 
     def run(name: str, coefficient: float | None, recompute: str = "none", family: str = "glm4_moe") -> dict[str, Any]:
-        layout = replace(ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1), **LAYOUTS[name])
+        parallel = replace(ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1), **LAYOUTS[name])
         out = tmp_path_factory.mktemp("exported")
         recipe = recipe_of(folder_of(family, name), coefficient, recompute=recompute)
-        parts = ranks.run(updated, recipe, layout, str(out), world_size=layout.world_size)
+        parts = ranks.run(updated, recipe, parallel, str(out), world_size=parallel.world_size)
         return {
             "logprobs": [row for part in parts for row in part["logprobs"] or ()],
             "metrics": values(merge(part["metrics"] for part in parts)),
@@ -180,7 +180,7 @@ def is_mtp(name: str, layout: str, family: str = "glm4_moe") -> bool:
 
 
 CASES = [
-    *(pytest.param("glm4_moe", layout, id=f"glm4_moe, {layout}") for layout in LAYOUTS),
+    *(pytest.param("glm4_moe", parallel, id=f"glm4_moe, {parallel}") for parallel in LAYOUTS),
     *(pytest.param(family, "one rank", id=family) for family in MODELS if family != "glm4_moe"),
     pytest.param("deepseek_v3", "tensor", id="deepseek_v3, tensor"),
     pytest.param("qwen3_5_text", "pipeline", id="qwen3_5_text, tied, pipeline"),
@@ -221,7 +221,7 @@ def test_gradients_are_those_of_float64(
 
 
 SPLIT = [
-    *(("glm4_moe", layout) for layout in LAYOUTS if layout not in ("one rank", "chunks")),
+    *(("glm4_moe", parallel) for parallel in LAYOUTS if parallel not in ("one rank", "chunks")),
     ("deepseek_v3", "tensor"),
     ("qwen3_5_text", "pipeline"),
 ]

@@ -34,12 +34,12 @@ class _NanGradient(torch.autograd.Function):
         return gradient
 
 
-def poisoned(recipe: Recipe, layout: ParallelConfig, updates: list[Any], rank: int) -> dict[str, Any]:
+def poisoned(recipe: Recipe, parallel: ParallelConfig, updates: list[Any], rank: int) -> dict[str, Any]:
     """Return the names that a rank gives for a NaN in each of PLACES on `rank`, and the state after its updates."""
-    engine, *_ = build(recipe, layout)
+    engine, *_ = build(recipe, parallel)
     is_faulty, found = dist.get_rank() == rank, {}
     layer = engine.chunks[0].decoder.layers[-1]
-    rows = row_batches(updates[0], rows_of(recipe, layout, updates[0]))
+    rows = row_batches(updates[0], rows_of(recipe, parallel, updates[0]))
     calls: list[int] = []
 
     def spoil(place: str) -> Callable[..., Any]:
@@ -90,8 +90,8 @@ def test_the_first_tensor_is_named(
     ranks: RankPool, tiny_model: Callable[..., Path], sizes: tuple[int, int, int], rank: int, settings: dict[str, Any]
 ) -> None:
     folder = tiny_model(hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=48, vocab_size=431)
-    recipe, layout = recipe_of(folder, "sft", **settings), ParallelConfig(*sizes, 1)
-    found = ranks.run(poisoned, recipe, layout, make_updates(recipe, 431), rank, world_size=4)
+    recipe, parallel = recipe_of(folder, "sft", **settings), ParallelConfig(*sizes, 1)
+    found = ranks.run(poisoned, recipe, parallel, make_updates(recipe, 431), rank, world_size=4)
     fc1, fc2 = "decoder.layers.1.mlp.linear_fc1", "decoder.layers.1.mlp.linear_fc2"
     for report in found:
         assert report["stayed"] and (report["sound"] is None or report["sound"].number == 0)

@@ -18,7 +18,7 @@ from megarl.testing import RankPool
 from megarl.training.checkpoint import without_pickles
 from megarl.training.model import FrozenModel
 from megarl.training.offload import BLOCK_BYTES, copy_to_pinned_blocks
-from tests.training.test_checkpoint import build, layout_of, recipe_of, update
+from tests.training.test_checkpoint import build, parallel_of, recipe_of, update
 
 
 @pytest.mark.parametrize("shape", [(7,), (3, 5), (2, 3, 4)])
@@ -77,9 +77,9 @@ def written_elements(recipe: Any, folder: Path) -> tuple[int, int, list[str]]:
     """Elements of the optimizer's state on this rank and in what it would write, and the collectives on the way."""
     from megarl.training import checkpoint
 
-    layout = layout_of((1, 1, 2))
-    engine = build(recipe, layout)
-    update(engine, layout, 0)
+    parallel = parallel_of((1, 1, 2))
+    engine = build(recipe, parallel)
+    update(engine, parallel, 0)
     held = sum(tensor.numel() for tensor in engine._optimizer_state())
     gathers: list[str] = []
     patched = ("all_gather", "gather", "all_gather_into_tensor", "_all_gather_base")

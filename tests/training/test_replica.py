@@ -20,12 +20,12 @@ def rows_of(replica: int, length: int) -> list[TokenBatch]:
     return [row.select([0]), row]
 
 
-def shared(layout: ParallelConfig, lengths: tuple[int, ...]) -> list[list[TokenBatch]]:
+def shared(parallel: ParallelConfig, lengths: tuple[int, ...]) -> list[list[TokenBatch]]:
     """Broadcast rows of these lengths one after the other, and return what this rank receives."""
     from megarl.training.replica import Replica
 
-    replica = Replica(layout)
-    at = layout.coordinates(dist.get_rank())
+    replica = Replica(parallel)
+    at = parallel.coordinates(dist.get_rank())
     is_first = (at.tp, at.pp, at.cp) == (0, 0, 0)
     found = [list(replica.share(rows_of(at.dp, length) if is_first else None)) for length in lengths]
     replica.close()
@@ -33,7 +33,7 @@ def shared(layout: ParallelConfig, lengths: tuple[int, ...]) -> list[list[TokenB
 
 
 @pytest.mark.parametrize(
-    "layout",
+    "parallel",
     [
         pytest.param(ParallelConfig(1, 1, 4, 1), id="dp4"),
         pytest.param(ParallelConfig(2, 1, 2, 1), id="tp2 dp2"),
@@ -42,12 +42,12 @@ def shared(layout: ParallelConfig, lengths: tuple[int, ...]) -> list[list[TokenB
         pytest.param(ParallelConfig(2, 2, 1, 1), id="tp2 pp2"),
     ],
 )
-def test_all_ranks_of_a_replica_get_its_rows(ranks: RankPool, layout: ParallelConfig) -> None:
+def test_all_ranks_of_a_replica_get_its_rows(ranks: RankPool, parallel: ParallelConfig) -> None:
     # The last is longer than the first block of a broadcast.
     lengths = 3, 50, 60_000
-    for rank, found in enumerate(ranks.run(shared, layout, lengths, world_size=layout.world_size)):
+    for rank, found in enumerate(ranks.run(shared, parallel, lengths, world_size=parallel.world_size)):
         for length, rows in zip(lengths, found, strict=True):
-            expected = rows_of(layout.coordinates(rank).dp, length)
+            expected = rows_of(parallel.coordinates(rank).dp, length)
             assert len(rows) == 2
             for row, theirs in zip(rows, expected, strict=True):
                 for name in ("token_ids", "loss_mask", "cu_seqlens", "samples"):

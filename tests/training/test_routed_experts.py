@@ -37,35 +37,35 @@ def replayed(sequence: int, length: int) -> np.ndarray:
     return went_through[np.minimum(np.arange(length), len(went_through) - 1)]
 
 
-def fetch_values(layout: ParallelConfig, layers: list[list[int]], sequence_parallel: bool) -> list[tuple[Any, Any]]:
+def fetch_values(parallel: ParallelConfig, layers: list[list[int]], sequence_parallel: bool) -> list[tuple[Any, Any]]:
     """This rank's experts of its rows, as fetched and as they should be."""
     from megarl.training.packed_rows import pack_row
 
-    rank, at = dist.get_rank(), layout.coordinates(dist.get_rank())
-    held = StoredExperts(rank, layout.world_size)
+    rank, at = dist.get_rank(), parallel.coordinates(dist.get_rank())
+    held = StoredExperts(rank, parallel.world_size)
     mine = {
         s: held.keep(experts_of(s, max(1, length - 1)))
         for s, length in enumerate(LENGTHS)
-        if HOLDERS[s] % layout.world_size == rank
+        if HOLDERS[s] % parallel.world_size == rank
     }
-    gathered: list[Any] = [None] * layout.world_size
+    gathered: list[Any] = [None] * parallel.world_size
     dist.all_gather_object(gathered, mine)
     handles = {s: handle for part in gathered for s, handle in part.items()}
     batch = TokenBatch.from_sequences([TrainingSequence(np.arange(n), np.ones(n, bool)) for n in LENGTHS])
     batch = replace(batch, experts=np.array([handles[s] for s in range(len(LENGTHS))]))
-    parts = layout.tp if sequence_parallel else 1
+    parts = parallel.tp if sequence_parallel else 1
     packed = pack(
         LENGTHS,
         max_tokens=32,
-        num_ranks=layout.dp,
-        multiple=layout.sequence_multiple,
-        rows_multiple=layout.rows_multiple,
+        num_ranks=parallel.dp,
+        multiple=parallel.sequence_multiple,
+        rows_multiple=parallel.rows_multiple,
     )[at.dp]
     own, expected = [], []
     for row in packed:
         made = pack_row(
             batch.select(row), multiple=parts, qkv_format="packed", device=torch.device("cpu"),
-            cp=layout.cp, cp_rank=at.cp,
+            cp=parallel.cp, cp_rank=at.cp,
         )  # fmt: skip
         assert made.row.local is not None
         places = np.split(made.row.local.numpy(), parts)[at.tp % parts]
@@ -86,7 +86,7 @@ ALL = [[0, 1, 2, 3]]
 
 
 @pytest.mark.parametrize(
-    ("layout", "layers", "sequence_parallel"),
+    ("parallel", "layers", "sequence_parallel"),
     [
         pytest.param(ParallelConfig(1, 1, 1, 1), ALL, False, id="one rank"),
         pytest.param(ParallelConfig(1, 1, 2, 1), ALL, False, id="dp2"),
@@ -102,9 +102,9 @@ ALL = [[0, 1, 2, 3]]
     ],
 )
 def test_ranks_get_the_experts_of_their_tokens_and_layers(
-    ranks: RankPool, layout: ParallelConfig, layers: list[list[int]], sequence_parallel: bool
+    ranks: RankPool, parallel: ParallelConfig, layers: list[list[int]], sequence_parallel: bool
 ) -> None:
-    results = ranks.run(fetch_values, layout, layers, sequence_parallel, world_size=layout.world_size)
+    results = ranks.run(fetch_values, parallel, layers, sequence_parallel, world_size=parallel.world_size)
     for rows in results:
         assert rows
         for found, expected in rows:
@@ -173,12 +173,12 @@ def fetch_repeated() -> str:
     return "no error"
 
 
-def fetch_for_trees(layout: ParallelConfig) -> bool:
+def fetch_for_trees(parallel: ParallelConfig) -> bool:
     """Whether this rank's stored tokens get the experts of every token that they stand for."""
     from megarl.training.rows import make_microbatch
 
-    rank, at = dist.get_rank(), layout.coordinates(dist.get_rank())
-    held = StoredExperts(rank, layout.world_size)
+    rank, at = dist.get_rank(), parallel.coordinates(dist.get_rank())
+    held = StoredExperts(rank, parallel.world_size)
     # Three answers to one prompt of 9 tokens. For the last one the engine chose other experts from token 6 on.
     tokens = [np.append(np.arange(9), [20 + answer, 30, 31]) for answer in range(3)]
     chosen = [experts_of(0, 12), experts_of(0, 12), np.concatenate([experts_of(0, 6), experts_of(1, 12)[6:]])]
@@ -188,11 +188,11 @@ def fetch_for_trees(layout: ParallelConfig) -> bool:
     batch.expert_digests = np.concatenate([np.append(digests(experts[:11]), np.uint32(0)) for experts in chosen])
     batch.shares_prefixes = True
     row = make_microbatch(
-        batch, multiple=layout.tp, qkv_format="packed", device=torch.device("cpu"), cp=layout.cp, cp_rank=at.cp
+        batch, multiple=parallel.tp, qkv_format="packed", device=torch.device("cpu"), cp=parallel.cp, cp_rank=at.cp
     )
     tree = row.row.tree
-    assert tree is not None and len(tree.positions) - layout.world_size < 9 + 3 + 3 + 6 <= len(tree.positions)
-    places = np.split(row.represented_tokens(), layout.tp)[at.tp]
+    assert tree is not None and len(tree.positions) - parallel.world_size < 9 + 3 + 3 + 6 <= len(tree.positions)
+    places = np.split(row.represented_tokens(), parallel.tp)[at.tp]
     [found] = fetch_routes(ExpertExchange(held, range(NUM_LAYERS), TOP_K), [OwnTokens(batch, row.padded, places)])
     wanted = np.concatenate([experts[np.minimum(np.arange(12), 10)] for experts in chosen])
     first = at.tp * len(places)
@@ -204,11 +204,11 @@ def fetch_for_trees(layout: ParallelConfig) -> bool:
 
 
 @pytest.mark.parametrize(
-    "layout",
+    "parallel",
     [
         pytest.param(ParallelConfig(1, 1, 1, 1), id="one rank"),
         pytest.param(ParallelConfig(2, 1, 1, 1, cp=2), id="tp2 cp2"),
     ],
 )
-def test_stored_tokens_get_the_experts_of_all_their_sequences(ranks: RankPool, layout: ParallelConfig) -> None:
-    assert all(ranks.run(fetch_for_trees, layout, world_size=layout.world_size))
+def test_stored_tokens_get_the_experts_of_all_their_sequences(ranks: RankPool, parallel: ParallelConfig) -> None:
+    assert all(ranks.run(fetch_for_trees, parallel, world_size=parallel.world_size))

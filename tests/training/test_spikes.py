@@ -20,13 +20,13 @@ from tests.training.test_training_engine import build, make_updates, recipe_of, 
 
 
 def state_after(
-    recipe: Recipe, layout: ParallelConfig, updates: list[Any], limits: list[UpdateLimits]
+    recipe: Recipe, parallel: ParallelConfig, updates: list[Any], limits: list[UpdateLimits]
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
     """One rank's metrics of each update; its weights, main weights and moments in the end."""
-    engine, *_ = build(recipe, layout)
+    engine, *_ = build(recipe, parallel)
     metrics = []
     for sequences, limit in zip(updates, limits, strict=True):
-        rows = row_batches(sequences, rows_of(recipe, layout, sequences))
+        rows = row_batches(sequences, rows_of(recipe, parallel, sequences))
         metrics.append({name: metric.number for name, metric in engine.update(rows, limits=limit).items()})
     state = dict(engine.parameters) | {f"optimizer {i}": t for i, t in enumerate(engine._optimizer_state())}
     return metrics, {name: value.detach().clone() for name, value in state.items()}
@@ -37,14 +37,14 @@ def test_a_dropped_update_leaves_the_state_of_a_run_without_it(
     ranks: RankPool, tiny_model: Callable[..., Path], distributed: bool
 ) -> None:
     folder = tiny_model(hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=48, vocab_size=431)
-    recipe, layout = recipe_of(folder, "rl", distributed_optimizer=distributed), ParallelConfig(1, 1, 2, 1)
+    recipe, parallel = recipe_of(folder, "rl", distributed_optimizer=distributed), ParallelConfig(1, 1, 2, 1)
     first, middle, last = make_updates(recipe, 431)
     # A poisoned batch: rewards that are a thousand times too large.
     poisoned = [replace(one, advantages=None if one.advantages is None else 1000 * one.advantages) for one in middle]
     none, norm, loss = UpdateLimits(), UpdateLimits(grad_norm=100.0), UpdateLimits(loss=10.0)
 
     def state(updates: list[Any], limits: list[UpdateLimits]) -> Any:
-        return ranks.run(state_after, recipe, layout, updates, limits, world_size=2)
+        return ranks.run(state_after, recipe, parallel, updates, limits, world_size=2)
 
     expected = state([first, last], [none, none])
     for limit, name in ((norm, "train/grad_norm"), (loss, "train/loss")):
@@ -65,7 +65,7 @@ def test_an_update_without_a_trained_token_leaves_the_state_of_a_run_without_it(
 ) -> None:
     """One trained token on one of the ranks is enough for an update."""
     folder = tiny_model(hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=48, vocab_size=431)
-    recipe, layout = recipe_of(folder, "rl"), ParallelConfig(1, 1, 2, 1)
+    recipe, parallel = recipe_of(folder, "rl"), ParallelConfig(1, 1, 2, 1)
     recipe = recipe.model_copy(update={"optimizer": recipe.optimizer.model_copy(update={"weight_decay": 0.1})})
     first, middle, last = make_updates(recipe, 431)
     empty = [replace(one, loss_mask=np.zeros_like(one.loss_mask)) for one in middle]
@@ -73,7 +73,7 @@ def test_an_update_without_a_trained_token_leaves_the_state_of_a_run_without_it(
     none = UpdateLimits()
 
     def state(updates: list[Any], limit: UpdateLimits) -> Any:
-        return ranks.run(state_after, recipe, layout, updates, [limit] * len(updates), world_size=2)
+        return ranks.run(state_after, recipe, parallel, updates, [limit] * len(updates), world_size=2)
 
     found = state([first, empty, last], UpdateLimits(grad_norm=100.0, loss=10.0))
     for (metrics, tensors), (_, wanted) in zip(found, state([first, last], none), strict=True):

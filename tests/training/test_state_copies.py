@@ -13,7 +13,7 @@ from megarl.config.parallel import ParallelConfig
 from megarl.families.shape import read_model_shape
 from megarl.reshard.state_moves import StateSettings, state_moves
 from megarl.testing import RankPool
-from tests.training.test_checkpoint import Sizes, build, layout_of, recipe_of, update
+from tests.training.test_checkpoint import Sizes, build, parallel_of, recipe_of, update
 
 
 def copy_and_restore(recipe: Any) -> tuple[bool, bool, dict[str, Any], str]:
@@ -28,22 +28,22 @@ def copy_and_restore(recipe: Any) -> tuple[bool, bool, dict[str, Any], str]:
         # All parts: without the distributed optimizer, only one rank's are the main ones.
         return {(part.name, part.start): part.values.numpy().tobytes() for part in state_parts(models)}
 
-    layout, topology = layout_of((1, 1, 2)), [("a",), ("b",)]
-    engine, copies = build(recipe, layout), StateCopies()
+    parallel, topology = parallel_of((1, 1, 2)), [("a",), ("b",)]
+    engine, copies = build(recipe, parallel), StateCopies()
     models = {"": engine}
-    update(engine, layout, 0)
+    update(engine, parallel, 0)
     before, copier = state(), StateCopier(copies, topology)
     for step in (1, 2):
-        copier.begin(step, models, str(layout), weight_version=step)
+        copier.begin(step, models, str(parallel), weight_version=step)
         assert copier.finish(wait=True)
-    update(engine, layout, 1)
+    update(engine, parallel, 1)
     has_changed = state() != before
-    driver, _ = restore(copies, 2, models, str(layout), topology)
+    driver, _ = restore(copies, 2, models, str(parallel), topology)
     is_equal = state() == before
     copy = next(copy for (step, _), copy in copies.held.items() if step == 2 and copy.blocks)
     copy.blocks["float32"][3] ^= 1
     try:
-        restore(copies, 2, models, str(layout), topology)
+        restore(copies, 2, models, str(parallel), topology)
     except DataError as error:
         return has_changed, is_equal, driver, str(error)
     return has_changed, is_equal, driver, ""
@@ -57,28 +57,28 @@ def test_a_state_is_restored_bit_for_bit(ranks: RankPool, tiny_model: Callable[.
         assert driver == {"weight_version": 2} and "state after step 2 has the checksum" in error
 
 
-def copied(recipe: Any, layout: ParallelConfig) -> tuple[Any, list[Any]]:
+def copied(recipe: Any, parallel: ParallelConfig) -> tuple[Any, list[Any]]:
     """Train, and copy the state. Returns the copies on this rank, and the parts of the state."""
     from megarl.training.state_copies import StateCopier, StateCopies
 
-    engine, copies = build(recipe, layout), StateCopies()
-    update(engine, layout, 0)
-    copier = StateCopier(copies, [("a",)] * layout.world_size)
-    copier.begin(1, {"": engine}, str(layout))
+    engine, copies = build(recipe, parallel), StateCopies()
+    update(engine, parallel, 0)
+    copier = StateCopier(copies, [("a",)] * parallel.world_size)
+    copier.begin(1, {"": engine}, str(parallel))
     assert copier.finish(wait=True)
     return copies, parts_of(engine)
 
 
-def restored(recipe: Any, layout: ParallelConfig, copies: list[Any]) -> tuple[int, list[Any]]:
+def restored(recipe: Any, parallel: ParallelConfig, copies: list[Any]) -> tuple[int, list[Any]]:
     """Restore the state of a run with other sizes. Returns the bytes received, and the parts of the state."""
     from torch import distributed as dist
 
     from megarl.training.state_copies import StateCopies, restore
 
-    engine, own = build(recipe, layout), StateCopies()
+    engine, own = build(recipe, parallel), StateCopies()
     if dist.get_rank() < len(copies):
         own = copies[dist.get_rank()]
-    _, received = restore(own, 1, {"": engine}, str(layout), [("a",)] * layout.world_size)
+    _, received = restore(own, 1, {"": engine}, str(parallel), [("a",)] * parallel.world_size)
     return received, parts_of(engine)
 
 
@@ -124,7 +124,7 @@ def test_a_resize_moves_the_bytes_that_were_predicted(
 ) -> None:
     """They are the minimum: each rank receives only what it lacks. The values are equal, bit for bit."""
     recipe = recipe_of(tiny_model(num_layers=2, **shape), distributed_optimizer=distributed)
-    old, new = layout_of(before), layout_of(after)
+    old, new = parallel_of(before), parallel_of(after)
     first = ranks.run(copied, recipe, old, world_size=old.world_size)
     then = ranks.run(restored, recipe, new, [copies for copies, _ in first], world_size=new.world_size)
     expected, found = whole([parts for _, parts in first]), whole([parts for _, parts in then])

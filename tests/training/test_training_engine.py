@@ -102,7 +102,7 @@ def retained_sets(token_ids: np.ndarray, vocab_size: int) -> RetainedSets:
     return RetainedSets(counts, np.concatenate(sets).astype(np.int32))
 
 
-def build(recipe: Recipe, layout: ParallelConfig, arena: Any = None) -> tuple[Any, Any, Any]:
+def build(recipe: Recipe, parallel: ParallelConfig, arena: Any = None) -> tuple[Any, Any, Any]:
     from megarl.checkpoint import safetensors
     from megarl.families.shape import padded_vocab_size
     from megarl.models.configuration import uses_transformer_engine
@@ -113,8 +113,8 @@ def build(recipe: Recipe, layout: ParallelConfig, arena: Any = None) -> tuple[An
     shape = read_model_shape(recipe.model.path)
     layouts = megatron_layouts(
         shape,
-        layout,
-        padded_vocab_size=padded_vocab_size(shape.vocab_size, layout.tp),
+        parallel,
+        padded_vocab_size=padded_vocab_size(shape.vocab_size, parallel.tp),
         transformer_engine=uses_transformer_engine(),
     )
     pieces = layouts[dist.get_rank()]
@@ -122,29 +122,29 @@ def build(recipe: Recipe, layout: ParallelConfig, arena: Any = None) -> tuple[An
     def load(parameters: Mapping[str, torch.Tensor]) -> None:
         safetensors.load(recipe.model.path, pieces, parameters)
 
-    reference = FrozenModel(recipe, layout, shape, load) if recipe.has_reference else None
-    return TrainingEngine(recipe, layout, shape, load, arena=arena), reference, pieces
+    reference = FrozenModel(recipe, parallel, shape, load) if recipe.has_reference else None
+    return TrainingEngine(recipe, parallel, shape, load, arena=arena), reference, pieces
 
 
-def rows_of(recipe: Recipe, layout: ParallelConfig, sequences: Sequence[TrainingSequence]) -> list[Any]:
+def rows_of(recipe: Recipe, parallel: ParallelConfig, sequences: Sequence[TrainingSequence]) -> list[Any]:
     rows = pack(
         [len(s) for s in sequences],
         max_tokens=recipe.trainer.max_tokens_per_microbatch,
-        num_ranks=layout.dp,
-        multiple=layout.tp,
+        num_ranks=parallel.dp,
+        multiple=parallel.tp,
         together=recipe.sequences_per_example,
     )
-    return rows[layout.coordinates(dist.get_rank()).dp]
+    return rows[parallel.coordinates(dist.get_rank()).dp]
 
 
-def train(recipe: Recipe, layout: ParallelConfig, updates: list[list[TrainingSequence]]) -> dict[str, Any]:
+def train(recipe: Recipe, parallel: ParallelConfig, updates: list[list[TrainingSequence]]) -> dict[str, Any]:
     """One rank's metrics of every update, gradient of the first, parameters at the end, and log-probs."""
-    engine, reference, pieces = build(recipe, layout)
-    indices = rows_of(recipe, layout, updates[0])
+    engine, reference, pieces = build(recipe, parallel)
+    indices = rows_of(recipe, parallel, updates[0])
     first = row_batches(updates[0], indices)
     result: dict[str, Any] = {"indices": indices, "before": engine.forward(first), "metrics": []}
     for sequences in updates:
-        rows = row_batches(sequences, rows_of(recipe, layout, sequences))
+        rows = row_batches(sequences, rows_of(recipe, parallel, sequences))
         result["metrics"].append(engine.update(rows))
         if "gradient" not in result:
             result["gradient"] = cut_out(pieces, {n: p.main_grad for n, p in engine.parameters.items()})
@@ -164,10 +164,10 @@ def whole(parts: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
 def trained(ranks: RankPool, recipe: Recipe, sizes: tuple[int, int, int]) -> dict[str, Any]:
     """All ranks' results as those of one."""
     tp, pp, dp = sizes
-    layout = ParallelConfig(tp, pp, dp, 1)
+    parallel = ParallelConfig(tp, pp, dp, 1)
     updates = make_updates(recipe, read_model_shape(recipe.model.path).vocab_size)
-    results = ranks.run(train, recipe, layout, updates, world_size=layout.world_size)
-    reporting = [results[layout.rank(0, replica, pp - 1)] for replica in range(dp)]
+    results = ranks.run(train, recipe, parallel, updates, world_size=parallel.world_size)
+    reporting = [results[parallel.rank(0, replica, pp - 1)] for replica in range(dp)]
     logprobs = {
         name: {i: value for r in reporting for i, value in by_sequence(updates[0], r["indices"], r[name]).items()}
         for name in (*LOGPROBS, "both", "entropies")
@@ -377,15 +377,15 @@ def test_updates_are_those_of_float64(
 
 
 def poisoned(
-    recipe: Recipe, layout: ParallelConfig, sequences: list[TrainingSequence], sound: list[TrainingSequence]
+    recipe: Recipe, parallel: ParallelConfig, sequences: list[TrainingSequence], sound: list[TrainingSequence]
 ) -> tuple[list[float], bool, int, str]:
     """Whether each update was skipped, whether weights stayed while they were, and the error in the end."""
-    engine, *_ = build(recipe, layout)
+    engine, *_ = build(recipe, parallel)
     before = {name: value.detach().clone() for name, value in engine.parameters.items()}
     skipped, stayed = [], True
     try:
         for batch in (sequences, sound, sequences, sequences):
-            metrics = engine.update(row_batches(batch, rows_of(recipe, layout, batch)))
+            metrics = engine.update(row_batches(batch, rows_of(recipe, parallel, batch)))
             skipped.append(metrics["train/update_skipped"].number)
             if len(skipped) == 1:
                 stayed = all(torch.equal(before[name], value) for name, value in engine.parameters.items())
@@ -403,25 +403,25 @@ def test_updates_that_are_no_numbers_are_skipped_and_then_end_the_run(
     advantages = sequences[3].advantages
     assert advantages is not None
     advantages[-1] = np.nan
-    layout = ParallelConfig(1, 1, 2, 1)
-    for skipped, stayed, code, message in ranks.run(poisoned, recipe, layout, sequences, sound, world_size=2):
+    parallel = ParallelConfig(1, 1, 2, 1)
+    for skipped, stayed, code, message in ranks.run(poisoned, recipe, parallel, sequences, sound, world_size=2):
         assert (skipped, stayed, code) == ([1, 0, 1], True, 70)
         assert "loss or gradient of 2 updates in a row was not finite" in message
         assert "from the batch's advantages on trainer rank 1. Lower optimizer.learning_rate" in message
 
 
-def offloading(recipe: Recipe, layout: ParallelConfig, updates: list[list[TrainingSequence]]) -> dict[str, Any]:
+def offloading(recipe: Recipe, parallel: ParallelConfig, updates: list[list[TrainingSequence]]) -> dict[str, Any]:
     """Updates with everything given away between them; bytes that stayed; parameters at the end; what was locked."""
     from megarl.worker.arena_size import start_arena
 
-    arena = start_arena(recipe, layout, dist.get_rank())
-    engine, *_ = build(recipe, layout, arena)
+    arena = start_arena(recipe, parallel, dist.get_rank())
+    engine, *_ = build(recipe, parallel, arena)
     stayed = 0
     # Before the first update there are no moments.
     engine.offload()
     for sequences in updates:
         engine.onload()
-        engine.update(row_batches(sequences, rows_of(recipe, layout, sequences)))
+        engine.update(row_batches(sequences, rows_of(recipe, parallel, sequences)))
         engine.offload()
         held = [*engine.parameters.values(), *engine._gradients(), *engine._optimizer_state()]
         stayed += sum(tensor.untyped_storage().nbytes() for tensor in held)

@@ -51,7 +51,7 @@ def recipe_of(folder: Path, **sections: Any) -> Recipe:
     )
 
 
-def layout_of(name: str) -> ParallelConfig:
+def parallel_of(name: str) -> ParallelConfig:
     return ParallelConfig(**{"tp": 1, "pp": 1, "dp": 1, "rollout_tp": 1, **LAYOUTS[name]})
 
 
@@ -72,7 +72,7 @@ def answers(vocab_size: int) -> list[TrainingSequence]:
     return made
 
 
-def build(recipe: Recipe, layout: ParallelConfig, folder: Path, role: Any) -> tuple[Any, Any]:
+def build(recipe: Recipe, parallel: ParallelConfig, folder: Path, role: Any) -> tuple[Any, Any]:
     from megarl.checkpoint import safetensors
     from megarl.families.shape import padded_vocab_size, read_model_shape
     from megarl.reshard.layouts.megatron import check_against, megatron_layouts, parameter_shapes
@@ -80,39 +80,39 @@ def build(recipe: Recipe, layout: ParallelConfig, folder: Path, role: Any) -> tu
 
     shape = read_model_shape(folder)
     shape = shape.with_value_head() if role == "critic" else shape
-    layouts = megatron_layouts(shape, layout, padded_vocab_size=padded_vocab_size(shape.vocab_size, layout.tp))
+    layouts = megatron_layouts(shape, parallel, padded_vocab_size=padded_vocab_size(shape.vocab_size, parallel.tp))
 
     def load(parameters: Mapping[str, torch.Tensor]) -> None:
-        check_against(parameter_shapes(layouts, layout.coordinates(dist.get_rank())), parameters)
+        check_against(parameter_shapes(layouts, parallel.coordinates(dist.get_rank())), parameters)
         safetensors.load(folder, layouts[dist.get_rank()], parameters)
 
-    return TrainingEngine(recipe, layout, shape, load, role=role), layouts
+    return TrainingEngine(recipe, parallel, shape, load, role=role), layouts
 
 
-def own_rows(lengths: Sequence[int], layout: ParallelConfig) -> list[list[int]]:
+def own_rows(lengths: Sequence[int], parallel: ParallelConfig) -> list[list[int]]:
     rows = pack(
         lengths,
         max_tokens=64,
-        num_ranks=layout.dp,
-        multiple=layout.sequence_multiple * layout.tp,
-        rows_multiple=layout.rows_multiple,
+        num_ranks=parallel.dp,
+        multiple=parallel.sequence_multiple * parallel.tp,
+        rows_multiple=parallel.rows_multiple,
     )
-    return rows[layout.coordinates(dist.get_rank()).dp]
+    return rows[parallel.coordinates(dist.get_rank()).dp]
 
 
 def train_and_export(
-    recipe: Recipe, layout: ParallelConfig, folder: Path, sequences: list[TrainingSequence], out: Path
+    recipe: Recipe, parallel: ParallelConfig, folder: Path, sequences: list[TrainingSequence], out: Path
 ) -> dict[str, Any]:
     """Two updates of a critic, its values before and after, and its export."""
     from megarl.checkpoint import safetensors
 
-    engine, layouts = build(recipe, layout, folder, "critic")
-    indices = own_rows(LENGTHS, layout)
+    engine, layouts = build(recipe, parallel, folder, "critic")
+    indices = own_rows(LENGTHS, parallel)
     rows = row_batches(sequences, indices)
     before = engine.forward(rows)
     updates = [engine.update(rows) for _ in range(2)]
     ends = with_score_masks(TokenBatch.from_sequences(sequences))
-    end_indices = own_rows(ends.lengths.tolist(), layout)
+    end_indices = own_rows(ends.lengths.tolist(), parallel)
     after = engine.forward([ends.select(row) for row in end_indices])
     safetensors.export(
         out,
@@ -144,15 +144,15 @@ def alone(
 def train_on(
     ranks: RankPool, folder: Path, name: str, out: Path
 ) -> tuple[Path, list[dict[str, float]], dict[int, float]]:
-    layout = layout_of(name)
+    parallel = parallel_of(name)
     trainer = {"max_tokens_per_microbatch": 64}
     if name == "tp2 without sp":
         trainer["sequence_parallel"] = False
     vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
     results = ranks.run(
         train_and_export,
-        recipe_of(folder, trainer=trainer), layout, folder, answers(vocab_size), out,
-        world_size=layout.world_size,
+        recipe_of(folder, trainer=trainer), parallel, folder, answers(vocab_size), out,
+        world_size=parallel.world_size,
     )  # fmt: skip
     assert all(result["before_is_zero"] for result in results), "a new head says nothing"
     updates = [
@@ -236,15 +236,15 @@ def test_a_classifier_of_several_labels_is_refused(alone: Any, tmp_path: Path) -
 
 
 def save_or_restore(
-    recipe: Recipe, layout: ParallelConfig, folders: tuple[Path, Path], into: Path | None, out: Path
+    recipe: Recipe, parallel: ParallelConfig, folders: tuple[Path, Path], into: Path | None, out: Path
 ) -> Any:
     """Policy and critic, trained and saved; or restored from there and trained on."""
     from megarl.training import checkpoint
 
-    policy, critic = (build(recipe, layout, folder, role)[0] for folder, role in zip(folders, ROLES, strict=True))
+    policy, critic = (build(recipe, parallel, folder, role)[0] for folder, role in zip(folders, ROLES, strict=True))
     engines = {"": policy, "critic": critic}
     sequences = answers(recipe_vocab(folders[0]))
-    rows = row_batches(sequences, own_rows(LENGTHS, layout))
+    rows = row_batches(sequences, own_rows(LENGTHS, parallel))
     policy_rows = [
         row.with_arrays({name: row.per_token[of] for name, of in (("token_weights",) * 2, ("advantages", "returns"))})
         for row in rows
@@ -255,11 +255,11 @@ def save_or_restore(
 
     if into is not None:
         update()
-        save = checkpoint.stage(into, engines, str(layout))
+        save = checkpoint.stage(into, engines, str(parallel))
         save.write(asynchronous=False)
         save.finish()
     else:
-        checkpoint.restore(out, engines, str(layout))
+        checkpoint.restore(out, engines, str(parallel))
     metrics = update()
     return metrics, {
         name: {n: p.detach().numpy().copy() for n, p in e.parameters.items()} for name, e in engines.items()
@@ -275,11 +275,11 @@ def test_policy_and_critic_share_a_checkpoint(
     ranks: RankPool, tiny_model: Any, alone: Any, tmp_path: Path, second: str
 ) -> None:
     folders = tiny_model(num_layers=2, num_kv_heads=2), alone[0]
-    recipe, layout = recipe_of(folders[0]), layout_of("tp2")
+    recipe, parallel = recipe_of(folders[0]), parallel_of("tp2")
     home = tmp_path / "checkpoint"
     home.mkdir()
-    saved = ranks.run(save_or_restore, recipe, layout, folders, home, home, world_size=2)
-    restored = ranks.run(save_or_restore, recipe, layout_of(second), folders, None, home, world_size=2)
+    saved = ranks.run(save_or_restore, recipe, parallel, folders, home, home, world_size=2)
+    restored = ranks.run(save_or_restore, recipe, parallel_of(second), folders, None, home, world_size=2)
     both = []
     for results in (saved, restored):
         both.append([values(merge(r[0][i] for r in results if r[0][i])) for i in range(2)])

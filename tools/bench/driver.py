@@ -139,7 +139,7 @@ class Driver:
     """The parts of a run's driver, for ranks of one replica a node."""
 
     group: MeasuredGroup
-    layout: ParallelConfig
+    parallel: ParallelConfig
     num_samples: int
     mean_tokens: int
     recipe: Recipe = field(init=False)
@@ -159,9 +159,9 @@ class Driver:
                 "algorithm": {"importance_sampling": "tis"},
             }
         )  # fmt: skip
-        self.policy = RankModel(self.group, self.layout, PROMPT_TOKENS + limit)
+        self.policy = RankModel(self.group, self.parallel, PROMPT_TOKENS + limit)
         self.performance = Performance(self.recipe, RunRanks(self.group), {"policy": self.policy})
-        self.pool = EnginePool(self.group, self.layout, max_running=64)
+        self.pool = EnginePool(self.group, self.parallel, max_running=64)
         self.state = RLState(self.recipe.algorithm)
         self.buffer = GroupBuffer(self.recipe, self._sources(), self.state)
 
@@ -182,8 +182,8 @@ class Driver:
 
     async def verbs(self, repeats: int) -> None:
         """Calls of all ranks that do nothing, and of all engines by themselves, as their pumps make them."""
-        tp = self.layout.rollout_tp
-        replicas = [range(leader, leader + tp) for leader in self.layout.leaders()]
+        tp = self.parallel.rollout_tp
+        replicas = [range(leader, leader + tp) for leader in self.parallel.leaders()]
         await self.group.call("nothing")
         for _ in range(repeats):
             with self.group.measured("call"):
@@ -231,19 +231,19 @@ async def measure(options: argparse.Namespace, *, relayed: bool) -> dict[str, An
     """Start ranks, and measure calls, and through relays steps too; the costs, and of relays the memory in bytes."""
     size = options.ranks
     tp = min(options.per_node, size)
-    layout = ParallelConfig(tp=tp, pp=1, dp=size // tp, rollout_tp=tp)
+    parallel = ParallelConfig(tp=tp, pp=1, dp=size // tp, rollout_tp=tp)
     group = MeasuredGroup(size, options.per_node)
     group.most_direct = 1 if relayed else size
     with tempfile.TemporaryDirectory() as folder:
         with group.measured("start"):
             await group.start(
                 "idle_ranks:Idle",
-                {"layout": layout, "topology": [(f"node{rank // tp}",) for rank in range(size)]},
+                {"parallel": parallel, "topology": [(f"node{rank // tp}",) for rank in range(size)]},
                 log_folder=Path(folder),
                 start_timeout_seconds=options.timeout,
             )
         try:
-            driver = Driver(group, layout, options.samples, options.tokens)
+            driver = Driver(group, parallel, options.samples, options.tokens)
             await driver.begin()
             await driver.verbs(options.repeats)
             found: dict[str, Any] = {"costs": group.costs, "num_connections": len(group.connections)}

@@ -52,10 +52,10 @@ class IdleModel:
 class Idle:
     """The worker of a rank."""
 
-    def __init__(self, rank: int, world_size: int, layout: ParallelConfig, **_: object) -> None:
+    def __init__(self, rank: int, world_size: int, parallel: ParallelConfig, **_: object) -> None:
         assert "torch" not in sys.modules, "a rank of this benchmark is small: it has no torch"
         self.policy = IdleModel(rank)
-        self._is_leader = rank in layout.leaders()
+        self._is_leader = rank in parallel.leaders()
         self._version = 0
 
     def nothing(self) -> None:

@@ -98,7 +98,7 @@ def measure(options: argparse.Namespace, folder: Path) -> bool:
 
     torch.set_num_threads(options.threads)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-    shape, layout = read_model_shape(str(folder)), ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1)
+    shape, parallel = read_model_shape(str(folder)), ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1)
     recipe = Recipe.model_validate(
         {
             "name": "prefixes", "loop": "rl", "model": {"path": str(folder), "dtype": "float32"},
@@ -106,11 +106,11 @@ def measure(options: argparse.Namespace, folder: Path) -> bool:
             "algorithm": {"old_logprobs": "trainer"},
         }
     )  # fmt: skip
-    pieces = megatron_layouts(shape, layout, padded_vocab_size=padded_vocab_size(shape.vocab_size, 1))[0]
-    engine = TrainingEngine(recipe, layout, shape, lambda tensors: safetensors.load(str(folder), pieces, tensors))
+    pieces = megatron_layouts(shape, parallel, padded_vocab_size=padded_vocab_size(shape.vocab_size, 1))[0]
+    engine = TrainingEngine(recipe, parallel, shape, lambda tensors: safetensors.load(str(folder), pieces, tensors))
     rank: Any = OneRank(engine)
     ratio = attention_ratio(shape)
-    auto = RankModel(rank, layout, 1 << 20, attention_ratio=ratio, shape=shape, packing=SharedPrefixes())
+    auto = RankModel(rank, parallel, 1 << 20, attention_ratio=ratio, shape=shape, packing=SharedPrefixes())
     ways = {"off": replace(auto, packing=RowPacking()), "auto": auto}
     is_met = True
     batches = cases(options.prompt, options.answer, options.group, shape.vocab_size)

@@ -25,7 +25,7 @@ from run_items import run_options
 
 from megarl.cluster.local import LocalGroup
 from megarl.platform import device
-from megarl.preflight import layout_of, load
+from megarl.preflight import load, parallel_of
 
 WORKER = "megarl.worker.colocated"
 WARM = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
@@ -66,8 +66,8 @@ class Starts:
 async def measure(options: Options, lines: ItemLines, recipe_file: Path) -> None:
     """Write the seconds of each kind of start."""
     recipe = load(recipe_file, ["rollout.vllm.enforce_eager=true", f"rollout.kv_cache_gib={kv_cache_gib(options):g}"])
-    layout = layout_of(recipe)
-    settings = {"recipe": recipe, "layout": layout, "topology": [("node",)]}
+    parallel = parallel_of(recipe)
+    settings = {"recipe": recipe, "parallel": parallel, "topology": [("node",)]}
     environment, is_gpu = device.rank_environment(1, options.device), options.device == "cuda"
     imports = device.forkable_imports(WORKER)
     starts = Starts(settings, options.work / "logs")

@@ -109,7 +109,7 @@ def export(engine: Any) -> dict[str, torch.Tensor]:
     from megarl.reshard.layouts.megatron import megatron_layouts
 
     layouts = megatron_layouts(
-        engine.shape, engine.layout, padded_vocab_size=padded_vocab_size(engine.shape.vocab_size, 1),
+        engine.shape, engine.parallel, padded_vocab_size=padded_vocab_size(engine.shape.vocab_size, 1),
         transformer_engine=engine.chunks[0].qkv_format == "thd",
     )  # fmt: skip
     found: dict[str, torch.Tensor] = {}

@@ -124,7 +124,7 @@ def recipe_of(folder: Path) -> Recipe:
     )  # fmt: skip
 
 
-async def sampled(recipe: Recipe, layout: ParallelConfig, count: int, logs: Path) -> dict[str, Any]:
+async def sampled(recipe: Recipe, parallel: ParallelConfig, count: int, logs: Path) -> dict[str, Any]:
     """So many trajectories, what differs from what was sampled, and the batch with the trainer's log-probs."""
     from megarl.cluster.launchers import start_ranks
     from megarl.data.chat import load_tokenizer
@@ -136,7 +136,7 @@ async def sampled(recipe: Recipe, layout: ParallelConfig, count: int, logs: Path
     async with AsyncExitStack() as stack:
         ranks = await start_ranks(recipe.cluster, logs)
         stack.push_async_callback(ranks.close)
-        settings = {"recipe": recipe, "layout": layout, "topology": ranks.topology}
+        settings = {"recipe": recipe, "parallel": parallel, "topology": ranks.topology}
         await ranks.trainers.construct("megarl.worker.colocated:Worker", settings)
         await ranks.call("reshard", False, 1)
         found: list[Trajectory] = []
@@ -144,7 +144,7 @@ async def sampled(recipe: Recipe, layout: ParallelConfig, count: int, logs: Path
         kinds: tuple[tuple[Any, History], ...] = ((tokenizer, "append"), (forgetful, "render"))
         for of_kind, history in kinds:
             dialogue = Dialogue(of_kind, "hermes")
-            pool = RecordingPool(ranks, layout, max_running=128)
+            pool = RecordingPool(ranks, parallel, max_running=128)
             sampler = GroupSampler(
                 pool=pool, dialogue=dialogue, score=unscored, environment="random", make_environment=RandomTalk,
                 max_prompt_tokens=PROMPT_TOKENS, max_turns=4, truncated_turn="close",
@@ -159,7 +159,7 @@ async def sampled(recipe: Recipe, layout: ParallelConfig, count: int, logs: Path
             found += half
         await ranks.call("sleep_engine")
         batch = RLBatch.from_groups([[trajectory] for trajectory in found])
-        trained = await models_of(recipe, layout, ranks.trainers)["policy"].forward(batch)
+        trained = await models_of(recipe, parallel, ranks.trainers)["policy"].forward(batch)
     gap = np.abs(trained - batch.per_token["rollout_logprobs"])[batch.loss_mask]
     return {
         "trajectories": found, "differing": num_differing, "sampled": num_sampled,
@@ -210,7 +210,7 @@ def minibatches(batch: RLBatch, trained: np.ndarray, recipe: Recipe) -> list[Tok
     return [plain, plain.with_arrays(scrambled)]
 
 
-def gradients(recipe: Recipe, layout: ParallelConfig, batches: Sequence[TokenBatch]) -> list[Any]:
+def gradients(recipe: Recipe, parallel: ParallelConfig, batches: Sequence[TokenBatch]) -> list[Any]:
     """On a rank: loss and gradient, by parameter, of each batch under the model folder's weights."""
     from megarl.checkpoint import safetensors
     from megarl.data.packing import pack
@@ -220,12 +220,12 @@ def gradients(recipe: Recipe, layout: ParallelConfig, batches: Sequence[TokenBat
     from megarl.training.training_engine import TrainingEngine
 
     shape = read_model_shape(recipe.model.path)
-    [pieces] = megatron_layouts(shape, layout, padded_vocab_size=padded_vocab_size(shape.vocab_size, 1))
+    [pieces] = megatron_layouts(shape, parallel, padded_vocab_size=padded_vocab_size(shape.vocab_size, 1))
 
     def load(parameters: Mapping[str, Any]) -> None:
         safetensors.load(recipe.model.path, pieces, parameters)
 
-    engine = TrainingEngine(recipe, layout, shape, load)
+    engine = TrainingEngine(recipe, parallel, shape, load)
     found = []
     parameters: dict[str, Any] = engine.parameters
     for batch in batches:
@@ -238,9 +238,9 @@ def gradients(recipe: Recipe, layout: ParallelConfig, batches: Sequence[TokenBat
 
 def check(folder: Path, count: int, pool: RankPool, logs: Path) -> dict[str, Any]:
     """The figures of so many trajectories; `met` says that all are within the limits."""
-    recipe, layout = recipe_of(folder), ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1)
-    made = asyncio.run(sampled(recipe, layout, count, logs))
-    [of_rank] = pool.run(gradients, recipe, layout, minibatches(made["batch"], made["trained"], recipe), world_size=1)
+    recipe, parallel = recipe_of(folder), ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1)
+    made = asyncio.run(sampled(recipe, parallel, count, logs))
+    [of_rank] = pool.run(gradients, recipe, parallel, minibatches(made["batch"], made["trained"], recipe), world_size=1)
     (loss, gradient), (scrambled_loss, scrambled) = of_rank
     found: list[Trajectory] = made["trajectories"]
     changed = sum(not np.array_equal(gradient[name], scrambled[name]) for name in gradient)

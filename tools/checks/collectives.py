@@ -87,7 +87,7 @@ class Case:
 
     name: str
     recipe: Recipe
-    layout: ParallelConfig
+    parallel: ParallelConfig
     shape: ModelShape
 
 
@@ -102,10 +102,10 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
     """Yield the recipe of the command line, or those of --cases."""
     from megarl.config.recipe import load
     from megarl.families.shape import planned_shape, shape_from_config
-    from megarl.preflight.sizes import aligned, layout_of
+    from megarl.preflight.sizes import aligned, parallel_of
 
     def case(name: str, recipe: Recipe, shape: ModelShape) -> Case:
-        return Case(name, recipe, aligned(recipe, shape, layout_of(recipe)), shape)
+        return Case(name, recipe, aligned(recipe, shape, parallel_of(recipe)), shape)
 
     if options.recipe:
         file, *overrides = options.recipe
@@ -131,9 +131,9 @@ def check_step(case: Case, options: argparse.Namespace) -> Iterator[dict[str, An
     from tools.collectives.traced_ranks import trace_ranks
 
     started = _Clock()
-    layout = case.layout
-    work = Work(case.recipe, layout, case.shape, options.rows or 2 * layout.pp)
-    ranks = list(range(layout.world_size)) if options.every_rank else representatives(layout)
+    parallel = case.parallel
+    work = Work(case.recipe, parallel, case.shape, options.rows or 2 * parallel.pp)
+    ranks = list(range(parallel.world_size)) if options.every_rank else representatives(parallel)
     traces = {trace.rank: trace for trace in trace_ranks(work, ranks, options.processes)}
     groups = traces[ranks[0]].groups
     findings = [
@@ -141,11 +141,11 @@ def check_step(case: Case, options: argparse.Namespace) -> Iterator[dict[str, An
         for rank, trace in traces.items()
         if list(trace.groups) != list(groups)
     ]
-    job, missing = shared_job(layout, groups, {rank: trace.program for rank, trace in traces.items()})
+    job, missing = shared_job(parallel, groups, {rank: trace.program for rank, trace in traces.items()})
     if missing:
         traces |= {trace.rank: trace for trace in trace_ranks(work, missing, options.processes)}
-        job, _ = shared_job(layout, groups, {rank: trace.program for rank, trace in traces.items()})
-    differing = differing_ranks(layout, groups, {rank: trace.program for rank, trace in traces.items()})
+        job, _ = shared_job(parallel, groups, {rank: trace.program for rank, trace in traces.items()})
+    differing = differing_ranks(parallel, groups, {rank: trace.program for rank, trace in traces.items()})
     findings += [f"rank {rank}: its calls are not those of the first rank with the same work" for rank in differing]
     cpu_seconds = sum(trace.cpu_seconds for trace in traces.values())
     yield _row(case, "step", job, findings, traced=len(traces), started=started, cpu_seconds=cpu_seconds)
@@ -175,7 +175,7 @@ def check_reshard(case: Case, num_ranks: int, name: str) -> dict[str, Any]:
 
     started = _Clock()
     dtype = case.recipe.model.dtype
-    plan = plan_of(case.recipe, case.layout, case.shape, num_ranks, getattr(torch, dtype).itemsize)
+    plan = plan_of(case.recipe, case.parallel, case.shape, num_ranks, getattr(torch, dtype).itemsize)
     found = exchanges(plan)
     examined = sorted({*range(0, num_ranks, -(-num_ranks // _MOST_EXAMINED)), num_ranks - 1})
     differing = differing_ranks(plan, found, examined)
@@ -229,6 +229,6 @@ def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             yield from check_step(case, options)
         if not case.recipe.has_engine or options.phase == "step":
             continue
-        yield check_reshard(case, case.layout.num_ranks, "reshard")
-        if case.layout.is_separate and len(case.layout.leaders()) > 1:
-            yield check_reshard(case, case.layout.num_ranks - case.layout.rollout_tp, "reshard, replica lost")
+        yield check_reshard(case, case.parallel.num_ranks, "reshard")
+        if case.parallel.is_separate and len(case.parallel.leaders()) > 1:
+            yield check_reshard(case, case.parallel.num_ranks - case.parallel.rollout_tp, "reshard, replica lost")

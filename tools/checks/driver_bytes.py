@@ -38,7 +38,7 @@ SAMPLES_PER_PROMPT, PROMPT_TOKENS = 16, 512
 class CountingRanks:
     """Ranks that count what the driver sends them and answer with results of the right size."""
 
-    layout: ParallelConfig
+    parallel: ParallelConfig
     sent: dict[str, int] = field(default_factory=dict)
     received: dict[str, int] = field(default_factory=dict)
 
@@ -46,11 +46,11 @@ class CountingRanks:
         results = []
         self.sent[method] = self.received[method] = 0
         for rank, rows in enumerate(per_rank):
-            at = self.layout.coordinates(rank)
+            at = self.parallel.coordinates(rank)
             self.sent[method] += len(pickle.dumps((method, (rows, *args), {}), protocol=5))
-            of_replica: list[TokenBatch] = per_rank[self.layout.replica_ranks(at.dp)[0]]
+            of_replica: list[TokenBatch] = per_rank[self.parallel.replica_ranks(at.dp)[0]]
             result: Any = None if method == "policy.forward" else {}
-            if at.tp == 0 and at.pp == self.layout.pp - 1:
+            if at.tp == 0 and at.pp == self.parallel.pp - 1:
                 result = {"train/tokens": Sum(1.0)}
                 if method == "policy.forward":
                     result = [np.zeros(len(row.token_ids), np.float32) for row in of_replica]
@@ -77,7 +77,7 @@ def sampled(count: int, mean_tokens: int, ranks: CountingRanks) -> list[list[Tra
             rollout_logprobs=-random.random(length, np.float32),
             finish_reason="stop",
             weight_versions=np.ones(length, np.int32),
-            routed_experts=ExpertsHandle(sample % ranks.layout.world_size, sample << 20),
+            routed_experts=ExpertsHandle(sample % ranks.parallel.world_size, sample << 20),
         )
         ranks.sent["advance"] += len(pickle.dumps(request, protocol=5))
         ranks.received["advance"] += len(pickle.dumps(completion, protocol=5))
@@ -99,7 +99,7 @@ async def step(groups: list[list[Trajectory]], ranks: CountingRanks, row_tokens:
         }
     )  # fmt: skip
     group: Any = ranks
-    trainer = RankModel(group, ranks.layout, row_tokens)
+    trainer = RankModel(group, ranks.parallel, row_tokens)
     batch = RLBatch.from_groups(groups)
     batch.per_token["old_logprobs"] = await trainer.forward(batch)
     compute_advantages(batch, recipe, 0.0)

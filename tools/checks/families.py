@@ -271,9 +271,9 @@ def prove_engine(name: str, folder: Path, pool: RankPool, work: Path) -> Found:
 
 def prove_packing(name: str, folder: Path, pool: RankPool, work: Path) -> Found:
     alone = reported(pool.run(logprobs, str(folder), ONE_RANK, "float32", False, world_size=1))
-    for layout in (ONE_RANK, ParallelConfig(tp=1, pp=1, dp=1, cp=2, rollout_tp=1)):
-        results = pool.run(logprobs, str(folder), layout, "float32", True, world_size=layout.world_size)
-        yield limited("packing", apart(reported(results), alone), PACKING_LIMIT) | {"layout": str(layout)}
+    for parallel in (ONE_RANK, ParallelConfig(tp=1, pp=1, dp=1, cp=2, rollout_tp=1)):
+        results = pool.run(logprobs, str(folder), parallel, "float32", True, world_size=parallel.world_size)
+        yield limited("packing", apart(reported(results), alone), PACKING_LIMIT) | {"layout": str(parallel)}
 
 
 def prove_conversion(name: str, folder: Path, pool: RankPool, work: Path) -> Found:
@@ -297,7 +297,7 @@ def prove_reshard(name: str, folder: Path, pool: RankPool, work: Path) -> Found:
     row = FAMILIES[name]
     layouts = EXPERT_LAYOUTS if row.has_experts else DENSE_LAYOUTS
     fitting = [at for at in layouts if at.etp == 1 or not row.has_expert_biases]
-    yield from live_weights("reshard", lambda layout: recipe_of(folder, layout), fitting, pool, work)
+    yield from live_weights("reshard", lambda parallel: recipe_of(folder, parallel), fitting, pool, work)
 
 
 def live_weights(
@@ -307,13 +307,13 @@ def live_weights(
     """Yield a row per layout: the live tensors that differ from vLLM loading the export, after three updates."""
     from tests.distributed.test_reshard import train_reshard_and_compare
 
-    for number, layout in enumerate(layouts):
+    for number, parallel in enumerate(layouts):
         exported = str(work / f"{proof} {number}" / "hf")
         results = pool.run(
-            train_reshard_and_compare, recipe_of(layout), layout, exported, 3, timeout_seconds=900,
-            world_size=layout.world_size,
+            train_reshard_and_compare, recipe_of(parallel), parallel, exported, 3, timeout_seconds=900,
+            world_size=parallel.world_size,
         )  # fmt: skip
-        yield limited(proof, sum(map(len, results)), 0) | {"layout": str(layout)}
+        yield limited(proof, sum(map(len, results)), 0) | {"layout": str(parallel)}
 
 
 def prove_layouts(name: str, folder: Path, pool: RankPool, work: Path) -> Found:
@@ -429,16 +429,16 @@ def prove_replay(name: str, folder: Path, pool: RankPool, work: Path) -> Found:
     # Other experts for every token, so that a trainer that ignores them is found out.
     others = [(chosen + 1) % num_experts_of(folder) for chosen in experts]
     results, moved = [], []
-    for layout in (ONE_RANK, SPLIT[True]):
-        case = str(folder), layout, sampled
+    for parallel in (ONE_RANK, SPLIT[True]):
+        case = str(folder), parallel, sampled
         found, changed = (
-            reported([own for own, _ in pool.run(replay, *case, given, world_size=layout.world_size)])
+            reported([own for own, _ in pool.run(replay, *case, given, world_size=parallel.world_size)])
             for given in (experts, others)
         )
         distance = max(
             np.abs(own - one.rollout_logprobs)[one.loss_mask].max() for own, one in zip(found, sampled, strict=True)
         )
-        yield limited("replay", float(distance), LOGPROB_LIMIT) | {"layout": str(layout)}
+        yield limited("replay", float(distance), LOGPROB_LIMIT) | {"layout": str(parallel)}
         results.append(changed)
         moved.append(apart(found, changed))
     row = limited("replay, others", apart(*results), LOGPROB_LIMIT) | {"layout": str(SPLIT[True])}
@@ -479,19 +479,19 @@ def prove_critic(name: str, folder: Path, pool: RankPool, work: Path) -> Found:
     head = invariance.value_head(shape.hidden_size)
     exact = oracle_values(folder, head)
     largest = float(max(np.abs(values).max() for values in exact))
-    for layout in (ONE_RANK, SPLIT[FAMILIES[name].has_experts]):
-        out = work / f"critic {layout.world_size}"
-        ranks = pool.run(train_and_export, str(folder), layout, str(out), True, world_size=layout.world_size)
+    for parallel in (ONE_RANK, SPLIT[FAMILIES[name].has_experts]):
+        out = work / f"critic {parallel.world_size}"
+        ranks = pool.run(train_and_export, str(folder), parallel, str(out), True, world_size=parallel.world_size)
         values = reported([rank["before"] for rank in ranks])
-        yield limited("critic, values", apart(values, exact) / largest, LOGPROB_LIMIT) | {"layout": str(layout)}
-        if layout is ONE_RANK:
+        yield limited("critic, values", apart(values, exact) / largest, LOGPROB_LIMIT) | {"layout": str(parallel)}
+        if parallel is ONE_RANK:
             own = invariance.join([rank["gradient"] for rank in ranks])
             yield gradient_row("critic, gradient", own, oracle_gradient(folder, work, head))
             continue
         [read] = pool.run(stored_parts, str(out), world_size=1)
         held, loaded = invariance.join([rank["tensors"] for rank in ranks]), invariance.join([read])
         differing = len(held.keys() ^ loaded.keys()) + sum(not np.array_equal(held[k], loaded[k]) for k in held)
-        yield limited("critic, export", differing, 0) | {"layout": str(layout), "tensors": len(held)}
+        yield limited("critic, export", differing, 0) | {"layout": str(parallel), "tensors": len(held)}
         trained = reported([rank["after"] for rank in ranks])
         distance = apart(trained, oracle_values(out)) / largest
         yield limited("critic, export", distance, LOGPROB_LIMIT) | {"layout": "transformers"}
@@ -517,23 +517,23 @@ def prove_lora(name: str, folder: Path, pool: RankPool, work: Path) -> Found:
     for reason in adapters(lora_recipe(folder), shape):
         yield refused("lora", str(reason))
         lora = attention
-    layout = SPLIT[FAMILIES[name].has_experts]
+    parallel = SPLIT[FAMILIES[name].has_experts]
     recipe = lora_recipe(folder, lora=lora)
-    sizes = {axis: getattr(layout, axis) for axis in ("tp", "pp", "ep")}
+    sizes = {axis: getattr(parallel, axis) for axis in ("tp", "pp", "ep")}
     alone, split = (trained(pool, recipe, given) for given in ({}, sizes))
     step = {key: (split["metrics"][0][key], alone["metrics"][0][key]) for key in ("train/loss", "train/grad_norm")}
     worst = max(abs(own - one) / abs(one) for own, one in step.values())
     found = max(worst, float(distance(split["gradient"], alone["gradient"])))
     row = limited("lora, step", found, invariance.LOSS_LIMIT)
-    yield row | {"layout": str(layout), "tensors": len(alone["adapters"])}
+    yield row | {"layout": str(parallel), "tensors": len(alone["adapters"])}
     has_peft = importlib.util.find_spec("peft") is not None
     # PEFT 0.21 loads adapters of experts without an error, but computes other log-probs (megarl.checkpoint.peft).
     for targets in [lora, attention] if FAMILIES[name].has_experts and lora != attention else [lora]:
         recipe = lora_recipe(folder, lora=targets, loop="sft")
         updates, out = make_updates(recipe, shape.vocab_size), work / f"adapted {len(targets)}"
-        ranks = pool.run(export, recipe, layout, updates, out, world_size=layout.world_size)
+        ranks = pool.run(export, recipe, parallel, updates, out, world_size=parallel.world_size)
         merged = adapted_distance(out / "hf", None, updates[0], ranks)
-        yield limited("lora, merged", merged, LOGPROB_LIMIT) | {"layout": str(layout)}
+        yield limited("lora, merged", merged, LOGPROB_LIMIT) | {"layout": str(parallel)}
         if has_peft and (targets or not FAMILIES[name].has_experts):
             by_peft = adapted_distance(folder, out / "adapter", updates[0], ranks)
             yield limited("lora, PEFT", by_peft, LOGPROB_LIMIT) | {"layout": " ".join(recipe.lora.targets)}
@@ -568,15 +568,15 @@ def adapted_distance(
 
 
 def prove_export(name: str, folder: Path, pool: RankPool, work: Path) -> Found:
-    layout = SPLIT[FAMILIES[name].has_experts]
-    ranks = pool.run(train_and_export, str(folder), layout, str(work / "hf"), False, world_size=layout.world_size)
+    parallel = SPLIT[FAMILIES[name].has_experts]
+    ranks = pool.run(train_and_export, str(folder), parallel, str(work / "hf"), False, world_size=parallel.world_size)
     before, after = (reported([rank[when] for rank in ranks]) for when in ("before", "after"))
     row = limited("export, transformers", apart(after, oracle(work / "hf", "float32")[0]), LOGPROB_LIMIT)
-    yield row | {"layout": str(layout), "met": row["met"] and apart(before, after) >= LEAST_CHANGE}
+    yield row | {"layout": str(parallel), "met": row["met"] and apart(before, after) >= LEAST_CHANGE}
     [sampled] = pool.run(engine_logprobs, str(work / "hf"), world_size=1)
-    yield limited("export, vLLM", apart(after, sampled), LOGPROB_LIMIT) | {"layout": str(layout)}
+    yield limited("export, vLLM", apart(after, sampled), LOGPROB_LIMIT) | {"layout": str(parallel)}
     differing = tensors_in(folder).keys() ^ tensors_in(work / "hf").keys()
-    yield limited("export, names", len(differing), 0) | {"layout": str(layout)}
+    yield limited("export, names", len(differing), 0) | {"layout": str(parallel)}
 
 
 PROOFS: dict[str, Callable[[str, Path, RankPool, Path], Found]] = {

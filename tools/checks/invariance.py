@@ -140,7 +140,7 @@ def recipe_of(model: Path, trainer: Mapping[str, Any]) -> Recipe:
     )
 
 
-def layout_of(sizes: Mapping[str, int]) -> ParallelConfig:
+def parallel_of(sizes: Mapping[str, int]) -> ParallelConfig:
     return replace(ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1), **sizes)
 
 
@@ -212,7 +212,7 @@ def value_head(hidden_size: int) -> np.ndarray:
     return 3.0 * np.sin(np.arange(1.0, hidden_size + 1, dtype=np.float32))[None]
 
 
-def build(recipe: Recipe, layout: ParallelConfig, has_value_head: bool) -> tuple[Any, Callable[..., None], Any]:
+def build(recipe: Recipe, parallel: ParallelConfig, has_value_head: bool) -> tuple[Any, Callable[..., None], Any]:
     """A rank's engine, what loads its parameters, and its layout."""
     import torch
     import torch.distributed as dist
@@ -227,24 +227,24 @@ def build(recipe: Recipe, layout: ParallelConfig, has_value_head: bool) -> tuple
         # All tokens pull one head the same way: steps as long as a policy's would throw it about.
         shorter = recipe.optimizer.model_copy(update={"learning_rate": 20.0})
         shape, recipe = shape.with_value_head(), recipe.model_copy(update={"optimizer": shorter})
-    layouts = megatron_layouts(shape, layout, padded_vocab_size=padded_vocab_size(shape.vocab_size, layout.tp))
+    layouts = megatron_layouts(shape, parallel, padded_vocab_size=padded_vocab_size(shape.vocab_size, parallel.tp))
     rank = dist.get_rank()
 
     def load(parameters: Mapping[str, Any]) -> None:
-        check_against(parameter_shapes(layouts, layout.coordinates(rank)), parameters)
+        check_against(parameter_shapes(layouts, parallel.coordinates(rank)), parameters)
         safetensors.load(recipe.model.path, layouts[rank], parameters)
         for name, parameter in parameters.items():
             if name.endswith("value_head.weight"):
                 parameter.data.copy_(torch.from_numpy(value_head(shape.hidden_size)))
 
-    return TrainingEngine(recipe, layout, shape, load), load, layouts[rank]
+    return TrainingEngine(recipe, parallel, shape, load), load, layouts[rank]
 
 
 Cut = tuple[tuple[int, ...], tuple[int, ...], np.ndarray]
 
 
 def train(
-    recipe: Recipe, layout: ParallelConfig, steps: Mapping[str, Any], shares_prefixes: bool = False
+    recipe: Recipe, parallel: ParallelConfig, steps: Mapping[str, Any], shares_prefixes: bool = False
 ) -> dict[str, Any]:
     """One rank: by objective, each step's metrics, and what the rank holds of each tensor at the end.
 
@@ -262,12 +262,12 @@ def train(
         supervised,
     )
 
-    at, engines, results = layout.coordinates(dist.get_rank()), {}, {}
+    at, engines, results = parallel.coordinates(dist.get_rank()), {}, {}
     for objective, batches in steps.items():
         kind = has_value_head, is_balanced = objective in WITH_VALUE_HEAD, objective == "balanced"
         if kind not in engines:
             trainer = recipe.trainer.model_copy(update={"megatron": BALANCED if is_balanced else {}})
-            engines[kind] = build(recipe.model_copy(update={"trainer": trainer}), layout, has_value_head)
+            engines[kind] = build(recipe.model_copy(update={"trainer": trainer}), parallel, has_value_head)
         engine, load, pieces = engines[kind]
         load(engine.tensors)
         # Buffers are never trained, so they are not compared.
@@ -286,9 +286,9 @@ def train(
             packed = pack(
                 batch.lengths,
                 max_tokens=max(recipe.trainer.max_tokens_per_microbatch, together * LONGEST),
-                num_ranks=layout.dp,
-                multiple=layout.sequence_multiple * layout.tp,
-                rows_multiple=layout.rows_multiple,
+                num_ranks=parallel.dp,
+                multiple=parallel.sequence_multiple * parallel.tp,
+                rows_multiple=parallel.rows_multiple,
                 together=together,
             )
             rows = [replace(batch.select(row), shares_prefixes=shares_prefixes) for row in packed[at.dp]]
@@ -399,11 +399,11 @@ def check(
     before["score.weight"] = value_head(read_model_shape(folder).hidden_size)
     alone: dict[str, Any] = {}
     for name, sizes, trainer in CASES[model]:
-        layout = layout_of(sizes)
-        if layout.world_size > pool.world_size or (only and name not in ("one rank", *only)):
+        parallel = parallel_of(sizes)
+        if parallel.world_size > pool.world_size or (only and name not in ("one rank", *only)):
             continue
         ranks = pool.run(
-            train, recipe_of(folder, trainer), layout, steps, timeout_seconds=900, world_size=layout.world_size
+            train, recipe_of(folder, trainer), parallel, steps, timeout_seconds=900, world_size=parallel.world_size
         )
         for objective in objectives:
             reported = [[part for part in step if part] for step in zip(*(r[objective][0] for r in ranks), strict=True)]
@@ -411,7 +411,7 @@ def check(
             if name == "one rank":
                 alone[objective] = own
             else:
-                line = {"model": model, "layout": name, "ranks": layout.world_size, "objective": objective}
+                line = {"model": model, "layout": name, "ranks": parallel.world_size, "objective": objective}
                 yield line | compare(own, alone[objective], before)
 
 

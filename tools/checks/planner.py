@@ -86,24 +86,24 @@ CASES: dict[str, Case] = {
 
 
 def recipe_of(model: Path, case: Case) -> Recipe:
-    layout = layout_of(case)
+    parallel = parallel_of(case)
     sections: dict[str, dict[str, Any]] = {
         "model": {"path": str(model), "dtype": "float32"},
         "data": {"train": "unused", "max_prompt_tokens": 64},
-        "cluster": {"ranks_per_node": layout.world_size},
+        "cluster": {"ranks_per_node": parallel.world_size},
         "trainer": {
-            "max_tokens_per_microbatch": ROW_TOKENS * layout.cp,
+            "max_tokens_per_microbatch": ROW_TOKENS * parallel.cp,
             "logprob_chunk_tokens": 32,
-            **{axis: getattr(layout, axis) for axis in ("tp", "pp", "vpp", "cp", "ep", "etp")},
+            **{axis: getattr(parallel, axis) for axis in ("tp", "pp", "vpp", "cp", "ep", "etp")},
         },
         "rollout": {
-            "tp": layout.rollout_tp,
+            "tp": parallel.rollout_tp,
             "kv_cache_gib": 0.01,
-            "sampling": {"max_new_tokens": ROW_TOKENS * layout.cp // SEQUENCES - 64},
+            "sampling": {"max_new_tokens": ROW_TOKENS * parallel.cp // SEQUENCES - 64},
         },
         "weights": {"bucket_mib": 1},
     }
-    if layout.rollout_ep:
+    if parallel.rollout_ep:
         sections["rollout"]["vllm"] = {"enable_expert_parallel": True}
     for given in case.fields:
         for name, values in given.items():
@@ -111,7 +111,7 @@ def recipe_of(model: Path, case: Case) -> Recipe:
     return Recipe.model_validate({"name": "planner", "loop": "rl", **sections})
 
 
-def layout_of(case: Case) -> ParallelConfig:
+def parallel_of(case: Case) -> ParallelConfig:
     return replace(ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1), **case.sizes)
 
 
@@ -191,7 +191,7 @@ def copies_of(model: Any) -> list[int]:
     return [copy.memory.nbytes for name in ("parameters", "optimizer") for copy in model._offloadable[name]._copies]
 
 
-def count(recipe: Recipe, layout: ParallelConfig, rows: Sequence[Any]) -> dict[str, int]:
+def count(recipe: Recipe, parallel: ParallelConfig, rows: Sequence[Any]) -> dict[str, int]:
     """One rank: what it holds, in bytes by kind, after a worker was built and has learnt from its rows."""
     import torch.distributed as dist
 
@@ -200,7 +200,7 @@ def count(recipe: Recipe, layout: ParallelConfig, rows: Sequence[Any]) -> dict[s
     from megarl.worker.colocated import Worker
 
     rank = dist.get_rank()
-    worker = Worker(rank, layout.world_size, recipe, layout, [("here",)] * layout.world_size)
+    worker = Worker(rank, parallel.world_size, recipe, parallel, [("here",)] * parallel.world_size)
     try:
         worker.sleep_engine()
         policy, engine = worker.policy, worker.engine
@@ -241,15 +241,15 @@ def critic_row(row: Any) -> Any:
     return replace(row, per_token=per_token)
 
 
-def rows_of(layout: ParallelConfig, vocab_size: int) -> list[Any]:
+def rows_of(parallel: ParallelConfig, vocab_size: int) -> list[Any]:
     """As many full rows as fill the pipeline, all of sequences of one length."""
     from megarl.data.token_batch import TokenBatch
     from megarl.types import TrainingSequence
 
     random = np.random.default_rng(5)
-    length = ROW_TOKENS * layout.cp // SEQUENCES
+    length = ROW_TOKENS * parallel.cp // SEQUENCES
     rows = []
-    for _ in range(2 * layout.pp):
+    for _ in range(2 * parallel.pp):
         numbers = {name: random.normal(0.0, 0.5, length).astype(np.float32) for name in _PER_TOKEN}
         sequence = TrainingSequence(random.integers(1, vocab_size, size=length), np.arange(length) >= 8)
         row = TokenBatch.from_sequences([sequence] * SEQUENCES)
@@ -263,14 +263,14 @@ def rows_of(layout: ParallelConfig, vocab_size: int) -> list[Any]:
 _PER_TOKEN = ("advantages", "old_logprobs", "reference_logprobs", "values", "returns")
 
 
-def planned(recipe: Recipe, layout: ParallelConfig, rank: int) -> dict[str, int]:
+def planned(recipe: Recipe, parallel: ParallelConfig, rank: int) -> dict[str, int]:
     """What the planner says of a rank, in bytes by kind."""
     from megarl.families.shape import read_model_shape
     from megarl.memory_plan.devices import CPU
     from megarl.memory_plan.models import read_models
     from megarl.memory_plan.phases import RankMemory
 
-    models = read_models(recipe, read_model_shape(recipe.model.path), layout)
+    models = read_models(recipe, read_model_shape(recipe.model.path), parallel)
     memory = RankMemory(recipe, models, CPU, rank, expert_load=1.0)
     found: dict[str, int] = {}
     for prefix, states in (("", memory.policy), ("critic ", memory.critic)):
@@ -299,9 +299,9 @@ def planned(recipe: Recipe, layout: ParallelConfig, rank: int) -> dict[str, int]
 def check(name: str, model: Path, ranks: RankPool) -> Iterator[dict[str, Any]]:
     """A line for each kind of memory: what was counted and planned on the rank where they differ most."""
     case = CASES[name]
-    layout, recipe = layout_of(case), recipe_of(model, case)
-    counts = ranks.run(count, recipe, layout, rows_of(layout, 1000), world_size=layout.world_size)
-    plans = [planned(recipe, layout, rank) for rank in range(layout.world_size)]
+    parallel, recipe = parallel_of(case), recipe_of(model, case)
+    counts = ranks.run(count, recipe, parallel, rows_of(parallel, 1000), world_size=parallel.world_size)
+    plans = [planned(recipe, parallel, rank) for rank in range(parallel.world_size)]
     for kind in plans[0]:
         pairs = [(counted.get(kind, 0), plan[kind]) for counted, plan in zip(counts, plans, strict=True)]
         if kind == "staging":

@@ -96,15 +96,15 @@ def gradients(folder: Path, rows: Sequence[TokenBatch], shares_prefixes: bool) -
     from megarl.training.model import saved_buffers
     from megarl.training.rows import make_microbatch
 
-    shape, layout = read_model_shape(folder), ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1)
+    shape, parallel = read_model_shape(folder), ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1)
     parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
     model_parallel_cuda_manual_seed(1)
     balanced = invariance.BALANCED if shape.family == "qwen3_moe" else {}
-    config = transformer_config(shape, layout, dtype=torch.float32, sequence_parallel=False, overrides=balanced)
+    config = transformer_config(shape, parallel, dtype=torch.float32, sequence_parallel=False, overrides=balanced)
     # A router in float32 would show its rounding.
     config.moe_router_dtype = "fp64"
     model = PolicyModel(config, shape, logprob_chunk_tokens=50, trains_entropy=True)
-    layouts = megatron_layouts(shape, layout, padded_vocab_size=padded_vocab_size(shape.vocab_size, 1))
+    layouts = megatron_layouts(shape, parallel, padded_vocab_size=padded_vocab_size(shape.vocab_size, 1))
     safetensors.load(folder, layouts[0], dict(model.named_parameters()) | dict(saved_buffers(model)))
     model.double()
     balance, found = ExpertBalance(config, [model]), []
@@ -186,11 +186,11 @@ def check_layouts(
     before = invariance.stored_tensors(folder / "model.safetensors", folder)
     before["score.weight"] = invariance.value_head(before["model.norm.weight"].size)
 
-    def results(layout: ParallelConfig, trainer: Mapping[str, Any], shares_prefixes: bool) -> dict[str, Any]:
+    def results(parallel: ParallelConfig, trainer: Mapping[str, Any], shares_prefixes: bool) -> dict[str, Any]:
         recipe = invariance.recipe_of(folder, trainer)
         ranks = pool.run(
-            invariance.train, recipe, layout, steps, shares_prefixes,
-            timeout_seconds=900, world_size=layout.world_size,
+            invariance.train, recipe, parallel, steps, shares_prefixes,
+            timeout_seconds=900, world_size=parallel.world_size,
         )  # fmt: skip
         found = {}
         for name in chosen:
@@ -201,12 +201,12 @@ def check_layouts(
             found[name] = metrics, invariance.join([rank[name][1] for rank in ranks])
         return found
 
-    alone = results(invariance.layout_of({}), {}, False)
+    alone = results(invariance.parallel_of({}), {}, False)
     for name, sizes, trainer in invariance.CASES[model]:
-        layout = invariance.layout_of(sizes)
-        if layout.world_size > pool.world_size or (only and name not in ("one rank", *only)):
+        parallel = invariance.parallel_of(sizes)
+        if parallel.world_size > pool.world_size or (only and name not in ("one rank", *only)):
             continue
-        own = results(layout, trainer, True)
+        own = results(parallel, trainer, True)
         for objective in chosen:
             line = {"part": "layouts", "model": model, "case": f"{name}, {objective}"}
             compared = invariance.compare(own[objective], alone[objective], before)

@@ -12,25 +12,25 @@ _OwnGroups = list[dict[str, list[int]]]
 """For each rank, the numbers of its groups by name, in the order of their creation."""
 
 
-def part(layout: ParallelConfig, rank: int) -> tuple[int, bool]:
+def part(parallel: ParallelConfig, rank: int) -> tuple[int, bool]:
     """Return a rank's pipeline stage, and whether it is the first of its tensor-parallel group.
 
     Ranks with equal parts have equal shards of the model, equally many rows, and equal places in their pipeline's
     group. All their other collectives have equal sizes on all members. So they make the same calls, each on its own
     groups. The first tensor-parallel ranks of the last stage make further calls: they gather and report results.
     """
-    at = layout.coordinates(rank)
+    at = parallel.coordinates(rank)
     return at.pp, at.tp == 0
 
 
-def representatives(layout: ParallelConfig) -> list[int]:
+def representatives(parallel: ParallelConfig) -> list[int]:
     """Return the first and the last rank of each part.
 
     They differ in all coordinates with more than one value in the part. A comparison of their traces tests the rule.
     """
     ends: dict[tuple[int, bool], tuple[int, int]] = {}
-    for rank in range(layout.world_size):
-        own = part(layout, rank)
+    for rank in range(parallel.world_size):
+        own = part(parallel, rank)
         ends[own] = ends.get(own, (rank, rank))[0], rank
     return sorted({rank for pair in ends.values() for rank in pair})
 
@@ -56,25 +56,25 @@ def _moved_groups(own: _OwnGroups, traced: int, rank: int) -> dict[int, int]:
     }
 
 
-def _first_traced(layout: ParallelConfig, programs: Mapping[int, Program]) -> dict[tuple[int, bool], int]:
+def _first_traced(parallel: ParallelConfig, programs: Mapping[int, Program]) -> dict[tuple[int, bool], int]:
     """Return the first traced rank of each part."""
-    return {part(layout, rank): rank for rank in sorted(programs, reverse=True)}
+    return {part(parallel, rank): rank for rank in sorted(programs, reverse=True)}
 
 
 def shared_job(
-    layout: ParallelConfig, groups: Sequence[Group], programs: Mapping[int, Program]
+    parallel: ParallelConfig, groups: Sequence[Group], programs: Mapping[int, Program]
 ) -> tuple[Job, list[int]]:
     """Return the job of all ranks, given the programs of some by rank, and the ranks without any program.
 
     A rank takes the program of the first traced rank of its part. It needs one of its own if the program names peers
     by places that differ on the two ranks.
     """
-    traced, own = _first_traced(layout, programs), _own_groups(groups)
+    traced, own = _first_traced(parallel, programs), _own_groups(groups)
     order = {rank: number for number, rank in enumerate(sorted(programs))}
     named = {rank: {call.group for call in program.calls if call.names_peers} for rank, program in programs.items()}
     ranks, missing = [], []
-    for rank in range(layout.world_size):
-        source = rank if rank in programs else traced[part(layout, rank)]
+    for rank in range(parallel.world_size):
+        source = rank if rank in programs else traced[part(parallel, rank)]
         moved = {} if source == rank else _moved_groups(own, source, rank)
         if moved and not all(
             groups[slot].ranks.index(source) == groups[moved[slot]].ranks.index(rank) for slot in named[source]
@@ -84,12 +84,12 @@ def shared_job(
     return Job(groups, [programs[rank] for rank in order], ranks), missing
 
 
-def differing_ranks(layout: ParallelConfig, groups: Sequence[Group], programs: Mapping[int, Program]) -> list[int]:
+def differing_ranks(parallel: ParallelConfig, groups: Sequence[Group], programs: Mapping[int, Program]) -> list[int]:
     """Return the traced ranks whose program is not that of their part's first one, after translation of the groups."""
-    first, own = _first_traced(layout, programs), _own_groups(groups)
+    first, own = _first_traced(parallel, programs), _own_groups(groups)
     found = []
     for rank, program in programs.items():
-        source = first[part(layout, rank)]
+        source = first[part(parallel, rank)]
         if source == rank:
             continue
         moved = _moved_groups(own, source, rank)

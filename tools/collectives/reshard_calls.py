@@ -21,11 +21,11 @@ from megarl.reshard.staging import splits
 from tools.collectives.programs import Call, Group, Job, Program
 
 
-def plan_of(recipe: Recipe, layout: ParallelConfig, shape: ModelShape, num_ranks: int, itemsize: int) -> Plan:
+def plan_of(recipe: Recipe, parallel: ParallelConfig, shape: ModelShape, num_ranks: int, itemsize: int) -> Plan:
     """Return the plan of a reshard over `num_ranks` ranks: fewer than the layout's if engine replicas are lost."""
     ends = reshard_ends(
         shape.with_mtp(recipe.trains_mtp),
-        layout,
+        parallel,
         num_ranks,
         transformer_engine=True,
         engine=shape.with_mtp(recipe.drafts_with_mtp),

@@ -45,7 +45,7 @@ class Work:
     """The step to trace: recipe, layout, model, and number of rows of each data-parallel replica."""
 
     recipe: Recipe
-    layout: ParallelConfig
+    parallel: ParallelConfig
     shape: ModelShape
     num_rows: int
 
@@ -54,9 +54,9 @@ class Work:
 
         All parts of all ranks have equally many tokens for each expert, if the router chooses places in turn.
         """
-        layout, router = self.layout, self.shape.router
+        parallel, router = self.parallel, self.shape.router
         turn = router.num_experts // math.gcd(router.num_experts, router.top_k) if router else 1
-        unit = math.lcm(2 * layout.cp, layout.cp * layout.tp) * turn
+        unit = math.lcm(2 * parallel.cp, parallel.cp * parallel.tp) * turn
         most = self.recipe.trainer.max_tokens_per_microbatch
         return [self._row(unit, most, number, rank) for number in range(self.num_rows)]
 
@@ -115,21 +115,21 @@ def trace(work: Work, rank: int) -> Trace:
     """Run log-probs and one update on one rank of the trainer, and return its calls. For a process of its own."""
     started = time.process_time()
     torch.set_num_threads(1)
-    layout, shape, recipe = work.layout, work.shape, work.recipe
-    recorder = Recorder(rank, layout.world_size)
+    parallel, shape, recipe = work.parallel, work.shape, work.recipe
+    recorder = Recorder(rank, parallel.world_size)
 
     def check_weights(tensors: Mapping[str, Tensor]) -> None:
-        padded = padded_vocab_size(shape.vocab_size, layout.tp)
-        layouts = megatron_layouts(shape, layout, padded_vocab_size=padded)
-        check_against(parameter_shapes(layouts, layout.coordinates(rank)), tensors)
+        padded = padded_vocab_size(shape.vocab_size, parallel.tp)
+        layouts = megatron_layouts(shape, parallel, padded_vocab_size=padded)
+        check_against(parameter_shapes(layouts, parallel.coordinates(rank)), tensors)
 
     with recorded_world(recorder), imagined_device():
         # Without a GPU Megatron makes parameters in host memory.
         with torch.device("meta"):
-            engine = TrainingEngine(recipe, layout, shape, check_weights)
+            engine = TrainingEngine(recipe, parallel, shape, check_weights)
         if recipe.trainer.router_replay:
             stored = _BalancedExperts(shape)
-            exchange = _KnownLayers(stored, expert_layers(engine.chunks), shape.top_k, layout.world_size)
+            exchange = _KnownLayers(stored, expert_layers(engine.chunks), shape.top_k, parallel.world_size)
             engine.feeds.append(RouteFeed(exchange, engine))
         rows = work.rows(rank)
         if recipe.is_on_policy:
