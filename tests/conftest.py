@@ -220,9 +220,9 @@ def cuda_factories(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's own factories, for fake tensors on a GPU: those that run Megatron on the CPU make them there."""
     import torch
 
-    from megarl.platform import megatron_on_cpu
+    from megarl.platform.cpu import megatron_patches
 
-    for name in megatron_on_cpu.FACTORIES:
+    for name in megatron_patches.FACTORIES:
         factory = getattr(torch, name)
         monkeypatch.setattr(torch, name, getattr(factory, "__wrapped__", factory))
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from megarl.platform import peak_memory
+from megarl.platform.memory import peak_memory
 
 _PHASES = {
     "advance": "rollout",

@@ -18,7 +18,7 @@ from megarl.cluster.worker_group import PartOfRun, WorkerGroup
 from megarl.config import ClusterConfig
 from megarl.config.parallel import ParallelConfig
 from megarl.platform import chosen_device, device
-from megarl.platform.shared_memory import check_shared_memory
+from megarl.platform.memory.shared_memory import check_shared_memory
 from megarl.processes.fork_server import end_fork_servers
 from megarl.processes.server_process import MakeServer, ServerProcess
 

@@ -23,8 +23,8 @@ from megarl.memory_plan.node_bytes import NodeRanks, RankHostBytes
 from megarl.platform import chosen_device, compilers, cuda_extensions, device, transformer_engine
 from megarl.platform.commands import run_command
 from megarl.platform.gpu_needs import Need, library_versions, needs, unmet_needs
-from megarl.platform.host_memory import machine_bytes
-from megarl.platform.shared_memory import check_shared_memory
+from megarl.platform.memory.host_memory import machine_bytes
+from megarl.platform.memory.shared_memory import check_shared_memory
 from megarl.platform.visible_gpus import installed_gpus
 from megarl.types import ConfigError, DiskFullError, MegarlError
 

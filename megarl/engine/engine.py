@@ -22,7 +22,8 @@ from megarl.data.prefixes import digests
 from megarl.families.model_tensors import kept_prefixes
 from megarl.families.shape import read_model_shape
 from megarl.groups.backends import HOST_ONLY
-from megarl.platform import compile_cache, device, vllm_on_cpu
+from megarl.platform import compile_cache, device, libraries
+from megarl.platform.exact import engine as exact_engine
 from megarl.platform.imports import unfreeze_disabled
 from megarl.platform.spans import span
 from megarl.reshard.layouts.vllm_slots import AdapterSlots
@@ -37,7 +38,7 @@ from megarl.types import (
     ServedAdapter,
 )
 
-vllm_on_cpu.prepare()
+libraries.prepare_vllm()
 
 from vllm import SamplingParams  # noqa: E402
 from vllm.distributed import parallel_state  # noqa: E402
@@ -129,8 +130,8 @@ class RolloutEngine:
         # First, because vLLM caches its environment variables while the engine is built.
         compile_cache.use_own_folder()
         if exact_blocks:
-            vllm_on_cpu.compute_exactly()
-        vllm_on_cpu.check_build()
+            exact_engine.fix_attention_order()
+        libraries.check_vllm_build()
         with refusals_named(config, max_model_len, ValueError, TypeError, AssertionError, KeyError):
             arguments = engine_arguments(
                 model_path,
@@ -188,7 +189,7 @@ class RolloutEngine:
             # Before vLLM captures CUDA graphs, which hold the addresses of the slots.
             self.slots = AdapterSlots(self._worker.get_model(), self._adapter.rank)
         if self._exact_blocks:
-            vllm_on_cpu.round_exactly(self._worker.get_model(), self._exact_blocks)
+            exact_engine.round_exactly(self._worker.get_model(), self._exact_blocks)
         self._engine: LLMEngine | None = None
         if self.is_leader:
             recorder = None

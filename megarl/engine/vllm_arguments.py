@@ -21,11 +21,11 @@ from megarl.families.registry import FAMILIES
 from megarl.families.shape import ModelShape, completed_config, read_model_shape
 from megarl.files.model_folder import read_object
 from megarl.files.nearest import nearest
-from megarl.platform import device, vllm_on_cpu
+from megarl.platform import device, libraries
 from megarl.reshard.layouts.vllm_adapters import slot_rank
 from megarl.types import ConfigError, Request, ServedAdapter
 
-vllm_on_cpu.prepare()
+libraries.prepare_vllm()
 
 from vllm import EngineArgs, SamplingParams  # noqa: E402
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
@@ -142,7 +142,7 @@ def engine_arguments(
         arguments["hf_overrides"] = partial(_as_plain, changes)
     elif changes:
         arguments["hf_overrides"] = changes
-    return EngineArgs(**{**arguments, **vllm_on_cpu.engine_arguments(max_model_len), **config.vllm})
+    return EngineArgs(**{**arguments, **libraries.vllm_arguments(max_model_len), **config.vllm})
 
 
 def _family_rope(shape: ModelShape) -> dict[str, float]:

@@ -180,7 +180,7 @@ class RankMemory:
             return 0
         rollout = self.recipe.rollout
         default = engine_bytes.BATCHED_TOKENS[self.platform.kind]
-        # The same limit as set in `platform.vllm_on_cpu`.
+        # The same limit as set in `platform.cpu.vllm_patches`.
         if not self.platform.is_gpu:
             default = max(default, self.recipe.context_tokens)
         return engine_bytes.step_bytes(

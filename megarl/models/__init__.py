@@ -5,8 +5,8 @@ it uses Megatron's local layers with `norm` and `attention` of this package. The
 instead of logits. `logprobs` computes them chunk by chunk, over a vocabulary split across ranks.
 """
 
-from megarl.platform import megatron_on_cpu, transformer_engine
+from megarl.platform import libraries, transformer_engine
 
 # Both must precede any import of Megatron-Core: it imports Transformer Engine itself, and it needs patches on a CPU.
 transformer_engine.require_sound()
-megatron_on_cpu.prepare()
+libraries.prepare_megatron()

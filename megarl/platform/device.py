@@ -79,7 +79,7 @@ def rank_environment(
 
     `choice` is `cluster.device`. `binds` binds ranks on GPUs to NUMA nodes. With `orders_kernels`, a GPU starts the
     kernels of all streams in the order in which they are launched. Ranks on the CPU see no GPU. On a GPU, CUDA_HOME is
-    `cuda_toolkit`, and vLLM and the Hugging Face Hub library stay offline. (On a CPU `platform.vllm_on_cpu` keeps them
+    `cuda_toolkit`, and vLLM and the Hugging Face Hub library stay offline. (On a CPU `cpu.vllm_patches` keeps them
     offline.)
     """
     threads = max(1, len(os.sched_getaffinity(0)) // ranks_per_node)

@@ -20,7 +20,7 @@ from megarl.memory_plan.node_bytes import RankHostBytes, fullest_node_bytes, ran
 from megarl.memory_plan.phases import memory_table
 from megarl.memory_plan.remedies import Remedy, remedies, with_field_values
 from megarl.platform.cuda_extensions import runs_on_cpu
-from megarl.platform.host_memory import machine_bytes
+from megarl.platform.memory.host_memory import machine_bytes
 from megarl.platform.visible_gpus import installed_gpu_gib, installed_gpus
 from megarl.preflight import sizes
 from megarl.preflight.vllm_limits import default_cache_gib, least_cache_gib

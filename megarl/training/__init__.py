@@ -5,8 +5,8 @@ sequences into rows. A step's loss is a sum of weight x token loss over the glob
 data, so a gradient does not depend on the split of the batch.
 """
 
-from megarl.platform import megatron_on_cpu, transformer_engine
+from megarl.platform import libraries, transformer_engine
 
 # Both must precede any import of Megatron-Core: it imports Transformer Engine itself, and it needs patches on a CPU.
 transformer_engine.require_sound()
-megatron_on_cpu.prepare()
+libraries.prepare_megatron()

@@ -15,8 +15,9 @@ from threading import Lock
 import torch
 from torch import Tensor
 
-from megarl.platform import background, page_lock
-from megarl.platform.host_memory import available_bytes
+from megarl.platform import background
+from megarl.platform.memory import page_lock
+from megarl.platform.memory.host_memory import available_bytes
 from megarl.types import ConfigError
 
 CHUNK_BYTES = 256 << 20

@@ -14,7 +14,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from torch import Tensor
 
-from megarl.platform import megatron_on_cpu
+from megarl.platform import libraries
 
 _SETTINGS = (
     "offload_fraction",
@@ -32,7 +32,7 @@ def set_host_fraction(settings: OptimizerConfig, fraction: float) -> None:
     """Set the fraction of the optimizer that Megatron keeps in host memory; 0 changes nothing."""
     if not fraction:
         return
-    megatron_on_cpu.adapt_hybrid_optimizer()
+    libraries.prepare_hybrid_optimizer()
     settings.optimizer_cpu_offload = True
     settings.optimizer_offload_fraction = fraction
     settings.overlap_cpu_optimizer_d2h_h2d = True

@@ -15,7 +15,7 @@ from megarl.config.override import overridden
 from megarl.families.model_tensors import hf_tensors
 from megarl.families.shape import completed_config, read_model_shape
 from megarl.files.model_folder import read_object
-from megarl.platform.host_memory import available_bytes
+from megarl.platform.memory.host_memory import available_bytes
 
 _LARGEST_BYTES = 16 << 30
 """Larger models take minutes to load."""

@@ -21,7 +21,7 @@ from megarl.data.token_batch import TokenBatch
 from megarl.families.lora_rules import adapter_shapes
 from megarl.families.shape import read_model_shape
 from megarl.groups.peer_errors import ReplicaCollectiveError, replica_collectives_marked
-from megarl.platform import peak_memory
+from megarl.platform.memory import peak_memory
 from megarl.platform.spans import span
 from megarl.reshard.adapters import AdapterReshard
 from megarl.reshard.boxes import Layout

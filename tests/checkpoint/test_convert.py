@@ -165,9 +165,9 @@ def test_manifest_lists_every_file(tmp_path: Path) -> None:
 
 def build_megatron_model(shape: ModelShape, tp: int, pp: int) -> Any:
     """A GPTModel of Megatron-Core's own parts, its weights set to a number that is nowhere in the checkpoint."""
-    from megarl.platform import megatron_on_cpu
+    from megarl.platform import libraries
 
-    megatron_on_cpu.prepare()
+    libraries.prepare_megatron()
     import torch.nn.functional as F  # noqa: N812
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel

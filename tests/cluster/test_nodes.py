@@ -29,7 +29,7 @@ from megarl.config import Recipe
 from megarl.memory_plan.node_bytes import RankHostBytes
 from megarl.platform import device
 from megarl.platform.gpu_needs import field_needs
-from megarl.platform.host_memory import machine_bytes
+from megarl.platform.memory.host_memory import machine_bytes
 from megarl.platform.visible_gpus import Gpu, installed_gpus
 from megarl.testing import RankPool
 from megarl.types import DiskFullError

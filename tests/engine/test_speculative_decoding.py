@@ -88,9 +88,9 @@ def test_accepted_drafts_are_counted(world_size, tp, outcome) -> None:
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_tokens_have_the_distribution_of_the_policy(draft_probs, temperature) -> None:
     """20,000 requests with two drafts each, through vLLM's own rejection sampler."""
-    from megarl.platform import vllm_on_cpu
+    from megarl.platform import libraries
 
-    vllm_on_cpu.prepare()
+    libraries.prepare_vllm()
     from vllm.v1.sample import rejection_sampler
 
     torch.manual_seed(11)

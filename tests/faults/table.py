@@ -214,7 +214,7 @@ ROWS = (
     )),
     Row(43, "port taken, /dev/shm full, too few descriptors", 0, "2", "", "the port, folder or limit", "nothing", (
         "tests/preflight/test_monitoring.py::test_a_port_in_use_is_refused",
-        "tests/platform/test_shared_memory.py::test_what_is_wrong_is_named",
+        "tests/platform/memory/test_shared_memory.py::test_what_is_wrong_is_named",
         "tests/processes/test_process_tree.py::test_a_launcher_raises_the_limit_of_open_files_or_names_it",
     )),
     Row(44, "tracker's folder or service fails", 10, "", "running", "the tracker, once", "nothing", (

@@ -313,7 +313,7 @@ def test_training_in_fp8_is_training(tiny_model: Callable[..., Path], tmp_path: 
 def test_segments_grow_once_they_are_set_to() -> None:
     """In a process of its own, because the setting holds for the whole process."""
     program = (
-        "import torch; from megarl.platform.allocator import use_expandable_segments; "
+        "import torch; from megarl.platform.memory.allocator import use_expandable_segments; "
         "before = torch.ones(64 << 20, dtype=torch.uint8, device='cuda'); print(use_expandable_segments()); "
         "after = torch.ones(64 << 20, dtype=torch.uint8, device='cuda'); "
         "print(sorted(s['is_expandable'] for s in torch.cuda.memory_snapshot() if s['segment_type'] == 'large'))"

@@ -133,7 +133,7 @@ SOURCES = (
     # FlashInfer
     Source(
         "torch", "cuda/memory.py", "_set_allocator_settings", "return torch._C._accelerator_setAllocatorSettings(env)",
-        "platform.allocator changes the settings after the engine was built by this function",
+        "platform.memory.allocator changes the settings after the engine was built by this function",
     ),
     Source(
         "vllm", "device_allocator/cumem.py", "CuMemAllocator.use_memory_pool",
@@ -224,7 +224,7 @@ SOURCES = (
         "HybridDeviceOptimizer._get_sub_optimizer_param_groups",
         "if offload_params_numel < offload_threshold and param.is_cuda: param = "
         "param.detach().clone().cpu().pin_memory() offload_params_numel += param.numel()",
-        "memory.trainer counts what is taken to the host; platform.megatron_on_cpu repeats it",
+        "memory.trainer counts what is taken to the host; platform.cpu.megatron_patches repeats it",
     ),
     Source(
         "megatron", "core/optimizer/cpu_offloading/hybrid_optimizer.py",

@@ -20,8 +20,9 @@ from megarl.models.exact.rotary import RotaryTable
 from megarl.models.logprobs import Support, vocab_parallel_logprobs
 from megarl.models.norms import RMSNorm
 from megarl.models.rotary import frequencies
-from megarl.platform import attention_on_cpu, vllm_on_cpu
-from megarl.platform.block_products import block_product, row_product
+from megarl.platform import libraries
+from megarl.platform.exact import attention, engine
+from megarl.platform.exact.block_products import block_product, row_product
 
 WIDTH, HEADS, GROUPS = 32, 6, 2
 
@@ -44,7 +45,7 @@ def config(**fields: Any) -> Any:
 @pytest.fixture
 def in_vllm() -> Any:
     """Context of a vLLM configuration, which vLLM's layers ask for."""
-    vllm_on_cpu.prepare()
+    libraries.prepare_vllm()
     from vllm.config import VllmConfig, set_current_vllm_config
 
     with set_current_vllm_config(VllmConfig()):
@@ -87,14 +88,14 @@ def test_attention_is_the_same_token_by_token(window: int) -> None:
     lengths = np.array([3, 2100, 64, 129])
     q, k, v = (half(lengths.sum(), heads, WIDTH) for heads in (HEADS, GROUPS, GROUPS))
     settings: dict[str, Any] = {"scale": WIDTH**-0.5, "window": window}
-    whole = attention_on_cpu.attend(q, k, v, lengths, lengths, **settings)
+    whole = attention.attend(q, k, v, lengths, lengths, **settings)
     starts = lengths.cumsum() - lengths
     for batch in ([1], [1, 2, 3], [0, 1, 2, 3]):
         for back in (0, 1, 60, 1400):
             seen = np.maximum(lengths[batch] - back, 1)
             keys = ranges(starts[batch], seen)
             last = starts[batch] + seen - 1
-            step = attention_on_cpu.attend(q[last], k[keys], v[keys], np.ones(len(batch), np.int64), seen, **settings)
+            step = attention.attend(q[last], k[keys], v[keys], np.ones(len(batch), np.int64), seen, **settings)
             assert torch.equal(step, whole[last])
 
 
@@ -201,8 +202,8 @@ def test_padding_after_a_sequence_of_full_length_has_angles() -> None:
 
 def test_an_exact_engine_does_not_split_keys_over_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_CPU_ATTN_SPLIT_KV", "1")
-    vllm_on_cpu.prepare()
+    libraries.prepare_vllm()
     from vllm import envs
 
-    vllm_on_cpu.compute_exactly()
+    engine.fix_attention_order()
     assert envs.VLLM_CPU_ATTN_SPLIT_KV is False

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megarl.config.parallel import ParallelConfig
-from megarl.platform.exact_experts import weighted_sum
+from megarl.platform.exact.experts import weighted_sum
 from megarl.testing import RankPool
 from tools.checks.invariance import parallel_of
 
@@ -71,11 +71,11 @@ def of_trainer(folder: str, parallel: ParallelConfig) -> dict[str, Tensor]:
 
 def of_engine(weights: Mapping[str, Tensor], renormalise: bool, batch: list[int]) -> tuple[Tensor, Tensor, Tensor]:
     """Return an engine's output [tokens, hidden_size], weights and choices [tokens, top_k] for a batch of tokens."""
-    from megarl.platform import vllm_on_cpu
-    from megarl.platform.block_products import row_product
-    from megarl.platform.exact_experts import _apply
+    from megarl.platform import libraries
+    from megarl.platform.exact.block_products import row_product
+    from megarl.platform.exact.experts import _apply
 
-    vllm_on_cpu.prepare()
+    libraries.prepare_vllm()
     from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 
     hidden = inputs()[0][batch]

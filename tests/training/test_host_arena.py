@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.platform import page_lock
+from megarl.platform.memory import page_lock
 from megarl.training.host_arena import ALIGNMENT, HostArena, aligned_bytes
 from megarl.training.offload import Offloadable
 from megarl.types import ConfigError

@@ -78,9 +78,9 @@ def serve(settings: dict[str, Any], connection: socket.socket) -> None:
     """Build the engine, then answer rounds until the other end closes the socket."""
     started = time.perf_counter()
     if settings.pop("is_cpu"):
-        from megarl.platform import vllm_on_cpu
+        from megarl.platform import libraries
 
-        vllm_on_cpu.prepare()
+        libraries.prepare_vllm()
         # The patches hold for this process alone.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         settings["enforce_eager"] = True

@@ -138,9 +138,9 @@ def _own_group(groups: list[list[int]]) -> dist.ProcessGroup:
 
 def import_megatron() -> Any:
     """Megatron's `swap_model_weights`; its gloo service makes a CUDA stream, which a CPU must be excused from."""
-    from megarl.platform import megatron_on_cpu
+    from megarl.platform import libraries
 
-    megatron_on_cpu.prepare()
+    libraries.prepare_megatron()
     from megatron.core.resharding import swap_model_weights
 
     return swap_model_weights

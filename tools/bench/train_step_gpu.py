@@ -318,9 +318,9 @@ def join_world_alone() -> PrivateFolder:
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
     from megarl.files.private_folder import PrivateFolder
     from megarl.groups import rendezvous, world
-    from megarl.platform import megatron_on_cpu
+    from megarl.platform import libraries
 
-    megatron_on_cpu.prepare()
+    libraries.prepare_megatron()
     folder = PrivateFolder()
     rendezvous.settle(rendezvous.Rendezvous(b"a benchmark has no secrets", file=str(folder.path / "store")))
     world.initialize(600)

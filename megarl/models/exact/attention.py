@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megarl.models.attention import PackedAttention, PackedRow, Part
 from megarl.models.exact.rotary import RotaryTable
-from megarl.platform import attention_on_cpu
+from megarl.platform.exact import attention
 
 
 class ExactAttention(PackedAttention):
@@ -37,7 +37,7 @@ class ExactAttention(PackedAttention):
 
         def kernel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             lengths = part.num_queries, part.num_keys
-            return attention_on_cpu.attend(q, k, v, *lengths, scale=self.scale, window=self.window)
+            return attention.attend(q, k, v, *lengths, scale=self.scale, window=self.window)
 
         def usual(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return PackedAttention._padded(self, q, k, v, part)

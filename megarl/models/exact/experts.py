@@ -16,8 +16,8 @@ from torch import Tensor
 
 from megarl.config.parallel import EXACT_ROWS
 from megarl.models.exact.gradients import with_gradient_of
-from megarl.platform.block_products import row_product, sum_over_ranks
-from megarl.platform.exact_experts import weighted_sum
+from megarl.platform.exact.block_products import row_product, sum_over_ranks
+from megarl.platform.exact.experts import weighted_sum
 
 
 class ExactRouter(TopKRouter):

@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from megarl.models.logprobs import Support, Truncation, VocabParallelLogprobs, vocabulary_blocks
-from megarl.platform.block_products import row_product
+from megarl.platform.exact.block_products import row_product
 
 
 class ExactLogprobs(VocabParallelLogprobs):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megarl.platform import rotary_on_cpu
+from megarl.platform.exact import rotary
 
 
 class RotaryTable:
@@ -32,7 +32,7 @@ class RotaryTable:
         first, second, unrotated = x.split([width, width, x.size(-1) - 2 * width], dim=-1)
         first, second = first.float(), second.float()
         rotated = torch.cat([first * cosines - second * sines, second * cosines + first * sines], dim=-1)
-        if x.dtype == torch.bfloat16 and rotary_on_cpu.truncates():
+        if x.dtype == torch.bfloat16 and rotary.truncates():
             rotated = _truncated(rotated)
         return torch.cat([rotated.to(x.dtype), unrotated], dim=-1)
 

@@ -8,11 +8,11 @@ import torch
 from megatron.core.tensor_parallel import RowParallelLinear
 from torch import Tensor
 
-from megarl.platform.block_products import block_product, sum_over_ranks
+from megarl.platform.exact.block_products import block_product, sum_over_ranks
 
 
 class BlockRowParallelLinear(RowParallelLinear):
-    """A row-parallel layer without bias that adds its products as the engine does (`platform.block_products`)."""
+    """A row-parallel layer without bias that adds its products as the engine does (`platform.exact.block_products`)."""
 
     num_blocks: int = 1
     """Blocks of this rank. Set it after construction."""

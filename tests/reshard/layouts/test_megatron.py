@@ -76,9 +76,9 @@ def build_chunks(model: ModelShape, parallel: ParallelConfig) -> list[torch.nn.M
 
 def load_and_compare(folder: str, parallel: ParallelConfig) -> int:
     """Fill a live model through the layout; compare with what its sharded_state_dict says each shard is."""
-    from megarl.platform import megatron_on_cpu
+    from megarl.platform import libraries
 
-    megatron_on_cpu.prepare()
+    libraries.prepare_megatron()
     from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories

@@ -14,16 +14,13 @@ import functools
 import logging
 import os
 import warnings
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from megarl.platform import delta_net_on_cpu, device, media_libraries, vllm_drafts_on_cpu
-from megarl.platform.block_products import block_product, row_product, sum_over_ranks
-from megarl.platform.exact_experts import round_experts
+from megarl.platform.cpu import delta_net, media_libraries, speculative_decoding
 from megarl.platform.imports import without
-from megarl.types import ConfigError
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -41,63 +38,8 @@ BLOCK_TOKENS = 32
 would then never be reused."""
 
 
-def prepare() -> None:
-    """Install the patches. Call it before the first import of vLLM. No effect if CUDA is available."""
-    if not torch.cuda.is_available():
-        _adapt_to_cpu()
-
-
-def check_build() -> None:
-    """Raise ConfigError if this rank runs on a CPU but vLLM is the build for GPUs (without CPU kernels)."""
-    from vllm.platforms import current_platform
-
-    if device.current().type == "cpu" and not current_platform.is_cpu():
-        raise ConfigError(
-            "cluster.device: this rank has no GPU that torch can use, but the installed vLLM is the build for GPUs; "
-            "create an environment with vLLM for CPUs (`VENV=DIR launch/setup.sh cpu`) and start megarl from it."
-        )
-
-
-def compute_exactly() -> None:
-    """Let the engine of this process sum a query's attention in one order. Call it before the engine is built."""
-    # By default vLLM 0.30 splits the keys of few queries over the threads, and adds the parts.
-    os.environ["VLLM_CPU_ATTN_SPLIT_KV"] = "0"
-
-
-def round_exactly(model: torch.nn.Module, num_blocks: int) -> None:
-    """Let the linear layers and experts of a live vLLM model round each token as `models.exact` does.
-
-    Row-parallel layers add their products in blocks, `num_blocks` over all ranks.
-    """
-    from vllm.model_executor.layers.linear import RowParallelLinear
-
-    modules: list[Any] = list(model.modules())
-    linears = [module for module in modules if hasattr(module, "cpu_linear")]
-    assert linears, "vLLM's linear layers have no attribute cpu_linear any more"
-    for module in linears:
-        module.cpu_linear = row_product
-    for module in modules:
-        if isinstance(module, RowParallelLinear):
-            assert module.bias is None and module.input_is_parallel and module.reduce_results
-            cast(Any, module).forward = functools.partial(_in_blocks, module, num_blocks // module.tp_size)
-    round_experts(modules, num_blocks)
-
-
-def _in_blocks(layer: Any, num_blocks: int, x: torch.Tensor) -> Any:
-    """Return the output [tokens, out] of a row-parallel layer without bias, for this rank's input [tokens, in].
-
-    vLLM's layer returns a pair of output and bias, unless `return_bias` is off.
-    """
-    from vllm.distributed import get_tp_group
-
-    total = sum_over_ranks(block_product(x, layer.weight, num_blocks), get_tp_group().device_group)
-    return (total.to(x.dtype), None) if layer.return_bias else total.to(x.dtype)
-
-
 def engine_arguments(max_model_len: int) -> dict[str, Any]:
-    """Return the EngineArgs that vLLM needs on a CPU; an empty dict if CUDA is available."""
-    if torch.cuda.is_available():
-        return {}
+    """Return the EngineArgs that vLLM needs on a CPU."""
     return {
         "enforce_eager": True,
         "enable_sleep_mode": False,
@@ -110,7 +52,8 @@ def engine_arguments(max_model_len: int) -> dict[str, Any]:
 
 
 @functools.cache
-def _adapt_to_cpu() -> None:
+def install() -> None:
+    """Install the patches once, before the first import of vLLM."""
     # torch and vLLM read these variables during their import, so they come first.
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -144,7 +87,7 @@ def _adapt_to_cpu() -> None:
     torch._dynamo.config.disable = True
     # The first delta-net layer registers its function as an operator of torch, by the types of its parameters. The type
     # of this one is only known to vLLM.
-    delta_net_on_cpu.attend.__annotations__["layer_name"] = LayerNameType
+    delta_net.attend.__annotations__["layer_name"] = LayerNameType
     replacements: list[tuple[Any, str, Any]] = [
         # It would pack each linear layer's weight and replace the parameter by an empty tensor.
         (linear_layers, "dispatch_cpu_unquantized_gemm", _keep_plain_weight),
@@ -159,7 +102,7 @@ def _adapt_to_cpu() -> None:
             _without_lora_kernels(plain_experts.select_unquantized_moe_backend),  # pyright: ignore[reportPrivateImportUsage]
         ),
         # Its kernels expect a packed convolution weight, as well as bfloat16 and head sizes of 64 or 128.
-        (gdn_attention, "cpu_gdn_attention_core", delta_net_on_cpu.attend),
+        (gdn_attention, "cpu_gdn_attention_core", delta_net.attend),
         # vLLM supports FP8 on few CPUs; the substitutes below run on all.
         (CPUFp8BlockScaledMMKernel, "is_supported", classmethod(lambda cls, compute_capability=None: (True, None))),
         (
@@ -190,7 +133,7 @@ def _adapt_to_cpu() -> None:
     ]
     for owner, name, replacement in replacements:
         setattr(owner, name, replacement)
-    vllm_drafts_on_cpu.install()
+    speculative_decoding.install()
     # Only now: transformers, imported by vLLM above, asks for torchvision once and must not find it.
     media_libraries.provide_torchvision()
 

@@ -1,7 +1,7 @@
 """Patches of torch that let the unmodified Megatron-Core 0.16.1 run on a CPU over gloo.
 
 Megatron names the device "cuda", CUDA's random state, and tensor types `torch.cuda.*`. On a machine without CUDA, the
-patches substitute the CPU's. They edit no file of Megatron. With CUDA they do nothing.
+patches substitute the CPU's. They edit no file of Megatron.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch.utils._device import _device_constructors
 
-from megarl.platform import absent_triton, bfloat16_products, device
+from megarl.platform import device
+from megarl.platform.cpu import absent_triton, bfloat16_products
 from megarl.platform.imports import without
 
 FACTORIES = ("empty", "empty_like", "full", "ones", "tensor", "zeros")
@@ -39,9 +40,9 @@ class _NoStream(contextlib.nullcontext[None]):
         return self
 
 
-def prepare() -> None:
-    """Install the patches once, before Megatron is imported. No effect if CUDA is available."""
-    if torch.cuda.is_available() or hasattr(torch.Tensor.cuda, _MARK):
+def install() -> None:
+    """Install the patches once, before Megatron is imported."""
+    if hasattr(torch.Tensor.cuda, _MARK):
         return
     # The CPU, unless a tool replaced `device.current`.
     here = device.current()
@@ -130,13 +131,11 @@ def _adapt_experts(here: torch.device) -> None:
 
 
 def adapt_hybrid_optimizer() -> None:
-    """Patch Megatron's `HybridDeviceOptimizer`, which offloads parameters to the host, for a CPU. No effect with CUDA.
+    """Patch Megatron's `HybridDeviceOptimizer`, which offloads parameters to the host, for a CPU.
 
     The original recognises parameters on the device by `is_cuda`. On a CPU a parameter counts as on the device unless
     the optimizer offloads it to the host.
     """
-    if torch.cuda.is_available():
-        return
     from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
     hybrid: Any = HybridDeviceOptimizer

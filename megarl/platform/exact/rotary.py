@@ -6,7 +6,7 @@ from functools import cache
 
 import torch
 
-from megarl.platform import vllm_on_cpu
+from megarl.platform import libraries
 
 
 @cache
@@ -16,7 +16,7 @@ def truncates() -> bool:
     vLLM 0.30 converts with an instruction that rounds on processors with AVX-512 BF16, and drops the lower 16 bits on
     others. The kernel is called once to find out.
     """
-    vllm_on_cpu.prepare()
+    libraries.prepare_vllm()
     from vllm import _custom_ops
 
     head_size = 32

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from megarl.platform.block_products import block_product, row_product, sum_over_ranks
+from megarl.platform.exact.block_products import block_product, row_product, sum_over_ranks
 
 
 def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:

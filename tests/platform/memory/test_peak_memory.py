@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megarl.platform import peak_memory
+from megarl.platform.memory import peak_memory
 
 SIZE = 256 << 20
 

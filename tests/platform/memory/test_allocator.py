@@ -11,7 +11,7 @@ import pytest
 _PROGRAM = """
 import torch
 from megarl.platform import device
-from megarl.platform.allocator import use_expandable_segments
+from megarl.platform.memory.allocator import use_expandable_segments
 if {has_gpu}:
     device.current = lambda: torch.device("cuda", 0)
 print(use_expandable_segments(), torch._C._accelerator_getAllocatorSettings())

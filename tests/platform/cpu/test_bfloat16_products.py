@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from megarl.platform.bfloat16_products import batched_product, install, product
+from megarl.platform.cpu.bfloat16_products import batched_product, install, product
 
 HAS_KERNELS = torch.ops.mkldnn._is_mkldnn_bf16_supported()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.platform.shared_memory import check_shared_memory
+from megarl.platform.memory.shared_memory import check_shared_memory
 from megarl.types import ConfigError, DiskFullError, MegarlError
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 PROGRAM = """
 import importlib.util, sys
-from megarl.platform import absent_triton
+from megarl.platform.cpu import absent_triton
 absent_triton.install()
 assert importlib.util.find_spec("triton") is None and not any(name.startswith("triton") for name in sys.modules)
 stash = sys.modules.get(absent_triton.PAGED_STASH)
@@ -28,7 +28,7 @@ SIZE = 1024
 
 
 def run(folder: Path) -> list[str]:
-    environment = {"PYTHONPATH": f"{folder}:{Path(__file__).parents[2]}", "PATH": ""}
+    environment = {"PYTHONPATH": f"{folder}:{Path(__file__).parents[3]}", "PATH": ""}
     command = [sys.executable, "-S", "-c", PROGRAM]
     return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout.splitlines()
 

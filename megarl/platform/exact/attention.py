@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megarl.platform import vllm_on_cpu
+from megarl.platform import libraries
 
 
 def attend(
@@ -27,11 +27,13 @@ def attend(
     have the same position. A query attends to the last `window` keys up to its own position, or to all of these if
     `window` is 0. Returns [queries, heads, head_dim].
     """
-    vllm_on_cpu.prepare()
+    libraries.prepare_vllm()
     from vllm import _custom_ops
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-    block, (_, groups, width) = vllm_on_cpu.BLOCK_TOKENS, k.shape
+    from megarl.platform.cpu.vllm_patches import BLOCK_TOKENS
+
+    block, (_, groups, width) = BLOCK_TOKENS, k.shape
     blocks = -(-num_keys // block)
     first_blocks = blocks.cumsum() - blocks
     # Each sequence begins a block of its own, as in the engine's cache. Unused entries of the table are never read.

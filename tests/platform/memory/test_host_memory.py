@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from megarl.platform.host_memory import cgroup_limits, machine_bytes
+from megarl.platform.memory.host_memory import cgroup_limits, machine_bytes
 
 
 def made(root: Path, files: dict[str, str]) -> Path:

@@ -1,0 +1,48 @@
+"""A vLLM engine on a CPU that rounds each token as `models.exact` does (`trainer.exact`)."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any, cast
+
+import torch
+
+from megarl.platform.exact.block_products import block_product, row_product, sum_over_ranks
+from megarl.platform.exact.experts import round_experts
+
+
+def fix_attention_order() -> None:
+    """Let the engine of this process sum a query's attention in one order. Call it before the engine is built."""
+    # By default vLLM 0.30 splits the keys of few queries over the threads, and adds the parts.
+    os.environ["VLLM_CPU_ATTN_SPLIT_KV"] = "0"
+
+
+def round_exactly(model: torch.nn.Module, num_blocks: int) -> None:
+    """Let the linear layers and experts of a live vLLM model round each token as `models.exact` does.
+
+    Row-parallel layers add their products in blocks, `num_blocks` over all ranks.
+    """
+    from vllm.model_executor.layers.linear import RowParallelLinear
+
+    modules: list[Any] = list(model.modules())
+    linears = [module for module in modules if hasattr(module, "cpu_linear")]
+    assert linears, "vLLM's linear layers have no attribute cpu_linear any more"
+    for module in linears:
+        module.cpu_linear = row_product
+    for module in modules:
+        if isinstance(module, RowParallelLinear):
+            assert module.bias is None and module.input_is_parallel and module.reduce_results
+            cast(Any, module).forward = functools.partial(_in_blocks, module, num_blocks // module.tp_size)
+    round_experts(modules, num_blocks)
+
+
+def _in_blocks(layer: Any, num_blocks: int, x: torch.Tensor) -> Any:
+    """Return the output [tokens, out] of a row-parallel layer without bias, for this rank's input [tokens, in].
+
+    vLLM's layer returns a pair of output and bias, unless `return_bias` is off.
+    """
+    from vllm.distributed import get_tp_group
+
+    total = sum_over_ranks(block_product(x, layer.weight, num_blocks), get_tp_group().device_group)
+    return (total.to(x.dtype), None) if layer.return_bias else total.to(x.dtype)
