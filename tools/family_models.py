@@ -230,6 +230,7 @@ def stored_parts(folder: str) -> dict[str, Any]:
 
 def sample(folder: str) -> tuple[list[TrainingSequence], list[np.ndarray]]:
     """Return completions of an engine with their log-probs, and the experts [tokens - 1, layers, top_k] of each."""
+    from megarl.engine.engine_parts import EngineFeatures
     from megarl.families.shape import read_model_shape
     from megarl.types import ExpertsHandle, Request, SamplingSettings
 
@@ -239,7 +240,7 @@ def sample(folder: str) -> tuple[list[TrainingSequence], list[np.ndarray]]:
         experts.append(chosen)
         return ExpertsHandle(0, len(experts) - 1)
 
-    engine = engine_of(folder, keep_experts=keep, vllm={"enable_return_routed_experts": True})
+    engine = engine_of(folder, features=EngineFeatures(keep_experts=keep), vllm={"enable_return_routed_experts": True})
     prompts = [one.token_ids for one in sequences(read_model_shape(folder).vocab_size)]
     settings = SamplingSettings(16, 1.0)
     engine.advance([Request(str(i), prompt.astype(np.int32), settings, i) for i, prompt in enumerate(prompts)], (), 0.0)

@@ -10,7 +10,7 @@ returns a future. Reading it waits for the device. The followers wait as late as
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
@@ -23,21 +23,8 @@ from vllm.v1.executor.uniproc_executor import AsyncOutputFuture
 from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-from megarl.engine.retained_tokens import RetainedTokenRecorder
+from megarl.engine.engine_part import EnginePart
 from megarl.groups import signed
-from megarl.tracking.metrics import Mean, Metric
-
-METRICS = {
-    "perf/drafts_accepted": (
-        "share",
-        "fraction of drafted tokens accepted by the policy (speculative decoding: rollout.vllm.speculative_config)",
-    ),
-    "perf/accepted_length": (
-        "tokens",
-        "mean tokens gained by a request in an engine step that verified drafts: accepted drafts and one more",
-    ),
-}
-"""Units and meanings by metric name, collected by `tracking.metric_table`."""
 
 BLOCK_BYTES = 1 << 16
 """Size in bytes of the first broadcast of a command. Longer commands need a second broadcast."""
@@ -155,42 +142,6 @@ def _execute_step(worker: WorkerWrapperBase, scheduler_output: Any) -> Any:
     return output
 
 
-class DraftCounts:
-    """Counts of speculative decoding since the last reset: verifications, drafted and accepted tokens.
-
-    A verification is one step of one request with drafts. It yields the accepted drafts and one more token.
-    """
-
-    def __init__(self) -> None:
-        self._num_verifications = self._num_drafted = self._num_accepted = 0
-
-    def count(
-        self,
-        spec_decoding_stats: None,
-        num_draft_tokens: int,
-        num_accepted_tokens: int,
-        num_invalid_spec_tokens: Mapping[str, int] | None,
-        request_id: str,
-    ) -> None:
-        """Count one verification. It replaces vLLM's `Scheduler.make_spec_decoding_stats`, called for each of them."""
-        num_drafted = num_draft_tokens - (num_invalid_spec_tokens or {}).get(request_id, 0)
-        if num_drafted > 0:
-            self._num_verifications += 1
-            self._num_drafted += num_drafted
-            self._num_accepted += num_accepted_tokens
-
-    def take_metrics(self) -> dict[str, Metric]:
-        """Return the metrics of speculative decoding and reset the counts; empty without drafts."""
-        if not self._num_drafted:
-            return {}
-        found: dict[str, Metric] = {
-            "perf/drafts_accepted": Mean(self._num_accepted / self._num_drafted, self._num_drafted),
-            "perf/accepted_length": Mean(1 + self._num_accepted / self._num_verifications, self._num_verifications),
-        }
-        self._num_verifications = self._num_drafted = self._num_accepted = 0
-        return found
-
-
 class LeaderExecutor(Executor):
     """vLLM executor on an engine's first rank. It runs work on its own worker and, by commands, on the other ranks."""
 
@@ -200,11 +151,11 @@ class LeaderExecutor(Executor):
         *,
         worker: WorkerWrapperBase,
         channel: CommandChannel,
-        recorder: RetainedTokenRecorder | None = None,
+        parts: Sequence[EnginePart] = (),
     ) -> None:
         self.worker = worker
         self.channel = channel
-        self._recorder = recorder
+        self._parts = parts
         self.num_preempted = 0
         """Number of preemptions since the last reset. A preempted request loses its KV cache and is recomputed."""
         self.max_kv_usage = 0.0
@@ -215,7 +166,6 @@ class LeaderExecutor(Executor):
         """Number of steps started since the last reset."""
         self.num_ahead = 0
         """Number of steps, since the last reset, that started before the previous output was read."""
-        self.drafts = DraftCounts()
         self._result_ahead = _future(None)
         self._is_sampled = False
         super().__init__(vllm_config)
@@ -271,7 +221,9 @@ class LeaderExecutor(Executor):
         return self._begin(self.worker.sample_tokens(grammar_output), non_block)
 
     def _begin(self, output: Any, non_block: bool) -> Any:
-        self._result_ahead = _future(output if self._recorder is None else self._recorder.complete(output))
+        for part in self._parts:
+            output = part.complete_step(output)
+        self._result_ahead = _future(output)
         return self._result_ahead if non_block else self._result_ahead.result()
 
     @classmethod

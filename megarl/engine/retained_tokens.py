@@ -6,16 +6,67 @@ vLLM's V2 model runner records them itself. `RetainedTokenRecorder` records them
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from vllm import SamplingParams
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput, SamplingMaskLists
 
-from megarl.types import RetainedSets
+from megarl.engine.engine_part import EnginePart
+from megarl.types import Completion, Request, RetainedSets
+
+
+class RetainedTokens(EnginePart):
+    """Adds the retained tokens to completions. `async_scheduling` is the recipe's choice; None: it has none."""
+
+    def __init__(self, async_scheduling: bool | None) -> None:
+        self._async_scheduling = async_scheduling
+        self._has_masks = False
+        """Whether vLLM records the sampling masks itself."""
+        self._vocab_size = 0
+        self._recorder: RetainedTokenRecorder | None = None
+
+    def revised_arguments(self, vllm_config: Any) -> Mapping[str, Any]:
+        if vllm_config.use_v2_model_runner:
+            # vLLM's V2 model runner records retained sets by itself; the V1 runner does not know this setting.
+            return {"return_sampling_mask": True}
+        if vllm_config.scheduler_config.async_scheduling and self._async_scheduling is None:
+            # Steps started ahead gain nothing with `RetainedTokenRecorder` (see its `complete`).
+            return {"async_scheduling": False}
+        return {}
+
+    def build(self, worker: Any, *, is_leader: bool) -> None:
+        model_config = worker.vllm_config.model_config
+        self._has_masks, self._vocab_size = model_config.return_sampling_mask, model_config.get_vocab_size()
+        if is_leader and not self._has_masks:
+            self._recorder = RetainedTokenRecorder(worker.model_runner.sampler)
+
+    def start(self, scheduler: Any) -> None:
+        if self._recorder is not None:
+            # Set after the engine is built, because vLLM's check of its configuration would refuse it.
+            scheduler.return_sampling_mask = True
+
+    def extend_request(self, arguments: dict[str, Any], request: Request | None, weight_version: int) -> None:
+        if self._has_masks:
+            arguments["params"] = recordable(arguments["params"], self._vocab_size)
+
+    def complete_step(self, output: Any) -> Any:
+        return output if self._recorder is None else self._recorder.complete(output)
+
+    def extend_completion(self, completion: Completion, output: Any) -> Completion:
+        return self._with_sets(completion, output.sampling_mask.token_ids if output.sampling_mask else ())
+
+    def extend_aborted(self, completion: Completion, state: Any) -> Completion:
+        return self._with_sets(completion, [chunk.token_ids for chunk in state.sampling_mask_chunks])
+
+    def _with_sets(self, completion: Completion, masks: Sequence[Any]) -> Completion:
+        sets = retained_sets(completion.token_ids, masks, self._vocab_size)
+        return dataclasses.replace(completion, retained_sets=sets)
 
 
 class RetainedTokenRecorder:
@@ -33,13 +84,13 @@ class RetainedTokenRecorder:
         truncating = sampler.topk_topp_sampler
         self._forward = truncating.forward
         truncating.forward = self._sample
-        self._kept: Tensor | None = None
+        self._is_retained: Tensor | None = None
 
     def _sample(self, logits: Tensor, generators: Any, k: Tensor | None, p: Tensor | None) -> tuple[Tensor, Tensor]:
         sampled, logprobs = self._forward(logits, generators, k, p)
         # min-p has set its removed tokens to minus infinity before this call, so one check covers all three.
-        is_kept = logprobs.isfinite()
-        self._kept = is_kept & ~is_kept.all(1, keepdim=True)
+        is_finite = logprobs.isfinite()
+        self._is_retained = is_finite & ~is_finite.all(1, keepdim=True)
         return sampled, logprobs
 
     def complete(self, output: Any) -> Any:
@@ -48,32 +99,32 @@ class RetainedTokenRecorder:
         An asynchronous output gets its masks when it is read. Counting them then queues on the device behind the next
         step. Starting steps ahead therefore gains nothing with this recorder.
         """
-        kept, self._kept = self._kept, None
+        is_retained, self._is_retained = self._is_retained, None
         if isinstance(output, AsyncModelRunnerOutput):
-            return _LateOutput(output, kept)
-        return _masked(output, kept)
+            return _LateOutput(output, is_retained)
+        return _masked(output, is_retained)
 
 
 class _LateOutput(AsyncModelRunnerOutput):
     """An asynchronous output of a step that gets its sampling masks when it is read."""
 
-    def __init__(self, output: AsyncModelRunnerOutput, kept: Tensor | None) -> None:
-        self._output, self._kept = output, kept
+    def __init__(self, output: AsyncModelRunnerOutput, is_retained: Tensor | None) -> None:
+        self._output, self._is_retained = output, is_retained
 
     def get_output(self) -> ModelRunnerOutput:
-        return _masked(self._output.get_output(), self._kept)
+        return _masked(self._output.get_output(), self._is_retained)
 
 
-def _masked(output: Any, kept: Tensor | None) -> Any:
-    """Add sampling masks to a step's output. `kept` is bool [requests, vocabulary], or None if all requests were
+def _masked(output: Any, is_retained: Tensor | None) -> Any:
+    """Add sampling masks to a step's output. `is_retained` is bool [requests, vocabulary]; None: all requests were
     greedy.
     """
     if not isinstance(output, ModelRunnerOutput) or not output.req_ids:
         return output
-    if kept is None:
-        kept = torch.zeros(len(output.req_ids), 0, dtype=torch.bool)
-    token_ids = kept.nonzero()[:, 1].to(torch.int32).cpu().numpy()
-    offsets = np.concatenate([[0], kept.sum(1).cumsum(0).cpu().numpy()])
+    if is_retained is None:
+        is_retained = torch.zeros(len(output.req_ids), 0, dtype=torch.bool)
+    token_ids = is_retained.nonzero()[:, 1].to(torch.int32).cpu().numpy()
+    offsets = np.concatenate([[0], is_retained.sum(1).cumsum(0).cpu().numpy()])
     output.sampling_masks = SamplingMaskLists(token_ids, offsets)
     return output
 
@@ -90,12 +141,11 @@ def recordable(parameters: SamplingParams, vocab_size: int) -> SamplingParams:
     return recorded
 
 
-def retained_sets(token_ids: Sequence[int], masks: Sequence[Any], vocab_size: int) -> RetainedSets | None:
-    """Return the sets of tokens left to sample from at each token of a completion; None if nothing was cut
-    off.
+def retained_sets(token_ids: NDArray[np.int64], masks: Sequence[Any], vocab_size: int) -> RetainedSets | None:
+    """Return the sets of tokens left to sample from at each token of a completion; None if nothing was cut off.
 
-    Shapes: token_ids [new_tokens], masks one array [kept_tokens] per token. Raises RuntimeError if masks and tokens do
-    not match.
+    Shapes: token_ids [new_tokens], masks one array [retained_tokens] per token. Raises RuntimeError if masks and
+    tokens do not match.
     """
     if not masks:
         return None
@@ -108,8 +158,8 @@ def retained_sets(token_ids: Sequence[int], masks: Sequence[Any], vocab_size: in
     counts = np.array([len(part) for part in parts], np.int32)
     if not counts.any():
         return None
-    kept = np.concatenate(parts)
-    is_sampled = kept == np.repeat(np.asarray(token_ids), counts)
+    retained = np.concatenate(parts)
+    is_sampled = retained == np.repeat(token_ids, counts)
     if is_sampled.sum() != np.count_nonzero(counts):
         raise RuntimeError("vLLM sampled a token that is not in its sampling mask")
-    return RetainedSets(counts, kept)
+    return RetainedSets(counts, retained)

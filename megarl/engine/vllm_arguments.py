@@ -8,22 +8,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from pydantic import ValidationError
 
-from megarl.config import LoraConfig, RolloutConfig
+from megarl.config import RolloutConfig
 from megarl.config.engine_fields import engine_field_fault, refusals_by_field
 from megarl.config.library_settings import decided
 from megarl.config.override import engine_overrides
+from megarl.engine.compilation_guard import without_fused_all_reduce
+from megarl.engine.engine_part import EnginePart
 from megarl.families.registry import FAMILIES
 from megarl.families.shape import ModelShape, completed_config, read_model_shape
 from megarl.files.model_folder import read_object
 from megarl.files.nearest import nearest
 from megarl.platform import device, libraries
-from megarl.reshard.layouts.vllm_adapters import slot_rank
-from megarl.types import ConfigError, Request, ServedAdapter
+from megarl.types import ConfigError, Request
 
 libraries.prepare_vllm()
 
@@ -34,45 +35,48 @@ from vllm.usage.usage_lib import UsageContext  # noqa: E402
 from megarl.engine.executor import LeaderExecutor  # noqa: E402
 from megarl.engine.scheduler import RecordingAsyncScheduler, RecordingScheduler  # noqa: E402
 
-VLLM_QUANTIZATION = {"fp8": "fp8_per_block", "fp8_per_channel": "fp8_per_channel"}
-"""Values of vLLM's setting `quantization`, by the value of `rollout.quantization`. vLLM quantises the weights when it
-loads them, with one scale per block of 128 x 128 or per row."""
-ROUTERS = "*.mlp.gate"
-"""Pattern of the module names of MoE routers. vLLM does not quantise modules with these names."""
-
 REASON_LENGTH = 400
 """Maximum characters shown of a vLLM error."""
 
 
 @contextmanager
-def refusals_named(config: RolloutConfig, max_model_len: int, *kinds: type[Exception]) -> Iterator[None]:
-    """Context that turns vLLM's errors of these classes into a ConfigError naming the recipe field. `max_model_len` is
-    in tokens."""
+def refusals_named(
+    config: RolloutConfig, max_model_len: int, parts: Sequence[EnginePart], *kinds: type[Exception]
+) -> Iterator[None]:
+    """Context that turns vLLM's errors of these classes into a ConfigError naming the recipe field.
+
+    `max_model_len` is in tokens. `parts` are the engine's optional features, whose fields may be refused too.
+    """
     try:
         yield
     except kinds as error:
         text = re.sub(r"\s+", " ", str(error))
-        # vLLM 0.30 raises ValueErrors without a code, so the field is recognised by words of the message.
-        if config.kv_cache_dtype != "auto" and re.search(r"(?i)fp8 kv[- ]cache|kv[-_]cache[-_]dtype", text):
-            field = f"rollout.kv_cache_dtype = {config.kv_cache_dtype}: choose auto"
-        elif re.search(r"KV cache|cache blocks", text):
-            share = config.gpu_memory_utilization
-            given = f"kv_cache_gib = {config.kv_cache_gib:g}" if share is None else f"gpu_memory_utilization = {share}"
-            field = (
-                f"rollout.{given}: too small for one sequence of {max_model_len} tokens (data.max_prompt_tokens + "
-                "rollout.sampling.max_new_tokens); raise it"
-            )
-        elif config.async_scheduling and re.search(r"[Aa]sync(hronous)? scheduling", text):
-            field = "rollout.async_scheduling = True: leave it out; it is then on wherever vLLM supports it"
-        else:
-            # Name the keys that the message mentions, or all of `rollout.vllm` if it mentions none.
-            given = [key for key in config.vllm if re.search(rf"\b{key.replace('_', '[_ ]')}\b", text)] or config.vllm
-            field = ", ".join(f"rollout.vllm.{key} = {config.vllm[key]!r}" for key in given) or "rollout"
+        field = _refused_field(text, config, max_model_len, parts)
         reason = text
         if isinstance(error, ValidationError):
             first = error.errors(include_url=False)[0]
             reason = f"{first['msg']}"
         raise ConfigError(f"{field}. vLLM refuses it: {reason[:REASON_LENGTH]}") from error
+
+
+def _refused_field(text: str, config: RolloutConfig, max_model_len: int, parts: Sequence[EnginePart]) -> str:
+    """Return the recipe field that an error of vLLM with this text is about, with its value and a remedy if known."""
+    # vLLM 0.30 raises ValueErrors without a code, so the field is recognised by words of the message.
+    for part in parts:
+        if (field := part.refused_field(text)) is not None:
+            return field
+    if re.search(r"KV cache|cache blocks", text):
+        share = config.gpu_memory_utilization
+        setting = f"kv_cache_gib = {config.kv_cache_gib:g}" if share is None else f"gpu_memory_utilization = {share}"
+        return (
+            f"rollout.{setting}: too small for one sequence of {max_model_len} tokens (data.max_prompt_tokens + "
+            "rollout.sampling.max_new_tokens); raise it"
+        )
+    if config.async_scheduling and re.search(r"[Aa]sync(hronous)? scheduling", text):
+        return "rollout.async_scheduling = True: leave it out; it is then on wherever vLLM supports it"
+    # Name the keys that the message mentions, or all of `rollout.vllm` if it mentions none.
+    keys = [key for key in config.vllm if re.search(rf"\b{key.replace('_', '[_ ]')}\b", text)] or config.vllm
+    return ", ".join(f"rollout.vllm.{key} = {config.vllm[key]!r}" for key in keys) or "rollout"
 
 
 def engine_arguments(
@@ -83,14 +87,13 @@ def engine_arguments(
     dtype: str,
     seed: int,
     override: Mapping[str, Any] | None = None,
-    adapter: LoraConfig | None = None,
-    served: Mapping[str, ServedAdapter] | None = None,
+    parts: Sequence[EnginePart] = (),
 ) -> EngineArgs:
     """Return vLLM's arguments for this recipe.
 
-    `max_model_len` is in tokens. `override` holds replacements for fields of the model's config.json. `adapter`
-    describes a LoRA adapter, for which the engine makes slots; `served` are adapters loaded from folders. Raises
-    ConfigError for a field of `rollout.vllm` that vLLM does not know, or that megarl refuses.
+    `max_model_len` is in tokens. `override` holds replacements for fields of the model's config.json. `parts` are the
+    engine's optional features. Raises ConfigError for a field of `rollout.vllm` that vLLM does not know, or that megarl
+    refuses.
     """
     known = {field.name for field in dataclasses.fields(EngineArgs)}
     for key in config.vllm:
@@ -101,9 +104,6 @@ def engine_arguments(
         # left out of the message, because a token may be one of them.
         if key not in decided("vllm") and (fault := engine_field_fault(key)) is not None:
             raise ConfigError(f"rollout.vllm.{key}: {fault}")
-    slots = [(one.rank, one.modules) for one in (served or {}).values()]
-    if adapter is not None:
-        slots.append((adapter.rank, adapter.targets))
     arguments: dict[str, Any] = {
         "model": model_path,
         "dtype": dtype,
@@ -112,8 +112,6 @@ def engine_arguments(
         "tensor_parallel_size": config.tp,
         "max_num_seqs": config.max_concurrent_requests,
         **_cache_size(config),
-        **_quantization(config),
-        **_adapter_slots(slots),
         "distributed_executor_backend": LeaderExecutor,
         # Weights come from the trainer by a reshard, not from files.
         "load_format": "dummy",
@@ -126,10 +124,8 @@ def engine_arguments(
         "async_scheduling": config.async_scheduling,
         "disable_log_stats": True,
     }
-    if torch.cuda.is_available() and device.cuda_toolkit() is None:
-        # vLLM 0.30 enables this pass on Hopper for two or more ranks. FlashInfer compiles its kernel at the engine's
-        # start, and needs a CUDA toolkit for it.
-        arguments["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
+    for part in parts:
+        arguments |= part.arguments()
     shape = read_model_shape(model_path, override)
     arguments |= _state_arguments(shape)
     fields = read_object(Path(model_path) / "config.json")
@@ -142,7 +138,10 @@ def engine_arguments(
         arguments["hf_overrides"] = partial(_as_plain, changes)
     elif changes:
         arguments["hf_overrides"] = changes
-    return EngineArgs(**{**arguments, **libraries.vllm_arguments(max_model_len), **config.vllm})
+    arguments |= libraries.vllm_arguments(max_model_len) | config.vllm
+    if torch.cuda.is_available() and device.cuda_toolkit() is None:
+        arguments["compilation_config"] = without_fused_all_reduce(config.vllm.get("compilation_config"))
+    return EngineArgs(**arguments)
 
 
 def _family_rope(shape: ModelShape) -> dict[str, float]:
@@ -152,8 +151,9 @@ def _family_rope(shape: ModelShape) -> dict[str, float]:
 
 
 def _as_plain(changes: Mapping[str, Any], config: Any) -> Any:
-    """Change fields of a model's config for vLLM. Also remove its quantisation, because the trainer sends unquantised
-    weights."""
+    """Change fields of a model's config for vLLM. Also remove its `quantization_config`, because the trainer sends
+    weights in full precision.
+    """
     config.update(dict(changes))
     del config.quantization_config
     return config
@@ -172,51 +172,22 @@ def _state_arguments(shape: ModelShape) -> dict[str, Any]:
     }
 
 
-def _quantization(config: RolloutConfig) -> dict[str, Any]:
-    """Return the arguments for FP8 weights and FP8 KV cache, if the recipe sets them."""
-    found: dict[str, Any] = {} if config.kv_cache_dtype == "auto" else {"kv_cache_dtype": config.kv_cache_dtype}
-    if config.quantization != "none":
-        scheme = VLLM_QUANTIZATION[config.quantization]
-        # vLLM would quantise the routers of some families, and they would then choose other experts than the trainer.
-        found |= {"quantization": scheme, "quantization_config": {"ignore": [ROUTERS]}}
-    return found
-
-
-def _adapter_slots(adapters: Sequence[tuple[int, Sequence[str]]]) -> dict[str, Any]:
-    """Return the arguments for slots of LoRA adapters, each a rank and its modules; an empty dict without any."""
-    if not adapters:
-        return {}
-    return {
-        "enable_lora": True,
-        "max_loras": len(adapters),
-        "max_lora_rank": slot_rank(max(rank for rank, _ in adapters)),
-        # Without this list, vLLM makes slots for embeddings, head and routers too.
-        "lora_target_modules": sorted({name for _, modules in adapters for name in modules}),
-    }
-
-
-def engine_config(arguments: EngineArgs, config: RolloutConfig) -> Any:
-    """Return vLLM's complete configuration. With top-p, top-k or min-p, vLLM must also record the tokens that remain to
-    sample from; the settings for this are added.
+def engine_config(arguments: EngineArgs, config: RolloutConfig, parts: Sequence[EnginePart] = ()) -> Any:
+    """Return vLLM's complete configuration. `parts` are the engine's optional features, which may revise it.
 
     Raises ValueError if `config.async_scheduling` is true but vLLM's platform does not support it.
     """
-    found = arguments.create_engine_config(UsageContext.LLM_CLASS)
-    is_ahead = found.scheduler_config.async_scheduling
-    if config.async_scheduling and not is_ahead:
+    vllm_config = arguments.create_engine_config(UsageContext.LLM_CLASS)
+    if config.async_scheduling and not vllm_config.scheduler_config.async_scheduling:
         raise ValueError("vLLM's platform does not support async scheduling")
-    changes: dict[str, bool] = {}
-    if config.sampling.is_truncated and found.use_v2_model_runner:
-        # vLLM's V2 model runner records kept sets by itself; the V1 runner does not know this setting.
-        changes["return_sampling_mask"] = True
-    elif config.sampling.is_truncated and is_ahead and config.async_scheduling is None:
-        # Steps started ahead gain nothing with `RetainedTokenRecorder` (see its `complete`).
-        changes["async_scheduling"] = False
+    changes: dict[str, Any] = {}
+    for part in parts:
+        changes |= part.revised_arguments(vllm_config)
     if changes:
-        found = dataclasses.replace(arguments, **cast(Any, changes)).create_engine_config(UsageContext.LLM_CLASS)
-    is_ahead = found.scheduler_config.async_scheduling
-    found.scheduler_config.scheduler_cls = RecordingAsyncScheduler if is_ahead else RecordingScheduler
-    return found
+        vllm_config = dataclasses.replace(arguments, **changes).create_engine_config(UsageContext.LLM_CLASS)
+    is_ahead = vllm_config.scheduler_config.async_scheduling
+    vllm_config.scheduler_config.scheduler_cls = RecordingAsyncScheduler if is_ahead else RecordingScheduler
+    return vllm_config
 
 
 def _cache_size(config: RolloutConfig) -> dict[str, Any]:

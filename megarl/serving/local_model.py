@@ -58,6 +58,7 @@ class EngineRank:
         # Imported in the rank's process: the driver needs neither torch nor vLLM.
         from megarl.checkpoint.safetensors import check_folder
         from megarl.engine.engine import RolloutEngine
+        from megarl.engine.engine_parts import EngineFeatures
 
         # The timeout in seconds of collectives between the engine's ranks.
         world.initialize(600.0)
@@ -69,12 +70,12 @@ class EngineRank:
             dtype=dtype,
             seed=seed,
             override=override,
-            served=adapters,
+            features=EngineFeatures(served=adapters or {}),
         )
         check_folder(Path(folder), override)
         kept = kept_prefixes(read_model_shape(folder, override))
         self._engine.load_tensors(_tensors(Path(folder), kept))
-        self._engine.load_adapters()
+        self._engine.load_files()
         self._engine.weights_updated()
 
     def advance(

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import Sequence
 
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.engine.engine import RolloutEngine
+from megarl.engine.engine_parts import EngineFeatures
+from megarl.engine.routed_experts import KeepExperts
 from megarl.groups import world
 from megarl.groups.rendezvous import Meeting
 from megarl.platform import numa
 from megarl.reshard.ledger import RankChanges
 from megarl.reshard.plan import RankTopology
 from megarl.tracking.metrics import Metric
-from megarl.types import Completion, ExpertsHandle, Request
+from megarl.types import Completion, Request
 from megarl.worker.rank_transfer import RankTransfer, Report
 
 
@@ -79,9 +77,7 @@ class EngineWorker:
         world.leave()
 
 
-def build_engine(
-    recipe: Recipe, keep_experts: Callable[[NDArray[np.integer[Any]]], ExpertsHandle] | None = None
-) -> RolloutEngine:
+def build_engine(recipe: Recipe, keep_experts: KeepExperts | None = None) -> RolloutEngine:
     """Build this rank's shard of the recipe's vLLM engine. A collective over the world.
 
     `keep_experts` stores the routed experts (MoE) of a completion and returns a handle for them.
@@ -102,8 +98,10 @@ def build_engine(
         dtype=recipe.model.dtype,
         seed=recipe.seed,
         override=recipe.model.override_config,
-        keep_experts=keep_experts,
-        adapter=recipe.lora if recipe.sends_adapter else None,
-        exact_blocks=recipe.exact_blocks,
+        features=EngineFeatures(
+            keep_experts=keep_experts,
+            adapter=recipe.lora if recipe.sends_adapter else None,
+            exact_blocks=recipe.exact_blocks,
+        ),
         stall_seconds=recipe.cluster.verb_timeout_seconds,
     )

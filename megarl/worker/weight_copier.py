@@ -18,6 +18,7 @@ from megarl.checkpoint.mapped import MappedFolder
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.data.token_batch import TokenBatch
+from megarl.engine.trained_adapter import TrainedAdapter
 from megarl.families.lora_rules import adapter_shapes
 from megarl.families.shape import read_model_shape
 from megarl.groups.peer_errors import ReplicaCollectiveError, replica_collectives_marked
@@ -185,7 +186,8 @@ class WeightCopier:
         live = live_parameters(engine.model)
         if isinstance(self.resharding, Reshard) and not self.resharding.quantises:
             return Ledger(who, self._recorded, live)
-        slots = engine.slots.tensors if self._recipe.sends_adapter and engine.slots is not None else {}
+        adapter = engine.find_part(TrainedAdapter)
+        slots = adapter.slots.tensors if adapter is not None and adapter.slots is not None else {}
         return Ledger.of_parameters(who, {**live, **slots})
 
     def _take_checksums(self, report: dict[str, Any], version: int) -> None:
@@ -269,7 +271,9 @@ class WeightCopier:
         """Plan the one copy of the base weights, and the copies of the LoRA adapter into the engines' slots."""
         policy, engine, lora = self._policy, self._engine, self._recipe.lora
         dtype = getattr(torch, self._recipe.model.dtype)
-        model, slots = (engine.model, engine.slots) if engine is not None else (None, None)
+        model = engine.model if engine is not None else None
+        in_engine = engine.find_part(TrainedAdapter) if engine is not None else None
+        slots = in_engine.slots if in_engine is not None else None
         with without_adapters(model):
             recorded, refusal = record(model, self._engine_shape, dtype, self._group)
         base, adapter = (

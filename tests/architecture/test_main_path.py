@@ -18,14 +18,18 @@ MAIN_PATH = [
     "training/objective.py",
     "models/policy.py",
     "cluster/rank_model.py",
+    "engine/engine.py",
+    "engine/leader_requests.py",
+    "engine/executor.py",
+    "engine/vllm_arguments.py",
 ]
 FEATURES = re.compile(
     r"trees?|prefix(es)?|routes?|replay\w*|mtp|distil\w*|teachers?|fp8|quantis\w*|lora|adapters?|delta|exact\w*"
     r"|fingerprints?|checksums?|canary"
 )
 """Words that name an optional feature."""
-OTHER_MEANINGS = re.compile(r"chunk_prefix|sharded_state_dict\(.*prefix|removeprefix")
-"""Names with such a word that mean something else: the beginning of a name."""
+OTHER_MEANINGS = re.compile(r"chunk_prefix|sharded_state_dict\(.*prefix|removeprefix|prefix[_ ]cach\w*")
+"""Names with such a word that mean something else: the beginning of a name, and vLLM's cache of keys and values."""
 
 
 def named_features(text: str) -> list[str]:

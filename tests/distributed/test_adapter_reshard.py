@@ -53,6 +53,7 @@ def train_and_load(recipe: Recipe, parallel: ParallelConfig, exported: str) -> d
     from safetensors.torch import load_file
     from vllm.lora.request import LoRARequest
 
+    from megarl.engine.trained_adapter import TrainedAdapter
     from megarl.families.shape import read_model_shape
     from megarl.reshard.adapters import AdapterReshard
     from megarl.reshard.layouts.vllm_adapters import VllmAdapterLayouts
@@ -63,7 +64,9 @@ def train_and_load(recipe: Recipe, parallel: ParallelConfig, exported: str) -> d
     worker = Worker(dist.get_rank(), parallel.world_size, recipe, parallel, [("here",)] * parallel.world_size)
     assert worker.engine and worker.copier and isinstance(worker.copier.resharding, AdapterReshard)
     assert worker.copier.resharding.is_computed, "vLLM's layout is not as computed"
-    slots = worker.engine.slots
+    adapter = worker.engine.find_part(TrainedAdapter)
+    assert adapter is not None
+    slots = adapter.slots
     assert slots is not None
     addresses = {name: slot.data_ptr() for name, slot in slots.tensors.items()}
     zeros = [name for name, slot in slots.tensors.items() if not slot.any()]

@@ -73,7 +73,7 @@ def recorded_steps(engine: Any) -> Iterator[list[tuple[str, int]]]:
         if not engine.is_leader:
             yield events
             return
-        scheduler = engine._engine.engine_core.engine_core.scheduler
+        scheduler = engine._requests.engine.engine_core.engine_core.scheduler
         schedule = scheduler.schedule
 
         def counted(*args: Any) -> Any:

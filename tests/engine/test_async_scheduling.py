@@ -44,6 +44,7 @@ class Bench:
         from safetensors.torch import load_file
 
         from megarl.engine.engine import RolloutEngine
+        from megarl.engine.engine_parts import EngineFeatures
 
         settings = {"kv_cache_gib": 0.05, "max_concurrent_requests": 32} | rollout
         self.experts: list[np.ndarray] = []
@@ -53,7 +54,7 @@ class Bench:
             max_model_len=CONTEXT,
             dtype="float32",
             seed=3,
-            keep_experts=self._keep,
+            features=EngineFeatures(keep_experts=self._keep),
         )
         self._weights = load_file(f"{model_path}/model.safetensors")
         self.engine.model.load_weights(self._weights.items())  # pyright: ignore[reportCallIssue]
@@ -74,9 +75,9 @@ class Bench:
         return {completion.request_id: completion for completion in done}
 
     def steps_under_way(self) -> int:
-        if self.engine._engine is None:
+        if self.engine._requests is None:
             return 0
-        core: Any = self.engine._engine.engine_core
+        core: Any = self.engine._requests.engine.engine_core
         return len(core.engine_core.batch_queue or ())
 
     def update(self, scale: float) -> None:
@@ -258,7 +259,7 @@ def sample_in_short_steps(bench: Bench, *, is_on: bool) -> dict[str, Any]:
 
     Requests come late, end by stop tokens, stop strings and limits, are aborted and are preempted.
     """
-    scheduler = bench.engine._scheduler
+    scheduler = bench.engine._requests._scheduler
     scheduler._has_short_updates = scheduler._has_short_schedules = is_on
     bench.engine.reset_prefix_cache()
     ends = SamplingSettings(50, 1.0, stop_token_ids=tuple(range(300, 312)))

@@ -55,7 +55,8 @@ def scenario(model_path: str, tp: int) -> dict[str, Any]:
     """Sample on one rank. Only leaders return completions."""
     from safetensors.torch import load_file
 
-    from megarl.engine.engine import RolloutEngine, unrestored_tensors
+    from megarl.engine.engine import RolloutEngine
+    from megarl.engine.sleep import unrestored_tensors
 
     set_num_threads, random_state = torch.set_num_threads, _random_state()
     engine = RolloutEngine(
@@ -91,7 +92,7 @@ def scenario(model_path: str, tp: int) -> dict[str, Any]:
     late: dict[str, Completion] = {}
     for one in together:
         late |= run([one], budget=0.0)
-    result["unfinished_between"] = len(engine._running)
+    result["unfinished_between"] = len(engine.sampled_so_far())
     result["late"] = late | run([])
 
     greedy = result["together"]["g0"].token_ids.tolist() if engine.is_leader else [0] * NEW_TOKENS
@@ -120,14 +121,14 @@ def scenario(model_path: str, tp: int) -> dict[str, Any]:
     run(begun, budget=0.0)
     run([], budget=0.0)
     result["aborted"] = run([], aborts=("a0", "a1", "b0", "unknown"), budget=0.0)
-    result["running"] = len(engine._running)
+    result["running"] = len(engine.sampled_so_far())
     engine.metrics()
     engine.weights_updated()
     engine.sleep()
     engine.wake()
     result["kept"] = run([])
     result["metrics"].append(values(engine.metrics()))
-    result["unfinished_after"] = len(engine._running)
+    result["unfinished_after"] = len(engine.sampled_so_far())
     result["unrestored_tensors"] = [unrestored_tensors(engine.model)]
     engine.model.get_submodule("model.norm").scale = torch.ones(1)
     result["unrestored_tensors"].append(unrestored_tensors(engine.model))
@@ -151,15 +152,15 @@ def _counted_steps(engine: Any) -> Iterator[list[int]]:
     if not engine.is_leader:
         yield steps
         return
-    step = engine._engine.step
+    step = engine._requests.engine.step
 
     def counted() -> Any:
-        steps.append(len(engine._running))
+        steps.append(len(engine.sampled_so_far()))
         return step()
 
-    engine._engine.step = counted
+    engine._requests.engine.step = counted
     yield steps
-    del engine._engine.step
+    del engine._requests.engine.step
 
 
 def _stalled(engine: Any, run: Callable[..., dict[str, Completion]]) -> tuple[str, dict[str, Completion]]:
@@ -167,9 +168,9 @@ def _stalled(engine: Any, run: Callable[..., dict[str, Completion]]) -> tuple[st
     from vllm.v1.core.sched.interface import PauseState
 
     error = ""
-    engine._stall_seconds = 0.2
+    engine._progress.stall_seconds = 0.2
     if engine.is_leader:
-        scheduler = engine._engine.engine_core.engine_core.scheduler
+        scheduler = engine._requests.engine.engine_core.engine_core.scheduler
         scheduler.set_pause_state(PauseState.PAUSED_ALL)
         scheduler.set_pause_state = lambda state: None
     # Each of the calls is shorter than the limit.
@@ -178,7 +179,7 @@ def _stalled(engine: Any, run: Callable[..., dict[str, Completion]]) -> tuple[st
             run(new, budget=0.15)
         except TimeoutError as raised:
             error = f"{bool(new)}: {raised}"
-    engine._stall_seconds = 300.0
+    engine._progress.stall_seconds = 300.0
     if engine.is_leader:
         del scheduler.set_pause_state
         scheduler.set_pause_state(PauseState.UNPAUSED)
@@ -479,6 +480,32 @@ def test_fields_of_vllm_are_checked(fields, message, model_path, ranks) -> None:
     assert re.search(message, error)
 
 
+def passes_without_a_toolkit(model_path: str) -> list[Any]:
+    """What vLLM's passes fuse on a GPU of a node without a CUDA toolkit: with settings of the recipe, and asked for."""
+    from megarl.engine.vllm_arguments import engine_arguments
+
+    found: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.cuda.is_available", lambda: True)
+        patch.setattr("megarl.platform.device.cuda_toolkit", lambda: None)
+        for passes in ({"fuse_norm_quant": True}, {"fuse_allreduce_rms": True}):
+            config = RolloutConfig(vllm={"compilation_config": {"pass_config": passes}})
+            try:
+                arguments = engine_arguments(model_path, config, max_model_len=64, dtype="float32", seed=0)
+            except ConfigError as error:
+                found.append(str(error))
+            else:
+                settings = arguments.compilation_config.pass_config
+                found.append((settings.fuse_norm_quant, settings.fuse_allreduce_rms))
+    return found
+
+
+def test_a_recipes_compilation_keeps_megarls_guard(model_path, ranks) -> None:
+    ((fused, error),) = ranks.run(passes_without_a_toolkit, model_path, world_size=1)
+    assert fused == (True, False)
+    assert error.startswith("rollout.vllm.compilation_config.pass_config.fuse_allreduce_rms = True: ")
+
+
 REFUSED = [
     (
         {"vllm": {"max_num_batched_tokens": "many"}},
@@ -506,6 +533,7 @@ def refusals(model_path: str) -> list[str]:
 
 def refused_caches() -> list[str]:
     """The messages for errors that vLLM raises on other machines: on a GPU, and on a CPU without AVX-512."""
+    from megarl.engine.engine_parts import EngineFeatures, build_parts
     from megarl.engine.vllm_arguments import refusals_named
 
     found = []
@@ -515,7 +543,8 @@ def refused_caches() -> list[str]:
         ({"kv_cache_dtype": "fp8", "kv_cache_gib": 0.5}, "To serve one request, 2 GiB KV cache is needed."),
     ):
         config = RolloutConfig.model_validate(settings)
-        with pytest.raises(ConfigError) as caught, refusals_named(config, 128, ValueError):
+        parts = list(build_parts("", config, None, EngineFeatures()))
+        with pytest.raises(ConfigError) as caught, refusals_named(config, 128, parts, ValueError):
             raise ValueError(text)
         found.append(str(caught.value))
     return found

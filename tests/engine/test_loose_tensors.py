@@ -24,7 +24,7 @@ def built_on_meta(folders: dict[str, str]) -> dict[str, tuple[list[str], list[st
     from vllm.model_executor.layers import rotary_embedding
     from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 
-    from megarl.engine.engine import sleep_copies_notice, unrestored_tensors
+    from megarl.engine.sleep import sleep_copies_notice, unrestored_tensors
     from megarl.engine.vllm_arguments import engine_arguments, engine_config
 
     found = {}

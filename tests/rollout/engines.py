@@ -39,6 +39,7 @@ class Engines:
 
         from megarl.config import RolloutConfig, SamplingConfig
         from megarl.engine.engine import RolloutEngine
+        from megarl.engine.engine_parts import EngineFeatures
 
         world.initialize(600.0)
         has_experts = "num_experts" in Path(model_path, "config.json").read_text()
@@ -54,7 +55,12 @@ class Engines:
         )
         self._experts: list[NDArray[np.integer]] = []
         self.engine = RolloutEngine(
-            model_path, config, max_model_len=CONTEXT_TOKENS, dtype="float32", seed=3, keep_experts=self._keep_experts
+            model_path,
+            config,
+            max_model_len=CONTEXT_TOKENS,
+            dtype="float32",
+            seed=3,
+            features=EngineFeatures(keep_experts=self._keep_experts),
         )
         self._weights = load_file(f"{model_path}/model.safetensors")
         self.engine.model.load_weights(self._weights.items())
@@ -84,7 +90,7 @@ class Engines:
         return self.engine.sampled_so_far()
 
     def unfinished(self) -> int:
-        return len(self.engine._running)
+        return len(self.engine.sampled_so_far())
 
     def seen(self) -> list[tuple[str, list[int], int]]:
         log, self.log = self.log, []

@@ -88,10 +88,10 @@ class MeasuredEngine:
         self._clock = Clock()
         self._never_draw_stop_tokens()
         runner = self._engine._worker.worker.model_runner
-        core = self._engine._engine.engine_core.engine_core
+        core = self._engine._requests.engine.engine_core.engine_core
         self._clock.watch(core.scheduler, "schedule", "schedule")
         self._clock.watch(core.scheduler, "update_from_output", "update")
-        self._clock.watch(self._engine._engine.output_processor, "process_outputs", "outputs")
+        self._clock.watch(self._engine._requests.engine.output_processor, "process_outputs", "outputs")
         self._clock.watch(runner, "execute_model", "runner")
         self._clock.watch(runner, "sample_tokens", "runner")
         self._clock.watch(runner.model, "forward", "device")

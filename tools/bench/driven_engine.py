@@ -86,7 +86,9 @@ class MeasuredEngine:
         )
         if (weights := Path(settings.model_path) / "model.safetensors").is_file():
             self._own.load_tensors(load_file(weights).items())
-        self._engine: Any = self._own._engine
+        assert self._own._requests is not None
+        self._requests = self._own._requests
+        self._engine: Any = self._requests.engine
         self._step = self._engine.step
         self._engine.step = self._counted
         self._log: list[Request] = []
@@ -123,12 +125,12 @@ class MeasuredEngine:
 
     def bare(self, chains: Sequence[Sequence[Request]]) -> dict[str, list[int]]:
         """Sample chains of requests, each after the one before; token ids by request."""
-        from megarl.engine.engine import preserved_random_state
+        from megarl.engine.random_state import preserved_random_state
         from megarl.engine.vllm_arguments import sampling_params
 
         following = {one.request_id: two for chain in chains for one, two in itertools.pairwise(chain)}
         found: dict[str, list[int]] = {}
-        scheduler = self._own._scheduler
+        scheduler = self._requests._scheduler
         internal_ids: dict[str, str] = {}
 
         def add(request: Request) -> None:
@@ -147,7 +149,7 @@ class MeasuredEngine:
                     if output.request_id in following:
                         add(following[output.request_id])
             # What asynchronous scheduling has begun ahead: the driven engine reads it too.
-            self._own._finish_started_steps(self._engine)
+            self._requests.finish_started_steps()
         self._last = time.monotonic()
         return found
 

@@ -159,10 +159,16 @@ def of_engine(folder: str, tokens: Any, is_exact: bool) -> dict[str, Any]:
 
     from megarl.config import RolloutConfig
     from megarl.engine.engine import RolloutEngine
+    from megarl.engine.engine_parts import EngineFeatures
 
     config = RolloutConfig(kv_cache_gib=0.1, max_concurrent_requests=4)
     engine = RolloutEngine(
-        folder, config, max_model_len=len(tokens) + 8, dtype="bfloat16", seed=0, exact_blocks=int(is_exact)
+        folder,
+        config,
+        max_model_len=len(tokens) + 8,
+        dtype="bfloat16",
+        seed=0,
+        features=EngineFeatures(exact_blocks=int(is_exact)),
     )
     engine.load_tensors(tensors_in(folder).items())
     found: dict[str, Any] = {}

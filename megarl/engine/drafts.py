@@ -1,0 +1,127 @@
+"""Speculative decoding in an engine: counts of drafts, and the draft model of multi-token prediction (MTP)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from megarl.engine.engine_part import EnginePart
+from megarl.families.mtp import COPIED, DRAFTER
+from megarl.tracking.metrics import Mean, Metric
+
+METRICS = {
+    "perf/drafts_accepted": (
+        "share",
+        "fraction of drafted tokens accepted by the policy (speculative decoding: rollout.vllm.speculative_config)",
+    ),
+    "perf/accepted_length": (
+        "tokens",
+        "mean tokens gained by a request in an engine step that verified drafts: accepted drafts and one more",
+    ),
+}
+"""Units and meanings by metric name, collected by `tracking.metric_table`."""
+
+
+class Drafts(EnginePart):
+    """Counts drafts and passes weights on to the draft model, if there is one.
+
+    `drafted` are the prefixes of the checkpoint's tensors that belong to the draft model.
+    """
+
+    def __init__(self, drafted: tuple[str, ...]) -> None:
+        self._drafted = drafted
+        self._counts = DraftCounts()
+        self._model: ModelWithDrafter | None = None
+
+    def start(self, scheduler: Any) -> None:
+        # vLLM calls this for every verification of drafts, and would count only with its own statistics on.
+        scheduler.make_spec_decoding_stats = self._counts.count
+
+    def wrap_model(self, worker: Any, model: nn.Module) -> nn.Module:
+        drafter = getattr(getattr(worker.model_runner, "drafter", None), "model", None)
+        if drafter is None:
+            return model
+        self._model = ModelWithDrafter(model, drafter, self._drafted)
+        return self._model
+
+    def extend_tensors(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:
+        return tensors if self._model is None else self._model.passing_drafts(tensors)
+
+    def take_metrics(self) -> dict[str, Metric]:
+        return self._counts.take_metrics()
+
+
+class ModelWithDrafter(nn.Module):
+    """The parts of a vLLM model under their own names, and its draft model under `DRAFTER`.
+
+    vLLM 0.30 shares embedding and head of the two, so they occur once among the parameters. `drafted` are the prefixes
+    of the checkpoint's tensors that belong to the draft model.
+    """
+
+    def __init__(self, model: nn.Module, drafter: nn.Module, drafted: tuple[str, ...]) -> None:
+        super().__init__()
+        self._loaders: tuple[Any, Any] = (model, drafter)
+        self._drafted = drafted
+        for name, child in model.named_children():
+            self.add_module(name, child)
+        self.add_module(DRAFTER.rstrip("."), drafter)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Load checkpoint tensors [any shape] of both models by vLLM's own loaders. Returns the names loaded."""
+        tensors = list(weights)
+        model, drafter = self._loaders
+        drafts = [(name, tensor) for name, tensor in tensors if self._is_drafters(name)]
+        return model.load_weights(tensors) | {DRAFTER + name for name in drafter.load_weights(drafts)}
+
+    def passing_drafts(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield checkpoint tensors [any shape] for the policy's loader. After the last one, load the draft model's."""
+        drafts = []
+        for name, tensor in weights:
+            if self._is_drafters(name):
+                drafts.append((name, tensor))
+            yield name, tensor
+        with torch.no_grad():
+            self._loaders[1].load_weights(drafts)
+
+    def _is_drafters(self, name: str) -> bool:
+        # A checkpoint's copies of embedding and head may be older than these, and would replace them.
+        return name.startswith(self._drafted) and not name.endswith(tuple(COPIED))
+
+
+class DraftCounts:
+    """Counts of speculative decoding since the last reset: verifications, drafted and accepted tokens.
+
+    A verification is one step of one request with drafts. It yields the accepted drafts and one more token.
+    """
+
+    def __init__(self) -> None:
+        self._num_verifications = self._num_drafted = self._num_accepted = 0
+
+    def count(
+        self,
+        spec_decoding_stats: None,
+        num_draft_tokens: int,
+        num_accepted_tokens: int,
+        num_invalid_spec_tokens: Mapping[str, int] | None,
+        request_id: str,
+    ) -> None:
+        """Count one verification. It replaces vLLM's `Scheduler.make_spec_decoding_stats`, called for each of them."""
+        num_drafted = num_draft_tokens - (num_invalid_spec_tokens or {}).get(request_id, 0)
+        if num_drafted > 0:
+            self._num_verifications += 1
+            self._num_drafted += num_drafted
+            self._num_accepted += num_accepted_tokens
+
+    def take_metrics(self) -> dict[str, Metric]:
+        """Return the metrics of speculative decoding and reset the counts; empty without drafts."""
+        if not self._num_drafted:
+            return {}
+        metrics: dict[str, Metric] = {
+            "perf/drafts_accepted": Mean(self._num_accepted / self._num_drafted, self._num_drafted),
+            "perf/accepted_length": Mean(1 + self._num_accepted / self._num_verifications, self._num_verifications),
+        }
+        self._num_verifications = self._num_drafted = self._num_accepted = 0
+        return metrics

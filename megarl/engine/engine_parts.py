@@ -1,0 +1,69 @@
+"""The one place that chooses the optional features of a vLLM engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megarl.config import LoraConfig, RolloutConfig
+from megarl.engine.engine_part import EnginePart
+from megarl.families.model_tensors import kept_prefixes
+from megarl.families.shape import read_model_shape
+from megarl.platform import libraries
+from megarl.types import ServedAdapter
+
+libraries.prepare_vllm()
+
+from megarl.engine.drafts import Drafts  # noqa: E402
+from megarl.engine.exact_rounding import ExactRounding  # noqa: E402
+from megarl.engine.quantised_values import QuantisedCache, QuantisedWeights  # noqa: E402
+from megarl.engine.retained_kv import RetainedKV  # noqa: E402
+from megarl.engine.retained_tokens import RetainedTokens  # noqa: E402
+from megarl.engine.routed_experts import KeepExperts, RoutedExperts  # noqa: E402
+from megarl.engine.served_adapters import ServedAdapters  # noqa: E402
+from megarl.engine.trained_adapter import TrainedAdapter  # noqa: E402
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFeatures:
+    """Features of an engine that are not in the recipe's section `rollout`. Raises ValueError for both kinds of
+    adapters.
+    """
+
+    keep_experts: KeepExperts | None = None
+    """Function storing the routed experts of each completion; None: they are not stored."""
+    adapter: LoraConfig | None = None
+    """LoRA adapter that is trained: all requests use it."""
+    served: Mapping[str, ServedAdapter] = field(default_factory=dict)
+    """LoRA adapters loaded from folders, by the name that requests use."""
+    exact_blocks: int = 0
+    """Above 0 the engine rounds as `models.exact` does, with so many blocks of a product split over ranks."""
+
+    def __post_init__(self) -> None:
+        if self.adapter is not None and self.served:
+            raise ValueError("an engine has either a trained adapter or served ones, not both")
+
+
+def build_parts(
+    model_path: str, config: RolloutConfig, override: Mapping[str, Any] | None, features: EngineFeatures
+) -> Iterator[EnginePart]:
+    """Build the parts of an engine, in the order in which they change it."""
+    if config.quantization != "none":
+        yield QuantisedWeights(config.quantization)
+    if config.kv_cache_dtype != "auto":
+        yield QuantisedCache(config.kv_cache_dtype)
+    if features.adapter is not None:
+        yield TrainedAdapter(features.adapter)
+    # Also without adapters: it refuses requests that name one.
+    yield ServedAdapters(features.served)
+    if features.exact_blocks:
+        yield ExactRounding(features.exact_blocks)
+    if config.sampling.is_truncated:
+        yield RetainedTokens(config.async_scheduling)
+    if features.keep_experts is not None:
+        yield RoutedExperts(features.keep_experts)
+    if config.vllm.get("speculative_config") is not None:
+        yield Drafts(kept_prefixes(read_model_shape(model_path, override)))
+    if not config.recompute_kv:
+        yield RetainedKV()

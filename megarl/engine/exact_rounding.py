@@ -1,0 +1,21 @@
+"""An engine on a CPU that rounds as the trainer does (`trainer.exact`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megarl.engine.engine_part import EnginePart
+from megarl.platform.exact import engine as exact_engine
+
+
+class ExactRounding(EnginePart):
+    """Rounds as `models.exact` does, with `num_blocks` blocks of a product that is split over ranks."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self._num_blocks = num_blocks
+
+    def prepare(self) -> None:
+        exact_engine.fix_attention_order()
+
+    def build(self, worker: Any, *, is_leader: bool) -> None:
+        exact_engine.round_exactly(worker.get_model(), self._num_blocks)

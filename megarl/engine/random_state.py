@@ -1,0 +1,28 @@
+"""The random generators of a rank, which vLLM must not change."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from megarl.platform import device
+
+
+@contextmanager
+def preserved_random_state() -> Iterator[None]:
+    """Context restoring the random generators of Python, NumPy, torch and this rank's GPU at its end.
+
+    vLLM reseeds them and draws from them.
+    """
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    current = device.current()
+    with torch.random.fork_rng(devices=[current] if current.type == "cuda" else []):
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)

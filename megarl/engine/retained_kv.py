@@ -1,0 +1,52 @@
+"""Running requests that keep their KV cache over a weight update (`rollout.recompute_kv = false`)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from megarl.engine.engine_part import EnginePart
+from megarl.engine.running_request import RunningRequest
+from megarl.types import Request
+
+
+class RetainedKV(EnginePart):
+    """Requests that have computed tokens continue with their old keys and values. Later ones do not reuse these."""
+
+    keeps_cache = True
+
+    def __init__(self) -> None:
+        self._scheduler: Any = None
+
+    def start(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+
+    def extend_request(self, arguments: dict[str, Any], request: Request | None, weight_version: int) -> None:
+        if request is not None:
+            arguments["prompt"]["cache_salt"] = _cache_salt(weight_version)
+
+    def update_weights(self, running: Collection[RunningRequest], weight_version: int) -> None:
+        # Later requests use another cache salt, so they do not reuse blocks computed with old weights.
+        for request in running:
+            if self._has_computed_tokens(request, weight_version):
+                request.versions.append((len(request.sampled.token_ids), weight_version))
+            else:
+                request.versions[:] = [(0, weight_version)]
+
+    def _has_computed_tokens(self, running: RunningRequest, weight_version: int) -> bool:
+        """Return whether keys and values of a request were computed. If not, switch the request to the new weights'
+        prefix cache.
+        """
+        request = self._scheduler.requests[running.internal_id]
+        if request.num_computed_tokens > 0 or request.num_output_tokens > 0:
+            return True
+        request.cache_salt = _cache_salt(weight_version)
+        # Block hashes include the salt, and vLLM computed them when the request was added.
+        request.block_hashes.clear()
+        request.update_block_hashes()
+        return False
+
+
+def _cache_salt(weight_version: int) -> str:
+    """Return the salt of prefix-cache keys. It differs between weight versions, so blocks of others are not reused."""
+    return f"version {weight_version}"

@@ -1,0 +1,30 @@
+"""The experts (MoE) that an engine chose for each token, stored on the sampling rank for router replay."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megarl.data.prefixes import digests
+from megarl.engine.engine_part import EnginePart
+from megarl.types import Completion, ExpertsHandle
+
+KeepExperts = Callable[[NDArray[np.integer]], ExpertsHandle]
+"""A function that stores the experts [tokens, layers, top_k] of a completion, and returns their handle."""
+
+
+class RoutedExperts(EnginePart):
+    """Stores the experts of each completion, if vLLM returns them (`enable_return_routed_experts`)."""
+
+    def __init__(self, keep: KeepExperts) -> None:
+        self._keep = keep
+
+    def extend_completion(self, completion: Completion, output: Any) -> Completion:
+        if output.routed_experts is None:
+            return completion
+        experts = output.routed_experts
+        return dataclasses.replace(completion, routed_experts=self._keep(experts), expert_digests=digests(experts))

@@ -1,0 +1,40 @@
+"""An unfinished request in a vLLM engine, which becomes a completion."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+
+from megarl.engine.scheduler import SampledTokens
+from megarl.types import Completion, FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class RunningRequest:
+    """An unfinished request in the engine."""
+
+    internal_id: str
+    """Id of the request inside vLLM."""
+    sampled: SampledTokens
+    """The tokens sampled so far, and their log-probs."""
+    versions: list[tuple[int, int]]
+    """For each weight version that sampled tokens of the completion, in order: (index of its first token, weight
+    version).
+    """
+
+    def make_completion(self, request_id: str, finish_reason: str | None) -> Completion:
+        """Return the completion of the tokens sampled so far."""
+        token_ids = self.sampled.token_ids
+        # Each version overwrites the rest of the completion, from its first token on.
+        weight_versions = np.empty(len(token_ids), np.int32)
+        for start, version in self.versions:
+            weight_versions[start:] = version
+        return Completion(
+            request_id=request_id,
+            token_ids=np.asarray(token_ids, dtype=np.int64),
+            rollout_logprobs=np.asarray(self.sampled.logprobs, dtype=np.float32),
+            finish_reason=cast(FinishReason, finish_reason),
+            weight_versions=weight_versions,
+        )

@@ -1,0 +1,84 @@
+"""The sleep of a vLLM engine: the trainer uses its GPU memory meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from megarl.engine.engine_part import EnginePart
+
+_MOST_NAMED = 5
+"""Maximum number of tensor names listed in a notice. Every layer has tensors of the same names."""
+
+
+class EngineSleep:
+    """Puts a rank's part of an engine to sleep, and wakes it. `can_sleep` is False on a CPU.
+
+    Level 2 drops the contents of the weights. A reshard rewrites parameters and vLLM restores buffers, but nothing
+    restores other tensors. Level 1 copies everything to the host.
+    """
+
+    def __init__(self, worker: Any, model: torch.nn.Module, parts: Sequence[EnginePart], *, can_sleep: bool) -> None:
+        self._worker, self._can_sleep = worker, can_sleep
+        self._asleep: set[str] = set()
+        unrestored = unrestored_tensors(model)
+        reasons = [part.sleep_reason for part in parts if part.sleep_reason]
+        self._level = 1 if unrestored or reasons else 2
+        self.notices: list[str] = []
+        """Texts for the user about the costs of putting the engine to sleep."""
+        if self._level == 1 and can_sleep:
+            further = [tensor for part in parts for tensor in part.further_tensors()]
+            self.notices.append(sleep_copies_notice(model, unrestored, reasons, further))
+
+    def begin(self) -> None:
+        """Release the memory of weights and KV cache."""
+        if self._can_sleep and not self._asleep:
+            self._worker.sleep(level=self._level)
+            self._asleep = {"weights", "kv_cache"}
+
+    def end(self, tags: Iterable[str]) -> None:
+        """Allocate the memory with these tags again, at the same addresses. Tags not asleep are ignored."""
+        if woken := self._asleep.intersection(tags):
+            self._worker.wake_up(tags=sorted(woken))
+            self._asleep -= woken
+
+
+def unrestored_tensors(model: torch.nn.Module) -> list[str]:
+    """Return the names of tensors in a model, of any shape, that are neither parameters nor buffers.
+
+    Sleep level 2 would lose their contents. The KV cache is left out, because it may be lost. Scalars on the host are
+    left out too, because sleep does not touch host memory.
+    """
+    return [
+        f"{path}.{name}".removeprefix(".")
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if name != "kv_cache" and isinstance(value, torch.Tensor) and value.numel() > 0
+        if not (value.is_cpu and value.dim() == 0)
+    ]
+
+
+def sleep_copies_notice(
+    model: torch.nn.Module,
+    unrestored: Sequence[str],
+    reasons: Sequence[str] = (),
+    further: Iterable[torch.Tensor] = (),
+) -> str:
+    """Return the notice that a model's weights are copied to host memory during sleep.
+
+    The cause are these unrestored tensors, or `reasons` of the engine's parts. `further` are tensors [any shape] of the
+    parts, which are copied too.
+    """
+    num_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers(), *further))
+    more = f" and {len(unrestored) - _MOST_NAMED} more" if len(unrestored) > _MOST_NAMED else ""
+    copied = (
+        f"a sleeping engine copies its weights to pinned host memory every step ({num_bytes / 2**30:.1f} GiB a rank)"
+    )
+    if not unrestored:
+        return f"{copied}, because {' and '.join(reasons)}"
+    return (
+        f"{copied}, because vLLM would not restore {', '.join(unrestored[:_MOST_NAMED])}{more}: these are "
+        "not parameters or buffers"
+    )

@@ -1,0 +1,58 @@
+"""The LoRA adapter that is trained, in slots of a live vLLM engine (`lora.sync = adapter`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megarl.config import LoraConfig
+from megarl.engine.engine_part import EnginePart
+from megarl.reshard.layouts.vllm_adapters import slot_rank
+from megarl.reshard.layouts.vllm_slots import AdapterSlots
+from megarl.types import Request
+
+
+class TrainedAdapter(EnginePart):
+    """The trained adapter, used by all requests. A reshard writes its slots in place of the weights."""
+
+    # Base weights next to an adapter are sent once, so a sleep must not drop them.
+    sleep_reason = "lora.sync = adapter sends the base weights only once"
+
+    def __init__(self, lora: LoraConfig) -> None:
+        self._lora = lora
+        self.slots: AdapterSlots | None = None
+        """The adapter's live slots; None until the model is built."""
+
+    def arguments(self) -> Mapping[str, Any]:
+        return slot_arguments([(self._lora.rank, self._lora.targets)])
+
+    def build(self, worker: Any, *, is_leader: bool) -> None:
+        # Before vLLM captures CUDA graphs, which hold the addresses of the slots.
+        self.slots = AdapterSlots(worker.get_model(), self._lora.rank)
+
+    def activate(self, worker: Any) -> None:
+        # After the warm-up, at whose end vLLM removes all adapters.
+        assert self.slots is not None
+        self.slots.activate(worker)
+
+    def further_tensors(self) -> Iterable[torch.Tensor]:
+        return () if self.slots is None else self.slots.tensors.values()
+
+    def extend_request(self, arguments: dict[str, Any], request: Request | None, weight_version: int) -> None:
+        assert self.slots is not None
+        arguments["lora_request"] = self.slots.request
+
+
+def slot_arguments(adapters: Sequence[tuple[int, Sequence[str]]]) -> dict[str, Any]:
+    """Return vLLM's arguments for slots of LoRA adapters, each a rank and its modules; an empty dict without any."""
+    if not adapters:
+        return {}
+    return {
+        "enable_lora": True,
+        "max_loras": len(adapters),
+        "max_lora_rank": slot_rank(max(rank for rank, _ in adapters)),
+        # Without this list, vLLM makes slots for embeddings, head and routers too.
+        "lora_target_modules": sorted({name for _, modules in adapters for name in modules}),
+    }
