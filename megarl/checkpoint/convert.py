@@ -59,9 +59,9 @@ from megarl.files.model_folder import (
     weight_files,
 )
 from megarl.reshard.boxes import Box, Layout, Piece, contiguous_strides
-from megarl.reshard.fingerprint import MASK
+from megarl.reshard.checks.fingerprint import MASK
+from megarl.reshard.checks.ledger import piece_checksum
 from megarl.reshard.layouts.packed import checkpoint_names, checkpoint_tensors, unpacked
-from megarl.reshard.ledger import piece_checksum
 from megarl.reshard.plan import make_plan
 from megarl.reshard.transport import Transport
 from megarl.tracking.earlier_run import EarlierRun, newest_checkpoint

@@ -1,7 +1,7 @@
 """Checksums of an exported model's weights, in a small file of its folder. They are compared when megarl loads it.
 
-They are those of the trainer's weight versions (`reshard.version_checksums`), so they do not depend on the ranks that
-export, on those that load, or on the order of the files. Other programs ignore the file.
+They are those of the trainer's weight versions (`reshard.checks.version_checksums`), so they do not depend on the ranks
+that export, on those that load, or on the order of the files. Other programs ignore the file.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch import Tensor
 
 from megarl.files.model_folder import CHECKSUMS, read_object
 from megarl.reshard.boxes import Box, Layout
-from megarl.reshard.fingerprint import MASK
-from megarl.reshard.ledger import piece_checksum
+from megarl.reshard.checks.fingerprint import MASK
+from megarl.reshard.checks.ledger import piece_checksum
+from megarl.reshard.checks.version_checksums import version_checksum
 from megarl.reshard.transport import device_of
-from megarl.reshard.version_checksums import version_checksum
 from megarl.types import DataError
 
 _FORMAT = 1

@@ -400,7 +400,7 @@ def plan(
         with_chunk_tokens,
         with_memory_defaults,
     )
-    from megarl.reshard.cost_model import forecast
+    from megarl.reshard.forecast.cost_model import forecast
 
     loaded = with_notices_shown(load(recipe, overrides or ()))
     shape, parallel = check_plan(loaded)

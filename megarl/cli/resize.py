@@ -75,12 +75,12 @@ def _sizes(recipe: Path | str, before: Sequence[str], overrides: Sequence[str]) 
 
 
 def plan_resize(recipe: Path | str, overrides: Sequence[str], before: str, after: str, *, as_json: bool) -> None:
-    """Print the bytes that ranks exchange when a run of the recipe changes its sizes from `before` to `after`."""
+    """Print about how many bytes ranks exchange when a run of the recipe changes its sizes from `before` to `after`."""
     from megarl.config.recipe import load
     from megarl.loops.models import trained_shape
     from megarl.loops.resizing import with_sizes
     from megarl.preflight import aligned, check_plan
-    from megarl.reshard.state_moves import StateSettings, state_moves
+    from megarl.reshard.forecast.resize import StateSettings, forecast_resize
 
     first = [*overrides, *before.split()]
     old = load(recipe, first)
@@ -94,25 +94,20 @@ def plan_resize(recipe: Path | str, overrides: Sequence[str], before: str, after
         shape, parallel = check_plan(one)
         layouts.append(aligned(one, shape, parallel))
     shape = trained_shape(old, shape)
-    settings = StateSettings(
-        2 if old.model.dtype == "bfloat16" else 4,
-        old.trainer.distributed_optimizer,
-        old.trainer.overlap_grad_reduce,
-    )
-    found = state_moves(
-        shape, layouts[0], layouts[1], settings, (old.cluster.ranks_per_node, new.cluster.ranks_per_node)
-    )
+    settings = StateSettings(2 if old.model.dtype == "bfloat16" else 4, old.trainer.distributed_optimizer)
+    ranks_per_node = old.cluster.ranks_per_node, new.cluster.ranks_per_node
+    moves = forecast_resize(shape, layouts[0], layouts[1], settings, ranks_per_node)
     if as_json:
-        print(json.dumps({"from": str(layouts[0]), "to": str(layouts[1]), **found.as_json()}))
+        print(json.dumps({"from": str(layouts[0]), "to": str(layouts[1]), **moves.as_json()}))
         return
     print_lines(
         [
             f"from {layouts[0]}",
             f"to   {layouts[1]}",
-            f"state: {size_text(found.state)} of weights and optimizer, each element counted once",
-            f"received from other ranks: {size_text(found.received)} in total, at most "
-            f"{size_text(found.most_received)} by one rank",
-            f"sent by ranks that leave: {size_text(found.handed_over)}",
-            f"bytes moved: {found.ratio:.2f} times the minimum of {size_text(found.minimum)}",
+            f"state: {size_text(moves.state)} of weights and optimizer, each element counted once",
+            f"received from other ranks: about {size_text(moves.received)} in total, at most "
+            f"{size_text(moves.most_received)} by one rank",
+            f"sent by ranks that leave: about {size_text(moves.handed_over)}",
+            f"bytes moved: {moves.ratio:.2f} times the minimum of {size_text(moves.minimum)}",
         ]
     )

@@ -1,7 +1,7 @@
 """Weight transfers from the trainers to the engines of a run, as calls to the ranks.
 
 Separate engines have torch worlds of their own, so they receive weights over a process group across worlds. The group
-is created again whenever a replica was lost or restarted. The state machine in `reshard.transfer_states` decides what
+is created again whenever a replica was lost or restarted. The state machine in `cluster.transfer_states` decides what
 happens next.
 """
 
@@ -15,9 +15,9 @@ from functools import partial
 from typing import Any
 
 from megarl.cluster.run_ranks import RunRanks, together
+from megarl.cluster.transfer_states import MOST_ATTEMPTS, Command, Event, State, TransferStates, TransitionError
 from megarl.cluster.worker_group import WorkerGroup
 from megarl.groups.rendezvous import Meeting
-from megarl.reshard.transfer_states import MOST_ATTEMPTS, Command, Event, State, TransferStates, TransitionError
 from megarl.types import PeerLostError
 
 _LEAVE_SECONDS = 5.0

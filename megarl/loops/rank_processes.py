@@ -22,7 +22,7 @@ from megarl.loops.resizing import ResizeAskedError, shrunk
 from megarl.loops.resume import Origin
 from megarl.loops.state_replication import StateReplication
 from megarl.loops.stopping import StopRequest, leaving_on_signals
-from megarl.reshard.state_moves import hand_overs
+from megarl.reshard.state_holders import hand_overs
 from megarl.tracking.earlier_run import EarlierRun, checkpoint_step
 from megarl.tracking.run_folder import RunFolder
 from megarl.types import MegarlError, PeerLostError

@@ -8,8 +8,8 @@ from typing import Any
 from megarl.cluster.run_ranks import RunRanks
 from megarl.config import Recipe
 from megarl.reshard.boxes import Box
-from megarl.reshard.ledger import RankChanges, RankChecksums
-from megarl.reshard.version_checksums import Difference, by_tensor, engine_differences, merge, version_checksum
+from megarl.reshard.checks.ledger import RankChanges, RankChecksums
+from megarl.reshard.checks.version_checksums import Difference, by_tensor, engine_differences, merge, version_checksum
 from megarl.tracking.run_folder import RunFolder
 from megarl.types import DataError, MegarlError
 

@@ -57,7 +57,7 @@ def aligned(recipe: Recipe, shape: ModelShape, parallel: ParallelConfig) -> Para
     if not recipe.trainer.align_ranks:
         return parallel
     # Only a recipe that aligns ranks pays for importing the reshard's cost model.
-    from megarl.reshard.cost_model import align
+    from megarl.reshard.forecast.cost_model import align
 
     return align(shape, parallel, ranks_per_node=recipe.cluster.ranks_per_node)
 

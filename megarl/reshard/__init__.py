@@ -2,7 +2,7 @@
 
 A layout (`layouts/`) lists where each box (`boxes.py`, an index range of a Hugging Face tensor) is stored. `world.py`
 lists the layouts of all ranks at once, by kind of tensor. A plan (`plan.py`) is the intersection of source layouts and
-destination layouts (`overlap.py`). It is plain data: it can be printed, counted (`cost_model.py`) and proved complete.
+destination layouts (`overlap.py`). It is plain data: it can be printed, counted (`forecast/`) and proved complete.
 A transport (`transport.py`) executes it. Loading, exporting (`checkpoint/`) and the live reshard from Megatron to vLLM
 (`live.py`) differ only in their layouts.
 """

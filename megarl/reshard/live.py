@@ -23,7 +23,8 @@ from megarl.families.shape import ModelShape
 from megarl.groups.cross_world import rank_in
 from megarl.groups.peer_errors import replica_collectives_marked
 from megarl.reshard.boxes import Layout, dense_piece
-from megarl.reshard.fingerprint import checksum
+from megarl.reshard.checks.fingerprint import checksum
+from megarl.reshard.checks.verify import verify
 from megarl.reshard.layouts.packed import checkpoint_tensors, unpacked
 from megarl.reshard.layouts.vllm import DirectWriteError, record_layout, zero_padding
 from megarl.reshard.layouts.vllm_quantised import QuantisedModule, is_spoilt, quantised_modules, spoil
@@ -32,7 +33,6 @@ from megarl.reshard.plan import Plan, RankTopology, Transfer, make_plan
 from megarl.reshard.quantised import WaitingRoom
 from megarl.reshard.staging import gathered
 from megarl.reshard.transport import Transport, device_of, transfer_view
-from megarl.reshard.verify import verify
 from megarl.types import MegarlError
 
 LoadTensors = Callable[[Iterable[tuple[str, Tensor]]], None]
@@ -246,7 +246,7 @@ class Reshard:
 
 class GatheredReshard:
     """Passes full tensors to vLLM's loader `load`, for engines that convert their weights. Converted weights differ
-    from the trainer's, so `reshard.probe` compares log-probs instead of bytes. A rank without `load` has no engine and
+    from the trainer's, so `checks.probe` compares log-probs instead of bytes. A rank without `load` has no engine and
     only sends. `sources` are the layouts of all ranks; ranks from `first_engine` on have engines. Memory in addition to
     the staging buffers: full tensors of `bucket_bytes`, at least one tensor.
     """

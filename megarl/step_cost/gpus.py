@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megarl.reshard.cost_model import SPEEDS
+from megarl.reshard.forecast.cost_model import SPEEDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

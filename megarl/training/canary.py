@@ -7,7 +7,7 @@ import time
 import numpy as np
 
 from megarl.data.token_batch import TokenBatch
-from megarl.reshard.fingerprint import checksum
+from megarl.reshard.checks.fingerprint import checksum
 from megarl.tracking.model_outputs import CanaryReport, Output
 from megarl.training.module_trace import ModuleTrace
 from megarl.training.training_engine import TrainingEngine

@@ -23,7 +23,7 @@ from megarl.groups.backends import HOST_ONLY
 from megarl.platform import background, device
 from megarl.reshard.boxes import Box, Layout, Piece, contiguous_strides
 from megarl.reshard.plan import RankTopology, make_plan
-from megarl.reshard.state_moves import partners
+from megarl.reshard.state_holders import partners
 from megarl.reshard.transport import Transport
 from megarl.training.checkpoint import Model, common_state, restore_common_state
 from megarl.training.state_parts import StatePart, state_parts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megarl.reshard.fingerprint import Fingerprint, fingerprint
+from megarl.reshard.checks.fingerprint import Fingerprint, fingerprint
 from megarl.training.checkpoint import Model
 from megarl.training.state_parts import state_parts
 

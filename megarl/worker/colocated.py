@@ -8,7 +8,7 @@ from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.engine.engine import RolloutEngine
 from megarl.models.configuration import uses_transformer_engine
-from megarl.reshard.ledger import RankChanges
+from megarl.reshard.checks.ledger import RankChanges
 from megarl.reshard.plan import RankTopology
 from megarl.tracking.metrics import Metric
 from megarl.types import Completion, Request

@@ -12,7 +12,7 @@ from megarl.engine.routed_experts import KeepExperts
 from megarl.groups import world
 from megarl.groups.rendezvous import Meeting
 from megarl.platform import numa
-from megarl.reshard.ledger import RankChanges
+from megarl.reshard.checks.ledger import RankChanges
 from megarl.reshard.plan import RankTopology
 from megarl.tracking.metrics import Metric
 from megarl.types import Completion, Request

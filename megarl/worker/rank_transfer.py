@@ -15,7 +15,7 @@ from megarl.groups.cross_world import join_group, leave_group
 from megarl.groups.peer_errors import loss_report
 from megarl.groups.rendezvous import Meeting
 from megarl.platform import background
-from megarl.reshard.ledger import RankChanges
+from megarl.reshard.checks.ledger import RankChanges
 from megarl.reshard.plan import RankTopology
 from megarl.worker.weight_copier import WeightCopier
 

@@ -21,7 +21,7 @@ from megarl.groups.rendezvous import Meeting
 from megarl.models.configuration import uses_transformer_engine
 from megarl.platform import device, numa
 from megarl.platform.memory.allocator import use_expandable_segments
-from megarl.reshard.fingerprint import Fingerprint
+from megarl.reshard.checks.fingerprint import Fingerprint
 from megarl.reshard.plan import RankTopology
 from megarl.training import checkpoint, state_copies
 from megarl.training.model import FrozenModel

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 
 from megarl.reshard.boxes import Layout
-from megarl.reshard.ledger import Ledger, RankChanges, RankChecksums
+from megarl.reshard.checks.ledger import Ledger, RankChanges, RankChecksums
 from megarl.tracking.model_outputs import CanaryReport
 from megarl.training.canary import compute_canary
 from megarl.training.training_engine import TrainingEngine

@@ -26,14 +26,14 @@ from megarl.platform.memory import peak_memory
 from megarl.platform.spans import span
 from megarl.reshard.adapters import AdapterReshard
 from megarl.reshard.boxes import Layout
-from megarl.reshard.file_rows import check_rows, sampled_names
+from megarl.reshard.checks.file_rows import check_rows, sampled_names
+from megarl.reshard.checks.ledger import Ledger, RankChanges
+from megarl.reshard.checks.probe import TOLERANCES, check_logprobs, probe_prompt
 from megarl.reshard.layouts.packed import checkpoint_names
 from megarl.reshard.layouts.placed import Ends, reshard_ends
 from megarl.reshard.layouts.vllm_slots import AdapterSlots, live_parameters, without_adapters
-from megarl.reshard.ledger import Ledger, RankChanges
 from megarl.reshard.live import GatheredReshard, Reshard, record, record_slots
 from megarl.reshard.plan import RankTopology
-from megarl.reshard.probe import TOLERANCES, check_logprobs, probe_prompt
 from megarl.reshard.staging import gathered
 from megarl.training.lora_part import LoraPart
 from megarl.types import ConfigError, TrainingSequence

@@ -20,7 +20,7 @@ PREDICTING = (
         for path in (ROOT / "megarl" / package).glob("*.py")
     ),
     ROOT / "megarl/families/logprob_chunks.py",
-    ROOT / "megarl/reshard/cost_model.py",
+    ROOT / "megarl/reshard/forecast/cost_model.py",
 )
 NUMBERS = {"int", "float", "bool", "Any", "Numbers", "_Bytes", "NDArray[np.float64]", "NDArray[np.int64]"}
 

@@ -16,9 +16,9 @@ from megarl.cluster import weight_transfer
 from megarl.cluster.local import LocalGroup
 from megarl.cluster.rank_errors import RankFailedError, RankLostError
 from megarl.cluster.run_ranks import RunRanks, together
+from megarl.cluster.transfer_states import TransitionError
 from megarl.cluster.weight_transfer import WeightTransfer
 from megarl.cluster.worker_group import PartOfRun, WorkerGroup
-from megarl.reshard.transfer_states import TransitionError
 from megarl.types import PeerLostError
 from tests.cluster.started import shared_imports
 

@@ -186,7 +186,7 @@ def spoil_and_verify(recipe: Recipe, parallel: ParallelConfig) -> list[str]:
     import torch.distributed as dist
 
     from megarl.checkpoint.mapped import MappedFolder
-    from megarl.reshard.file_rows import check_rows
+    from megarl.reshard.checks.file_rows import check_rows
     from megarl.reshard.live import Reshard
     from megarl.types import MegarlError
     from megarl.worker.colocated import Worker

@@ -203,7 +203,7 @@ ROWS = (
     )),
     Row(40, "silent corruption of a weight", 0, "70", "failed", "the tensor, layer and rank", "older checkpoints", (
         f"{_END}bit_flips.py::test_a_flip_in_the_trainer_is_named_before_the_update",
-        "tests/reshard/test_version_checksums.py::test_the_majority_names_the_wrong_copy_and_two_copies_name_both",
+        "tests/reshard/checks/test_version_checksums.py::test_the_majority_names_the_wrong_copy_and_two_copies_name_both",
     )),
     Row(41, "one rank is slow", 0, "0", "done", "none: a notice names rank and call", "nothing", (
         f"{_TRAINERS}test_row_41_a_slow_rank_is_reported_with_its_call",

@@ -19,7 +19,7 @@ from megarl.families.parts import Latent
 from megarl.families.registry import FAMILIES
 from megarl.families.shape import ModelShape
 from megarl.reshard.boxes import Box, Layout, Piece, contiguous_strides
-from megarl.reshard.cost_model import count
+from megarl.reshard.forecast.cost_model import count
 from megarl.reshard.layouts.megatron import megatron_layouts, parameter_shapes
 from megarl.reshard.layouts.vllm_computed import VllmLayouts
 from megarl.reshard.plan import Plan, RankPlan, Transfer, make_plan

@@ -24,12 +24,12 @@ from megarl.families.registry import FAMILIES
 from megarl.families.shape import ModelShape, read_model_shape
 from megarl.files.model_folder import CHECKSUMS, SINGLE, companions
 from megarl.reshard.boxes import Box, Piece, dense_piece
-from megarl.reshard.fingerprint import MASK, checksum
+from megarl.reshard.checks.fingerprint import MASK, checksum
+from megarl.reshard.checks.ledger import Ledger
+from megarl.reshard.checks.version_checksums import by_tensor, merge, version_checksum
 from megarl.reshard.layouts.megatron import megatron_layouts, parameter_shapes
-from megarl.reshard.ledger import Ledger
 from megarl.reshard.plan import make_plan
 from megarl.reshard.transport import Transport
-from megarl.reshard.version_checksums import by_tensor, merge, version_checksum
 from megarl.testing import RankPool
 from megarl.types import DataError
 from tests.shapes import small_shape, with_sizes

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save
 
-from megarl.reshard.fingerprint import fingerprint
+from megarl.reshard.checks.fingerprint import fingerprint
 from megarl.rollout.rl_batch import RLBatch
 from megarl.rollout.state import flatten
 from megarl.rollout.step_record import StepRecord, batch_arrays, differences, digests_of, record_folder

@@ -25,9 +25,9 @@ def reshard(rank: int) -> None:
     from vllm.device_allocator.cumem import CuMemAllocator
 
     from megarl.reshard.boxes import dense_piece
+    from megarl.reshard.checks.verify import verify
     from megarl.reshard.plan import make_plan
     from megarl.reshard.transport import Transport
-    from megarl.reshard.verify import verify
 
     held = [(dense_piece(name, SHAPE, name, 0),) for name in ("first", "second")]
     plan = make_plan(held, held[::-1], itemsize=2, bucket_bytes=1 << 20).for_rank(rank)

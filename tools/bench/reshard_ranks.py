@@ -17,7 +17,7 @@ from shards import Arena, fill, first_difference, storage_shapes
 from megarl.config.parallel import ParallelConfig
 from megarl.families.shape import ModelShape, padded_vocab_size
 from megarl.reshard.boxes import Layout
-from megarl.reshard.cost_model import align, count
+from megarl.reshard.forecast.cost_model import align, count
 from megarl.reshard.layouts.megatron import MegatronLayouts, megatron_layouts, parameter_shapes
 from megarl.reshard.layouts.vllm_computed import VllmLayouts
 from megarl.reshard.plan import Plan, RankBucket, RankPlan, make_plan

@@ -234,7 +234,7 @@ def train(worker: Any, num_tokens: int) -> dict[str, float]:
     import numpy as np
 
     from megarl.data.token_batch import TokenBatch
-    from megarl.reshard.ledger import Ledger
+    from megarl.reshard.checks.ledger import Ledger
     from megarl.types import Request, SamplingSettings, TrainingSequence
 
     rng = np.random.default_rng(worker.rank // LAYOUT.tp)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.recipe import load
-from megarl.reshard.fingerprint import MASK
+from megarl.reshard.checks.fingerprint import MASK
 from megarl.rollout.step_record import ARRAYS, RECIPE, record_folder
 from megarl.testing import RankPool
 from megarl.tracking.run_folder import RECORDS
@@ -98,7 +98,7 @@ def compared(folder: str, tokens: Any, is_exact: bool) -> list[dict[str, Any]]:
 
     `tokens` int64 [tokens] is the sequence. `checksum` is that of the trainer's output.
     """
-    from megarl.reshard.fingerprint import checksum
+    from megarl.reshard.checks.fingerprint import checksum
 
     engine = of_engine(folder, tokens, is_exact)
     trainer = of_trainer(folder, tokens, is_exact)

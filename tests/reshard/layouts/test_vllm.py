@@ -65,7 +65,7 @@ def checks_of_layouts(model: nn.Module, layout: Layout, tensors: dict[str, torch
     """
     import torch.distributed as dist
 
-    from megarl.reshard.file_rows import check_rows, sampled_names
+    from megarl.reshard.checks.file_rows import check_rows, sampled_names
     from megarl.reshard.live import Reshard
 
     rank, size = dist.get_rank(), dist.get_world_size()

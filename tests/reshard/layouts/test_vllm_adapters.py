@@ -12,7 +12,7 @@ import pytest
 from megarl.config import LoraConfig
 from megarl.config.parallel import ParallelConfig
 from megarl.families.shape import read_model_shape
-from megarl.reshard.cost_model import count, forecast, reshard_plan
+from megarl.reshard.forecast.cost_model import count, forecast, reshard_plan
 from megarl.reshard.layouts.placed import reshard_ends
 from megarl.reshard.layouts.vllm_adapters import SLOT_RANKS, VllmAdapterLayouts, slot_rank
 from megarl.reshard.layouts.vllm_computed import VllmLayouts

@@ -1,6 +1,6 @@
 """Comparison of an engine's live parameters with the model folder: a few random rows of each kind of tensor, by name.
 
-`reshard.verify` compares both ends of each copy, so it proves the transport. Both ends use megarl's layouts. A layout
+`checks.verify` compares both ends of each copy, so it proves the transport. Both ends use megarl's layouts. A layout
 that is one row off moves each element to a wrong place, and all checksums agree. Here vLLM's own loader says where a
 tensor of the folder belongs, and no layout of megarl takes part.
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megarl.reshard.boxes import Box, Layout, Piece, dense_piece
-from megarl.reshard.fingerprint import checksum
+from megarl.reshard.checks.fingerprint import checksum
 from megarl.reshard.plan import View
 from megarl.reshard.transport import strided_view
 

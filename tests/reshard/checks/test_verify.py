@@ -13,11 +13,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megarl.platform import device
-from megarl.reshard import fingerprint, transport
+from megarl.reshard import transport
 from megarl.reshard.boxes import Layout, dense_piece
+from megarl.reshard.checks import fingerprint
+from megarl.reshard.checks.verify import copy_checksums
 from megarl.reshard.plan import make_plan
 from megarl.reshard.transport import Transport
-from megarl.reshard.verify import copy_checksums
 
 CUDA = torch.device("cuda", 0)
 SHAPE = (6, 4)

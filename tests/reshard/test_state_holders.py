@@ -1,10 +1,10 @@
-"""Bytes that move when a run changes its parallel sizes."""
+"""Which ranks hold copies of which rank's training state."""
 
 from __future__ import annotations
 
 import pytest
 
-from megarl.reshard.state_moves import partners
+from megarl.reshard.state_holders import partners
 
 
 @pytest.mark.parametrize(

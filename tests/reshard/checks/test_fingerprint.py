@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from megarl.reshard.fingerprint import Fingerprint, checksum, fingerprint
+from megarl.reshard.checks.fingerprint import Fingerprint, checksum, fingerprint
 
 
 def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:

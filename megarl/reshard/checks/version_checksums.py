@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megarl.reshard.boxes import Box
-from megarl.reshard.fingerprint import MASK
-from megarl.reshard.ledger import RankChecksums
+from megarl.reshard.checks.fingerprint import MASK
+from megarl.reshard.checks.ledger import RankChecksums
 
 Checksums = Mapping[Box, int]
 """Checksum of each different box of one version, as stored by some rank."""

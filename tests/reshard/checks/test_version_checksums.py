@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from megarl.reshard.boxes import Box, Piece
-from megarl.reshard.ledger import Ledger, RankChecksums
-from megarl.reshard.version_checksums import by_tensor, engine_differences, merge, version_checksum
+from megarl.reshard.checks.ledger import Ledger, RankChecksums
+from megarl.reshard.checks.version_checksums import by_tensor, engine_differences, merge, version_checksum
 
 WHOLE = torch.arange(48, dtype=torch.float32).view(8, 6).to(torch.bfloat16)
 

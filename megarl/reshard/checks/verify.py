@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.groups import cross_world, signed
-from megarl.reshard.fingerprint import checksum
+from megarl.reshard.checks.fingerprint import checksum
 from megarl.reshard.plan import RankPlan, Transfer
 from megarl.reshard.transport import device_of, transfer_view
 from megarl.types import MegarlError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.reshard.transfer_states import (
+from megarl.cluster.transfer_states import (
     MOST_ATTEMPTS,
     TRANSITIONS,
     Command,

@@ -1,0 +1,164 @@
+"""Bytes that move when a run continues with other parallel sizes, computed without starting a rank.
+
+Leaving ranks first hand copies over (`state_holders`). Then each rank of the new sizes receives the tensor elements
+that it needs and lacks. The counts are approximate: Megatron's distributed optimizer cuts a buffer of all parameters
+into equal parts, and this module cuts each tensor.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from megarl.config.parallel import ParallelConfig
+from megarl.families.shape import ModelShape, padded_vocab_size
+from megarl.reshard.boxes import Box, Layout, Piece, contiguous_strides, flat_boxes
+from megarl.reshard.forecast.cost_model import Traffic, count
+from megarl.reshard.layouts.megatron import MegatronLayouts, megatron_layouts
+from megarl.reshard.plan import RankTopology, make_plan
+from megarl.reshard.state_holders import hand_overs, partners
+
+_FLOAT32_BYTES = 4
+
+_Ranks = dict[int, list[list[Piece]]]
+"""Pieces of each rank, by the bytes of one element."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateSettings:
+    """Settings that decide the layout of a training state.
+
+    `itemsize` is the size of a weight in bytes. With `is_distributed`, data-parallel ranks share the optimizer's state.
+    """
+
+    itemsize: int
+    is_distributed: bool
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Return the bytes of the optimizer's state for one parameter: Adam's two moments, and a main weight."""
+        # Megatron's optimizer of float32 weights updates them in place, unless it is distributed.
+        has_main_weight = self.is_distributed or self.itemsize < _FLOAT32_BYTES
+        return (2 + has_main_weight) * _FLOAT32_BYTES
+
+
+class ResizeBytes(NamedTuple):
+    """Bytes that move when the parallel sizes change, summed over all ranks unless stated otherwise."""
+
+    state: int
+    """Bytes of the training state, each element counted once."""
+    handed_over: int
+    """Bytes that leaving ranks send to staying ranks."""
+    received: int
+    """Bytes that ranks of the new layout receive from each other."""
+    most_received: int
+    """Largest number of bytes that one rank receives."""
+    minimum: int
+    """Bytes that ranks of the new layout need and did not hold before the hand-over: the lower bound."""
+
+    @property
+    def ratio(self) -> float:
+        """Moved bytes divided by the minimum; 1.0 if nothing has to move."""
+        return (self.received + self.handed_over) / self.minimum if self.minimum else 1.0
+
+    def as_json(self) -> dict[str, Any]:
+        sizes = {f"{name}_bytes": value for name, value in self._asdict().items()}
+        return sizes | {"ratio_to_minimum": self.ratio, "approximate": True}
+
+
+def forecast_resize(
+    model: ModelShape, before: ParallelConfig, after: ParallelConfig, settings: StateSettings, nodes: tuple[int, int]
+) -> ResizeBytes:
+    """Count the bytes of a change from the sizes `before` to `after`.
+
+    Rank i of the new sizes has the process of rank i, if it exists. `nodes` are the ranks on a node, before and after.
+    """
+    old, new = _StateLayouts(model, before, settings), _StateLayouts(model, after, settings)
+    num_old, num_new = before.world_size, after.world_size
+    topology = [(rank // nodes[0],) for rank in range(num_old)]
+    origins: list[set[int]] = [{rank} for rank in range(num_old)]
+    for rank, partner in enumerate(partners(topology)):
+        origins[partner].add(rank)
+    every_rank = range(max(num_old, num_new))
+    first = [origins[rank] if rank < num_old else set() for rank in every_rank]
+    moves = hand_overs(origins, range(min(num_old, num_new)))
+    then = [{*held, *(origin for origin, _, receiver in moves if receiver == rank)} for rank, held in enumerate(first)]
+    handed_over = sum(old.num_bytes(origin) for origin, _, _ in moves)
+    received, minimum, by_rank = 0, 0, defaultdict[int, int](int)
+    places = [(rank // nodes[1],) for rank in every_rank]
+    for size, wanted in new.wanted.items():
+        needs = [tuple(wanted[rank]) if rank < num_new else () for rank in every_rank]
+        copies = [old.copies(size, held) for held in first]
+        # The minimum may come from leaving ranks, too.
+        minimum += int(_traffic(copies, needs, size, places).lower_bound.sum())
+        copies = [old.copies(size, held) for held in then[:num_new]]
+        from_others = _traffic(copies, needs[:num_new], size, places[:num_new]).received[1:].sum(0)
+        received += int(from_others.sum())
+        for rank, num_bytes in enumerate(from_others.tolist()):
+            by_rank[rank] += num_bytes
+    state = sum(old.num_bytes(rank) for rank in range(num_old))
+    return ResizeBytes(state, handed_over, received, max(by_rank.values()), minimum)
+
+
+def _traffic(sources: Sequence[Layout], needs: Sequence[Layout], size: int, places: RankTopology) -> Traffic:
+    """Return the bytes that move from the sources, which each rank holds, to the `needs` of each rank."""
+    # One huge bucket avoids the work of slicing tensors.
+    return count(make_plan(sources, needs, itemsize=size, bucket_bytes=1 << 62, topology=places))
+
+
+class _StateLayouts:
+    """Layout of a training state with given parallel sizes. Each weight is copied by one rank of those that hold it."""
+
+    def __init__(self, model: ModelShape, parallel: ParallelConfig, settings: StateSettings) -> None:
+        num_ranks = parallel.world_size
+        self.wanted: _Ranks = defaultdict(lambda: [[] for _ in range(num_ranks)])
+        """Pieces that each rank needs."""
+        self._copied: _Ranks = defaultdict(lambda: [[] for _ in range(num_ranks)])
+        padded = padded_vocab_size(model.vocab_size, parallel.tp)
+        layouts = megatron_layouts(model, parallel, padded_vocab_size=padded)
+        for tensor in layouts.tensors:
+            size = _FLOAT32_BYTES if tensor.template in layouts.float32 else settings.itemsize
+            boxes = set[Box]()
+            for holding in layouts.holdings(tensor):
+                piece = holding.piece(tensor)
+                # The last pipeline stage may hold tied embeddings too.
+                is_copied = piece.box not in boxes
+                boxes.add(piece.box)
+                if is_copied:
+                    self._copied[size][holding.ranks[0]].append(piece)
+                for rank in holding.ranks:
+                    self.wanted[size][rank].append(piece)
+                    sharers = (
+                        _sharers(layouts, rank, ".experts." in piece.storage) if settings.is_distributed else [rank]
+                    )
+                    share = list(_share(piece, sharers.index(rank), len(sharers)))
+                    self.wanted[settings.optimizer_bytes][rank] += share
+                    if is_copied and (settings.is_distributed or rank == holding.ranks[0]):
+                        self._copied[settings.optimizer_bytes][rank] += share
+
+    def copies(self, size: int, ranks: Iterable[int]) -> Layout:
+        """Return the pieces in the copies of these ranks' states, with elements of `size` bytes."""
+        return tuple(piece for rank in sorted(ranks) for piece in self._copied[size][rank])
+
+    def num_bytes(self, rank: int) -> int:
+        """Return the size in bytes of the copy of a rank's state."""
+        return sum(size * piece.box.numel for size, pieces in self._copied.items() for piece in pieces[rank])
+
+
+def _sharers(layouts: MegatronLayouts, rank: int, is_expert: bool) -> Sequence[int]:
+    """Return the ranks that hold the same parameters as a rank, and share their optimizer's state."""
+    at = layouts.parallel.coordinates(rank)
+    return layouts.ranks[is_expert, at.pp, at.ep if is_expert else 0, at.etp if is_expert else at.tp]
+
+
+def _share(piece: Piece, index: int, num_sharers: int) -> Iterator[Piece]:
+    """Yield the boxes of part `index` of a piece that is cut into `num_sharers` equal parts."""
+    start, stop = (piece.box.numel * number // num_sharers for number in (index, index + 1))
+    if start == stop:
+        return
+    for offset, shape in flat_boxes(piece.box.shape, start, stop):
+        corner = tuple(first + shift for first, shift in zip(piece.box.start, offset, strict=True))
+        box = Box(piece.box.name, corner, tuple(first + size for first, size in zip(corner, shape, strict=True)))
+        yield Piece(box, piece.storage, 0, contiguous_strides(shape))
