@@ -104,6 +104,14 @@ class _Host:
             self.worker.inherit(self.legacy)
             self.legacy = None
 
+    def check_legacy(self) -> tuple[dict[int, Any], list[str]]:
+        """Return the copied steps of the abandoned worker's intact copies, and a sentence about each damaged copy."""
+        if self.legacy is None:
+            return {}, []
+        # First, because `steps` must not list a damaged copy: another rank may hold an intact one.
+        damages = self.legacy.drop_damaged()
+        return self.legacy.steps(), damages
+
     def abandon(self) -> None:
         """Drop the worker and leave its torch world, after another rank was lost. This process continues.
 
@@ -131,7 +139,7 @@ class _Host:
         - `__settle__` sets the rendezvous of the ranks.
         - `__abandon__` drops the worker and its torch world, after another rank was lost.
         - `__renumber__` gives this process its place in a new world.
-        - `__legacy__` lists the copies of training states that the abandoned worker left.
+        - `__legacy__` checks and lists the copies of training states that the abandoned worker left.
         - `__activity__` fetches the statistics of earlier calls.
         - `__spans__` starts or stops the recording of spans (timed sections of a profile).
         - `__arm__` sets the faults of this process, `__step__` the training step (`megarl.faults`).
@@ -143,7 +151,7 @@ class _Host:
             "__settle__": rendezvous.settle,
             "__abandon__": self.abandon,
             "__renumber__": _renumber,
-            "__legacy__": lambda: self.legacy.steps() if self.legacy else {},
+            "__legacy__": self.check_legacy,
             "__activity__": self.activity.take,
             "__spans__": _record_spans,
             "__arm__": _arm,

@@ -274,16 +274,20 @@ class WorkerGroup(ABC):
         other groups start after the successor, and need room too. Raises ConfigError if there is too little room.
         """
 
-    async def inherited_steps(self) -> list[Any]:
-        """Return the copies of training states held by each rank's process: see `StateCopies.steps`. New processes have
-        none.
+    async def inherited_steps(self) -> tuple[list[Any], list[str]]:
+        """Return the intact copies of training states of each rank's process, as in `StateCopies.steps`, and damages.
+
+        New processes have none. Damaged copies are dropped; a sentence about each names its holder.
         """
         steps: list[Any] = [{} for _ in range(self.world_size)]
+        damages: list[str] = []
         if ranks := sorted(self._inherited):
             found = await self._exchange("legacy", ranks, [pack(("__legacy__", (), {}))] * len(ranks))
-            for rank, answer in zip(ranks, found, strict=True):
-                steps[rank] = answer
-        return steps
+            for rank, (copied_steps, sentences) in zip(ranks, found, strict=True):
+                steps[rank] = copied_steps
+                holder = f"rank {self.part.first_rank + rank} on {self.topology[rank][0]}"
+                damages += [f"{holder}: {sentence}; this copy is dropped" for sentence in sentences]
+        return steps, damages
 
     async def set_apart(self) -> None:
         """End the group without a loss, and keep all processes for a successor with another number of ranks."""

@@ -332,18 +332,23 @@ class Survey:
         with storage_faults_named(home):
             for name in self.damaged:
                 _rename_damaged(home / name)
-            for leftover in home.glob(".step_*"):
-                if _LEFTOVER.fullmatch(leftover.name):
-                    shutil.rmtree(leftover, ignore_errors=True)
+            remove_incomplete_saves(home)
             if self.good and _read(home / "latest") != self.good.name + "\n":
                 replace_text(home / "latest", self.good.name + "\n")
 
 
-def survey(earlier: EarlierRun, *, refuses_none: bool = True) -> Survey:
+def remove_incomplete_saves(home: Path) -> None:
+    """Remove saves in the folder `home` of a run's checkpoints that were interrupted. Reads no file of a checkpoint."""
+    for leftover in home.glob(".step_*"):
+        if _LEFTOVER.fullmatch(leftover.name):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def survey(earlier: EarlierRun) -> Survey:
     """Find the newest checkpoint whose files match its manifest. Changes nothing.
 
     A checkpoint counts as damaged only if a file is proved wrong. Raises StorageError if a checkpoint cannot be read at
-    all. Raises DataError if there are checkpoints but no valid one, unless `refuses_none` is False.
+    all. Raises DataError if there are checkpoints but no valid one.
     """
     # Imported here because it loads torch's checkpoint code, which a run without checkpoints does not need.
     from megarl.checkpoint.torch_dist_reader import check_harmless
@@ -361,8 +366,6 @@ def survey(earlier: EarlierRun, *, refuses_none: bool = True) -> Survey:
             damaged[folder.name] = str(error)
         else:
             return Survey(folder, damaged)
-    if not refuses_none:
-        return Survey(None, damaged)
     try:
         earlier.refuse_start_over()
     except DataError as error:

@@ -21,7 +21,7 @@ from megarl.files.private_folder import PrivateFolder
 from megarl.loops.resizing import ResizeAskedError, shrunk
 from megarl.loops.resume import Origin
 from megarl.loops.state_replication import StateReplication
-from megarl.loops.stopping import StopRequest, leaving_on_signals
+from megarl.loops.stopping import StopRequest
 from megarl.reshard.state_holders import hand_overs
 from megarl.tracking.earlier_run import EarlierRun, checkpoint_step
 from megarl.tracking.run_folder import RunFolder
@@ -198,20 +198,21 @@ class RankProcesses:
         """
         assert self._ranks is not None
         self._stop_search()
-        with leaving_on_signals("stopped while ranks were replaced; start it again with --resume"):
-            kept = self._ranks.kept(self.parallel.replica_sizes)
-            # First, because the trainers may need the places of ended replicas.
-            await asyncio.gather(*(g.close() for g in self._ranks.replicas if g not in kept.values()))
-            group, sources = await self._without_leavers(group, sources, list(kept.values()), log_folder)
-            part = replace(group.part, num_ranks=self.parallel.num_ranks)
-            trainers = await group.successor(sources, log_folder, part)
-            # If a later start fails, these processes must end with the run.
-            self._ranks = RunRanks(trainers, list(kept.values()))
-            newest = self.copies.newest
-            held = await trainers.inherited_steps()
-            self._has_copies = newest is not None and _is_complete(held, newest.step)
-            if self.parallel.replica_sizes:
-                await self._replace_replicas(self._ranks, kept, log_folder, notify)
+        kept = self._ranks.kept(self.parallel.replica_sizes)
+        # First, because the trainers may need the places of ended replicas.
+        await asyncio.gather(*(g.close() for g in self._ranks.replicas if g not in kept.values()))
+        group, sources = await self._without_leavers(group, sources, list(kept.values()), log_folder, notify)
+        part = replace(group.part, num_ranks=self.parallel.num_ranks)
+        trainers = await group.successor(sources, log_folder, part)
+        # If a later start fails, these processes must end with the run.
+        self._ranks = RunRanks(trainers, list(kept.values()))
+        newest = self.copies.newest
+        held, damages = await trainers.inherited_steps()
+        for damage in damages:
+            notify(damage)
+        self._has_copies = newest is not None and _is_complete(held, newest.step)
+        if self.parallel.replica_sizes:
+            await self._replace_replicas(self._ranks, kept, log_folder, notify)
 
     async def _replace_replicas(
         self,
@@ -266,8 +267,11 @@ class RankProcesses:
         sources: Sequence[int | None],
         replicas: Sequence[WorkerGroup],
         log_folder: Path,
+        notify: Callable[[str], object],
     ) -> tuple[WorkerGroup, Sequence[int | None]]:
         """Move copies of the state from processes that will end to those that stay. `replicas` are the run's engines.
+
+        `notify` is called with a sentence about each damaged copy.
 
         Returns the ended group to succeed, and its rank for each new rank.
         """
@@ -276,7 +280,9 @@ class RankProcesses:
             return group, sources
         between = await group.successor(present, log_folder)
         self._ranks = RunRanks(between, replicas)
-        held = await between.inherited_steps()
+        held, damages = await between.inherited_steps()
+        for damage in damages:
+            notify(damage)
         stays = [number for number, rank in enumerate(present) if rank in sources]
         step = self.copies.newest.step if self.copies.newest else None
         if step is not None and _is_complete(held, step) and (moves := _moves(held, step, stays)):

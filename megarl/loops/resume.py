@@ -19,7 +19,7 @@ from megarl.data.problems import num_made
 from megarl.data.rows import data_files
 from megarl.files.atomic import storage_faults_named
 from megarl.files.model_folder import read_object
-from megarl.loops.checkpointing import Survey, survey
+from megarl.loops.checkpointing import Survey, plain_recipe, remove_incomplete_saves, survey
 from megarl.loops.data_position import DataPosition
 from megarl.preflight.files import Kept, data_paths
 from megarl.terminal import Console
@@ -147,11 +147,20 @@ def find_origin(recipe: Recipe, folder: RunFolder, resume: Resume | None, kept: 
 def begin_from_copy(origin: Origin, recipe: Recipe, folder: RunFolder) -> Origin:
     """Register a new start of the run from copies of its state in memory, and return their origin.
 
-    Raises MegarlError if the run has started from this step too often. Raises StorageError for failed writes.
+    Raises MegarlError if the run has started from this step too often. Raises ConfigError or DataError if a model, the
+    chat template or training data changed meanwhile, as `find_origin` does. Raises StorageError for failed reads or
+    writes.
     """
+    # The driver's part of a copy has no driver.json. The inputs that the run began with are at hand.
+    earlier = origin.inputs.as_json() | {"recipe": plain_recipe(recipe)}
+    inputs = Inputs.read(recipe, dict(origin.inputs.kept))
+    _refuse_other_models(earlier, recipe, inputs)
+    _refuse_other_template(earlier, recipe, inputs)
+    _warn(Console(highlight=False, soft_wrap=True, markup=False), _data_changes(earlier, recipe, inputs))
     folder.begin(origin.copied_step, recipe.cluster.max_restarts)
-    # A save that the lost rank interrupted is incomplete.
-    survey(folder.earlier, refuses_none=False).settle(folder.checkpoints_folder)
+    # A save that the lost rank interrupted is incomplete. The checkpoints are not read: their hashes took 80 % of the
+    # time of a recovery, and the ranks do not load them.
+    remove_incomplete_saves(folder.checkpoints_folder)
     return origin
 
 

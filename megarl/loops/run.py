@@ -79,26 +79,29 @@ async def run(
     display = display or Display()
     # Signals first, so that one arriving while the folder is opened raises StoppedError too.
     with (
-        stopping_at_once() as heed_signals,
+        stopping_at_once(),
         RunFolder(recipe, resume=resume is not None, restart=restart, on_wait=display.warn) as folder,
     ):
         faults.reach("start")
         async with RankProcesses(recipe, parallel) as processes:
             origin = find_origin(recipe, folder, resume, kept)
+            stop = StopRequest()
+            warn = partial(_warn, folder, display)
             while True:
-                stop = StopRequest()
                 try:
                     async with _attempt(folder, origin, processes, stop, display) as session:
                         await LOOPS[session.recipe.loop](session)
                     return
                 except PeerLostError as error:
-                    # The attempt left signals ignored.
-                    heed_signals()
-                    await processes.recover(error, stop, folder, partial(_warn, folder, display))
+                    ended, stop = stop, StopRequest(has_progress=True)
+                    # A signal during the recovery is heeded by the next attempt: it saves after its first step.
+                    with stop.listening(warn, folder.path):
+                        await processes.recover(error, ended, folder, warn)
                     folder.end_attempt(error)
                 except ResizeAskedError as asked:
-                    heed_signals()
-                    await processes.resize(asked, stop, folder, partial(_warn, folder, display))
+                    ended, stop = stop, StopRequest(has_progress=True)
+                    with stop.listening(warn, folder.path):
+                        await processes.resize(asked, ended, folder, warn)
                     folder.end_attempt(asked)
                     folder.use_recipe(processes.recipe)
                 copied = processes.copied_origin(origin, folder.earlier)
@@ -106,7 +109,7 @@ async def run(
                     origin = begin_from_copy(copied, processes.recipe, folder)
                 else:
                     if processes.recipe.checkpoint.replicate:
-                        _warn(folder, display, "no complete copies of the state in memory; a checkpoint is used")
+                        warn("no complete copies of the state in memory; a checkpoint is used")
                     origin = find_origin(processes.recipe, folder, "if-any", kept)
 
 
@@ -239,6 +242,8 @@ async def _started(
                 else:
                     received = await ranks.trainers.call("restore_copy", origin.copied_step)
                     processes.note_received(sum(received))
+                    # At once: until the next copy is due, another loss would cost the steps since a checkpoint.
+                    await processes.copies.renew(ranks.trainers)
                 await steps.weight_checks.resume(folder.resumed_step, origin.checksum)
         # Last: until here a signal ends the run at once, because there is no progress to save.
         stop.steps_begin()

@@ -83,6 +83,13 @@ class StateReplication:
             "checkpoint/copy_bytes": float(num_bytes),
         }
 
+    async def renew(self, ranks: WorkerGroup) -> None:
+        """Start copying the state just restored from copies, because a new process holds none. Not if `every` is 0."""
+        if not self._every or self.newest is None:
+            return
+        await ranks.call("begin_copy", self.newest.step, False)
+        self._begun = self.newest
+
     async def complete(self, ranks: WorkerGroup, *, wait: bool = False) -> None:
         """Record the copy in progress as complete if all ranks have it. `wait`: wait until they have."""
         if self._begun is None or not all(await ranks.call("finish_copy", wait)):

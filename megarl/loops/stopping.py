@@ -63,12 +63,13 @@ class StopRequest:
     """Request to save and stop a run, with the name of the signal.
 
     Before `steps_begin` there is nothing to save, so a signal cancels the task that handles signals. Afterwards the
-    first signal makes the loop save after its step, and a second one cancels the task.
+    first signal makes the loop save after its step, and a second one cancels the task. `has_progress`: earlier attempts
+    of this process trained steps, so a signal during a recovery is handled as after `steps_begin`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_progress: bool = False) -> None:
         self.by: str | None = None
-        self._has_steps = self._is_urgent = False
+        self._has_steps, self._is_urgent = has_progress, False
         self._notice: Callable[[str], object] = lambda text: None
 
     def __bool__(self) -> bool:
@@ -100,7 +101,7 @@ class StopRequest:
     def listening(self, notice: Callable[[str], object], run_folder: Path) -> Iterator[None]:
         """Handle stop signals for the calling task within. `notice` prints on the terminal.
 
-        After its end, stop signals are ignored. Raises StoppedError or EndedError if a signal cancelled the task.
+        After its end, stop signals are only recorded. Raises StoppedError or EndedError if a signal cancelled the task.
         """
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
@@ -138,29 +139,23 @@ class StopRequest:
         finally:
             for number in numbers:
                 loop.remove_signal_handler(number)
-                # Only the run's end is still to be recorded, and a signal must not interrupt it.
-                signal.signal(number, signal.SIG_IGN)
+                # A signal must not interrupt the writing of the run's end. A recovery that follows heeds it.
+                signal.signal(number, lambda number, _: self.ask(signal.Signals(number).name))
+            self._notice = lambda text: None
 
 
 @contextmanager
-def stopping_at_once() -> Iterator[Callable[[], None]]:
-    """Context that raises StoppedError on a stop signal, as long as there is nothing to save.
-
-    Yields a function that handles stop signals so again. It is for a run that continues after
-    `StopRequest.listening`, which leaves them ignored.
-    """
+def stopping_at_once() -> Iterator[None]:
+    """Context that raises StoppedError on a stop signal, as long as there is nothing to save."""
 
     def leave(number: int, _: object) -> None:
         raise StoppedError(f"{signal.Signals(number).name}: stopped before a step began; start it again with --resume")
 
-    def handle() -> None:
-        for number in earlier:
-            signal.signal(number, leave)
-
     earlier = {number: signal.getsignal(number) for number in stop_signals()}
-    handle()
+    for number in earlier:
+        signal.signal(number, leave)
     try:
-        yield handle
+        yield
     finally:
         for number, handler in earlier.items():
             signal.signal(number, handler)

@@ -247,6 +247,8 @@ class RunFolder:
     def _count_restart(self, step: int, most_restarts: int | None) -> None:
         """Count the consecutive resumes without a completed step in between, as `restarts` in status.json. Raises
         MegarlError above the limit."""
+        # An attempt from the beginning may follow one from a checkpoint, so an earlier value goes.
+        self._status.pop("resumed_step", None)
         if step:
             self._status["resumed_step"] = step
         # A newer checkpoint than at the last resume means progress, so counting starts again.

@@ -73,6 +73,15 @@ class StateCopies:
             found.setdefault(step, (copy.num_ranks, []))[1].append(origin)
         return found
 
+    def drop_damaged(self) -> list[str]:
+        """Drop the copies whose bytes changed since they were made, and return a sentence about each."""
+        damages = []
+        for key, copy in list(self.held.items()):
+            if (checksum := _checksum(copy.blocks)) != copy.checksum:
+                damages.append(_damage_text(copy, checksum))
+                del self.held[key]
+        return damages
+
     def keep_only(self, step: int | None) -> None:
         """Drop the copies of all steps but this one; None: of all steps. Later steps are trained again."""
         self.held = {key: copy for key, copy in self.held.items() if copy.step == step}
@@ -160,16 +169,17 @@ class StateCopier:
         for work in works:
             assert work is not None
             work.wait()
-        for number, copy in zip(theirs, expected, strict=True):
-            _check(copy, int(number))
         received = [replace(copy, checksum=int(number)) for number, copy in zip(theirs, expected, strict=True)]
+        for copy in received:
+            _check(copy)
         return [replace(own, checksum=int(checksum)), *received]
 
 
 def hand_over(copies: StateCopies, step: int, moves: Sequence[tuple[int, int, int]]) -> None:
     """Send copies of a step to other ranks of the torch world. A collective.
 
-    Each move is (rank that had the state, sender, receiver). Receivers hold the copies in addition to their own.
+    Each move is (rank that had the state, sender, receiver). Receivers hold the copies in addition to their own. Raises
+    DataError if the bytes of a copy changed on the way.
     """
     rank = dist.get_rank()
     # Descriptions alone: the blocks travel as tensors.
@@ -185,6 +195,7 @@ def hand_over(copies: StateCopies, step: int, moves: Sequence[tuple[int, int, in
             for message in _messages(blocks):
                 dist.recv(message, sender)
             copies.held[step, origin] = replace(description, blocks=blocks)
+            _check(copies.held[step, origin])
 
 
 def restore(
@@ -196,11 +207,9 @@ def restore(
     collective over the trainer's world.
 
     Each element comes from the nearest rank that holds it. Random numbers are restored if `layout`, the words for the
-    parallel sizes, is that of the copies. Raises DataError if a copy's bytes have changed since it was made.
+    parallel sizes, is that of the copies. `StateCopies.drop_damaged` must have checked the copies.
     """
     held = [copy for (of_step, _), copy in copies.held.items() if of_step == step]
-    for copy in held:
-        _check(copy, copy.checksum)
     common = {copy.origin: copy.common for copy in held}
     own_sources = {(dtype, copy.origin): pieces for copy in held for dtype, pieces in copy.layouts.items() if pieces}
     found = signed.gather((common, own_sources))
@@ -290,12 +299,16 @@ def _checksum(blocks: Mapping[str, Tensor]) -> int:
     return checksum
 
 
-def _check(copy: StateCopy, expected: int) -> None:
-    if (found := _checksum(copy.blocks)) != expected:
-        raise DataError(
-            f"the copy of rank {copy.origin}'s state after step {copy.step} has the checksum {found:08x}, expected "
-            f"{expected:08x}: its memory or its transport is faulty"
-        )
+def _check(copy: StateCopy) -> None:
+    if (checksum := _checksum(copy.blocks)) != copy.checksum:
+        raise DataError(_damage_text(copy, checksum))
+
+
+def _damage_text(copy: StateCopy, checksum: int) -> str:
+    return (
+        f"the copy of rank {copy.origin}'s state after step {copy.step} has the checksum {checksum:08x}, expected "
+        f"{copy.checksum:08x}: its memory or its transport is faulty"
+    )
 
 
 def _live_layouts(parts: Sequence[StatePart]) -> dict[str, Layout]:

@@ -171,6 +171,9 @@ class Legacy:
     def steps(self):
         return {1: self.word}
 
+    def drop_damaged(self):
+        return [f"{self.word} was damaged"]
+
 
 class Survivor(Probe):
     """A worker whose process continues after the loss of another rank."""

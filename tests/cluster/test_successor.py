@@ -55,7 +55,12 @@ def test_only_the_lost_process_is_replaced(tmp_path, own_fork_servers):
             (tmp_path / "go").touch()
 
             second = await follow(groups, range(3), logs)
-            assert await second.inherited_steps() == [{1: "a"}, {}, {1: "c"}]
+            steps, damages = await second.inherited_steps()
+            assert steps == [{1: "a"}, {}, {1: "c"}]
+            assert [damage.partition(":")[2] for damage in damages] == [
+                f" {word} was damaged; this copy is dropped" for word in "ac"
+            ]
+            assert [damage.split()[:2] for damage in damages] == [["rank", "0"], ["rank", "2"]]
             await second.construct(PROBE, {})
             after = await second.call("pid")
             assert [after[0], after[2]] == [pids[0], pids[2]] and after[1] not in pids
@@ -108,7 +113,7 @@ def test_a_survivor_that_does_not_leave_is_replaced(tmp_path, monkeypatch, own_f
             with pytest.raises(PeerLostError, match="rank 1"):
                 await group.scatter("die_or_return_late", [("late", 600), ("kill", None), ("late", 0)])
             second = await follow(groups, range(3), logs)
-            assert await second.inherited_steps() == [{}, {}, {1: "c"}]
+            assert (await second.inherited_steps())[0] == [{}, {}, {1: "c"}]
             await second.construct(PROBE, {})
             after = await second.call("pid")
             assert after[2] == pids[2] and not {*after[:2]} & {*pids} and not is_alive(pids[0])

@@ -7,6 +7,7 @@ import os
 import pickle
 import re
 import resource
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -19,7 +20,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 from megarl.checkpoint.manifest import file_record, write_manifest
 from megarl.config import Recipe
 from megarl.loops.checkpointing import plain_recipe, survey
-from megarl.loops.resume import Inputs, find_origin
+from megarl.loops.data_position import DataPosition
+from megarl.loops.resume import Inputs, Origin, begin_from_copy, find_origin
 from megarl.tracking.earlier_run import DRIVER, SCHEMA, EarlierRun
 from megarl.tracking.run_folder import RunFolder
 from megarl.types import ConfigError, DataError, StorageError
@@ -321,6 +323,53 @@ def test_a_checkpoint_of_another_schema_is_refused(recipe: Recipe, home: Path, w
         find_origin(recipe, folder, "if-any")
     assert caught.value.exit_code == 65
     assert contents(home.parent) == before
+
+
+@pytest.fixture
+def copied(recipe: Recipe, home: Path, tmp_path: Path) -> Origin:
+    """Copies in memory of the state after step 5; `home` has checkpoints of earlier steps."""
+    (tmp_path / "model/tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
+    driver = tmp_path / "driver"
+    driver.mkdir()
+    return Origin(driver, Inputs.read(recipe), DataPosition(step=5), copied_step=5)
+
+
+def test_a_recovery_from_copies_reads_no_checkpoint(recipe: Recipe, home: Path, copied: Origin) -> None:
+    """The hashes of a checkpoint of 14B parameters take minutes."""
+    opened: list[str] = []
+    is_watched = True
+
+    def watch(event: str, arguments: tuple[Any, ...]) -> None:
+        if is_watched and event == "open" and str(arguments[0]).startswith(str(home / "step_")):
+            opened.append(str(arguments[0]))
+
+    with RunFolder(recipe, resume=True) as folder:
+        sys.addaudithook(watch)
+        begin_from_copy(copied, recipe, folder)
+        assert opened == []
+        assert survey(folder.earlier).good == home / "step_000004" and opened
+        is_watched = False
+        assert folder.resumed_step == 5
+    assert not (home / ".step_000006.partial").exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "error"), [("train.jsonl", DataError), ("model/config.json", ConfigError), ("template", ConfigError)]
+)
+def test_a_recovery_refuses_what_a_resume_refuses(
+    recipe: Recipe, home: Path, copied: Origin, tmp_path: Path, file: str, error: type[Exception]
+) -> None:
+    changed = {
+        "train.jsonl": '{"other": 1}\n',
+        "model/config.json": '{"hidden_size": 16}',
+        "template": '{"chat_template": "{{ messages }}!"}',
+    }
+    with RunFolder(recipe, resume=True) as folder:
+        (tmp_path / file.replace("template", "model/tokenizer_config.json")).write_text(changed[file])
+        before = contents(folder.path)
+        with pytest.raises(error):
+            begin_from_copy(copied, recipe, folder)
+        assert contents(folder.path) == before
 
 
 def test_must_fails_where_there_is_nothing_to_go_on_from(recipe: Recipe) -> None:

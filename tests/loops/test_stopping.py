@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import pty
@@ -15,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from megarl.loops.stopping import StopRequest, stop_signals
+from megarl.types import EndedError, PeerLostError
 from tests.child_processes import start_with_default_signals
 
 PROGRAM = """
@@ -102,6 +105,41 @@ def test_the_first_signal_ends_a_run_with_75(
     assert errors.decode() == f"error: {cause}\n"
     expected = {"state": "stopped", "step": step, "cause": f"StoppedError: {cause}", "exit_code": 75}
     assert status(tmp_path) == expected
+
+
+def test_a_signal_during_a_recovery_is_a_request_to_save(tmp_path: Path) -> None:
+    """Earlier attempts trained steps. `recover` is the time between two attempts."""
+    texts: list[str] = []
+
+    async def recover() -> None:
+        ended, stop = StopRequest(), StopRequest(has_progress=True)
+        with ended.listening(texts.append, tmp_path):
+            ended.steps_begin()
+        assert not ended
+        with stop.listening(texts.append, tmp_path):
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.sleep(0.01)
+        assert stop.by == "SIGTERM" and len(texts) == 1 and texts[0].startswith("SIGTERM: saving as soon as")
+        # A second loss ends the run, because it can no longer save.
+        with pytest.raises(EndedError, match="SIGTERM: the run ended without saving"):
+            stop.refuse_recovery(PeerLostError("rank 1 was lost"), tmp_path)
+        # Between two of these contexts a signal is recorded too.
+        later = StopRequest(has_progress=True)
+        with later.listening(texts.append, tmp_path):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(0.01)
+        assert later.by == "SIGTERM"
+        with pytest.raises(EndedError, match="then a second signal"), later.listening(texts.append, tmp_path):
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.sleep(0.01)
+
+    earlier = {number: signal.getsignal(number) for number in stop_signals()}
+    try:
+        asyncio.run(recover())
+    finally:
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])

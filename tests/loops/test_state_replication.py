@@ -1,0 +1,52 @@
+"""When the state is copied to host memory, apart from the copies themselves (`training/test_state_copies.py`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from megarl.cluster.worker_group import WorkerGroup
+from megarl.loops.state_replication import StateReplication
+
+pytestmark = pytest.mark.anyio
+
+
+class Ranks:
+    """Two ranks that record the methods called."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    async def call(self, *call: Any) -> list[Any]:
+        self.calls.append(call)
+        return [8, 8] if call[0] == "begin_copy" else [True, True]
+
+
+async def test_a_restored_state_is_copied_again_at_once(tmp_path: Path) -> None:
+    """A new process holds no copy; without a second one, the loss of its partner would cost the run its progress."""
+    recorded = Ranks()
+    ranks = cast(WorkerGroup, recorded)
+    replication = StateReplication(4, tmp_path)
+    await replication.renew(ranks)
+    assert recorded.calls == []
+    await replication.begin(ranks, 4, lambda folder: (folder / "driver.json").touch(), None, None)
+    await replication.complete(ranks, wait=True)
+    newest = replication.newest
+    recorded.calls.clear()
+    await replication.renew(ranks)
+    await replication.complete(ranks, wait=True)
+    assert recorded.calls == [("begin_copy", 4, False), ("finish_copy", True)]
+    assert replication.newest == newest and newest is not None and (newest.driver / "driver.json").exists()
+
+
+async def test_a_run_that_copied_only_for_a_resize_is_not_copied_again(tmp_path: Path) -> None:
+    recorded = Ranks()
+    ranks = cast(WorkerGroup, recorded)
+    replication = StateReplication(0, tmp_path)
+    await replication.begin(ranks, 4, None, None, None, is_forced=True)
+    await replication.complete(ranks, wait=True)
+    recorded.calls.clear()
+    await replication.renew(ranks)
+    assert recorded.calls == []
