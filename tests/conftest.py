@@ -36,7 +36,7 @@ from tests.leftovers import WITHOUT_SLURM, Watch
 from tests.shared_fork_servers import shared_fork_servers
 
 if TYPE_CHECKING:
-    from megarl.testing import RankPool
+    from tests.rank_pool import RankPool
 
 INSTALLS_SLURM = "launch/test.sh --install-slurm installs Slurm (as root, by apt-get)"
 OWN_JOBS = ("gpu_environment", "standin_gpu", "fault_runs", "long")
@@ -231,7 +231,7 @@ def cuda_factories(monkeypatch: pytest.MonkeyPatch) -> None:
 def ranks(distributed_tier: None) -> Iterator[RankPool]:
     """Four processes that live as long as the session; `ranks.run(function, ..., world_size=2)` uses two of them."""
     # Whoever starts no ranks goes without torch, as does the process that hands the tests to others.
-    from megarl.testing import RankPool
+    from tests.rank_pool import RankPool
 
     with RankPool(4) as pool:
         yield pool

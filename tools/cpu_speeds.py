@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from megarl.testing import RankPool
+from tests.rank_pool import RankPool
 
 _REPEATS = 15
 _FEW_TOKENS, _MANY_TOKENS = 64, 1024

@@ -21,7 +21,6 @@ from megarl.checkpoint.weight_checksums import stored_checksums
 from megarl.families.model_tensors import hf_tensors
 from megarl.families.parts import Latent
 from megarl.families.shape import ModelShape, read_model_shape
-from megarl.testing import RankPool
 from megarl.types import ConfigError
 from tests.checkpoint.model_folders import (
     GLM,
@@ -34,6 +33,7 @@ from tests.checkpoint.model_folders import (
     other_files,
     tensors_of,
 )
+from tests.rank_pool import RankPool
 
 
 @pytest.mark.parametrize("shape", MODELS)

@@ -18,9 +18,9 @@ from megarl.checkpoint.stored import stored_tensors
 from megarl.config.parallel import ParallelConfig
 from megarl.families.shape import read_model_shape
 from megarl.files.model_folder import INDEX, SINGLE
-from megarl.testing import RankPool
 from tests.checkpoint.model_folders import assert_equal_bits, tensors_of, vision_folder
 from tests.models.test_policy import build
+from tests.rank_pool import RankPool
 
 NOT_IN_THIS_MODEL = r"(pre_mlp_layernorm\.weight|layer_norm_weight|_down_proj\._extra_state)$"
 """Keys of converted checkpoints that megarl's CPU model lacks: Transformer Engine's names of norms, extra states of

@@ -31,8 +31,8 @@ from megarl.platform import device
 from megarl.platform.gpu_needs import field_needs
 from megarl.platform.memory.host_memory import machine_bytes
 from megarl.platform.visible_gpus import Gpu, installed_gpus
-from megarl.testing import RankPool
 from megarl.types import DiskFullError
+from tests.rank_pool import RankPool
 
 GOOD = {
     "unread": [],

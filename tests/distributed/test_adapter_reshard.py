@@ -14,9 +14,9 @@ import pytest
 
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
-from megarl.testing import RankPool
 from tests.distributed.test_reshard import MODELS, recipe_of
 from tests.distributed.weight_updates import update
+from tests.rank_pool import RankPool
 
 pytestmark = pytest.mark.distributed
 

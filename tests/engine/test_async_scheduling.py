@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from megarl.config import RolloutConfig, SamplingConfig
-from megarl.testing import RankPool
 from megarl.tracking.metrics import values
 from megarl.types import Completion, ConfigError, ExpertsHandle, Request, SamplingSettings
 from tests.engine.steps_ahead import recorded_schedules, recorded_steps, scheduled_ahead
+from tests.rank_pool import RankPool
 
 LAYOUTS = [pytest.param(1, 1, id="tp1"), pytest.param(2, 2, id="tp2")]
 NEW_TOKENS = 12

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from megarl.config import RolloutConfig, SamplingConfig
-from megarl.testing import RankPool
 from megarl.tracking.metrics import values
 from megarl.types import Completion, ConfigError, Request, SamplingSettings
+from tests.rank_pool import RankPool
 
 NEW_TOKENS = 12
 LAYOUTS = [

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megarl.testing import RankPool
+from tests.rank_pool import RankPool
 
 TOKENS = np.random.default_rng(3).integers(1, 431, 24)
 

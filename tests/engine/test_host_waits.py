@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megarl.config import RolloutConfig
-from megarl.testing import RankPool
 from tests.engine.test_engine import SAMPLED, request
 from tests.host_waits import host_waits
+from tests.rank_pool import RankPool
 
 OF_A_STEP = {
     ("tolist", "worker/cpu_model_runner.py:_to_list"): "sampled tokens",

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.testing import RankPool
+from tests.rank_pool import RankPool
 
 YARN = {
     "rope_type": "yarn",

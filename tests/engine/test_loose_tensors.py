@@ -10,7 +10,7 @@ import torch
 
 from megarl.config import RolloutConfig
 from megarl.platform import compile_cache, device
-from megarl.testing import RankPool
+from tests.rank_pool import RankPool
 from tools.make_tiny_model import FAMILIES, WITH_DELTA_NETS
 
 

@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megarl.config import RolloutConfig
-from megarl.testing import RankPool
 from megarl.tracking.metrics import values
 from megarl.types import Completion, Request, SamplingSettings
 from tests.mtp_layer import MtpOracle
+from tests.rank_pool import RankPool
 
 PROMPTS = ([7, 11, 13] * 4 + [7], [31, 5, 19, 2, 44])
 CASES = [

@@ -17,8 +17,8 @@ from megarl.config.override import overridden
 from megarl.config.parallel import ParallelConfig
 from megarl.data.token_batch import TokenBatch
 from megarl.families.shape import padded_vocab_size, read_model_shape
-from megarl.testing import RankPool
 from megarl.types import TrainingSequence
+from tests.rank_pool import RankPool
 
 OVERRIDE = {"rope_theta": 300.0, "rms_norm_eps": 1e-3, "max_position_embeddings": 256}
 LONG_CONTEXT = {

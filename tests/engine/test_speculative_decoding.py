@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from megarl.config import RolloutConfig
-from megarl.testing import RankPool
 from megarl.tracking.metrics import values
 from megarl.types import Completion, Request, SamplingSettings
+from tests.rank_pool import RankPool
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
 PROMPT = [7, 11, 13] * 4 + [7]

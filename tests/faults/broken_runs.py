@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from megarl import faults
+from megarl.faults import VARIABLE
 from tests.child_processes import is_alive, rank_processes
+from tests.faults.injection import logged_times
 from tests.forked_command import MEGARL
 
 RECIPE = """
@@ -33,6 +34,8 @@ PATIENCE_SECONDS = 300.0
 """Time after which a run hangs. The deadlines under test are shorter by far, but a machine may be busy."""
 _ENDING_SECONDS = 20.0
 """Time for a run's processes to end after its driver."""
+_ROOT = str(Path(__file__).parents[2])
+"""Folder from which a run imports the faults."""
 
 
 @dataclass(frozen=True)
@@ -65,13 +68,14 @@ class BrokenRuns:
     ) -> End:
         """Train with a fault. `act` is called with the running driver, and may break it from outside."""
         screen = self.folder / "screen"
+        search_path = os.pathsep.join(filter(None, [_ROOT, os.environ.get("PYTHONPATH")]))
         with screen.open("w") as output:
             driver = subprocess.Popen(
                 [*MEGARL, "train", "recipe.yaml", *overrides],
                 cwd=self.folder,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, faults.VARIABLE: fault},
+                env={**os.environ, VARIABLE: fault, "PYTHONPATH": search_path},
                 text=True,
             )
         began, processes = time.time(), set[int]()
@@ -104,7 +108,7 @@ class BrokenRuns:
     def _fault_time(self, began: float) -> float | None:
         """Return the time of the first fault, as its process logged it, or None."""
         logs = [*(self.run / "logs").glob("*/rank_*.log"), self.folder / "screen"]
-        times = [faults.logged_times(log.read_text(errors="replace")) for log in logs if log.exists()]
+        times = [logged_times(log.read_text(errors="replace")) for log in logs if log.exists()]
         return min((at for found in times for at in found if at >= began - 1.0), default=None)
 
 

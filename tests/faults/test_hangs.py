@@ -229,7 +229,6 @@ WALL_CLOCK = {
     "megarl/cluster/node_checks.py": "clocks of nodes, compared with the driver's",
     "megarl/cluster/rank.py": "times of errors, to tell the first cause",
     "megarl/cluster/rank_handle.py": "times of lost ranks, to tell the first cause",
-    "megarl/faults.py": "times of faults, for their tests",
     "megarl/files/temporary_folder.py": "age of folders",
     "megarl/processes/fork_server.py": "times of ended processes, to tell the first cause",
     "megarl/report/watched.py": "age of files",

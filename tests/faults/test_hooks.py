@@ -17,13 +17,14 @@ import pytest
 
 from megarl import faults
 from megarl.types import ConfigError
+from tests.faults.injection import POINTS, InjectedFaultError, logged_times
 
 PACKAGE = Path(faults.__file__).parent
 
 
 @pytest.fixture(autouse=True)
 def disarmed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(faults, "_armed", None)
+    monkeypatch.setattr(faults, "_injector", None)
     yield
 
 
@@ -33,9 +34,9 @@ def test_each_point_is_reached_in_one_place_of_its_process() -> None:
         for path in PACKAGE.rglob("*.py")
         for name in re.findall(r"faults\.reach\(\s*\"(\w+)\"", path.read_text())
     ]
-    assert sorted(name for _, name in found) == sorted(faults.POINTS)
+    assert sorted(name for _, name in found) == sorted(POINTS)
     of_driver = {name for room, name in found if room in ("loops", "tracking")}
-    assert of_driver == {name for name, point in faults.POINTS.items() if point.process == faults.DRIVER}
+    assert of_driver == {name for name, point in POINTS.items() if point.process == faults.DRIVER}
 
 
 @pytest.mark.parametrize(
@@ -79,7 +80,7 @@ def test_a_fault_happens_once_in_its_process_and_step(capsys: pytest.CaptureFixt
     faults.arm("update:1:2:raise,updated:any:any:raise", "0")
     faults.begin_step(2)
     faults.reach("update")
-    with pytest.raises(faults.InjectedFaultError):
+    with pytest.raises(InjectedFaultError):
         faults.reach("updated")
     faults.reach("updated")
     faults.arm("update:1:2:raise", "1")
@@ -87,10 +88,10 @@ def test_a_fault_happens_once_in_its_process_and_step(capsys: pytest.CaptureFixt
     faults.begin_step(2)
     faults.reach("gradients")
     before = time.time()
-    with pytest.raises(faults.InjectedFaultError, match="update:1:2:raise"):
+    with pytest.raises(InjectedFaultError, match="update:1:2:raise"):
         faults.reach("update")
     faults.reach("update")
-    (_, at) = faults.logged_times(capsys.readouterr().err)
+    (_, at) = logged_times(capsys.readouterr().err)
     assert before - 0.01 < at <= time.time()
 
 
@@ -125,12 +126,15 @@ def test_processes_end_as_the_kind_says(kind: str) -> None:
         "try:\n    kept = bytearray(1 << 28)\n"
         "except MemoryError:\n    raise SystemExit(3)\n"
     )
-    assert subprocess.run([sys.executable, "-c", program], stderr=subprocess.DEVNULL).returncode == ENDS[kind]
+    assert (
+        subprocess.run([sys.executable, "-c", program], cwd=PACKAGE.parent, stderr=subprocess.DEVNULL).returncode
+        == ENDS[kind]
+    )
 
 
 def test_a_stopped_process_waits_for_its_parent() -> None:
     program = "from megarl import faults\nfaults.arm('load:3:any:stop', '3')\nfaults.reach('load')\n"
-    with subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.DEVNULL) as process:
+    with subprocess.Popen([sys.executable, "-c", program], cwd=PACKAGE.parent, stderr=subprocess.DEVNULL) as process:
         _, status = os.waitpid(process.pid, os.WUNTRACED)
         assert os.WIFSTOPPED(status) and os.WSTOPSIG(status) == signal.SIGSTOP
         process.send_signal(signal.SIGCONT)

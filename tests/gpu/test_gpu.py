@@ -245,7 +245,7 @@ def test_fp8_weights_are_what_vllms_loader_makes(
     family: str, quantization: str, vllm: dict[str, Any], tiny_model: Callable[..., Path]
 ) -> None:
     """On this GPU's kernels, whatever they lay out besides; and once more after a deep sleep."""
-    from megarl.testing import RankPool
+    from tests.rank_pool import RankPool
 
     sizes = {
         "hidden_size": 256,
@@ -298,7 +298,7 @@ def test_training_in_fp8_is_training(tiny_model: Callable[..., Path], tmp_path: 
     """Gradients are those of bfloat16 up to FP8's rounding; a checkpoint has no pickle that would be loaded."""
     pytest.importorskip("transformer_engine.pytorch")
     from megarl.checkpoint.torch_dist_reader import check_harmless
-    from megarl.testing import RankPool
+    from tests.rank_pool import RankPool
 
     model = tiny_model(num_layers=2, hidden_size=256, intermediate_size=512, num_heads=4, head_dim=64)
     with RankPool(1) as ranks:

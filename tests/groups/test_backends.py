@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megarl.groups import backends, megatron_ranks, world
 from megarl.groups.backends import HOST_ONLY, GlooOnlyGroupError
 from megarl.platform import device
-from megarl.testing import RankPool
+from tests.rank_pool import RankPool
 
 GPU = torch.device("cuda", 0)
 

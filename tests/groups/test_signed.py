@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megarl.groups import rendezvous, signed
 from megarl.groups.signed import ForgedMessageError, SignedChannel
-from megarl.testing import RankPool
+from tests.rank_pool import RankPool
 
 
 class Trap:

@@ -12,7 +12,7 @@ from megarl.config.parallel import ParallelConfig
 from megarl.families.parts import GroupedQuery
 from megarl.families.shape import ModelShape, read_model_shape
 from megarl.memory_plan.activations import PassSettings, layer_bytes
-from megarl.testing import RankPool
+from tests.rank_pool import RankPool
 
 LENGTHS = [96, 64]
 ONE = ParallelConfig(1, 1, 1, 1)

@@ -14,7 +14,7 @@ from megarl.families.shape import padded_vocab_size, read_model_shape
 from megarl.memory_plan.activations import PassSettings, stage_bytes
 from megarl.memory_plan.trainer_bytes import trainer_states
 from megarl.reshard.layouts.megatron import megatron_layouts
-from megarl.testing import RankPool
+from tests.rank_pool import RankPool
 
 LENGTHS = [96, 64]
 ONE = ParallelConfig(1, 1, 1, 1)

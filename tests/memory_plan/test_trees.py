@@ -13,8 +13,8 @@ from megarl.config.parallel import ParallelConfig
 from megarl.data.token_batch import TokenBatch
 from megarl.families.shape import read_model_shape
 from megarl.memory_plan.activations import PassSettings, stage_bytes
-from megarl.testing import RankPool
 from megarl.types import TrainingSequence
+from tests.rank_pool import RankPool
 
 LAYOUTS = {"one rank": ParallelConfig(1, 1, 1, 1), "cp2": ParallelConfig(1, 1, 1, 1, cp=2)}
 CHUNK_TOKENS = 64

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megarl.config.parallel import ParallelConfig
-from megarl.testing import RankPool
+from tests.rank_pool import RankPool
 
 HIDDEN, KEY_HEADS, VALUE_HEADS, KEY, VALUE = 24, 4, 8, 8, 4
 LENGTHS = [12, 4, 72]

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.algorithms.divergences import forward_kl, jsd, reverse_kl
-from megarl.testing import RankPool
 from tests.models.test_logprobs import largest_difference, peak
+from tests.rank_pool import RankPool
 
 TOKENS, HIDDEN, TEACHER_HIDDEN, VOCABULARY, K = 13, 6, 9, 29, 5
 DIVERGENCES = {"reverse": reverse_kl, "forward": forward_kl, "jsd": partial(jsd, beta=0.3)}

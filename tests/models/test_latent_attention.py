@@ -14,7 +14,7 @@ from megarl.families.rotary import Rotary
 from megarl.models.attention import PackedAttention, PackedRow
 from megarl.models.latent_attention import RowRotary, with_padded_values
 from megarl.models.rotary import frequencies
-from megarl.testing import RankPool
+from tests.rank_pool import RankPool
 
 LENGTHS = [12, 4, 36]
 HIDDEN, HEADS, NOPE, ROPE, VALUE, LATENT = 24, 4, 6, 8, 10, 16

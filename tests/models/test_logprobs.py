@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megarl.testing import RankPool
+from tests.rank_pool import RankPool
 
 TOKENS, HIDDEN, VOCABULARY = 13, 6, 29
 

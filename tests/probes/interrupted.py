@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.testing import RankPool
+from tests.rank_pool import RankPool
 
 DAEMON = "import os, signal, time; signal.signal(signal.SIGHUP, signal.SIG_IGN); os.setsid(); time.sleep(600)"
 
@@ -42,5 +42,5 @@ pytestmark = [pytest.mark.distributed, *([pytest.mark.slurm] if "HOLD_SLURM" in 
 
 def test_holds(slurm: None, ray_cluster: None) -> None:
     subprocess.Popen([sys.executable, "-S", "-c", DAEMON])
-    with RankPool(1, imports=["megarl.testing"]) as pool:
+    with RankPool(1, imports=["tests.rank_pool"]) as pool:
         pool.run(hold)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megarl.testing import RankPool
+from tests.rank_pool import RankPool
 
 
 def answer() -> int:

@@ -30,8 +30,8 @@ from megarl.reshard.checks.version_checksums import by_tensor, merge, version_ch
 from megarl.reshard.layouts.megatron import megatron_layouts, parameter_shapes
 from megarl.reshard.plan import make_plan
 from megarl.reshard.transport import Transport
-from megarl.testing import RankPool
 from megarl.types import DataError
+from tests.rank_pool import RankPool
 from tests.shapes import small_shape, with_sizes
 from tools.make_tiny_model import FAMILIES as TINY
 from tools.make_tiny_model import UNTIED

@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.platform import transformer_engine
-from megarl.testing import RankPool
 from megarl.types import TrainingSequence
 from tests.host_waits import host_waits
+from tests.rank_pool import RankPool
 from tests.token_batches import row_batches
 from tests.training import test_lora as lora
 from tests.training import test_training_engine as training

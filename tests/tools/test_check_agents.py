@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from megarl.rollout.stitch import ModelCall, stitch
-from megarl.testing import RankPool
 from megarl.types import Completion, Problem, Trajectory
+from tests.rank_pool import RankPool
 from tools.checks import agents
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from megarl.testing import RankPool
+from tests.rank_pool import RankPool
 from tools.checks import families
 
 

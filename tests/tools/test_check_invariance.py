@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megarl.testing import RankPool
+from tests.rank_pool import RankPool
 from tools.checks import invariance
 
 OF_EXPERTS = ("sft", "gspo", "all added", "critic", "balanced")

@@ -9,7 +9,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from megarl.testing import RankPool
+from tests.rank_pool import RankPool
 
 
 @pytest.mark.parametrize(("family", "last"), [("qwen3", "layer 1 down"), ("qwen3_moe", "layer 1 experts")])

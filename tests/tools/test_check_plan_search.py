@@ -15,7 +15,7 @@ from megarl.families.published import PUBLISHED
 from megarl.families.shape import shape_from_config
 from megarl.step_cost.lengths import recorded
 from megarl.step_cost.work import model_work
-from megarl.testing import RankPool
+from tests.rank_pool import RankPool
 from tools import check, cpu_speeds
 from tools.checks import plan_search
 from tools.cpu_speeds import CpuSpeeds

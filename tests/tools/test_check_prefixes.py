@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.testing import RankPool
+from tests.rank_pool import RankPool
 from tools.checks import invariance, prefixes
 
 

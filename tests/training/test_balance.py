@@ -17,9 +17,9 @@ from megarl.config.parallel import ParallelConfig
 from megarl.data.packing import pack
 from megarl.data.token_batch import TokenBatch
 from megarl.families.shape import read_model_shape
-from megarl.testing import RankPool
 from megarl.tracking.metrics import merge, values
 from megarl.types import TrainingSequence
+from tests.rank_pool import RankPool
 from tools.checks.invariance import cut_out, join
 
 VOCABULARY, TOP_K, NUM_EXPERTS = 431, 2, 4

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.loops.canary import Verdict, judge
-from megarl.testing import RankPool
 from megarl.tracking.model_outputs import CanaryReport
+from tests.rank_pool import RankPool
 from tests.token_batches import row_batches
 from tests.training.test_training_engine import build, make_updates, recipe_of, rows_of
 

@@ -21,10 +21,10 @@ from megarl.config.parallel import ParallelConfig
 from megarl.data.packing import pack
 from megarl.families.shape import padded_vocab_size, read_model_shape
 from megarl.reshard.layouts.megatron import MegatronLayouts, megatron_layouts
-from megarl.testing import RankPool
 from megarl.tracking.metrics import merge, values
 from megarl.types import DiskFullError, TrainingSequence
 from tests.checkpoint.model_folders import assert_equal_bits, tensors_of
+from tests.rank_pool import RankPool
 from tests.token_batches import row_batches, weighed
 
 Sizes = tuple[int, int, int]

@@ -22,10 +22,10 @@ from megarl.config.parallel import ParallelConfig
 from megarl.data.token_batch import TokenBatch
 from megarl.rollout.advantages import compute_importance_weights
 from megarl.rollout.updates import update_metrics
-from megarl.testing import RankPool
 from megarl.tracking.metrics import merge
 from megarl.training.objective import policy_objective
 from megarl.types import TrainingSequence
+from tests.rank_pool import RankPool
 from tests.token_batches import by_sequence, row_batches
 from tests.training.test_training_engine import build, cut_out, distance, rows_of, whole
 

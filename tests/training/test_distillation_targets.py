@@ -17,9 +17,9 @@ from megarl.config.parallel import ParallelConfig
 from megarl.data.packing import pack
 from megarl.data.token_batch import TokenBatch
 from megarl.rollout.rl_batch import assign_token_weights
-from megarl.testing import RankPool
 from megarl.tracking.metrics import merge, values
 from megarl.types import TrainingSequence
+from tests.rank_pool import RankPool
 from tools.checks.invariance import cut_out, join
 
 LENGTHS = [5, 9, 14, 2, 11, 7, 8, 16, 4, 13]

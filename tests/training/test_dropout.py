@@ -12,8 +12,8 @@ import pytest
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.families.shape import read_model_shape
-from megarl.testing import RankPool
 from megarl.tracking.metrics import merge, values
+from tests.rank_pool import RankPool
 from tests.token_batches import row_batches
 from tests.training.test_balance import VOCABULARY, make_sequences, recipe_of
 

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.data.token_batch import TokenBatch
-from megarl.testing import RankPool
 from megarl.types import TrainingSequence
 from tests.host_waits import host_waits
+from tests.rank_pool import RankPool
 from tests.token_batches import row_batches
 from tests.training.test_training_engine import build, make_updates, recipe_of, rows_of
 

@@ -16,9 +16,9 @@ from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.data.packing import pack
 from megarl.families.shape import padded_vocab_size, read_model_shape
-from megarl.testing import RankPool
 from megarl.tracking.metrics import merge, values
 from megarl.types import TrainingSequence
+from tests.rank_pool import RankPool
 from tests.rounding import MARGIN, allowed_error
 from tests.token_batches import by_sequence, row_batches
 from tests.training.test_training_engine import distance, make_updates, recipe_of, whole

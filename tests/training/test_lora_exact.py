@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
-from megarl.testing import RankPool
 from megarl.types import TrainingSequence
+from tests.rank_pool import RankPool
 from tests.token_batches import row_batches
 from tests.training.test_lora import DENSE, SETTINGS, build, lora_recipe, rows_of
 from tests.training.test_training_engine import make_updates

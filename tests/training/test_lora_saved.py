@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.data.token_batch import TokenBatch
-from megarl.testing import RankPool
 from megarl.types import TrainingSequence
+from tests.rank_pool import RankPool
 from tests.token_batches import by_sequence, row_batches
 from tests.training.test_lora import DENSE, SETTINGS, base_of, build, lora_recipe, rows_of, trained
 from tests.training.test_training_engine import make_updates

@@ -19,10 +19,10 @@ from megarl.config.parallel import ParallelConfig
 from megarl.data.packing import pack
 from megarl.data.token_batch import TokenBatch
 from megarl.families.shape import read_model_shape
-from megarl.testing import RankPool
 from megarl.tracking.metrics import merge, values
 from megarl.types import TrainingSequence
 from tests.mtp_layer import MtpOracle
+from tests.rank_pool import RankPool
 from tools.checks.invariance import cut_out, join
 
 COEFFICIENT = 0.3

@@ -13,11 +13,11 @@ from megarl.config import AlgorithmConfig, CriticConfig
 from megarl.data.token_batch import TokenBatch
 from megarl.rollout.advantages import keep_highest_entropies
 from megarl.rollout.rl_batch import assign_token_weights
-from megarl.testing import RankPool
 from megarl.training.objective import StepNumbers, critic_objective, policy_objective
 from megarl.training.row_metrics import read
 from megarl.training.rows import make_microbatch
 from megarl.types import ConfigError, TrainingSequence
+from tests.rank_pool import RankPool
 from tests.rollout.batches import rl_batch
 
 LOG_RATIOS = [[0.3, 0.3, 0.0], [-0.1, 0.0], [-0.2, -0.2]]

@@ -14,10 +14,10 @@ import torch
 
 from megarl.memory_plan.devices import PINNED_BLOCK_BYTES
 from megarl.reshard.boxes import flat_boxes
-from megarl.testing import RankPool
 from megarl.training.checkpoint import without_pickles
 from megarl.training.model import FrozenModel
 from megarl.training.offload import BLOCK_BYTES, copy_to_pinned_blocks
+from tests.rank_pool import RankPool
 from tests.training.test_checkpoint import build, parallel_of, recipe_of, update
 
 

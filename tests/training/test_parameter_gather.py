@@ -12,7 +12,7 @@ import torch
 
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
-from megarl.testing import RankPool
+from tests.rank_pool import RankPool
 from tests.training.test_checkpoint import build, recipe_of, update
 
 LAYOUT = ParallelConfig(1, 1, 4, 1, ep=2)

@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from megarl.config.parallel import ParallelConfig
 from megarl.data.token_batch import TokenBatch
-from megarl.testing import RankPool
 from megarl.types import TrainingSequence
+from tests.rank_pool import RankPool
 
 
 def rows_of(replica: int, length: int) -> list[TokenBatch]:

@@ -15,9 +15,9 @@ from megarl.config.parallel import ParallelConfig
 from megarl.data.packing import pack
 from megarl.data.prefixes import digests
 from megarl.data.token_batch import TokenBatch
-from megarl.testing import RankPool
 from megarl.training.routed_experts import ExpertExchange, OwnTokens, StoredExperts, fetch_routes
 from megarl.types import DataError, ExpertsHandle, TrainingSequence
+from tests.rank_pool import RankPool
 
 LENGTHS = [5, 9, 14, 2, 11, 7, 8, 1, 16, 4, 13, 6]
 NUM_LAYERS, TOP_K = 4, 3

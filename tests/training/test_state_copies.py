@@ -12,7 +12,7 @@ import pytest
 from megarl.config.parallel import ParallelConfig
 from megarl.families.shape import read_model_shape
 from megarl.reshard.forecast.resize import StateSettings, forecast_resize
-from megarl.testing import RankPool
+from tests.rank_pool import RankPool
 from tests.training.test_checkpoint import Sizes, build, parallel_of, recipe_of, update
 
 

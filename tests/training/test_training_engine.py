@@ -15,9 +15,9 @@ from megarl.config import OptimizerConfig, Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.data.packing import pack
 from megarl.families.shape import read_model_shape
-from megarl.testing import RankPool
 from megarl.tracking.metrics import merge, values
 from megarl.types import MegarlError, RetainedSets, TrainingSequence
+from tests.rank_pool import RankPool
 from tests.rounding import MARGIN
 from tests.token_batches import by_sequence, row_batches, weighed
 from tools.checks.invariance import cut_out, join

@@ -17,9 +17,9 @@ from megarl.config.parallel import ParallelConfig
 from megarl.data.packing import pack
 from megarl.data.preferences import with_score_masks
 from megarl.data.token_batch import TokenBatch
-from megarl.testing import RankPool
 from megarl.tracking.metrics import merge, values
 from megarl.types import DataError, TrainingSequence
+from tests.rank_pool import RankPool
 from tests.rounding import allowed_error
 from tests.token_batches import row_batches
 

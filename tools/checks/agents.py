@@ -33,8 +33,8 @@ from megarl.rollout.groups import GroupSampler
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.rl_batch import RLBatch, assign_token_weights
 from megarl.rollout.stitch import ModelCall
-from megarl.testing import RankPool
 from megarl.types import Completion, Problem, Request, Reward, SamplingSettings, Trajectory
+from tests.rank_pool import RankPool
 from tools.make_tiny_model import make_tiny_model
 
 DURATION = {"small": "15 s", "full": "190 s"}

@@ -23,8 +23,8 @@ from megarl.checkpoint.safetensors import check_folder
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.files.model_folder import SINGLE
-from megarl.testing import RankPool
 from megarl.types import DataError
+from tests.rank_pool import RankPool
 from tools.make_tiny_model import make_tiny_model
 
 DURATION = {"small": "40 s (6 flips)", "full": "1 to 4 minutes (100 flips, a model of width 512)"}

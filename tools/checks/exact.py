@@ -23,8 +23,8 @@ import numpy as np
 from megarl.config import AlgorithmConfig
 from megarl.data.token_batch import TokenBatch
 from megarl.rollout.rl_batch import assign_token_weights
-from megarl.testing import RankPool
 from megarl.types import TrainingSequence
+from tests.rank_pool import RankPool
 from tools.checks import invariance
 from tools.family_models import ONE_RANK
 from tools.make_dataset import make_dataset

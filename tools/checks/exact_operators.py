@@ -20,8 +20,8 @@ from typing import Any
 from megarl.config.recipe import load
 from megarl.reshard.checks.fingerprint import MASK
 from megarl.rollout.step_record import ARRAYS, RECIPE, record_folder
-from megarl.testing import RankPool
 from megarl.tracking.run_folder import RECORDS
+from tests.rank_pool import RankPool
 from tools.family_models import ONE_RANK, model_shard, tensors_in
 from tools.make_tiny_model import make_tiny_model
 

@@ -43,8 +43,8 @@ import numpy as np
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.families.shape import read_model_shape
-from megarl.testing import RankPool
 from megarl.types import DataError, TrainingSequence
+from tests.rank_pool import RankPool
 from tools.checks import invariance
 from tools.family_models import (
     ONE_RANK,

@@ -22,8 +22,8 @@ import numpy as np
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.data.token_batch import TokenBatch
-from megarl.testing import RankPool
 from megarl.types import RetainedSets, TrainingSequence
+from tests.rank_pool import RankPool
 from tools.make_tiny_model import make_tiny_model
 
 DURATION = {

@@ -19,7 +19,7 @@ import numpy as np
 
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
-from megarl.testing import RankPool
+from tests.rank_pool import RankPool
 from tools.make_tiny_model import make_tiny_model
 
 DURATION = {"small": "20 s (three layouts)", "full": "45 s"}

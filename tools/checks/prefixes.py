@@ -22,9 +22,9 @@ import numpy as np
 
 from megarl.config.parallel import ParallelConfig
 from megarl.data.token_batch import TokenBatch
-from megarl.testing import RankPool
 from megarl.tracking.metrics import merge, values
 from megarl.types import TrainingSequence
+from tests.rank_pool import RankPool
 from tools.checks import invariance
 from tools.make_tiny_model import make_tiny_model
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.testing import RankPool
+from tests.rank_pool import RankPool
 
 PROMPT = (7, 11, 13, 17, 19)
 

@@ -14,8 +14,8 @@ from megarl.checkpoint.safetensors import load
 from megarl.config.parallel import ParallelConfig
 from megarl.families.shape import ModelShape, padded_vocab_size, read_model_shape
 from megarl.reshard.layouts.megatron import check_against, chunk_prefix, megatron_layouts, parameter_shapes
-from megarl.testing import RankPool
 from megarl.types import ConfigError
+from tests.rank_pool import RankPool
 
 
 def megatron_tensors(model: ModelShape, tensors: dict[str, torch.Tensor]) -> dict[tuple[str, ...], torch.Tensor]:

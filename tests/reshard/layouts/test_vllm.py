@@ -14,8 +14,8 @@ from torch import nn
 
 from megarl.reshard.boxes import Box, Layout, Piece, dense_piece
 from megarl.reshard.layouts.vllm import DirectWriteError, check_direct_write, record_layout
-from megarl.testing import RankPool
 from megarl.types import MegarlError
+from tests.rank_pool import RankPool
 
 
 def write_both_ways(model_path: str, tp: int) -> dict[str, Any]:

@@ -12,8 +12,8 @@ import torch
 from megarl.families.shape import read_model_shape
 from megarl.reshard.layouts.packed import checkpoint_tensors, unpacked
 from megarl.reshard.layouts.vllm_computed import VllmLayouts
-from megarl.testing import RankPool
 from megarl.types import ConfigError
+from tests.rank_pool import RankPool
 from tools.make_tiny_model import FAMILIES, WITH_DELTA_NETS
 
 KV_BELOW_TP = {"num_kv_heads": 1, "vocab_size": 431, "tie_word_embeddings": False}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megarl.families.registry import FAMILIES
-from megarl.testing import RankPool
+from tests.rank_pool import RankPool
 
 SIZES = {"num_layers": 2, "hidden_size": 192, "num_heads": 6, "num_kv_heads": 3, "intermediate_size": 320}
 

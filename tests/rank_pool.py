@@ -1,4 +1,4 @@
-"""Functions run on real ranks, over gloo and, on GPUs, NCCL; for tests and tools."""
+"""Functions run on real ranks, over gloo and, on GPUs, NCCL."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class RankPool(AbstractContextManager["RankPool"]):
     ) -> list[Any]:
         if self._group is None:
             self._group = await LocalGroup(self.world_size, imports=self._imports).start(
-                "megarl.testing:FunctionRunner",
+                "tests.rank_pool:FunctionRunner",
                 {},
                 log_folder=self._logs.path,
                 environment=self._environment,

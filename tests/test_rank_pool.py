@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.cluster.rank_errors import RankFailedError
-from megarl.testing import RankPool
+from tests.rank_pool import RankPool
 
 pytestmark = pytest.mark.distributed
 
