@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-from megarl.reshard.live import Reshard
+import torch
+import torch.distributed as dist
+
+from megarl.reshard.boxes import Layout
+from megarl.reshard.layouts.vllm_slots import AdapterSlots
+from megarl.reshard.live import Reshard, all_or_none
 
 
 class AdapterReshard:
@@ -53,3 +58,16 @@ class AdapterReshard:
         self._adapter = self._plan_adapter()
         second = self._adapter.self_test()
         return {name: first.get(name, 0.0) + second.get(name, 0.0) for name in first | second}
+
+
+def record_slots(
+    slots: AdapterSlots | None,
+    tensors: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[Layout | None, str]:
+    """Record the layout of the slots for an adapter in this rank's engine. Returns the same as `live.record`.
+
+    `tensors` maps the names of the adapter's matrices to their shapes. A collective over `group` (default: the world).
+    """
+    return all_or_none(lambda: () if slots is None else slots.record_layout(tensors, dtype), group)

@@ -1,18 +1,17 @@
 """Live reshard: copies the trainer's parameters into the engine's. It is planned once and executed at every step.
 
-`Reshard` writes an engine's live parameters in place. For modules that quantise, it collects all weights of a module,
-then calls vLLM's own quantiser. `GatheredReshard` passes full tensors to vLLM's own loader. It is used for engines with
-any other converted form of the weights.
+`Reshard` writes an engine's live parameters in place, by way of a `Conversion` where the engine has another format.
+`GatheredReshard` passes full tensors to vLLM's own loader. It is used for engines whose weights cannot be written in
+place.
 """
 
 from __future__ import annotations
 
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from math import prod
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,18 +20,16 @@ from torch import Tensor, nn
 from megarl.families.model_tensors import float32_tensors
 from megarl.families.shape import ModelShape
 from megarl.groups.cross_world import rank_in
-from megarl.groups.peer_errors import replica_collectives_marked
 from megarl.reshard.boxes import Layout, dense_piece
-from megarl.reshard.checks.fingerprint import checksum
+from megarl.reshard.checks.nan_fill import fill_with_nan, has_nan
 from megarl.reshard.checks.verify import verify
+from megarl.reshard.conversion import ConversionChoice
 from megarl.reshard.layouts.packed import checkpoint_tensors, unpacked
 from megarl.reshard.layouts.vllm import DirectWriteError, record_layout, zero_padding
-from megarl.reshard.layouts.vllm_quantised import QuantisedModule, is_spoilt, quantised_modules, spoil
-from megarl.reshard.layouts.vllm_slots import AdapterSlots, live_parameters
-from megarl.reshard.plan import Plan, RankTopology, Transfer, make_plan
-from megarl.reshard.quantised import WaitingRoom
+from megarl.reshard.layouts.vllm_slots import live_parameters
+from megarl.reshard.plan import Plan, RankTopology, make_plan
 from megarl.reshard.staging import gathered
-from megarl.reshard.transport import Transport, device_of, transfer_view
+from megarl.reshard.transport import Transport, device_of
 from megarl.types import MegarlError
 
 LoadTensors = Callable[[Iterable[tuple[str, Tensor]]], None]
@@ -56,36 +53,34 @@ def record(
         tensors = {name: (size, others.get(name, dtype)) for name, size in checkpoint_tensors(shape).items()}
         return unpacked(record_layout(model, tensors), shape)
 
-    return _agreed(recorded, group)
+    return all_or_none(recorded, group)
 
 
-def record_slots(
-    slots: AdapterSlots | None,
-    tensors: Mapping[str, tuple[int, ...]],
-    dtype: torch.dtype,
-    group: dist.ProcessGroup | None = None,
-) -> tuple[Layout | None, str]:
-    """Record the layout of the slots for an adapter in this rank's engine. Returns the same as `record`.
-
-    `tensors` maps the names of the adapter's matrices to their shapes. A collective over `group` (default: the world).
-    """
-    return _agreed(lambda: () if slots is None else slots.record_layout(tensors, dtype), group)
-
-
-def _agreed(recorded: Callable[[], Layout], group: dist.ProcessGroup | None) -> tuple[Layout | None, str]:
-    found: Layout = ()
+def all_or_none(record_on_rank: Callable[[], Layout], group: dist.ProcessGroup | None) -> tuple[Layout | None, str]:
+    """Record a layout on each rank. Returns it and "", or None and the reason if some rank cannot. A collective."""
+    layout: Layout = ()
     refusal = ""
     try:
-        found = recorded()
+        layout = record_on_rank()
     except DirectWriteError as error:
         refusal = str(error)
     refusals = [f"rank {rank}: {text}" for rank, text in enumerate(gathered(refusal, group)) if text]
-    return (None, refusals[0]) if refusals else (found, "")
+    return (None, refusals[0]) if refusals else (layout, "")
 
 
 def float32_dtypes(shape: ModelShape) -> dict[str, torch.dtype]:
     """Return the dtypes of the checkpoint's tensors that are float32 in models of any dtype, by name."""
     return dict.fromkeys(float32_tensors(shape), torch.float32)
+
+
+class EngineSlots(Protocol):
+    """Tensors of an engine that are written instead of its model's parameters, by name."""
+
+    tensors: dict[str, Tensor]
+
+    def zero_padding(self) -> None:
+        """Set all elements to zero that no copy writes."""
+        ...
 
 
 class Reshard:
@@ -94,8 +89,7 @@ class Reshard:
     A rank that only trains has no `engine`; a rank that only samples has no `parameters`. Without `group`, the world is
     used. `sources` and `destinations` are the computed layouts of all ranks. `recorded` is the recorded layout of this
     rank's engine. If both agree on every rank, only digests of the plan are exchanged. Otherwise the recorded layouts
-    are exchanged and replace the computed ones. With the engine's `slots` for a LoRA adapter, these are written, and
-    `engine` is None.
+    are exchanged and replace the computed ones. With `slots`, these are written, and `engine` is None.
 
     The constructor is a collective. Raises RuntimeError if ranks make different plans.
     """
@@ -112,22 +106,22 @@ class Reshard:
         bucket_bytes: int,
         topology: RankTopology,
         group: dist.ProcessGroup | None = None,
-        slots: AdapterSlots | None = None,
+        slots: EngineSlots | None = None,
     ) -> None:
         rank = rank_in(group)
         as_computed = destinations is not None and set(recorded) == set(destinations[rank])
         self.is_computed = all(gathered(as_computed, group))
         wanted = destinations if self.is_computed and destinations is not None else gathered(recorded, group)
-        modules = quantised_modules(engine)
-        self.quantises = any(gathered(bool(modules), group))
-        """Whether some rank's engine converts the weights it receives to FP8."""
+        choice = ConversionChoice(engine, group)
+        self.converts = choice.is_needed
+        """Whether some rank's engine converts the weights it receives."""
         plan = make_plan(
             sources,
             wanted,
             itemsize=dtype.itemsize,
             bucket_bytes=bucket_bytes,
             topology=topology,
-            bounds_local=self.quantises,
+            bounds_local=self.converts,
         )
         # Different plans would deadlock or mix up weights. A digest costs 64 bytes per rank.
         digests = gathered(plan.digest(), group)
@@ -139,26 +133,20 @@ class Reshard:
             self._live = slots.tensors
         self._dtype, self._group = dtype, group
         here = device_of([*parameters.values(), *self._live.values()])
-        # The quantiser of vLLM 0.30 runs collectives over the engine's own ranks. Their failures are marked, so that a
-        # failed engine is not mistaken for a lost peer of the reshard. Without `group` all ranks share one world, and
-        # no mark is needed.
-        self._room = WaitingRoom(
-            modules,
-            plan,
-            recorded,
-            dtype=dtype,
-            device=here,
-            collective=nullcontext if group is None else replica_collectives_marked,
-        )
-        made = {name for module in modules for name in module.live}
-        # Quantised parameters are not written directly: the quantiser makes them from the buffer's weights.
-        plain = {name: parameter for name, parameter in self._live.items() if name not in made}
+        self._conversion = choice.make(plan, recorded, dtype=dtype, device=here)
+        copied = {name: value for name, value in self._live.items() if name not in self._conversion.converted}
         self._plan = plan.for_rank(rank)
-        self._bound: Any = (self._plan, parameters, plain | self._room.destinations)
-        arrived = self._room.arrived if modules else None
-        # `Transport` keeps views of the buffer, so the buffer needs memory while it binds.
-        with self._room.opened():
-            self._transport = Transport(*self._bound, dtype=dtype, group=group, arrived=arrived)
+        self._sources, self._destinations = parameters, {**copied, **self._conversion.destinations}
+        # `Transport` keeps views of the conversion's buffers, so they need memory while it binds.
+        with self._conversion.allocated():
+            self._transport = Transport(
+                self._plan,
+                self._sources,
+                self._destinations,
+                dtype=dtype,
+                group=group,
+                on_arrival=self._conversion.stage,
+            )
 
     @torch.no_grad()
     def run(self) -> dict[str, float]:
@@ -167,7 +155,7 @@ class Reshard:
             zero_padding(self._engine)
         if self._slots is not None:
             self._slots.zero_padding()
-        with self._room.opened(QuantisedModule.write):
+        with self._conversion.writing():
             return self._transport.reshard()
 
     @property
@@ -181,45 +169,24 @@ class Reshard:
 
     @torch.no_grad()
     def verify(self) -> None:
-        """Compare checksums of the live parameters with the trainer's. Raises MegarlError naming the first difference.
+        """Compare the live parameters with the trainer's. Raises MegarlError naming the first difference.
 
-        Quantised weights cannot be compared directly. They are sent and quantised once more, then compared.
+        Converted weights cannot be compared directly. They are sent and converted once more, then compared.
         """
-        taken: dict[Transfer, Tensor] = {}
-        differing: list[str] = []
-        if self.quantises:
-            self._compare(taken, differing)
-        verify(*self._bound, dtype=self._dtype, group=self._group, taken=taken, differing=differing)
+        taken, differing = self._conversion.compare(self._plan, self._resend, self._destinations)
+        verify(
+            self._plan,
+            self._sources,
+            self._destinations,
+            dtype=self._dtype,
+            group=self._group,
+            taken=taken,
+            differing=differing,
+        )
 
-    def _compare(self, taken: dict[Transfer, Tensor], differing: list[str]) -> None:
-        """Send all weights again without writing live parameters of quantised modules.
-
-        Fills `taken` with the checksums at this rank, and `differing` with the names of differing live parameters.
-        """
-        _, _, destinations = self._bound
-        waiting: dict[str, list[Transfer]] = defaultdict(list)
-
-        def take(transfer: Transfer) -> None:
-            storage = destinations[transfer.destination.storage]
-            view = transfer_view(storage, transfer.destination, transfer, self._dtype)
-            taken[transfer] = checksum(view.to(self._dtype))
-
-        for bucket in self._plan.buckets:
-            for transfer in (*bucket.local, *bucket.receives):
-                if transfer.destination.storage in self._room.destinations:
-                    waiting[transfer.destination.storage].append(transfer)
-                else:
-                    # This checksum must precede the second reshard below: that one writes the parameter again.
-                    take(transfer)
-
-        def compare(module: QuantisedModule, weights: Mapping[str, Tensor]) -> None:
-            for name in weights:
-                for transfer in waiting[name]:
-                    take(transfer)
-            differing.extend(module.differing(weights))
-
-        with self._room.opened(compare):
-            self._transport.reshard()
+    def _resend(self) -> None:
+        # Looked up when called: after `release` there is no transport, and unconverted weights need none.
+        self._transport.reshard()
 
     @torch.no_grad()
     def self_test(self) -> dict[str, float]:
@@ -229,14 +196,14 @@ class Reshard:
         Returns the seconds and bytes of the copies, and the comparison's `verify_seconds`.
         """
         for parameter in self._live.values():
-            spoil(parameter)
+            fill_with_nan(parameter)
         report = self.run()
         started = time.perf_counter()
         self.verify()
         report["verify_seconds"] = time.perf_counter() - started
-        # Checksums cover planned copies only. A NaN left behind reveals an element without any copy.
+        # The comparison covers planned copies only. A NaN left behind reveals an element without any copy.
         for name, parameter in self._live.items():
-            if is_spoilt(parameter):
+            if has_nan(parameter):
                 raise MegarlError(
                     f"rank {rank_in(self._group)}: the reshard does not write all of the engine's parameter {name}. "
                     "Please report this with the recipe."

@@ -1,4 +1,4 @@
-"""Buffer for received weights of modules that quantise them. A module is quantised once all have arrived."""
+"""Conversion of received weights to FP8 by vLLM's own quantiser: a module is quantised once all have arrived."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import prod
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from megarl.groups.peer_errors import replica_collectives_marked
 from megarl.reshard.boxes import Layout
+from megarl.reshard.checks.fingerprint import checksum
 from megarl.reshard.layouts.vllm_quantised import QuantisedModule
-from megarl.reshard.plan import Plan
+from megarl.reshard.plan import Plan, RankPlan, Transfer
+from megarl.reshard.transport import BucketStage, transfer_view
 
 Take = Callable[[QuantisedModule, Mapping[str, Tensor]], None]
 """Function called with a module and its complete weights by name."""
@@ -78,6 +82,73 @@ class WaitingRoom:
         for module in self._due.get(bucket, ()):
             with self._collective():
                 self._take(module, {name: self.destinations[name] for name in module.shapes})
+
+
+class QuantisingConversion:
+    """Conversion of the weights of one rank's `modules`, by way of a `WaitingRoom`.
+
+    A rank without such modules takes part in the comparison, because other ranks need its weights.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[QuantisedModule],
+        plan: Plan,
+        layout: Layout,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        # The quantiser of vLLM 0.30 runs collectives over the engine's own ranks. Their failures are marked, so that a
+        # failed engine is not mistaken for a lost peer of the reshard. Without `group` all ranks share one world, and
+        # no mark is needed.
+        collective = nullcontext if group is None else replica_collectives_marked
+        self._room = WaitingRoom(modules, plan, layout, dtype=dtype, device=device, collective=collective)
+        self._dtype = dtype
+        self.destinations: Mapping[str, Tensor] = self._room.destinations
+        self.converted: Collection[str] = {name for module in modules for name in module.live}
+        self.stage = BucketStage("quantise", self._room.arrived) if modules else None
+
+    def allocated(self) -> AbstractContextManager[None]:
+        return self._room.opened()
+
+    def writing(self) -> AbstractContextManager[None]:
+        return self._room.opened(QuantisedModule.write)
+
+    def compare(
+        self, plan: RankPlan, send: Callable[[], object], destinations: Mapping[str, Tensor]
+    ) -> tuple[dict[Transfer, Tensor], list[str]]:
+        """Send all weights again with `send`, quantise them, and compare them with the live parameters. A collective.
+
+        Returns the checksums of the copies to this rank, and the names of live parameters that differ.
+        """
+        checksums: dict[Transfer, Tensor] = {}
+        differing: list[str] = []
+        waiting: dict[str, list[Transfer]] = defaultdict(list)
+
+        def take(transfer: Transfer) -> None:
+            storage = destinations[transfer.destination.storage]
+            view = transfer_view(storage, transfer.destination, transfer, self._dtype)
+            checksums[transfer] = checksum(view.to(self._dtype))
+
+        for bucket in plan.buckets:
+            for transfer in (*bucket.local, *bucket.receives):
+                if transfer.destination.storage in self.destinations:
+                    waiting[transfer.destination.storage].append(transfer)
+                else:
+                    # This checksum must precede the second reshard below: that one writes the parameter again.
+                    take(transfer)
+
+        def compare_module(module: QuantisedModule, weights: Mapping[str, Tensor]) -> None:
+            for name in weights:
+                for transfer in waiting[name]:
+                    take(transfer)
+            differing.extend(module.differing(weights))
+
+        with self._room.opened(compare_module):
+            send()
+        return checksums, differing
 
 
 def spans_of(modules: Mapping[str, Collection[str]], plan: Plan, layout: Layout) -> dict[str, tuple[int, int]]:

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -80,6 +81,13 @@ class _Step:
     """Index of the bucket among the exchanges of a reshard; None if no rank sends anything."""
 
 
+class BucketStage(NamedTuple):
+    """Work after the arrival of a bucket. A report has its seconds as `NAME_seconds`."""
+
+    name: str
+    run: Callable[[int], None]
+
+
 class Transport:
     """One rank's part of a plan, bound to its tensors; `reshard` copies the weights.
 
@@ -100,11 +108,11 @@ class Transport:
         dtype: torch.dtype,
         group: dist.ProcessGroup | None = None,
         shared_memory: bool = True,
-        arrived: Callable[[int], None] | None = None,
+        on_arrival: BucketStage | None = None,
     ) -> None:
         """Bind the plan to tensors.
 
-        `arrived` is called with each bucket, in order, once all its elements for this rank are in place.
+        `on_arrival` runs with the number of each bucket, in order, once all its elements for this rank are in place.
         """
         if dtype.itemsize != plan.itemsize:
             raise ValueError(
@@ -115,7 +123,7 @@ class Transport:
             raise ValueError(
                 f"the weight transfer's plan is for {plan.num_ranks} ranks; its group has {dist.get_world_size(group)}"
             )
-        self._arrived, self._group = arrived, group
+        self._on_arrival, self._group = on_arrival, group
         self._device = device_of([*sources.values(), *destinations.values()])
         is_shared = is_exchanged and is_one_machine(shared_memory and self._device.type == "cpu", group)
         self._slots = SharedSlots(plan, dtype, group) if is_shared else OwnSlots(plan, dtype, self._device, group)
@@ -135,7 +143,7 @@ class Transport:
 
         Returns the seconds spent packing, waiting for data, copying locally and unpacking (`pack_seconds`,
         `wire_seconds`, `local_seconds`, `unpack_seconds`). Also returns their wall time `total_seconds`, and the bytes
-        `local_bytes`, `sent_bytes` and `received_bytes`. With `arrived`, `quantise_seconds` is the time spent in it.
+        `local_bytes`, `sent_bytes` and `received_bytes`. With `on_arrival`, the seconds of its stage are added.
         """
         clock = _Clock(self._device)
         travelling: _Step | None = None
@@ -152,18 +160,18 @@ class Transport:
             self._unpack(travelling, clock)
             travelling = step if step.exchange is not None else None
             # The call trails one bucket behind: remote elements of the previous bucket were unpacked only now.
-            self._tell_arrived(number - 1, clock)
+            self._report_arrival(number - 1, clock)
         self._unpack(travelling, clock)
-        self._tell_arrived(len(self._steps) - 1, clock)
+        self._report_arrival(len(self._steps) - 1, clock)
         seconds = clock.seconds()
         cross_world.check(self._group)
         return seconds | self._bytes
 
-    def _tell_arrived(self, bucket: int, clock: _Clock) -> None:
-        """Call `arrived` for a bucket, and measure the time of the call."""
-        if self._arrived is not None:
-            with clock.stage("quantise"):
-                self._arrived(bucket)
+    def _report_arrival(self, bucket: int, clock: _Clock) -> None:
+        """Run the stage after a bucket's arrival, and measure its time."""
+        if self._on_arrival is not None:
+            with clock.stage(self._on_arrival.name):
+                self._on_arrival.run(bucket)
 
     def _unpack(self, travelling: _Step | None, clock: _Clock) -> None:
         if travelling is not None:
@@ -296,6 +304,6 @@ class _Clock:
             torch.cuda.current_stream(self._device).synchronize()
         for name, start, stop in self._events:
             self._host[name] += start.elapsed_time(stop) / 1000
-        names = ("pack", "wire", "local", "unpack", *(["quantise"] if "quantise" in self._host else []))
+        names = dict.fromkeys(("pack", "wire", "local", "unpack", *self._host))
         stages = {f"{name}_seconds": self._host[name] for name in names}
         return stages | {"total_seconds": time.perf_counter() - self._start}

@@ -24,7 +24,7 @@ from megarl.families.shape import read_model_shape
 from megarl.groups.peer_errors import ReplicaCollectiveError, replica_collectives_marked
 from megarl.platform.memory import peak_memory
 from megarl.platform.spans import span
-from megarl.reshard.adapters import AdapterReshard
+from megarl.reshard.adapters import AdapterReshard, record_slots
 from megarl.reshard.boxes import Layout
 from megarl.reshard.checks.file_rows import check_rows, sampled_names
 from megarl.reshard.checks.ledger import Ledger, RankChanges
@@ -32,7 +32,7 @@ from megarl.reshard.checks.probe import TOLERANCES, check_logprobs, probe_prompt
 from megarl.reshard.layouts.packed import checkpoint_names
 from megarl.reshard.layouts.placed import Ends, reshard_ends
 from megarl.reshard.layouts.vllm_slots import AdapterSlots, live_parameters, without_adapters
-from megarl.reshard.live import GatheredReshard, Reshard, record, record_slots
+from megarl.reshard.live import GatheredReshard, Reshard, record
 from megarl.reshard.plan import RankTopology
 from megarl.reshard.staging import gathered
 from megarl.training.lora_part import LoraPart
@@ -184,7 +184,7 @@ class WeightCopier:
         first_rank = 0 if self._group is None else self._parallel.leaders()[self._replica]
         who = f"engine rank {first_rank + dist.get_rank()}"
         live = live_parameters(engine.model)
-        if isinstance(self.resharding, Reshard) and not self.resharding.quantises:
+        if isinstance(self.resharding, Reshard) and not self.resharding.converts:
             return Ledger(who, self._recorded, live)
         adapter = engine.find_part(TrainedAdapter)
         slots = adapter.slots.tensors if adapter is not None and adapter.slots is not None else {}

@@ -18,6 +18,8 @@ MAIN_PATH = [
     "training/objective.py",
     "models/policy.py",
     "cluster/rank_model.py",
+    "reshard/live.py",
+    "reshard/transport.py",
     "engine/engine.py",
     "engine/leader_requests.py",
     "engine/executor.py",

@@ -56,8 +56,6 @@ _RELATIVE_ROUNDING = 0.07
 """Largest relative error of a number in e4m3, whose mantissa has 3 bits: 1/16. Scales are rounded too."""
 _LEAST_NUMBER = 2.0**-9
 """Smallest positive number of e4m3, times a scale: numbers near 0 have this absolute error at most."""
-_NAN_BITS = 0x7F
-"""Bits of NaN in the FP8 format e4m3, without the sign bit."""
 
 
 class UnknownKernelError(MegarlError):
@@ -225,23 +223,6 @@ def all_loadable(modules: Sequence[QuantisedModule]) -> Iterator[None]:
         for module in modules:
             stack.enter_context(module.loadable())
         yield
-
-
-def spoil(parameter: Tensor) -> None:
-    """Fill a live parameter [*shape] with NaN. Integer types have no NaN, so all their bits are set."""
-    if parameter.dtype.itemsize == 1:
-        _bits(parameter).fill_(_NAN_BITS)
-    elif parameter.is_floating_point():
-        parameter.data.fill_(float("nan"))
-    else:
-        parameter.data.fill_(-1)
-
-
-def is_spoilt(parameter: Tensor) -> bool:
-    """Return whether some element of a parameter [*shape] is NaN; False for integer types."""
-    if parameter.dtype.itemsize == 1:
-        return bool(((_bits(parameter) & _NAN_BITS) == _NAN_BITS).any())
-    return bool(parameter.is_floating_point() and parameter.isnan().any())
 
 
 def _parameters_before_loading(module: nn.Module) -> dict[str, Tensor]:

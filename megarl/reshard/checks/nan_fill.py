@@ -1,0 +1,31 @@
+"""NaN in an engine's live parameters before a copy: what is left of it afterwards was not written."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_NAN_BITS = 0x7F
+"""Bits of NaN in the FP8 format e4m3, without the sign bit."""
+
+
+def fill_with_nan(parameter: Tensor) -> None:
+    """Fill a live parameter [*shape] with NaN. Integer types have no NaN, so all their bits are set."""
+    if parameter.dtype.itemsize == 1:
+        _bytes(parameter).fill_(_NAN_BITS)
+    elif parameter.is_floating_point():
+        parameter.data.fill_(float("nan"))
+    else:
+        parameter.data.fill_(-1)
+
+
+def has_nan(parameter: Tensor) -> bool:
+    """Return whether some element of a parameter [*shape] is NaN; False for integer types."""
+    if parameter.dtype.itemsize == 1:
+        return bool(((_bytes(parameter) & _NAN_BITS) == _NAN_BITS).any())
+    return bool(parameter.is_floating_point() and parameter.isnan().any())
+
+
+def _bytes(parameter: Tensor) -> Tensor:
+    """Return a view [*shape] as uint8, because torch 2.13 can hardly fill FP8 and not compare it."""
+    return parameter.data.view(torch.uint8)

@@ -1,0 +1,80 @@
+"""Conversion of received weights into an engine's own format, chosen in one place when a reshard is planned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megarl.reshard.boxes import Layout
+from megarl.reshard.layouts.vllm_quantised import quantised_modules
+from megarl.reshard.plan import Plan, RankPlan, Transfer
+from megarl.reshard.quantised import QuantisingConversion
+from megarl.reshard.staging import gathered
+from megarl.reshard.transport import BucketStage
+
+
+class Conversion(Protocol):
+    """What one rank does with received weights beyond copying them into live parameters."""
+
+    destinations: Mapping[str, Tensor]
+    """Buffers that weights are received in, by name."""
+    converted: Collection[str]
+    """Names of the live parameters that are computed from these buffers, so that no copy writes them."""
+    stage: BucketStage | None
+    """Work after the arrival of each bucket."""
+
+    def allocated(self) -> AbstractContextManager[None]:
+        """Return a context in which the buffers have memory."""
+        ...
+
+    def writing(self) -> AbstractContextManager[None]:
+        """Return a context in which the stage writes the live parameters."""
+        ...
+
+    def compare(
+        self, plan: RankPlan, send: Callable[[], object], destinations: Mapping[str, Tensor]
+    ) -> tuple[dict[Transfer, Tensor], list[str]]:
+        """Send all weights again with `send`, and compare the converted ones with the live parameters. A collective.
+
+        Returns the checksums of the copies to this rank, and the names of live parameters that differ.
+        """
+        ...
+
+
+class SameFormat:
+    """The conversion of a reshard whose engines all store weights as they are sent: none."""
+
+    destinations: Mapping[str, Tensor] = {}
+    converted: Collection[str] = ()
+    stage: BucketStage | None = None
+
+    def allocated(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def writing(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def compare(
+        self, plan: RankPlan, send: Callable[[], object], destinations: Mapping[str, Tensor]
+    ) -> tuple[dict[Transfer, Tensor], list[str]]:
+        """Return nothing: copies are compared where they lie."""
+        return {}, []
+
+
+class ConversionChoice:
+    """Whether any rank's engine converts weights, found by a collective over `group` (default: the world)."""
+
+    def __init__(self, engine: nn.Module | None, group: dist.ProcessGroup | None) -> None:
+        self._modules, self._group = quantised_modules(engine), group
+        self.is_needed = any(gathered(bool(self._modules), group))
+
+    def make(self, plan: Plan, layout: Layout, *, dtype: torch.dtype, device: torch.device) -> Conversion:
+        """Return this rank's conversion. `layout` is the layout of its engine."""
+        if not self.is_needed:
+            return SameFormat()
+        return QuantisingConversion(self._modules, plan, layout, dtype=dtype, device=device, group=self._group)
