@@ -205,6 +205,12 @@ def _free_memory() -> None:
         # vLLM 0.30 freezes the objects of its engine, which hides them from the collector.
         gc.unfreeze()
         gc.collect()
+        if (cumem := sys.modules.get("vllm.device_allocator.cumem")) is not None and cumem.cumem_available:
+            # It also keeps the engine's memory pools, and builds no other engine while they have memory.
+            allocator = cumem.CuMemAllocator.get_instance()
+            # Freeing memory that is asleep fails, and with it all later allocations from the pools.
+            allocator.wake_up()
+            allocator.release_pools()
         torch.cuda.empty_cache()
 
 

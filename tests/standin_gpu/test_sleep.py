@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.cluster import rank
+
 pytestmark = pytest.mark.standin_gpu
 COUNT = 1 << 22
 """float32 values of each tensor, 16 MiB."""
@@ -42,6 +44,25 @@ def test_memory_sleeps_and_wakes(allocator: Any) -> None:
     assert weights[-3:].tolist() == [COUNT - 3, COUNT - 2, COUNT - 1]
     cache.fill_(5)
     assert cache.sum().item() == 5 * COUNT
+
+
+@pytest.mark.parametrize("is_asleep", [False, True], ids=["awake", "asleep"])
+def test_a_rank_that_stays_frees_an_engines_pools(allocator: Any, is_asleep: bool) -> None:
+    """vLLM builds an engine only in a process whose pools have no memory."""
+    with allocator.use_memory_pool(tag="weights"):
+        weights = torch.ones(COUNT, device="cuda")
+    assert allocator.get_current_usage() >= weights.nbytes
+    if is_asleep:
+        torch.cuda.synchronize()
+        allocator.sleep(offload_tags=())
+    del weights
+    rank._free_memory()
+    assert allocator.get_current_usage() == 0
+    with allocator.use_memory_pool(tag="weights"):
+        weights = torch.ones(COUNT, device="cuda")
+    assert weights.sum().item() == COUNT
+    del weights
+    rank._free_memory()
 
 
 def test_a_graph_over_sleeping_memory_is_an_error(allocator: Any) -> None:
