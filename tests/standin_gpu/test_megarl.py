@@ -113,8 +113,13 @@ def start(model: Path, tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
 
 
 def finished(run: subprocess.Popen[str], seconds: float = 500) -> str:
-    """Wait for the end of a run. Returns its output."""
-    output, _ = run.communicate(timeout=seconds)
+    """Wait for the end of a run. Returns its output. A run that takes longer is ended."""
+    try:
+        output, _ = run.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        run.terminate()
+        output, _ = run.communicate(timeout=60)
+        raise AssertionError(f"the run took more than {seconds:g} s:\n{output[-9000:]}") from None
     assert run.returncode == 0, output[-9000:]
     return output
 

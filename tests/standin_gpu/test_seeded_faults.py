@@ -23,7 +23,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     made = {name: seeded_copy(tmp_path_factory.mktemp("faults"), FAULTS.get(name)) for name in (*PATHS, *FAULTS)}
     command = [sys.executable, str(PROGRAM)]
     command += [f"{FAULTS[name].path if name in FAULTS else name}={folder}" for name, folder in made.items()]
-    subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1", "STANDIN_GPU_WAIT_SECONDS": "5"})
+    # Libraries keep temporary files, which a rank that ends without destructors leaves.
+    variables = {"TMPDIR": str(tmp_path_factory.mktemp("temporary"))}
+    variables |= {"OMP_NUM_THREADS": "1", "STANDIN_GPU_WAIT_SECONDS": "5"}
+    subprocess.run(command, check=True, env={**os.environ, **variables})
     return made
 
 
