@@ -186,6 +186,11 @@ def test_the_list_is_in_order_and_fits(tool: Callable[[str], ModuleType]) -> Non
     seconds = sum(item.seconds["h200"] for item in through)
     seconds += sum({item.program.name: item.program.start_seconds["h200"] for item in through}.values())
     assert seconds <= module.CALL_SECONDS - module.END_SECONDS
+    # With a second call all items up to the starts of ranks fit in the budget; the others take what is left.
+    through = items[: names.index("rank_starts") + 1]
+    seconds = sum(item.seconds["h200"] for item in through)
+    seconds += sum({item.program.name: item.program.start_seconds["h200"] for item in through}.values())
+    assert seconds <= module.BUDGET_SECONDS - 2 * module.END_SECONDS
 
 
 def test_every_gpu_test_is_in_one_item(tool: Callable[[str], ModuleType]) -> None:

@@ -20,14 +20,18 @@ from megarl.platform import device
 from megarl.types import SamplingSettings
 
 FP8 = {"quantization": "fp8", "kv_cache_dtype": "fp8"}
-FP8_ON_CPU = {"quantization": "fp8"}
-"""vLLM has no FP8 cache on most CPUs."""
+FP8_WEIGHTS = {"quantization": "fp8"}
+"""For CPUs, most of which have no FP8 cache in vLLM, and for an imitated GPU."""
 
 
 async def measure(options: Options, lines: ItemLines) -> None:
     """Start an engine in FP8 on a rank, and write its tokens a second."""
     size, is_gpu = options.size, options.device == "cuda"
-    fp8 = FP8 if is_gpu else FP8_ON_CPU
+    vllm = engine_settings()
+    fp8 = FP8 if is_gpu and not vllm else FP8_WEIGHTS
+    if is_gpu and vllm:
+        # An imitated GPU runs Triton's kernels alone.
+        vllm = {**vllm, "linear_backend": "triton"}
     model = options.work / f"dummy-{size.run_shape}"
     write_model(model, size.run_shape, dtype=None)
     settings = EngineSettings(
@@ -36,7 +40,7 @@ async def measure(options: Options, lines: ItemLines) -> None:
         PROMPT_TOKENS + size.new_tokens,
         size.kv_cache_gib,
         "bfloat16",
-        vllm=engine_settings(),
+        vllm=vllm,
         rollout=fp8,
     )
     environment = device.rank_environment(1) | ({} if is_gpu else {"CUDA_VISIBLE_DEVICES": ""})

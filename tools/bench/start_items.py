@@ -74,14 +74,15 @@ async def measure(options: Options, lines: ItemLines, recipe_file: Path) -> None
     try:
         first = await starts.first(imports, environment)
         lines.write("first_start_seconds", [first], "s", against="a process, its imports, engine and model")
-        for _ in range(ROUNDS):
-            await starts.again("stays", 0)
-            await starts.again("forked" if is_gpu else "forked_warm", None)
-            write(lines, starts)
+        for kind, source in (("forked" if is_gpu else "forked_warm", None), ("stays", 0)):
+            for _ in range(ROUNDS):
+                await starts.again(kind, source)
+            write_kind(lines, starts, kind)
     finally:
         await starts.close()
-    if is_gpu:
-        await measure_warm(options, lines, settings, environment)
+        # Measured also where a kind before it failed.
+        if is_gpu:
+            await measure_warm(options, lines, settings, environment)
 
 
 async def measure_warm(
@@ -95,16 +96,14 @@ async def measure_warm(
             await starts.again("forked_warm", None)
     finally:
         await starts.close()
-    write(lines, starts)
+    write_kind(lines, starts, "forked_warm")
 
 
-def write(lines: ItemLines, starts: Starts) -> None:
-    """Write all seconds so far, by kind. A later line of a kind replaces the one before."""
-    for kind, seconds in starts.seconds.items():
-        if len(seconds) == ROUNDS:
-            process, worker = zip(*seconds, strict=True)
-            lines.write(f"{kind}_process_seconds", process, "s")
-            lines.write(f"{kind}_worker_seconds", worker, "s", against="engine and model")
+def write_kind(lines: ItemLines, starts: Starts, kind: str) -> None:
+    """Write the seconds of all starts of a kind."""
+    process, worker = zip(*starts.seconds[kind], strict=True)
+    lines.write(f"{kind}_process_seconds", process, "s")
+    lines.write(f"{kind}_worker_seconds", worker, "s", against="engine and model")
 
 
 def kv_cache_gib(options: Options) -> float:
