@@ -33,7 +33,7 @@ class Fault(NamedTuple):
 
 
 STAGING, TRANSPORT, VERIFY, FINGERPRINT = (
-    f"megarl/reshard/{name}.py" for name in ("staging", "transport", "verify", "fingerprint")
+    f"megarl/reshard/{name}.py" for name in ("staging", "transport", "checks/verify", "checks/fingerprint")
 )
 LOGPROBS, OFFLOAD = "megarl/models/logprobs.py", "megarl/training/offload.py"
 FAULTS = {
