@@ -83,7 +83,15 @@ def run_deadlines(cluster: ClusterConfig) -> Deadlines:
     build = Limit(cluster.build_timeout_seconds, "cluster.build_timeout_seconds")
     checkpoint = Limit(cluster.checkpoint_timeout_seconds, "cluster.checkpoint_timeout_seconds")
     given = dict.fromkeys(
-        ("save_checkpoint", "finish_checkpoint", "load_checkpoint", "load_experts", "roll_back", "export"), checkpoint
+        (
+            "save_checkpoint",
+            "finish_checkpoint",
+            "load_checkpoint",
+            "replayed_experts.load",
+            "rollbacks.roll_back",
+            "export",
+        ),
+        checkpoint,
     )
     return Deadlines(
         Limit(cluster.verb_timeout_seconds, "cluster.verb_timeout_seconds"),

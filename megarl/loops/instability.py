@@ -83,7 +83,7 @@ class Instabilities:
             f"{text}. Rollback {self._spikes.rollbacks} of at most {self._train.max_rollbacks}: weights and optimizer "
             f"are those of step {checkpoint_step(checkpoint)} again; the data of the steps since then is not repeated"
         )
-        await self._ranks.trainers.call("roll_back", checkpoint)
+        await self._ranks.trainers.call("rollbacks.roll_back", checkpoint)
 
     async def report(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """Report the first tensor that was not finite in a step's updates. Returns the metrics of spikes."""

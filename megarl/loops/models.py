@@ -142,14 +142,14 @@ async def move_reference(models: Mapping[str, RankModel], recipe: Recipe, step: 
         return {}
     is_due = step % every == 0
     if is_due:
-        await models["reference"].group.call("move_reference")
+        await models["reference"].group.call("scoring_models.move_reference")
     return {"kl/reference_moved": float(is_due)}
 
 
 async def load_experts(models: Mapping[str, RankModel], recipe: Recipe, state: RLState, checkpoint: Path) -> None:
     """Load the routed experts of groups waiting in a checkpoint. Used with router replay only."""
     if recipe.trainer.router_replay:
-        await models["policy"].group.call("load_experts", checkpoint, state.waiting_experts)
+        await models["policy"].group.call("replayed_experts.load", checkpoint, state.waiting_experts)
 
 
 async def retain_experts(models: Mapping[str, RankModel], recipe: Recipe, state: RLState) -> dict[str, float]:
@@ -160,7 +160,7 @@ async def retain_experts(models: Mapping[str, RankModel], recipe: Recipe, state:
     if not recipe.trainer.router_replay:
         return {}
     with span("retain experts"):
-        sizes = await models["policy"].group.call("retain_experts", state.waiting_experts)
+        sizes = await models["policy"].group.call("replayed_experts.retain", state.waiting_experts)
     return {"rollout/routed_experts_bytes": float(sum(sizes))}
 
 

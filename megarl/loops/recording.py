@@ -92,7 +92,7 @@ async def make_record(
     """
     arrays = batch_arrays(batch)
     borders = batch.cu_samples
-    reports = await policy.group.call("state_fingerprints", is_complete)
+    reports = await policy.group.call("weight_checks.state_fingerprints", is_complete)
     state: dict[str, dict[int, Fingerprint]] = {}
     for rank, found in enumerate(reports):
         for name, one in found.items():

@@ -302,7 +302,7 @@ async def _start_trainers(recipe: Recipe, parallel: ParallelConfig, logs: Path, 
     stack.push_async_callback(ranks.close)
     ranks.set_deadlines(lambda: run_deadlines(recipe.cluster))
     topology = ranks.trainers.topology
-    settings = {"recipe": recipe, "parallel": parallel, "topology": topology, "teacher_parallel": None}
+    settings = {"recipe": recipe, "parallel": parallel, "topology": topology, "frozen_parallel": None}
     await ranks.trainers.construct("megarl.worker.trainer_worker:TrainerWorker", settings)
     return ranks.trainers
 
@@ -350,7 +350,8 @@ class _Steps:
         compared = await self._compared(record, batch, metrics)
         logprobs = await self._policy.forward(batch)
         await self._trainers.call("load_checkpoint", state)
-        await self._trainers.call("change_objective", prepared.changed)
+        for name in ("policy", "critic") if prepared.recipe.has_critic else ("policy",):
+            await self._trainers.call(f"{name}.change_objective", prepared.changed)
         rescored = await _rescored(record.groups, pools) if pools else record.groups
         changed = prepared.changed
         if any(text.startswith("algorithm.kl_coefficient:") for text in prepared.changes):

@@ -240,7 +240,7 @@ async def _started(
                 if origin.copied_step is None:
                     await ranks.trainers.call("load_checkpoint", origin.checkpoint)
                 else:
-                    received = await ranks.trainers.call("restore_copy", origin.copied_step)
+                    received = await ranks.trainers.call("replicated_state.restore", origin.copied_step)
                     processes.note_received(sum(received))
                     # At once: until the next copy is due, another loss would cost the steps since a checkpoint.
                     await processes.copies.renew(ranks.trainers)
@@ -284,7 +284,7 @@ class _Start:
         # The node checks used cluster.start_timeout_seconds. From here on each method has its own deadline.
         ranks.set_deadlines(lambda: run_deadlines(recipe.cluster))
         teachers = parallel_of(recipe.for_teachers) if recipe.distillation.sizes else None
-        settings = {"recipe": recipe, "parallel": parallel, "teacher_parallel": teachers}
+        settings = {"recipe": recipe, "parallel": parallel, "frozen_parallel": teachers}
         settings["topology"] = ranks.trainers.topology
         if not ranks.is_separate:
             await ranks.trainers.construct(COLOCATED_WORKER, settings)

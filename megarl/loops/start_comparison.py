@@ -45,7 +45,7 @@ async def compare_start(session: Session, examples: Iterable[Sequence[TrainingSe
     tokens = np.split(batch.token_ids, batch.cu_seqlens[1:-1])
     policy = session.models["policy"]
     with session.tracker.phase("start"), policy.work.uncounted():
-        reference, *_ = await policy.group.call("transformers_logprobs", tokens)
+        reference, *_ = await policy.group.call("transformers_model.logprobs", tokens)
         if isinstance(reference, str):
             session.tracker.notice(
                 f"model.path: log-probs are not compared with transformers at the start: {reference}."

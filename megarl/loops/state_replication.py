@@ -76,7 +76,7 @@ class StateReplication:
         driver.mkdir(parents=True)
         if save_driver:
             save_driver(driver)
-        num_bytes = sum(await ranks.call("begin_copy", step, is_resharded))
+        num_bytes = sum(await ranks.call("replicated_state.begin", step, is_resharded))
         self._begun = CopiedStep(step, driver, checksum, spikes)
         self._metrics = {
             "time/state_copy_seconds": time.monotonic() - began,
@@ -87,12 +87,12 @@ class StateReplication:
         """Start copying the state just restored from copies, because a new process holds none. Not if `every` is 0."""
         if not self._every or self.newest is None:
             return
-        await ranks.call("begin_copy", self.newest.step, False)
+        await ranks.call("replicated_state.begin", self.newest.step, False)
         self._begun = self.newest
 
     async def complete(self, ranks: WorkerGroup, *, wait: bool = False) -> None:
         """Record the copy in progress as complete if all ranks have it. `wait`: wait until they have."""
-        if self._begun is None or not all(await ranks.call("finish_copy", wait)):
+        if self._begun is None or not all(await ranks.call("replicated_state.finish", wait)):
             return
         before, self.newest, self._begun = self.newest, self._begun, None
         if before is not None and before.driver != self.newest.driver:

@@ -14,14 +14,14 @@ from megarl.training.host_arena import ALIGNMENT, HostArena
 
 
 def start_arena(
-    recipe: Recipe, parallel: ParallelConfig, rank: int, teacher_parallel: ParallelConfig | None = None
+    recipe: Recipe, parallel: ParallelConfig, rank: int, frozen_parallel: ParallelConfig | None = None
 ) -> HostArena:
     """Return the arena of a trainer's rank, with the size that the memory plan computes for its host copies.
 
     Its memory is page-locked in the background from now on. Raises ConfigError if the machine has too little memory.
     """
     shape = planned_shape(recipe.model.folder, recipe.model.override_config)
-    models = read_models(recipe, shape, parallel, teacher_parallel)
+    models = read_models(recipe, shape, parallel, frozen_parallel)
     is_gpu = device.current().type == "cuda"
     platform = Platform(is_gpu=is_gpu, has_transformer_engine=uses_transformer_engine())
     memory = RankMemory(recipe, models, platform, rank)

@@ -14,6 +14,7 @@ from megarl.tracking.metrics import Metric
 from megarl.types import Completion, Request
 from megarl.worker.engine_worker import build_engine
 from megarl.worker.rank_transfer import Report
+from megarl.worker.replayed_experts import ReplayedExperts
 from megarl.worker.trainer_worker import TrainerWorker
 from megarl.worker.weight_copier import WeightCopier
 
@@ -28,19 +29,19 @@ class Worker(TrainerWorker):
         recipe: Recipe,
         parallel: ParallelConfig,
         topology: RankTopology,
-        teacher_parallel: ParallelConfig | None = None,
+        frozen_parallel: ParallelConfig | None = None,
     ) -> None:
         """Build the engine and the models.
 
-        `parallel` and `teacher_parallel` are the parallel sizes of the trainer and of teacher models. `topology` is the
-        place of all ranks in the network.
+        `parallel` has the parallel sizes of the trainer, `frozen_parallel` those of frozen models that may have others.
+        `topology` is the place of all ranks in the network.
         """
-        self._join_world(rank, world_size, recipe, parallel, topology, teacher_parallel)
+        self._join_world(rank, world_size, recipe, parallel, topology, frozen_parallel)
         # The engine first: vLLM needs its memory to be free before the trainer takes a share. Then it sleeps, because
         # building the models needs that memory.
         self.engine: RolloutEngine | None = None
         if recipe.has_engine:
-            self.engine = build_engine(recipe, self.held_experts.keep)
+            self.engine = build_engine(recipe, self.find_part(ReplayedExperts).stored.keep)
             self.engine.sleep()
         self._build_models()
         self.copier: WeightCopier | None = None
@@ -55,7 +56,8 @@ class Worker(TrainerWorker):
                 transformer_engine=uses_transformer_engine(),
                 replica=self.engine.replica,
             )
-            self.weight_version = self.engine.weight_version
+            self.state.weight_version = self.engine.weight_version
+            self.state.report_version = self._set_engine_version
 
     def reshard(self, verify: bool, version: int) -> Report:
         """Copy the policy's weights into the engines. `verify` compares them afterwards. Returns seconds and bytes by
@@ -63,7 +65,7 @@ class Worker(TrainerWorker):
         """
         assert self.copier is not None
         report = self.copier.run(verify=verify, version=version)
-        self.weight_version = version
+        self.state.weight_version = version
         return report
 
     def advance(
@@ -104,10 +106,9 @@ class Worker(TrainerWorker):
         self.policy.onload()
         return changes
 
-    def _set_version(self, version: int) -> None:
-        super()._set_version(version)
-        if self.engine:
-            self.engine.weight_version = version
+    def _set_engine_version(self, version: int) -> None:
+        assert self.engine is not None
+        self.engine.weight_version = version
 
     def close(self) -> None:
         if self.engine:

@@ -16,6 +16,7 @@ from megarl.reshard.layouts.megatron import MegatronLayouts, check_against, mega
 from megarl.training.host_arena import HostArena
 from megarl.training.model import ModelShard
 from megarl.training.replica import Replica
+from megarl.training.training_engine import TrainingEngine
 
 Model = TypeVar("Model", bound=ModelShard)
 
@@ -61,6 +62,13 @@ class ModelBuilder:
 
         with refusals_named(self.recipe.trainer.megatron):
             return kind(self.recipe, parallel, shape, load_weights, replica=replica or self._replica, arena=self._arena)
+
+    def build_policy(self) -> TrainingEngine:
+        """Build the trained policy, with all layers and heads that the recipe trains."""
+        recipe, is_reward_model = self.recipe, self.recipe.loop == "reward_model"
+        return self.build(
+            TrainingEngine, recipe.model.folder, has_value_head=is_reward_model, with_mtp=recipe.trains_mtp
+        )
 
     def shape_of(self, folder: str) -> ModelShape:
         """Return the sizes of the model in a folder, with the recipe's overrides."""

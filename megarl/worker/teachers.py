@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -17,13 +18,15 @@ from megarl.training.replica import Replica
 from megarl.training.teacher import ModelInOwnGroups, Teacher
 from megarl.training.training_engine import TrainingEngine
 from megarl.worker.model_builder import ModelBuilder
+from megarl.worker.trainer_part import TrainerPart
 
 
-class Teachers:
-    """Builds the teachers of a recipe. `parallel` are their parallel sizes."""
+class Teachers(TrainerPart):
+    """The teachers of a recipe: teacher0, teacher1 and so on. `parallel` are their parallel sizes."""
 
     def __init__(self, builder: ModelBuilder, parallel: ParallelConfig) -> None:
         self._builder, self._parallel, self._recipe = builder, parallel, builder.recipe
+        self.models: dict[str, Any] = {}
         self.targets = StoredTargets()
         """Targets that this rank stores for the next update."""
         self._separate_groups: dict[tuple[ParallelConfig, bool], tuple[RankGroups, Replica]] = {}
@@ -35,10 +38,20 @@ class Teachers:
         """The data-parallel replicas of teachers with groups of their own."""
         return [replica for _, replica in self._separate_groups.values()]
 
-    def build(self) -> Iterator[tuple[str, FrozenModel | ModelInOwnGroups]]:
-        """Build the teachers one after the other. Yields the name and model of each: teacher0, teacher1 and so on."""
+    def build_models(self) -> None:
         for name, folder in self._recipe.teachers.items():
-            yield name, self._build_teacher(folder)
+            self.models[name] = self._build_teacher(folder)
+
+    def extend_policy(self, policy: TrainingEngine) -> None:
+        if self._recipe.teachers and not self._recipe.has_advantages:
+            policy.feeds.append(self._target_feed(policy))
+
+    def built_models(self) -> Mapping[str, Any]:
+        return self.models
+
+    def close(self) -> None:
+        for replica in self.replicas:
+            replica.close()
 
     def _build_teacher(self, folder: str) -> FrozenModel | ModelInOwnGroups:
         """Build the teacher model in a folder. It gets process groups of its own if the policy's do not fit."""
@@ -64,7 +77,7 @@ class Teachers:
         """Return the number of tokens that the vocabularies of policy and teacher share. Further rows are padding."""
         return min(self._builder.shape_of(folder).vocab_size for folder in (teacher, self._recipe.model.folder))
 
-    def target_feed(self, policy: TrainingEngine) -> TargetFetcher:
+    def _target_feed(self, policy: TrainingEngine) -> TargetFetcher:
         """Return the feed of the teachers' targets for the policy's update.
 
         On the last pipeline stage it has this rank's rows of the teachers' output layers.

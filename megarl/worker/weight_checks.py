@@ -4,27 +4,36 @@ from __future__ import annotations
 
 from functools import cached_property
 
-from megarl.reshard.boxes import Layout
+from megarl.reshard.checks.fingerprint import Fingerprint
 from megarl.reshard.checks.ledger import Ledger, RankChanges, RankChecksums
 from megarl.tracking.model_outputs import CanaryReport
+from megarl.training import checkpoint
 from megarl.training.canary import compute_canary
-from megarl.training.training_engine import TrainingEngine
+from megarl.training.state_fingerprints import state_fingerprints
+from megarl.worker.model_builder import ModelBuilder
+from megarl.worker.rank_state import RankState
+from megarl.worker.trainer_part import TrainerPart
 
 
-class WeightChecks:
-    """Checks that the driver calls. `layout` is the layout of the policy's weights on this rank."""
+class WeightChecks(TrainerPart):
+    """Checks of the policy's weights, and of all that a checkpoint contains."""
 
-    def __init__(self, policy: TrainingEngine, layout: Layout, rank: int) -> None:
-        self._policy, self._layout, self._rank = policy, layout, rank
+    def __init__(self, state: RankState, builder: ModelBuilder) -> None:
+        self._state, self._builder = state, builder
+
+    def finish_build(self) -> None:
+        if self._state.recipe.weights.check_every:
+            self.take_checksums(version=1)
 
     @cached_property
     def ledger(self) -> Ledger:
         """Checksums of the policy's weights, as exported. It is made only for runs with weights.check_every."""
-        return Ledger(f"trainer rank {self._rank}", self._layout, self._policy.weights)
+        policy, rank = self._state.policy, self._state.rank
+        return Ledger(f"trainer rank {rank}", self._builder.layouts(policy.shape)[rank], policy.weights)
 
     def take_checksums(self, version: int) -> RankChecksums:
         """Compute, store and return the checksums of the policy's weights, which are of this version."""
-        with self._policy.merged():
+        with self._state.policy.merged():
             return self.ledger.take(version)
 
     def newest_checksums(self) -> RankChecksums | None:
@@ -37,9 +46,17 @@ class WeightChecks:
 
     def compare_weights(self) -> RankChanges | None:
         """Return which of the policy's weights differ from their checksums. None: no checksums were taken."""
-        with self._policy.merged():
+        with self._state.policy.merged():
             return self.ledger.compare()
 
     def compute_canary(self) -> CanaryReport:
         """Compute the canary batch twice with the policy, and return the checksums of all module outputs."""
-        return compute_canary(self._policy)
+        return compute_canary(self._state.policy)
+
+    def state_fingerprints(self, with_optimizer: bool) -> dict[str, Fingerprint]:
+        """Return fingerprints of this rank's part of all that a checkpoint holds, by tensor name.
+
+        Without `with_optimizer` only weights are included, not main weights and moments.
+        """
+        with self._state.saved_models() as models, checkpoint.changed_models_loaded(models):
+            return state_fingerprints(models, with_optimizer=with_optimizer)

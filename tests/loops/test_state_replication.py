@@ -21,7 +21,7 @@ class Ranks:
 
     async def call(self, *call: Any) -> list[Any]:
         self.calls.append(call)
-        return [8, 8] if call[0] == "begin_copy" else [True, True]
+        return [8, 8] if call[0] == "replicated_state.begin" else [True, True]
 
 
 async def test_a_restored_state_is_copied_again_at_once(tmp_path: Path) -> None:
@@ -37,7 +37,7 @@ async def test_a_restored_state_is_copied_again_at_once(tmp_path: Path) -> None:
     recorded.calls.clear()
     await replication.renew(ranks)
     await replication.complete(ranks, wait=True)
-    assert recorded.calls == [("begin_copy", 4, False), ("finish_copy", True)]
+    assert recorded.calls == [("replicated_state.begin", 4, False), ("replicated_state.finish", True)]
     assert replication.newest == newest and newest is not None and (newest.driver / "driver.json").exists()
 
 

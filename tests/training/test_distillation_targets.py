@@ -104,6 +104,7 @@ def distil(
     """One rank's metrics of an update, what it held for it, and what it holds of the gradient."""
     from megarl.families.shape import padded_vocab_size
     from megarl.reshard.layouts.megatron import megatron_layouts
+    from megarl.worker.teachers import Teachers
     from megarl.worker.trainer_worker import TrainerWorker
 
     rank = dist.get_rank()
@@ -114,17 +115,18 @@ def distil(
         # Every rank needs a row, and a target may be written twice.
         own = np.concatenate([own, np.tile(own[-1:], -len(own) % teacher_parallel.dp)])
         getattr(worker, name).teach(rows_of(recipe, teacher_parallel, batch, own))
-    held = worker.teachers.targets.numbers
+    teachers = worker.find_part(Teachers)
+    held = teachers.targets.numbers
     metrics = worker.policy.update(rows_of(recipe, parallel, batch, np.arange(len(LENGTHS))))
     shape = worker.policy.shape
     pieces = megatron_layouts(shape, parallel, padded_vocab_size=padded_vocab_size(shape.vocab_size, parallel.tp))[rank]
-    for replica in (worker.replica, *worker.teachers.replicas):
+    for replica in (worker.replica, *teachers.replicas):
         replica.close()
     return {
         "metrics": metrics,
         "held": held,
-        "groups": len(worker.teachers.replicas),
-        "left": worker.teachers.targets.numbers,
+        "groups": len(teachers.replicas),
+        "left": teachers.targets.numbers,
         "targets": [len(getattr(chunk, "_targets")) for chunk in worker.policy.chunks],  # noqa: B009
         "gradient": cut_out(pieces, {name: p.main_grad for name, p in worker.policy.parameters.items()}),
     }

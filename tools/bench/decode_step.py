@@ -121,7 +121,7 @@ class MeasuredEngine:
         process_start = time.process_time()
         with self._clock.part("megarl"):
             while len(completions) < len(requests):
-                new = () if completions or self._engine._running else requests
+                new = () if completions or self._engine.sampled_so_far() else requests
                 completions += self._engine.advance(new, (), BUDGET_SECONDS)
         process_seconds = time.process_time() - process_start
         num_steps = self._engine._executor.num_steps - start

@@ -170,6 +170,7 @@ def flipped(
 
     from megarl.groups import signed
     from megarl.worker.colocated import Worker
+    from megarl.worker.weight_checks import WeightChecks
 
     rank = dist.get_rank()
     worker = Worker(rank, LAYOUT.world_size, recipe, LAYOUT, [("here",)] * LAYOUT.world_size)
@@ -183,15 +184,16 @@ def flipped(
     worker.export(Path(exported))
     outcomes = []
     engine = worker.copier._ledger
+    weight_checks = worker.find_part(WeightChecks)
     for place, at, *numbers in wanted:
         if place not in ("trainer", "engine"):
             continue
-        worker.weight_checks.take_checksums(2)
+        weight_checks.take_checksums(2)
         assert engine is not None
         engine.take(2)
-        ledger = worker.weight_checks.ledger if place == "trainer" else engine
+        ledger = weight_checks.ledger if place == "trainer" else engine
         target = flip(ledger, numbers) if rank == at else None
-        changes = [worker.weight_checks.compare_weights(), engine.compare()]
+        changes = [weight_checks.compare_weights(), engine.compare()]
         named = [(change.holder, box) for change in changes if change is not None for box in change.boxes]
         everywhere = signed.gather((target, named), None, purpose="flips")
         [wanted_box] = [one for one, _ in everywhere if one is not None]
@@ -236,6 +238,7 @@ def train(worker: Any, num_tokens: int) -> dict[str, float]:
     from megarl.data.token_batch import TokenBatch
     from megarl.reshard.checks.ledger import Ledger
     from megarl.types import Request, SamplingSettings, TrainingSequence
+    from megarl.worker.weight_checks import WeightChecks
 
     rng = np.random.default_rng(worker.rank // LAYOUT.tp)
     trained = np.arange(num_tokens) > 0
@@ -266,9 +269,10 @@ def train(worker: Any, num_tokens: int) -> dict[str, float]:
     ]
     setattr(Ledger, "_compute", timed)  # noqa: B010
     started = time.process_time()
-    worker.weight_checks.compare_weights()
+    weight_checks = worker.find_part(WeightChecks)
+    weight_checks.compare_weights()
     worker.policy.update([row])
-    worker.weight_checks.take_checksums(worker.weight_version + 1)
+    weight_checks.take_checksums(worker.weight_version + 1)
     worker.reshard(False, worker.weight_version + 1)
     sampling = time.process_time()
     worker.advance((asked if worker.engine.is_leader else (), ()), float("inf"), None)

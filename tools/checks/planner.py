@@ -198,6 +198,7 @@ def count(recipe: Recipe, parallel: ParallelConfig, rows: Sequence[Any]) -> dict
     from megarl.reshard.live import GatheredReshard
     from megarl.training.model import FrozenModel
     from megarl.worker.colocated import Worker
+    from megarl.worker.scoring_models import ScoringModels
 
     rank = dist.get_rank()
     worker = Worker(rank, parallel.world_size, recipe, parallel, [("here",)] * parallel.world_size)
@@ -214,8 +215,9 @@ def count(recipe: Recipe, parallel: ParallelConfig, rows: Sequence[Any]) -> dict
             worker.critic.onload()
             found |= trained_counts(worker.critic, "critic ")
             worker.critic.offload()
-        if isinstance(worker.reference, FrozenModel):
-            found["reference"] = counted_bytes(worker.reference.parameters.values())
+        reference = worker.find_part(ScoringModels).models.get("reference")
+        if isinstance(reference, FrozenModel):
+            found["reference"] = counted_bytes(reference.parameters.values())
         policy.offload()
         copies = copies_of(policy)
         found["offloaded copies"] = sum(copies)

@@ -1,0 +1,71 @@
+"""The training state of one rank: its trained models, what else a checkpoint contains, and the weights' version."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from megarl.config import Recipe
+from megarl.config.parallel import ParallelConfig
+from megarl.reshard.plan import RankTopology
+from megarl.training import checkpoint
+from megarl.training.training_engine import TrainingEngine
+from megarl.worker.trainer_part import TrainerPart
+
+
+class RankState:
+    """The training state of a rank. `parallel` are the trainer's sizes, `topology` is the place of its ranks.
+
+    The worker fills in `policy`, `critic` and `parts` while it is built.
+    """
+
+    policy: TrainingEngine
+
+    def __init__(self, recipe: Recipe, parallel: ParallelConfig, rank: int, topology: RankTopology) -> None:
+        self.recipe, self.parallel, self.rank, self.topology = recipe, parallel, rank, topology
+        self.critic: TrainingEngine | None = None
+        self.parts: dict[str, TrainerPart] = {}
+        """Optional features of this rank, by the name under which the driver calls them."""
+        self.weight_version = 0
+        """Version of the engines' weights: the number of reshards so far."""
+        self.report_version: Callable[[int], None] = lambda version: None
+        """Function called with the version of a state that was loaded."""
+
+    def version_to_save(self, is_resharded: bool) -> int:
+        """Return the version of the engines' weights for a saved state; 0 without engines.
+
+        `is_resharded` says that the engines already have these weights. The saved version is then one less, because a
+        resumed run copies the weights once more.
+        """
+        # A bool counts as 0 or 1. Without an engine there are no weight versions.
+        return self.weight_version - is_resharded if self.recipe.has_engine else 0
+
+    def set_version(self, version: int) -> None:
+        """Set the version of the engines' weights, after another state was loaded. The next reshard adds 1 to it."""
+        self.weight_version = version
+        self.report_version(version)
+
+    def load(self, folder: Path) -> None:
+        """Load a checkpoint checked for harmful pickles. Afterwards the engines need the weights again."""
+        with self.saved_models() as models:
+            driver = checkpoint.restore(folder, models, str(self.parallel))
+        for part in self.parts.values():
+            part.note_load()
+        self.set_version(driver["weight_version"])
+
+    @contextmanager
+    def saved_models(self) -> Iterator[dict[str, checkpoint.Model]]:
+        """Yield the models that a checkpoint contains, while they are in device memory.
+
+        The keys begin the names of the models' tensors. The policy's is empty: its tensors have Megatron's own names.
+        """
+        models: dict[str, checkpoint.Model] = {"": self.policy}
+        with ExitStack() as stack:
+            if self.critic is not None:
+                self.critic.onload()
+                stack.callback(self.critic.offload)
+                models["critic"] = self.critic
+            for part in self.parts.values():
+                models |= part.saved_models()
+            yield models

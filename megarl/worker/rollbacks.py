@@ -1,0 +1,29 @@
+"""Returns to a checkpoint in the middle of a run, after an unstable update (`train.on_spike`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megarl.worker.rank_state import RankState
+from megarl.worker.trainer_part import TrainerPart
+
+
+class Rollbacks(TrainerPart):
+    """Loads weights and optimizer of a checkpoint. The run's versions and learning rates go on."""
+
+    def __init__(self, state: RankState) -> None:
+        self._state = state
+
+    def roll_back(self, folder: Path) -> None:
+        """Load a checkpoint's weights and optimizer in the middle of a run, and keep versions and learning rates.
+
+        The folder must have been checked for harmful pickles.
+        """
+        state = self._state
+        trained = [state.policy] if state.critic is None else [state.policy, state.critic]
+        version, updates = state.weight_version, [model.schedule.num_steps for model in trained]
+        state.load(folder)
+        state.set_version(version)
+        for model, number in zip(trained, updates, strict=True):
+            # The schedule counts all updates of the run, also those whose effect is gone.
+            model.schedule.step(increment=number - model.schedule.num_steps)

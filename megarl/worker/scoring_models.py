@@ -1,0 +1,49 @@
+"""Models of a training rank that only score: the reference, and the reward model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from megarl.training.checkpoint import Model
+from megarl.training.model import FrozenModel
+from megarl.training.model_parts import ModelParts
+from megarl.training.training_engine import StartingPolicy, TrainingEngine
+from megarl.worker.model_builder import ModelBuilder
+from megarl.worker.rank_state import RankState
+from megarl.worker.trainer_part import TrainerPart
+
+
+class ScoringModels(TrainerPart):
+    """The models `reference` and `reward_model`, if the recipe has them."""
+
+    def __init__(self, state: RankState, builder: ModelBuilder) -> None:
+        self._state, self._builder, self._recipe = state, builder, state.recipe
+        self.models: dict[str, Any] = {}
+
+    def build_models(self) -> None:
+        recipe = self._recipe
+        if recipe.has_reference and not recipe.lora.rank:
+            parts = ModelParts(exact_blocks=recipe.exact_blocks)
+            self.models["reference"] = self._builder.build(partial(FrozenModel, parts=parts), recipe.model.folder)
+        if (folder := recipe.further_models.get("reward.model")) is not None:
+            self.models["reward_model"] = self._builder.build(FrozenModel, folder, has_value_head=True)
+
+    def extend_policy(self, policy: TrainingEngine) -> None:
+        if self._recipe.has_reference and self._recipe.lora.rank:
+            # With LoRA the reference is the policy without its adapters, so it needs no weights of its own.
+            self.models["reference"] = StartingPolicy(policy)
+
+    def built_models(self) -> Mapping[str, Any]:
+        return self.models
+
+    def saved_models(self) -> Mapping[str, Model]:
+        reference = self.models.get("reference")
+        return {"reference": reference} if isinstance(reference, FrozenModel) else {}
+
+    def move_reference(self) -> None:
+        """Mix the policy's weights into the reference model's, in the ratio algorithm.reference_mixing."""
+        reference = self.models["reference"]
+        assert isinstance(reference, FrozenModel)
+        reference.move_towards(self._state.policy.tensors, self._recipe.algorithm.reference_mixing)

@@ -1,0 +1,56 @@
+"""The interface of an optional feature of a training rank, such as frozen models or copies of its state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megarl.training.checkpoint import Model
+from megarl.training.state_copies import StateCopies
+from megarl.training.training_engine import TrainingEngine
+
+
+class TrainerPart:
+    """A feature that a training rank may have. Methods that a part does not override do nothing.
+
+    The driver calls further methods of a part by its name, such as `rollbacks.roll_back`. The names stand in
+    `trainer_parts`.
+    """
+
+    def build_models(self) -> None:
+        """Build the feature's models, before the policy. A collective over the trainer's ranks."""
+
+    def extend_policy(self, policy: TrainingEngine) -> None:
+        """Change the policy after it is built. A collective over the trainer's ranks."""
+
+    def built_models(self) -> Mapping[str, Any]:
+        """Return the feature's models, by the name under which the driver calls them."""
+        return {}
+
+    def finish_build(self) -> None:
+        """Prepare for the first step, after all models are built. A collective over the trainer's ranks."""
+
+    def notices(self) -> Sequence[str]:
+        """Return start-up notices for the user."""
+        return ()
+
+    def saved_models(self) -> Mapping[str, Model]:
+        """Return the models of this feature that a checkpoint contains. The keys begin the names of their tensors."""
+        return {}
+
+    def save(self, folder: Path) -> None:
+        """Write further files into a checkpoint's folder. Raises DiskFullError."""
+
+    def note_load(self) -> None:
+        """Note that the state of a checkpoint was loaded."""
+
+    def legacy(self) -> StateCopies | None:
+        """Return what the next worker of this process inherits, after another rank was lost."""
+        return None
+
+    def inherit(self, legacy: StateCopies) -> None:
+        """Take over what an earlier worker of this process left."""
+
+    def close(self) -> None:
+        """Leave process groups, while the torch world still exists."""

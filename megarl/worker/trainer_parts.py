@@ -1,0 +1,34 @@
+"""The one place that chooses the optional features of a training rank, and names them for the driver."""
+
+from __future__ import annotations
+
+from megarl.config.parallel import ParallelConfig
+from megarl.worker.model_builder import ModelBuilder
+from megarl.worker.rank_state import RankState
+from megarl.worker.replayed_experts import ReplayedExperts
+from megarl.worker.replicated_state import ReplicatedState
+from megarl.worker.rollbacks import Rollbacks
+from megarl.worker.scoring_models import ScoringModels
+from megarl.worker.teachers import Teachers
+from megarl.worker.trainer_part import TrainerPart
+from megarl.worker.transformers_model import TransformersModel
+from megarl.worker.weight_checks import WeightChecks
+
+
+def build_trainer_parts(
+    state: RankState, builder: ModelBuilder, frozen_parallel: ParallelConfig, world_size: int
+) -> dict[str, TrainerPart]:
+    """Return the parts of a training rank, by the name under which the driver calls their methods.
+
+    They stand in the order in which they build their models. `frozen_parallel` are the parallel sizes of
+    teachers.
+    """
+    return {
+        "scoring_models": ScoringModels(state, builder),
+        "teachers": Teachers(builder, frozen_parallel),
+        "replayed_experts": ReplayedExperts(state.recipe, state.rank, world_size),
+        "replicated_state": ReplicatedState(state),
+        "weight_checks": WeightChecks(state, builder),
+        "transformers_model": TransformersModel(state),
+        "rollbacks": Rollbacks(state),
+    }
