@@ -16,7 +16,7 @@ from megarl.config.parallel import ParallelConfig
 from megarl.data.token_batch import TokenBatch
 from megarl.families.flops import forward_flops, update_only_flops
 from megarl.families.shape import ModelShape
-from megarl.tracking.metrics import Metric, merge
+from megarl.tracking.outcomes import Update, merge_ranks
 from megarl.tracking.spikes import SpikeDetector
 from megarl.types import MegarlError
 
@@ -96,8 +96,8 @@ class RankModel:
 
     async def update(
         self, batch: TokenBatch, kl_coefficient: float | None = None, *, kto_kl: float | None = None
-    ) -> dict[str, Metric]:
-        """Run one optimizer step on a whole batch, and return the step's metrics.
+    ) -> Update:
+        """Run one optimizer step on a whole batch, and return what it did, with its metrics.
 
         `kl_coefficient` weighs the KL to the reference (default: algorithm.kl_coefficient). `kto_kl` is the KL of the
         KTO loss, in nats per answer. An update above the limits of `spikes` is dropped by all ranks. Raises MegarlError
@@ -112,10 +112,10 @@ class RankModel:
             self.work.update_tokens += len(batch.token_ids)
         limits = None if self.spikes is None else self.spikes.limits()
         results = await self.group.scatter(f"{self.name}.update", self.by_rank(rows), kl_coefficient, kto_kl, limits)
-        metrics = merge(results[rank] for ranks in self._reporting_ranks() for rank in ranks)
+        update = merge_ranks([results[rank] for ranks in self._reporting_ranks() for rank in ranks])
         if self.spikes is not None:
-            self.spikes.add(metrics)
-        return metrics
+            self.spikes.add(update.outcome)
+        return update
 
     async def forward(self, batch: TokenBatch) -> NDArray[np.float32]:
         """Compute log-probs in nats (policy, reference) or values (critic, reward model) of a batch: float32 [tokens].

@@ -26,6 +26,7 @@ from megarl.files.atomic import disk_full_named, replace_text, storage_faults_na
 from megarl.files.model_folder import read_object
 from megarl.loops.data_position import DataPosition
 from megarl.loops.state_replication import StateReplication
+from megarl.loops.step import Step
 from megarl.report.model_card import write_card
 from megarl.tracking.earlier_run import DRIVER, SCHEMA, EarlierRun, checkpoint_step
 from megarl.tracking.run_folder import RunFolder
@@ -71,7 +72,7 @@ class Checkpoints:
         self._inputs, self._spikes, self._position = inputs, spikes, position
         self._spikes_then: Mapping[str, Any] | None = None
         """Memory of the spikes at the begin of the save. A background save ends when later updates have been added."""
-        self._unlogged: Mapping[str, float] | None = None
+        self._unlogged: Step | None = None
         self._begun: int | None = None
         self._exported_at: int | None = None
         self._best = BestModel(recipe, folder, tracker, ranks)
@@ -112,11 +113,11 @@ class Checkpoints:
         self,
         step: int,
         save_driver: Callable[[Path], None] | None = None,
-        unlogged: Mapping[str, float] | None = None,
+        unlogged: Step | None = None,
     ) -> None:
         """Save the state after a step and its reshard, and wait for the save. Does nothing if the checkpoint exists.
 
-        `unlogged` are the step's metrics if its evaluation was interrupted. The resumed run logs them.
+        `unlogged` is the step if its evaluation was interrupted. The resumed run logs its metrics.
         """
         await self._check_weights()
         self._unlogged = unlogged
@@ -177,10 +178,13 @@ class Checkpoints:
         """Write driver.json and the manifest, rename the folder to its final name, and remove old checkpoints."""
         faults.reach("manifest")
         partial, home = self._partial(step), self._folder.checkpoints_folder
-        unlogged = {name: float(value) for name, value in (self._unlogged or {}).items()}
+        unlogged = outcome = None
+        if self._unlogged is not None:
+            unlogged = {name: float(value) for name, value in self._unlogged.metrics.items()}
+            outcome = self._unlogged.outcome.as_json()
         driver = {
             "schema": SCHEMA, "step": step, "recipe": plain_recipe(self._recipe), **self._inputs,
-            "unlogged": None if self._unlogged is None else unlogged, "checksum": self._checksum_after(step),
+            "unlogged": unlogged, "outcome": outcome, "checksum": self._checksum_after(step),
             "spikes": self._spikes_then, "drawn": self._position.after(step, self._recipe).as_json(),
         }  # fmt: skip
         replace_text(partial / DRIVER, json.dumps(driver, indent=2) + "\n")

@@ -48,6 +48,7 @@ async def train(session: Session) -> None:
                         if not has_advantages:
                             await teachers.teach(minibatch)
                         updates.add(await policy.update(minibatch))
+                updates.add_to(step.outcome)
                 step.log(updates.metrics())
                 run.log_samples(step, groups)
 

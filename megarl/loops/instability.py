@@ -13,13 +13,11 @@ from megarl.config import Recipe
 from megarl.loops.checkpointing import Checkpoints, survey
 from megarl.tracking.earlier_run import EarlierRun, checkpoint_step
 from megarl.tracking.model_outputs import NotFinite
+from megarl.tracking.outcomes import StepOutcome
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.spikes import Spike, SpikeDetector
 from megarl.tracking.tracker import Tracker
 from megarl.types import MegarlError, UnhealthyError
-
-_ROLES = {"train": "policy", "critic": "critic"}
-"""Names of the trained models by the prefix of their metrics."""
 
 
 def spike_detector(recipe: Recipe, saved: Mapping[str, Any] | None) -> SpikeDetector | None:
@@ -85,17 +83,16 @@ class Instabilities:
         )
         await self._ranks.trainers.call("rollbacks.roll_back", checkpoint)
 
-    async def report(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+    async def report(self, step: int, outcome: StepOutcome) -> dict[str, float]:
         """Report the first tensor that was not finite in a step's updates. Returns the metrics of spikes."""
-        for prefix, model in _ROLES.items():
-            if metrics.get(f"{prefix}/not_finite"):
-                found: list[NotFinite] = await self._ranks.trainers.call(f"{model}.last_not_finite")
-                nodes = [self._ranks.topology[rank][0] for rank in found[0].ranks]
-                self._folder.set_not_finite({"step": step, "model": model, **found[0]._asdict(), "nodes": nodes})
-                self._tracker.notice(
-                    f"step {step}: an update of the {model} was skipped, because its loss or gradient is not finite; "
-                    f"{found[0]}"
-                )
+        for model in outcome.not_finite:
+            tensors: list[NotFinite] = await self._ranks.trainers.call(f"{model}.last_not_finite")
+            nodes = [self._ranks.topology[rank][0] for rank in tensors[0].ranks]
+            self._folder.set_not_finite({"step": step, "model": model, **tensors[0]._asdict(), "nodes": nodes})
+            self._tracker.notice(
+                f"step {step}: an update of the {model} was skipped, because its loss or gradient is not finite; "
+                f"{tensors[0]}"
+            )
         if self._spikes is None:
             return {}
         return {"train/spikes": float(len(self._found)), "train/rollbacks": float(self._spikes.rollbacks)}

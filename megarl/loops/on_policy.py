@@ -10,7 +10,7 @@ from megarl.files.atomic import storage_faults_named
 from megarl.loops.models import load_experts
 from megarl.loops.performance import Balance
 from megarl.loops.session import Session
-from megarl.loops.steps import Step
+from megarl.loops.step import Step
 from megarl.platform.spans import span
 from megarl.rollout.buffer import GroupBuffer
 from megarl.rollout.buffer_policy import BufferPolicy
@@ -36,13 +36,12 @@ class OnPolicyRun:
     async def resume_or_evaluate(self) -> None:
         """Continue from the checkpoint and repeat an interrupted evaluation, or evaluate before the first step."""
         session = self._session
-        step = Step(session.folder.resumed_step, is_trained=True)
+        # A signal may have interrupted the evaluation of this step: its other metrics were saved unlogged.
+        step = session.origin.unlogged or Step(session.folder.resumed_step, is_trained=True)
         if session.origin.checkpoint is not None:
             await self._resume(step.number)
             if session.origin.unlogged is None:
                 return
-            # A signal interrupted the evaluation of this step: its other metrics were saved unlogged.
-            step.log(session.origin.unlogged)
         elif not self._recipe.evaluates_first:
             return
         async with session.steps.saving_on_stop(step, self.state):

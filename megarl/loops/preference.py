@@ -14,7 +14,6 @@ from megarl.loops.session import Session
 from megarl.loops.start_comparison import compare_start
 from megarl.preflight import collect_for, read_preferences
 from megarl.rollout.rl_batch import assign_token_weights
-from megarl.tracking.metrics import values
 from megarl.types import TrainingSequence
 
 
@@ -51,7 +50,7 @@ async def train(session: Session) -> None:
                 assign_token_weights(
                     batch, recipe.algorithm.model_copy(update={"aggregation": "sequence_mean_token_sum"})
                 )
-                step.log(values(await session.models["policy"].update(batch, kto_kl=kto_kl)))
+                step.log_update(await session.models["policy"].update(batch, kto_kl=kto_kl))
                 if kto_kl is not None:
                     step.log({"kl/reference": kto_kl})
             session.write_draws(number, order, indices)

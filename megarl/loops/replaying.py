@@ -60,6 +60,7 @@ from megarl.rollout.step_record import (
 )
 from megarl.rollout.updates import PolicyUpdates, update_critic
 from megarl.tracking.earlier_run import EarlierRun, checkpoint_step
+from megarl.tracking.outcomes import StepOutcome
 from megarl.tracking.run_folder import RECORDS
 from megarl.types import ConfigError, FindProblem, Group, Trajectory
 
@@ -381,7 +382,7 @@ class _Steps:
         weigh(batch, recipe, record.step, record.kl_coefficient)
         metrics: dict[str, float] = {}
         if "critic" in models:
-            metrics |= await update_critic(batch, models["critic"], recipe)
+            metrics |= await update_critic(batch, models["critic"], recipe, StepOutcome())
         updates = PolicyUpdates(batch, recipe, record.step, self._conversations_at(record.step))
         for minibatch in updates:
             updates.add(await policy.update(minibatch, record.kl_coefficient))

@@ -21,9 +21,11 @@ from megarl.files.atomic import storage_faults_named
 from megarl.files.model_folder import read_object
 from megarl.loops.checkpointing import Survey, plain_recipe, remove_incomplete_saves, survey
 from megarl.loops.data_position import DataPosition
+from megarl.loops.step import Step
 from megarl.preflight.files import Kept, data_paths
 from megarl.terminal import Console
 from megarl.tracking.earlier_run import DRIVER, checkpoint_step, refuse_other_schema
+from megarl.tracking.outcomes import StepOutcome
 from megarl.tracking.run_folder import RunFolder
 from megarl.types import ConfigError, DataError
 
@@ -80,8 +82,8 @@ class Inputs:
 class Origin:
     """Where a run starts: at a checkpoint, or (None) from the beginning.
 
-    `position` is that in the data. `unlogged` are the metrics of the checkpoint's step if a signal interrupted its
-    evaluation. `checksum` is that of the policy's weights; None if the saving run computed none (weights.check_every).
+    `position` is that in the data. `unlogged` is the checkpoint's step if a signal interrupted its evaluation.
+    `checksum` is that of the policy's weights; None if the saving run computed none (weights.check_every).
     `spikes` is the memory of the spike detector; None if the saving run had none. With `copied_step`, the ranks have
     copies of the state after this step in memory; `checkpoint` is then a folder with the driver's part alone.
     """
@@ -89,7 +91,7 @@ class Origin:
     checkpoint: Path | None
     inputs: Inputs
     position: DataPosition
-    unlogged: Mapping[str, float] | None = None
+    unlogged: Step | None = None
     checksum: str | None = None
     spikes: Mapping[str, Any] | None = None
     copied_step: int | None = None
@@ -140,8 +142,17 @@ def find_origin(recipe: Recipe, folder: RunFolder, resume: Resume | None, kept: 
     if unreadable:
         _warn(console, [f"{folder.metrics_file}: {unreadable} lines are not readable and are skipped"])
     # The step's metrics may have been logged after the save. Logging them again would duplicate the step.
-    unlogged = None if folder.has_logged_resumed_step else earlier.get("unlogged")
+    unlogged = None if folder.has_logged_resumed_step or found.good is None else _unlogged_step(found.good, earlier)
     return Origin(found.good, inputs, position, unlogged, earlier.get("checksum"), earlier.get("spikes"))
+
+
+def _unlogged_step(checkpoint: Path, driver: Mapping[str, Any]) -> Step | None:
+    """Return a checkpoint's step if a signal interrupted its evaluation, from its driver.json; else None."""
+    metrics = driver.get("unlogged")
+    if metrics is None:
+        return None
+    outcome = StepOutcome.from_json(driver.get("outcome") or {})
+    return Step(checkpoint_step(checkpoint), dict(metrics), outcome, is_trained=True)
 
 
 def begin_from_copy(origin: Origin, recipe: Recipe, folder: RunFolder) -> Origin:
@@ -169,7 +180,7 @@ def read_driver(checkpoint: Path) -> dict[str, Any]:
     path = checkpoint / DRIVER
     found = read_object(path)
     kinds = dict.fromkeys(("recipe", "models", "data", "kept", "drawn"), dict)
-    optional = {"unlogged": dict, "template": str, "checksum": str}
+    optional = {"unlogged": dict, "outcome": dict, "template": str, "checksum": str}
     wrong = [name for name, kind in kinds.items() if not isinstance(found.get(name, {}), kind)]
     wrong += [name for name, kind in optional.items() if not isinstance(found.get(name), kind | None)]
     if wrong or not found.get("recipe"):

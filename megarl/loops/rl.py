@@ -13,7 +13,7 @@ from megarl.loops.on_policy import on_policy_run
 from megarl.loops.recording import Sampled
 from megarl.loops.session import Session
 from megarl.preflight import Dropped, kept_kv, read_conversations, uncorrected, uncorrected_fp8
-from megarl.rollout.advantages import weigh
+from megarl.rollout.advantages import penalty_kl, weigh
 from megarl.rollout.scoring import forward_of, score
 from megarl.rollout.updates import PolicyUpdates, update_critic
 
@@ -48,20 +48,23 @@ async def train(session: Session) -> None:
                     step.log(scores)
                 session.steps.abandon_if_asked()
                 with phase("advantages"):
+                    # Before some tokens are left out of the training.
+                    step.outcome.kl = penalty_kl(batch, recipe)
                     step.log(weigh(batch, recipe, number, run.state.kl_coefficient))
                 # Before the update, so that the records show the weights that sampled and trained these tokens.
                 token_records = await session.samples.token_records(number, groups, batch)
 
                 async with session.steps.updating(step):
                     if "critic" in models:
-                        step.log(await update_critic(batch, models["critic"], recipe))
+                        step.log(await update_critic(batch, models["critic"], recipe, step.outcome))
                     updates = PolicyUpdates(batch, recipe, number, conversations_at(number))
                     for minibatch in updates:
                         updates.add(await policy.update(minibatch, sampled.kl_coefficient))
+                updates.add_to(step.outcome)
                 step.log(updates.metrics())
                 step.log(await session.recorder.write(number, sampled, batch, step.metrics))
                 run.log_samples(step, groups)
-                step.log(run.state.adapt_kl(step.metrics, num_samples=len(batch.rewards)))
+                step.log(run.state.adapt_kl(step.outcome.kl, num_samples=len(batch.rewards)))
                 # Before the save: the checkpoint contains the moved reference.
                 step.log(await move_reference(models, recipe, number))
                 step.log(await retain_experts(models, recipe, run.state))

@@ -207,7 +207,7 @@ async def _started(
         pool = EnginePool(ranks, parallel, max_running=most, stragglers=StragglerDetector(tracker.notice))
         monitor.pool = pool
         # A signal may have interrupted a step's evaluation: its other metrics are in the checkpoint alone.
-        earlier = [*folder.logged_steps(), *([origin.unlogged] if origin.unlogged else [])]
+        earlier = [*folder.logged_steps(), *([origin.unlogged.metrics] if origin.unlogged else [])]
         sources = await make_sources(
             recipe, data, rewards, pool, tokenizer, stack, folder.logs_folder, tracker,
             is_abandoned=lambda: bool(stop), earlier=earlier,

@@ -10,11 +10,10 @@ from megarl.data.conversations import Conversation
 from megarl.data.token_batch import TokenBatch
 from megarl.loops.session import Session
 from megarl.loops.start_comparison import compare_start
-from megarl.loops.steps import Step
+from megarl.loops.step import Step
 from megarl.platform.spans import span
 from megarl.preflight import collect_for, read_conversations
 from megarl.rollout.rl_batch import assign_token_weights
-from megarl.tracking.metrics import values
 
 METRICS = {
     "val/SET/loss": ("nats", "loss of held-out conversations, mean over the assistant's tokens"),
@@ -51,7 +50,7 @@ async def train(session: Session) -> None:
                 batch = TokenBatch.from_samples([conversations[index] for index in indices])
                 assign_token_weights(batch, recipe.algorithm)
             async with session.steps.updating(step):
-                step.log(values(await session.models["policy"].update(batch)))
+                step.log_update(await session.models["policy"].update(batch))
             session.write_draws(number, order, indices)
             await session.checkpoints.begin(number)
             if recipe.evaluates_at(number):
@@ -60,12 +59,11 @@ async def train(session: Session) -> None:
 
 async def _resume_or_evaluate(session: Session, held_out: HeldOut) -> None:
     """Evaluate before the first step; after a resume, repeat an interrupted evaluation."""
-    step = Step(session.folder.resumed_step, is_trained=True)
+    step = session.origin.unlogged or Step(session.folder.resumed_step, is_trained=True)
     if step.number and session.origin.unlogged is None:
         return
     async with session.steps.saving_on_stop(step):
         if session.origin.unlogged is not None:
-            step.log(session.origin.unlogged)
             await _evaluate(session, step, held_out)
         else:
             # The engines start awake and have the trainer's initial weights, so sampling comes first.

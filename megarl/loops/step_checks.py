@@ -9,6 +9,7 @@ from megarl.preflight.learning import learning_rate_finding, thresholds
 from megarl.rollout.tool_use import ToolUse, uncalled_text
 from megarl.rollout.updates import mismatch_exceeded_message
 from megarl.tracking.health import LEARNING_RATE, Health
+from megarl.tracking.outcomes import StepOutcome
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.tracker import Tracker
 from megarl.types import MegarlError, UnhealthyError
@@ -42,15 +43,18 @@ class StepChecks:
         if self._train.on_unhealthy == "stop":
             raise UnhealthyError(f"train.on_unhealthy = stop: {finding.text}")
 
-    def check(self, step: int, metrics: Mapping[str, float]) -> MegarlError | None:
-        """Warn of problems in a logged step. Return the error that must end the run once the step is saved; None: go
-        on."""
+    def check(self, step: int, metrics: Mapping[str, float], outcome: StepOutcome) -> MegarlError | None:
+        """Warn of problems in a logged step. Return the error that must end the run once the step is saved.
+
+        None: go on. `outcome` is what the step's updates did.
+        """
         self._tool_use.add(metrics)
         for tool in self._tool_use.never_called:
             text = uncalled_text([tool], f"up to step {step}", self._look)
             self._tracker.notice_once(f"tool {tool} is not called", text)
-        self._report_empty_update(step, metrics)
-        faults = self._check_mismatch(step, metrics), self._check_health(step, metrics)
+        if outcome.has_empty_update:
+            self._report_empty_update(step)
+        faults = self._check_mismatch(step, outcome), self._check_health(step, metrics)
         return next((fault for fault in faults if fault is not None), None)
 
     def report_unused_tools(self) -> None:
@@ -67,10 +71,8 @@ class StepChecks:
     def _go_on(self) -> str:
         return f"The state after the step is saved; go on with: megarl train {self._folder.path} --resume"
 
-    def _report_empty_update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Warn once if an update of the policy or critic was skipped because none of its tokens is trained."""
-        if not any(metrics.get(f"{prefix}/empty_update") for prefix in ("train", "critic")):
-            return
+    def _report_empty_update(self, step: int) -> None:
+        """Warn once that an update of the policy or critic was skipped because none of its tokens is trained."""
         cause = "no turn of its records is trained. Check the weights of the data's messages"
         if self._recipe.is_on_policy:
             truncated = " or was truncated (algorithm.mask_truncated)" if self._recipe.algorithm.mask_truncated else ""
@@ -83,13 +85,13 @@ class StepChecks:
             f"step {step}: an update was skipped (train/update_skipped), because it has no trained token: {cause}",
         )
 
-    def _check_mismatch(self, step: int, metrics: Mapping[str, float]) -> MegarlError | None:
+    def _check_mismatch(self, step: int, outcome: StepOutcome) -> MegarlError | None:
         """Return the error ending the run if trainer and engine log-probs differ too much in a step
         (train.on_logprob_gap).
 
         With train.on_logprob_gap = skip, warn once.
         """
-        message = mismatch_exceeded_message(metrics, self._recipe.logprob_gap_limit, step)
+        message = mismatch_exceeded_message(outcome.excess_mismatch, self._recipe.logprob_gap_limit, step)
         if message is None:
             return None
         if self._train.on_logprob_gap == "stop":

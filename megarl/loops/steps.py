@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from megarl.cluster.run_ranks import RunRanks
 from megarl.config import Recipe
@@ -14,6 +14,7 @@ from megarl.loops.instability import Instabilities
 from megarl.loops.performance import Performance, Profiles
 from megarl.loops.reshards import Reshards
 from megarl.loops.resizing import ResizeAskedError, take_request
+from megarl.loops.step import Step
 from megarl.loops.step_checks import StepChecks
 from megarl.loops.stopping import StopRequest
 from megarl.loops.weight_checks import WeightChecks
@@ -29,22 +30,6 @@ METRICS = {
     "data/dropped": ("count", "records dropped because they are too long"),
 }
 """Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
-
-
-@dataclass
-class Step:
-    """Step in progress, with its metrics.
-
-    `is_trained`: its updates have begun. A stop signal then saves this step, else the previous one.
-    """
-
-    number: int
-    metrics: dict[str, float] = field(default_factory=dict)
-    is_trained: bool = False
-
-    def log(self, metrics: Mapping[str, float]) -> None:
-        """Add metrics. They are written at the step's end."""
-        self.metrics |= metrics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +82,7 @@ class Steps:
             with span("log"):
                 step.log(self.weight_checks.take_metrics())
                 step.log(self.checkpoints.copies.take_metrics())
-                step.log(await self.instabilities.report(number, step.metrics))
+                step.log(await self.instabilities.report(number, step.outcome))
                 step.log(await self.performance.measure_step(self.tracker.seconds, step.metrics))
                 fault = self._log(step) or self.instabilities.take_fault()
                 self.folder.set_status(step=number)
@@ -146,7 +131,7 @@ class Steps:
         except AbandonedError:
             if step.is_trained:
                 self.folder.set_status(step=step.number)
-                await self._stop_if_asked(step.number, state, unlogged=step.metrics)
+                await self._stop_if_asked(step.number, state, unlogged=step)
             else:
                 if state is not None:
                     # This step will be sampled again, so its groups must not count as drawn.
@@ -165,15 +150,12 @@ class Steps:
         (`StepChecks.check`)."""
         self.tracker.log(step.number, step.metrics)
         self.checkpoints.judge(step.number, step.metrics)
-        return self.checks.check(step.number, step.metrics)
+        return self.checks.check(step.number, step.metrics, step.outcome)
 
-    async def _stop_if_asked(
-        self, step: int, state: RLState | None, unlogged: Mapping[str, float] | None = None
-    ) -> None:
+    async def _stop_if_asked(self, step: int, state: RLState | None, unlogged: Step | None = None) -> None:
         """Save the state after `step` and raise StoppedError, if a signal asked the run to stop.
 
-        `unlogged` are the step's metrics if its evaluation was interrupted. The resumed run repeats the evaluation and
-        logs them.
+        `unlogged` is the step if its evaluation was interrupted. The resumed run repeats the evaluation and logs it.
         """
         if not self.stop:
             return
@@ -209,7 +191,7 @@ class Steps:
         await self._stop_if_asked(step, state)
         raise asked
 
-    async def _save(self, step: int, state: RLState | None, unlogged: Mapping[str, float] | None = None) -> None:
+    async def _save(self, step: int, state: RLState | None, unlogged: Step | None = None) -> None:
         """Save a checkpoint outside of the regular steps, with the engines asleep."""
         await self.reshards.sleep_engines()
         await self.checkpoints.save(step, state and state.save, unlogged)

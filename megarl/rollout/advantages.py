@@ -116,6 +116,15 @@ def compute_advantages(batch: RLBatch, recipe: Recipe, kl_coefficient: float) ->
     return metrics
 
 
+def penalty_kl(batch: RLBatch, recipe: Recipe) -> float | None:
+    """Return the mean divergence of policy and reference, in nats per token, if a KL penalty is part of the rewards,
+    returns or advantages. None: there is no such penalty.
+    """
+    if not recipe.has_reference or recipe.algorithm.kl_placement == "loss":
+        return None
+    return float(_divergence(batch, recipe.algorithm)[torch.from_numpy(batch.loss_mask)].mean())
+
+
 def compute_importance_weights(batch: TokenBatch, algorithm: AlgorithmConfig) -> dict[str, float]:
     """Set the batch's `importance_weights` [tokens], if the recipe enables them.
 

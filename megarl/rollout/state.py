@@ -117,13 +117,12 @@ class RLState:
         started = [handle for group in self.started.values() for handle in group.experts]
         return [segment.routed_experts for segment in segments if segment.routed_experts is not None] + started
 
-    def adapt_kl(self, metrics: Mapping[str, float], num_samples: int) -> dict[str, float]:
-        """Adapt the KL coefficient towards algorithm.kl_target, from the KL measured in a step.
+    def adapt_kl(self, divergence: float | None, num_samples: int) -> dict[str, float]:
+        """Adapt the KL coefficient towards algorithm.kl_target, from the divergence measured in a step, in nats.
 
         Returns the metric `kl/coefficient` with the value used in this step; empty if the coefficient is fixed.
         """
         before = self.kl_coefficient
-        divergence = metrics.get("kl/reference")
         if self._algorithm.kl_target is None or divergence is None:
             return {}
         # A NaN would stay in the coefficient for the rest of the run.

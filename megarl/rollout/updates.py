@@ -6,6 +6,7 @@ Updates are skipped if the log-probs of trainer and engine differ by more than `
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,7 @@ from megarl.data.token_batch import TokenBatch
 from megarl.platform.spans import span
 from megarl.rollout.rl_batch import RLBatch
 from megarl.tracking.metrics import Mean, Metric, merge, values
+from megarl.tracking.outcomes import StepOutcome, Update
 
 METRICS = {
     "critic/NAME": ("as train/NAME", "the training metric NAME of the critic"),
@@ -25,44 +27,53 @@ METRICS = {
 
 
 class PolicyUpdates:
-    """Updates of the policy in one step. Callers iterate over it for the minibatches, and `add` the metrics of each
-    update.
+    """Updates of the policy in one step. Callers iterate over it for the minibatches, and `add` each update.
 
     The remaining minibatches are left out once the policy's log-probs are too far from the engine's
-    (train.max_logprob_gap). `train/gap_exceeded` is then 1.
+    (train.max_logprob_gap).
     """
 
     def __init__(self, batch: RLBatch, recipe: Recipe, step: int, conversations: TokenBatch | None = None) -> None:
         """Split a step's batch into minibatches, with `conversations` as in `RLBatch.minibatches`."""
         # A mismatch beyond the limit before the first update means no update at all in this step.
         self._excess = excess_mismatch(batch, recipe.logprob_gap_limit)
-        self._minibatches = [] if self._excess else batch.minibatches(recipe, step, conversations)
-        self._updates: list[Mapping[str, Metric]] = []
+        self._minibatches = [] if self._excess is not None else batch.minibatches(recipe, step, conversations)
+        self._updates: list[Update] = []
 
     def __iter__(self) -> Iterator[TokenBatch]:
         for minibatch in self._minibatches:
             yield minibatch
             # The rest of the step's minibatches would be trained with wrong ratios.
-            if _is_mismatch_exceeded(self._updates[-1]):
+            if self._updates[-1].outcome.mismatch_exceeded:
                 return
 
-    def add(self, metrics: Mapping[str, Metric]) -> None:
-        """Add the metrics of the newest minibatch's update."""
-        self._updates.append(metrics)
+    def add(self, update: Update) -> None:
+        """Add the update of the newest minibatch."""
+        self._updates.append(update)
+
+    def add_to(self, outcome: StepOutcome) -> None:
+        """Add what the updates did to their step's outcome."""
+        outcome.add("policy", [update.outcome for update in self._updates])
+        if self._excess is not None:
+            outcome.excess_mismatch = self._excess.mean
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of all updates (`update_metrics`)."""
+        """Return the metrics of all updates (`update_metrics`), or of a mismatch that forbade them."""
         with span("metrics"):
-            return self._excess | update_metrics(self._updates)
+            excess = {} if self._excess is None else self._excess.metrics()
+            return excess | update_metrics([update.metrics for update in self._updates])
 
 
-async def update_critic(batch: RLBatch, critic: RankModel, recipe: Recipe) -> dict[str, float]:
+async def update_critic(batch: RLBatch, critic: RankModel, recipe: Recipe, outcome: StepOutcome) -> dict[str, float]:
     """Update the critic on the batch's `returns`, in as many optimizer steps as the recipe demands.
 
-    Returns metrics `critic/loss`, `critic/grad_norm`, `critic/clipped` and others.
+    Adds what the updates did to `outcome`. Returns metrics `critic/loss`, `critic/grad_norm`, `critic/clipped` and
+    others.
     """
     updates = [await critic.update(minibatch) for minibatch in batch.critic_minibatches(recipe)]
-    return {name.replace("train/", "critic/", 1): value for name, value in values(merge_updates(updates)).items()}
+    outcome.add("critic", [update.outcome for update in updates])
+    merged = values(merge_updates(update.metrics for update in updates))
+    return {name.replace("train/", "critic/", 1): value for name, value in merged.items()}
 
 
 def merge_updates(updates: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
@@ -110,43 +121,53 @@ def mismatch_before_update(batch: RLBatch) -> NDArray[np.float64] | None:
     return None if not len(distances) or np.isnan(distances).any() else distances
 
 
-def excess_mismatch(batch: RLBatch, limit: float | None) -> dict[str, float]:
-    """Return `train/gap_exceeded` = 1 and metrics `logprob_gap/` if the mismatch of engine and trainer forbids an
-    update.
+class ExcessMismatch(NamedTuple):
+    """Differences of trainer and engine log-probs, in nats, that forbid a step's updates."""
 
-    The result is empty if the mismatch is at most `limit`, in nats, or not yet known.
+    mean: float
+    max: float
+    bit_equal: float
+    """Share of equal log-probs."""
+
+    def metrics(self) -> dict[str, float]:
+        """Return metrics of the mismatch, and of the skipped updates."""
+        return {
+            "train/gap_exceeded": 1.0,
+            "logprob_gap/mean": self.mean,
+            "logprob_gap/max": self.max,
+            "logprob_gap/bit_equal": self.bit_equal,
+        }
+
+
+def excess_mismatch(batch: RLBatch, limit: float | None) -> ExcessMismatch | None:
+    """Return the mismatch of engine and trainer if it forbids an update.
+
+    None: the mismatch is at most `limit`, in nats, or not yet known.
     """
     if limit is None:
-        return {}
+        return None
     distances = mismatch_before_update(batch)
     if distances is None or distances.mean() <= limit:
-        return {}
-    return {
-        "train/gap_exceeded": 1.0,
-        "logprob_gap/mean": float(distances.mean()),
-        "logprob_gap/max": float(distances.max()),
-        "logprob_gap/bit_equal": float((distances == 0).mean()),
-    }
+        return None
+    return ExcessMismatch(float(distances.mean()), float(distances.max()), float((distances == 0).mean()))
 
 
-def _is_mismatch_exceeded(metrics: Mapping[str, Metric]) -> bool:
-    """Return whether an update was skipped because engine and trainer log-probs differ too much."""
-    return "train/gap_exceeded" in metrics and metrics["train/gap_exceeded"].number > 0
+def mismatch_exceeded_message(mismatch: float | None, limit: float | None, step: int) -> str | None:
+    """Return the message for a step with too different log-probs of engine and trainer; None for any other step.
 
-
-def mismatch_exceeded_message(metrics: Mapping[str, float], limit: float | None, step: int) -> str | None:
-    """Return the message for a step with too different log-probs of engine and trainer; None for any other step."""
+    `mismatch` is `StepOutcome.excess_mismatch`, `limit` the recipe's; both are in nats.
+    """
     # The limit may be missing although the step exceeded it: a resume can remove it before the step is logged.
-    if limit is None or not metrics.get("train/gap_exceeded"):
+    if limit is None or mismatch is None:
         return None
     if limit == 0:
         return (
-            f"trainer.exact = True: the trainer's log-probs of step {step} were {metrics['logprob_gap/mean']:.3g} nats "
+            f"trainer.exact = True: the trainer's log-probs of step {step} were {mismatch:.3g} nats "
             "from the engine's on average, and not equal, so updates were skipped. `tools/check.py exact_operators "
             "--model FOLDER` compares both operator by operator. trainer.exact=false goes on without this requirement"
         )
     return (
         f"train.max_logprob_gap = {limit:g}: the trainer's log-probs of step {step} were "
-        f"{metrics['logprob_gap/mean']:.3g} nats from the engine's on average, so updates were skipped. Look for the "
+        f"{mismatch:.3g} nats from the engine's on average, so updates were skipped. Look for the "
         "cause in rollout.vllm, model.dtype and logprob_gap/ of earlier steps; or raise the limit"
     )

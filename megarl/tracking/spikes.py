@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
-from megarl.tracking.metrics import Metric
+from megarl.tracking.outcomes import UpdateOutcome
 
 METRICS = {
     "train/spikes": ("count", "updates dropped because of train.on_spike"),
@@ -67,17 +67,10 @@ class SpikeDetector:
             loss = self._loss_factor * median(self._losses)
         return UpdateLimits(grad_norm, loss)
 
-    def add(self, metrics: dict[str, Metric]) -> None:
-        """Add the metrics of an update that was executed with the current limits.
-
-        The flag `train/spikes`, set by ranks that dropped the update, is removed: `take` counts the spikes.
-        """
-        flag, loss = metrics.pop("train/spikes", None), metrics.get("train/loss")
-        self.observe(
-            metrics["train/grad_norm"].number,
-            None if loss is None else loss.number,
-            is_spike=flag is not None and flag.number > 0,
-        )
+    def add(self, outcome: UpdateOutcome) -> None:
+        """Add an update that was executed with the current limits."""
+        loss = None if outcome.loss is None else outcome.loss.number
+        self.observe(outcome.grad_norm, loss, is_spike=outcome.spike)
 
     def observe(self, grad_norm: float, loss: float | None, *, is_spike: bool) -> None:
         """Add an update by its numbers. `is_spike` says that the ranks dropped it."""

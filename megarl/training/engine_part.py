@@ -17,11 +17,8 @@ class EnginePart:
     A part is built after the model's chunks, before they are wrapped with gradient buffers.
     """
 
-    loss_names: Sequence[str] = ()
-    """Metrics of losses that this part adds to the objective. An update whose loss is not finite is skipped."""
-
     def extend_objective(self, objective: Objective, recipe: Recipe) -> Objective:
-        """Return the objective with this part's loss."""
+        """Return the objective with this part's loss, a `Signal` with `is_loss`."""
         return objective
 
     def prepare_update(self, rows: Sequence[TokenBatch]) -> None:

@@ -16,7 +16,7 @@ from megarl.training.microbatch import Microbatch, is_predicted, own_part, place
 from megarl.training.model import ModelShard
 from megarl.training.objective import Objective, RowLoss, StepNumbers
 from megarl.training.row_feeds import RowFeed
-from megarl.training.row_metrics import mean_of
+from megarl.training.row_metrics import Signal, mean_of
 
 METRICS = {
     "mtp/loss": (
@@ -26,6 +26,9 @@ METRICS = {
     ),
 }
 """Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
+
+MTP_LOSS = Signal("mtp/loss", is_loss=True)
+"""The loss of the MTP layers."""
 
 
 class MtpFeed(RowFeed):
@@ -64,8 +67,6 @@ class MtpFeed(RowFeed):
 class MtpPart(EnginePart):
     """The MTP layers of a trained model. Their gradient does not change how the policy's gradient is clipped."""
 
-    loss_names = ("mtp/loss",)
-
     def __init__(self, shard: ModelShard) -> None:
         self._shard = shard
         shard.update_feeds.append(MtpFeed(shard.device))
@@ -90,7 +91,7 @@ class MtpPart(EnginePart):
             return (
                 total + coefficient * (losses * weights).sum(),
                 count,
-                logged | {"mtp/loss": mean_of(losses, mask)},
+                logged | {MTP_LOSS: mean_of(losses, mask)},
             )
 
         return objective_and_mtp

@@ -18,7 +18,7 @@ from megarl.tracking.model_outputs import NotFinite, Place
 from megarl.training.model import ModelShard
 from megarl.training.module_trace import ModuleTrace, chunk_numbers, model_names
 from megarl.training.objective import RowLoss
-from megarl.training.row_metrics import read
+from megarl.training.row_metrics import losses_of, read
 
 _KINDS = ("weight", "output", "loss", "gradient")
 """Kinds of tensors in the order in which they cause each other."""
@@ -28,15 +28,12 @@ _MAY_BE_NAN = ("old_logprobs", "rollout_logprobs")
 """Arrays of a batch in which NaN means that there is no value."""
 
 
-def find_not_finite(
-    model: ModelShard, rows: Sequence[TokenBatch], objective: Callable[..., RowLoss], loss_names: Sequence[str]
-) -> NotFinite:
+def find_not_finite(model: ModelShard, rows: Sequence[TokenBatch], objective: Callable[..., RowLoss]) -> NotFinite:
     """Compute the rows again, and return the first tensor that is not finite. A collective over the trainer's ranks.
 
     The order is: weights; outputs of modules, by microbatch and position in the model; losses of microbatches; each
     rank's own gradients, from the last layer to the first. All ranks return the same. Gradient buffers are zeroed;
-    weights, buffers and optimizer stay. Dropout draws new masks. `loss_names` are the metrics of the objective's
-    losses.
+    weights, buffers and optimizer stay. Dropout draws new masks.
     """
     trace = ModuleTrace(model.chunks, _has_fault)
     buffers = {buffer: buffer.clone() for chunk in model.chunks for buffer in chunk.buffers()}
@@ -44,7 +41,7 @@ def find_not_finite(
         with trace.recording(), torch.enable_grad():
             losses = read(get_forward_backward_func()(**model.passes(rows, objective)))
         model.release_feeds()
-        numbers = [[part[name].number for name in loss_names if name in part] for part in losses]
+        numbers = [losses_of(row) for row in losses]
         own = next(_candidates(model, rows, trace, numbers), None)
     # Routers count the tokens per expert in buffers. Tokens of the second pass must not count.
     for buffer, values in buffers.items():

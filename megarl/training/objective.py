@@ -21,7 +21,20 @@ from megarl.algorithms.value_losses import clipped as clipped_values
 from megarl.config import AlgorithmConfig, CriticConfig, PreferenceConfig
 from megarl.files.import_path import function_of
 from megarl.training.microbatch import Microbatch, whole_row
-from megarl.training.row_metrics import RowMetric, max_of, mean_of, mean_of_all, means_of, sum_of
+from megarl.training.row_metrics import (
+    KL,
+    LOSS,
+    MISMATCH,
+    RATIO,
+    TOKENS,
+    RowMetric,
+    Signal,
+    max_of,
+    mean_of,
+    mean_of_all,
+    means_of,
+    sum_of,
+)
 from megarl.types import ConfigError
 
 METRICS = {
@@ -70,8 +83,11 @@ class StepNumbers:
     """KTO's reference point: the policy's KL from the reference in nats per answer, not negative."""
 
 
-RowLoss = tuple[Tensor, Tensor, dict[str, RowMetric]]
-"""A microbatch's part of the global loss [], a token count [] required by Megatron, and the microbatch's metrics."""
+RowLoss = tuple[Tensor, Tensor, dict[str | Signal, RowMetric]]
+"""A microbatch's part of the global loss [], a token count [] required by Megatron, and the microbatch's metrics.
+
+What decides about an update is stored by its `Signal`, all else by the metric's name.
+"""
 
 
 class Objective(Protocol):
@@ -121,25 +137,32 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
                 loss, metrics = checked_policy_loss(policy_loss(*arguments, **settings), policy_logprobs)
         except ResultError as error:
             raise ConfigError(f"algorithm.policy_loss = {config.policy_loss}: {error}") from error
-        metrics = {f"train/{name}": value for name, value in metrics.items()} | {
-            "train/entropy": entropies.detach(),
-        }
+        ratios = metrics.pop("ratio", None)
+        of_tokens: dict[str | Signal, Tensor] = {f"train/{name}": value for name, value in metrics.items()}
+        of_tokens["train/entropy"] = entropies.detach()
+        if ratios is not None:
+            of_tokens[RATIO] = ratios
+        elif config.skip_ratio is not None:
+            raise ConfigError(
+                f"algorithm.skip_ratio = {config.skip_ratio:g}: algorithm.policy_loss = {config.policy_loss} returns "
+                'no metric "ratio", whose mean it limits; return this metric, or remove the limit'
+            )
         if (weights := given.get("importance_weights")) is None and config.importance_sampling is not None:
             weights, unbounded = _importance_weights(config, old_logprobs, batch)
-            metrics |= weight_metrics(weights, unbounded)
+            of_tokens |= weight_metrics(weights, unbounded)
         if weights is not None:
             loss = loss * weights
         if config.old_logprobs == "trainer":
-            metrics["kl/update"] = k3(old_logprobs, policy_logprobs.detach())
+            of_tokens["kl/update"] = k3(old_logprobs, policy_logprobs.detach())
         if config.kl_placement == "loss" and config.kl_coefficient:
             divergence = estimate(policy_logprobs, given["reference_logprobs"], **estimate_settings)
             loss = loss + numbers.kl_coefficient * divergence
-            metrics["kl/reference"] = divergence
+            of_tokens[KL] = divergence
             if config.k3_max is not None:
-                metrics["kl/capped"] = (divergence >= config.k3_max).float()
+                of_tokens["kl/capped"] = (divergence >= config.k3_max).float()
         if config.entropy_coefficient:
             loss = loss - config.entropy_coefficient * entropies
-        logged: dict[str, RowMetric] = {}
+        logged: dict[str | Signal, RowMetric] = {}
         if is_supervised is not None:
             loss = torch.where(is_supervised > 0, -output[0], loss)
             logged["train/ptx_loss"] = mean_of(-output[0], batch.mask & (is_supervised > 0))
@@ -147,8 +170,8 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
             # With old_logprobs = rollout, no earlier pass computed the trainer's log-probs: this pass provides them.
             trainer_logprobs = policy_logprobs.detach() if config.old_logprobs == "rollout" else old_logprobs
             logged |= mismatch_metrics(trainer_logprobs, rollout_logprobs, is_of_policy)
-        total, count, of_tokens = weighted_loss(loss, metrics, batch, is_of_policy)
-        return total, count, of_tokens | logged
+        total, count, means = weighted_loss(loss, of_tokens, batch, is_of_policy)
+        return total, count, means | logged
 
     return objective
 
@@ -251,11 +274,13 @@ def _answers_objective(preference_loss: Callable[..., tuple[Tensor, Tensor]], co
     return objective
 
 
-def weighted_loss(loss: Tensor, metrics: Mapping[str, Tensor], batch: Microbatch, is_counted: Tensor) -> RowLoss:
+def weighted_loss(
+    loss: Tensor, metrics: Mapping[str, Tensor] | Mapping[str | Signal, Tensor], batch: Microbatch, is_counted: Tensor
+) -> RowLoss:
     """Return the sum of weight * loss, and the means of metrics over the counted tokens. All tensors are [tokens]."""
     # Selecting instead of multiplying: an untrained token's loss, even inf, must not reach the sum.
     total = (torch.where(batch.mask, loss, 0.0) * batch.per_token["token_weights"]).sum()
-    logged = {"train/loss": sum_of(total), "train/tokens": sum_of(batch.mask)}
+    logged: dict[str | Signal, RowMetric] = {LOSS: sum_of(total), TOKENS: sum_of(batch.mask)}
     logged |= means_of(metrics, is_counted)
     # Megatron's schedules require a token count. It is not used: the token weights are already normalised.
     return total, torch.ones((), dtype=torch.int, device=total.device), logged
@@ -269,7 +294,9 @@ def _with_gradient_on(is_trained: Tensor, output: Tensor) -> Tensor:
     return torch.where(is_trained, output, output.detach())
 
 
-def mismatch_metrics(trainer_logprobs: Tensor, rollout_logprobs: Tensor, is_counted: Tensor) -> dict[str, RowMetric]:
+def mismatch_metrics(
+    trainer_logprobs: Tensor, rollout_logprobs: Tensor, is_counted: Tensor
+) -> dict[str | Signal, RowMetric]:
     """Return the `logprob_gap/` metrics: the mismatch of trainer and engine over the counted tokens sampled by these
     weights. All tensors are [tokens].
 
@@ -278,13 +305,15 @@ def mismatch_metrics(trainer_logprobs: Tensor, rollout_logprobs: Tensor, is_coun
     is_sampled = rollout_logprobs.isnan().logical_not()
     is_measured = is_counted & is_sampled
     trainer, engine = trainer_logprobs.double(), rollout_logprobs.double()
-    logged = {
+    logged: dict[str | Signal, RowMetric] = {
         "logprob_gap/measured": mean_of(is_sampled.double(), is_counted),
         "logprob_gap/bit_equal": mean_of((trainer == engine).double(), is_measured, needs_tokens=True),
         "logprob_gap/max": max_of((trainer - engine).abs(), is_measured),
     }
-    moments = {f"logprob_gap/{name}": values for name, values in mismatch_moments(trainer, engine).items()}
-    return logged | means_of(moments, is_measured, needs_tokens=True)
+    moments = mismatch_moments(trainer, engine)
+    of_tokens: dict[str | Signal, Tensor] = {MISMATCH: moments.pop("mean")}
+    of_tokens |= {f"logprob_gap/{name}": values for name, values in moments.items()}
+    return logged | means_of(of_tokens, is_measured, needs_tokens=True)
 
 
 def _pair_metrics(rewards: Tensor) -> dict[str, RowMetric]:

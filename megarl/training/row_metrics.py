@@ -2,14 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from megarl.tracking.metrics import Max, Mean, Metric, Sum
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Signal:
+    """A quantity of each row from which an update is judged. It is logged under the name `metric`.
+
+    Rows are read by the signal itself, so its name in the log never changes what is trained.
+    """
+
+    metric: str
+    is_loss: bool = False
+    """Whether it is a minimised loss. An update with a loss that is not finite is skipped."""
+
+
+LOSS = Signal("train/loss", is_loss=True)
+"""The minimised loss, a sum over the update's rows in nats."""
+TOKENS = Signal("train/tokens")
+"""Number of trained tokens."""
+RATIO = Signal("train/ratio")
+"""Mean probability ratio of the policy's tokens, for algorithm.skip_ratio."""
+MISMATCH = Signal("logprob_gap/mean")
+"""Mean difference of trainer and engine log-probs, in nats, for train.max_logprob_gap."""
+KL = Signal("kl/reference")
+"""Mean divergence of the policy from the reference, in nats, for algorithm.kl_target."""
+
+Key = TypeVar("Key", str, Signal, str | Signal)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +60,7 @@ def mean_of(values: Tensor, is_counted: Tensor, *, needs_tokens: bool = False) -
     return _mean(values, is_counted, is_counted.sum(), needs_tokens)
 
 
-def means_of(metrics: Mapping[str, Tensor], is_counted: Tensor, *, needs_tokens: bool = False) -> dict[str, RowMetric]:
+def means_of(metrics: Mapping[Key, Tensor], is_counted: Tensor, *, needs_tokens: bool = False) -> dict[Key, RowMetric]:
     """Return the mean of each metric's counted values, as in `mean_of`; all tensors are [values]."""
     count = is_counted.sum()
     return {name: _mean(values, is_counted, count, needs_tokens) for name, values in metrics.items()}
@@ -65,9 +92,9 @@ def max_of(values: Tensor, is_counted: Tensor) -> RowMetric:
     return RowMetric(Max, largest, is_counted.sum(), needs_tokens=True)
 
 
-def read(rows: Sequence[Mapping[str, RowMetric]]) -> list[dict[str, Metric]]:
+def read(rows: Sequence[Mapping[Key, RowMetric]]) -> list[dict[Key, Metric]]:
     """Read the metrics of all rows from the device, in one copy. The host waits for the rows' passes here."""
-    found: list[dict[str, Metric]] = [{} for _ in rows]
+    found: list[dict[Key, Metric]] = [{} for _ in rows]
     unread = [(into, name, metric) for into, row in zip(found, rows, strict=True) for name, metric in row.items()]
     if not unread:
         return found
@@ -77,3 +104,18 @@ def read(rows: Sequence[Mapping[str, RowMetric]]) -> list[dict[str, Metric]]:
         if count or not metric.needs_tokens:
             into[name] = Mean(number, count) if metric.kind is Mean else metric.kind(number)
     return found
+
+
+def losses_of(row: Mapping[str | Signal, Metric]) -> list[float]:
+    """Return the losses of a row's metrics, those of optional parts included."""
+    return [metric.number for key, metric in row.items() if isinstance(key, Signal) and key.is_loss]
+
+
+def select(rows: Iterable[Mapping[str | Signal, Metric]], signal: Signal) -> list[Metric]:
+    """Return a signal of the rows that have it."""
+    return [row[signal] for row in rows if signal in row]
+
+
+def logged(row: Mapping[str | Signal, Metric]) -> dict[str, Metric]:
+    """Return a row's metrics by the names under which they are logged."""
+    return {key.metric if isinstance(key, Signal) else key: metric for key, metric in row.items()}

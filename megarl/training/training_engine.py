@@ -27,8 +27,9 @@ from megarl.models.configuration import accumulates_in_transformer_engine
 from megarl.models.layer_caches import drop_weight_copies
 from megarl.models.policy import PackedModel, accumulate_in_main_gradients
 from megarl.platform.spans import span
-from megarl.tracking.metrics import Max, Mean, Metric, merge
+from megarl.tracking.metrics import Mean, Metric, Sum, merge
 from megarl.tracking.model_outputs import NotFinite
+from megarl.tracking.outcomes import Update, UpdateOutcome, merge_measured
 from megarl.tracking.spikes import UpdateLimits
 from megarl.training.engine_part import EnginePart
 from megarl.training.engine_parts import build_engine_parts, select_model_parts
@@ -40,19 +41,8 @@ from megarl.training.offload import MergedWeights, Offloadable
 from megarl.training.optimizer import build_optimizer, build_schedule, step_if_finite
 from megarl.training.replica import Replica
 from megarl.training.roles import Role, role_of_critic, role_of_policy
-from megarl.training.row_metrics import read
+from megarl.training.row_metrics import KL, LOSS, MISMATCH, RATIO, TOKENS, Signal, logged, losses_of, read, select
 from megarl.types import MegarlError
-
-METRICS = {
-    "train/grad_norm": ("1", "gradient norm before clipping, largest of the step's updates"),
-    "train/learning_rate": ("1", "learning rate, largest of the step's updates"),
-    "train/update_skipped": ("0 or 1", "whether an update changed no parameter"),
-    "train/not_finite": ("0 or 1", "whether an update was skipped because its loss or gradient was not finite"),
-    "train/empty_update": ("0 or 1", "1 if an update was skipped because none of its tokens is trained"),
-    "train/gap_exceeded": ("0 or 1", "whether updates were skipped because of train.max_logprob_gap"),
-}
-"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
-
 
 Part = TypeVar("Part", bound=EnginePart)
 
@@ -126,11 +116,6 @@ class TrainingEngine(ModelShard):
     def find_part(self, kind: type[Part]) -> Part | None:
         """Return this model's part of a class; None if it has none."""
         return next((part for part in self.engine_parts if isinstance(part, kind)), None)
-
-    @property
-    def loss_names(self) -> list[str]:
-        """Metrics of the losses. An update is skipped if one is not finite."""
-        return ["train/loss", *(name for part in self.engine_parts for name in part.loss_names)]
 
     @property
     def models(self) -> list[DistributedDataParallel]:
@@ -244,15 +229,16 @@ class TrainingEngine(ModelShard):
         kl_coefficient: float | None = None,
         kto_kl: float | None = None,
         limits: UpdateLimits | None = None,
-    ) -> dict[str, Metric]:
-        """Run one optimizer step on this replica's share of the global batch. Returns metrics on the ranks reporting.
+    ) -> Update:
+        """Run one optimizer step on this replica's share of the global batch. Ranks that report return metrics too.
 
         `rows` are given as in `forward`. `kl_coefficient` weighs the KL to the reference (default:
         algorithm.kl_coefficient). `kto_kl` is KTO's reference point, a KL in nats per answer. `limits` are the gradient
         norm and the loss of a spike (train.on_spike); None: no limits.
 
-        No parameter changes (metric `train/update_skipped`) if no token is trained, loss or gradient is not finite, the
-        mean ratio exceeds `algorithm.skip_ratio`, the mismatch exceeds `train.max_logprob_gap`, or a limit is exceeded.
+        No parameter changes (`UpdateOutcome.applied` is False) if no token is trained, loss or gradient is not finite,
+        the mean ratio exceeds `algorithm.skip_ratio`, the mismatch exceeds `train.max_logprob_gap`, or a limit is
+        exceeded.
         The first of consecutive updates that are not finite is computed again, to name the first such tensor
         (`last_not_finite`). Raises MegarlError with it after too many.
         """
@@ -272,15 +258,15 @@ class TrainingEngine(ModelShard):
             self.release_feeds()
             faults.reach("gradients", self._gradients)
             with span("optimizer"):
-                metrics = self._step(read(rows_metrics), limits or UpdateLimits())
+                update = self._step(read(rows_metrics), limits or UpdateLimits())
             faults.reach("updated", self.parameters.values)
             for part in self.engine_parts:
-                metrics |= part.update_metrics()
+                update.metrics.update(part.update_metrics())
             if self.skipped_in_a_row == 1:
                 with self._update_context():
-                    self._not_finite = find_not_finite(self, own, objective, self.loss_names)
+                    self._not_finite = find_not_finite(self, own, objective)
             self._refuse_too_many_skipped()
-            return metrics
+            return update
 
     def last_not_finite(self) -> NotFinite | None:
         """Return the first tensor of the newest update that was not finite, the same on all ranks; None if all were."""
@@ -303,18 +289,18 @@ class TrainingEngine(ModelShard):
                 f"{self.role.field}.max_skipped_updates."
             )
 
-    def _step(self, losses: Sequence[Mapping[str, Metric]], limits: UpdateLimits) -> dict[str, Metric]:
+    def _step(self, rows: Sequence[Mapping[str | Signal, Metric]], limits: UpdateLimits) -> Update:
         """Run the optimizer's step on the gradients of these microbatches, unless the update must be skipped."""
         # The schedule advances for skipped updates too, so it ends with the last update.
         self.schedule.step(increment=1)
         learning_rate = self.optimizer.param_groups[0]["lr"]
-        numbers = [part[name].number for part in losses for name in self.loss_names if name in part]
-        num_tokens = sum(part["train/tokens"].number for part in losses if "train/tokens" in part)
+        losses = [loss for row in rows for loss in losses_of(row)]
+        num_tokens = sum(tokens.number for tokens in select(rows, TOKENS))
         # Without a trained token, weight decay and momentum would still move the weights.
-        finite, has_tokens = self._all_and_any(bool(np.isfinite(numbers).all()), num_tokens > 0)
-        is_gap_exceeded = self._is_mean_above(self.role.max_logprob_gap, losses, "logprob_gap/mean")
-        strayed = self._is_mean_above(self.role.skip_ratio, losses, "train/ratio") or is_gap_exceeded
-        is_spike = self._is_sum_above(limits.loss, losses, "train/loss")
+        finite, has_tokens = self._all_and_any(bool(np.isfinite(losses).all()), num_tokens > 0)
+        is_mismatch_exceeded = self._is_mean_above(self.role.max_logprob_gap, rows, MISMATCH)
+        strayed = self._is_mean_above(self.role.skip_ratio, rows, RATIO) or is_mismatch_exceeded
+        is_spike = self._is_sum_above(limits.loss, rows, LOSS)
         grad_norm, applied = step_if_finite(
             self.optimizer,
             is_wanted=has_tokens and finite and not strayed and not is_spike,
@@ -327,21 +313,24 @@ class TrainingEngine(ModelShard):
         # Updates skipped by a limit are intended. Only consecutive non-finite ones count.
         is_dropped = not has_tokens or (finite and strayed) or is_spike
         self.skipped_in_a_row = 0 if applied or is_dropped else self.skipped_in_a_row + 1
+        outcome = UpdateOutcome(
+            applied=applied,
+            grad_norm=grad_norm,
+            learning_rate=float(learning_rate),
+            is_empty=not has_tokens,
+            not_finite=not is_finite,
+            spike=is_spike,
+            mismatch_exceeded=None if self.role.max_logprob_gap is None else is_mismatch_exceeded,
+        )
         if not self.reports:
-            return {}
-        metrics = {
-            "train/grad_norm": Max(grad_norm),
-            "train/learning_rate": Max(float(learning_rate)),
-            "train/update_skipped": Max(float(not applied)),
-            "train/not_finite": Max(float(not is_finite)),
-        }
-        if not has_tokens:
-            metrics["train/empty_update"] = Max(1.0)
-        if limits != UpdateLimits():
-            metrics["train/spikes"] = Max(float(is_spike))
-        if self.role.max_logprob_gap is not None:
-            metrics["train/gap_exceeded"] = Max(float(is_gap_exceeded))
-        return merge([metrics, *losses])
+            return Update(outcome, {})
+        measured = replace(
+            outcome,
+            loss=merge_measured(loss for loss in select(rows, LOSS) if isinstance(loss, Sum)),
+            mismatch=merge_measured(mismatch for mismatch in select(rows, MISMATCH) if isinstance(mismatch, Mean)),
+            kl=merge_measured(kl for kl in select(rows, KL) if isinstance(kl, Mean)),
+        )
+        return Update(measured, merge([outcome.metrics(), *(logged(row) for row in rows)]))
 
     def _all_and_any(self, holds_here: bool, occurs_here: bool) -> tuple[bool, bool]:
         """Return whether the first flag is True on all ranks, and whether the second is True on any rank."""
@@ -351,22 +340,24 @@ class TrainingEngine(ModelShard):
         holds, occurs = flags.tolist()
         return holds == 1, occurs == -1
 
-    def _is_mean_above(self, limit: float | None, losses: Sequence[Mapping[str, Metric]], name: str) -> bool:
-        """Return whether a metric's mean over the global batch exceeds the recipe's limit; the same on all ranks."""
+    def _is_mean_above(
+        self, limit: float | None, rows: Sequence[Mapping[str | Signal, Metric]], signal: Signal
+    ) -> bool:
+        """Return whether a signal's mean over the global batch exceeds the recipe's limit; the same on all ranks."""
         if limit is None:
             return False
-        means = [part[name] for part in losses if name in part] if self.reports else []
+        means = select(rows, signal) if self.reports else []
         sums = [(mean.number * mean.count, mean.count) for mean in means if isinstance(mean, Mean)]
         total = torch.tensor(sums or [(0.0, 0.0)], dtype=torch.float32, device=self.device).sum(0)
         torch.distributed.all_reduce(total)
         # Where equality is required (limit 0), a log-prob that is not a number differs.
         return bool(total[0] > limit * total[1]) or (limit == 0 and bool(total[0].isnan()))
 
-    def _is_sum_above(self, limit: float | None, losses: Sequence[Mapping[str, Metric]], name: str) -> bool:
-        """Return whether a metric's sum over the global batch exceeds a limit; the same on all ranks."""
+    def _is_sum_above(self, limit: float | None, rows: Sequence[Mapping[str | Signal, Metric]], signal: Signal) -> bool:
+        """Return whether a signal's sum over the global batch exceeds a limit; the same on all ranks."""
         if limit is None:
             return False
-        own = [part[name].number for part in losses if name in part] if self.reports else []
+        own = [metric.number for metric in select(rows, signal)] if self.reports else []
         total = torch.tensor(sum(own), dtype=torch.float64, device=self.device)
         torch.distributed.all_reduce(total)
         return bool(total > limit)

@@ -22,7 +22,9 @@ from megarl.config import Recipe
 from megarl.loops.checkpointing import plain_recipe, survey
 from megarl.loops.data_position import DataPosition
 from megarl.loops.resume import Inputs, Origin, begin_from_copy, find_origin
+from megarl.loops.step import Step
 from megarl.tracking.earlier_run import DRIVER, SCHEMA, EarlierRun
+from megarl.tracking.outcomes import StepOutcome
 from megarl.tracking.run_folder import RunFolder
 from megarl.types import ConfigError, DataError, StorageError
 
@@ -64,7 +66,7 @@ def _write_checkpoint(folder: Path, recipe: Recipe, step: int, kept: dict[str, s
     (folder / ".metadata").write_bytes(pickle.dumps(Metadata(state_dict_metadata={}, storage_data={})))
     driver = {
         "schema": SCHEMA, "step": step, "recipe": plain_recipe(recipe), **Inputs.read(recipe, kept).as_json(),
-        "unlogged": {"x": 1.0},
+        "unlogged": {"x": 1.0}, "outcome": StepOutcome(excess_mismatch=0.3, not_finite=("critic",)).as_json(),
     }  # fmt: skip
     (folder / DRIVER).write_text(json.dumps(driver))
     write_manifest(folder, {path.name: file_record(path) for path in folder.iterdir()}, {"format": "torch_dist"})
@@ -110,7 +112,8 @@ def test_a_resume_on_a_full_disk_condemns_nothing(
             find_origin(recipe, folder, "if-any")
         assert before.items() <= contents(home.parent).items()
         origin = find_origin(recipe, folder, "if-any")
-    assert origin.checkpoint == home / "step_000004" and origin.unlogged == {"x": 1.0}
+    assert origin.checkpoint == home / "step_000004"
+    assert origin.unlogged == Step(4, {"x": 1.0}, StepOutcome(excess_mismatch=0.3, not_finite=("critic",)), True)
     assert (home / "latest").read_text() == "step_000004\n"
     # An evaluation is made up for once.
     folder.metrics_file.write_text('{"step": 3}\n{"step": 4}\n')

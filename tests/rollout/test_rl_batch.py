@@ -20,6 +20,7 @@ from megarl.rollout.step_metrics import (
 )
 from megarl.rollout.updates import PolicyUpdates, excess_mismatch, merge_updates, mismatch_before_update, update_metrics
 from megarl.tracking.metrics import Max, Mean, Metric, Sum
+from megarl.tracking.outcomes import StepOutcome, Update, UpdateOutcome
 from megarl.types import Trajectory
 from tests.rollout.batches import attempt, batch_of, masked, of_sequences, recipe, rl_batch, segmented, weighed, weights
 
@@ -305,22 +306,32 @@ def test_a_mismatch_is_known_before_the_update_where_all_old_logprobs_are() -> N
     batch.per_token["old_logprobs"] = np.array([0.0, -1.1, -1.8, -2.4], np.float32)
     distances = mismatch_before_update(batch)
     assert distances is not None and distances.mean() == pytest.approx(0.3)
-    assert excess_mismatch(batch, 0.31) == {}
+    assert excess_mismatch(batch, 0.31) is None
     expected = {
         "train/gap_exceeded": 1.0, "logprob_gap/mean": pytest.approx(0.3), "logprob_gap/max": pytest.approx(0.6),
         "logprob_gap/bit_equal": 0.0,
     }  # fmt: skip
-    assert excess_mismatch(batch, 0.29) == expected
-    assert excess_mismatch(batch, None) == {}
+    excess = excess_mismatch(batch, 0.29)
+    assert excess is not None and excess.metrics() == expected
+    assert excess_mismatch(batch, None) is None
     batch.per_token["old_logprobs"][2] = np.nan
     assert mismatch_before_update(batch) is None
 
 
-@pytest.mark.parametrize(("exceeded", "expected"), [([0.0, 0.0, 0.0], 0.0), ([0.0, 1.0], 1.0)])
-def test_updates_end_with_the_first_one_beyond_the_limit(exceeded: list[float], expected: float) -> None:
+@pytest.mark.parametrize(("exceeded", "expected"), [([False, False, False], None), ([False, True], 0.3)])
+def test_updates_end_with_the_first_one_beyond_the_limit(exceeded: list[bool], expected: float | None) -> None:
+    """The decision is in no metric: these updates have none."""
     updates = PolicyUpdates(rl_batch("xx", "xx", "xx"), recipe(train={"updates_per_step": 3}), step=1)
     num_updates = 0
     for _ in updates:
-        updates.add({"train/gap_exceeded": Max(exceeded[num_updates])})
+        updates.add(skipped_update(mismatch_exceeded=exceeded[num_updates]))
         num_updates += 1
-    assert num_updates == len(exceeded) and updates.metrics() == {"train/gap_exceeded": expected}
+    assert num_updates == len(exceeded) and updates.metrics() == {}
+    outcome = StepOutcome()
+    updates.add_to(outcome)
+    assert outcome == StepOutcome(excess_mismatch=expected)
+
+
+def skipped_update(*, mismatch_exceeded: bool) -> Update:
+    """An update without metrics, whose log-probs were 0.3 nats from the engine's."""
+    return Update(UpdateOutcome(False, 1.0, 0.1, mismatch_exceeded=mismatch_exceeded, mismatch=Mean(0.3, 4)), {})

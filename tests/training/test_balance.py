@@ -87,7 +87,7 @@ def updated(recipe: Recipe, parallel: ParallelConfig, batches: list[list[Trainin
             multiple=parallel.sequence_multiple * parallel.tp,
             rows_multiple=parallel.rows_multiple,
         )[parallel.coordinates(dist.get_rank()).dp]
-        metrics = engine.update([batch.select(row) for row in rows])
+        metrics = engine.update([batch.select(row) for row in rows]).metrics
         parameters: dict[str, Any] = engine.parameters
         gradients = {n: p.main_grad for n, p in parameters.items()}
         found.append({"metrics": metrics, "gradients": cut_out(pieces, gradients), "rows": len(rows)})

@@ -86,7 +86,7 @@ def update(engine: Any, parallel: ParallelConfig, step: int) -> dict[str, Any]:
     )
     tokens = engine.recipe.trainer.max_tokens_per_microbatch
     rows = pack([len(s) for s in sequences], max_tokens=tokens, num_ranks=parallel.dp, multiple=parallel.tp)
-    return engine.update(row_batches(sequences, rows[parallel.coordinates(dist.get_rank()).dp]))
+    return engine.update(row_batches(sequences, rows[parallel.coordinates(dist.get_rank()).dp])).metrics
 
 
 def state_of(engine: Any) -> dict[str, torch.Tensor]:

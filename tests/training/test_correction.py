@@ -67,7 +67,7 @@ class Aged:
 
     def update(self, recipe: Recipe, parallel: ParallelConfig, sequences: Sequence[TrainingSequence]) -> Any:
         """This rank's part of the gradient, and its metrics."""
-        metrics = self.engine.update(row_batches(sequences, rows_of(recipe, parallel, sequences)))
+        metrics = self.engine.update(row_batches(sequences, rows_of(recipe, parallel, sequences))).metrics
         return cut_out(self.pieces, {name: p.main_grad for name, p in self.engine.parameters.items()}), metrics
 
 
@@ -230,7 +230,7 @@ def in_pass_and_in_update(recipe: Recipe, parallel: ParallelConfig) -> dict[str,
         weighed = [replace(s, importance_weights=part) for s, part in zip(known, parts, strict=True)]
         parts_of = []
         for batch_of in (weighed, sequences):
-            updated = engine.update(row_batches(batch_of, indices))
+            updated = engine.update(row_batches(batch_of, indices)).metrics
             gradient = {name: p.main_grad.clone() for name, p in engine.parameters.items()}
             parts_of.append((cut_out(pieces, gradient), updated))
         found[name] = parts_of, metrics

@@ -117,7 +117,7 @@ def distil(
         getattr(worker, name).teach(rows_of(recipe, teacher_parallel, batch, own))
     teachers = worker.find_part(Teachers)
     held = teachers.targets.numbers
-    metrics = worker.policy.update(rows_of(recipe, parallel, batch, np.arange(len(LENGTHS))))
+    metrics = worker.policy.update(rows_of(recipe, parallel, batch, np.arange(len(LENGTHS)))).metrics
     shape = worker.policy.shape
     pieces = megatron_layouts(shape, parallel, padded_vocab_size=padded_vocab_size(shape.vocab_size, parallel.tp))[rank]
     for replica in (worker.replica, *teachers.replicas):

@@ -41,7 +41,7 @@ def passes(recipe: Recipe) -> dict[str, Any]:
     }
     engine = models[0]
     assert isinstance(engine, TrainingEngine)
-    found["entropies"] = [values(merge([engine.update(rows)]))["train/entropy"] for _ in range(2)]
+    found["entropies"] = [values(merge([engine.update(rows).metrics]))["train/entropy"] for _ in range(2)]
     found["after"] = engine.forward(rows)
     return found
 

@@ -93,7 +93,7 @@ def train(recipe: Recipe, parallel: ParallelConfig, updates: list[list[TrainingS
     result["reference"] = engine.forward_frozen(first)
     for sequences in updates:
         rows = row_batches(sequences, rows_of(recipe, parallel, sequences))
-        result["metrics"].append(engine.update(rows))
+        result["metrics"].append(engine.update(rows).metrics)
         if "gradient" not in result and not recipe.trainer.distributed_optimizer:
             grads = {n: p.main_grad for n, p in engine.parameters.items() if ".adapter." in n}
             result["gradient"] = cut_out(pieces, grads)

@@ -35,7 +35,7 @@ def parallel_of(sizes: Mapping[str, int]) -> ParallelConfig:
 
 
 def update(engine: Any, recipe: Recipe, parallel: ParallelConfig, sequences: list[TrainingSequence]) -> dict[str, Any]:
-    return engine.update(row_batches(sequences, rows_of(recipe, parallel, sequences)))
+    return engine.update(row_batches(sequences, rows_of(recipe, parallel, sequences))).metrics
 
 
 def export(recipe: Recipe, parallel: ParallelConfig, updates: Updates, folder: Path) -> tuple[Any, Any, bool]:

@@ -126,7 +126,7 @@ def updated(recipe: Recipe, parallel: ParallelConfig, out: str | None) -> dict[s
     )[parallel.coordinates(rank).dp]
     own = [batch.select(row) for row in rows]
     logprobs = engine.forward(own)
-    metrics = engine.update(own)
+    metrics = engine.update(own).metrics
     parameters: dict[str, Any] = engine.parameters
     pieces = [piece for piece in layouts[rank] if piece.storage in parameters]
     gradients = cut_out(pieces, {name: parameter.main_grad for name, parameter in parameters.items()})

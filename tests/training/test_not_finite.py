@@ -57,7 +57,7 @@ def poisoned(recipe: Recipe, parallel: ParallelConfig, updates: list[Any], rank:
         return hook
 
     def update() -> float:
-        metrics = engine.update(rows)
+        metrics = engine.update(rows).metrics
         return metrics["train/not_finite"].number if metrics else 1.0
 
     before = {name: value.detach().clone() for name, value in engine.parameters.items()}
@@ -73,7 +73,7 @@ def poisoned(recipe: Recipe, parallel: ParallelConfig, updates: list[Any], rank:
             handle.remove()
         if place == "transient":
             found["stayed"] = all(torch.equal(before[name], value) for name, value in engine.parameters.items())
-            found["sound"] = engine.update(rows).get("train/update_skipped")
+            found["sound"] = engine.update(rows).metrics.get("train/update_skipped")
             before = {}
         engine.skipped_in_a_row = 0
     return found

@@ -145,7 +145,7 @@ def train(recipe: Recipe, parallel: ParallelConfig, updates: list[list[TrainingS
     result: dict[str, Any] = {"indices": indices, "before": engine.forward(first), "metrics": []}
     for sequences in updates:
         rows = row_batches(sequences, rows_of(recipe, parallel, sequences))
-        result["metrics"].append(engine.update(rows))
+        result["metrics"].append(engine.update(rows).metrics)
         if "gradient" not in result:
             result["gradient"] = cut_out(pieces, {n: p.main_grad for n, p in engine.parameters.items()})
     result["parameters"] = cut_out(pieces, engine.parameters)
@@ -385,7 +385,7 @@ def poisoned(
     skipped, stayed = [], True
     try:
         for batch in (sequences, sound, sequences, sequences):
-            metrics = engine.update(row_batches(batch, rows_of(recipe, parallel, batch)))
+            metrics = engine.update(row_batches(batch, rows_of(recipe, parallel, batch))).metrics
             skipped.append(metrics["train/update_skipped"].number)
             if len(skipped) == 1:
                 stayed = all(torch.equal(before[name], value) for name, value in engine.parameters.items())

@@ -110,7 +110,7 @@ def train_and_export(
     indices = own_rows(LENGTHS, parallel)
     rows = row_batches(sequences, indices)
     before = engine.forward(rows)
-    updates = [engine.update(rows) for _ in range(2)]
+    updates = [engine.update(rows).metrics for _ in range(2)]
     ends = with_score_masks(TokenBatch.from_sequences(sequences))
     end_indices = own_rows(ends.lengths.tolist(), parallel)
     after = engine.forward([ends.select(row) for row in end_indices])
@@ -251,7 +251,7 @@ def save_or_restore(
     ]
 
     def update() -> list[dict[str, Any]]:
-        return [policy.update(policy_rows), critic.update(rows)]
+        return [policy.update(policy_rows).metrics, critic.update(rows).metrics]
 
     if into is not None:
         update()

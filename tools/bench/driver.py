@@ -214,7 +214,7 @@ class Driver:
             with measured("step.update"):
                 updates.append(await self.policy.update(minibatch, 0.0))
         with measured("step.metrics"):
-            metrics |= update_metrics(updates) | self._metrics_of(groups, number)
+            metrics |= update_metrics([update.metrics for update in updates]) | self._metrics_of(groups, number)
             seconds = {"time/step_seconds": time.monotonic() - began}
             metrics |= await self.performance.measure_step(seconds, metrics)
         with measured("step.reshard"):

@@ -22,7 +22,8 @@ from gpu_samples import GpuSamples, means_of
 from run_plan import Settings
 
 from megarl.loops.session import Session
-from megarl.loops.steps import Step, Steps
+from megarl.loops.step import Step
+from megarl.loops.steps import Steps
 from megarl.rollout.state import RLState
 from megarl.types import StoppedError
 

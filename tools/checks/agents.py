@@ -230,7 +230,7 @@ def gradients(recipe: Recipe, parallel: ParallelConfig, batches: Sequence[TokenB
     parameters: dict[str, Any] = engine.parameters
     for batch in batches:
         [packed] = pack(batch.lengths, max_tokens=recipe.trainer.max_tokens_per_microbatch, num_ranks=1)
-        metrics = values(engine.update([batch.select(row) for row in packed]))
+        metrics = values(engine.update([batch.select(row) for row in packed]).metrics)
         gradient = {name: p.main_grad.detach().clone().numpy() for name, p in parameters.items()}
         found.append((metrics["train/loss"], gradient))
     return found

@@ -292,7 +292,7 @@ def train(
                 together=together,
             )
             rows = [replace(batch.select(row), shares_prefixes=shares_prefixes) for row in packed[at.dp]]
-            metrics.append(engine.update(rows, kl_coefficient=algorithm.kl_coefficient))
+            metrics.append(engine.update(rows, kl_coefficient=algorithm.kl_coefficient).metrics)
         results[objective] = metrics, cut_out(pieces, engine.parameters)
     return results
 

@@ -1,0 +1,31 @@
+"""A step in progress: its number, its metrics, and what its updates did."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from megarl.tracking.metrics import values
+from megarl.tracking.outcomes import StepOutcome, Update
+
+
+@dataclass
+class Step:
+    """Step in progress. Decisions are taken from `outcome`; `metrics` are written, and never decide.
+
+    `is_trained`: its updates have begun. A stop signal then saves this step, else the previous one.
+    """
+
+    number: int
+    metrics: dict[str, float] = field(default_factory=dict)
+    outcome: StepOutcome = field(default_factory=StepOutcome)
+    is_trained: bool = False
+
+    def log(self, metrics: Mapping[str, float]) -> None:
+        """Add metrics. They are written at the step's end."""
+        self.metrics |= metrics
+
+    def log_update(self, update: Update) -> None:
+        """Add the only update of the policy in this step."""
+        self.outcome.add("policy", [update.outcome])
+        self.log(values(update.metrics))

@@ -1,0 +1,129 @@
+"""What an update and a step did, as typed values. They decide what follows; metrics are written from them.
+
+Nothing reads a decision from a metric, so a metric's name never changes what is trained. The driver reads these values
+too, so this module imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple, TypeVar, cast
+
+from megarl.tracking.metrics import Max, Mean, Metric, Sum, merge
+
+METRICS = {
+    "train/grad_norm": ("1", "gradient norm before clipping, largest of the step's updates"),
+    "train/learning_rate": ("1", "learning rate, largest of the step's updates"),
+    "train/update_skipped": ("0 or 1", "whether an update changed no parameter"),
+    "train/not_finite": ("0 or 1", "whether an update was skipped because its loss or gradient was not finite"),
+    "train/empty_update": ("0 or 1", "1 if an update was skipped because none of its tokens is trained"),
+    "train/gap_exceeded": ("0 or 1", "whether updates were skipped because of train.max_logprob_gap"),
+}
+"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
+
+Kind = TypeVar("Kind", bound=Metric)
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateOutcome:
+    """What one optimizer step did. Its decisions and norms are equal on all ranks.
+
+    `loss`, `mismatch` and `kl` cover the tokens of the ranks whose outcomes are merged. None: not measured.
+    """
+
+    applied: bool
+    """Whether parameters changed."""
+    grad_norm: float
+    """Gradient norm before clipping."""
+    learning_rate: float
+    is_empty: bool = False
+    """Skipped, because none of its tokens is trained."""
+    not_finite: bool = False
+    """Skipped, because its loss or gradient is not finite."""
+    spike: bool = False
+    """Dropped, because it exceeds a limit of train.on_spike."""
+    mismatch_exceeded: bool | None = None
+    """Skipped because of train.max_logprob_gap. None: there is no such limit."""
+    loss: Sum | None = None
+    """The minimised loss, in nats."""
+    mismatch: Mean | None = None
+    """Mean difference of trainer and engine log-probs, in nats per token."""
+    kl: Mean | None = None
+    """Mean divergence of the policy from the reference, in nats per token."""
+
+    def metrics(self) -> dict[str, Metric]:
+        """Return the metrics of the decisions."""
+        metrics: dict[str, Metric] = {
+            "train/grad_norm": Max(self.grad_norm),
+            "train/learning_rate": Max(self.learning_rate),
+            "train/update_skipped": Max(float(not self.applied)),
+            "train/not_finite": Max(float(self.not_finite)),
+        }
+        if self.is_empty:
+            metrics["train/empty_update"] = Max(1.0)
+        if self.mismatch_exceeded is not None:
+            metrics["train/gap_exceeded"] = Max(float(self.mismatch_exceeded))
+        return metrics
+
+
+class Update(NamedTuple):
+    """The result of an update: what it did, and its metrics (empty on ranks that report none)."""
+
+    outcome: UpdateOutcome
+    metrics: dict[str, Metric]
+
+
+def merge_ranks(updates: Sequence[Update]) -> Update:
+    """Return one update from the results of its reporting ranks."""
+    outcomes = [update.outcome for update in updates]
+    return Update(
+        replace(
+            outcomes[0],
+            loss=merge_measured(outcome.loss for outcome in outcomes),
+            mismatch=merge_measured(outcome.mismatch for outcome in outcomes),
+            kl=merge_measured(outcome.kl for outcome in outcomes),
+        ),
+        merge(update.metrics for update in updates),
+    )
+
+
+@dataclass(slots=True)
+class StepOutcome:
+    """What a step's updates did, as far as something is decided by it after them."""
+
+    not_finite: tuple[str, ...] = ()
+    """Names of the models with an update skipped because it is not finite: policy, critic."""
+    has_empty_update: bool = False
+    """Whether an update was skipped because none of its tokens is trained."""
+    excess_mismatch: float | None = None
+    """Mean difference of trainer and engine log-probs, in nats, if updates were skipped for it. None: not skipped."""
+    kl: float | None = None
+    """Mean divergence of the policy from the reference, in nats per token. None: not measured."""
+
+    def add(self, model: str, outcomes: Sequence[UpdateOutcome]) -> None:
+        """Add the updates of a model, by its name on the ranks."""
+        if any(outcome.not_finite for outcome in outcomes):
+            self.not_finite = (*self.not_finite, model)
+        self.has_empty_update |= any(outcome.is_empty for outcome in outcomes)
+        if any(outcome.mismatch_exceeded for outcome in outcomes):
+            mismatch = merge_measured(outcome.mismatch for outcome in outcomes)
+            assert mismatch is not None
+            self.excess_mismatch = mismatch.value()
+        if (kl := merge_measured(outcome.kl for outcome in outcomes)) is not None:
+            self.kl = kl.value()
+
+    def as_json(self) -> dict[str, Any]:
+        """Return JSON values, for a checkpoint's driver.json."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, saved: Mapping[str, Any]) -> StepOutcome:
+        """Return the outcome written by `as_json`. Missing values mean that nothing was skipped."""
+        return cls(**{**saved, "not_finite": tuple(saved.get("not_finite", ()))})
+
+
+def merge_measured(parts: Iterable[Kind | None]) -> Kind | None:
+    """Return the combination of the parts that were measured; None if none was."""
+    merged = merge({"": part} for part in parts if part is not None)
+    return cast(Kind, merged[""]) if merged else None
