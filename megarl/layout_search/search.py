@@ -10,10 +10,9 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,182 +24,55 @@ from megarl.layout_search.candidates import (
     Candidates,
     EngineSizes,
     Placement,
-    TrainerSizes,
     reason_of,
     vllm_with,
 )
+from megarl.layout_search.combinations import Combinations, Row, in_order
+from megarl.layout_search.costs import LayoutCosts
 from megarl.layout_search.found import FoundLayout, SearchResult
 from megarl.layout_search.overrides import RecipeFile, overrides_between, placement_values
 from megarl.memory_plan import activations
-from megarl.memory_plan.activations import PassSettings
 from megarl.memory_plan.devices import CONTEXT_BYTES, GPU, MARGIN_GIB, GpuMemory
-from megarl.memory_plan.engine_bytes import cache_block_bytes
 from megarl.memory_plan.kept_logits import can_keep_logits
 from megarl.memory_plan.models import Built, Models
-from megarl.memory_plan.phases import ITEM_BYTES, RankMemory, memory_table
+from megarl.memory_plan.phases import memory_table
+from megarl.memory_plan.rank_memory import RankMemory
 from megarl.memory_plan.remedies import cache_within, with_field_values
-from megarl.memory_plan.savings import Recomputation, offloads, recomputations
+from megarl.memory_plan.savings import offloads, recomputations
 from megarl.preflight import sizes
 from megarl.preflight.memory_fit import NAME_THE_GPU, gpu_kind, gpu_memory, models_of
-from megarl.step_cost.constants import FITTED
-from megarl.step_cost.gpus import GPUS, GpuSpeeds
+from megarl.step_cost.gpus import GPUS
 from megarl.step_cost.lengths import Lengths
-from megarl.step_cost.rollout import EngineLayout, RolloutCost, RolloutSeconds
-from megarl.step_cost.step import StepSeconds, Workload, reshard_seconds
-from megarl.step_cost.trainer import Layouts, Parts, Recomputed, TrainerCost
+from megarl.step_cost.step import StepSeconds
+from megarl.step_cost.trainer import Layouts, Recomputed
 from megarl.step_cost.work import model_work
 from megarl.types import ConfigError
 
 _GIB = 2**30
-_FLOAT32 = 4
 MOST_CHECKED = 400
 """Greatest number of layouts whose memory is planned: the limit of the search's time."""
 
 
-class _Row(NamedTuple):
-    """A trainer's sizes with recomputation and row length."""
-
-    trainer: TrainerSizes
-    recomputation: Recomputation
-    row_tokens: int
-
-
-@dataclass(kw_only=True)
-class _Group:
-    """All combinations of one placement, as arrays over `rows`, engines and offloads."""
-
-    placement: Placement
-    placed: Recipe
-    rows: list[_Row]
-    engines: list[EngineSizes]
-    offloads: list[tuple[str, ...]]
-    update: Parts
-    """Seconds of a step's updates that keep their logits, by cause, each [rows]."""
-    update_without_logits: Parts
-    """The same if updates compute their logits again."""
-    logprobs: NDArray[np.float64]
-    offload: NDArray[np.float64]
-    """Seconds of offloading [rows, offloads]."""
-    reshard: NDArray[np.float64]
-    """Seconds of a reshard, a lower bound [engines]."""
-    bound: NDArray[np.float64]
-    """Seconds of a step, a lower bound [rows, engines, offloads]."""
-    states: NDArray[np.float64]
-    """Bytes of weights, gradients and optimizer on a rank, a lower bound [rows]."""
-    settings: PassSettings
-    refused: Counter[str]
-    overfull: set[int] = field(default_factory=set)
-    """Rows whose update does not fit, whatever the engines."""
-    examined: set[int] = field(default_factory=set)
-    """Rows whose activations were predicted."""
-
-    @cached_property
-    def parallel(self) -> ParallelConfig:
-        """Return the parallel sizes of the recipe itself on this placement."""
-        return sizes.parallel_of(self.placed)
-
-    @cached_property
-    def rows_of(self) -> dict[TrainerSizes, list[int]]:
-        """Return the numbers of the rows of each trainer."""
-        found: dict[TrainerSizes, list[int]] = {}
-        for number, row in enumerate(self.rows):
-            found.setdefault(row.trainer, []).append(number)
-        return found
-
-    def at_least_as_full(self, full: _Row) -> set[int]:
-        """Return the numbers of the rows that take at least as much memory: longer ones, and without recomputation."""
-        return {
-            number
-            for number in self.rows_of[full.trainer]
-            if self.rows[number].row_tokens >= full.row_tokens
-            and self.rows[number].recomputation in (full.recomputation, Recomputation("none"))
-        }
-
-
 @dataclass(frozen=True, kw_only=True)
 class LayoutSearch:
-    """Searches the layouts of a recipe. `lengths` are those of its completions."""
+    """Searches the layouts of a recipe."""
 
-    recipe: Recipe
-    models: Models
+    costs: LayoutCosts
     gpus: GpuMemory
-    speeds: GpuSpeeds
-    """Speeds of the trainer's GPUs."""
-    engine_speeds: GpuSpeeds
-    """Speeds of the engines' GPUs. With shared GPUs they are equal."""
-    lengths: Lengths
-    staleness: int
     file: RecipeFile | None = None
     """File of the recipe. Layouts are refused if a start of the file with their overrides would be."""
 
     @property
+    def recipe(self) -> Recipe:
+        return self.costs.recipe
+
+    @property
+    def models(self) -> Models:
+        return self.costs.models
+
+    @property
     def shape(self) -> ModelShape:
-        return self.models.policy.shape
-
-    @cached_property
-    def load(self) -> Workload:
-        """Return the samples of a step."""
-        train, algorithm = self.recipe.train, self.recipe.algorithm
-        updates = train.updates_per_step
-        # The first update computes its own old log-probs; a reference scores everything.
-        passes = (1 - 1 / updates) * (algorithm.old_logprobs == "trainer") + self.recipe.has_reference
-        return Workload(
-            lengths=self.lengths,
-            num_prompts=train.prompts_per_step,
-            samples_per_prompt=train.samples_per_prompt,
-            updates=updates,
-            scoring_passes=passes,
-            staleness=self.staleness,
-        )
-
-    @property
-    def _item_bytes(self) -> int:
-        """Return the bytes of a trained weight and of an activation."""
-        return ITEM_BYTES[self.recipe.model.dtype]
-
-    @property
-    def _engine_item_bytes(self) -> int:
-        """Return the bytes of a weight in the engines."""
-        return self._item_bytes if self.recipe.rollout.quantization == "none" else 1
-
-    @property
-    def _cache_item_bytes(self) -> int:
-        """Return the bytes of a number in the engines' KV cache."""
-        return self._item_bytes if self.recipe.rollout.kv_cache_dtype == "auto" else 1
-
-    @cached_property
-    def _state_bytes(self) -> dict[str, int]:
-        """Return the bytes of a trained parameter by state: weight, float32 gradient, main weight and moments."""
-        item = self._item_bytes
-        copies = (item < _FLOAT32) + 2 * (self.recipe.optimizer.name == "adam")
-        return {"weights": item, "gradients": _FLOAT32, "optimizer": _FLOAT32 * copies}
-
-    @cached_property
-    def _trainer_cost(self) -> TrainerCost:
-        return self._cost_of(self.shape)
-
-    def _cost_of(self, shape: ModelShape) -> TrainerCost:
-        """Return the cost model of a model on the trainer's GPUs."""
-        work = model_work(shape)
-        return TrainerCost(
-            work=work,
-            gpu=self.speeds,
-            constants=FITTED.on(self.speeds),
-            score_flops=work.score_flops(self.lengths.sequences),
-            item_bytes=self._item_bytes,
-            host_share=self.recipe.trainer.optimizer_offload_fraction,
-        )
-
-    @cached_property
-    def _rollout_cost(self) -> RolloutCost:
-        return RolloutCost(
-            work=model_work(self.shape),
-            gpu=self.engine_speeds,
-            constants=FITTED.on(self.engine_speeds),
-            item_bytes=self._engine_item_bytes,
-            activation_bytes=self._item_bytes,
-            cache_item_bytes=self._cache_item_bytes,
-        )
+        return self.costs.shape
 
     def search(self, most: int = 10) -> SearchResult:
         """Return the fastest layouts, at most `most`. Each pair of trainer's and engines' sizes appears once."""
@@ -209,12 +81,12 @@ class LayoutSearch:
         candidates = Candidates(self.recipe, self.shape, refused)
         groups = [
             group
-            for placement in candidates.placements(self.staleness)
+            for placement in candidates.placements(self.costs.staleness)
             if (group := self._group(candidates, placement))
         ]
         found: dict[tuple[Any, ...], FoundLayout] = {}
         num_planned, is_complete = 0, True
-        for group, index in _in_order(groups):
+        for group, index in in_order(groups):
             bound = float(group.bound[index])
             worst = sorted(layout.seconds.step for layout in found.values())[most - 1 : most]
             if worst and bound >= worst[0]:
@@ -243,10 +115,10 @@ class LayoutSearch:
             refused=dict(refused.most_common()),
             search_seconds=time.monotonic() - started,
             is_complete=is_complete,
-            lengths=self.lengths.source,
+            lengths=self.costs.lengths.source,
         )
 
-    def _group(self, candidates: Candidates, placement: Placement) -> _Group | None:
+    def _group(self, candidates: Candidates, placement: Placement) -> Combinations | None:
         """Return the combinations of a placement, or None if it allows none."""
         placed = with_field_values(self.recipe, placement_values(self.recipe, placement))
         engines = candidates.engines(placed)
@@ -255,13 +127,13 @@ class LayoutSearch:
             return None
         choices = recomputations(self.recipe, self.shape)
         rows = [
-            _Row(trainer, recomputation, row_tokens)
+            Row(trainer, recomputation, row_tokens)
             for trainer in trainers
             for row_tokens in dict.fromkeys(candidates.row_lengths(placed, trainer))
             for recomputation in choices
         ]
         at = Layouts.of(*(row.trainer.by_axis for row in rows))
-        held = self._held_bytes(at)
+        held = self.costs.held_bytes(at)
         states = self._least_states(held)
         # The trainer's states alone.
         fits = states + CONTEXT_BYTES <= self.gpus.trainer * _GIB
@@ -276,7 +148,7 @@ class LayoutSearch:
             feed_forward=np.array([row.recomputation.feed_forward_share for row in rows]),
         )
         row_tokens = np.array([float(row.row_tokens) for row in rows])
-        load, cost = self.load, self._trainer_cost
+        load, cost = self.costs.load, self.costs.trainer_cost
         update, without_logits = (
             cost.update(
                 at,
@@ -292,20 +164,20 @@ class LayoutSearch:
         logprobs = scoring.seconds * load.scoring_passes
         if (reward_model := self.models.frozen.get("reward_model")) is not None:
             # It scores every sample once.
-            scored = self._cost_of(reward_model.shape).scoring(at, tokens=load.tokens, row_tokens=row_tokens)
+            scored = self.costs.cost_of(reward_model.shape).scoring(at, tokens=load.tokens, row_tokens=row_tokens)
             logprobs = logprobs + scored.seconds
         offloaded = offloads(placed)
-        waiting = self._waiting_seconds(at)
-        offload = np.stack([waiting + self._offload_seconds(held, states) for states in offloaded], axis=1)
-        rollout = np.array([self._rollout(placement, engine, math.inf).seconds for engine in engines])
-        reshard = np.array([self._reshard_seconds(placement, engine) for engine in engines])
+        waiting = self.costs.waiting_seconds(at)
+        offload = np.stack([waiting + self.costs.offload_seconds(held, states) for states in offloaded], axis=1)
+        rollout = np.array([self.costs.rollout(placement, engine, math.inf).seconds for engine in engines])
+        reshard = np.array([self.costs.reshard_seconds(placement, engine) for engine in engines])
         trained = (update.seconds + logprobs)[:, None]
         both = np.maximum(trained, rollout) if placement.staleness else trained + rollout
-        bound = (both + reshard)[:, :, None] + offload[:, None, :] + self._other_seconds
+        bound = (both + reshard)[:, :, None] + offload[:, None, :] + self.costs.other_seconds
         if not placement.ranks:
             bound = np.where(self._is_overfull(held, engines, offloaded), math.inf, bound)
         settings = RankMemory(placed, self.models, GPU, 0).pass_settings(self.models.policy)
-        return _Group(
+        return Combinations(
             placement=placement,
             placed=placed,
             rows=rows,
@@ -322,23 +194,12 @@ class LayoutSearch:
             refused=candidates.refused,
         )
 
-    def _held_bytes(self, at: Layouts) -> dict[str, NDArray[np.float64]]:
-        """Return the bytes of a rank's trainer states by state, each [layouts]: weights, gradients and optimizer.
-
-        A lower bound, because the mean of embedding and head over the stages counts.
-        """
-        experts, others = self._trainer_cost.weights_on_rank(at)
-        whole = experts + others
-        own = experts / (at.world / (at.etp * at.ep * at.pp)) + others / (at.dp * at.cp)
-        elements = {"weights": whole, "gradients": whole, "optimizer": own}
-        return {state: self._state_bytes[state] * number for state, number in elements.items()}
-
     def _least_states(self, held: Mapping[str, NDArray[np.float64]]) -> NDArray[np.float64]:
         """Return the bytes of a rank's states on its GPU during an update, a lower bound [layouts]."""
         on_gpu = (1 - self.recipe.trainer.optimizer_offload_fraction) * self.recipe.trainer.distributed_optimizer
         return held["weights"] + held["gradients"] + on_gpu * held["optimizer"]
 
-    def _is_overfull_in_update(self, group: _Group, number: int) -> bool:
+    def _is_overfull_in_update(self, group: Combinations, number: int) -> bool:
         """Return whether a row's states and saved activations exceed a GPU on the first pipeline stage.
 
         Cheaper than a plan of the memory, and never more than it. Rows that take as much are dropped with it.
@@ -378,64 +239,12 @@ class LayoutSearch:
         resident = [
             held["weights"] + sum(held[state] for state in on_gpu if state not in offloaded) for offloaded in offloads
         ]
-        weights = self._engine_item_bytes * model_work(self.shape).weights
+        weights = self.costs.engine_item_bytes * model_work(self.shape).weights
         awake = np.array([weights / engine.tp for engine in engines])
         taken = np.stack(resident, axis=1)[:, None, :] + awake[None, :, None] + CONTEXT_BYTES
         return taken > (self.gpus.trainer - MARGIN_GIB) * _GIB
 
-    def _offload_seconds(self, held: Mapping[str, NDArray[np.float64]], states: Sequence[str]) -> NDArray[np.float64]:
-        """Return the seconds for moving states to host memory and back [layouts]. Gradients are dropped, not moved."""
-        moved = np.zeros_like(held["weights"])
-        for state, kept in (("optimizer", "optimizer"), ("parameters", "weights")):
-            if state in states:
-                moved = moved + held[kept]
-        return 2 * moved / self.speeds.pcie
-
-    def _waiting_seconds(self, at: Layouts) -> NDArray[np.float64]:
-        """Return the seconds for copying the weights of models that only score from host memory, once [layouts]."""
-        frozen = [self._cost_of(built.shape).weights_on_rank(at) for built in self.models.frozen.values()]
-        waiting = sum((experts + others for experts, others in frozen), np.zeros(len(at.tp)))
-        return self._state_bytes["weights"] * waiting / self.speeds.pcie
-
-    def _reshard_seconds(self, placement: Placement, engine: EngineSizes) -> float:
-        """Return the least seconds of a reshard to these engines."""
-        return reshard_seconds(
-            model_work(self.shape),
-            engine.tp,
-            self.engine_speeds,
-            is_separate=placement.ranks > 0,
-            item_bytes=self._item_bytes,
-        )
-
-    @property
-    def _other_seconds(self) -> float:
-        """Return the seconds of a step outside all phases. They are the same for all layouts."""
-        return FITTED.on(self.speeds).sample_seconds * self.load.num_samples
-
-    def _rollout(self, placement: Placement, engine: EngineSizes, cache_tokens: float) -> RolloutSeconds:
-        """Return the seconds of a rollout with a KV cache of this many tokens in each engine."""
-        ranks = placement.ranks or self.recipe.cluster.world_size
-        at = EngineLayout(
-            tp=engine.tp,
-            num_engines=ranks // engine.tp,
-            max_requests=self.recipe.rollout.max_concurrent_requests,
-            cache_tokens=cache_tokens,
-        )
-        load, cost = self.load, self._rollout_cost
-        sampled = load.num_samples * self.recipe.algorithm.oversampling
-        if placement.ranks and placement.staleness:
-            # Engines ahead of the trainer start as many groups as it trains, so algorithm.oversampling has no effect.
-            sampled = load.num_samples
-            return cost.steady_seconds(
-                at,
-                load.lengths,
-                num_samples=sampled,
-                samples_per_prompt=load.samples_per_prompt,
-                staleness=placement.staleness,
-            )
-        return cost.rollout(at, load.lengths, num_samples=sampled, samples_per_prompt=load.samples_per_prompt)
-
-    def _planned(self, group: _Group, index: tuple[int, int, int], refused: Counter[str]) -> FoundLayout | None:
+    def _planned(self, group: Combinations, index: tuple[int, int, int], refused: Counter[str]) -> FoundLayout | None:
         """Return the layout of a combination with its memory and its KV cache. None: it does not fit."""
         row, engine, offload = group.rows[index[0]], group.engines[index[1]], group.offloads[index[2]]
         least = self._least_cache_gib(engine)
@@ -463,8 +272,8 @@ class LayoutSearch:
                 group.overfull |= group.at_least_as_full(row)
             return None
         cache = max(least, cache_within(table, self.gpus.engine - MARGIN_GIB))
-        tokens = cache * _GIB / self._token_bytes(engine)
-        rollout = self._rollout(group.placement, engine, tokens)
+        tokens = cache * _GIB / self.costs.token_bytes(engine)
+        rollout = self.costs.rollout(group.placement, engine, tokens)
         # As a start chooses it.
         keeps_logits = can_keep_logits(recipe, models, self.gpus, stages=stages)
         update = group.update if keeps_logits else group.update_without_logits
@@ -474,7 +283,7 @@ class LayoutSearch:
             train=float(update.seconds[index[0]]),
             reshard=float(group.reshard[index[1]]),
             offload=float(group.offload[index[0], index[2]]),
-            other=self._other_seconds,
+            other=self.costs.other_seconds,
             is_concurrent=group.placement.staleness > 0,
         )
         more = (cache - least) * _GIB
@@ -513,15 +322,10 @@ class LayoutSearch:
         }
         return Models(policy, placed(self.models.critic), frozen)
 
-    def _token_bytes(self, engine: EngineSizes) -> int:
-        """Return the bytes of a token in an engine rank's KV cache."""
-        shape = self.shape.with_mtp(self.recipe.drafts_with_mtp)
-        return cache_block_bytes(shape, engine.tp, block_tokens=1, itemsize=self._cache_item_bytes)
-
     def _least_cache_gib(self, engine: EngineSizes) -> float:
         """Return the GiB of the smallest KV cache that holds a longest sequence, rounded up."""
         # Two blocks more: one reserved by vLLM, one partly filled.
-        needed = (self.recipe.context_tokens + 32) * self._token_bytes(engine)
+        needed = (self.recipe.context_tokens + 32) * self.costs.token_bytes(engine)
         return math.ceil(needed / _GIB * 100) / 100
 
 
@@ -557,33 +361,18 @@ def search_of(
         raise ConfigError(f"--search needs the kind of the run's GPUs; {NAME_THE_GPU.partition(' or GiB')[0]}")
     staleness = recipe.rollout.staleness_bound if max_staleness is None else max_staleness
     engines = recipe.cluster.groups.engines
-    own = kind if engines is None or engines.gpu_memory_gib is None else engines.gpu_memory_gib
-    if not isinstance(own, str):
+    engine_kind = kind if engines is None or engines.gpu_memory_gib is None else engines.gpu_memory_gib
+    if not isinstance(engine_kind, str):
         raise ConfigError(
-            f"cluster.groups.engines.gpu_memory_gib = {own:g}: --search needs the kind of the engines' GPUs; set it to "
-            "h100, h200 or b200"
+            f"cluster.groups.engines.gpu_memory_gib = {engine_kind:g}: --search needs the kind of the engines' GPUs; "
+            "set it to h100, h200 or b200"
         )
-    return LayoutSearch(
+    costs = LayoutCosts(
         recipe=recipe,
         models=models_of(recipe, sizes.parallel_of(recipe)),
-        gpus=gpus,
         speeds=GPUS[kind],
-        engine_speeds=GPUS[own],
+        engine_speeds=GPUS[engine_kind],
         lengths=lengths,
         staleness=staleness,
-        file=file,
     )
-
-
-def _in_order(groups: Sequence[_Group]) -> Iterator[tuple[_Group, tuple[int, int, int]]]:
-    """Yield all combinations of all groups by their bounds, smallest first."""
-    bounds = [group.bound.ravel() for group in groups]
-    if not bounds:
-        return
-    starts = np.cumsum([0, *map(len, bounds)])
-    everything = np.concatenate(bounds)
-    for place in np.argsort(everything, kind="stable"):
-        number = int(np.searchsorted(starts, place, side="right")) - 1
-        group = groups[number]
-        row, engine, offload = np.unravel_index(int(place - starts[number]), group.bound.shape)
-        yield group, (int(row), int(engine), int(offload))
+    return LayoutSearch(costs=costs, gpus=gpus, file=file)

@@ -13,7 +13,8 @@ from megarl.families.shape import ModelShape
 from megarl.memory_plan.devices import GPU, MARGIN_GIB, GpuMemory
 from megarl.memory_plan.engine_bytes import BLOCK_TOKENS, cache_block_bytes
 from megarl.memory_plan.models import Models
-from megarl.memory_plan.phases import ITEM_BYTES, memory_table
+from megarl.memory_plan.phases import memory_table
+from megarl.memory_plan.rank_memory import ITEM_BYTES
 from megarl.memory_plan.remedies import cache_within, with_field_values
 from megarl.platform.cuda_extensions import runs_on_cpu
 from megarl.preflight.library_fields import supported_head_sizes

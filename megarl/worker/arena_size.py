@@ -7,7 +7,7 @@ from megarl.config.parallel import ParallelConfig
 from megarl.families.shape import planned_shape
 from megarl.memory_plan.devices import Platform
 from megarl.memory_plan.models import read_models
-from megarl.memory_plan.phases import RankMemory
+from megarl.memory_plan.rank_memory import RankMemory
 from megarl.models.configuration import uses_transformer_engine
 from megarl.platform import device
 from megarl.training.host_arena import ALIGNMENT, HostArena
@@ -28,4 +28,4 @@ def start_arena(
     if not (num_bytes := memory.host_copies):
         return HostArena(0)
     # Each copy starts at a cache line.
-    return HostArena(num_bytes + memory.most_host_copies * ALIGNMENT)
+    return HostArena(num_bytes + memory.max_host_copies * ALIGNMENT)

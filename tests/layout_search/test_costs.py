@@ -86,14 +86,14 @@ def test_seconds_are_those_of_the_check(
     # The search scores rows of one length.
     alike = dict(row) | {"forward_row_tokens": row["row_tokens"], "measured": phases}
     expected = plan_search.predict(alike, FITTED)
-    cache_tokens = plan_search._engines(row, search.engine_speeds.memory_bytes).cache_tokens
-    passes = search.load.scoring_passes
+    cache_tokens = plan_search._engines(row, search.costs.engine_speeds.memory_bytes).cache_tokens
+    passes = search.costs.load.scoring_passes
     found = {
         "train": float(group.update.seconds[number]),
         "logprobs": float(group.logprobs[number]) / passes * row["scoring_passes"],
-        "rollout": search._rollout(placement, engine, cache_tokens).seconds,
+        "rollout": search.costs.rollout(placement, engine, cache_tokens).seconds,
         "reshard": float(group.reshard[0]),
-        "other": search._other_seconds,
+        "other": search.costs.other_seconds,
     }
     assert found == pytest.approx({phase: expected[phase] for phase in found})
     # Every exchange of the layout has its seconds.
@@ -130,7 +130,7 @@ def test_wider_tensor_parallelism_sends_more_bytes(
     group = search._group(Candidates(search.recipe, search.shape, Counter()), Placement(ranks=0, staleness=0))
     assert group is not None
     seconds = [float(group.update.tensor_exchange[group.rows_of[at][0]]) for at in sizes]
-    link = FITTED.on(search.speeds).link_efficiency * search.speeds.nvlink
+    link = FITTED.on(search.costs.speeds).link_efficiency * search.costs.speeds.nvlink
     sent = np.array(seconds) * link
     # Each of 4 * 40 collectives of a layer's halves sends (tp - 1) / tp of a row's hidden states in bfloat16, on ranks
     # whose rows are `8 / tp` times fewer.

@@ -231,7 +231,7 @@ def test_engines_of_another_kind_have_its_speed(large: Callable[..., Recipe]) ->
         _search(large("qwen3_14b_dapo_h200", *given, f"cluster.groups.engines.gpu_memory_gib={kind}"))
         for kind in ("h200", "h100")
     ]
-    fast, slow = (search._rollout(Placement(ranks=8, staleness=1), EngineSizes(1, False), 1e6) for search in kinds)
+    fast, slow = (search.costs.rollout(Placement(ranks=8, staleness=1), EngineSizes(1, False), 1e6) for search in kinds)
     assert fast.seconds < slow.seconds and kinds[1].speeds == GPUS["h200"]
     with pytest.raises(ConfigError, match=r"cluster\.groups\.engines\.gpu_memory_gib = 80: --search needs the kind"):
         _search(large("qwen3_14b_dapo_h200", *given, "cluster.groups.engines.gpu_memory_gib=80"))
@@ -242,7 +242,7 @@ def test_a_reward_model_takes_a_forward_pass(large: Callable[..., Recipe]) -> No
     for own in ((), ("reward.model=models/Qwen3-8B",)):
         search = _search(large("qwen3_14b_dapo_h200", "train.updates_per_step=4", *own))
         group = search._group(Candidates(search.recipe, search.shape, Counter()), Placement(ranks=0, staleness=0))
-        assert group is not None and search.load.scoring_passes == 0.75
+        assert group is not None and search.costs.load.scoring_passes == 0.75
         # Rows of a trainer come with the shortest first.
         first = {at: numbers[0] for at, numbers in group.rows_of.items()}
         shortest.append({at: (group.logprobs[number], group.offload[number, 0]) for at, number in first.items()})
@@ -263,7 +263,7 @@ def test_engines_ahead_sample_no_surplus(large: Callable[..., Recipe]) -> None:
         (Placement(ranks=4, staleness=0), True),
         (Placement(ranks=4, staleness=1), False),
     ):
-        few, many = (search._rollout(placement, EngineSizes(1, False), 1e6).seconds for search in (one, two))
+        few, many = (search.costs.rollout(placement, EngineSizes(1, False), 1e6).seconds for search in (one, two))
         assert (many > few) == is_longer
 
 

@@ -15,7 +15,8 @@ from megarl.memory_plan import trainer_bytes
 from megarl.memory_plan.activations import layer_bytes, rows_in_flight
 from megarl.memory_plan.devices import CPU, GPU, PINNED_BLOCK_BYTES
 from megarl.memory_plan.memory_table import CacheCapacity, MemoryTable
-from megarl.memory_plan.phases import RankMemory, memory_table
+from megarl.memory_plan.phases import memory_table
+from megarl.memory_plan.rank_memory import RankMemory
 from megarl.memory_plan.remedies import with_field_values
 from megarl.memory_plan.trainer_bytes import Parameter, TrainerStates
 from megarl.preflight.memory_fit import models_of

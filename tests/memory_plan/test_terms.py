@@ -19,7 +19,8 @@ from megarl.memory_plan.communicators import communicators_of
 from megarl.memory_plan.devices import GPU
 from megarl.memory_plan.engine_bytes import graph_bytes
 from megarl.memory_plan.node_bytes import DRIVER_BYTES, fullest_node_bytes, node_terms
-from megarl.memory_plan.phases import RankMemory, memory_table
+from megarl.memory_plan.phases import memory_table
+from megarl.memory_plan.rank_memory import RankMemory
 from megarl.memory_plan.terms import TERMS, explained
 from megarl.preflight.memory_fit import models_of
 from megarl.preflight.sizes import parallel_of

@@ -270,7 +270,8 @@ def planned(recipe: Recipe, parallel: ParallelConfig, rank: int) -> dict[str, in
     from megarl.families.shape import read_model_shape
     from megarl.memory_plan.devices import CPU
     from megarl.memory_plan.models import read_models
-    from megarl.memory_plan.phases import RankMemory
+    from megarl.memory_plan.phases import RankPhases
+    from megarl.memory_plan.rank_memory import RankMemory
 
     models = read_models(recipe, read_model_shape(recipe.model.path), parallel)
     memory = RankMemory(recipe, models, CPU, rank, expert_load=1.0)
@@ -285,7 +286,7 @@ def planned(recipe: Recipe, parallel: ParallelConfig, rank: int) -> dict[str, in
             f"{prefix}moments": states.moments,
             f"{prefix}merged": states.merged,
         }
-    uses = {phase.name: phase for phase in memory.phases()}
+    uses = {phase.name: phase for phase in RankPhases(memory).list_phases()}
     offload = recipe.trainer.offload
     return found | {
         **memory.frozen,
