@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from megarl.config import Recipe
 from megarl.families.shape import ModelShape
 from megarl.memory_plan.remedies import with_field_values
-from megarl.preflight import sizes
+from megarl.preflight import model_sizes, sizes
 
 _MOST_CP = 16
 """Greatest context-parallel size. Chunks of longer splits are too short for attention kernels."""
@@ -107,7 +107,7 @@ class Candidates:
                 continue
             values = {"rollout.tp": tp, "rollout.vllm": vllm_with(placed, ep)}
             other = with_field_values(placed, values | dict(SMALLEST))
-            if not self._refuses([*sizes.ranks(other), *sizes.model_fit(other, self.shape)]):
+            if not self._refuses([*sizes.ranks(other), *model_sizes.model_fit(other, self.shape)]):
                 found.append(EngineSizes(tp, ep))
         return found
 
@@ -164,9 +164,9 @@ class Candidates:
         return [-(-longest * quarters // 4 // multiple) * multiple for quarters in (4, 6, 8, 16)]
 
     def _model_faults(self, other: Recipe) -> Iterator[str]:
-        yield from sizes.model_fit(other, self.shape, is_sampled=False)
-        yield from sizes.linear_attention_fit(other, self.shape)
-        yield from sizes.fp8_channels(other, self.shape)
+        yield from model_sizes.model_fit(other, self.shape, is_sampled=False)
+        yield from model_sizes.linear_attention_fit(other, self.shape)
+        yield from model_sizes.fp8_channels(other, self.shape)
 
     def _refuses(self, faults: list[str], times: int = 1) -> bool:
         """Return whether there are faults. Counts the first one by its recipe field and its kind."""

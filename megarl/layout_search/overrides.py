@@ -17,7 +17,7 @@ from megarl.config.schema import all_fields, value_at
 from megarl.layout_search.candidates import WHOLE_EXPERTS, Placement, has_whole_experts
 from megarl.memory_plan.remedies import with_field_values
 from megarl.preflight import sizes
-from megarl.preflight.learning import staleness
+from megarl.preflight.off_policy import staleness
 from megarl.preflight.registry import Cost, faults
 from megarl.types import ConfigError
 

@@ -13,7 +13,7 @@ from megarl.config.parallel import ParallelConfig
 from megarl.config.recipe import error_page, read
 from megarl.families.shape import ModelShape, planned_shape, read_model_shape
 from megarl.files.model_folder import check_model_folder
-from megarl.preflight import sizes
+from megarl.preflight import model_sizes, sizes
 from megarl.preflight.disk_space import check_disk
 from megarl.preflight.downloads import download_missing, download_model
 from megarl.preflight.files import (
@@ -27,7 +27,7 @@ from megarl.preflight.files import (
     recognised_formats,
     with_steps,
 )
-from megarl.preflight.learning import kept_kv, shortened_warmups, uncorrected, uncorrected_fp8
+from megarl.preflight.learning import shortened_warmups
 from megarl.preflight.memory_defaults import memory_defaults, with_chunk_tokens, with_memory_defaults
 from megarl.preflight.memory_fit import (
     gpu_kind,
@@ -38,6 +38,7 @@ from megarl.preflight.memory_fit import (
     table_of,
     verdict_of,
 )
+from megarl.preflight.off_policy import kept_kv, uncorrected, uncorrected_fp8
 from megarl.preflight.overview import overview
 from megarl.preflight.registry import Cost, Fault, faults
 from megarl.preflight.resources import resource_warnings, slower_layout, small_cache
@@ -195,6 +196,6 @@ def check_plan(recipe: Recipe) -> tuple[ModelShape, ParallelConfig]:
     config.json, or one ConfigError listing all sizes that do not fit.
     """
     shape = planned_shape(recipe.model.folder, recipe.model.override_config)
-    if wrong := [*sizes.ranks(recipe), *sizes.model_fit(recipe, shape)]:
+    if wrong := [*sizes.ranks(recipe), *model_sizes.model_fit(recipe, shape)]:
         raise ConfigError(error_page(f"recipe {recipe.name}", wrong))
     return shape, sizes.parallel_of(recipe)

@@ -23,7 +23,7 @@ from megarl.memory_plan.models import Built, Models
 from megarl.memory_plan.phases import memory_table
 from megarl.memory_plan.remedies import forward_row_tokens, with_field_values
 from megarl.memory_plan.savings import offloads, recomputations
-from megarl.preflight import sizes
+from megarl.preflight import model_sizes, sizes
 from megarl.preflight.memory_fit import gpu_memory, models_of, ranks_on_cpu
 from megarl.preflight.vllm_limits import default_cache_gib, is_cache_given
 from megarl.step_cost.lengths import assumed_lengths
@@ -76,7 +76,7 @@ def _planned_models(recipe: Recipe) -> tuple[Models, GpuMemory] | None:
         models = models_of(recipe, sizes.parallel_of(recipe))
     except DataError:
         return None  # The checks of the model folder report it.
-    return None if any(sizes.model_fit(recipe, models.policy.shape)) else (models, gpus)
+    return None if any(model_sizes.model_fit(recipe, models.policy.shape)) else (models, gpus)
 
 
 def _is_given(recipe: Recipe, field: str) -> bool:
@@ -224,7 +224,7 @@ class _Savings:
         return [
             values
             for values in choices
-            if not any(sizes.recomputed_modules_fit(with_field_values(self.recipe, values), shape))
+            if not any(model_sizes.recomputed_modules_fit(with_field_values(self.recipe, values), shape))
         ]
 
     def _outcome(self, recipe: Recipe) -> _Outcome:

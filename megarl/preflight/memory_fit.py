@@ -22,7 +22,7 @@ from megarl.memory_plan.remedies import Remedy, remedies, with_field_values
 from megarl.platform.cuda_extensions import runs_on_cpu
 from megarl.platform.memory.host_memory import machine_bytes
 from megarl.platform.visible_gpus import installed_gpu_gib, installed_gpus
-from megarl.preflight import sizes
+from megarl.preflight import model_sizes, sizes
 from megarl.preflight.vllm_limits import default_cache_gib, least_cache_gib
 from megarl.types import DataError
 
@@ -244,7 +244,13 @@ def _wider(recipe: Recipe, gpus: GpuMemory) -> str | None:
         other = with_field_values(recipe, values if recipe.trainer.dp is None else {**values, "trainer.dp": None})
         parallel = sizes.parallel_of(other)
         models = models_of(other, parallel)
-        if any((*sizes.ranks(other), *sizes.batches(other, parallel.dp), *sizes.model_fit(other, models.policy.shape))):
+        if any(
+            (
+                *sizes.ranks(other),
+                *sizes.batches(other, parallel.dp),
+                *model_sizes.model_fit(other, models.policy.shape),
+            )
+        ):
             continue
         table = memory_table(other, models, GPU, gpu_gib=gpus.engine)
         own = Remedy(values, table)
@@ -332,7 +338,7 @@ def planned_host_bytes(recipe: Recipe) -> RankHostBytes | None:
         models = models_of(recipe, sizes.parallel_of(recipe))
     except DataError:
         return None
-    return None if any(sizes.model_fit(recipe, models.policy.shape)) else rank_host_bytes(_table_here(recipe))
+    return None if any(model_sizes.model_fit(recipe, models.policy.shape)) else rank_host_bytes(_table_here(recipe))
 
 
 def platform_here(recipe: Recipe) -> Platform:

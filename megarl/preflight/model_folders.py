@@ -10,7 +10,7 @@ from megarl.checkpoint.stored import tensor_faults
 from megarl.config import Recipe
 from megarl.families.shape import ModelShape, read_model_shape
 from megarl.files.model_folder import TOKENIZER, check_model_folder, largest_token, read_object
-from megarl.preflight import sizes
+from megarl.preflight import model_sizes, sizes
 from megarl.preflight.registry import Fault, checks
 from megarl.types import DataError
 
@@ -44,7 +44,7 @@ def layout_fit(recipe: Recipe, teacher: ModelShape) -> Iterator[str]:
     own = recipe.for_teachers
     # Only the policy replays expert choices, so checks of router_replay do not apply to a teacher.
     own = own.model_copy(update={"trainer": own.trainer.model_copy(update={"router_replay": False})})
-    for text in (*sizes.model_fit(own, teacher, is_sampled=False), *sizes.expert_fit(own, teacher)):
+    for text in (*model_sizes.model_fit(own, teacher, is_sampled=False), *model_sizes.expert_fit(own, teacher)):
         if recipe.distillation.sizes:
             yield _of_teachers(text)
         else:
@@ -75,7 +75,7 @@ def stored_tensors(recipe: Recipe, shape: ModelShape, has_model: bool) -> Iterat
     """Yield errors of the policy's files: missing tensors, tensors of another shape, tokens without an embedding."""
     folder = recipe.model.folder
     if has_model:
-        # Layers without a place in the trainer are faults of the recipe (`preflight.learning`), not of the folder.
+        # Layers without a place in the trainer are faults of the recipe (`preflight.model_sizes`), not of the folder.
         is_trained = recipe.trains_mtp and shape.mtp_problem is None
         yield from map(DataError, tensor_faults(folder, shape.with_mtp(is_trained)))
     yield from map(DataError, _tokens_beyond(folder, shape))
@@ -96,12 +96,12 @@ def further_models(recipe: Recipe, shape: ModelShape) -> Iterator[Fault]:
             yield error
             continue
         is_teacher = field.endswith("distillation.teacher")
-        fit = (*sizes.model_fit(recipe, own, is_sampled=False), *sizes.positions(recipe, own))
+        fit = (*model_sizes.model_fit(recipe, own, is_sampled=False), *model_sizes.positions(recipe, own))
         if is_teacher:
             # A teacher scores the policy's samples but never samples itself, so lengths of evaluations do not matter to
             # it.
-            fit = (*layout_fit(recipe, own), *sizes.positions(recipe, own, is_evaluated=False))
-        fit += tuple(sizes.fp8_channels(recipe.for_teachers if is_teacher else recipe, own))
+            fit = (*layout_fit(recipe, own), *model_sizes.positions(recipe, own, is_evaluated=False))
+        fit += tuple(model_sizes.fp8_channels(recipe.for_teachers if is_teacher else recipe, own))
         yield from (f"{field} = {folder}: {text}" for text in fit)
         try:
             if _tokens(folder) != _tokens(recipe.model.folder):

@@ -20,7 +20,7 @@ from megarl.memory_plan.phases import memory_table
 from megarl.memory_plan.remedies import with_field_values
 from megarl.platform.cuda_extensions import runs_on_cpu
 from megarl.platform.memory.host_memory import machine_bytes
-from megarl.preflight import sizes
+from megarl.preflight import model_sizes, sizes
 from megarl.preflight.memory_fit import NAME_THE_GPU, gpu_memory, models_of, ranks_on_cpu, table_of
 from megarl.preflight.vllm_limits import default_cache_gib, is_cache_given
 from megarl.sandbox.check import examine
@@ -102,7 +102,7 @@ def slower_layout(recipe: Recipe) -> Iterator[str]:
     except DataError:
         return  # The checks of the model folder report it.
     # Experts are measured in no layout but their own.
-    if models.policy.shape.num_experts or any(sizes.model_fit(whole, models.policy.shape)):
+    if models.policy.shape.num_experts or any(model_sizes.model_fit(whole, models.policy.shape)):
         return
     if (
         memory_table(whole, models, CPU).host_bytes(

@@ -12,7 +12,7 @@ from megarl.config import Recipe
 from megarl.config.explaining import key_hint, option_hint
 from megarl.config.migration import counterparts, option_rows
 from megarl.config.recipe import load
-from megarl.preflight import learning, sizes
+from megarl.preflight import learning, off_policy, sizes
 from megarl.preflight.keyword_arguments import keywords
 from megarl.preflight.rewards import reward_fields
 from megarl.types import ConfigError
@@ -63,8 +63,8 @@ def test_each_row_is_a_recipe(recipe: Callable[[list[str]], Recipe], program: st
             continue
         parallel = sizes.parallel_of(made)
         faults = [*sizes.ranks(made), *sizes.batches(made, parallel.dp), *sizes.lengths(made)]
-        faults += [*learning.optimizers(made), *learning.algorithm(made), *learning.sampling(made)]
-        faults += [*learning.stragglers(made), *learning.staleness(made), *reward_fields(made), *keywords(made)]
+        faults += [*learning.optimizers(made), *learning.algorithm(made), *off_policy.sampling(made)]
+        faults += [*off_policy.stragglers(made), *off_policy.staleness(made), *reward_fields(made), *keywords(made)]
         if faults:
             wrong[row.option] = faults
     assert wrong == {}

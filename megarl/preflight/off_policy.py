@@ -1,0 +1,146 @@
+"""Checks of the difference between the engines' distribution and the trained one: sampling, stale tokens, rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import ceil
+
+from megarl.config import Recipe
+from megarl.config.effects import unmet
+from megarl.config.formulas import formulas
+from megarl.files.import_path import is_import_path
+from megarl.preflight.registry import checks
+
+
+@checks("rollout")
+def sampling(recipe: Recipe) -> Iterator[str]:
+    """Yield errors of sampling settings not reproducible by the trainer.
+
+    The trainer applies temperature, top-p, top-k and min-p to its log-probs, and nothing else.
+    """
+    vllm = recipe.rollout.vllm
+    if recipe.has_engine and recipe.evaluation.sampling.min_p > 0 and vllm.get("speculative_config"):
+        yield (
+            f"rollout.vllm.speculative_config = {vllm['speculative_config']}: vLLM has no min-p with speculative "
+            "decoding; leave out this field or evaluation.sampling.min_p"
+        )
+    if not recipe.is_on_policy:
+        return
+    if vllm.get("logits_processors"):
+        yield (
+            f"rollout.vllm.logits_processors = {vllm['logits_processors']}: the engine would sample from another "
+            "distribution than the one that is trained; leave it out"
+        )
+    if recipe.rollout.sampling.is_truncated and vllm.get("speculative_config"):
+        yield (
+            f"rollout.vllm.speculative_config = {vllm['speculative_config']}: vLLM does not record the tokens that "
+            "rollout.sampling.top_p, top_k or min_p kept under speculative decoding; leave it out, or all of these"
+        )
+    # The trainer compares its log-probs with the engine's, so both must be of the same distribution.
+    if vllm.get("logprobs_mode", "processed_logprobs") != "processed_logprobs":
+        yield (
+            f"rollout.vllm.logprobs_mode = {vllm['logprobs_mode']}: training needs log-probs of the sampling "
+            "distribution (processed_logprobs); leave it out"
+        )
+
+
+@checks("rollout")
+def stragglers(recipe: Recipe) -> Iterator[str]:
+    """Yield errors of rollout.stragglers, the treatment of groups still incomplete when a step has enough complete
+    ones."""
+    rollout, algorithm = recipe.rollout, recipe.algorithm
+    if recipe.loop != "rl" or rollout.stragglers == "wait":
+        return
+    chosen = f"rollout.stragglers = {rollout.stragglers}"
+    if ceil(algorithm.oversampling * recipe.train.prompts_per_step) == recipe.train.prompts_per_step:
+        yield (
+            f"{chosen}: a step samples only as many groups as it trains, so none is left over; set "
+            "algorithm.oversampling=1.5, for example"
+        )
+    # Aborted groups are dropped, so nothing of them grows stale.
+    if rollout.stragglers == "abort":
+        return
+    if rollout.staleness_bound == 0:
+        yield (
+            "rollout.max_staleness = 0: paused groups are trained one weight version later; set 1, or "
+            "rollout.stragglers=wait"
+        )
+    if algorithm.oversampling > 2:
+        yield (
+            f"algorithm.oversampling = {algorithm.oversampling}: with {chosen} a step would leave more groups to the "
+            "next step than it trains, and their age would grow without limit; use at most 2"
+        )
+
+
+@checks("rollout")
+def staleness(recipe: Recipe) -> Iterator[str]:
+    """Yield errors of training on stale tokens, which older weights sampled."""
+    rollout = recipe.rollout
+    if unmet(recipe, "rollout.max_staleness") is not None:
+        return
+    bound, lag = rollout.staleness_bound, rollout.sync_every - 1
+    if unmet(recipe, "rollout.sync_every") is None and bound < lag:
+        yield (
+            f"rollout.max_staleness = {bound}: with rollout.sync_every = {rollout.sync_every}, samples are up to {lag} "
+            f"weight versions old before the next reshard; set it to at least {lag}, or to {lag + 1} if engines are to "
+            "sample ahead"
+        )
+    # An explicit importance_sampling = none states intent, so it passes here and gives a warning instead.
+    if _is_uncorrected(recipe) and "importance_sampling" not in recipe.algorithm.model_fields_set:
+        chosen = "rollout.placement = separate" if rollout.is_paced else f"rollout.stragglers = {rollout.stragglers}"
+        yield (
+            f"{chosen}: tokens sampled by older weights are trained (rollout.max_staleness = {bound}), and nothing "
+            "corrects for it; set algorithm.importance_sampling=tis, or algorithm.old_logprobs=rollout with a "
+            "clipping policy loss; or algorithm.importance_sampling=none if this is intended"
+        )
+
+
+def uncorrected(recipe: Recipe) -> Iterator[str]:
+    """Yield a warning if a recipe sets importance_sampling none and still trains on stale tokens."""
+    if unmet(recipe, "rollout.max_staleness") is None and _is_uncorrected(recipe):
+        yield (
+            "algorithm.importance_sampling = none: tokens up to rollout.max_staleness = "
+            f"{recipe.rollout.staleness_bound} versions old are trained as if the newest weights had sampled them; "
+            "staleness/ reports their age"
+        )
+
+
+def uncorrected_fp8(recipe: Recipe) -> Iterator[str]:
+    """Yield a warning if engines sample with FP8 weights, and nothing corrects for the difference from the trainer."""
+    plain = {"quantization": "none", "kv_cache_dtype": "auto"}
+    given = {name: getattr(recipe.rollout, name) for name in plain}
+    chosen = [f"rollout.{name} = {value}" for name, value in given.items() if value != plain[name]]
+    if recipe.has_engine and chosen and _nothing_corrects(recipe):
+        yield (
+            f"{', '.join(chosen)}: the engines' distribution differs from the trainer's, and nothing corrects for it; "
+            "set algorithm.importance_sampling=tis; the metrics logprob_gap/ show the difference"
+        )
+
+
+def kept_kv(recipe: Recipe) -> Iterator[str]:
+    """Yield a warning if rollout.recompute_kv is false: several weight versions then contribute to a log-prob."""
+    if unmet(recipe, "rollout.recompute_kv") is None and not recipe.rollout.recompute_kv:
+        yield (
+            "rollout.recompute_kv = false: requests interrupted by a reshard continue with the old keys and values; "
+            "the metrics logprob_gap/ include this difference, so they no longer measure rounding alone"
+        )
+
+
+def _is_uncorrected(recipe: Recipe) -> bool:
+    """Return whether the recipe trains on stale tokens without a correction."""
+    return recipe.rollout.staleness_bound > 0 and _nothing_corrects(recipe)
+
+
+def _nothing_corrects(recipe: Recipe) -> bool:
+    """Return whether the loss has no correction for the sampling policy: no importance weight and no clipped ratio to
+    it."""
+    algorithm = recipe.algorithm
+    # Starting from the engine's log-probs, the clipped ratio itself is the correction.
+    is_clipped = algorithm.old_logprobs == "rollout" and "clip_low" in _settings_of_policy_loss(recipe)
+    return algorithm.importance_sampling is None and not is_clipped
+
+
+def _settings_of_policy_loss(recipe: Recipe) -> frozenset[str]:
+    """Return the recipe fields used as arguments by the policy loss. A user's own loss counts as using all."""
+    name = recipe.algorithm.policy_loss
+    return frozenset({"clip_low"}) if is_import_path(name) else frozenset(formulas("algorithm.policy_loss")[name])
