@@ -152,7 +152,7 @@ def test_bytes_of_the_engine_are_those_of_the_recipe(
     large: Callable[..., Recipe], override: str, field: str, value: int
 ) -> None:
     plain, changed = (
-        _search(large("qwen3_14b_dapo_h200", *given), mean=4096, prompt_tokens=512.0)._rollout_cost
+        _search(large("qwen3_14b_dapo_h200", *given), mean=4096, prompt_tokens=512.0).costs.rollout_cost
         for given in ((), (override,))
     )
     assert (getattr(plain, field), getattr(changed, field)) == (2, value)
