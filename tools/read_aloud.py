@@ -28,6 +28,115 @@ RELATIVE = ("that", "which", "who", "whose", "what", "those", "such")
 UNCLEAR = r"\b(told|tells?|telling|hears?|heard)\b"
 """Words for what should be called report, message, log or notify."""
 
+VAGUE = frozenset(
+    [
+        "another",
+        "any",
+        "at",
+        "chosen",
+        "each",
+        "either",
+        "every",
+        "found",
+        "given",
+        "gone",
+        "had",
+        "heard",
+        "held",
+        "here",
+        "kept",
+        "known",
+        "left",
+        "made",
+        "met",
+        "most",
+        "neither",
+        "none",
+        "one",
+        "other",
+        "others",
+        "own",
+        "said",
+        "same",
+        "seen",
+        "settled",
+        "shown",
+        "some",
+        "such",
+        "taken",
+        "there",
+        "these",
+        "this",
+        "those",
+        "told",
+        "wanted",
+        "what",
+        "who",
+        "whole",
+    ]
+)
+"""Words that leave open what a variable named by them holds. Participles with a noun understood, such as the `hidden`
+states or `padded` rows, are none of them."""
+
+PARTICIPLES = frozenset(
+    [
+        "begun",
+        "bound",
+        "bought",
+        "broken",
+        "brought",
+        "built",
+        "chosen",
+        "done",
+        "drawn",
+        "driven",
+        "fallen",
+        "forgotten",
+        "found",
+        "given",
+        "gone",
+        "grown",
+        "held",
+        "hidden",
+        "kept",
+        "known",
+        "laid",
+        "learnt",
+        "left",
+        "lent",
+        "lost",
+        "made",
+        "meant",
+        "met",
+        "paid",
+        "risen",
+        "said",
+        "seen",
+        "sent",
+        "shown",
+        "sought",
+        "spent",
+        "stolen",
+        "struck",
+        "sunk",
+        "swept",
+        "taken",
+        "taught",
+        "thrown",
+        "told",
+        "torn",
+        "understood",
+        "won",
+        "written",
+    ]
+)
+"""Participles that neither end in -ed nor are their verb's imperative too, as `read` is."""
+
+_ENDS_IN_ED = frozenset(
+    ["bed", "bleed", "embed", "exceed", "feed", "need", "proceed", "red", "seed", "shed", "speed", "succeed"]
+)
+"""Words that end in -ed and are no participles."""
+
 KINDS = ("docstring", "field", "message")
 
 _SHAPE = re.compile(r"\[[a-z_0-9 +*,./'-]+\]")
@@ -86,17 +195,26 @@ class Numbers:
     """Places of docstrings of the form "As of X."."""
     without_shapes: tuple[str, ...]
     """Public functions with tensors whose docstring gives no shape in brackets."""
+    docstring_words_per_100_code_lines: float
+    vague_names_per_1000_code_lines: float
+    """Variables, parameters and attributes named by one word of `VAGUE`, for each place that binds one."""
+    participle_function_percentage: float
+    vague_names: tuple[str, ...]
+    participle_functions: tuple[str, ...]
 
 
 def numbers(paths: list[Path]) -> Numbers:
     """Return the numbers of these files together."""
-    num_words = num_relative = num_comments = num_code = 0
+    num_words = num_docstring_words = num_relative = num_comments = num_code = num_functions = 0
+    vague_names: list[str] = []
+    participle_functions: list[str] = []
     unclear: list[str] = []
     as_of: list[str] = []
     without_shapes: list[str] = []
     for path in paths:
         for text in texts(path):
             words = re.findall(r"[A-Za-z']+", text.words)
+            num_docstring_words += len(words) if text.kind == "docstring" else 0
             if text.kind != "message":
                 num_words += len(words)
                 num_relative += sum(word.lower() in RELATIVE for word in words)
@@ -110,6 +228,14 @@ def numbers(paths: list[Path]) -> Numbers:
         name = path.relative_to(PACKAGE.parent)
         unclear += [f"{name}:{line}" for line, words in comments if re.search(UNCLEAR, words, re.IGNORECASE)]
         without_shapes += _without_shapes(path)
+        vague_names += [
+            f"{name}:{line} {variable}" for line, variable in _variables(path) if variable.strip("_") in VAGUE
+        ]
+        functions = [node for node in _nodes(path) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+        num_functions += len(functions)
+        participle_functions += [
+            f"{name}:{node.lineno} {node.name}" for node in functions if is_participle(node.name.strip("_"))
+        ]
     return Numbers(
         100 * num_relative / max(num_words, 1),
         100 * num_comments / max(num_code, 1),
@@ -117,7 +243,28 @@ def numbers(paths: list[Path]) -> Numbers:
         tuple(unclear),
         tuple(as_of),
         tuple(without_shapes),
+        100 * num_docstring_words / max(num_code, 1),
+        1000 * len(vague_names) / max(num_code, 1),
+        100 * len(participle_functions) / max(num_functions, 1),
+        tuple(vague_names),
+        tuple(participle_functions),
     )
+
+
+def is_participle(word: str) -> bool:
+    """Return whether a word, the whole of a name, is a past participle."""
+    return word in PARTICIPLES or (re.fullmatch(r"[a-z]{2,}ed", word) is not None and word not in _ENDS_IN_ED)
+
+
+def _variables(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the line and the name of each variable that is bound, each parameter, and each attribute of `self`."""
+    for node in _nodes(path):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.id
+        elif isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.attr
 
 
 def _lines(path: Path) -> tuple[list[tuple[int, str]], int]:
@@ -189,7 +336,10 @@ def main() -> None:
         print(f"relative words per 100 words of docstrings  {found.relative_per_100_words:.2f}")
         print(f"comment lines per 100 code lines            {found.comments_per_100_code_lines:.2f}")
         print(f"code lines                                  {found.code_lines}")
-        for name in ("unclear", "as_of", "without_shapes"):
+        print(f"docstring words per 100 code lines          {found.docstring_words_per_100_code_lines:.0f}")
+        print(f"vague variable names per 1,000 code lines   {found.vague_names_per_1000_code_lines:.1f}")
+        print(f"functions named by a participle             {found.participle_function_percentage:.1f} %")
+        for name in ("unclear", "as_of", "without_shapes", "vague_names", "participle_functions"):
             places = getattr(found, name)
             print(f"{name:<43} {len(places)}")
             print("".join(f"    {place}\n" for place in places) if given.places else "", end="")

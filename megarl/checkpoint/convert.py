@@ -120,7 +120,7 @@ def to_megatron(
             stored = _write_chunks(source, chunks, manifest)
             _write_records(manifest, model, parallel, chunks, stored)
             _copy_companions(hf, manifest, f"{COMPANIONS}/", dtype)
-            kept = _write_kept(kept_tensors(hf, model), f"{COMPANIONS}/{KEPT}", manifest)
+            num_companions = _write_kept(kept_tensors(hf, model), f"{COMPANIONS}/{KEPT}", manifest)
             if dtype is None and (hf / INDEX).exists():
                 manifest.copy(hf / INDEX, f"{COMPANIONS}/{INDEX}")
             manifest.append(TRACKER, RELEASE.encode())
@@ -135,7 +135,7 @@ def to_megatron(
         weight_bytes=_num_bytes(model, dtypes),
         seconds=time.perf_counter() - started,
         is_verified=verify,
-        num_kept=kept,
+        num_kept=num_companions,
     )
 
 
@@ -178,7 +178,7 @@ def to_hf(
         source = CheckpointReader(checkpoint, model)
         model = source.model
         dtypes = _dtypes(source, model, dtype)
-        kept, copies = kept_and_copies(model_folder, model)
+        companion_tensors, copies = kept_and_copies(model_folder, model)
         stored = {checkpoint: dtypes[name] for name, checkpoint in checkpoint_names(model).items()}
         stored |= {name: stored[original] for name, original in copies.items()}
         shapes = checkpoint_tensors(model)
@@ -188,18 +188,18 @@ def to_hf(
         files = None
         if dtype is None and shard_bytes is None and (model_folder / INDEX).exists():
             # None if its files hold kept tensors beyond the index.
-            files = _files_of_index(model_folder, [*stored, *kept])
+            files = _files_of_index(model_folder, [*stored, *companion_tensors])
         if files is not None:
             manifest.copy(model_folder / INDEX, INDEX)
-            checksums = _write_files(source, files, model, forms, copies, kept, manifest)
+            checksums = _write_files(source, files, model, forms, copies, companion_tensors, manifest)
         else:
-            packed = pack_files(forms, shard_bytes or SHARD_BYTES, num_more=bool(kept))
+            packed = pack_files(forms, shard_bytes or SHARD_BYTES, num_more=bool(companion_tensors))
             files = {file: list(tensors) for file, tensors in packed.items()}
-            last = kept_file(len(files), kept)
+            last = kept_file(len(files), companion_tensors)
             for name, tensors in last.items():
                 _write_kept(tensors, name, manifest)
             if len(files) + len(last) > 1:
-                manifest.append(INDEX, index_text({**files, **last}, total + total_bytes(kept)).encode())
+                manifest.append(INDEX, index_text({**files, **last}, total + total_bytes(companion_tensors)).encode())
             checksums = _write_files(source, files, model, forms, copies, {}, manifest)
         manifest.append(CHECKSUMS, checksums_text(checksums).encode())
         _copy_companions(model_folder, manifest, "", dtype, override, others)
@@ -212,7 +212,7 @@ def to_hf(
         weight_bytes=total,
         seconds=time.perf_counter() - started,
         is_verified=verify,
-        num_kept=len(kept),
+        num_kept=len(companion_tensors),
     )
 
 
@@ -506,8 +506,10 @@ def _checkpoint_of_run(folder: Path) -> Path:
         )
     if folder.is_dir() and folder.name == "checkpoints":
         raise ConfigError(f"{folder}: has no checkpoint step_NNNNNN; set checkpoint.every_steps so that the run saves")
-    if not folder.exists() and (others := EarlierRun.read(folder.parent.parent).checkpoints):
-        raise ConfigError(f"{folder}: not found; the run's checkpoints are {', '.join(other.name for other in others)}")
+    if not folder.exists() and (checkpoints := EarlierRun.read(folder.parent.parent).checkpoints):
+        raise ConfigError(
+            f"{folder}: not found; the run's checkpoints are {', '.join(checkpoint.name for checkpoint in checkpoints)}"
+        )
     if not folder.exists():
         raise ConfigError(f"{folder}: not found; name the folder of a checkpoint, of a run, or of several checkpoints")
     return folder

@@ -57,12 +57,12 @@ class KeptTensor(NamedTuple):
         """Yield the tensor's bytes, in pieces of at most 16 MiB. Raises DataError for a file that became shorter."""
         with self.path.open("rb") as file:
             file.seek(self.start)
-            left = self.num_bytes
-            while left:
-                piece = file.read(min(left, _CHUNK_BYTES))
+            bytes_left = self.num_bytes
+            while bytes_left:
+                piece = file.read(min(bytes_left, _CHUNK_BYTES))
                 if not piece:
                     raise DataError(f"{self.path}: became shorter while it was read. Copy or download the model again.")
-                left -= len(piece)
+                bytes_left -= len(piece)
                 yield piece
 
 
@@ -71,12 +71,12 @@ def kept_tensors(folder: str | Path, model: ModelShape) -> dict[str, KeptTensor]
     prefixes = kept_prefixes(model)
     if not prefixes:
         return {}
-    found: dict[str, KeptTensor] = {}
+    tensors: dict[str, KeptTensor] = {}
     for path, expected in _files(Path(folder)):
         header = read_safetensors_header(path, expected)
         if any(name.startswith(prefixes) for name in header):
-            found |= {name: kept for name, kept in places_in(path) if name.startswith(prefixes)}
-    return dict(sorted(found.items()))
+            tensors |= {name: tensor for name, tensor in places_in(path) if name.startswith(prefixes)}
+    return dict(sorted(tensors.items()))
 
 
 def kept_and_copies(folder: str | Path, model: ModelShape) -> tuple[dict[str, KeptTensor], dict[str, str]]:
@@ -85,14 +85,14 @@ def kept_and_copies(folder: str | Path, model: ModelShape) -> tuple[dict[str, Ke
     The latter are names of tensors in the folder, with the names of the originals. Raises DataError for a truncated
     file.
     """
-    kept = kept_tensors(folder, model)
-    copies = {name: original for name, original in copies_of(model).items() if name in kept}
-    return {name: tensor for name, tensor in kept.items() if name not in copies}, copies
+    tensors = kept_tensors(folder, model)
+    copies = {name: original for name, original in copies_of(model).items() if name in tensors}
+    return {name: tensor for name, tensor in tensors.items() if name not in copies}, copies
 
 
 def total_bytes(tensors: Mapping[str, KeptTensor]) -> int:
     """Return the total size of these tensors in bytes."""
-    return sum(kept.num_bytes for kept in tensors.values())
+    return sum(tensor.num_bytes for tensor in tensors.values())
 
 
 def file_content(tensors: Mapping[str, KeptTensor]) -> Iterator[bytes]:
@@ -102,9 +102,9 @@ def file_content(tensors: Mapping[str, KeptTensor]) -> Iterator[bytes]:
     """
     # Like the safetensors library: the largest items first, so that each tensor is aligned.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))
-    yield safetensors_header({name: kept.entry for name, kept in ordered})
-    for _, kept in ordered:
-        yield from kept.content()
+    yield safetensors_header({name: tensor.entry for name, tensor in ordered})
+    for _, tensor in ordered:
+        yield from tensor.content()
 
 
 def _files(folder: Path) -> Iterable[tuple[Path, set[str]]]:

@@ -174,8 +174,8 @@ def check_hashes(folder: Path, expected: Mapping[str, str]) -> None:
     Raises DataError with the first file that differs, StorageError for an unreadable file.
     """
     with storage_faults_named(folder), ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-        found = pool.map(lambda name: file_record(folder / name)["sha256"], expected)
-        for (name, sha256), actual in zip(expected.items(), found, strict=True):
+        hashes = pool.map(lambda name: file_record(folder / name)["sha256"], expected)
+        for (name, sha256), actual in zip(expected.items(), hashes, strict=True):
             if actual != sha256:
                 raise DataError(
                     f"{folder / name}: its sha256 is {actual}, {MANIFEST} says {sha256}. Copy the folder again."

@@ -38,13 +38,14 @@ def redundant_faults(folder: Path, model: ModelShape, files: Mapping[str, Path])
     involved = {files[name] for name in (*names, *originals.values()) if name in files}
     places = {name: place for path in sorted(involved) for name, place in places_in(path)}
     # An override may have changed the rotary embeddings of `model`.
-    own = read_model_shape(folder) if (folder / "config.json").exists() else model
+    folder_shape = read_model_shape(folder) if (folder / "config.json").exists() else model
     for name in names:
         if name.endswith(_FREQUENCIES):
-            if not _has_frequencies_of(places[name], own):
+            if not _has_frequencies_of(places[name], folder_shape):
                 yield (
-                    f"{files[name]}: {name} differs from the rotary frequencies that config.json gives (rope_theta "
-                    f"{own.rotary.theta:g}, rope_type {own.rotary.scaling}). Correct config.json, or remove the tensor."
+                    f"{files[name]}: {name} differs from the rotary frequencies that config.json gives "
+                    f"(rope_theta {folder_shape.rotary.theta:g}, rope_type {folder_shape.rotary.scaling}). "
+                    "Correct config.json, or remove the tensor."
                 )
         elif originals[name] in places and not _are_equal(places[name], places[originals[name]]):
             yield f"{files[name]}: {name} differs from {originals[name]}, {_reason(name, model)}"
@@ -71,7 +72,7 @@ def _reason(name: str, model: ModelShape) -> str:
 def _are_equal(tensor: KeptTensor, other: KeptTensor) -> bool:
     if (tensor.code, tensor.shape) != (other.code, other.shape):
         return False
-    return all(piece == same for piece, same in zip(tensor.content(), other.content(), strict=True))
+    return all(piece == other_piece for piece, other_piece in zip(tensor.content(), other.content(), strict=True))
 
 
 def _has_frequencies_of(tensor: KeptTensor, model: ModelShape) -> bool:

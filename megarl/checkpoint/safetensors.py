@@ -78,8 +78,8 @@ class FolderReader:
         for name, shape in checkpoint_tensors(model).items():
             stored = self._stored[name]
             is_quantised = stored.code == MXFP4
-            whole = self._quantised_pieces(name, shape) if is_quantised else (dense_piece(name, shape, name, 0),)
-            for piece in unpacked(whole, model):
+            pieces = self._quantised_pieces(name, shape) if is_quantised else (dense_piece(name, shape, name, 0),)
+            for piece in unpacked(pieces, model):
                 self.pieces[piece.box.name] = (piece,)
                 self.dtypes[piece.box.name] = torch.bfloat16 if is_quantised else DTYPES[stored.code]
                 self._files[piece.box.name] = stored.path
@@ -98,13 +98,13 @@ class FolderReader:
     def groups(self, layout: Layout) -> Iterator[tuple[Layout, Layout]]:
         """Yield parts of a layout, each with the pieces of this folder that it needs. Handled part by part, few
         dequantised experts exist at a time."""
-        found: dict[str, list[Piece]] = {}
+        by_file: dict[str, list[Piece]] = {}
         for piece in layout:
-            (here,) = self.pieces[piece.box.name]
-            found.setdefault(here.storage if here.storage in self._experts else "", []).append(piece)
-        for wanted in found.values():
-            names = sorted({piece.box.name for piece in wanted})
-            yield tuple(wanted), tuple(piece for name in names for piece in self.pieces[name])
+            (stored,) = self.pieces[piece.box.name]
+            by_file.setdefault(stored.storage if stored.storage in self._experts else "", []).append(piece)
+        for group_pieces in by_file.values():
+            names = sorted({piece.box.name for piece in group_pieces})
+            yield tuple(group_pieces), tuple(piece for name in names for piece in self.pieces[name])
 
     def file_of(self, name: str) -> Path:
         """Return the path of the file containing a tensor."""
@@ -151,9 +151,9 @@ def load(
     check_weights(Path(folder), reader)
     if not model.has_value_head:
         layout = tuple(piece for piece in layout if piece.box.name != VALUE_HEAD)
-    for wanted, available in reader.groups(layout):
+    for wanted_pieces, available in reader.groups(layout):
         # Source and destination are on this rank, so nothing is staged and one bucket of any size (4 EiB) is enough.
-        plan = make_plan([available], [wanted], itemsize=4, bucket_bytes=1 << 62).for_rank(0)
+        plan = make_plan([available], [wanted_pieces], itemsize=4, bucket_bytes=1 << 62).for_rank(0)
         sources = {name: reader.storage(name) for name in sorted({piece.storage for piece in available})}
         Transport(plan, sources, parameters, dtype=torch.float32).reshard()
     for piece in layout:

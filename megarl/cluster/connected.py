@@ -226,25 +226,26 @@ class ConnectedGroup(WorkerGroup):
             self._introduce_ranks({})
             return
         provide_open_files(2 * self.world_size + STRANGERS, f"{self.world_size} ranks")
-        met: dict[Introduction, socket.socket] = {}
+        connections: dict[Introduction, socket.socket] = {}
         with socket.create_server(("", 0), backlog=len(self.new_places) + STRANGERS) as server:
             server.setblocking(False)
             address = self.host(), server.getsockname()[1]
             await self.launch(log_folder, {"PYTHONUNBUFFERED": "1", **environment}, address, self._key)
             self._ended = asyncio.create_task(self._watch())
             try:
-                meeting = meet(met, server, self._key, len(self.new_places), Introduction.from_plain)
+                meeting = meet(connections, server, self._key, len(self.new_places), Introduction.from_plain)
                 await asyncio.wait_for(self._until_ended(meeting, log_folder), self.start_timeout_seconds)
             except TimeoutError:
-                present = Counter(process.node for process in met)
+                present = Counter(process.node for process in connections)
                 raise PeerLostError(
-                    f"{len(met)} of {len(self.new_places)} ranks connected within {self.start_timeout_seconds:g} s "
+                    f"{len(connections)} of {len(self.new_places)} ranks connected within "
+                    f"{self.start_timeout_seconds:g} s "
                     f"({', '.join(f'{count} on {node}' for node, count in present.items()) or 'none'}); look at "
                     f"{log_folder} and at the nodes, or raise cluster.start_timeout_seconds\n"
                     + log_tail(log_folder / self.start_log)
                 ) from None
             finally:
-                await self._make_handles(met, log_folder)
+                await self._make_handles(connections, log_folder)
             # A relay ends with its node's first rank, and other ranks of the node shall survive that.
             is_relayed = self.world_size > self.most_direct and not self.keeps_survivors
             relays = self._nodes_with_relay() if is_relayed else {}
@@ -322,7 +323,7 @@ class ConnectedGroup(WorkerGroup):
                 "log": str(handle.log.absolute()),
                 "address": address,
                 "is_relayed": handle in is_relayed,
-                "relays": [other.rank for other in relays.get(handle.rank, ())],
+                "relays": [relayed.rank for relayed in relays.get(handle.rank, ())],
             }
             handle.send_json(own)
 

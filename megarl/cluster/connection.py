@@ -103,9 +103,11 @@ class Connection(asyncio.Protocol):
         lost = set(messages) if self.is_lost else self._ended & messages.keys()
         for handle in lost:
             self._lose(handle)
-        left = {handle: message for handle, message in messages.items() if handle not in lost} if lost else messages
-        if left:
-            self.send(*(_pack_batch(left) if self.is_relay else left.values()))
+        reachable = (
+            {handle: message for handle, message in messages.items() if handle not in lost} if lost else messages
+        )
+        if reachable:
+            self.send(*(_pack_batch(reachable) if self.is_relay else reachable.values()))
             # Ranks answer once unasked, perhaps before the first call.
             if self._unread:
                 self._take_answers()

@@ -100,14 +100,14 @@ def examine_machine() -> list[Finding]:
     there = {str(canonicalize_name(package.name)): package.version for package in importlib.metadata.distributions()}
     installed = {name: there[name] for name in ("megarl", *STACK) if name in there}
     requires = {name: importlib.metadata.requires(name) or [] for name in installed}
-    shown = gpus()
-    extra = version_set("gpu" if shown or torch.version.cuda else "cpu", installed, requires)
+    gpu_list = gpus()
+    extra = version_set("gpu" if gpu_list or torch.version.cuda else "cpu", installed, requires)
     formats = number_formats(installed_gpus(), library_versions())
     return [
         *versions(installed, requires, extra),
         apex(there.get("apex")),
         *_imports(),
-        *_devices(shown),
+        *_devices(gpu_list),
         *_compilers(),
         *formats,
         *_choices(installed),
@@ -204,12 +204,12 @@ def apex(version: str | None) -> Finding:
 
 def _asks(name: str, requires: Mapping[str, Sequence[str]], extra: str) -> list[tuple[str, SpecifierSet]]:
     """Return the packages requiring the package `name`, each with the versions it accepts."""
-    found = []
+    requirements = []
     for who, texts in requires.items():
-        chosen = {"extra": extra if who == "megarl" else ""}
+        markers = {"extra": extra if who == "megarl" else ""}
         asked = [r for r in map(Requirement, texts) if canonicalize_name(r.name) == name]
-        found += [(who, r.specifier) for r in asked if r.marker is None or r.marker.evaluate(chosen)]
-    return found
+        requirements += [(who, r.specifier) for r in asked if r.marker is None or r.marker.evaluate(markers)]
+    return requirements
 
 
 def _imports() -> Iterator[Finding]:

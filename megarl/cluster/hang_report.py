@@ -74,12 +74,14 @@ class HangReport:
 
         `what` says what they missed. `stacks` are the Python stacks of the group's ranks, by rank.
         """
-        others = [other for other in self._groups() if other is not group]
-        found = await asyncio.gather(*(other.current_stacks() for other in others), return_exceptions=True)
-        every = dict(stacks)
-        for answer in found:
-            every |= answer if isinstance(answer, dict) else {}
-        handles = sorted((handle for one in [group, *others] for handle in one.handles), key=lambda one: one.rank)
+        other_groups = [other_group for other_group in self._groups() if other_group is not group]
+        answers = await asyncio.gather(
+            *(other_group.current_stacks() for other_group in other_groups), return_exceptions=True
+        )
+        all_stacks = dict(stacks)
+        for answer in answers:
+            all_stacks |= answer if isinstance(answer, dict) else {}
+        handles = sorted((handle for one in [group, *other_groups] for handle in one.handles), key=lambda one: one.rank)
         first = next((handle for handle in handles if handle in silent), None)
         lines = [
             f"{datetime.now().astimezone().isoformat(timespec='seconds')}: "
@@ -88,17 +90,20 @@ class HangReport:
         ]
         for handle in handles:
             lines += [f"\n== rank {handle.rank}: threads in the kernel ==", handle.thread_states() or "unknown"]
-            lines += [f"\n== rank {handle.rank}: Python ==", every.get(handle.rank, "").strip() or "wrote no stack"]
+            lines += [
+                f"\n== rank {handle.rank}: Python ==",
+                all_stacks.get(handle.rank, "").strip() or "wrote no stack",
+            ]
         path = self._unused_path()
         # The machine may have lost its disk; the error must name the silent rank all the same.
         with suppress(OSError):
             append_whole(path, ("\n".join(lines) + "\n").encode(errors="replace"))
-            chosen = sorted(handles, key=lambda handle: handle not in silent)[: self._most_native]
+            most_silent = sorted(handles, key=lambda handle: handle not in silent)[: self._most_native]
             # Threads of its own, so that all debuggers begin at once.
-            pool = ThreadPoolExecutor(max(1, len(chosen)))
-            native = await asyncio.gather(*(self._native_stacks(pool, handle) for handle in chosen))
+            pool = ThreadPoolExecutor(max(1, len(most_silent)))
+            native = await asyncio.gather(*(self._native_stacks(pool, handle) for handle in most_silent))
             pool.shutdown(wait=False)
-            for handle, text in zip(chosen, native, strict=True):
+            for handle, text in zip(most_silent, native, strict=True):
                 append_whole(path, f"\n== rank {handle.rank}: native ==\n{text}\n".encode(errors="replace"))
             return path
         return None

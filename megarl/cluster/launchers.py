@@ -105,8 +105,8 @@ async def _started_together(starts: Sequence[Coroutine[Any, Any, WorkerGroup]]) 
     except BaseException:
         for start in starting:
             start.cancel()
-        found = await asyncio.gather(*starting, return_exceptions=True)
-        await asyncio.gather(*(group.close() for group in found if isinstance(group, WorkerGroup)))
+        outcomes = await asyncio.gather(*starting, return_exceptions=True)
+        await asyncio.gather(*(group.close() for group in outcomes if isinstance(group, WorkerGroup)))
         raise
 
 
@@ -159,13 +159,13 @@ def _flight_recorder(cluster: ClusterConfig, log_folder: Path, group: str) -> di
     """
     if cluster.device == "cpu" or not chosen_device.has_cuda_build():
         return {}
-    own = {
+    variables = {
         # Number of newest collectives in the file: several steps of a large model.
         "TORCH_FR_BUFFER_SIZE": "2000",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         "TORCH_FR_DUMP_TEMP_FILE": f"{log_folder.absolute()}/flight_{group}_",
     }
-    return {name: os.environ.get(name, value) for name, value in own.items()}
+    return {name: os.environ.get(name, value) for name, value in variables.items()}
 
 
 def _splits_layers(trainer: ParallelConfig) -> bool:
@@ -179,13 +179,13 @@ def _splits_layers(trainer: ParallelConfig) -> bool:
 
 def _kind_of(cluster: ClusterConfig, rank: int) -> NodeKind:
     """Return the kind of nodes (trainers' or engines') that the rank belongs to."""
-    own, engines = NodeKind(0, cluster.nodes, cluster.ranks_per_node), cluster.groups.engines
+    trainer_kind, engines = NodeKind(0, cluster.nodes, cluster.ranks_per_node), cluster.groups.engines
     if engines is None:
-        return own
+        return trainer_kind
     num_ranks = cluster.nodes * cluster.ranks_per_node
     if rank < num_ranks:
         # With two kinds, a Slurm job is heterogeneous: component 0 has the trainers' nodes, component 1 the engines'.
-        return own._replace(component=0)
+        return trainer_kind._replace(component=0)
     return NodeKind(num_ranks, engines.nodes, engines.ranks_per_node, component=1, ray_resources=engines.ray_resources)
 
 

@@ -118,11 +118,13 @@ def _read(source: Path) -> list[Manifest]:
 
 def _only(documents: Sequence[Manifest], kind: Kind, source: Path) -> Manifest:
     """Return the document of the job."""
-    found = [document for document in documents if kind == "skypilot" or document.get("kind") == "RayJob"]
-    if len(found) != 1:
-        what = "documents with kind: RayJob" if kind == "rayjob" else "documents"
-        raise ConfigError(f"{source}: has {len(found)} {what}, one is needed; start from launch/kubernetes/{kind}.yaml")
-    return found[0]
+    matches = [document for document in documents if kind == "skypilot" or document.get("kind") == "RayJob"]
+    if len(matches) != 1:
+        title = "documents with kind: RayJob" if kind == "rayjob" else "documents"
+        raise ConfigError(
+            f"{source}: has {len(matches)} {title}, one is needed; start from launch/kubernetes/{kind}.yaml"
+        )
+    return matches[0]
 
 
 def _dump(documents: Sequence[Manifest]) -> str:
@@ -164,8 +166,8 @@ def _variables(kind: Kind, settings: ManifestSettings) -> dict[str, Manifest | s
         if not equals:
             problems.append(f"--env {given}: has no value; write --env NAME=VALUE")
         elif holds_secret((name,), value):
-            wanted = f"{name}=SECRET/KEY" if kind == "rayjob" else name
-            problems.append(f"--env {name}=<hidden>: a secret must not stand in a manifest; write --secret {wanted}")
+            form = f"{name}=SECRET/KEY" if kind == "rayjob" else name
+            problems.append(f"--env {name}=<hidden>: a secret must not stand in a manifest; write --secret {form}")
         variables[name] = value
     for given in settings.secrets:
         name, equals, reference = given.partition("=")
@@ -261,12 +263,12 @@ def _fill_nodes(group: Manifest, nodes: ClusterConfig | NodeGroup, device: str, 
 
 def _fill_variables(container: Manifest, variables: Mapping[str, Manifest | str | None]) -> None:
     """Add environment variables to a container. One of the template with the same name is replaced."""
-    kept = [variable for variable in container.get("env", ()) if variable["name"] not in variables]
-    made = [
+    unchanged = [variable for variable in container.get("env", ()) if variable["name"] not in variables]
+    variables_made = [
         {"name": name, "value": value} if isinstance(value, str) else {"name": name, "valueFrom": value}
         for name, value in variables.items()
     ]
-    container["env"] = [*kept, *made]
+    container["env"] = [*unchanged, *variables_made]
 
 
 def _fill_config_map(
@@ -313,8 +315,8 @@ def _fill_skypilot(
         resources["memory"] = f"{settings.memory}+"
     if settings.volume is not None:
         manifest["volumes"] = {**manifest.get("volumes", {}), "/workspace": settings.volume}
-    given = {name: value for name, value in variables.items() if value is not None}
-    manifest["envs"] = {**manifest.get("envs", {}), **given}
+    values = {name: value for name, value in variables.items() if value is not None}
+    manifest["envs"] = {**manifest.get("envs", {}), **values}
     hidden: dict[str, None] = {name: None for name, value in variables.items() if value is None}
     manifest["secrets"] = {**manifest.get("secrets", {}), **hidden}
 
@@ -347,18 +349,18 @@ def _lines(error: Any) -> Iterator[str]:
     """Yield the messages of one violation: place, value, remedy."""
     place = _dotted(error.absolute_path)
     if error.validator == "additionalProperties" and isinstance(error.instance, dict):
-        known = error.schema["properties"]
-        for name in sorted(error.instance.keys() - known.keys(), key=str):
-            near = nearest(str(name), known)
-            remedy = f"did you mean {near}?" if near else f"remove it; known here: {', '.join(known)}"
+        properties = error.schema["properties"]
+        for name in sorted(error.instance.keys() - properties.keys(), key=str):
+            near = nearest(str(name), properties)
+            remedy = f"did you mean {near}?" if near else f"remove it; known here: {', '.join(properties)}"
             yield f"{_dotted((*error.absolute_path, name))}: unknown field; {remedy}"
     elif error.validator == "required":
         for name in error.validator_value:
             if name not in error.instance:
                 yield f"{_dotted((*error.absolute_path, name))}: missing; add it"
     else:
-        wanted = error.schema.get("description", f"must fit {error.validator}: {error.validator_value}")
-        yield f"{place} = {_shown(error)}: needs {wanted}"
+        rule = error.schema.get("description", f"must fit {error.validator}: {error.validator_value}")
+        yield f"{place} = {_shown(error)}: needs {rule}"
 
 
 def _shown(error: Any) -> str:

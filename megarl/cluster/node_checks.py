@@ -84,8 +84,8 @@ class NodeReport:
         if self._server is None:
             return None
         with ThreadPoolExecutor(len(addresses)) as pool:
-            found = pool.map(_problem, addresses.values())
-            return {node: why for node, why in zip(addresses, found, strict=True) if why}
+            problems = pool.map(_problem, addresses.values())
+            return {node: why for node, why in zip(addresses, problems, strict=True) if why}
 
     def close(self) -> None:
         """Close the port for connection tests. Repeated calls are allowed."""
@@ -96,14 +96,14 @@ class NodeReport:
 
 def _shared_memory_faults() -> dict[str, str | None]:
     """Return why shared memory cannot be used, by key of the report; None: this is not the reason."""
-    found: dict[str, str | None] = dict.fromkeys(("shared_memory", "full_shared_memory"))
+    faults: dict[str, str | None] = dict.fromkeys(("shared_memory", "full_shared_memory"))
     try:
         check_shared_memory()
     except DiskFullError as error:
-        found["full_shared_memory"] = str(error)
+        faults["full_shared_memory"] = str(error)
     except MegarlError as error:
-        found["shared_memory"] = str(error)
-    return found
+        faults["shared_memory"] = str(error)
+    return faults
 
 
 def _problem(address: tuple[str, int]) -> str | None:
@@ -139,12 +139,12 @@ async def inspect(
     nodes = [place[0] for place in ranks.topology]
     # After a resize a node may have no rank with LOCAL_RANK 0.
     at_once = {node for node, number in zip(nodes, ranks.local_ranks, strict=True) if number == 0}
-    chosen = [nodes.index(node) for node in dict.fromkeys(nodes) if node not in at_once]
-    looked = await ranks.call_numbered("look", models, str(run_folder), chosen)
+    indexes = [nodes.index(node) for node in dict.fromkeys(nodes) if node not in at_once]
+    looked = await ranks.call_numbered("look", models, str(run_folder), indexes)
     reports = joined_reports(nodes, looked)
     wrong: list[Fault] = all_faults(reports, nodes, recipe, str(run_folder), planned)
     if len(reports) > 1 and not wrong:
-        addresses = {node: (ranks.hosts[nodes.index(node)], seen["port"]) for node, seen in reports.items()}
+        addresses = {node: (ranks.hosts[nodes.index(node)], report["port"]) for node, report in reports.items()}
         tried = await ranks.call("reach", addresses)
         wrong = list(unreached({node: why for node, why in zip(nodes, tried, strict=True) if why}))
     await ranks.call("close")
@@ -165,9 +165,9 @@ def joined_reports(nodes: Sequence[str], looked: Sequence[dict[str, Any] | None]
     Under Ray each group on a node has a report, and sees only its own GPUs. Reports of one node are joined.
     """
     reports: dict[str, dict[str, Any]] = {}
-    for node, seen in zip(nodes, looked, strict=True):
-        if seen:
-            reports[node] = _joined(reports[node], seen) if node in reports else seen
+    for node, report in zip(nodes, looked, strict=True):
+        if report:
+            reports[node] = _joined(reports[node], report) if node in reports else report
     return reports
 
 
@@ -197,12 +197,16 @@ def all_faults(
 
     `nodes` is the node of each rank, `planned` the host memory of each rank in bytes; None: memory is not checked.
     """
-    found = [
+    faults_by_node = [
         fault
         for kind, asked in kinds_of_nodes(recipe, nodes)
         for fault in faults({node: reports[node] for node in kind}, run_folder, kind, asked)
     ]
-    return found if planned is None else [*found, *memory_shortages(reports, nodes, recipe.trainer_ranks, planned)]
+    return (
+        faults_by_node
+        if planned is None
+        else [*faults_by_node, *memory_shortages(reports, nodes, recipe.trainer_ranks, planned)]
+    )
 
 
 def kinds_of_nodes(recipe: Recipe, nodes: Sequence[str]) -> Iterator[tuple[Counter[str], dict[str, Need]]]:
@@ -236,7 +240,7 @@ def faults(
     requirements by recipe field.
     """
     ranks_per_node = max(num_ranks.values())
-    most = max(len(report["gpus"]) for report in reports.values())
+    num_gpus = max(len(report["gpus"]) for report in reports.values())
     drivers = {gpu for report in reports.values() for gpu in report["gpus"]}
     # The median clock is the reference, so that one wrong clock does not make all others look wrong.
     clock = sorted(report["time"] for report in reports.values())[len(reports) // 2]
@@ -258,9 +262,9 @@ def faults(
         if report["device"]:
             yield f"node {node}: {report['device']}"
         # Nodes of one kind have the same number of GPUs. A node with fewer has lost one.
-        if most and len(report["gpus"]) < max(ranks_per_node, most):
+        if num_gpus and len(report["gpus"]) < max(ranks_per_node, num_gpus):
             yield f"node {node}: shows {len(report['gpus'])} GPUs, the run needs {ranks_per_node}; exclude the node"
-        elif most and 0 < len(report["usable_gpus"]) < num_ranks[node]:
+        elif num_gpus and 0 < len(report["usable_gpus"]) < num_ranks[node]:
             # Without any visible GPU the device's own check reports the fault.
             yield (
                 f"node {node}: CUDA_VISIBLE_DEVICES leaves {len(report['usable_gpus'])} of its {len(report['gpus'])} "
@@ -306,11 +310,11 @@ def memory_shortages(
     ranks train.
     """
     for node, report in reports.items():
-        trainers, others = nodes[:num_trainers].count(node), nodes[num_trainers:].count(node)
-        needed = planned.of_node(NodeRanks(trainers=trainers, engines=others))
+        trainers, num_engines = nodes[:num_trainers].count(node), nodes[num_trainers:].count(node)
+        needed = planned.of_node(NodeRanks(trainers=trainers, engines=num_engines))
         if needed > report["memory"]:
             yield (
-                f"node {node}: its {trainers + others} ranks need {needed / 2**30:.0f} GiB of host memory, "
+                f"node {node}: its {trainers + num_engines} ranks need {needed / 2**30:.0f} GiB of host memory, "
                 f"but the node has {report['memory'] / 2**30:.0f} (MemTotal, or the limit of a cgroup); under Slurm "
                 "request all with --mem=0, else offload less (trainer.offload) or use fewer ranks per node"
             )

@@ -37,13 +37,13 @@ def choose_places(
         taken: Places of other groups.
         silent_nodes: Numbers of nodes where no process could be started. Rule 4 avoids them.
     """
-    wanted = before or _adjacent(world_size, first, per_node, num_nodes, taken)
+    preferred = before or _adjacent(world_size, first, per_node, num_nodes, taken)
     places = dict(held)
     missing = [rank for rank in range(world_size) if rank not in held]
     for rank in missing:
         used = {*taken, *places.values()}
-        if len(wanted) == world_size and wanted[rank] not in used:
-            places[rank] = wanted[rank]
+        if len(preferred) == world_size and preferred[rank] not in used:
+            places[rank] = preferred[rank]
             continue
         near = range(0)
         if rank:
@@ -59,9 +59,9 @@ def _adjacent(world_size: int, first: int, per_node: int, num_nodes: int, taken:
 
     Empty if there is none.
     """
-    own = range(first, first + world_size)
-    if not set(taken).intersection(own):
-        return list(own)
+    rank_range = range(first, first + world_size)
+    if not set(taken).intersection(rank_range):
+        return list(rank_range)
     for node in range(num_nodes):
         of_node = range(node * per_node, (node + 1) * per_node)
         free = list(islice((place for place in of_node if place not in taken), world_size))

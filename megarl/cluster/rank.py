@@ -61,13 +61,13 @@ def _report(error: Exception) -> dict[str, Any]:
     with contextlib.suppress(OSError):
         # The log may be on a full disk; the driver must get the report all the same.
         print(text, file=sys.stderr, flush=True)
-    known = error if isinstance(error, MegarlError) else disk_full(error)
+    user_error = error if isinstance(error, MegarlError) else disk_full(error)
     # The driver raises the error again under its nearest class in `megarl.types`.
-    named = next((c.__name__ for c in type(known).__mro__ if c.__module__ == MegarlError.__module__), None)
+    named = next((c.__name__ for c in type(user_error).__mro__ if c.__module__ == MegarlError.__module__), None)
     return {
         "class": type(error).__qualname__,
         "megarl_class": named,
-        "message": f"out of host memory: {error}" if _is_out_of_memory(error) else str(known or error),
+        "message": f"out of host memory: {error}" if _is_out_of_memory(error) else str(user_error or error),
         "traceback": text,
         "echo": is_peer_loss(error),
         "lost": _is_lost(error),
@@ -146,7 +146,7 @@ class _Host:
         - `__profile__` starts a profile by torch, `__profile_end__` stops it and writes its files.
         """
         method, args, kwargs = pickle.loads(command)
-        own = {
+        host_methods = {
             "__init__": self.construct,
             "__settle__": rendezvous.settle,
             "__abandon__": self.abandon,
@@ -159,8 +159,8 @@ class _Host:
             "__profile__": self.begin_profile,
             "__profile_end__": self.end_profile,
         }
-        found = own[method] if method in own else operator.attrgetter(method)(self.worker)
-        return method, partial(found, *args, **kwargs)
+        handler = host_methods[method] if method in host_methods else operator.attrgetter(method)(self.worker)
+        return method, partial(handler, *args, **kwargs)
 
     @contextlib.contextmanager
     def recorded(self, method: str) -> Iterator[None]:
@@ -222,9 +222,9 @@ def _renumber(rank: int, world_size: int, address: str, number: int) -> int:
     means that the ranks meet in a file of one machine; rank 0 then returns 0 too.
     """
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    shown = Path("/proc/self/comm")
-    if shown.read_text().startswith("megarl rank "):
-        shown.write_text(f"megarl rank {number}")
+    name_file = Path("/proc/self/comm")
+    if name_file.read_text().startswith("megarl rank "):
+        name_file.write_text(f"megarl rank {number}")
     rendezvous.stop_listening()
     return rendezvous.listen(address) if address and rank == 0 else 0
 

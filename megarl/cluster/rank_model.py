@@ -42,9 +42,9 @@ class Work:
 
     def take(self) -> Work:
         """Return the counts so far, and reset them."""
-        taken = replace(self)
+        snapshot = replace(self)
         self._set(Work())
-        return taken
+        return snapshot
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
@@ -140,13 +140,13 @@ class RankModel:
         packed = self._pack(filled, self.together, self.max_tokens_per_forward)
         rows = self._rows(filled, packed, 1.0, num_counted=batch.num_sequences, max_tokens=self.max_tokens_per_forward)
         results = await self.group.scatter(f"{self.name}.{method}", self.by_rank(rows))
-        found = [
+        parts = [
             (row, values)
             for replica, (reporting, *_) in zip(packed, self._reporting_ranks(), strict=True)
             for row, values in zip(replica, results[reporting], strict=True)
         ]
-        gathered = np.zeros((*found[0][1].shape[:-1], len(batch.token_ids)), np.float32)
-        for row, values in found:
+        gathered = np.zeros((*parts[0][1].shape[:-1], len(batch.token_ids)), np.float32)
+        for row, values in parts:
             # Drop the values of repeated sequences; they only fill rows (see `filled`).
             is_asked = np.repeat(np.asarray(row) < batch.num_sequences, batch.lengths[sent[row]])
             gathered[..., batch.tokens_of(sent[row])[is_asked]] = values[..., is_asked]

@@ -101,9 +101,10 @@ def _ids_of(names: Sequence[str]) -> list[str]:
     """
     living = _living()
     by_name = {_node_name(host, node_id): node_id for node_id, host in living.items()}
-    gone = {name.partition(" (")[0] for name in names if name not in by_name}
+    missing_names = {name.partition(" (")[0] for name in names if name not in by_name}
     return sorted(
-        {by_name[name] for name in names if name in by_name} | {i for i, host in living.items() if host in gone}
+        {by_name[name] for name in names if name in by_name}
+        | {i for i, host in living.items() if host in missing_names}
     )
 
 
@@ -183,13 +184,13 @@ class RayGroup(ConnectedGroup):
             if not await self._add_bundles(sizes, _PLACING_SECONDS):
                 raise PeerLostError(f"Ray did not place the run's ranks on nodes in {_PLACING_SECONDS:g} s")
         # Actors claim only what their bundle holds: GPUs, or CPUs.
-        own = {"num_gpus": 1, "num_cpus": 0} if self._device == "GPU" else {"num_gpus": 0, "num_cpus": 1}
+        shares = {"num_gpus": 1, "num_cpus": 0} if self._device == "GPU" else {"num_gpus": 0, "num_cpus": 1}
         self._actors = [
             ray.remote(_Process)
             .options(
                 scheduling_strategy=PlacementGroupSchedulingStrategy(*self._bundles[self._node_of(place)]),
                 runtime_env={"env_vars": self._rank_environment(environment)},
-                **own,
+                **shares,
             )
             .remote()
             for place in self.new_places
@@ -207,13 +208,13 @@ class RayGroup(ConnectedGroup):
 
     def _nodes(self) -> list[dict[str, Any]]:
         """Return Ray's records of the living nodes that this group may use."""
-        avoided, others = _ids_of(self._avoided), self.kind.ray_resources
+        avoided, resources = _ids_of(self._avoided), self.kind.ray_resources
         alive = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in avoided]
-        return [n for n in alive if all(n["Resources"].get(name, 0.0) >= amount for name, amount in others.items())]
+        return [n for n in alive if all(n["Resources"].get(name, 0.0) >= amount for name, amount in resources.items())]
 
     async def _await_nodes(self) -> None:
         """Wait until the cluster has enough nodes for the group. Raises ConfigError."""
-        per_node, nodes, others = self.kind.ranks_per_node, self.kind.nodes, self.kind.ray_resources
+        per_node, nodes, resources = self.kind.ranks_per_node, self.kind.nodes, self.kind.ray_resources
         if self.others():
             # The other groups have found their nodes, and some nodes may be lost.
             nodes = -(-self.world_size // per_node)
@@ -222,7 +223,7 @@ class RayGroup(ConnectedGroup):
             have = sorted((int(node["Resources"].get(self._device, 0)) for node in self._nodes()), reverse=True)
             if sum(count >= per_node for count in have) >= nodes:
                 break
-            like = f" and {dict(others)}" if others else ""
+            like = f" and {dict(resources)}" if resources else ""
             lack = (
                 f"needs {nodes} nodes with {per_node} {self._device}s{like} each, the Ray cluster has nodes with {have}"
             )
@@ -263,22 +264,22 @@ class RayGroup(ConnectedGroup):
         """Return the ID of each bundle's node; empty for a bundle whose node is dead."""
         alive = _living()
         tables = {placed.id: placement_group_table(placed)["bundles_to_node_id"] for placed, _ in self._bundles}
-        found = [tables[placed.id].get(index) for placed, index in self._bundles]
-        return [node if node in alive else "" for node in found]
+        node_names = [tables[placed.id].get(index) for placed, index in self._bundles]
+        return [node if node in alive else "" for node in node_names]
 
     async def reserve(self, count: int, leaving: Collection[WorkerGroup] = (), num_further: int = 0) -> None:
         used = Counter(map(self._node_of, (*self.places, *self.taken_places())))
         nodes = dict(enumerate(self._nodes_of_bundles()))
         silent = {number for number, node in nodes.items() if not (used[number] or await _answers(node))}
         room = sum(self.ranks_per_node - used[number] for number in nodes if number not in silent)
-        wanted = count - self.world_size - room
+        num_missing = count - self.world_size - room
         # If a node was free, Ray would have moved the bundle of a dead one there.
-        if wanted > 0 and silent:
+        if num_missing > 0 and silent:
             raise ConfigError(
                 f"cluster.nodes: {count} ranks need another node in place of a lost one, and no node of the Ray "
                 "cluster is free; add a node, or ask for fewer ranks"
             )
-        sizes = [self.ranks_per_node] * -(-max(0, wanted) // self.ranks_per_node)
+        sizes = [self.ranks_per_node] * -(-max(0, num_missing) // self.ranks_per_node)
         if sizes and not await self._add_bundles(sizes, _RESERVE_SECONDS):
             raise ConfigError(
                 f"cluster.nodes: {count} ranks need {len(sizes)} further nodes of the Ray cluster with "

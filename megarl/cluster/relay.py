@@ -56,11 +56,11 @@ def main(settings: str) -> None:
 
 async def _serve(driver: tuple[str, int], key: bytes, address: str, ranks: Sequence[int]) -> None:
     """Connect to the driver, accept the node's ranks, and relay until the driver closes its end."""
-    met: dict[int, socket.socket] = {}
+    connections: dict[int, socket.socket] = {}
 
     def rank_of(introduction: dict[str, Any]) -> int:
         rank = int(introduction.get("rank", -1))
-        if rank not in ranks or rank in met:
+        if rank not in ranks or rank in connections:
             raise ValueError(f"rank {rank} is not one of this relay's ranks {ranks}, or has already connected")
         return rank
 
@@ -70,7 +70,7 @@ async def _serve(driver: tuple[str, int], key: bytes, address: str, ranks: Seque
         host, port, *_ = server.getsockname()
         introduce(upward, key, {"first_rank": ranks[0], "host": host, "port": port})
         server.setblocking(False)
-        meeting = asyncio.create_task(meet(met, server, key, len(ranks), rank_of))
+        meeting = asyncio.create_task(meet(connections, server, key, len(ranks), rank_of))
         while not meeting.done():
             await asyncio.wait([meeting], timeout=_LOOK_SECONDS)
             # The driver has ended this start, so the missing ranks will never come.
@@ -79,7 +79,7 @@ async def _serve(driver: tuple[str, int], key: bytes, address: str, ranks: Seque
         meeting.result()
     reader, writer = await asyncio.open_connection(sock=upward)
     relay = _Relay(writer)
-    await relay.add(met)
+    await relay.add(connections)
     await relay.run(reader)
 
 

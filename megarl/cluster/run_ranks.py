@@ -75,19 +75,19 @@ class RunRanks:
 
         A replica is kept if it is alive and its number of ranks is `replica_sizes[number]`.
         """
-        sizes, kept = dict(enumerate(replica_sizes)), {}
+        sizes, groups = dict(enumerate(replica_sizes)), {}
         for group in self.replicas:
             # All replicas have the same size. Lost ones are missing here.
             number = (group.part.first_rank - self.trainers.world_size) // group.world_size
             if sizes.get(number) == group.world_size:
-                kept[number] = group
-        return kept
+                groups[number] = group
+        return groups
 
     async def reserve(self, num_trainers: int, replica_sizes: Sequence[int]) -> None:
         """Check that the run's nodes have room for these numbers of ranks. Raises ConfigError if not."""
-        kept = self.kept(replica_sizes)
-        leaving = [group for group in self.replicas if group not in kept.values()]
-        num_further = sum(size for number, size in enumerate(replica_sizes) if number not in kept)
+        retained = self.kept(replica_sizes)
+        leaving = [group for group in self.replicas if group not in retained.values()]
+        num_further = sum(size for number, size in enumerate(replica_sizes) if number not in retained)
         # Engines on nodes of another kind keep their number of ranks.
         share_nodes = any(self.trainers.shares_nodes(group) for group in self.replicas)
         await self.trainers.reserve(num_trainers, leaving, num_further if share_nodes else 0)
@@ -124,8 +124,8 @@ class RunRanks:
         answers.
         """
         engines = [self.unless_lost(group, group.call(method, *args, **kwargs)) for group in self.replicas]
-        found = await together([self.trainers.call(method, *args, **kwargs), *engines])
-        return list(chain.from_iterable(found))
+        answers = await together([self.trainers.call(method, *args, **kwargs), *engines])
+        return list(chain.from_iterable(answers))
 
     async def begin_step(self, number: int) -> None:
         """Set the step in progress in driver and ranks, for faults of tests (`megarl.faults`)."""
@@ -138,15 +138,15 @@ class RunRanks:
         rank.
         """
         engines = [self.unless_lost(group, group.call(method, *args, group.part.first_rank)) for group in self.replicas]
-        found = await together([self.trainers.call(method, *args, self.trainers.part.first_rank), *engines])
-        return list(chain.from_iterable(found))
+        answers = await together([self.trainers.call(method, *args, self.trainers.part.first_rank), *engines])
+        return list(chain.from_iterable(answers))
 
     async def call_engines(self, method: str, *args: Any) -> list[Any]:
         """Call a method on all ranks that have engines, and return the answers."""
         if not self.is_separate:
             return await self.trainers.call(method, *args)
-        found = await together([self.unless_lost(group, group.call(method, *args)) for group in self.replicas])
-        return list(chain.from_iterable(found))
+        answers = await together([self.unless_lost(group, group.call(method, *args)) for group in self.replicas])
+        return list(chain.from_iterable(answers))
 
     async def ask(
         self, ranks: Sequence[int], method: str, per_rank: Sequence[Any], *args: Any, budget_seconds: float = 0.0
@@ -159,9 +159,9 @@ class RunRanks:
         group = next((group for group in self.groups if ranks[0] in group.part.ranks(group.world_size)), None)
         if group is None:
             raise PeerLostError(f"ranks {list(ranks)} are lost: all processes of their group have ended")
-        own = [rank - group.part.first_rank for rank in ranks]
+        local_ranks = [rank - group.part.first_rank for rank in ranks]
         try:
-            return await group.ask(own, method, per_rank, *args, budget_seconds=budget_seconds)
+            return await group.ask(local_ranks, method, per_rank, *args, budget_seconds=budget_seconds)
         except PeerLostError as error:
             self.remove(group, error)
             raise

@@ -59,8 +59,8 @@ def render(recipe: Recipe, *, arguments: Sequence[str], options: Sequence[str] =
     components = [f"#SBATCH {shlex.quote(option)}" for option in options]
     if (engines := cluster.groups.engines) is not None:
         # Components of the same name would wait for each other, as jobs do.
-        own = _sizes(engines, has_gpus) | {"job-name": f"{recipe.name}-engines"}
-        sizes = [*(f"--{option}={value}" for option, value in own.items()), "--exclusive", "--mem=0"]
+        engine_options = _sizes(engines, has_gpus) | {"job-name": f"{recipe.name}-engines"}
+        sizes = [*(f"--{option}={value}" for option, value in engine_options.items()), "--exclusive", "--mem=0"]
         components += [f"#SBATCH {option}" for option in ["hetjob", *sizes, *engines.sbatch_options]]
     # After the template's own options, because sbatch takes the last of equal ones. A function as replacement, because
     # `re.sub` would interpret backslashes in a text.

@@ -120,10 +120,10 @@ class SrunGroup(ConnectedGroup):
         # In the first start of a run all nodes are new.
         if self.former_places or self.others():
             used = {self._node_of(h.place) for h in self._inherited.values()}
-            others = {self._node_of(place) for place in self.taken_places()}
+            other_nodes = {self._node_of(place) for place in self.taken_places()}
             # Other groups of the run may use the first nodes of the job.
             first = 0 if self.world_size == self.part.num_ranks else self.kind.nodes
-            spares = [number for number in range(first, len(nodes)) if number not in used | wanted | others]
+            spares = [number for number in range(first, len(nodes)) if number not in used | wanted | other_nodes]
             for number in sorted(wanted - used):
                 while not await self._answers(name := nodes[number]):
                     if nodes[number] != name:
@@ -140,27 +140,27 @@ class SrunGroup(ConnectedGroup):
 
     async def reserve(self, count: int, leaving: Collection[WorkerGroup] = (), num_further: int = 0) -> None:
         used, silent = Counter(map(self._node_of, (*self.places, *self.taken_places(leaving)))), set[int]()
-        wanted = count - self.world_size + num_further
+        num_missing = count - self.world_size + num_further
         for number, name in enumerate(await self._job_nodes()):
-            if wanted <= 0:
+            if num_missing <= 0:
                 break
             if used[number] or await self._answers(name):
-                wanted -= self.ranks_per_node - used[number]
+                num_missing -= self.ranks_per_node - used[number]
             else:
                 silent.add(number)
-        if wanted > 0:
+        if num_missing > 0:
             raise ConfigError(
                 f"cluster.nodes: {count} ranks are wanted, but the nodes of this job that start processes have room "
-                f"for {count - wanted}, {self.ranks_per_node} on each; ask for fewer ranks, or start a larger job"
+                f"for {count - num_missing}, {self.ranks_per_node} on each; ask for fewer ranks, or start a larger job"
             )
         self._silent_nodes = silent
 
     async def _job_nodes(self) -> list[str]:
         """Return the nodes of this job, or of its component for the group. Raises PeerLostError."""
         groups = sorted((self, *self.others()), key=lambda group: group.part.first_rank)
-        same = [g._nodes for g in groups if isinstance(g, SrunGroup) and self.shares_nodes(g) and g._nodes]
-        if same:
-            self._nodes = same[0]
+        shared_lists = [g._nodes for g in groups if isinstance(g, SrunGroup) and self.shares_nodes(g) and g._nodes]
+        if shared_lists:
+            self._nodes = shared_lists[0]
             return self._nodes
         component = "" if self.kind.component is None else f"_HET_GROUP_{self.kind.component}"
         command = ["scontrol", "show", "hostnames", os.environ[f"SLURM_JOB_NODELIST{component}"]]

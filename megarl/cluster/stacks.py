@@ -47,8 +47,8 @@ def summary(stacks: Mapping[int, str]) -> str:
     for rank, text in stacks.items():
         _, heading, main_thread = text.rpartition(_HEADING)
         frames = [line for line in main_thread.splitlines() if _FRAME.search(line)] if heading else []
-        shown = frames[:_MOST_FRAMES] + ["  ..."] * (len(frames) > _MOST_FRAMES)
-        alike.setdefault("\n".join(shown or ["  wrote no stack"]), []).append(rank)
+        lines_shown = frames[:_MOST_FRAMES] + ["  ..."] * (len(frames) > _MOST_FRAMES)
+        alike.setdefault("\n".join(lines_shown or ["  wrote no stack"]), []).append(rank)
     # Rare stacks come first: most ranks only wait for the few that stand elsewhere.
     kinds = sorted(alike.items(), key=lambda kind: len(kind[1]))
     lines = ["Where the ranks stood; their logs have all threads:"]

@@ -71,8 +71,8 @@ def environments(processes: Sequence[Introduction], local_ranks: Sequence[int]) 
     world = {"WORLD_SIZE": str(len(processes))}
     for rank, (process, local_rank) in enumerate(zip(processes, local_ranks, strict=True)):
         node = process.node
-        own = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(on_node[node])}
+        variables = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(on_node[node])}
         # Every rank sees all GPUs of its node's ranks, also where Slurm or Ray gave each rank only its own. A rank's
         # own GPU is the one at its local rank.
-        gpus = ",".join(str(gpu) for other in by_local_rank if other.node == node for gpu in other.gpus)
-        yield world | own | ({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {})
+        gpus = ",".join(str(gpu) for rank_place in by_local_rank if rank_place.node == node for gpu in rank_place.gpus)
+        yield world | variables | ({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {})

@@ -195,8 +195,8 @@ class WeightTransfer:
         for group in groups:
             absent = sorted(missing.intersection(range(first, first + group.world_size)))
             if absent and group in self._ranks.replicas:
-                own = [rank - first for rank in absent]
-                ending.append(self._end(own, group, "did not join the process group of the others"))
+                local_ranks = [rank - first for rank in absent]
+                ending.append(self._end(local_ranks, group, "did not join the process group of the others"))
             first += group.world_size
         await asyncio.gather(*ending)
         return reports

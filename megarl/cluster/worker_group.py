@@ -168,8 +168,8 @@ class WorkerGroup(ABC):
 
         Groups `leaving` the run need none.
         """
-        others = [group for group in self.others() if group not in leaving and self.shares_nodes(group)]
-        return {handle.place for group in others for handle in group.all_handles}
+        sharing_groups = [group for group in self.others() if group not in leaving and self.shares_nodes(group)]
+        return {handle.place for group in sharing_groups for handle in group.all_handles}
 
     def _choose_places(
         self, first: int, per_node: int, num_nodes: int, silent_nodes: Collection[int] = ()
@@ -194,8 +194,8 @@ class WorkerGroup(ABC):
     def _log_of(self, rank: int, log_folder: Path) -> Path:
         """Return the log of a new process. No older process writes to it. `rank` counts within the run."""
         log = log_folder / f"rank_{rank:04d}.log"
-        others = (handle for group in self.others() for handle in group.all_handles)
-        if any(handle.log == log for handle in (*self._inherited.values(), *others)):
+        handles = (handle for group in self.others() for handle in group.all_handles)
+        if any(handle.log == log for handle in (*self._inherited.values(), *handles)):
             # That process has another rank now, and still writes to its first log.
             log = log.with_stem(f"{log.stem}_{secrets.token_hex(2)}")
         return log
@@ -282,8 +282,8 @@ class WorkerGroup(ABC):
         steps: list[Any] = [{} for _ in range(self.world_size)]
         damages: list[str] = []
         if ranks := sorted(self._inherited):
-            found = await self._exchange("legacy", ranks, [pack(("__legacy__", (), {}))] * len(ranks))
-            for rank, (copied_steps, sentences) in zip(ranks, found, strict=True):
+            answers = await self._exchange("legacy", ranks, [pack(("__legacy__", (), {}))] * len(ranks))
+            for rank, (copied_steps, sentences) in zip(ranks, answers, strict=True):
                 steps[rank] = copied_steps
                 holder = f"rank {self.part.first_rank + rank} on {self.topology[rank][0]}"
                 damages += [f"{holder}: {sentence}; this copy is dropped" for sentence in sentences]
@@ -476,9 +476,9 @@ class WorkerGroup(ABC):
             self._calls.add(call)
             watching = asyncio.create_task(watch(self, call, budget_seconds, extra_seconds))
             try:
-                while not call.is_over() and (left := call.started + limit.seconds - self.clock()) > 0:
+                while not call.is_over() and (seconds_left := call.started + limit.seconds - self.clock()) > 0:
                     # The clock may have stood still, so there may be time left afterwards.
-                    await asyncio.wait(awaited, timeout=left, return_when=asyncio.FIRST_EXCEPTION)
+                    await asyncio.wait(awaited, timeout=seconds_left, return_when=asyncio.FIRST_EXCEPTION)
                 watching.cancel()
                 if not call.is_answered():
                     raise await self._end_once(partial(self._diagnose, call))
@@ -527,7 +527,7 @@ class WorkerGroup(ABC):
         per_connection: defaultdict[RankConnection, dict[RankHandle, bytes]] = defaultdict(dict)
         for handle, message in messages.items():
             per_connection[handle.connection][handle] = message
-        return answers, [connection.ask(own, answers) for connection, own in per_connection.items()]
+        return answers, [connection.ask(local_ranks, answers) for connection, local_ranks in per_connection.items()]
 
     async def _end_once(self, end: Callable[[], Coroutine[Any, Any, Exception]]) -> Exception:
         """Run `end` (a coroutine ending the group), unless the group is already ending. Returns the error of all later
@@ -562,16 +562,16 @@ class WorkerGroup(ABC):
             what = f"did not answer `{call.method}` within {call.limit.seconds:g} s"
             remedy = f"; if it needs longer, raise {call.limit.field}" if call.limit.field else ""
             return await self._fall_silent(what, call.silent(), await self.stacks.read(), remedy)
-        answers = [answer for other in calls for answer in other.answers.values()]
+        answers = [answer for pending in calls for answer in pending.answers.values()]
         await asyncio.wait(answers, timeout=_REPORT_GRACE_SECONDS)
         failures: list[tuple[RankError, Call]] = []
-        for other in calls:
-            for error in other.errors():
+        for pending in calls:
+            for error in pending.errors():
                 # The driver cannot decode an answer: the driver's own error is the cause.
                 if not isinstance(error, RankError):
                     await self._end()
                     return error
-                failures.append((error, other))
+                failures.append((error, pending))
         # Consequences come last. So do ranks cut off by their relay: a launcher ending all processes for one rank may
         # end another node's relay before that rank's end is reported.
         first, failed = min(failures, key=lambda found: (found[0].echo, found[0].handle.is_cut_off, found[0].at))

@@ -38,10 +38,10 @@ def _limited(start: Start) -> Start:
     """Return a start function that also limits memory after `start`, so its imports do not count."""
 
     def limited(message: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
-        found = start(message)
+        child_process = start(message)
         if message["memory_bytes"] is not None:
             limit_memory(message["memory_bytes"])
-        return found
+        return child_process
 
     return limited
 

@@ -112,10 +112,10 @@ def within(seconds: float) -> Patience:
     deadline = time.monotonic() + seconds
 
     def remaining() -> float:
-        left = deadline - time.monotonic()
-        if left <= 0:
+        seconds_left = deadline - time.monotonic()
+        if seconds_left <= 0:
             raise TimeoutError
-        return left
+        return seconds_left
 
     return remaining
 

@@ -11,8 +11,8 @@ def listen_fault(host: str, port: int) -> str | None:
     The address is free again afterwards. Another process may still take it before the server starts.
     """
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        for family, kind, protocol, _, address in found:
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, kind, protocol, _, address in addresses:
             with socket.socket(family, kind, protocol) as probe:
                 # As asyncio's servers: connections that ended a moment ago must not count as a server.
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -193,8 +193,10 @@ def _function_advantages(batch: RLBatch, recipe: Recipe) -> Tensor:
             weights[_source_mask(source.name, batch, recipe)] = weight_in(source.recipe.reward)
         is_judged = torch.from_numpy(~np.isnan(scores))
         # `is_judged` excludes NaN scores; they are replaced because NaN times weight 0 is NaN.
-        own = _sample_advantages(torch.from_numpy(np.nan_to_num(scores)), batch, recipe.algorithm, is_judged)
-        total += weights * own
+        sample_advantages = _sample_advantages(
+            torch.from_numpy(np.nan_to_num(scores)), batch, recipe.algorithm, is_judged
+        )
+        total += weights * sample_advantages
     return whiten(total, torch.from_numpy(batch.is_scored))
 
 
@@ -255,8 +257,8 @@ def _turn_advantages(scores: Tensor, batch: RLBatch, algorithm: AlgorithmConfig,
     rewards[sample[has_turns], num_turns[has_turns] - 1] += rest[has_turns]
     returns = turn_returns(rewards, discount)
     cu_samples, turns = torch.from_numpy(batch.cu_samples), torch.from_numpy(batch.turns)
-    whole = torch.where(has_turns, returns[:, 0], scores)
-    advantages = broadcast_to_tokens(_sample_advantages(whole, batch, algorithm), cu_samples, len(turns))
+    turn_scores = torch.where(has_turns, returns[:, 0], scores)
+    advantages = broadcast_to_tokens(_sample_advantages(turn_scores, batch, algorithm), cu_samples, len(turns))
     # Turn 0 already has its advantage: its return is the whole trajectory's.
     for turn in range(1, rewards.shape[1]):
         is_comparable = _all_in_group(num_turns > turn, batch)
@@ -304,10 +306,10 @@ def _sample_advantages(
     rewards = scores[is_taken]
     result = advantage(rewards, torch.from_numpy(batch.groups)[is_taken], **settings)
     try:
-        found = checked_advantages(result, rewards)
+        advantages = checked_advantages(result, rewards)
     except ResultError as error:
         raise ConfigError(f"algorithm.advantage = {algorithm.advantage}: {error}") from error
-    return torch.zeros_like(scores).masked_scatter(is_taken, found)
+    return torch.zeros_like(scores).masked_scatter(is_taken, advantages)
 
 
 def _value_metrics(values: Tensor, returns: Tensor) -> dict[str, float]:

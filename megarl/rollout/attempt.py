@@ -191,11 +191,11 @@ async def attempt(
             ended, failure = await _watched(task, make_environment, engines, conversation, clock)
             break
         except EnvironmentUnavailableError as error:
-            most = budget.attempts
+            max_attempts = budget.attempts
             if isinstance(error, EnvironmentProcessError):
                 # The process may have been killed from outside, so repeat once even with attempts = 1.
-                most = max(most, _ATTEMPTS_AT_A_LOSS)
-            if restarts + 1 >= most:
+                max_attempts = max(max_attempts, _ATTEMPTS_AT_A_LOSS)
+            if restarts + 1 >= max_attempts:
                 ended, failure = "error", _failure(error)
                 break
             restarts += 1
@@ -434,8 +434,8 @@ def _as_json(message: Message) -> dict[str, Any]:
 def _environment_reward(steps: Sequence[Step]) -> Reward:
     """Return the reward given by an environment: the sum over its steps, with the last step's verdict on the answer."""
     score = float(sum(step.reward for step in steps if step.reward is not None))
-    known = [bool(step.answer_correct) for step in steps if step.answer_correct is not None]
-    return Reward(score, format_valid=True, answer_correct=known[-1] if known else verdict_by_value(score))
+    verdicts = [bool(step.answer_correct) for step in steps if step.answer_correct is not None]
+    return Reward(score, format_valid=True, answer_correct=verdicts[-1] if verdicts else verdict_by_value(score))
 
 
 def _summed(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -123,7 +123,7 @@ class AttemptSpan:
 def _attributes(trajectory: Trajectory) -> dict[str, Any]:
     """Return the result of an attempt as attributes of a span. Unknown values are left out."""
     reward = trajectory.reward
-    found = {
+    attributes = {
         "megarl.turns": trajectory.num_turns,
         "megarl.sampled_tokens": trajectory.num_sampled,
         "megarl.ended": trajectory.ended,
@@ -136,4 +136,4 @@ def _attributes(trajectory: Trajectory) -> dict[str, Any]:
         "megarl.answer_correct": None if reward is None else reward.answer_correct,
         **{f"megarl.metrics.{name}": value for name, value in trajectory.metrics.items()},
     }
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in attributes.items() if value is not None}

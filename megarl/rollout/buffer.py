@@ -136,17 +136,17 @@ class GroupBuffer:
         self._num_surplus, self._late_seconds = len(self.state.waiting), 0.0
         self.state.begin_step(repeats_draws=self.policy.is_synchronous)
         if self.policy.is_synchronous:
-            taken = await self._finish_or_withdraw()
+            groups = await self._finish_or_withdraw()
         else:
             self._drop_stale()
-            taken = await self._fill()
+            groups = await self._fill()
         # `forget_step` returns these groups to the waiting ones, so that nothing is sampled twice.
-        self.state.give(taken)
+        self.state.give(groups)
         if self.policy.stragglers == "abort":
             self._abort_all()
-        self._measure(taken)
+        self._measure(groups)
         self._is_refilled = self.policy.steps_ahead > 0
-        return _renumbered(taken)
+        return _renumbered(groups)
 
     async def aclose(self) -> None:
         """Cancel all groups in flight. Environments ignoring the cancellation are abandoned after 5 seconds."""
@@ -181,8 +181,8 @@ class GroupBuffer:
             self._collect()
             self._start_more(self._demand.num_live)
             # Filtered-out groups leave places, so new ones start before each check.
-            if (taken := self._demand.chosen(self.state)) is not None:
-                return taken
+            if (groups := self._demand.chosen(self.state)) is not None:
+                return groups
             self._refuse_starved()
             # With enough groups ready, only groups at the staleness bound can delay the step.
             is_waited_for = len(self.state.waiting) >= self._demand.num_groups
@@ -195,7 +195,7 @@ class GroupBuffer:
     async def _finish_or_withdraw(self) -> list[Group]:
         """Return the groups of a synchronous step. On an error, cancel all other groups and their engine requests."""
         try:
-            taken = await self._fill()
+            groups = await self._fill()
             # An agent may end while a request of its own still runs in an engine.
             await self._drained()
         except BaseException:
@@ -209,7 +209,7 @@ class GroupBuffer:
             if self._sleep is not None:
                 sleep, self._sleep = self._sleep, None
                 await sleep
-        return taken
+        return groups
 
     async def _drained(self) -> None:
         for source in self._sources.values():
@@ -377,8 +377,8 @@ class GroupBuffer:
         """Raise MegarlError if the prompts of this step are exhausted and too few groups passed the filter."""
         state = self.state
         if self._has_drawn_enough and len(state.started) + len(state.waiting) < self._demand.num_live:
-            found = f"{self._num_started} prompts gave {len(state.waiting)} of {self._demand.num_groups} groups"
-            raise MegarlError(starved_text(self._recipe.algorithm, found, self._collected))
+            summary = f"{self._num_started} prompts gave {len(state.waiting)} of {self._demand.num_groups} groups"
+            raise MegarlError(starved_text(self._recipe.algorithm, summary, self._collected))
 
     def _drop_stale(self) -> None:
         """Drop groups with tokens older than the staleness limit."""
@@ -468,10 +468,10 @@ def _span_metrics(groups: Sequence[Group], weight_version: int) -> dict[str, flo
         for trajectory in flatten(groups)
         if trajectory.num_sampled
     ]
-    spans = [int(found.max() - found.min()) for found in versions]
+    spans = [int(sample_versions.max() - sample_versions.min()) for sample_versions in versions]
     return {
         "partial/share": float(np.mean([span > 0 for span in spans])),
-        "partial/kept_tokens": float(sum((found < weight_version).sum() for found in versions)),
+        "partial/kept_tokens": float(sum((sample_versions < weight_version).sum() for sample_versions in versions)),
         "staleness/span/mean": float(np.mean(spans)),
         "staleness/span/max": float(max(spans)),
     }

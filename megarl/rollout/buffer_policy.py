@@ -72,8 +72,8 @@ class StepDemand:
         # Engines behind the trainer produce older tokens, so fewer steps may be sampled ahead.
         lag = self.step - self.engine_version
         # Never beyond the run's last step.
-        left = self.recipe.train.steps - self.step + 1
-        return self.num_groups * min(1 + self.policy.steps_ahead - lag, left)
+        steps_left = self.recipe.train.steps - self.step + 1
+        return self.num_groups * min(1 + self.policy.steps_ahead - lag, steps_left)
 
     def chosen(self, state: RLState) -> list[Group] | None:
         """Return the groups that a step trains on, in the order of drawing; None while too few are complete."""

@@ -76,15 +76,15 @@ class EvaluatedSet:
         for one data source. Others: `format_valid` (share of all attempts); `completion_tokens/mean`;
         `reward/NAME/calls` per scoring server; and counts of failed scorings.
         """
-        found = self.trajectories
-        rewards = [t.reward for t in found if t.reward is not None]
+        trajectories = self.trajectories
+        rewards = [t.reward for t in trajectories if t.reward is not None]
         metrics = function_metrics(rewards) | _scalars(self.measures)
         for name, measures in self.by_data_source.items():
             metrics |= {f"data_source/{name}/{key}": value for key, value in _scalars(measures).items()}
         if unjudged := accuracy_metrics(rewards).get("unjudged"):
             metrics["unjudged"] = unjudged
-        metrics["format_valid"] = sum(r.format_valid for r in rewards) / len(found)
-        metrics["completion_tokens/mean"] = sum(t.num_sampled for t in found) / len(found)
+        metrics["format_valid"] = sum(r.format_valid for r in rewards) / len(trajectories)
+        metrics["completion_tokens/mean"] = sum(t.num_sampled for t in trajectories) / len(trajectories)
         return {f"val/{self.name}/{key}": value for key, value in metrics.items()} | dict(self.counts)
 
     def records(self) -> list[dict[str, Any]]:
@@ -115,7 +115,7 @@ async def evaluate(sources: Sequence[Source], max_failed_fraction: float) -> Asy
         # A context variable: tasks created below inherit it, so that the pool counts tokens for the evaluation.
         token = COUNTED_FOR.set("evaluation")
         try:
-            found = await source.sampler.sample(
+            trajectories = await source.sampler.sample(
                 # The same seed at every step, so that evaluations differ only by the weights.
                 problems,
                 sampling,
@@ -125,22 +125,22 @@ async def evaluate(sources: Sequence[Source], max_failed_fraction: float) -> Asy
             calls = served_metrics([source])
         finally:
             COUNTED_FOR.reset(token)
-        counts = failure_metrics(found, max_failed_fraction, f"val/{name}/reward_")
+        counts = failure_metrics(trajectories, max_failed_fraction, f"val/{name}/reward_")
         counts |= {f"val/{name}/{key}": value for key, value in calls.items()}
         read = reader_of([(function.name, function.kwargs) for function in recipe.reward.functions])
-        given = (settings.samples_per_prompt, settings.ks, read)
-        grouped = by_data_source(found, recipe.reward.source_field)
+        arguments = (settings.samples_per_prompt, settings.ks, read)
+        grouped = by_data_source(trajectories, recipe.reward.source_field)
         # Majorities take a while; in a thread, so that the event loop keeps answering calls.
-        whole = await asyncio.to_thread(measures_of, found, *given)
+        set_measures = await asyncio.to_thread(measures_of, trajectories, *arguments)
         # One data source alone would repeat the set's own numbers.
         parts = grouped.items() if len(grouped) > 1 else ()
-        of_parts = {key: await asyncio.to_thread(measures_of, own, *given) for key, own in parts}
+        of_parts = {key: await asyncio.to_thread(measures_of, part, *arguments) for key, part in parts}
         yield EvaluatedSet(
             name,
-            found,
+            trajectories,
             settings.samples_per_prompt,
             sampling.temperature,
-            whole,
+            set_measures,
             of_parts,
             counts,
             read,
@@ -183,27 +183,27 @@ def _verdict_measures(
 ) -> dict[str, Measure]:
     """Return `accuracy`, `pass_at_K` and `majority_at_K` of attempts by problem."""
     flags = [[t.reward is not None and bool(t.reward.answer_correct) for t in attempts] for attempts in problems]
-    found = {"accuracy": mean_with_interval([sum(of) / len(of) for of in flags])}
+    measures = {"accuracy": mean_with_interval([sum(of) / len(of) for of in flags])}
     for k in ks:
-        found[f"pass_at_{k}"] = mean_with_interval([pass_at_k(len(of), sum(of), k) for of in flags])
+        measures[f"pass_at_{k}"] = mean_with_interval([pass_at_k(len(of), sum(of), k) for of in flags])
     if read_answer is not None:
         answers = [[final_answer(t, read_answer) for t in attempts] for attempts in problems]
         for k in ks:
             values = [
-                majority_at_k(of, said, k, problem=number)
-                for number, (of, said) in enumerate(zip(flags, answers, strict=True))
+                majority_at_k(of, answer, k, problem=number)
+                for number, (of, answer) in enumerate(zip(flags, answers, strict=True))
             ]
-            found[f"majority_at_{k}"] = mean_with_interval(values)
-    return found
+            measures[f"majority_at_{k}"] = mean_with_interval(values)
+    return measures
 
 
 def final_answer(trajectory: Trajectory, read_answer: ReadAnswer) -> str | None:
     """Return the final answer in an attempt's last completion, stripped of white space; None if there is none."""
     if trajectory.is_in_thoughts:
         return None
-    said = read_answer(trajectory.texts[-1], trajectory.problem.record or {}) if trajectory.texts else None
+    answer = read_answer(trajectory.texts[-1], trajectory.problem.record or {}) if trajectory.texts else None
     # Without blanks, because votes compare texts: "x = 1" and "x=1" are one answer.
-    return None if said is None else "".join(said.split())
+    return None if answer is None else "".join(answer.split())
 
 
 def _scalars(measures: Mapping[str, Measure]) -> dict[str, float]:

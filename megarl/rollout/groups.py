@@ -71,10 +71,10 @@ class GroupSampler:
             for group, problem in enumerate(problems)
             for number in range(samples_per_prompt)
         ]
-        found = await gather_unless_abandoned(self.pool, attempts, self.is_abandoned)
+        trajectories = await gather_unless_abandoned(self.pool, attempts, self.is_abandoned)
         # An agent may end while a request of its own still runs in an engine.
         await self.pool.drained()
-        return found
+        return trajectories
 
     def task(
         self, problem: Problem, group: int, number: int, seed: str, sampling: SamplingSettings, *, prefix: str = ""

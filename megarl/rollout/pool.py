@@ -236,8 +236,8 @@ class EnginePool:
 
     def take_lost(self) -> int:
         """Return how many requests lost their replica since the last call of this method."""
-        taken, self._num_lost = self._num_lost, 0
-        return taken
+        num_lost, self._num_lost = self._num_lost, 0
+        return num_lost
 
     @property
     def _live(self) -> list[Replica]:
@@ -294,10 +294,10 @@ class EnginePool:
 
     def evaluation_metrics(self) -> dict[str, float]:
         """Return the token counts of an evaluation that just ended, and restart the counts of `metrics`."""
-        found = {"rollout/evaluation_tokens": float(self._num_sampled["evaluation"])}
+        metrics = {"rollout/evaluation_tokens": float(self._num_sampled["evaluation"])}
         if training_tokens := self.metrics()["rollout/sampled_tokens"]:
-            found["rollout/beside_evaluation_tokens"] = training_tokens
-        return found
+            metrics["rollout/beside_evaluation_tokens"] = training_tokens
+        return metrics
 
     async def _abort_running(self, replica: Replica) -> None:
         """Abort a replica's running requests. For each, a request for the rest of its completion goes to the front of
@@ -328,15 +328,15 @@ class EnginePool:
         step.
         """
         try:
-            found, *_ = await self._ranks.ask(replica.ranks, "sampled_so_far", [None] * len(replica.ranks))
+            counts, *_ = await self._ranks.ask(replica.ranks, "sampled_so_far", [None] * len(replica.ranks))
         except PeerLostError as error:
             self._drop_replica(replica, error)
             if self._failure is not None:
                 raise
             return
-        replica.pace.num_tokens += sum(self._count_new(name, num_tokens) for name, num_tokens in found.items())
+        replica.pace.num_tokens += sum(self._count_new(name, num_tokens) for name, num_tokens in counts.items())
         # A completion reports all of its tokens; `_count_new` subtracts the ones counted here.
-        self._num_counted |= found
+        self._num_counted |= counts
 
     def _enqueue(self, pending: PendingRequest, queue: Queue, *, last: bool = True) -> None:
         """Queue a request for the rest of a completion. If the token limit is already reached, complete the future
@@ -396,8 +396,8 @@ class EnginePool:
         # Round up. No replica takes more than its even share of the common queue: one with a free engine would
         # otherwise drain the queue before the other pumps start.
         share = -(-unfinished // len(self._live))
-        own = min(len(replica.waiting), self._max_running - len(replica.running))
-        new = [replica.waiting.popitem(last=False)[1] for _ in range(own)]
+        num_admitted = min(len(replica.waiting), self._max_running - len(replica.running))
+        new = [replica.waiting.popitem(last=False)[1] for _ in range(num_admitted)]
         num_free = min(self._max_running, share) - len(replica.running) - len(new)
         new += [self._waiting.popitem(last=False)[1] for _ in range(min(len(self._waiting), num_free))]
         replica.running |= dict.fromkeys(request.request_id for request in new)

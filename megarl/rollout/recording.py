@@ -103,8 +103,8 @@ class StartedGroup:
         """Return the group written by `to_json`. `find_problem` looks up the group's problem."""
         group = cls(values["draw"], find_problem(values["source"], values["problem"]), values["temperature"])
         prefix = f"started.{group.draw}."
-        for one in values["finished"]:
-            group.finish(Trajectory.from_json(one, archive, f"{prefix}{one['number']}.", find_problem))
+        for trajectory in values["finished"]:
+            group.finish(Trajectory.from_json(trajectory, archive, f"{prefix}{trajectory['number']}.", find_problem))
         for place, call in enumerate(values["calls"]):
             recorded = RecordedCall.from_json(call, archive, f"{prefix}call{place}.")
             group.calls.setdefault(call["number"], []).append(recorded)

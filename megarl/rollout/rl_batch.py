@@ -128,8 +128,8 @@ class RLBatch(TokenBatch):
         The mismatch between engine and trainer is then measured for equal weights only.
         """
         is_stale = (self.weight_versions >= 0) & (self.weight_versions < weight_version)
-        found = self.per_token["rollout_logprobs"]
-        self.per_token["rollout_logprobs"] = np.where(is_stale, np.float32(np.nan), found)
+        logprobs = self.per_token["rollout_logprobs"]
+        self.per_token["rollout_logprobs"] = np.where(is_stale, np.float32(np.nan), logprobs)
 
     def minibatches(self, recipe: Recipe, step: int, conversations: TokenBatch | None = None) -> list[TokenBatch]:
         """Return the minibatch of each optimizer update of a step, with token weights set.
@@ -202,7 +202,7 @@ def _turn_rewards(trajectories: Sequence[Trajectory]) -> NDArray[np.float64]:
 def _scores_by_function(trajectories: Sequence[Trajectory]) -> dict[str, NDArray[np.float64]]:
     rewards = [trajectory.reward for trajectory in trajectories]
     names = dict.fromkeys(name for reward in rewards if reward is not None for name in reward.scores)
-    found = {name: np.full(len(rewards), np.nan) for name in names}
+    scores = {name: np.full(len(rewards), np.nan) for name in names}
     for sample, (trajectory, reward) in enumerate(zip(trajectories, rewards, strict=True)):
         if reward is None or trajectory.turn_rewards:
             continue
@@ -210,8 +210,8 @@ def _scores_by_function(trajectories: Sequence[Trajectory]) -> dict[str, NDArray
         for name in names:
             # A sample without any score (nothing judged it, or all functions failed) has reward 0: 0 per function.
             score = reward.scores.get(name) if judged else 0.0
-            found[name][sample] = np.nan if score is None else score
-    return found
+            scores[name][sample] = np.nan if score is None else score
+    return scores
 
 
 def _environment_scores(trajectories: Sequence[Trajectory]) -> NDArray[np.float64] | None:
@@ -228,8 +228,8 @@ def _old_logprobs(segment: Segment) -> NDArray[np.float32]:
 
 def _joined(arrays: Sequence[NDArray[Any] | None]) -> NDArray[Any] | None:
     """Return one array [tokens of all segments] from one for each segment, [tokens]. None if a segment has none."""
-    found = [array for array in arrays if array is not None]
-    return np.concatenate(found) if len(found) == len(arrays) else None
+    present = [array for array in arrays if array is not None]
+    return np.concatenate(present) if len(present) == len(arrays) else None
 
 
 def _experts(segments: Sequence[Segment]) -> NDArray[np.int64] | None:

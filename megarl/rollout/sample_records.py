@@ -30,17 +30,17 @@ def with_rendered_prompts(
     The text includes everything that the chat template adds: tools, control tokens, and the opening of the assistant's
     turn. A trajectory without sampled tokens has no `rendered_prompt`.
     """
-    known: dict[bytes, str] = {}  # Attempts at one problem share their prompt: decode it once.
+    text_by_prompt: dict[bytes, str] = {}  # Attempts at one problem share their prompt: decode it once.
     for record, trajectory in zip(records, trajectories, strict=True):
         prompt = trajectory.first_prompt
         if prompt is None:
             yield dict(record)
             continue
         key = prompt.tobytes()
-        if key not in known:
+        if key not in text_by_prompt:
             # Control tokens are the point here: a wrong chat template shows in them.
-            known[key] = str(tokenizer.decode(prompt.tolist(), skip_special_tokens=False))
-        yield {**record, "rendered_prompt": known[key]}
+            text_by_prompt[key] = str(tokenizer.decode(prompt.tolist(), skip_special_tokens=False))
+        yield {**record, "rendered_prompt": text_by_prompt[key]}
 
 
 async def token_records(
@@ -66,20 +66,20 @@ async def token_records(
     batch's old log-probs are the engine's. Call it before the update.
     """
     trajectories = flatten(groups)
-    chosen = _extremes(batch, count)
-    if not len(chosen):
+    positions = _extremes(batch, count)
+    if not len(positions):
         return []
-    places = batch.last_segments[chosen]
+    places = batch.last_segments[positions]
     selected = batch.select(places)
-    found = selected.per_token.get("old_logprobs")
+    old_logprobs = selected.per_token.get("old_logprobs")
     # NaN: the update's own forward pass is to give them.
-    is_known = not (found is None or starts_from_rollout or np.isnan(found).any())
-    if found is None or not is_known:
-        found = await forward(selected)
-    trainer = np.split(found, selected.cu_seqlens[1:-1])
+    is_known = not (old_logprobs is None or starts_from_rollout or np.isnan(old_logprobs).any())
+    if old_logprobs is None or not is_known:
+        old_logprobs = await forward(selected)
+    trainer = np.split(old_logprobs, selected.cu_seqlens[1:-1])
     advantages = np.split(selected.per_token["advantages"], selected.cu_seqlens[1:-1])
     records = []
-    for place, of_trainer, of_tokens in zip(chosen.tolist(), trainer, advantages, strict=True):
+    for place, of_trainer, of_tokens in zip(positions.tolist(), trainer, advantages, strict=True):
         trajectory = trajectories[place]
         segment = trajectory.segments[-1]
         is_sampled = segment.weight_versions >= 0
@@ -162,8 +162,8 @@ def _numbers(
     values: NDArray[Any], is_known: NDArray[np.bool_], selected: NDArray[np.int64]
 ) -> list[float | int | None]:
     """Return the values of the selected tokens, rounded to six digits; None where a value is unknown or not finite."""
-    shown = is_known & np.isfinite(values)
+    is_shown = is_known & np.isfinite(values)
     return [
-        (value if isinstance(value, int) else float(f"{value:.6g}")) if known else None
-        for value, known in zip(values[selected].tolist(), shown[selected].tolist(), strict=True)
+        (value if isinstance(value, int) else float(f"{value:.6g}")) if is_finite else None
+        for value, is_finite in zip(values[selected].tolist(), is_shown[selected].tolist(), strict=True)
     ]

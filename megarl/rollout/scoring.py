@@ -109,21 +109,23 @@ async def complete_logprobs(
     everything = flatten([*groups, *waiting])
     first = _first_needing(recipe, sum(len(group) for group in groups))
     needs_entropies = recipe.algorithm.entropy_top_share is not None
-    lacking = [number >= first and lacks_logprobs(one) for number, one in enumerate(everything)]
-    wanting = [needs_entropies and _lacks_entropies(one) for one in everything]
-    if chosen := [place for place, wanted in enumerate(zip(lacking, wanting, strict=True)) if any(wanted)]:
+    lacking = [number >= first and lacks_logprobs(trajectory) for number, trajectory in enumerate(everything)]
+    wanting = [needs_entropies and _lacks_entropies(trajectory) for trajectory in everything]
+    if places := [place for place, wants in enumerate(zip(lacking, wanting, strict=True)) if any(wants)]:
         # One batch for all, because a forward pass is a call to every rank.
-        batch = RLBatch.from_groups([[everything[place] for place in chosen]])
-        found = [iter(np.split(values, batch.cu_seqlens[1:-1])) for values in np.atleast_2d(await forward(batch))]
-        for place in chosen:
-            logprobs, *entropies = (list(islice(values, len(everything[place].segments))) for values in found)
+        batch = RLBatch.from_groups([[everything[place] for place in places]])
+        values_by_row = [
+            iter(np.split(values, batch.cu_seqlens[1:-1])) for values in np.atleast_2d(await forward(batch))
+        ]
+        for place in places:
+            logprobs, *entropies = (list(islice(values, len(everything[place].segments))) for values in values_by_row)
             if lacking[place]:
                 everything[place] = with_logprobs(everything[place], logprobs)
             if wanting[place]:
                 everything[place] = _with_entropies(everything[place], *entropies)
     # `everything` was flat; restore the groups in the same order.
     completed = iter(everything)
-    taken, waited = ([[next(completed) for _ in group] for group in some] for some in (groups, waiting))
+    taken, waited = ([[next(completed) for _ in group] for group in group_list] for group_list in (groups, waiting))
     return taken, waited
 
 

@@ -67,8 +67,8 @@ def with_stop_tokens(recipe: Recipe, token_ids: Sequence[int]) -> Recipe:
     training = {"stop_token_ids": (*rollout.sampling.stop_token_ids, *token_ids)}
     rollout = rollout.model_copy(update={"sampling": rollout.sampling.model_copy(update=training)})
     # Without ids of its own, the evaluation takes those of training.
-    if (own := evaluation.sampling.stop_token_ids) is not None:
-        heldout = evaluation.sampling.model_copy(update={"stop_token_ids": (*own, *token_ids)})
+    if (stop_token_ids := evaluation.sampling.stop_token_ids) is not None:
+        heldout = evaluation.sampling.model_copy(update={"stop_token_ids": (*stop_token_ids, *token_ids)})
         evaluation = evaluation.model_copy(update={"sampling": heldout})
     return recipe.model_copy(update={"rollout": rollout, "evaluation": evaluation})
 

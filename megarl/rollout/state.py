@@ -197,7 +197,7 @@ def problem_lookup(
     It raises ConfigError if the recipe no longer has the problem, with the samples' `origin` and a `remedy`.
     """
     # An index of places once: problems of a streamed data set must not be scanned per lookup.
-    places = {source: Places(found) for source, found in problems.items()}
+    places = {source: Places(source_problems) for source, source_problems in problems.items()}
 
     def find_problem(source: str, index: int) -> Problem:
         place = places[source].get(index) if source in places else None

@@ -107,10 +107,10 @@ def step_metrics(
     measured = sampled or trained
     rewards = reward_metrics(measured, trained=trained if recipe.reward.model else None)
     rewards |= data_source_metrics(measured, recipe.reward.source_field)
-    found = rewards | rollout_metrics(measured) | staleness_metrics(trained, weight_version)
+    metrics = rewards | rollout_metrics(measured) | staleness_metrics(trained, weight_version)
     for source in recipe.sources if recipe.mixture else ():
-        found |= environment_metrics(source.name, measured)
-    return found
+        metrics |= environment_metrics(source.name, measured)
+    return metrics
 
 
 def environment_metrics(name: str, trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -119,10 +119,10 @@ def environment_metrics(name: str, trajectories: Sequence[Trajectory]) -> dict[s
     Names are `environment/SOURCE/` and the usual name, as in `environment/SOURCE/reward/mean`. Prefixes `rollout/` and
     `environment/` of the usual name are removed: `environment/SOURCE/observed_tokens/mean`.
     """
-    own = [t for t in trajectories if t.environment == name]
-    metrics = {"share": len(own) / len(trajectories)}
-    if own:
-        found = rollout_metrics(own) | (reward_metrics(own) if any(t.reward for t in own) else {})
+    episodes = [t for t in trajectories if t.environment == name]
+    metrics = {"share": len(episodes) / len(trajectories)}
+    if episodes:
+        found = rollout_metrics(episodes) | (reward_metrics(episodes) if any(t.reward for t in episodes) else {})
         metrics |= {key.removeprefix("rollout/").removeprefix("environment/"): value for key, value in found.items()}
     return {f"environment/{name}/{key}": value for key, value in metrics.items()}
 
@@ -141,8 +141,8 @@ def data_source_metrics(trajectories: Sequence[Trajectory], field: str | None) -
     # A source may lose its verdicts in the middle of a step (`Answers`): earlier ones then do not count alone.
     unjudged = {t.environment for t in rewarded if t.reward and t.reward.answer_correct is None}
     rewards: dict[str, list[Reward]] = {}
-    for name, own in by_data_source(rewarded, field).items():
-        for t in own:
+    for name, source_trajectories in by_data_source(rewarded, field).items():
+        for t in source_trajectories:
             assert t.reward is not None
             reward = replace(t.reward, answer_correct=None) if t.environment in unjudged else t.reward
             rewards.setdefault(name, []).append(reward)
@@ -255,16 +255,18 @@ def metrics_by_version(batch: RLBatch, weight_version: int, *, is_trainers: bool
     if not mask.any():
         return {}
     distances = np.minimum(weight_version - batch.weight_versions[mask], OLDEST)
-    found = {f"staleness/tokens/age_{one}": float((distances == one).mean()) for one in np.unique(distances)}
+    metrics = {
+        f"staleness/tokens/age_{distance}": float((distances == distance).mean()) for distance in np.unique(distances)
+    }
     old, rollout = batch.per_token.get("old_logprobs"), batch.per_token["rollout_logprobs"]
     if not is_trainers or old is None or np.isnan(old[mask]).any() or np.isnan(rollout[mask]).any():
-        return found
+        return metrics
     # float64, because k3 and the ratios are exponentials of small differences.
     moments = mismatch_moments(torch.from_numpy(old[mask]).double(), torch.from_numpy(rollout[mask]).double())
-    for one in np.unique(distances):
-        is_at_distance = torch.from_numpy(distances == one)
+    for distance in np.unique(distances):
+        is_at_distance = torch.from_numpy(distances == distance)
         mismatch = mismatch_metrics({name: float(values[is_at_distance].mean()) for name, values in moments.items()})
-        found |= {f"logprob_gap/{name}/age_{one}": mismatch[name] for name in ("mean", "k3")}
-        found[f"importance/ess/age_{one}"] = mismatch["ess"]
-        found[f"importance/ratio/age_{one}"] = float(moments["ratio"][is_at_distance].mean())
-    return found
+        metrics |= {f"logprob_gap/{name}/age_{distance}": mismatch[name] for name in ("mean", "k3")}
+        metrics[f"importance/ess/age_{distance}"] = mismatch["ess"]
+        metrics[f"importance/ratio/age_{distance}"] = float(moments["ratio"][is_at_distance].mean())
+    return metrics

@@ -99,7 +99,7 @@ class StepRecord:
         """
         archive = Archive()
         everything = flatten([*self.groups, *self.waiting])
-        trajectories = [one.to_json(archive, f"{place}.") for place, one in enumerate(everything)]
+        trajectories = [entry.to_json(archive, f"{place}.") for place, entry in enumerate(everything)]
         values = {
             "step": self.step,
             "layout": self.layout,
@@ -110,7 +110,7 @@ class StepRecord:
             "times": archive.times,
             "metrics": dict(self.metrics),
             "state": {
-                name: [[rank, *_plain(one)] for rank, one in parts.items()] for name, parts in self.state.items()
+                name: [[rank, *_plain(entry)] for rank, entry in parts.items()] for name, parts in self.state.items()
             },
         }
         arrays = {f"sampled.{name}": array for name, array in archive.arrays.items()}
@@ -145,7 +145,7 @@ class StepRecord:
             digest.update(f"{name} {self.digests[name].tolist()}".encode())
         digest.update(json.dumps(dict(self.metrics), sort_keys=True).encode())
         for name in sorted(self.state):
-            checksums = {rank: one.checksum for rank, one in sorted(self.state[name].items())}
+            checksums = {rank: fingerprint.checksum for rank, fingerprint in sorted(self.state[name].items())}
             digest.update(f"{name} {checksums}".encode())
         return digest.hexdigest()
 
@@ -179,8 +179,8 @@ class StepRecord:
             archive = Archive(_named(arrays, "sampled."), values["times"])
             trajectories = iter(
                 [
-                    Trajectory.from_json(one, archive, f"{place}.", find_problem)
-                    for place, one in enumerate(values["trajectories"])
+                    Trajectory.from_json(entry, archive, f"{place}.", find_problem)
+                    for place, entry in enumerate(values["trajectories"])
                 ]
             )
             # Lists: a generator would turn the StopIteration of a missing trajectory into a RuntimeError.
@@ -243,10 +243,10 @@ def _named(arrays: Mapping[str, NDArray[Any]], prefix: str) -> dict[str, NDArray
     return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
 
 
-def _plain(one: Fingerprint) -> list[Any]:
+def _plain(fingerprint: Fingerprint) -> list[Any]:
     """Return a fingerprint's fields as JSON values."""
     # JSON readers of other languages hold integers of 53 bits only.
-    return [f"{one.checksum:016x}", one.squares, one.numel, *one.sketch]
+    return [f"{fingerprint.checksum:016x}", fingerprint.squares, fingerprint.numel, *fingerprint.sketch]
 
 
 def _state_of(values: Mapping[str, Sequence[Sequence[Any]]]) -> dict[str, dict[int, Fingerprint]]:
@@ -261,10 +261,10 @@ def _state_of(values: Mapping[str, Sequence[Sequence[Any]]]) -> dict[str, dict[i
 
 def batch_arrays(batch: RLBatch) -> dict[str, NDArray[Any]]:
     """Return the arrays of a weighed batch by name, [tokens] or [samples]."""
-    found: dict[str, NDArray[Any]] = {"rewards": batch.rewards, **batch.per_token}
+    arrays: dict[str, NDArray[Any]] = {"rewards": batch.rewards, **batch.per_token}
     if batch.entropies is not None:
-        found["entropies"] = batch.entropies
-    return found
+        arrays["entropies"] = batch.entropies
+    return arrays
 
 
 def digests_of(arrays: Mapping[str, NDArray[Any]], borders: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
@@ -314,8 +314,10 @@ def differences(recorded: StepRecord, replayed: StepRecord, tolerance: float) ->
     # First moments of Adam hold the gradients, so they come before what follows from them.
     gradients, rest = _shared_state(recorded.state, replayed.state, tolerance)
     # Clipping changes all gradients if one is wrong: the wrong one has the largest distance.
-    found = [one for name in gradients for one in _state_differences(name, recorded, replayed, tolerance)]
-    yield from sorted(found, key=lambda one: -one.distance)
+    state_differences = [
+        difference for name in gradients for difference in _state_differences(name, recorded, replayed, tolerance)
+    ]
+    yield from sorted(state_differences, key=lambda difference: -difference.distance)
     yield from _metric_differences(NORMS, recorded.metrics, replayed.metrics, tolerance)
     for name in rest:
         yield from _state_differences(name, recorded, replayed, tolerance)

@@ -70,7 +70,7 @@ def _longest_prefix(chains: Sequence[_Chain], prompt: NDArray[np.int64]) -> _Cha
 
     The prompt is hashed once for all chains. Comparing it with each chain would read it once per chain.
     """
-    found: _Chain | None = None
+    longest: _Chain | None = None
     so_far, end = blake2b(), 0
     # By length, so that one running hash reaches each chain's end in turn.
     for chain in sorted(chains, key=lambda chain: chain.num_tokens):
@@ -79,10 +79,10 @@ def _longest_prefix(chains: Sequence[_Chain], prompt: NDArray[np.int64]) -> _Cha
         so_far.update(prompt[end : chain.num_tokens].tobytes())
         end = chain.num_tokens
         # `sorted` is stable: of equal chains the first is met first, and an equal length is not longer.
-        is_longer = found is None or chain.num_tokens > found.num_tokens
+        is_longer = longest is None or chain.num_tokens > longest.num_tokens
         if is_longer and so_far.digest() == chain.digest:
-            found = chain
-    return found
+            longest = chain
+    return longest
 
 
 def _segment(calls: Sequence[ModelCall], numbers: Sequence[int]) -> Segment:

@@ -78,8 +78,8 @@ class StragglerDetector:
                 self._paces[name] = deque(maxlen=WINDOW)
             else:
                 self._paces[name].append(pace)
-        whole = {name: total for name in paces if (total := self._over_window(name)) is not None}
-        stragglers = [name for name in whole if self._is_straggler(name, whole)]
+        full_windows = {name: total for name in paces if (total := self._over_window(name)) is not None}
+        stragglers = [name for name in full_windows if self._is_straggler(name, full_windows)]
         return {"rollout/slow_replicas": float(len(stragglers))}
 
     def _over_window(self, name: str) -> Pace | None:
@@ -91,19 +91,19 @@ class StragglerDetector:
         return total if is_enough else None
 
     def _is_straggler(self, name: str, paces: Mapping[str, Pace]) -> bool:
-        others = [pace for other, pace in paces.items() if other != name]
-        if not others:
+        other_paces = [pace for peer, pace in paces.items() if peer != name]
+        if not other_paces:
             return False
         # The median of the others: one more slow replica does not hide this one.
-        own, rate = paces[name], median(pace.rate for pace in others)
-        request_rate = median(pace.request_rate for pace in others)
-        if own.rate >= SLOW_SHARE * rate or own.request_rate >= SLOW_SHARE * request_rate:
+        pace_here, rate = paces[name], median(pace.rate for pace in other_paces)
+        request_rate = median(pace.request_rate for pace in other_paces)
+        if pace_here.rate >= SLOW_SHARE * rate or pace_here.request_rate >= SLOW_SHARE * request_rate:
             return False
         if name not in self._reported:
             self._reported.add(name)
             self._notify(
-                f"{name} is slow: over {len(self._paces[name])} steps it sampled {own.rate:.3g} tokens/s, "
-                f"{own.request_rate:.3g} for each request; the median of its siblings is {rate:.3g} and "
+                f"{name} is slow: over {len(self._paces[name])} steps it sampled {pace_here.rate:.3g} tokens/s, "
+                f"{pace_here.request_rate:.3g} for each request; the median of its siblings is {rate:.3g} and "
                 f"{request_rate:.3g} (rollout/slow_replicas counts such replicas)"
             )
         return True

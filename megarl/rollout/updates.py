@@ -95,17 +95,19 @@ def update_metrics(updates: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
     earlier step, the trainer's side is `old_logprobs`. `logprob_gap/measured` is the compared share of tokens. It is 1,
     except under algorithm.old_logprobs = rollout: then only tokens sampled in this step are compared.
     """
-    found = values(merge_updates(updates))
+    metrics = values(merge_updates(updates))
     if len(updates) == 1:
         # It is measured in an update's forward pass, before the optimizer step: there one update has moved nothing.
-        found.pop("kl/update", None)
+        metrics.pop("kl/update", None)
     mismatch = {
-        name.removeprefix("logprob_gap/"): found.pop(name) for name in list(found) if name.startswith("logprob_gap/")
+        name.removeprefix("logprob_gap/"): metrics.pop(name)
+        for name in list(metrics)
+        if name.startswith("logprob_gap/")
     }
     if "mean" in mismatch:
-        found |= {f"logprob_gap/{name}": value for name, value in mismatch_metrics(mismatch).items()}
-    others = ("max", "measured", "bit_equal")
-    return found | {f"logprob_gap/{name}": mismatch[name] for name in others if name in mismatch}
+        metrics |= {f"logprob_gap/{name}": value for name, value in mismatch_metrics(mismatch).items()}
+    unprefixed = ("max", "measured", "bit_equal")
+    return metrics | {f"logprob_gap/{name}": mismatch[name] for name in unprefixed if name in mismatch}
 
 
 def mismatch_before_update(batch: RLBatch) -> NDArray[np.float64] | None:

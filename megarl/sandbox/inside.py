@@ -90,13 +90,13 @@ def _limit(confinement: Confinement, limits: Mapping[str, Any]) -> None:
     }
     if confinement.counts_tasks:
         most[resource.RLIMIT_NPROC] = _MAX_TASKS
-    for what, number in most.items():
+    for resource_name, number in most.items():
         # Without rights a hard limit can only be lowered.
-        hard = resource.getrlimit(what)[1]
+        hard = resource.getrlimit(resource_name)[1]
         allowed = number if hard == resource.RLIM_INFINITY else min(number, hard)
         # SIGXCPU (soft limit) comes a second before SIGKILL (hard limit). A program can ignore only the former.
-        soft = min(cpu, allowed) if what == resource.RLIMIT_CPU else allowed
-        resource.setrlimit(what, (soft, allowed))
+        soft = min(cpu, allowed) if resource_name == resource.RLIMIT_CPU else allowed
+        resource.setrlimit(resource_name, (soft, allowed))
 
 
 def run(source: bytes, search_path: Sequence[str]) -> NoReturn:

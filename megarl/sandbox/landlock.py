@@ -40,13 +40,13 @@ def restrict(
 
     Needs no_new_privs. Raises KernelError.
     """
-    known = version()
+    abi_version = version()
     # A ruleset with a right unknown to the kernel is rejected, so request only rights of its version.
-    files = _ALL_OF_FIRST | (_REFER if known >= 2 else 0) | (_TRUNCATE if known >= 3 else 0)
-    handled = files | (_IOCTL_DEV if known >= 5 else 0)
+    files = _ALL_OF_FIRST | (_REFER if abi_version >= 2 else 0) | (_TRUNCATE if abi_version >= 3 else 0)
+    handled = files | (_IOCTL_DEV if abi_version >= 5 else 0)
     attributes = struct.pack("<QQQ", handled, _TCP_BIND_AND_CONNECT, _ABSTRACT_SOCKETS_AND_SIGNALS)
     # The structure grew: file rights (8 bytes), network since version 4 (16), scopes since version 6 (24).
-    size = 24 if known >= 6 else 16 if known >= 4 else 8
+    size = 24 if abi_version >= 6 else 16 if abi_version >= 4 else 8
     rules = syscall("landlock_create_ruleset", attributes, size, 0)
     try:
         for path in readable:

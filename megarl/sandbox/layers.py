@@ -44,9 +44,9 @@ class Layers:
         """Raise ConfigError if this machine lacks one of the required layers."""
         if missing := [layer for layer in LAYERS if layer in required and layer not in self.active]:
             reasons = "; ".join(f"{layer}: {self.fault_of(layer)}: {REMEDIES[layer]}" for layer in missing)
-            others = ", ".join(layer for layer in required if layer not in missing)
+            other_layers = ", ".join(layer for layer in required if layer not in missing)
             # Running programs as root is never offered, whatever the recipe requires.
-            less = f"or with less, at your own risk: sandbox.require=[{others}]; "
+            less = f"or with less, at your own risk: sandbox.require=[{other_layers}]; "
             raise ConfigError(
                 f"sandbox.require: this machine lacks isolation layers for running programs: {', '.join(missing)} "
                 f"({reasons}); "
@@ -61,9 +61,9 @@ class Layers:
         """
         if "unprivileged" not in self.active:
             self.require(("unprivileged",))
-        either = ("namespaces", "seccomp")
-        if not self.active & set(either):
-            reasons = "; ".join(f"{layer}: {self.fault_of(layer)}: {REMEDIES[layer]}" for layer in either)
+        alternatives = ("namespaces", "seccomp")
+        if not self.active & set(alternatives):
+            reasons = "; ".join(f"{layer}: {self.fault_of(layer)}: {REMEDIES[layer]}" for layer in alternatives)
             raise ConfigError(
                 "sandbox.require: this machine has neither namespaces nor seccomp, so child processes of a program "
                 f"could outlive its limits ({reasons}); enable one of them, or run programs on another machine, with "

@@ -429,7 +429,7 @@ def _packages(names: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the folders (or module files) of installed packages and of the libraries they need, and the folders
     containing these.
     """
-    found: list[str] = []
+    folders: list[str] = []
     places: list[str] = []
     # Only plain names: `find_spec` of a dotted name would import the parent package here.
     for name in names:
@@ -441,14 +441,14 @@ def _packages(names: Sequence[str]) -> tuple[list[str], list[str]]:
         if not spec.submodule_search_locations:
             file = Path(spec.origin or "")
             if file.is_file():  # Otherwise it is built into the interpreter.
-                found.append(str(file))
+                folders.append(str(file))
                 places.append(str(file.parent))
             continue
         folder = Path(spec.submodule_search_locations[0])
         # Wheels put shared libraries into a folder NAME.libs next to the package.
-        found += [str(place) for place in (folder, folder.with_name(f"{name}.libs")) if place.is_dir()]
+        folders += [str(place) for place in (folder, folder.with_name(f"{name}.libs")) if place.is_dir()]
         places.append(str(folder.parent))
-    return found, sorted(set(places))
+    return folders, sorted(set(places))
 
 
 def _busy_seconds(spawner: int) -> float:

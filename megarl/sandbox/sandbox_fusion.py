@@ -66,9 +66,9 @@ class RemoteSandbox:
         self._sleep = sleep
         parts = urlsplit(settings.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            shown = settings.url.rpartition("@")[2]
+            address = settings.url.rpartition("@")[2]
             raise ConfigError(
-                f"sandbox.url = {shown!r}: is not a valid address; give one such as http://127.0.0.1:8080"
+                f"sandbox.url = {address!r}: is not a valid address; give one such as http://127.0.0.1:8080"
             )
         self._connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         self._host = parts.netloc.rpartition("@")[2]

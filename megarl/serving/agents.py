@@ -133,8 +133,8 @@ class AgentProgram:
         if failure is not None:
             return trajectory
         # A posted reward has priority over a printed one.
-        if (given := session.reward if session.reward is not None else reward) is not None:
-            return replace(trajectory, reward=Reward(given, True, verdict_by_value(given)))
+        if (posted_reward := session.reward if session.reward is not None else reward) is not None:
+            return replace(trajectory, reward=Reward(posted_reward, True, verdict_by_value(posted_reward)))
         scored = await self.score(_sample(task.problem, session))
         return replace(trajectory, reward=scored.trajectory_reward, failure=scored.failure)
 
@@ -191,10 +191,10 @@ class AgentProgram:
         ending = asyncio.create_task(work)
         try:
             while not ending.done():
-                left = ends - time.monotonic() + pool.seconds_paused
-                if left <= 0:
+                seconds_left = ends - time.monotonic() + pool.seconds_paused
+                if seconds_left <= 0:
                     raise TimeoutError
-                await asyncio.wait({ending}, timeout=max(_TICK_SECONDS, left))
+                await asyncio.wait({ending}, timeout=max(_TICK_SECONDS, seconds_left))
         finally:
             ending.cancel()
             await asyncio.wait({ending}, timeout=_LEAVE_SECONDS)
@@ -271,19 +271,19 @@ def _reward(output: str) -> float | None:
     """
     text = output.strip().rpartition("\n")[2]
     try:
-        found = json.loads(text)
+        answer = json.loads(text)
     except (ValueError, RecursionError):  # a program may print the model's own text last
         return None
-    if isinstance(found, dict):
-        if "reward" not in found:
+    if isinstance(answer, dict):
+        if "reward" not in answer:
             return None
-        found = found["reward"]
-        if found is None:
+        answer = answer["reward"]
+        if answer is None:
             return None
     # The last line may be any JSON, such as a number in quotes or a list; then the program gave no reward.
-    elif isinstance(found, bool) or not isinstance(found, int | float):
+    elif isinstance(answer, bool) or not isinstance(answer, int | float):
         return None
-    return _checked(found)
+    return _checked(answer)
 
 
 def _trajectory(
@@ -323,18 +323,18 @@ def _new_messages(answers: Sequence[Answer]) -> list[Sequence[Message]]:
 
     If the prompt does not continue the previous answer, all its messages are new.
     """
-    found: list[Sequence[Message]] = []
+    new_messages: list[Sequence[Message]] = []
     before: Answer | None = None
     for answer in answers:
         num_known = 0
         if before is not None:
-            known = before.call.token_ids
+            known_ids = before.call.token_ids
             # The prompt begins with all tokens of the previous call, so its messages and its answer are known.
-            if np.array_equal(answer.call.prompt_token_ids[: len(known)], known):
+            if np.array_equal(answer.call.prompt_token_ids[: len(known_ids)], known_ids):
                 num_known = len(before.prompt_messages) + 1
-        found.append(answer.prompt_messages[num_known:])
+        new_messages.append(answer.prompt_messages[num_known:])
         before = answer
-    return found
+    return new_messages
 
 
 def _sample(problem: Problem, session: Session) -> Sample:

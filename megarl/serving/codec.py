@@ -89,8 +89,10 @@ class Codec:
 
     async def tokens(self, token_ids: NDArray[np.int64]) -> list[str]:
         """Return the text of each token in `token_ids` [tokens]."""
-        each = [token_ids[place : place + 1] for place in range(len(token_ids))]
-        return await self._in_thread(lambda: [self._dialogue.text_with_special_tokens(token) for token in each])
+        single_tokens = [token_ids[place : place + 1] for place in range(len(token_ids))]
+        return await self._in_thread(
+            lambda: [self._dialogue.text_with_special_tokens(token) for token in single_tokens]
+        )
 
     def check_tools(self, tools: Sequence[ToolSchema]) -> None:
         """Raise RequestError for tools that are not JSON schemas, or if the format of tool calls is unknown."""

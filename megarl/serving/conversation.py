@@ -107,21 +107,21 @@ def _read(message: Any, place: int) -> Message:
     role = message.get("role")
     if role not in ROLES:
         raise RequestError(f"{where}.role: is {role!r:.40}; give one of {', '.join(ROLES)}", param=f"{where}.role")
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "role": "system" if role == "developer" else role,
         "content": _text(message.get("content"), f"{where}.content"),
     }
     for name in ("name", "tool_call_id"):
         if isinstance(message.get(name), str):
-            found[name] = message[name]
+            fields[name] = message[name]
     if role == "assistant":
         # vLLM and clients use both names for reasoning.
         reasoning = message.get("reasoning_content") or message.get("reasoning")
         if isinstance(reasoning, str):
-            found["reasoning_content"] = reasoning
+            fields["reasoning_content"] = reasoning
         if calls := message.get("tool_calls"):
-            found["tool_calls"] = _calls(calls, f"{where}.tool_calls")
-    return found
+            fields["tool_calls"] = _calls(calls, f"{where}.tool_calls")
+    return fields
 
 
 def _text(content: Any, where: str) -> str:
@@ -143,22 +143,22 @@ def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
     """Convert a message's tool calls to the form expected by chat templates. Raises RequestError if they are
     invalid.
     """
-    found = []
+    tool_calls = []
     # Anything but a list is read as one call, so that it is accepted or refused like a call.
-    given: list[Any] = calls if isinstance(calls, list) else [calls]
-    for place, call in enumerate(given):
+    call_entries: list[Any] = calls if isinstance(calls, list) else [calls]
+    for place, call in enumerate(call_entries):
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise RequestError(f"{where}.{place}: must be an object with function.name", param=where)
         arguments = _parsed(function.get("arguments", {}))
-        found.append(
+        tool_calls.append(
             {
                 "id": str(call.get("id", "")),
                 "type": "function",
                 "function": {"name": function["name"], "arguments": arguments},
             }
         )
-    return found
+    return tool_calls
 
 
 def _parsed(arguments: Any) -> Any:
@@ -166,16 +166,16 @@ def _parsed(arguments: Any) -> Any:
     if not isinstance(arguments, str):
         return arguments
     try:
-        found = json.loads(arguments)
+        parsed_arguments = json.loads(arguments)
     except (ValueError, RecursionError):
         return arguments
-    if not isinstance(found, dict) or is_deeper(found, MAX_DEPTH):
+    if not isinstance(parsed_arguments, dict) or is_deeper(parsed_arguments, MAX_DEPTH):
         return arguments
     try:
-        refuse_surrogates(found)
+        refuse_surrogates(parsed_arguments)
     except ValueError:
         return arguments
-    return found
+    return parsed_arguments
 
 
 def _call_places(messages: Sequence[Message]) -> Iterator[Mapping[str, int]]:

@@ -89,11 +89,11 @@ class Endpoint:
 
     async def start(self) -> None:
         """Start listening. Raises ConfigError if the address is not available, or if too few files may be open."""
-        most = self._config.max_connections
-        if (allowed := allow_open_files(most + _OTHER_FILES)) < most + _OTHER_FILES:
+        max_connections = self._config.max_connections
+        if (allowed := allow_open_files(max_connections + _OTHER_FILES)) < max_connections + _OTHER_FILES:
             raise ConfigError(
-                f"rollout.endpoint.max_connections = {most}: this process may open {allowed} files only (ulimit -n), "
-                f"and needs {_OTHER_FILES} of them for other purposes; give at most "
+                f"rollout.endpoint.max_connections = {max_connections}: this process may open {allowed} files "
+                f"only (ulimit -n), and needs {_OTHER_FILES} of them for other purposes; give at most "
                 f"{max(1, allowed - _OTHER_FILES)}, or raise the limit of open files"
             )
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._answer_errors])
@@ -110,7 +110,7 @@ class Endpoint:
         self._server = HttpServer(
             app,
             section="rollout.endpoint",
-            max_connections=most,
+            max_connections=max_connections,
             # aiohttp cancels a handler only on request; without it an agent's dead call would sample to its end.
             handler_cancellation=True,
             lingering_time=_LINGERING_SECONDS,
@@ -207,9 +207,9 @@ class Endpoint:
 
     def _unknown_model(self, name: Any) -> RequestError:
         """Return the error for a model name that is not served here."""
-        others = f", with the adapters {', '.join(self._adapters)}" if self._adapters else ""
+        adapters = f", with the adapters {', '.join(self._adapters)}" if self._adapters else ""
         return RequestError(
-            f"no model {name!r:.80} is served here; the only model is {self._model}{others}",
+            f"no model {name!r:.80} is served here; the only model is {self._model}{adapters}",
             status=404,
             code="not_found",
         )

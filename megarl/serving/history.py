@@ -80,14 +80,14 @@ class History:
         common, nearest = max(
             ((conversation.common_messages(a.conversation), number) for number, a in enumerate(self._answered))
         )
-        other = self._answered[nearest].conversation
-        if common >= min(len(conversation.keys), len(other.keys)):
+        nearest_conversation = self._answered[nearest].conversation
+        if common >= min(len(conversation.keys), len(nearest_conversation.keys)):
             # Either the same words with different reasoning, or the same question again.
             is_fork = known is None and len(conversation.keys) > common
             return Fork("history", "reasoning differs") if is_fork else None
         if all(answered.conversation.tools != conversation.tools for answered in self._answered):
             return Fork("tools", "the tools are others than before")
-        texts = other.keys[common], conversation.keys[common]
+        texts = nearest_conversation.keys[common], conversation.keys[common]
         # Start 20 characters before the difference, so that the reader recognises the place.
         start = max(0, next((i for i, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), 0) - 20)
         was, now = (text[start : start + _EXCERPT] for text in texts)
@@ -100,5 +100,5 @@ class History:
 
     def find_text(self, prompt: str) -> tuple[str, NDArray[np.int32]] | None:
         """Return the longest stored text at the beginning of a prompt, and its tokens [tokens]. None: there is none."""
-        found = [known for known in self._texts if prompt.startswith(known[0])]
-        return max(found, key=lambda known: len(known[0]), default=None)
+        matches = [known for known in self._texts if prompt.startswith(known[0])]
+        return max(matches, key=lambda known: len(known[0]), default=None)

@@ -33,22 +33,22 @@ class EngineLoad:
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metric families of this moment."""
-        found = self._load()
-        if found is None:
+        load = self._load()
+        if load is None:
             return
         requests = GaugeMetricFamily(
             "megarl_engine_requests", "requests running in engines, and waiting in the driver", labels=["state"]
         )
-        requests.add_metric(["running"], found.num_running)
-        requests.add_metric(["waiting"], found.num_waiting)
+        requests.add_metric(["running"], load.num_running)
+        requests.add_metric(["waiting"], load.num_waiting)
         yield requests
         replicas = GaugeMetricFamily("megarl_engine_replicas", "replicas of the engine", labels=["state"])
-        replicas.add_metric(["live"], found.num_live)
-        replicas.add_metric(["lost"], found.num_lost)
+        replicas.add_metric(["live"], load.num_live)
+        replicas.add_metric(["lost"], load.num_lost)
         yield replicas
-        yield GaugeMetricFamily("megarl_engine_paused", "1 if the engines are paused, else 0", float(found.is_paused))
+        yield GaugeMetricFamily("megarl_engine_paused", "1 if the engines are paused, else 0", float(load.is_paused))
         yield CounterMetricFamily(
-            "megarl_engine_sampled_tokens", "tokens sampled since the start", found.num_sampled_tokens
+            "megarl_engine_sampled_tokens", "tokens sampled since the start", load.num_sampled_tokens
         )
 
 
@@ -165,8 +165,8 @@ def add_pages(
 
     async def answer_health(request: web.Request) -> web.Response:
         check(request)
-        found = health()
-        return web.json_response(found, status=200 if found["state"] in _HEALTHY else 503)
+        report = health()
+        return web.json_response(report, status=200 if report["state"] in _HEALTHY else 503)
 
     app.router.add_get("/metrics", answer_metrics)
     app.router.add_get("/health", answer_health)

@@ -99,7 +99,7 @@ def _sampling(
 
     In training, clients may set only length limits and stop strings, within the recipe's limits.
     """
-    found, overridden = recipe, []
+    sampling, overridden = recipe, []
     for name, (low, high) in _RANGES.items():
         if (value := body.get(name)) is None:
             continue
@@ -112,7 +112,7 @@ def _sampling(
             if is_training:
                 overridden.append(name)
             else:
-                found = replace(found, **{name: value})
+                sampling = replace(sampling, **{name: value})
     if body.get("seed") is not None:
         # Sessions derive seeds from the attempt, so that a run can be repeated.
         overridden.append("seed")
@@ -121,13 +121,13 @@ def _sampling(
     if limit is not None:
         if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
             raise RequestError(f"max_tokens = {limit!r:.40}: give a number above 0", param="max_tokens")
-        found = replace(found, max_new_tokens=min(limit, recipe.max_new_tokens))
+        sampling = replace(sampling, max_new_tokens=min(limit, recipe.max_new_tokens))
     if stop := body.get("stop"):
         stops = [stop] if isinstance(stop, str) else stop
         if not isinstance(stops, list) or not all(isinstance(text, str) and text for text in stops):
             raise RequestError("stop: must be a text or a list of texts", param="stop")
-        found = replace(found, stop=tuple(dict.fromkeys((*recipe.stop, *stops))))
-    return found, tuple(overridden)
+        sampling = replace(sampling, stop=tuple(dict.fromkeys((*recipe.stop, *stops))))
+    return sampling, tuple(overridden)
 
 
 def read_conversation(body: Mapping[str, Any]) -> Conversation:

@@ -38,10 +38,10 @@ def served_adapter(text: str, model: ModelShape) -> tuple[str, ServedAdapter]:
     if not name or not folder:
         raise ConfigError(f"--adapter {text}: write NAME=FOLDER, for example chat=runs/chat/adapter")
     if not FAMILIES[model.family].has_adapter_slots:
-        known = sorted(family for family, page in FAMILIES.items() if page.has_adapter_slots)
+        families = sorted(family for family, page in FAMILIES.items() if page.has_adapter_slots)
         raise ConfigError(
-            f"--adapter {text}: megarl serves adapters of {', '.join(known)} models, not of {model.family}; serve the "
-            "model with the adapter merged in, such as a run's hf/"
+            f"--adapter {text}: megarl serves adapters of {', '.join(families)} models, not of {model.family}; "
+            "serve the model with the adapter merged in, such as a run's hf/"
         )
     path = Path(folder)
     config, weights = path / "adapter_config.json", path / "adapter_model.safetensors"

@@ -441,5 +441,5 @@ def _until_stop(text: str, completion: Completion, sampling: SamplingSettings) -
         return text
     places = [text.find(stop) for stop in sampling.stop]
     # The end-of-sequence token ends a text as well, without any stop string in it.
-    found = [place for place in places if place >= 0]
-    return text[: min(found)] if found else text
+    stops_at = [place for place in places if place >= 0]
+    return text[: min(stops_at)] if stops_at else text

@@ -49,6 +49,13 @@ def test_docstrings_begin_with_their_subject(tool: Tool) -> None:
         pytest.param('def f(x: Tensor) -> int:\n    """Add."""\n', "without_shapes", 1, id="no shape"),
         pytest.param('def f(x: Tensor) -> int:\n    """Add `x` [tokens]."""\n', "without_shapes", 0, id="a shape"),
         pytest.param('def _f(x: Tensor) -> int:\n    """Add."""\n', "without_shapes", 0, id="a private function"),
+        pytest.param("found = 1\nsizes = 2\n", "vague_names_per_1000_code_lines", 500.0, id="a vague name"),
+        pytest.param("for a, other in f(): pass\n", "vague_names", 1, id="a vague name of a loop"),
+        pytest.param("def f(self, *, own): self._kept = own\n", "vague_names", 2, id="a parameter, an attribute"),
+        pytest.param("hidden = padded\nprint(own)\n", "vague_names", 0, id="no vague name is bound"),
+        pytest.param("def _settled(): pass\ndef read(): pass\n", "participle_function_percentage", 50.0, id="verbs"),
+        pytest.param("def feed(): pass\ndef found_in(): pass\n", "participle_functions", 0, id="no participle"),
+        pytest.param('"""One two."""\na = 1\n', "docstring_words_per_100_code_lines", 200.0, id="docstrings"),
     ],
 )
 def test_a_number_counts_what_it_says(
