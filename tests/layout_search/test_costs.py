@@ -163,7 +163,7 @@ def test_bytes_of_the_engine_are_those_of_the_recipe(
 
 def test_bytes_of_the_trainer_are_those_of_the_recipe(large: Callable[..., Recipe]) -> None:
     def cost(*given: str) -> Any:
-        return _search(large("qwen3_14b_dapo_h200", *given), mean=4096, prompt_tokens=512.0)._trainer_cost
+        return _search(large("qwen3_14b_dapo_h200", *given), mean=4096, prompt_tokens=512.0).costs.trainer_cost
 
     assert (cost().item_bytes, cost().host_share) == (2, 0.0)
     assert cost("model.dtype=float32").item_bytes == 4

@@ -232,7 +232,7 @@ def test_engines_of_another_kind_have_its_speed(large: Callable[..., Recipe]) ->
         for kind in ("h200", "h100")
     ]
     fast, slow = (search.costs.rollout(Placement(ranks=8, staleness=1), EngineSizes(1, False), 1e6) for search in kinds)
-    assert fast.seconds < slow.seconds and kinds[1].speeds == GPUS["h200"]
+    assert fast.seconds < slow.seconds and kinds[1].costs.speeds == GPUS["h200"]
     with pytest.raises(ConfigError, match=r"cluster\.groups\.engines\.gpu_memory_gib = 80: --search needs the kind"):
         _search(large("qwen3_14b_dapo_h200", *given, "cluster.groups.engines.gpu_memory_gib=80"))
 
