@@ -77,7 +77,7 @@ class RolloutEngine:
         """Build the engine with dummy weights. `max_model_len` is in tokens.
 
         `stall_seconds` is how long the engine may compute no token although requests are unfinished. `override`
-        replaces fields of the model's config.json. `features` are those that `config` does not have. Raises ConfigError
+        replaces fields of the model's config.json. `features` are settings outside of `config`. Raises ConfigError
         for settings that vLLM refuses.
         """
         # First, because vLLM caches its environment variables while the engine is built.
@@ -229,7 +229,7 @@ class RolloutEngine:
             full_tensors.load(self._worker, tensors)
 
     def load_files(self) -> None:
-        """Load what the engine's features read from files. Call it after the base weights, on all ranks of a replica.
+        """Load the files of the engine's features. Call it after the base weights, on all ranks of a replica.
 
         Raises ConfigError for files that vLLM refuses.
         """

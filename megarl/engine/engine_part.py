@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class EnginePart:
-    """A feature that a `RolloutEngine` may have. Methods that a part does not override do nothing.
+    """An optional feature of a `RolloutEngine`. A method does nothing unless a part overrides it.
 
     The methods stand in the order in which an engine calls them, on all ranks of a replica. Those that say so are
     called on the leader only, the replica's first rank.
@@ -30,7 +30,7 @@ class EnginePart:
         """Change vLLM's code before anything of the engine is built."""
 
     def arguments(self) -> Mapping[str, Any]:
-        """Return vLLM's arguments for this feature. Those in `rollout.vllm` replace them."""
+        """Return vLLM's arguments for this feature. Values of `rollout.vllm` replace them."""
         return {}
 
     def revised_arguments(self, vllm_config: Any) -> Mapping[str, Any]:
@@ -55,14 +55,14 @@ class EnginePart:
         return model
 
     def load_files(self, worker: Any) -> None:
-        """Load what the feature reads from files, after the base weights."""
+        """Load the feature's files, after the base weights."""
 
     def extend_tensors(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:
         """Return the full checkpoint tensors [any shape], by name, for vLLM's loader of the model."""
         return tensors
 
     def further_tensors(self) -> Iterable[torch.Tensor]:
-        """Return device tensors [any shape] of this feature that are not in the engine's model."""
+        """Return device tensors [any shape] of this feature outside of the engine's model."""
         return ()
 
     def extend_request(self, arguments: dict[str, Any], request: Request | None, weight_version: int) -> None:

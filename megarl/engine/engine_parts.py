@@ -27,16 +27,16 @@ from megarl.engine.trained_adapter import TrainedAdapter  # noqa: E402
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFeatures:
-    """Features of an engine that are not in the recipe's section `rollout`. Raises ValueError for both kinds of
+    """Features of an engine outside of the recipe's section `rollout`. Raises ValueError for both kinds of
     adapters.
     """
 
     keep_experts: KeepExperts | None = None
     """Function storing the routed experts of each completion; None: they are not stored."""
     adapter: LoraConfig | None = None
-    """LoRA adapter that is trained: all requests use it."""
+    """The trained LoRA adapter: all requests use it."""
     served: Mapping[str, ServedAdapter] = field(default_factory=dict)
-    """LoRA adapters loaded from folders, by the name that requests use."""
+    """LoRA adapters loaded from folders, by their name in requests."""
     exact_blocks: int = 0
     """Above 0 the engine rounds as `models.exact` does, with so many blocks of a product split over ranks."""
 

@@ -140,7 +140,7 @@ class LeaderRequests:
 
 
 def _refused_completion(request_id: str, reason: str) -> Completion:
-    """Return the completion of a request that vLLM refused, without tokens."""
+    """Return the completion of a refused request, without tokens."""
     return Completion(
         request_id=request_id,
         token_ids=np.zeros(0, np.int64),

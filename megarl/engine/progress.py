@@ -1,4 +1,4 @@
-"""Watch over an engine that has unfinished requests and computes no token."""
+"""Watch over an engine with unfinished requests, in case it computes no token."""
 
 from __future__ import annotations
 

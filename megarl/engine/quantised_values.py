@@ -16,7 +16,7 @@ ROUTERS = "*.mlp.gate"
 
 
 class QuantisedWeights(EnginePart):
-    """Weights that vLLM quantises. `scheme` is a value of `rollout.quantization` other than `none`."""
+    """Weights quantised by vLLM. `scheme` is a value of `rollout.quantization` other than `none`."""
 
     def __init__(self, scheme: str) -> None:
         self._scheme = scheme

@@ -1,4 +1,4 @@
-"""The random generators of a rank, which vLLM must not change."""
+"""The random generators of a rank. vLLM must not change them."""
 
 from __future__ import annotations
 

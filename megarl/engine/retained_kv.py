@@ -11,7 +11,7 @@ from megarl.types import Request
 
 
 class RetainedKV(EnginePart):
-    """Requests that have computed tokens continue with their old keys and values. Later ones do not reuse these."""
+    """Requests with computed tokens continue with their old keys and values. Later ones do not reuse these."""
 
     keeps_cache = True
 

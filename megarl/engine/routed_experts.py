@@ -1,4 +1,4 @@
-"""The experts (MoE) that an engine chose for each token, stored on the sampling rank for router replay."""
+"""The experts (MoE) chosen by an engine for each token, stored on the sampling rank for router replay."""
 
 from __future__ import annotations
 

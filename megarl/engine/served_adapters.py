@@ -1,4 +1,4 @@
-"""LoRA adapters that an engine loads from folders. A request names the one that it uses."""
+"""LoRA adapters loaded from folders. A request names its adapter."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megarl.types import ConfigError, Request, ServedAdapter
 
 
 class ServedAdapters(EnginePart):
-    """Adapters by the name that requests use. Without adapters it refuses requests that name one."""
+    """Adapters by their name in requests. Without adapters it refuses requests that name one."""
 
     def __init__(self, adapters: Mapping[str, ServedAdapter]) -> None:
         self._adapters = adapters

@@ -1,4 +1,4 @@
-"""The LoRA adapter that is trained, in slots of a live vLLM engine (`lora.sync = adapter`)."""
+"""The trained LoRA adapter, in slots of a live vLLM engine (`lora.sync = adapter`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step in progress: its number, its metrics, and what its updates did."""
+"""A step in progress: its number, its metrics, and the outcome of its updates."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class StepChecks:
     def check(self, step: int, metrics: Mapping[str, float], outcome: StepOutcome) -> MegarlError | None:
         """Warn of problems in a logged step. Return the error that must end the run once the step is saved.
 
-        None: go on. `outcome` is what the step's updates did.
+        None: go on. `outcome` is that of the step's updates.
         """
         self._tool_use.add(metrics)
         for tool in self._tool_use.never_called:

@@ -56,7 +56,7 @@ def memory_table(
 
 @dataclass(frozen=True)
 class RankPhases:
-    """Lists what takes memory on one rank in each phase of a run."""
+    """Lists the memory of one rank in each phase of a run, by its use."""
 
     memory: RankMemory
 

@@ -1,4 +1,4 @@
-"""Predicted bytes of what one rank has: states of trained models, scoring models, engine, KV cache, communicators."""
+"""Predicted bytes of one rank: states of trained models, scoring models, engine, KV cache, communicators."""
 
 from __future__ import annotations
 

@@ -19,12 +19,12 @@ from megarl.reshard.transport import BucketStage
 
 
 class Conversion(Protocol):
-    """What one rank does with received weights beyond copying them into live parameters."""
+    """Work of one rank with received weights, beyond copying them into live parameters."""
 
     destinations: Mapping[str, Tensor]
-    """Buffers that weights are received in, by name."""
+    """Buffers of received weights, by name."""
     converted: Collection[str]
-    """Names of the live parameters that are computed from these buffers, so that no copy writes them."""
+    """Names of the live parameters computed from these buffers. No copy writes them."""
     stage: BucketStage | None
     """Work after the arrival of each bucket."""
 
@@ -41,7 +41,7 @@ class Conversion(Protocol):
     ) -> tuple[dict[Transfer, Tensor], list[str]]:
         """Send all weights again with `send`, and compare the converted ones with the live parameters. A collective.
 
-        Returns the checksums of the copies to this rank, and the names of live parameters that differ.
+        Returns the checksums [] of the copies to this rank, and the names of differing live parameters.
         """
         ...
 
@@ -62,7 +62,7 @@ class SameFormat:
     def compare(
         self, plan: RankPlan, send: Callable[[], object], destinations: Mapping[str, Tensor]
     ) -> tuple[dict[Transfer, Tensor], list[str]]:
-        """Return nothing: copies are compared where they lie."""
+        """Return no checksums []: copies are compared where they lie."""
         return {}, []
 
 

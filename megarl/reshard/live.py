@@ -74,7 +74,7 @@ def float32_dtypes(shape: ModelShape) -> dict[str, torch.dtype]:
 
 
 class EngineSlots(Protocol):
-    """Tensors of an engine that are written instead of its model's parameters, by name."""
+    """Tensors written in place of the parameters of an engine's model, by name."""
 
     tensors: dict[str, Tensor]
 

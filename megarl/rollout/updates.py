@@ -52,7 +52,7 @@ class PolicyUpdates:
         self._updates.append(update)
 
     def add_to(self, outcome: StepOutcome) -> None:
-        """Add what the updates did to their step's outcome."""
+        """Add the updates to their step's outcome."""
         outcome.add("policy", [update.outcome for update in self._updates])
         if self._excess is not None:
             outcome.excess_mismatch = self._excess.mean
@@ -67,7 +67,7 @@ class PolicyUpdates:
 async def update_critic(batch: RLBatch, critic: RankModel, recipe: Recipe, outcome: StepOutcome) -> dict[str, float]:
     """Update the critic on the batch's `returns`, in as many optimizer steps as the recipe demands.
 
-    Adds what the updates did to `outcome`. Returns metrics `critic/loss`, `critic/grad_norm`, `critic/clipped` and
+    Adds the updates to `outcome`. Returns metrics `critic/loss`, `critic/grad_norm`, `critic/clipped` and
     others.
     """
     updates = [await critic.update(minibatch) for minibatch in batch.critic_minibatches(recipe)]

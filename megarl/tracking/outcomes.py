@@ -1,4 +1,4 @@
-"""What an update and a step did, as typed values. They decide what follows; metrics are written from them.
+"""Outcomes of an update and of a step, as typed values. They decide what follows; metrics are written from them.
 
 Nothing reads a decision from a metric, so a metric's name never changes what is trained. The driver reads these values
 too, so this module imports no torch.
@@ -27,9 +27,9 @@ Kind = TypeVar("Kind", bound=Metric)
 
 @dataclass(frozen=True, slots=True)
 class UpdateOutcome:
-    """What one optimizer step did. Its decisions and norms are equal on all ranks.
+    """Outcome of one optimizer step. Its decisions and norms are equal on all ranks.
 
-    `loss`, `mismatch` and `kl` cover the tokens of the ranks whose outcomes are merged. None: not measured.
+    `loss`, `mismatch` and `kl` cover the tokens of all merged ranks. None: not measured.
     """
 
     applied: bool
@@ -68,7 +68,7 @@ class UpdateOutcome:
 
 
 class Update(NamedTuple):
-    """The result of an update: what it did, and its metrics (empty on ranks that report none)."""
+    """The result of an update: its outcome, and its metrics (empty on ranks without a report)."""
 
     outcome: UpdateOutcome
     metrics: dict[str, Metric]
@@ -90,7 +90,7 @@ def merge_ranks(updates: Sequence[Update]) -> Update:
 
 @dataclass(slots=True)
 class StepOutcome:
-    """What a step's updates did, as far as something is decided by it after them."""
+    """Outcome of a step's updates, as far as something is decided by it after them."""
 
     not_finite: tuple[str, ...] = ()
     """Names of the models with an update skipped because it is not finite: policy, critic."""

@@ -112,7 +112,7 @@ def losses_of(row: Mapping[str | Signal, Metric]) -> list[float]:
 
 
 def select(rows: Iterable[Mapping[str | Signal, Metric]], signal: Signal) -> list[Metric]:
-    """Return a signal of the rows that have it."""
+    """Return a signal of the rows with it."""
     return [row[signal] for row in rows if signal in row]
 
 

@@ -64,7 +64,7 @@ class ModelBuilder:
             return kind(self.recipe, parallel, shape, load_weights, replica=replica or self._replica, arena=self._arena)
 
     def build_policy(self) -> TrainingEngine:
-        """Build the trained policy, with all layers and heads that the recipe trains."""
+        """Build the trained policy, with all layers and heads trained by the recipe."""
         recipe, is_reward_model = self.recipe, self.recipe.loop == "reward_model"
         return self.build(
             TrainingEngine, recipe.model.folder, has_value_head=is_reward_model, with_mtp=recipe.trains_mtp

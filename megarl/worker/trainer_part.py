@@ -12,7 +12,7 @@ from megarl.training.training_engine import TrainingEngine
 
 
 class TrainerPart:
-    """A feature that a training rank may have. Methods that a part does not override do nothing.
+    """An optional feature of a training rank. A method does nothing unless a part overrides it.
 
     The driver calls further methods of a part by its name, such as `rollbacks.roll_back`. The names stand in
     `trainer_parts`.
@@ -36,7 +36,7 @@ class TrainerPart:
         return ()
 
     def saved_models(self) -> Mapping[str, Model]:
-        """Return the models of this feature that a checkpoint contains. The keys begin the names of their tensors."""
+        """Return the models of this feature for checkpoints. The keys begin the names of their tensors."""
         return {}
 
     def save(self, folder: Path) -> None:
@@ -46,11 +46,11 @@ class TrainerPart:
         """Note that the state of a checkpoint was loaded."""
 
     def legacy(self) -> StateCopies | None:
-        """Return what the next worker of this process inherits, after another rank was lost."""
+        """Return the inheritance of this process's next worker, after another rank was lost."""
         return None
 
     def inherit(self, legacy: StateCopies) -> None:
-        """Take over what an earlier worker of this process left."""
+        """Take over the inheritance from this process's earlier worker."""
 
     def close(self) -> None:
         """Leave process groups, while the torch world still exists."""

@@ -1,4 +1,4 @@
-"""A notice about tensors of a model folder that are not trained."""
+"""A notice about untrained tensors of a model folder."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from megarl.families.shape import ModelShape
 
 
 def untrained_notices(folder: str, shape: ModelShape) -> Iterator[str]:
-    """Yield a notice if the model's folder has tensors that are not trained."""
+    """Yield a notice if the model's folder has untrained tensors."""
     if names := kept_tensors(folder, shape):
         yield f"{len(names)} tensors of {folder} are not trained, such as {min(names)}; exports copy them unchanged"

@@ -73,12 +73,12 @@ class Engine:
         from safetensors.torch import load_file
 
         from megarl.config import RolloutConfig
-        from megarl.engine import engine
+        from megarl.engine import engine, leader_requests
         from megarl.groups import world
 
         world.initialize(600.0)
         config = RolloutConfig(tp=1, kv_cache_gib=0.5, max_concurrent_requests=64)
-        of_request = engine.sampling_params
+        of_request = leader_requests.sampling_params
 
         def endless(request: Request) -> Any:
             """No completion ends before its length."""
@@ -86,12 +86,14 @@ class Engine:
             parameters.ignore_eos = True
             return parameters
 
-        engine.sampling_params = endless
+        leader_requests.sampling_params = endless
         self.engine = engine.RolloutEngine(model_path, config, max_model_len=context_tokens, dtype="float32", seed=3)
         self._model: Any = self.engine.model
         self._weights = load_file(f"{model_path}/model.safetensors")
         self._num_steps = 0
-        vllm: Any = self.engine._engine
+        requests = self.engine._requests
+        assert requests is not None
+        vllm: Any = requests.engine
         step = vllm.step
 
         def counted() -> Any:

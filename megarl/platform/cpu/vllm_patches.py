@@ -39,7 +39,7 @@ would then never be reused."""
 
 
 def engine_arguments(max_model_len: int) -> dict[str, Any]:
-    """Return the EngineArgs that vLLM needs on a CPU."""
+    """Return vLLM's EngineArgs for a CPU."""
     return {
         "enforce_eager": True,
         "enable_sleep_mode": False,

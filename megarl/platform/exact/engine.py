@@ -1,4 +1,4 @@
-"""A vLLM engine on a CPU that rounds each token as `models.exact` does (`trainer.exact`)."""
+"""A vLLM engine on a CPU, rounding each token as `models.exact` does (`trainer.exact`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NaN in an engine's live parameters before a copy: what is left of it afterwards was not written."""
+"""NaN in an engine's live parameters before a copy. Elements still NaN afterwards were not written."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ class _StateLayouts:
     def __init__(self, model: ModelShape, parallel: ParallelConfig, settings: StateSettings) -> None:
         num_ranks = parallel.world_size
         self.wanted: _Ranks = defaultdict(lambda: [[] for _ in range(num_ranks)])
-        """Pieces that each rank needs."""
+        """Pieces needed by each rank."""
         self._copied: _Ranks = defaultdict(lambda: [[] for _ in range(num_ranks)])
         padded = padded_vocab_size(model.vocab_size, parallel.tp)
         layouts = megatron_layouts(model, parallel, padded_vocab_size=padded)
