@@ -41,7 +41,8 @@ class Conversion(Protocol):
     ) -> tuple[dict[Transfer, Tensor], list[str]]:
         """Send all weights again with `send`, and compare the converted ones with the live parameters. A collective.
 
-        Returns the checksums [] of the copies to this rank, and the names of differing live parameters.
+        `destinations` are live parameters [any shape] by name. Returns checksums of the copies to this rank, and the
+        names of differing parameters.
         """
         ...
 
@@ -62,7 +63,7 @@ class SameFormat:
     def compare(
         self, plan: RankPlan, send: Callable[[], object], destinations: Mapping[str, Tensor]
     ) -> tuple[dict[Transfer, Tensor], list[str]]:
-        """Return no checksums []: copies are compared where they lie."""
+        """Return no checksums: copies are compared in `destinations` [any shape] themselves."""
         return {}, []
 
 

@@ -121,7 +121,8 @@ class QuantisingConversion:
     ) -> tuple[dict[Transfer, Tensor], list[str]]:
         """Send all weights again with `send`, quantise them, and compare them with the live parameters. A collective.
 
-        Returns the checksums [] of the copies to this rank, and the names of differing live parameters.
+        `destinations` are live parameters [any shape] by name. Returns checksums of the copies to this rank, and the
+        names of differing parameters.
         """
         checksums: dict[Transfer, Tensor] = {}
         differing: list[str] = []

@@ -249,8 +249,22 @@ def test_every_code_block_is_checked() -> None:
     checked = {"bash", "yaml", "python", "mermaid", "text"}
     assert {language for page in PAGES for language, _ in _FENCED.findall(text_of(page))} <= checked
     assert all(text_of(page).count("\n```") % 2 == 0 for page in PAGES)
-    # The text block is the quickstart's table: tests/tools/test_quickstart_curve.py compares it with the curve.
-    assert len(blocks("text")) == 1
+    # One text block is the quickstart's table: tests/tools/test_quickstart_curve.py compares it with the curve. The
+    # other one is the path of a tensor below.
+    assert len(blocks("text")) == 2
+
+
+def test_the_path_of_a_tensor_names_files_and_their_classes() -> None:
+    path = _FENCED.search(text_of(ROOT / "megarl/reshard/README.md"))
+    assert path is not None and path[1] == "text"
+    lines = path[2].strip().splitlines()
+    assert len(lines) == 8
+    for line in lines:
+        file, names = re.split(r" {2,}", line)[:2]
+        source = (ROOT / "megarl" / file).read_text()
+        for name in names.split(", "):
+            owner, _, method = name.partition(".")
+            assert f"class {owner}" in source and f"def {method}" in source, line
 
 
 @pytest.fixture
