@@ -183,6 +183,11 @@ def read_driver(checkpoint: Path) -> dict[str, Any]:
     optional = {"unlogged": dict, "outcome": dict, "template": str, "checksum": str}
     wrong = [name for name, kind in kinds.items() if not isinstance(found.get(name, {}), kind)]
     wrong += [name for name, kind in optional.items() if not isinstance(found.get(name), kind | None)]
+    if not wrong:
+        try:
+            StepOutcome.from_json(found.get("outcome") or {})
+        except ValueError as error:
+            wrong.append(str(error))
     if wrong or not found.get("recipe"):
         raise DataError(
             f"{path}: the field {(wrong or ['recipe'])[0]} is missing or damaged. Remove this checkpoint, and resume "

@@ -21,7 +21,7 @@ from megarl.checkpoint.manifest import file_record, write_manifest
 from megarl.config import Recipe
 from megarl.loops.checkpointing import plain_recipe, survey
 from megarl.loops.data_position import DataPosition
-from megarl.loops.resume import Inputs, Origin, begin_from_copy, find_origin
+from megarl.loops.resume import Inputs, Origin, begin_from_copy, find_origin, read_driver
 from megarl.loops.step import Step
 from megarl.tracking.earlier_run import DRIVER, SCHEMA, EarlierRun
 from megarl.tracking.outcomes import StepOutcome
@@ -305,6 +305,23 @@ def test_steps_of_epochs_are_refused_if_they_count_other_records(recipe: Recipe,
             origin = find_origin(resumed, folder, "if-any")
             assert origin.position.step == 2
             assert origin.position.drawn == ({} if loop == "rl" else {"data.train": 8})
+
+
+@pytest.mark.parametrize(
+    ("outcome", "field"),
+    [
+        ({"kl": "high"}, "outcome.kl"),
+        ({"not_finite": [3]}, "outcome.not_finite"),
+        ({"has_empty_update": 1}, "outcome.has_empty_update"),
+        ({"of_another_version": None}, "outcome.of_another_version"),
+        ([], "outcome"),
+    ],
+)
+def test_a_damaged_outcome_is_named(tmp_path: Path, outcome: object, field: str) -> None:
+    driver = {"recipe": {"name": "small"}, "outcome": outcome}
+    (tmp_path / DRIVER).write_text(json.dumps(driver))
+    with pytest.raises(DataError, match=rf"{DRIVER}: the field {field} is missing or damaged"):
+        read_driver(tmp_path)
 
 
 @pytest.mark.parametrize("written", [None, 1, SCHEMA + 1])
