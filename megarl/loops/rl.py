@@ -12,7 +12,7 @@ from megarl.loops.models import move_reference, retain_experts
 from megarl.loops.on_policy import on_policy_run
 from megarl.loops.recording import Sampled
 from megarl.loops.session import Session
-from megarl.preflight import Dropped, kept_kv, read_conversations, uncorrected, uncorrected_fp8
+from megarl.preflight import Dropped, off_policy_notices, read_conversations
 from megarl.rollout.advantages import penalty_kl, weigh
 from megarl.rollout.scoring import forward_of, score
 from megarl.rollout.updates import PolicyUpdates, update_critic
@@ -31,7 +31,7 @@ async def train(session: Session) -> None:
     policy = models["policy"]
     forward = forward_of(policy, recipe)
     conversations_at = conversations_of(recipe, session.tokenizer, session.dropped, session.origin.position)
-    for warning in (*uncorrected(recipe), *uncorrected_fp8(recipe), *kept_kv(recipe)):
+    for warning in off_policy_notices(recipe):
         session.tracker.notice(warning)
 
     async with on_policy_run(session) as run:

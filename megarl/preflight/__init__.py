@@ -38,7 +38,7 @@ from megarl.preflight.memory_fit import (
     table_of,
     verdict_of,
 )
-from megarl.preflight.off_policy import kept_kv, uncorrected, uncorrected_fp8
+from megarl.preflight.off_policy import kept_kv, off_policy_notices, uncorrected
 from megarl.preflight.overview import overview
 from megarl.preflight.registry import Cost, Fault, faults
 from megarl.preflight.resources import resource_warnings, slower_layout, small_cache
@@ -63,6 +63,7 @@ __all__ = [
     "load",
     "memory_defaults",
     "not_downloaded",
+    "off_policy_notices",
     "overview",
     "parallel_of",
     "planned_host_bytes",
@@ -78,7 +79,6 @@ __all__ = [
     "small_cache",
     "table_of",
     "uncorrected",
-    "uncorrected_fp8",
     "verdict_of",
     "with_chunk_tokens",
     "with_memory_defaults",

@@ -95,6 +95,13 @@ def staleness(recipe: Recipe) -> Iterator[str]:
         )
 
 
+def off_policy_notices(recipe: Recipe) -> Iterator[str]:
+    """Yield a warning for each difference of the sampling policy from the trained one, as the recipe allows it."""
+    yield from uncorrected(recipe)
+    yield from uncorrected_fp8(recipe)
+    yield from kept_kv(recipe)
+
+
 def uncorrected(recipe: Recipe) -> Iterator[str]:
     """Yield a warning if a recipe sets importance_sampling none and still trains on stale tokens."""
     if unmet(recipe, "rollout.max_staleness") is None and _is_uncorrected(recipe):

@@ -11,6 +11,7 @@ import megarl
 
 PACKAGE = Path(megarl.__file__).parent
 MAIN_PATH = [
+    "loops/rl.py",
     "training/training_engine.py",
     "training/model.py",
     "training/packed_rows.py",
