@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -46,7 +46,7 @@ def with_memory_defaults(recipe: Recipe, *, is_start: bool = False, is_trained: 
     """
     wants_cache = recipe.has_engine and not is_cache_given(recipe)
     wants_rows = is_trained and recipe.trainer.max_tokens_per_forward is None
-    wants_savings = is_trained and not (_is_given(recipe, _OFFLOAD) and _is_given(recipe, _RECOMPUTE))
+    wants_savings = is_trained and not (_sets_field(recipe, _OFFLOAD) and _sets_field(recipe, _RECOMPUTE))
     wants_logits = is_trained and recipe.trainer.keep_logits is None
     if not (wants_cache or wants_rows or wants_savings or wants_logits) or (is_start and ranks_on_cpu(recipe)):
         return recipe
@@ -57,7 +57,7 @@ def with_memory_defaults(recipe: Recipe, *, is_start: bool = False, is_trained: 
     if not is_trained:
         models = Models(_engines_alone(models.policy), None, {})
     if wants_savings:
-        recipe = with_field_values(recipe, _Savings(recipe, models, gpus).least)
+        recipe = with_field_values(recipe, _Savings(recipe, models, gpus).choose_values())
     if wants_cache:
         recipe = with_field_values(recipe, {_CACHE: default_cache_gib(recipe, models, gpus)})
     if wants_logits and can_keep_logits(recipe, models, gpus):
@@ -79,7 +79,7 @@ def _planned_models(recipe: Recipe) -> tuple[Models, GpuMemory] | None:
     return None if any(model_sizes.model_fit(recipe, models.policy.shape)) else (models, gpus)
 
 
-def _is_given(recipe: Recipe, field: str) -> bool:
+def _sets_field(recipe: Recipe, field: str) -> bool:
     """Return whether the recipe sets the offloaded states, or the recomputed activations."""
     trainer = recipe.trainer
     if field == _RECOMPUTE and not decided("recompute").keys().isdisjoint(trainer.megatron):
@@ -110,7 +110,7 @@ def memory_defaults(written: Recipe, completed: Recipe) -> Iterator[str]:
     recipe `written`.
     """
     fields = [
-        field for field in (_OFFLOAD, _RECOMPUTE) if _is_given(completed, field) and not _is_given(written, field)
+        field for field in (_OFFLOAD, _RECOMPUTE) if _sets_field(completed, field) and not _sets_field(written, field)
     ]
     if fields and (planned := _planned_models(completed)) is not None:
         savings = _Savings(written, *planned)
@@ -118,7 +118,7 @@ def memory_defaults(written: Recipe, completed: Recipe) -> Iterator[str]:
             # Ranks that never alternate between models have nothing to offload.
             if field == _OFFLOAD and offloads(completed) == [()]:
                 continue
-            yield f"{_named(completed, field)} by default: {savings.reason(field, completed)}"
+            yield f"{_format_field(completed, field)} by default: {savings.explain(field, completed)}"
     cache, rows = completed.rollout.kv_cache_gib, completed.trainer.max_tokens_per_forward
     if cache != written.rollout.kv_cache_gib:
         yield f"{_CACHE} = {cache:g} by default: the rest of a GPU's memory"
@@ -132,8 +132,8 @@ def memory_defaults(written: Recipe, completed: Recipe) -> Iterator[str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Outcome:
-    """Predicted memory of a recipe with one choice of offloading and recomputation."""
+class _Prediction:
+    """Memory predicted for a recipe with one choice of offloading and recomputation."""
 
     fullest: Phase
     """The phase that leaves least of its GPU."""
@@ -149,8 +149,10 @@ class _Outcome:
         return self.free_gib >= MARGIN_GIB and self.requests >= self.wanted_requests
 
     @property
-    def merit(self) -> tuple[float, int]:
-        """Return what makes one choice better than another: enough free memory, then a larger KV cache."""
+    def sort_key(self) -> tuple[float, int]:
+        """Return the key by which the better one of two choices is larger: free memory up to the margin, then the KV
+        cache.
+        """
         return min(self.free_gib, MARGIN_GIB), self.requests
 
 
@@ -166,44 +168,43 @@ class _Savings:
     models: Models
     gpus: GpuMemory
 
-    @property
-    def least(self) -> dict[str, Any]:
-        """Return the values of the fields that the recipe leaves out."""
-        best: tuple[_Outcome, dict[str, Any]] | None = None
+    def choose_values(self) -> dict[str, Any]:
+        """Return values for the fields that the recipe leaves out, by field."""
+        best: tuple[_Prediction, dict[str, Any]] | None = None
         # Offloading costs seconds of a step, recomputation a share of the training time: so it is tried last.
-        for recomputed, offloaded in product(self._values(_RECOMPUTE), self._values(_OFFLOAD)):
+        for recomputed, offloaded in product(self._list_choices(_RECOMPUTE), self._list_choices(_OFFLOAD)):
             values = {**offloaded, **recomputed}
-            outcome = self._outcome(with_field_values(self.recipe, values))
-            if outcome.is_enough:
+            prediction = self._predict(with_field_values(self.recipe, values))
+            if prediction.is_enough:
                 return values
-            if best is None or outcome.merit > best[0].merit:
-                best = outcome, values
+            if best is None or prediction.sort_key > best[0].sort_key:
+                best = prediction, values
         assert best is not None
         return best[1]
 
-    def reason(self, field: str, completed: Recipe) -> str:
+    def explain(self, field: str, completed: Recipe) -> str:
         """Return why a field of the completed recipe has its value: what the next cheaper one would leave."""
-        choices = self._values(field)
+        choices = self._list_choices(field)
         place = next(
             place
             for place, values in enumerate(choices)
             if all(value_at(completed, name) == value for name, value in values.items())
         )
         if place == 0:
-            fullest = self._fullest(field, completed)
-            return f"{fullest.name} {_left_text(self._free_gib(fullest), 'leaves', 'takes')}"
+            fullest = self._find_fullest(field, completed)
+            return f"{fullest.name} {_format_left(self._free_gib(fullest), 'leaves', 'takes')}"
         cheaper = with_field_values(completed, choices[place - 1])
-        outcome, chosen = self._outcome(cheaper), self._outcome(completed)
-        with_cheaper = f"with {_named(cheaper, field)}"
-        if outcome.merit[0] < chosen.merit[0]:
-            left = _left_text(outcome.free_gib, "would leave", "would take")
-            return f"{with_cheaper} {outcome.fullest.name} {left}"
+        prediction, chosen = self._predict(cheaper), self._predict(completed)
+        with_cheaper = f"with {_format_field(cheaper, field)}"
+        if prediction.sort_key[0] < chosen.sort_key[0]:
+            left = _format_left(prediction.free_gib, "would leave", "would take")
+            return f"{with_cheaper} {prediction.fullest.name} {left}"
         return (
-            f"{with_cheaper} the KV cache would hold {outcome.requests} of {outcome.wanted_requests} concurrent "
+            f"{with_cheaper} the KV cache would hold {prediction.requests} of {prediction.wanted_requests} concurrent "
             f"requests of {self._request_tokens:,.0f} tokens"
         )
 
-    def _fullest(self, field: str, recipe: Recipe) -> Phase:
+    def _find_fullest(self, field: str, recipe: Recipe) -> Phase:
         """Return the fullest phase that a field changes: of updates, or for offloading of all others."""
         table = memory_table(recipe, self.models, GPU, gpu_gib=self.gpus.engine)
         phases = [phase for phase in table.phases if (phase.metric == "train") == (field == _RECOMPUTE)]
@@ -212,22 +213,22 @@ class _Savings:
     def _free_gib(self, phase: Phase) -> float:
         return self.gpus.gib_for(phase) - phase.device_bytes / _GIB
 
-    def _values(self, field: str) -> list[dict[str, Any]]:
+    def _list_choices(self, field: str) -> list[dict[str, Any]]:
         """Return the values that a field may get, cheapest first, with those of the fields that depend on it."""
-        if _is_given(self.recipe, field):
+        if _sets_field(self.recipe, field):
             return [{}]
         if field == _OFFLOAD:
             return [{_OFFLOAD: states} for states in offloads(self.recipe)]
-        shape = self.models.policy.shape
-        choices = [choice.values for choice in recomputations(self.recipe, shape)]
-        # A module that this machine's libraries cannot recompute would be refused by a later check.
-        return [
-            values
-            for values in choices
-            if not any(model_sizes.recomputed_modules_fit(with_field_values(self.recipe, values), shape))
-        ]
+        choices = [choice.values for choice in recomputations(self.recipe, self.models.policy.shape)]
+        return [values for values in choices if self._can_recompute(values)]
 
-    def _outcome(self, recipe: Recipe) -> _Outcome:
+    def _can_recompute(self, values: Mapping[str, Any]) -> bool:
+        """Return whether this machine's libraries can recompute the modules that these values choose."""
+        # The check yields refusals. A later check of the whole recipe would refuse these values as well.
+        refusals = model_sizes.recomputed_modules_fit(with_field_values(self.recipe, values), self.models.policy.shape)
+        return next(iter(refusals), None) is None
+
+    def _predict(self, recipe: Recipe) -> _Prediction:
         is_cache_chosen = recipe.has_engine and not is_cache_given(self.recipe)
         if is_cache_chosen:
             recipe = with_field_values(recipe, {_CACHE: default_cache_gib(recipe, self.models, self.gpus)})
@@ -237,7 +238,7 @@ class _Savings:
         if is_cache_chosen and table.cache is not None:
             wanted = table.cache.under_way
             requests = min(wanted, int(table.cache.tokens / self._request_tokens))
-        return _Outcome(fullest=fullest, free_gib=self._free_gib(fullest), requests=requests, wanted_requests=wanted)
+        return _Prediction(fullest=fullest, free_gib=self._free_gib(fullest), requests=requests, wanted_requests=wanted)
 
     @cached_property
     def _request_tokens(self) -> float:
@@ -252,14 +253,14 @@ class _Savings:
         return max(length.prompt_tokens + length.mean_age for length in lengths)
 
 
-def _left_text(free_gib: float, leaves: str, takes: str) -> str:
+def _format_left(free_gib: float, leaves: str, takes: str) -> str:
     """Return in words how much of a GPU a phase leaves, or takes in excess. `leaves` and `takes` are the verbs."""
     if free_gib < 0:
         return f"{takes} {-free_gib:.1f} GiB more than a GPU has"
     return f"{leaves} {free_gib:.1f} GiB of a GPU"
 
 
-def _named(recipe: Recipe, field: str) -> str:
+def _format_field(recipe: Recipe, field: str) -> str:
     """Return a field with its value for a message, and with the modules of a selective recomputation."""
     name, _, value = short_override(field, value_at(recipe, field)).partition("=")
     is_selective = field == _RECOMPUTE and value == "selective"
@@ -269,5 +270,5 @@ def _named(recipe: Recipe, field: str) -> str:
 def _engines_alone(policy: Built) -> Built:
     """Return a recipe in which engines own all ranks, as in `megarl eval`."""
     parallel = policy.parallel
-    own = ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=parallel.rollout_tp, rollout_ep=parallel.rollout_ep)
-    return Built(policy.shape, replace(own, rollout_ranks=parallel.num_ranks))
+    engines = ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=parallel.rollout_tp, rollout_ep=parallel.rollout_ep)
+    return Built(policy.shape, replace(engines, rollout_ranks=parallel.num_ranks))
