@@ -15,7 +15,8 @@ from megarl.cluster.shared_prefixes import SharedPrefixes
 from megarl.config.parallel import ParallelConfig
 from megarl.data.token_batch import TokenBatch
 from megarl.families.shape import shape_from_config
-from megarl.tracking.metrics import Sum
+from megarl.tracking.metrics import Metric, Sum
+from megarl.tracking.outcomes import Update, UpdateOutcome
 from megarl.types import MegarlError, TrainingSequence
 
 SHAPE = shape_from_config(
@@ -24,6 +25,7 @@ SHAPE = shape_from_config(
         "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 32,
     }
 )  # fmt: skip
+APPLIED = UpdateOutcome(applied=True, grad_norm=1.0, learning_rate=1e-3)
 LENGTHS = [5, 2, 9, 4, 7, 3, 8, 6]
 LAYOUTS = [
     pytest.param(ParallelConfig(1, 1, 1, 1), id="one rank"),
@@ -56,7 +58,8 @@ class Ranks:
             if method.endswith(".forward"):
                 results.append([(row.token_ids / 2).astype(np.float32) for row in rows] if reports else None)
             else:
-                results.append({"train/tokens": Sum(sum(len(row.token_ids) for row in rows))} if reports else {})
+                metrics: dict[str, Metric] = {"train/tokens": Sum(sum(len(row.token_ids) for row in rows))}
+                results.append(Update(APPLIED, metrics if reports else {}))
         return results
 
 
@@ -94,7 +97,7 @@ async def test_each_replica_is_sent_its_rows_once(parallel: ParallelConfig) -> N
     got = await replace(trainer, name="reference").forward(batch(LENGTHS))
     assert got.tolist() == (batch(LENGTHS).token_ids / 2).tolist()
     updated = await trainer.update(batch(LENGTHS))
-    assert updated == {"train/tokens": Sum(sum(LENGTHS) * parallel.cp)}
+    assert updated.metrics == {"train/tokens": Sum(sum(LENGTHS) * parallel.cp)}
     (first, given, args), (second, _, none) = ranks.calls
     assert (first, args, second, none) == ("reference.forward", (), "policy.update", (None, None, None))
     holders = [rank for rank, rows in enumerate(given) if rows is not None]

@@ -25,6 +25,7 @@ from megarl.config.parallel import ParallelConfig
 from megarl.data.token_batch import TokenBatch
 from megarl.processes.process_tree import die_with
 from megarl.tracking.metrics import Max, Mean, Metric, Sum
+from megarl.tracking.outcomes import Update, UpdateOutcome
 from megarl.types import Completion, Request
 
 NUM_METRICS = 40
@@ -42,11 +43,15 @@ class IdleModel:
     def forward(self, rows: Sequence[TokenBatch] | None) -> list[np.ndarray] | None:
         return None if rows is None else [np.zeros(len(row.token_ids), np.float32) for row in rows]
 
-    def update(self, rows: Sequence[TokenBatch] | None, *_: object) -> dict[str, Metric]:
+    def update(self, rows: Sequence[TokenBatch] | None, *_: object) -> Update:
+        outcome = UpdateOutcome(applied=True, grad_norm=1.0, learning_rate=1e-3)
         if rows is None:
-            return {}
+            return Update(outcome, {})
         kinds = Mean(float(self.rank), 4.0), Sum(1.0), Max(float(self.rank))
-        return {f"train/metric_{number}": kinds[number % len(kinds)] for number in range(NUM_METRICS)}
+        metrics: dict[str, Metric] = {
+            f"train/metric_{number}": kinds[number % len(kinds)] for number in range(NUM_METRICS)
+        }
+        return Update(outcome, metrics)
 
 
 class Idle:
