@@ -19,6 +19,12 @@ from megarl.tracking.spikes import Spike, SpikeDetector
 from megarl.tracking.tracker import Tracker
 from megarl.types import MegarlError, UnhealthyError
 
+METRICS = {
+    "train/spikes": ("count", "updates dropped because of train.on_spike"),
+    "train/rollbacks": ("count", "returns to a checkpoint because of train.on_spike = rollback, since the run began"),
+}
+"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
+
 
 def spike_detector(recipe: Recipe, saved: Mapping[str, Any] | None) -> SpikeDetector | None:
     """Return the detector of a recipe's spikes; None if they are ignored. `saved` is its memory in a checkpoint."""

@@ -10,12 +10,6 @@ from typing import Any, NamedTuple
 
 from megarl.tracking.outcomes import UpdateOutcome
 
-METRICS = {
-    "train/spikes": ("count", "updates dropped because of train.on_spike"),
-    "train/rollbacks": ("count", "returns to a checkpoint because of train.on_spike = rollback, since the run began"),
-}
-"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
-
 
 class UpdateLimits(NamedTuple):
     """Gradient norm and loss above which an update is dropped. None: no limit."""

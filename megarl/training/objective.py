@@ -38,18 +38,8 @@ from megarl.training.row_metrics import (
 from megarl.types import ConfigError
 
 METRICS = {
-    "train/loss": (
-        "nats",
-        "the minimised loss, summed with its token weights, mean over the step's updates; without train/moe_*; "
-        "with a policy gradient it does not measure progress",
-    ),
-    "train/tokens": ("tokens", "trained tokens"),
     "train/entropy": ("nats", "mean entropy of the policy's distribution over trained tokens"),
     "train/ptx_loss": ("nats", "mean loss per token of the conversations of data.ptx"),
-    "kl/reference": (
-        "nats",
-        "mean divergence per token of the policy from the reference, by algorithm.kl_estimator (kto: per answer)",
-    ),
     "kl/update": (
         "nats",
         "mean divergence per token of the policy before each update from the policy before the step's first update, "

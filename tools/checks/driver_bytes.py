@@ -25,6 +25,7 @@ from megarl.rollout.advantages import compute_advantages, compute_importance_wei
 from megarl.rollout.rl_batch import RLBatch
 from megarl.rollout.stitch import ModelCall, stitch
 from megarl.tracking.metrics import Sum
+from megarl.tracking.outcomes import Update, UpdateOutcome
 from megarl.types import Completion, ExpertsHandle, Problem, Request, Reward, SamplingSettings, Trajectory
 
 DURATION = {"small": "1 s", "full": "5 s"}
@@ -32,6 +33,9 @@ SMALL = {"samples": 32, "tokens": 2000, "dp": 2}
 NUM_LAYERS, TOP_K = 48, 8
 """Those of Qwen3-30B-A3B."""
 SAMPLES_PER_PROMPT, PROMPT_TOKENS = 16, 512
+
+
+APPLIED = UpdateOutcome(applied=True, grad_norm=1.0, learning_rate=1e-3)
 
 
 @dataclass
@@ -49,9 +53,9 @@ class CountingRanks:
             at = self.parallel.coordinates(rank)
             self.sent[method] += len(pickle.dumps((method, (rows, *args), {}), protocol=5))
             of_replica: list[TokenBatch] = per_rank[self.parallel.replica_ranks(at.dp)[0]]
-            result: Any = None if method == "policy.forward" else {}
+            result: Any = None if method == "policy.forward" else Update(APPLIED, {})
             if at.tp == 0 and at.pp == self.parallel.pp - 1:
-                result = {"train/tokens": Sum(1.0)}
+                result = Update(APPLIED, {"train/tokens": Sum(1.0)})
                 if method == "policy.forward":
                     result = [np.zeros(len(row.token_ids), np.float32) for row in of_replica]
             self.received[method] += len(pickle.dumps((True, result, None), protocol=5))
