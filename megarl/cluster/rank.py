@@ -104,12 +104,15 @@ class _Host:
             self.worker.inherit(self.legacy)
             self.legacy = None
 
-    def check_legacy(self) -> tuple[dict[int, Any], list[str]]:
-        """Return the copied steps of the abandoned worker's intact copies, and a sentence about each damaged copy."""
+    def list_legacy(self, checks: bool) -> tuple[dict[int, Any], list[str]]:
+        """Return the copied steps of the abandoned worker's copies, and a sentence about each damaged copy.
+
+        Damaged copies are searched for and dropped with `checks` only.
+        """
         if self.legacy is None:
             return {}, []
         # First, because `steps` must not list a damaged copy: another rank may hold an intact one.
-        damages = self.legacy.drop_damaged()
+        damages = self.legacy.drop_damaged() if checks else []
         return self.legacy.steps(), damages
 
     def abandon(self) -> None:
@@ -151,7 +154,7 @@ class _Host:
             "__settle__": rendezvous.settle,
             "__abandon__": self.abandon,
             "__renumber__": _renumber,
-            "__legacy__": self.check_legacy,
+            "__legacy__": self.list_legacy,
             "__activity__": self.activity.take,
             "__spans__": _record_spans,
             "__arm__": _arm,

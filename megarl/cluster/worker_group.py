@@ -274,15 +274,15 @@ class WorkerGroup(ABC):
         other groups start after the successor, and need room too. Raises ConfigError if there is too little room.
         """
 
-    async def inherited_steps(self) -> tuple[list[Any], list[str]]:
-        """Return the intact copies of training states of each rank's process, as in `StateCopies.steps`, and damages.
+    async def inherited_steps(self, *, checks: bool = True) -> tuple[list[Any], list[str]]:
+        """Return the copies of training states of each rank's process, as in `StateCopies.steps`, and damages.
 
-        New processes have none. Damaged copies are dropped; a sentence about each names its holder.
+        New processes have none. With `checks`, damaged copies are dropped; a sentence about each names its holder.
         """
         steps: list[Any] = [{} for _ in range(self.world_size)]
         damages: list[str] = []
         if ranks := sorted(self._inherited):
-            answers = await self._exchange("legacy", ranks, [pack(("__legacy__", (), {}))] * len(ranks))
+            answers = await self._exchange("legacy", ranks, [pack(("__legacy__", (checks,), {}))] * len(ranks))
             for rank, (copied_steps, sentences) in zip(ranks, answers, strict=True):
                 steps[rank] = copied_steps
                 holder = f"rank {self.part.first_rank + rank} on {self.topology[rank][0]}"

@@ -201,13 +201,15 @@ class RankProcesses:
         kept = self._ranks.kept(self.parallel.replica_sizes)
         # First, because the trainers may need the places of ended replicas.
         await asyncio.gather(*(g.close() for g in self._ranks.replicas if g not in kept.values()))
+        ended = group
         group, sources = await self._without_leavers(group, sources, list(kept.values()), log_folder, notify)
         part = replace(group.part, num_ranks=self.parallel.num_ranks)
         trainers = await group.successor(sources, log_folder, part)
         # If a later start fails, these processes must end with the run.
         self._ranks = RunRanks(trainers, list(kept.values()))
         newest = self.copies.newest
-        held, damages = await trainers.inherited_steps()
+        # If processes leave, `_without_leavers` has compared all checksums. They take seconds for large copies.
+        held, damages = await trainers.inherited_steps(checks=group is ended)
         for damage in damages:
             notify(damage)
         self._has_copies = newest is not None and _is_complete(held, newest.step)
