@@ -81,7 +81,8 @@ class HangReport:
         all_stacks = dict(stacks)
         for answer in answers:
             all_stacks |= answer if isinstance(answer, dict) else {}
-        handles = sorted((handle for one in [group, *other_groups] for handle in one.handles), key=lambda one: one.rank)
+        handles = [handle for reported in (group, *other_groups) for handle in reported.handles]
+        handles.sort(key=lambda handle: handle.rank)
         first = next((handle for handle in handles if handle in silent), None)
         lines = [
             f"{datetime.now().astimezone().isoformat(timespec='seconds')}: "

@@ -102,7 +102,7 @@ class RetainedTokenRecorder:
         is_retained, self._is_retained = self._is_retained, None
         if isinstance(output, AsyncModelRunnerOutput):
             return _LateOutput(output, is_retained)
-        return _masked(output, is_retained)
+        return _mask_output(output, is_retained)
 
 
 class _LateOutput(AsyncModelRunnerOutput):
@@ -112,10 +112,10 @@ class _LateOutput(AsyncModelRunnerOutput):
         self._output, self._is_retained = output, is_retained
 
     def get_output(self) -> ModelRunnerOutput:
-        return _masked(self._output.get_output(), self._is_retained)
+        return _mask_output(self._output.get_output(), self._is_retained)
 
 
-def _masked(output: Any, is_retained: Tensor | None) -> Any:
+def _mask_output(output: Any, is_retained: Tensor | None) -> Any:
     """Add sampling masks to a step's output. `is_retained` is bool [requests, vocabulary]; None: all requests were
     greedy.
     """

@@ -115,8 +115,8 @@ class LayoutCosts:
         """
         experts, others = self.trainer_cost.weights_on_rank(at)
         whole = experts + others
-        own = experts / (at.world / (at.etp * at.ep * at.pp)) + others / (at.dp * at.cp)
-        elements = {"weights": whole, "gradients": whole, "optimizer": own}
+        optimizer_share = experts / (at.world / (at.etp * at.ep * at.pp)) + others / (at.dp * at.cp)
+        elements = {"weights": whole, "gradients": whole, "optimizer": optimizer_share}
         return {state: self._state_bytes[state] * number for state, number in elements.items()}
 
     def offload_seconds(self, held: Mapping[str, NDArray[np.float64]], states: Sequence[str]) -> NDArray[np.float64]:

@@ -96,6 +96,6 @@ def _field_faults(recipe: Recipe) -> list[str]:
     found: list[str] = []
     facts = {"is_start": False, "is_trained": True, "has_model": False}
     for source in recipe.sources:
-        own = {**facts, "recipe": source.recipe, "dp": sizes.parallel_of(source.recipe).dp}
-        found += map(str, faults(own, (Cost.FIELDS,)))
+        facts_of_source = {**facts, "recipe": source.recipe, "dp": sizes.parallel_of(source.recipe).dp}
+        found += map(str, faults(facts_of_source, (Cost.FIELDS,)))
     return [*found, *map(str, faults({**facts, "recipe": recipe}, (Cost.FIELDS,), per_run=True))]

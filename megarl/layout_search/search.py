@@ -104,7 +104,7 @@ class LayoutSearch:
                 is_complete = False
                 break
             num_planned += 1
-            layout = self._planned(group, index, refused)
+            layout = self._plan_layout(group, index, refused)
             if layout is not None and (key not in found or layout.seconds.step < found[key].seconds.step):
                 found[key] = layout
         ranked = sorted(found.values(), key=lambda layout: layout.seconds.step)[:most]
@@ -244,7 +244,9 @@ class LayoutSearch:
         taken = np.stack(resident, axis=1)[:, None, :] + awake[None, :, None] + CONTEXT_BYTES
         return taken > (self.gpus.trainer - MARGIN_GIB) * _GIB
 
-    def _planned(self, group: Combinations, index: tuple[int, int, int], refused: Counter[str]) -> FoundLayout | None:
+    def _plan_layout(
+        self, group: Combinations, index: tuple[int, int, int], refused: Counter[str]
+    ) -> FoundLayout | None:
         """Return the layout of a combination with its memory and its KV cache. None: it does not fit."""
         row, engine, offload = group.rows[index[0]], group.engines[index[1]], group.offloads[index[2]]
         least = self._least_cache_gib(engine)

@@ -92,11 +92,13 @@ def judge(reports: Sequence[CanaryReport], parallel: ParallelConfig) -> Verdict 
         return Verdict(ranks, first[1], is_unstable=True, is_decided=True)
     if parallel.ep > 1:
         return None
-    found = [difference for group in _replicas(parallel) if (difference := _first_between(reports, group)) is not None]
-    if not found:
+    differences = [
+        difference for group in _replicas(parallel) if (difference := _first_between(reports, group)) is not None
+    ]
+    if not differences:
         return None
-    place, name = min((place, name) for place, name, _, _ in found)
-    first_ones = [(ranks, is_majority) for at, _, ranks, is_majority in found if at == place]
+    place, name = min((place, name) for place, name, _, _ in differences)
+    first_ones = [(ranks, is_majority) for at, _, ranks, is_majority in differences if at == place]
     ranks = tuple(sorted({rank for ranks, _ in first_ones for rank in ranks}))
     return Verdict(ranks, name, is_unstable=False, is_decided=all(is_majority for _, is_majority in first_ones))
 

@@ -119,10 +119,10 @@ def stage_bytes(shape: ModelShape, parallel: ParallelConfig, stage: int, setting
     if settings.recomputes_layers:
         # The head's tensors are freed before the first layer is recomputed. The rotary angles of all tokens stay.
         angles = rows * _tokens(parallel, settings) * shape.rotary_channels * FLOAT32
-        own = _layer_input(shape, parallel, settings)
+        layer_input = _layer_input(shape, parallel, settings)
         # In float32 the norm reads the layer's input in place; in other types it saves a copy.
-        shared = own if settings.itemsize == FLOAT32 else 0
-        return rows * len(kinds) * own + angles + max(layer - shared, head)
+        shared = layer_input if settings.itemsize == FLOAT32 else 0
+        return rows * len(kinds) * layer_input + angles + max(layer - shared, head)
     # Only one part of one layer exists again at a time. The head's tensors are freed by then, so take the maximum.
     parts = (replace(settings, recomputed=settings.recomputed - {part}) for part in settings.recomputed)
     again = max(

@@ -481,7 +481,7 @@ def test_fields_of_vllm_are_checked(fields, message, model_path, ranks) -> None:
 
 
 def passes_without_a_toolkit(model_path: str) -> list[Any]:
-    """What vLLM's passes fuse on a GPU of a node without a CUDA toolkit: with settings of the recipe, and asked for."""
+    """vLLM's passes on a GPU without a CUDA toolkit. The recipe changes other settings, or asks for fusion."""
     from megarl.engine.vllm_arguments import engine_arguments
 
     found: list[Any] = []

@@ -114,7 +114,7 @@ def test_an_update_is_that_of_the_start(
     assert group is not None
     if not keeps_logits:
         monkeypatch.setattr(search_module, "can_keep_logits", lambda *_, **__: False)
-    planned = (search._planned(group, (row, 0, 0), Counter()) for row in range(len(group.rows)))
+    planned = (search._plan_layout(group, (row, 0, 0), Counter()) for row in range(len(group.rows)))
     row, layout = next((row, layout) for row, layout in enumerate(planned) if layout is not None)
     update = group.update if keeps_logits else group.update_without_logits
     assert layout.seconds.train == update.seconds[row] and layout.update == update.at(row)

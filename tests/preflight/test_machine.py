@@ -46,8 +46,8 @@ def test_a_job_for_other_machines_is_checked_on_this_one(
     assert parallel.world_size == 4
     with pytest.raises(ConfigError, match="megarl slurm submit"):
         check(made)
-    told = list(resource_warnings(made, parallel))
-    assert (told == []) if launcher == "slurm" else ("megarl slurm submit runs it" in told[0])
+    warnings = list(resource_warnings(made, parallel))
+    assert (warnings == []) if launcher == "slurm" else ("megarl slurm submit runs it" in warnings[0])
 
 
 def test_a_runs_folder_that_cannot_be_made(recipe: Callable[..., Recipe], tmp_path: Path) -> None:
