@@ -23,7 +23,7 @@ from typing import Literal
 from megarl.files.shipped import PACKAGE
 from megarl.platform.native_stacks import is_stopped
 from megarl.processes.launcher import DEVNULL, PIPE, LaunchedProgram
-from megarl.processes.process_tree import descendants
+from megarl.sandbox.busy_time import BusyTime
 from megarl.sandbox.inside import READY
 from megarl.sandbox.layers import LAYERS, Layers
 from megarl.types import ConfigError
@@ -302,6 +302,7 @@ class _Run:
         self._connection = connection
         self._stdout, self._stderr, self._status = pipes
         self._wall_seconds, self._most_seconds, self._spawner = wall_seconds, most_seconds, spawner
+        self._busy_time = BusyTime(spawner)
         self._free_bytes = {self._stdout: output_bytes, self._stderr: _MAX_ERROR_BYTES, self._status: 4096}
         self._content = {pipe: bytearray() for pipe in pipes}
         self._began_at: float | None = None
@@ -334,6 +335,8 @@ class _Run:
                     num_open -= 1
             if self._began_at is None and self._content[self._status] == READY:
                 self._began_at = time.monotonic()
+                # The first reading makes the program's process known. If it ends, its time since then still counts.
+                self._busy_time.read()
                 if not self._ended:
                     deadline = self._began_at + self._wall_seconds
             if time.monotonic() >= deadline and (num_open or not self._ended):
@@ -361,7 +364,7 @@ class _Run:
             raise SandboxError(bytes(self._content[self._status]).decode(errors="replace") or reason)
         # Extend only by a useful amount; otherwise return a time in the past, so that the run is killed.
         least = time.monotonic() + _LEAST_EXTENSION_SECONDS
-        until = self._began_at + min(self._wall_seconds + _busy_seconds(self._spawner), self._most_seconds)
+        until = self._began_at + min(self._wall_seconds + self._busy_time.read(), self._most_seconds)
         return until if until >= least else self._began_at
 
     def _read_pipe(self, pipe: int) -> bool:
@@ -449,21 +452,3 @@ def _packages(names: Sequence[str]) -> tuple[list[str], list[str]]:
         folders += [str(place) for place in (folder, folder.with_name(f"{name}.libs")) if place.is_dir()]
         places.append(str(folder.parent))
     return folders, sorted(set(places))
-
-
-def _busy_seconds(spawner: int) -> float:
-    """Return the seconds during which the processes below a spawner had a CPU or waited for one.
-
-    Of a process's threads, only the one with the longest wait counts. 0: the kernel does not report it.
-    """
-    nanoseconds = 0
-    for pid in descendants(spawner):
-        computed, waited = 0, 0
-        # A process may end while it is read; then it simply does not count.
-        with contextlib.suppress(OSError, ValueError):
-            for thread in Path(f"/proc/{pid}/task").iterdir():
-                numbers = (thread / "schedstat").read_text().split()
-                computed += int(numbers[0])
-                waited = max(waited, int(numbers[1]))
-        nanoseconds += computed + waited
-    return nanoseconds / 1e9

@@ -402,7 +402,8 @@ def test_a_request_that_vllm_refuses_comes_back_and_its_neighbours_go_on(world_s
 def test_an_engine_that_computes_no_token_is_lost(world_size, tp, outcome) -> None:
     for result in filter(lambda r: r["is_leader"], outcome(world_size, tp)):
         error, completions = result["stalled"]
-        assert error.startswith("False: the engine computed no token for 0 s (limit: ") and "1 requests are" in error
+        # The seconds depend on the machine's load.
+        assert re.match(r"False: the engine computed no token for \d+ s \(limit: ", error) and "1 requests are" in error
         assert len(completions["stalled"].token_ids) == NEW_TOKENS
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from megarl.sandbox import kernel
+from megarl.sandbox.busy_time import BusyTime
 from megarl.sandbox.layers import Layers
 from megarl.sandbox.sandbox import _SPAWNER, Sandbox, SandboxError, SandboxSettings, _Run
 from megarl.sandbox.spawner import _import_packages
@@ -88,6 +89,27 @@ def test_a_program_that_waits_is_ended_by_the_clock() -> None:
         ran = sandbox.run("import time\ntime.sleep(3600)", cpu_seconds=0.2)
         assert (ran.outcome, ran.is_by_clock) == ("timeout", True)
         assert sandbox.run("print(1)").stdout == "1\n"
+
+
+def test_busy_time_of_an_ended_process_still_counts() -> None:
+    """The kernel forgets an ended process. Later idle time of the remaining ones does not count."""
+    child = "import time\nwhile time.process_time() < 0.2: pass\nprint(flush=True)\ninput()"
+    parent = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {child!r}])\nprint(flush=True)\ninput()"
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", parent], stdin=pipe, stdout=pipe) as process:
+        assert process.stdin is not None and process.stdout is not None
+        busy_time = BusyTime(os.getpid())
+        process.stdout.readline()
+        seconds_of_both = busy_time.read()
+        process.stdin.write(b"\n")
+        process.stdin.flush()
+        process.stdout.readline()
+        seconds_after_child = busy_time.read()
+        time.sleep(0.5)
+        seconds_after_idling = busy_time.read()
+        process.kill()
+    assert seconds_after_child >= seconds_of_both >= 0.2
+    assert seconds_after_idling < seconds_after_child + 0.25
 
 
 def test_waiting_for_a_busy_cpu_extends_the_wall_clock_limit() -> None:

@@ -1,0 +1,47 @@
+"""Time during which the processes of a sandboxed run compute or wait for a CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+
+from megarl.processes.process_tree import descendants
+
+
+class BusyTime:
+    """Time in seconds during which the processes of one run had a CPU or waited for one.
+
+    The kernel reports it only for processes that still exist. So the last report of an ended process is kept, and the
+    time between that report and the next reading counts as busy: the process has worked until its end.
+    """
+
+    def __init__(self, spawner: int) -> None:
+        """`spawner` is the process ID of the parent of the run's processes."""
+        self._spawner = spawner
+        self._seconds_by_process: dict[int, float] = {}
+        self._seconds_of_ended = 0.0
+        self._read_at = time.monotonic()
+
+    def read(self) -> float:
+        """Return the busy seconds up to now. 0: the kernel does not report them."""
+        now = time.monotonic()
+        seconds_by_process = {pid: _busy_seconds(pid) for pid in descendants(self._spawner)}
+        ended = self._seconds_by_process.keys() - seconds_by_process.keys()
+        if ended:
+            self._seconds_of_ended += sum(self._seconds_by_process[pid] for pid in ended) + now - self._read_at
+        self._seconds_by_process = seconds_by_process
+        self._read_at = now
+        return sum(seconds_by_process.values()) + self._seconds_of_ended
+
+
+def _busy_seconds(pid: int) -> float:
+    """Return a process's seconds with a CPU or waiting for one. Only its thread with the longest wait counts."""
+    computed, waited = 0, 0
+    # A process may end while it is read; then it counts as ended at the next reading.
+    with contextlib.suppress(OSError, ValueError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            numbers = (thread / "schedstat").read_text().split()
+            computed += int(numbers[0])
+            waited = max(waited, int(numbers[1]))
+    return (computed + waited) / 1e9
