@@ -88,7 +88,9 @@ def test_the_table_of_metrics_is_printed_and_imports_no_torch() -> None:
     everything = megarl("metrics", "--json")
     assert everything.returncode == 0, everything.stderr
     table = json.loads(everything.stdout)
-    assert table["reward/mean"]["unit"] == "score" and table["reward/mean"]["module"] == "megarl.rollout.step_metrics"
+    assert (
+        table["reward/mean"]["unit"] == "score" and table["reward/mean"]["module"] == "megarl.rollout.step.step_metrics"
+    )
     one = megarl("metrics", "time/rollout_seconds")
     assert "time/PHASE_seconds" in one.stdout and "reward/mean" not in one.stdout
     assert "reward/NAME/unscored" in megarl("metrics", "unscored").stdout

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from megarl.config import AlgorithmConfig
 from megarl.data.token_batch import TokenBatch
-from megarl.rollout.rl_batch import assign_token_weights
+from megarl.rollout.step.rl_batch import assign_token_weights
 from megarl.types import TrainingSequence
 
 

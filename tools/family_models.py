@@ -40,7 +40,7 @@ def sequences(vocab_size: int) -> list[TrainingSequence]:
 def weighed(vocab_size: int) -> TokenBatch:
     """Return the sequences as one row whose loss is the mean over trained tokens."""
     from megarl.config import AlgorithmConfig
-    from megarl.rollout.rl_batch import assign_token_weights
+    from megarl.rollout.step.rl_batch import assign_token_weights
 
     batch = TokenBatch.from_sequences(sequences(vocab_size))
     assign_token_weights(batch, AlgorithmConfig(aggregation="token_mean"), max(LENGTHS))

@@ -43,7 +43,7 @@ from megarl.report.recorded import read_run, run_state
 from megarl.report.replays import replay_contents
 from megarl.report.watched import WatchedRun
 from megarl.rollout.state import RLState
-from megarl.rollout.step_record import StepRecord
+from megarl.rollout.step.step_record import StepRecord
 from megarl.serving.served_adapters import served_adapter
 from megarl.tracking.draws import DrawEvents, account
 from megarl.tracking.earlier_run import EarlierRun, refuse_other_schema
@@ -485,7 +485,7 @@ def _rollout_state() -> Iterator[Format]:
     for name in ("record.json", "record.safetensors", "recipe.yaml", "chain"):
         yield Format(
             f"record of a step: {name}",
-            "rollout.step_record",
+            "rollout.step.step_record",
             record(name),
             lambda path: StepRecord.load(path.parents[1], 3, find),
             max_values=None if name.startswith("record.") else SMALL,
@@ -525,8 +525,8 @@ def _trajectory() -> Any:
 
 
 def _record() -> StepRecord:
-    from megarl.rollout.rl_batch import RLBatch
-    from megarl.rollout.step_record import batch_arrays, digests_of
+    from megarl.rollout.step.rl_batch import RLBatch
+    from megarl.rollout.step.step_record import batch_arrays, digests_of
 
     groups = [[_trajectory()]]
     batch = RLBatch.from_groups(groups)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from megarl.loops.on_policy import on_policy_run
 from megarl.loops.session import Session
-from megarl.rollout.advantages import compute_importance_weights
-from megarl.rollout.rl_batch import RLBatch
-from megarl.rollout.teachers import Teachers, add_reward_advantages, compute_teacher_advantages
-from megarl.rollout.updates import PolicyUpdates
+from megarl.rollout.step.advantages import compute_importance_weights
+from megarl.rollout.step.rl_batch import RLBatch
+from megarl.rollout.step.teachers import Teachers, add_reward_advantages, compute_teacher_advantages
+from megarl.rollout.step.updates import PolicyUpdates
 
 
 async def train(session: Session) -> None:

@@ -40,8 +40,8 @@ from megarl.preflight import (
 )
 from megarl.rollout.evaluate import EvaluatedSet, evaluate
 from megarl.rollout.pool import EnginePool
-from megarl.rollout.sample_records import with_rendered_prompts
 from megarl.rollout.source import Source
+from megarl.rollout.step.sample_records import with_rendered_prompts
 from megarl.rollout.tool_use import ToolUse, uncalled_text
 from megarl.serving.local_model import model_folder
 from megarl.terminal import FirstOfEachKind

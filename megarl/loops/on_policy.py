@@ -17,7 +17,7 @@ from megarl.rollout.buffer_policy import BufferPolicy
 from megarl.rollout.evaluate import failure_metrics
 from megarl.rollout.source import served_metrics
 from megarl.rollout.state import RLState, flatten
-from megarl.rollout.step_metrics import step_metrics
+from megarl.rollout.step.step_metrics import step_metrics
 from megarl.types import Group
 
 

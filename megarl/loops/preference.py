@@ -13,7 +13,7 @@ from megarl.loops.models import move_reference
 from megarl.loops.session import Session
 from megarl.loops.start_comparison import compare_start
 from megarl.preflight import collect_for, read_preferences
-from megarl.rollout.rl_batch import assign_token_weights
+from megarl.rollout.step.rl_batch import assign_token_weights
 from megarl.types import TrainingSequence
 
 

@@ -16,8 +16,8 @@ from megarl.config.parallel import ParallelConfig
 from megarl.config.recipe import to_yaml
 from megarl.platform.spans import span
 from megarl.reshard.checks.fingerprint import Fingerprint
-from megarl.rollout.rl_batch import RLBatch
-from megarl.rollout.step_record import COMPARED_METRICS, StepRecord, batch_arrays, digests_of
+from megarl.rollout.step.rl_batch import RLBatch
+from megarl.rollout.step.step_record import COMPARED_METRICS, StepRecord, batch_arrays, digests_of
 from megarl.tracking.run_folder import RECORDS
 from megarl.types import Group
 

@@ -44,11 +44,11 @@ from megarl.preflight import Dropped, check, with_memory_defaults, with_steps
 from megarl.report.recorded import refuse_other_folders
 from megarl.rewards.scoring.calling import Sample
 from megarl.rewards.scoring.reward_pool import RewardPool
-from megarl.rollout.advantages import weigh
-from megarl.rollout.rl_batch import RLBatch
-from megarl.rollout.scoring import complete_logprobs, forward_of, score
 from megarl.rollout.state import flatten, problem_lookup
-from megarl.rollout.step_record import (
+from megarl.rollout.step.advantages import weigh
+from megarl.rollout.step.rl_batch import RLBatch
+from megarl.rollout.step.scoring import complete_logprobs, forward_of, score
+from megarl.rollout.step.step_record import (
     COMPARED_METRICS,
     RECIPE,
     Difference,
@@ -58,7 +58,7 @@ from megarl.rollout.step_record import (
     record_folder,
     recorded_steps,
 )
-from megarl.rollout.updates import PolicyUpdates, update_critic
+from megarl.rollout.step.updates import PolicyUpdates, update_critic
 from megarl.tracking.earlier_run import EarlierRun, checkpoint_step
 from megarl.tracking.outcomes import StepOutcome
 from megarl.tracking.run_folder import RECORDS

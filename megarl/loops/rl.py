@@ -13,9 +13,9 @@ from megarl.loops.on_policy import on_policy_run
 from megarl.loops.recording import Sampled
 from megarl.loops.session import Session
 from megarl.preflight import Dropped, off_policy_notices, read_conversations
-from megarl.rollout.advantages import penalty_kl, weigh
-from megarl.rollout.scoring import forward_of, score
-from megarl.rollout.updates import PolicyUpdates, update_critic
+from megarl.rollout.step.advantages import penalty_kl, weigh
+from megarl.rollout.step.scoring import forward_of, score
+from megarl.rollout.step.updates import PolicyUpdates, update_critic
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from megarl.cluster.rank_model import RankModel
 from megarl.config import Recipe
 from megarl.platform.spans import span
-from megarl.rollout.rl_batch import RLBatch
-from megarl.rollout.sample_records import token_records, with_rendered_prompts
+from megarl.rollout.step.rl_batch import RLBatch
+from megarl.rollout.step.sample_records import token_records, with_rendered_prompts
 from megarl.tracking.tracker import Tracker
 from megarl.types import Group, Trajectory
 

@@ -13,7 +13,7 @@ from megarl.loops.start_comparison import compare_start
 from megarl.loops.step import Step
 from megarl.platform.spans import span
 from megarl.preflight import collect_for, read_conversations
-from megarl.rollout.rl_batch import assign_token_weights
+from megarl.rollout.step.rl_batch import assign_token_weights
 
 METRICS = {
     "val/SET/loss": ("nats", "loss of held-out conversations, mean over the assistant's tokens"),

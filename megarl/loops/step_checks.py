@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from megarl.config import Recipe
 from megarl.preflight.learning import learning_rate_finding, thresholds
+from megarl.rollout.step.updates import mismatch_exceeded_message
 from megarl.rollout.tool_use import ToolUse, uncalled_text
-from megarl.rollout.updates import mismatch_exceeded_message
 from megarl.tracking.health import LEARNING_RATE, Health
 from megarl.tracking.outcomes import StepOutcome
 from megarl.tracking.run_folder import RunFolder

@@ -1,7 +1,7 @@
-"""Sampling on the driver process: from prompts to scored groups of trajectories. This package does not import torch.
+"""Sampling on the driver process: from prompts to scored groups of trajectories.
 
-`pool` sends requests to vLLM engine replicas and returns completions as they finish. `engine_requests` joins
-completions that a pause interrupted. `attempt` runs one environment against the engines and returns a trajectory.
-`groups` samples several trajectories per prompt. `buffer` collects the groups of a training step. `rl_batch` flattens
-them into arrays. `evaluate` samples the validation sets.
+`pool` sends requests to vLLM engine replicas and returns completions as they finish, and `pool_meter` counts their
+tokens. `engine_requests` joins completions that a pause interrupted. `attempt` runs one environment against the engines
+and returns a trajectory. `groups` samples several trajectories per prompt. `buffer` collects the groups of a training
+step. `evaluate` samples the validation sets. `step` makes updates, metrics and records of a step's groups.
 """

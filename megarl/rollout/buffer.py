@@ -18,9 +18,9 @@ from megarl.config import Recipe
 from megarl.rollout.buffer_policy import BufferPolicy, StepDemand, passes_filter, refuse_unjudged, starved_text
 from megarl.rollout.pool import BUDGET_SECONDS, AbandonedError
 from megarl.rollout.recording import RecordedPool, StartedGroup
-from megarl.rollout.scoring import Forward, complete_logprobs, lacks_logprobs, with_logprobs
 from megarl.rollout.source import Source, mixture_of
 from megarl.rollout.state import RLState, draw_of, flatten, problem_lookup
+from megarl.rollout.step.scoring import Forward, complete_logprobs, lacks_logprobs, with_logprobs
 from megarl.types import Group, MegarlError, Trajectory
 
 METRICS = {

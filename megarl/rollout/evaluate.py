@@ -13,7 +13,7 @@ from megarl.rewards.functions.final_answers import ReadAnswer, reader_of
 from megarl.rewards.scoring.http_rewards import COUNTED_FOR
 from megarl.rewards.scoring.results import accuracy_metrics, function_metrics
 from megarl.rollout.source import Source, sampling_settings, served_metrics
-from megarl.rollout.step_metrics import by_data_source
+from megarl.rollout.step.step_metrics import by_data_source
 from megarl.types import MegarlError, Reward, Trajectory
 
 METRICS = {

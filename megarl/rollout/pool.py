@@ -4,40 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from megarl.config.parallel import ParallelConfig
 from megarl.rollout.engine_requests import PendingRequest, Queue, Replica, num_sampled, remainder
+from megarl.rollout.pool_meter import PoolMeter
 from megarl.rollout.stragglers import Pace, StragglerDetector
 from megarl.types import Completion, PeerLostError, Request
-
-METRICS = {
-    "time/engines_idle": (
-        "share",
-        "the engines' idle time: share of open time with nothing to sample. Pauses (for training, or asleep while "
-        "rewards are computed, time/rollout_late_rewards_seconds) do not count",
-    ),
-    "rollout/held_seconds": ("seconds", "how long the engines were paused while requests waited"),
-    "perf/engines_open_seconds": (
-        "seconds",
-        "how long the engines accepted requests, from one reshard to the next pause",
-    ),
-    "rollout/sampled_tokens": (
-        "tokens",
-        "tokens sampled by the engines for the step, including requests interrupted by a reshard",
-    ),
-    "rollout/evaluation_tokens": ("tokens", "tokens sampled by the engines for the step's evaluation"),
-    "rollout/beside_evaluation_tokens": (
-        "tokens",
-        "tokens sampled for training during an evaluation, where training continues; rollout/sampled_tokens, rates "
-        "and idle shares exclude them, and the evaluation's time",
-    ),
-    "rollout/prefix_hits": ("share", "prompt tokens found in an engine's prefix cache"),
-}
-"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
 
 BUDGET_SECONDS = 1.0
 """Seconds for which an engine samples before it reports to the driver again (limit of one `advance` call)."""
@@ -124,14 +100,7 @@ class EnginePool:
         self._failure: Exception | None = None
         self._is_paused = False
         self._advanced = asyncio.Event()
-        self._paused_at = self._measured_at = time.monotonic()
-        self._seconds_paused = self._paused_before = self._seconds_waited = 0.0
-        self._num_prompt_tokens = self._num_cached = 0
-        self._num_sampled: Counter[str] = Counter()
-        """Number of sampled tokens, by purpose: training or evaluation."""
-        self._total_sampled = 0
-        self._num_counted: dict[str, int] = {}
-        """Number of tokens already counted, by request id, for requests that stayed in their engine during a pause."""
+        self._meter = PoolMeter()
 
     async def generate(
         self,
@@ -186,8 +155,8 @@ class EnginePool:
         Aborted requests retain their tokens. With `aborts` False, running requests stay in their engines instead. New
         requests wait until `resume`. Raises the error of a failed rank.
         """
-        if not self._is_paused:
-            self._is_paused, self._paused_at = True, time.monotonic()
+        self._is_paused = True
+        self._meter.begin_pause()
         while pumps := [replica.pump for replica in self._replicas if replica.pump and replica.is_pumped]:
             await asyncio.wait(pumps)
         stop_sampling = self._abort_running if aborts else self._count_unfinished
@@ -204,17 +173,9 @@ class EnginePool:
 
     def resume(self) -> None:
         """Resume sampling: send the requests waiting since `pause` to the engines."""
-        self._count_pause()
+        self._meter.end_pause(requests_wait=bool(self._pending))
         self._is_paused = False
         self._start_pumps()
-
-    def _count_pause(self) -> None:
-        """Add the length of the current pause, up to now, to the total pause times."""
-        if self._is_paused:
-            now = time.monotonic()
-            seconds, self._paused_at = now - self._paused_at, now
-            self._seconds_paused += seconds
-            self._seconds_waited += seconds if self._pending else 0.0
 
     @property
     def is_paused(self) -> bool:
@@ -246,7 +207,7 @@ class EnginePool:
     @property
     def seconds_paused(self) -> float:
         """Total seconds for which the pool has been paused. Time limits of attempts exclude this time."""
-        return self._seconds_paused + (time.monotonic() - self._paused_at if self._is_paused else 0.0)
+        return self._meter.seconds_paused
 
     def load(self) -> PoolLoad:
         """Return the load of the engines at this moment."""
@@ -255,7 +216,7 @@ class EnginePool:
             num_waiting=len(self._waiting) + sum(len(replica.waiting) for replica in self._replicas),
             num_live=len(self._live),
             num_lost=len(self._replicas) - len(self._live),
-            num_sampled_tokens=self._total_sampled,
+            num_sampled_tokens=self._meter.total_sampled,
             is_paused=self._is_paused,
             failure=self._failure and f"{type(self._failure).__name__}: {self._failure}",
         )
@@ -266,37 +227,22 @@ class EnginePool:
             await self._advanced.wait()
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics (METRICS) since the last call. A pause in progress counts up to now.
-
-        The prefix cache hits come from later samples of a group (same prompt), and from earlier turns of an attempt.
-        """
-        self._count_pause()
-        now = time.monotonic()
-        open_seconds = now - self._measured_at - (self._seconds_paused - self._paused_before)
-        seconds = open_seconds * len(self._live)
-        busy_seconds = sum(replica.pace.seconds for replica in self._replicas)
-        found = {
-            # Busy time is measured around calls, so it can exceed the open time slightly: clamp the share.
-            "time/engines_idle": min(1.0, max(0.0, 1 - busy_seconds / max(seconds, 1e-9))),
-            "rollout/held_seconds": self._seconds_waited,
-            "perf/engines_open_seconds": open_seconds,
-            "rollout/prefix_hits": self._num_cached / max(self._num_prompt_tokens, 1),
-            "rollout/sampled_tokens": float(self._num_sampled["training"]),
-        }
-        self._num_prompt_tokens = self._num_cached = 0
-        self._num_sampled.clear()
-        self._measured_at, self._paused_before, self._seconds_waited = now, self._seconds_paused, 0.0
+        """Return the metrics (`pool_meter.METRICS`) since the last call. A pause in progress counts up to now."""
+        metrics = self._meter.metrics(
+            num_live=len(self._live),
+            busy_seconds=sum(replica.pace.seconds for replica in self._replicas),
+            requests_wait=bool(self._pending),
+        )
         if self._stragglers is not None and len(self._replicas) > 1:
-            found |= self._stragglers.metrics({replica.name: replica.pace for replica in self._live})
+            metrics |= self._stragglers.metrics({replica.name: replica.pace for replica in self._live})
         for replica in self._replicas:
             replica.pace = Pace()
-        return found
+        return metrics
 
     def evaluation_metrics(self) -> dict[str, float]:
         """Return the token counts of an evaluation that just ended, and restart the counts of `metrics`."""
-        metrics = {"rollout/evaluation_tokens": float(self._num_sampled["evaluation"])}
-        if training_tokens := self.metrics()["rollout/sampled_tokens"]:
-            metrics["rollout/beside_evaluation_tokens"] = training_tokens
+        metrics = self._meter.evaluation_metrics()
+        self.metrics()
         return metrics
 
     async def _abort_running(self, replica: Replica) -> None:
@@ -314,7 +260,9 @@ class EnginePool:
             if self._failure is not None:
                 raise
             return
-        replica.pace.num_tokens += self._count(aborted.values())
+        replica.pace.num_tokens += sum(
+            self._count_tokens(part.request_id, len(part.token_ids)) for part in aborted.values()
+        )
         for name in reversed(running):
             pending = self._pending.get(name)
             if pending is not None and not pending.future.done():
@@ -334,9 +282,8 @@ class EnginePool:
             if self._failure is not None:
                 raise
             return
-        replica.pace.num_tokens += sum(self._count_new(name, num_tokens) for name, num_tokens in counts.items())
-        # A completion reports all of its tokens; `_count_new` subtracts the ones counted here.
-        self._num_counted |= counts
+        replica.pace.num_tokens += sum(self._count_tokens(name, num_tokens) for name, num_tokens in counts.items())
+        self._meter.expect_again(counts)
 
     def _enqueue(self, pending: PendingRequest, queue: Queue, *, last: bool = True) -> None:
         """Queue a request for the rest of a completion. If the token limit is already reached, complete the future
@@ -404,7 +351,7 @@ class EnginePool:
         return tuple(new)
 
     async def _advance(self, replica: Replica, new: tuple[Request, ...]) -> None:
-        self._num_prompt_tokens += sum(len(request.prompt_token_ids) for request in new)
+        self._meter.num_prompt_tokens += sum(len(request.prompt_token_ids) for request in new)
         # A request may have finished between its cancellation and this call; the engine does not know its id then.
         aborts = tuple(name for name in replica.aborts if name in replica.running)
         replica.aborts = []
@@ -414,14 +361,14 @@ class EnginePool:
         # Requests that finish in this call ran for half of it on average.
         replica.pace.add(
             Pace(
-                num_tokens=self._count(completions),
+                num_tokens=sum(self._count_tokens(part.request_id, len(part.token_ids)) for part in completions),
                 seconds=seconds,
                 request_seconds=seconds * (load - len(completions) / 2),
             )
         )
         for completion in completions:
             replica.running.pop(completion.request_id, None)
-            self._num_cached += completion.num_cached
+            self._meter.num_cached += completion.num_cached
             pending = self._pending.get(completion.request_id)
             if pending is not None and not pending.future.done():
                 pending.finish(completion, replica)
@@ -454,17 +401,10 @@ class EnginePool:
         # An eighth: early completions let next turns start, but frequent returns would slow sampling.
         return max(1, len(replica.running) // 8) if may_follow else None
 
-    def _count(self, completions: Iterable[Completion]) -> int:
-        """Count the tokens of these completions that are not yet counted; return their number."""
-        return sum(self._count_new(part.request_id, len(part.token_ids)) for part in completions)
-
-    def _count_new(self, name: str, num_tokens: int) -> int:
-        """Add a request's uncounted tokens to the count of its purpose. Cancelled requests count as training."""
+    def _count_tokens(self, name: str, num_tokens: int) -> int:
+        """Count the tokens of a request, and return how many are new. Cancelled requests count as training."""
         pending = self._pending.get(name)
-        num_new = num_tokens - self._num_counted.pop(name, 0)
-        self._num_sampled["training" if pending is None else pending.purpose] += num_new
-        self._total_sampled += num_new
-        return num_new
+        return self._meter.count_tokens(name, num_tokens, "training" if pending is None else pending.purpose)
 
     def _notify_advance(self) -> None:
         """Wake all coroutines waiting for a change in the set of running requests."""
@@ -492,7 +432,7 @@ class EnginePool:
         replica.aborts.clear()
         # Each request goes to the front, so the reverse order keeps the oldest first.
         for name in reversed(names):
-            self._num_counted.pop(name, None)
+            self._meter.forget(name)
             pending = self._pending.get(name)
             if pending is not None and not pending.future.done():
                 self._num_lost += 1

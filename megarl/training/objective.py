@@ -101,8 +101,8 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
 
     Metrics: `train/` those of the policy loss and `entropy`; `kl/reference` if the KL is part of the loss; with
     algorithm.k3_max `kl/capped`, 1 on tokens with a limited estimate; `train/ptx_loss` if conversations are trained
-    too; `importance/` if the batch has no weights yet; `logprob_gap/`, listed in `rollout.updates.update_metrics`. All
-    metrics except the loss are computed on the policy's tokens.
+    too; `importance/` if the batch has no weights yet; `logprob_gap/`, listed in
+    `rollout.step.updates.update_metrics`. All metrics except the loss are computed on the policy's tokens.
     """
     policy_loss: Callable[..., LossAndMetrics] = function_of(config.policy_loss, POLICY_LOSSES, "algorithm.policy_loss")
     settings = supported_kwargs(

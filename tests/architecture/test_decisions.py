@@ -22,10 +22,8 @@ JUDGED = {
     },
     # Metrics of two reshards become one row.
     "loops/reshards.py": {"rollout/replicas"},
-    # The pool's own count of tokens, for another metric.
-    "rollout/pool.py": {"rollout/sampled_tokens"},
     # Sums over rows become the step's metrics.
-    "rollout/updates.py": {"train/loss", "kl/update"},
+    "rollout/step/updates.py": {"train/loss", "kl/update"},
     # A rule over the logged series, which a resumed run reads from metrics.jsonl.
     "tracking/health.py": {"reward/mean"},
 }  # fmt: skip

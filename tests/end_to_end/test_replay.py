@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 
 from megarl.loops import replaying
-from megarl.rollout.step_record import record_folder
+from megarl.rollout.step.step_record import record_folder
 from megarl.types import ConfigError
 from tests.end_to_end.test_layouts import RECIPE, REWARD
 from tests.forked_command import MEGARL

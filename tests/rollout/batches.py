@@ -10,7 +10,7 @@ import numpy as np
 
 from megarl.config import AlgorithmConfig, Recipe
 from megarl.data.token_batch import TokenBatch
-from megarl.rollout.rl_batch import RLBatch, assign_token_weights
+from megarl.rollout.step.rl_batch import RLBatch, assign_token_weights
 from megarl.rollout.stitch import ModelCall, stitch
 from megarl.types import Completion, Problem, Reward, Segment, TrainingSequence, Trajectory
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megarl.rollout.accuracy import Answers, had_ended
-from megarl.rollout.step_metrics import data_source_metrics, reward_metrics
+from megarl.rollout.step.step_metrics import data_source_metrics, reward_metrics
 from megarl.types import Problem, Reward, Trajectory
 
 

@@ -31,7 +31,7 @@ from megarl.rollout.groups import GroupSampler
 from megarl.rollout.pool import AbandonedError, EnginePool
 from megarl.rollout.source import Source
 from megarl.rollout.state import RLState, flatten
-from megarl.rollout.step_metrics import rollout_metrics
+from megarl.rollout.step.step_metrics import rollout_metrics
 from megarl.rollout.stitch import stitch
 from megarl.terminal import FirstOfEachKind
 from megarl.types import Problem, Reward, SamplingSettings, Segment, Trajectory

@@ -16,9 +16,9 @@ import torch
 from megarl.algorithms.advantages import token_rewards, turn_returns
 from megarl.config import AlgorithmConfig, Recipe
 from megarl.data.token_batch import TokenBatch
-from megarl.rollout.advantages import compute_advantages, compute_importance_weights, keep_highest_entropies
-from megarl.rollout.rl_batch import RLBatch
-from megarl.rollout.scoring import add_model_scores
+from megarl.rollout.step.advantages import compute_advantages, compute_importance_weights, keep_highest_entropies
+from megarl.rollout.step.rl_batch import RLBatch
+from megarl.rollout.step.scoring import add_model_scores
 from megarl.types import ConfigError, Problem, Reward, Segment, Trajectory
 from tests.rollout.batches import attempt, batch_of, of_sequences, recipe, segmented, weights
 

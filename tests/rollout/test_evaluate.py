@@ -16,7 +16,7 @@ from megarl.console import print_evaluation
 from megarl.rewards.scoring.reward_process import Failure
 from megarl.rollout.evaluate import EvaluatedSet, evaluate, failure_metrics, measures_of
 from megarl.rollout.source import Source
-from megarl.rollout.step_metrics import environment_metrics, rollout_metrics
+from megarl.rollout.step.step_metrics import environment_metrics, rollout_metrics
 from megarl.types import MegarlError, Problem, Reward, SamplingSettings, Segment, Trajectory
 
 PROBLEM = Problem(7, ({"role": "user"},), (3,), "3")

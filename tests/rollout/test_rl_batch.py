@@ -12,13 +12,19 @@ import torch
 from megarl.algorithms.importance import mismatch_moments
 from megarl.algorithms.policy_losses import clipped
 from megarl.config import AlgorithmConfig
-from megarl.rollout.advantages import compute_advantages, compute_importance_weights
-from megarl.rollout.step_metrics import (
+from megarl.rollout.step.advantages import compute_advantages, compute_importance_weights
+from megarl.rollout.step.step_metrics import (
     data_source_metrics,
     reward_metrics,
     staleness_metrics,
 )
-from megarl.rollout.updates import PolicyUpdates, excess_mismatch, merge_updates, mismatch_before_update, update_metrics
+from megarl.rollout.step.updates import (
+    PolicyUpdates,
+    excess_mismatch,
+    merge_updates,
+    mismatch_before_update,
+    update_metrics,
+)
 from megarl.tracking.metrics import Max, Mean, Metric, Sum
 from megarl.tracking.outcomes import StepOutcome, Update, UpdateOutcome
 from megarl.types import Trajectory

@@ -10,7 +10,7 @@ import numpy as np
 from megarl.data.chat import load_tokenizer
 from megarl.data.dialogue import Dialogue
 from megarl.environments.calculator import Calculator
-from megarl.rollout.sample_records import with_rendered_prompts
+from megarl.rollout.step.sample_records import with_rendered_prompts
 from megarl.types import Problem, Segment, Trajectory
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megarl.config import Recipe
-from megarl.rollout.scoring import corrects_in_update
+from megarl.rollout.step.scoring import corrects_in_update
 
 
 def recipe_of(correction: str | None, **sections: dict[str, Any]) -> Recipe:

@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from megarl.rollout.rl_batch import RLBatch
-from megarl.rollout.step_metrics import metrics_by_version
+from megarl.rollout.step.rl_batch import RLBatch
+from megarl.rollout.step.step_metrics import metrics_by_version
 from megarl.types import Problem, Reward, Segment, Trajectory
 
 

@@ -12,9 +12,9 @@ import torch
 from safetensors.numpy import load_file, save
 
 from megarl.reshard.checks.fingerprint import fingerprint
-from megarl.rollout.rl_batch import RLBatch
 from megarl.rollout.state import flatten
-from megarl.rollout.step_record import StepRecord, batch_arrays, differences, digests_of, record_folder
+from megarl.rollout.step.rl_batch import RLBatch
+from megarl.rollout.step.step_record import StepRecord, batch_arrays, differences, digests_of, record_folder
 from megarl.types import DataError
 from tests.rollout.batches import segmented
 

@@ -14,8 +14,8 @@ import pytest
 from megarl.config import DistillationConfig, Recipe
 from megarl.data.token_batch import TokenBatch
 from megarl.families.shape import ModelShape, read_model_shape
-from megarl.rollout.rl_batch import RLBatch
-from megarl.rollout.teachers import Teachers, add_reward_advantages, compute_teacher_advantages
+from megarl.rollout.step.rl_batch import RLBatch
+from megarl.rollout.step.teachers import Teachers, add_reward_advantages, compute_teacher_advantages
 from tests.rollout.batches import attempt, batch_of, of_sequences
 
 POLICY = [0, 0, -1.0, -2.0, -0.5, 0, 0, -1.0]

@@ -19,9 +19,9 @@ from transformers import PreTrainedTokenizerFast
 from megarl.config import Recipe
 from megarl.data.token_batch import TokenBatch
 from megarl.loops.sample_writer import SampleWriter
-from megarl.rollout.rl_batch import RLBatch
-from megarl.rollout.sample_records import MOST_TOKENS, selected_texts, token_records, token_texts
-from megarl.rollout.scoring import score_tokens
+from megarl.rollout.step.rl_batch import RLBatch
+from megarl.rollout.step.sample_records import MOST_TOKENS, selected_texts, token_records, token_texts
+from megarl.rollout.step.scoring import score_tokens
 from megarl.types import Problem, Reward, Segment, Trajectory
 
 

@@ -40,8 +40,8 @@ def is_made(row: Row) -> bool:
 def test_no_row_is_dead() -> None:
     assert len(rows()) > 100
     assert [row.name for row in rows() if not is_made(row)] == []
-    assert not is_made(Row("rollout/turns/median", "tokens", "nobody makes it", "megarl.rollout.step_metrics"))
-    assert not is_made(Row("gone/NAME", "tokens", "nobody makes it", "megarl.rollout.step_metrics"))
+    assert not is_made(Row("rollout/turns/median", "tokens", "nobody makes it", "megarl.rollout.step.step_metrics"))
+    assert not is_made(Row("gone/NAME", "tokens", "nobody makes it", "megarl.rollout.step.step_metrics"))
 
 
 def test_a_name_has_one_row_with_a_unit_and_a_meaning() -> None:

@@ -20,8 +20,8 @@ from megarl.algorithms.importance import IMPORTANCE_SAMPLING
 from megarl.config import AlgorithmConfig, Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.data.token_batch import TokenBatch
-from megarl.rollout.advantages import compute_importance_weights
-from megarl.rollout.updates import update_metrics
+from megarl.rollout.step.advantages import compute_importance_weights
+from megarl.rollout.step.updates import update_metrics
 from megarl.tracking.metrics import merge
 from megarl.training.objective import policy_objective
 from megarl.types import TrainingSequence

@@ -16,7 +16,7 @@ from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.data.packing import pack
 from megarl.data.token_batch import TokenBatch
-from megarl.rollout.rl_batch import assign_token_weights
+from megarl.rollout.step.rl_batch import assign_token_weights
 from megarl.tracking.metrics import merge, values
 from megarl.types import TrainingSequence
 from tests.rank_pool import RankPool

@@ -11,8 +11,8 @@ import torch
 
 from megarl.config import AlgorithmConfig, CriticConfig
 from megarl.data.token_batch import TokenBatch
-from megarl.rollout.advantages import keep_highest_entropies
-from megarl.rollout.rl_batch import assign_token_weights
+from megarl.rollout.step.advantages import keep_highest_entropies
+from megarl.rollout.step.rl_batch import assign_token_weights
 from megarl.training.objective import StepNumbers, critic_objective, policy_objective
 from megarl.training.row_metrics import logged, read
 from megarl.training.rows import make_microbatch

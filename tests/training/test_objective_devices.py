@@ -14,7 +14,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from megarl.config import AlgorithmConfig
 from megarl.data.token_batch import TokenBatch
 from megarl.models.attention import PackedRow
-from megarl.rollout.rl_batch import assign_token_weights
+from megarl.rollout.step.rl_batch import assign_token_weights
 from megarl.training import objective
 from megarl.training.objective import StepNumbers, policy_objective, supervised
 from megarl.training.rows import make_microbatch

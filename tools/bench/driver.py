@@ -36,17 +36,17 @@ from megarl.cluster.run_ranks import RunRanks
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.loops.performance import Performance
-from megarl.rollout.advantages import compute_advantages, compute_importance_weights
 from megarl.rollout.attempt import Task
 from megarl.rollout.buffer import GroupBuffer
 from megarl.rollout.engine_requests import Generates, seed_of
 from megarl.rollout.pool import EnginePool
-from megarl.rollout.rl_batch import RLBatch
 from megarl.rollout.source import Source
 from megarl.rollout.state import Group, RLState
-from megarl.rollout.step_metrics import step_metrics
+from megarl.rollout.step.advantages import compute_advantages, compute_importance_weights
+from megarl.rollout.step.rl_batch import RLBatch
+from megarl.rollout.step.step_metrics import step_metrics
+from megarl.rollout.step.updates import update_metrics
 from megarl.rollout.stitch import ModelCall, stitch
-from megarl.rollout.updates import update_metrics
 from megarl.types import Problem, Request, Reward, SamplingSettings, Trajectory
 
 SAMPLES_PER_PROMPT, PROMPT_TOKENS = 16, 512

@@ -50,7 +50,7 @@ def lengths_of(num_tokens: int, row: int) -> list[int]:
 def make_batch(lengths: Sequence[int], vocab_size: int) -> Any:
     from megarl.config import AlgorithmConfig
     from megarl.data.token_batch import TokenBatch
-    from megarl.rollout.rl_batch import assign_token_weights
+    from megarl.rollout.step.rl_batch import assign_token_weights
     from megarl.types import TrainingSequence
 
     random = np.random.default_rng(1)

@@ -31,7 +31,7 @@ from megarl.rewards.scoring.reward_process import Scored
 from megarl.rollout.attempt_messages import History
 from megarl.rollout.groups import GroupSampler
 from megarl.rollout.pool import EnginePool
-from megarl.rollout.rl_batch import RLBatch, assign_token_weights
+from megarl.rollout.step.rl_batch import RLBatch, assign_token_weights
 from megarl.rollout.stitch import ModelCall
 from megarl.types import Completion, Problem, Request, Reward, SamplingSettings, Trajectory
 from tests.rank_pool import RankPool

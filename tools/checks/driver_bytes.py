@@ -21,8 +21,8 @@ from megarl.cluster.rank_model import RankModel
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.data.token_batch import TokenBatch
-from megarl.rollout.advantages import compute_advantages, compute_importance_weights
-from megarl.rollout.rl_batch import RLBatch
+from megarl.rollout.step.advantages import compute_advantages, compute_importance_weights
+from megarl.rollout.step.rl_batch import RLBatch
 from megarl.rollout.stitch import ModelCall, stitch
 from megarl.tracking.metrics import Sum
 from megarl.tracking.outcomes import Update, UpdateOutcome

@@ -22,7 +22,7 @@ import numpy as np
 
 from megarl.config import AlgorithmConfig
 from megarl.data.token_batch import TokenBatch
-from megarl.rollout.rl_batch import assign_token_weights
+from megarl.rollout.step.rl_batch import assign_token_weights
 from megarl.types import TrainingSequence
 from tests.rank_pool import RankPool
 from tools.checks import invariance

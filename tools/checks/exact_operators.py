@@ -19,7 +19,7 @@ from typing import Any
 
 from megarl.config.recipe import load
 from megarl.reshard.checks.fingerprint import MASK
-from megarl.rollout.step_record import ARRAYS, RECIPE, record_folder
+from megarl.rollout.step.step_record import ARRAYS, RECIPE, record_folder
 from megarl.tracking.run_folder import RECORDS
 from tests.rank_pool import RankPool
 from tools.family_models import ONE_RANK, model_shard, tensors_in

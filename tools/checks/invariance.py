@@ -150,7 +150,7 @@ def make_steps(objective: str, vocab_size: int, group_size: int = 1, num_steps: 
     With a `group_size` above 1, so many sequences in turn begin with the same tokens, each with a part of them.
     """
     from megarl.config import AlgorithmConfig
-    from megarl.rollout.rl_batch import assign_token_weights
+    from megarl.rollout.step.rl_batch import assign_token_weights
 
     # With some data, three steps raise rounding above the limits, however separate sequences are packed: a router's tie
     # or a ratio at its clip falls to either side.

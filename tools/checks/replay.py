@@ -69,7 +69,7 @@ LAYOUTS: dict[str, tuple[int, Sequence[str], Sequence[str]]] = {
 FIRST_WRONG = 3
 BUGS: dict[str, tuple[str, str, str, str]] = {
     "advantage": (
-        "rollout/advantages.py",
+        "rollout/step/advantages.py",
         "    return metrics\n\n\ndef compute_advantages",
         f"    if weight_version >= {FIRST_WRONG}:\n"
         "        batch.per_token['advantages'][batch.cu_samples[5] : batch.cu_samples[6]] += 0.01\n"

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megarl.data.token_batch import TokenBatch
-from megarl.rollout.rl_batch import RLBatch
 from megarl.rollout.state import flatten
+from megarl.rollout.step.rl_batch import RLBatch
 from megarl.types import Group, Trajectory
 
 if TYPE_CHECKING:

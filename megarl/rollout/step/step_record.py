@@ -24,8 +24,8 @@ from safetensors.numpy import load_file, save
 from megarl.files.atomic import replace_folder, storage_faults_named, sync
 from megarl.files.strict_json import loads
 from megarl.reshard.checks.fingerprint import Fingerprint
-from megarl.rollout.rl_batch import RLBatch
 from megarl.rollout.state import DAMAGE, flatten
+from megarl.rollout.step.rl_batch import RLBatch
 from megarl.types import Archive, DataError, FindProblem, Group, Trajectory
 
 RECORD, ARRAYS, RECIPE, CHAIN = "record.json", "record.safetensors", "recipe.yaml", "chain"

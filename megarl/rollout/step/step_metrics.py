@@ -13,8 +13,8 @@ from megarl.algorithms.importance import mismatch_metrics, mismatch_moments
 from megarl.config import Recipe
 from megarl.data.formats import value_at
 from megarl.rewards.scoring.results import accuracy_metrics, by_source_name, function_metrics, source_metrics
-from megarl.rollout.rl_batch import RLBatch
 from megarl.rollout.state import flatten
+from megarl.rollout.step.rl_batch import RLBatch
 from megarl.types import Ended, Group, Reward, Trajectory
 
 METRICS = {

@@ -16,8 +16,8 @@ from megarl.cluster.rank_model import RankModel
 from megarl.config import Recipe, RewardConfig
 from megarl.data.preferences import with_score_masks
 from megarl.data.token_batch import TokenBatch
-from megarl.rollout.rl_batch import RLBatch
 from megarl.rollout.state import flatten
+from megarl.rollout.step.rl_batch import RLBatch
 from megarl.types import Group, Segment, Trajectory
 
 METRICS = {

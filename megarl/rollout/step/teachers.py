@@ -14,8 +14,8 @@ from megarl.cluster.rank_model import RankModel
 from megarl.cluster.teacher_model import TeacherRankModel
 from megarl.config import DistillationConfig, Recipe
 from megarl.data.token_batch import TokenBatch
-from megarl.rollout.advantages import compute_advantages
-from megarl.rollout.rl_batch import RLBatch
+from megarl.rollout.step.advantages import compute_advantages
+from megarl.rollout.step.rl_batch import RLBatch
 
 METRICS = {
     "distillation/reverse_kl": (

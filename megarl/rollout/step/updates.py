@@ -16,7 +16,7 @@ from megarl.cluster.rank_model import RankModel
 from megarl.config import Recipe
 from megarl.data.token_batch import TokenBatch
 from megarl.platform.spans import span
-from megarl.rollout.rl_batch import RLBatch
+from megarl.rollout.step.rl_batch import RLBatch
 from megarl.tracking.metrics import Mean, Metric, merge, values
 from megarl.tracking.outcomes import StepOutcome, Update
 

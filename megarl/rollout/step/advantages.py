@@ -23,9 +23,9 @@ from megarl.config import AlgorithmConfig, Recipe, RewardConfig
 from megarl.data.token_batch import TokenBatch
 from megarl.files.import_path import function_of
 from megarl.rewards import metric_name
-from megarl.rollout.rl_batch import RLBatch
-from megarl.rollout.scoring import corrects_in_update
-from megarl.rollout.step_metrics import metrics_by_version
+from megarl.rollout.step.rl_batch import RLBatch
+from megarl.rollout.step.scoring import corrects_in_update
+from megarl.rollout.step.step_metrics import metrics_by_version
 from megarl.types import ConfigError
 
 METRICS = {

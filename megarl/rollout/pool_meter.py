@@ -1,0 +1,116 @@
+"""The counts of an engine pool: sampled tokens, hits of the prefix caches, and the time of pauses."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+
+METRICS = {
+    "time/engines_idle": (
+        "share",
+        "the engines' idle time: share of open time with nothing to sample. Pauses (for training, or asleep while "
+        "rewards are computed, time/rollout_late_rewards_seconds) do not count",
+    ),
+    "rollout/held_seconds": ("seconds", "how long the engines were paused while requests waited"),
+    "perf/engines_open_seconds": (
+        "seconds",
+        "how long the engines accepted requests, from one reshard to the next pause",
+    ),
+    "rollout/sampled_tokens": (
+        "tokens",
+        "tokens sampled by the engines for the step, including requests interrupted by a reshard",
+    ),
+    "rollout/evaluation_tokens": ("tokens", "tokens sampled by the engines for the step's evaluation"),
+    "rollout/beside_evaluation_tokens": (
+        "tokens",
+        "tokens sampled for training during an evaluation, where training continues; rollout/sampled_tokens, rates "
+        "and idle shares exclude them, and the evaluation's time",
+    ),
+    "rollout/prefix_hits": ("share", "prompt tokens found in an engine's prefix cache"),
+}
+"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
+
+
+class PoolMeter:
+    """Counts of an engine pool since its last `metrics`, and since the start of the run."""
+
+    def __init__(self) -> None:
+        self.num_prompt_tokens = self.num_cached = 0
+        """Tokens of the admitted prompts, and how many of them an engine's prefix cache held."""
+        self.total_sampled = 0
+        """Tokens sampled since the start of the run."""
+        self._num_sampled: Counter[str] = Counter()
+        """Number of sampled tokens, by purpose: training or evaluation."""
+        self._num_counted: dict[str, int] = {}
+        """Number of tokens already counted, by request id, for requests that stayed in their engine during a pause."""
+        self._paused_at: float | None = None
+        self._measured_at = time.monotonic()
+        self._seconds_paused = self._paused_before = self._seconds_waited = 0.0
+
+    def begin_pause(self) -> None:
+        """Begin a pause now, if none is in progress."""
+        if self._paused_at is None:
+            self._paused_at = time.monotonic()
+
+    def end_pause(self, *, requests_wait: bool) -> None:
+        """End the pause in progress. `requests_wait`: it held up requests."""
+        self._count_pause(requests_wait=requests_wait)
+        self._paused_at = None
+
+    def _count_pause(self, *, requests_wait: bool) -> None:
+        """Add the length of the pause in progress, up to now, to the total pause times."""
+        if self._paused_at is not None:
+            now = time.monotonic()
+            seconds, self._paused_at = now - self._paused_at, now
+            self._seconds_paused += seconds
+            self._seconds_waited += seconds if requests_wait else 0.0
+
+    @property
+    def seconds_paused(self) -> float:
+        """Total seconds of all pauses, including one in progress."""
+        return self._seconds_paused + (0.0 if self._paused_at is None else time.monotonic() - self._paused_at)
+
+    def count_tokens(self, request_id: str, num_tokens: int, purpose: str) -> int:
+        """Count the tokens of a request that are not yet counted, and return their number."""
+        num_new = num_tokens - self._num_counted.pop(request_id, 0)
+        self._num_sampled[purpose] += num_new
+        self.total_sampled += num_new
+        return num_new
+
+    def expect_again(self, counts: Mapping[str, int]) -> None:
+        """Subtract these counted tokens, by request id, once a completion reports all of its tokens."""
+        self._num_counted |= counts
+
+    def forget(self, request_id: str) -> None:
+        """Forget the counted tokens of a request that lost its replica."""
+        self._num_counted.pop(request_id, None)
+
+    def metrics(self, *, num_live: int, busy_seconds: float, requests_wait: bool) -> dict[str, float]:
+        """Return the metrics (METRICS) since the last call, and restart the counts.
+
+        `busy_seconds` is the time that all replicas sampled. The prefix cache hits come from later samples of a group
+        (same prompt), and from earlier turns of an attempt.
+        """
+        self._count_pause(requests_wait=requests_wait)
+        now = time.monotonic()
+        open_seconds = now - self._measured_at - (self._seconds_paused - self._paused_before)
+        metrics = {
+            # Busy time is measured around calls, so it can exceed the open time slightly: clamp the share.
+            "time/engines_idle": min(1.0, max(0.0, 1 - busy_seconds / max(open_seconds * num_live, 1e-9))),
+            "rollout/held_seconds": self._seconds_waited,
+            "perf/engines_open_seconds": open_seconds,
+            "rollout/prefix_hits": self.num_cached / max(self.num_prompt_tokens, 1),
+            "rollout/sampled_tokens": float(self._num_sampled["training"]),
+        }
+        self.num_prompt_tokens = self.num_cached = 0
+        self._num_sampled.clear()
+        self._measured_at, self._paused_before, self._seconds_waited = now, self._seconds_paused, 0.0
+        return metrics
+
+    def evaluation_metrics(self) -> dict[str, float]:
+        """Return the token counts of an evaluation that just ended."""
+        metrics = {"rollout/evaluation_tokens": float(self._num_sampled["evaluation"])}
+        if num_training := self._num_sampled["training"]:
+            metrics["rollout/beside_evaluation_tokens"] = float(num_training)
+        return metrics
