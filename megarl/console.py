@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from megarl.config import Recipe
     from megarl.config.parallel import ParallelConfig
     from megarl.data.survey import Survey
-    from megarl.layout_search.found import SearchResult
+    from megarl.layout_search.results import SearchResult
     from megarl.loops.replaying import Bisection, Effect, StepComparison
     from megarl.memory_plan.memory_table import MemoryTable
     from megarl.report.evaluations import RecordedEvaluation
@@ -452,10 +452,10 @@ def print_terms(recipe: Recipe, table: MemoryTable) -> None:
     """Print each term of the predicted memory: most GiB in a phase (host memory after a +), formula, source. Then the
     parts of a node's host memory."""
     from megarl.memory_plan.node_bytes import node_terms
-    from megarl.memory_plan.terms import explained
+    from megarl.memory_plan.terms import explain_terms
 
     lines = []
-    for term in explained(table):
+    for term in explain_terms(table):
         sizes = [f"{term.device_bytes / 2**30:.2f}"] * bool(term.device_bytes or not term.host_bytes)
         sizes += [f"{'+' if table.is_gpu else ''}{term.host_bytes / 2**30:.2f}"] * bool(term.host_bytes)
         lines.append(f"{term.kind}: at most {' '.join(sizes)} GiB = {term.formula} (source: {term.source})")

@@ -386,7 +386,7 @@ def plan(
         return
     refuse_search_options(context)
     from megarl.config.recipe import load
-    from megarl.memory_plan.terms import explained
+    from megarl.memory_plan.terms import explain_terms
     from megarl.preflight import (
         aligned,
         check_plan,
@@ -430,7 +430,7 @@ def plan(
         head["kv_cache_gib"] = loaded.rollout.kv_cache_gib if memory.cache else None
         head["notices"] = [*not_downloaded(loaded), *small_cache(loaded, parallel, memory), *slower_layout(loaded)]
         if explain:
-            head["terms"] = [asdict(term) for term in explained(memory)]
+            head["terms"] = [asdict(term) for term in explain_terms(memory)]
         print(json.dumps({**head, "memory": memory.as_json(), **counted}))
     else:
         print_plan(loaded, parallel, counted, is_assumed=kind is None)

@@ -93,82 +93,86 @@ class Candidates:
             placement = Placement(ranks=ranks, staleness=staleness)
             # Engines of one rank each fit any share, so only faults of the placement itself are left.
             values = placement.values | {"rollout.tp": 1}
-            if not self._refuses([*sizes.placement(with_field_values(self.recipe, values))]):
+            if not self._count_refusal([*sizes.placement(with_field_values(self.recipe, values))]):
                 yield placement
 
     def engines(self, placed: Recipe) -> list[EngineSizes]:
         """Return the sizes of engines that a recipe with a placement allows."""
-        found = []
+        engine_sizes = []
         ranks = placed.separate_ranks or placed.cluster.world_size
-        own = has_whole_experts(placed)
-        for tp, ep in product(_divisors(ranks, most=self.shape.num_heads), (own, not own)):
+        has_whole = has_whole_experts(placed)
+        for tp, ep in product(_divisors(ranks, limit=self.shape.num_heads), (has_whole, not has_whole)):
             # Whole experts take as long as split ones in the cost model, so the recipe's choice stays where it may.
-            if ep != own and (tp == 1 or not self.shape.num_experts or EngineSizes(tp, own) in found):
+            if ep != has_whole and (
+                tp == 1 or not self.shape.num_experts or EngineSizes(tp, has_whole) in engine_sizes
+            ):
                 continue
             values = {"rollout.tp": tp, "rollout.vllm": vllm_with(placed, ep)}
-            other = with_field_values(placed, values | dict(SMALLEST))
-            if not self._refuses([*sizes.ranks(other), *model_sizes.model_fit(other, self.shape)]):
-                found.append(EngineSizes(tp, ep))
-        return found
+            candidate = with_field_values(placed, values | dict(SMALLEST))
+            if not self._count_refusal([*sizes.ranks(candidate), *model_sizes.model_fit(candidate, self.shape)]):
+                engine_sizes.append(EngineSizes(tp, ep))
+        return engine_sizes
 
     def trainers(self, placed: Recipe) -> list[TrainerSizes]:
         """Return the parallel sizes of trainers that a recipe with a placement allows."""
-        found = []
+        trainer_sizes = []
         world, node = placed.trainer_ranks, placed.cluster.ranks_per_node
-        with_one = with_field_values(placed, {"rollout.tp": 1} if not placed.separate_ranks else {})
+        with_small_engines = with_field_values(placed, {"rollout.tp": 1} if not placed.separate_ranks else {})
         dense = product(
-            _divisors(world, most=min(node, self.shape.num_heads)),
-            _divisors(world, most=self.shape.num_layers),
-            _divisors(world, most=_MOST_CP),
+            _divisors(world, limit=min(node, self.shape.num_heads)),
+            _divisors(world, limit=self.shape.num_layers),
+            _divisors(world, limit=_MOST_CP),
             _VPP,
         )
         experts = [(1, 1)]
         if self.shape.num_experts:
-            expert_splits = _divisors(self.shape.moe_intermediate_size, most=node)
+            expert_splits = _divisors(self.shape.moe_intermediate_size, limit=node)
             experts = [*product(_divisors(self.shape.num_experts), expert_splits)]
         for tp, pp, cp, vpp in dense:
             if world % (tp * pp * cp):
                 self.refused["trainer.tp * trainer.pp * trainer.cp does not divide the ranks"] += len(experts)
                 continue
-            at = TrainerSizes(tp=tp, pp=pp, cp=cp, vpp=vpp, ep=1, etp=1, dp=world // (tp * pp * cp))
-            other = with_field_values(with_one, at.values)
+            dense_sizes = TrainerSizes(tp=tp, pp=pp, cp=cp, vpp=vpp, ep=1, etp=1, dp=world // (tp * pp * cp))
+            candidate = with_field_values(with_small_engines, dense_sizes.values)
             rules = (sizes.ranks, _batches, sizes.lengths)
-            if self._refuses([fault for rule in rules for fault in rule(other)], len(experts)):
+            if self._count_refusal([fault for rule in rules for fault in rule(candidate)], len(experts)):
                 continue
-            if self._refuses([*self._model_faults(other)], len(experts)):
+            if self._count_refusal([*self._model_faults(candidate)], len(experts)):
                 continue
             for ep, etp in experts:
                 if ep * etp == 1:
-                    found.append(at)
+                    trainer_sizes.append(dense_sizes)
                     continue
                 if world % (ep * etp * pp):
                     self.refused["trainer.ep * trainer.etp * trainer.pp does not divide the ranks"] += 1
                     continue
-                split = replace(at, ep=ep, etp=etp)
+                expert_sizes = replace(dense_sizes, ep=ep, etp=etp)
                 # Pipeline stages were checked above, and experts do not depend on them.
                 key = (tp, cp, ep, etp)
                 if key not in self._expert_faults:
-                    self._expert_faults[key] = [*self._model_faults(with_field_values(with_one, split.values))][:1]
-                if not self._refuses(self._expert_faults[key]):
-                    found.append(split)
-        return found
+                    self._expert_faults[key] = [
+                        *self._model_faults(with_field_values(with_small_engines, expert_sizes.values))
+                    ][:1]
+                if not self._count_refusal(self._expert_faults[key]):
+                    trainer_sizes.append(expert_sizes)
+        return trainer_sizes
 
-    def row_lengths(self, placed: Recipe, at: TrainerSizes) -> list[int]:
+    def row_lengths(self, placed: Recipe, trainer: TrainerSizes) -> list[int]:
         """Return the row lengths in tokens: the longest sequence, and up to four times as many."""
         # Only these two sizes decide the multiple.
-        multiple = self._multiples.get((at.tp, at.cp))
+        multiple = self._multiples.get((trainer.tp, trainer.cp))
         if multiple is None:
-            multiple = sizes.row_multiple(with_field_values(placed, at.values))
-            self._multiples[at.tp, at.cp] = multiple
+            multiple = sizes.row_multiple(with_field_values(placed, trainer.values))
+            self._multiples[trainer.tp, trainer.cp] = multiple
         longest = placed.trained_tokens + bool(placed.reward.model)
         return [-(-longest * quarters // 4 // multiple) * multiple for quarters in (4, 6, 8, 16)]
 
-    def _model_faults(self, other: Recipe) -> Iterator[str]:
-        yield from model_sizes.model_fit(other, self.shape, is_sampled=False)
-        yield from model_sizes.linear_attention_fit(other, self.shape)
-        yield from model_sizes.fp8_channels(other, self.shape)
+    def _model_faults(self, candidate: Recipe) -> Iterator[str]:
+        yield from model_sizes.model_fit(candidate, self.shape, is_sampled=False)
+        yield from model_sizes.linear_attention_fit(candidate, self.shape)
+        yield from model_sizes.fp8_channels(candidate, self.shape)
 
-    def _refuses(self, faults: list[str], times: int = 1) -> bool:
+    def _count_refusal(self, faults: list[str], times: int = 1) -> bool:
         """Return whether there are faults. Counts the first one by its recipe field and its kind."""
         if faults:
             self.refused[reason_of(faults[0])] += times
@@ -198,8 +202,8 @@ def vllm_with(recipe: Recipe, ep: bool) -> dict[str, Any]:
     """Return `rollout.vllm` with this choice of whole experts, and everything else as in the recipe."""
     if has_whole_experts(recipe) == ep:
         return dict(recipe.rollout.vllm)
-    given = {name: value for name, value in recipe.rollout.vllm.items() if name != WHOLE_EXPERTS}
-    return given | ({WHOLE_EXPERTS: True} if ep else {})
+    settings = {name: value for name, value in recipe.rollout.vllm.items() if name != WHOLE_EXPERTS}
+    return settings | ({WHOLE_EXPERTS: True} if ep else {})
 
 
 def reason_of(fault: str) -> str:
@@ -207,5 +211,5 @@ def reason_of(fault: str) -> str:
     return re.sub(r"\d+(?:[,.]\d+)*", "N", fault.partition(";")[0])
 
 
-def _divisors(number: int, *, most: int | None = None) -> list[int]:
-    return [size for size in range(1, min(number, most or number) + 1) if number % size == 0]
+def _divisors(number: int, *, limit: int | None = None) -> list[int]:
+    return [size for size in range(1, min(number, limit or number) + 1) if number % size == 0]

@@ -65,10 +65,10 @@ class Combinations:
     @cached_property
     def rows_of(self) -> dict[TrainerSizes, list[int]]:
         """Return the numbers of the rows of each trainer."""
-        found: dict[TrainerSizes, list[int]] = {}
+        numbers: dict[TrainerSizes, list[int]] = {}
         for number, row in enumerate(self.rows):
-            found.setdefault(row.trainer, []).append(number)
-        return found
+            numbers.setdefault(row.trainer, []).append(number)
+        return numbers
 
     def at_least_as_full(self, full: Row) -> set[int]:
         """Return the numbers of the rows that take at least as much memory: longer ones, and without recomputation."""

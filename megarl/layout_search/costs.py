@@ -108,29 +108,33 @@ class LayoutCosts:
             cache_item_bytes=self._cache_item_bytes,
         )
 
-    def held_bytes(self, at: Layouts) -> dict[str, NDArray[np.float64]]:
+    def rank_state_bytes(self, layouts: Layouts) -> dict[str, NDArray[np.float64]]:
         """Return the bytes of a rank's trainer states by state, each [layouts]: weights, gradients and optimizer.
 
         A lower bound, because the mean of embedding and head over the stages counts.
         """
-        experts, others = self.trainer_cost.weights_on_rank(at)
-        whole = experts + others
-        optimizer_share = experts / (at.world / (at.etp * at.ep * at.pp)) + others / (at.dp * at.cp)
-        elements = {"weights": whole, "gradients": whole, "optimizer": optimizer_share}
+        expert_weights, dense_weights = self.trainer_cost.weights_on_rank(layouts)
+        weights = expert_weights + dense_weights
+        optimizer_share = expert_weights / (layouts.world / (layouts.etp * layouts.ep * layouts.pp)) + dense_weights / (
+            layouts.dp * layouts.cp
+        )
+        elements = {"weights": weights, "gradients": weights, "optimizer": optimizer_share}
         return {state: self._state_bytes[state] * number for state, number in elements.items()}
 
-    def offload_seconds(self, held: Mapping[str, NDArray[np.float64]], states: Sequence[str]) -> NDArray[np.float64]:
+    def offload_seconds(
+        self, state_bytes: Mapping[str, NDArray[np.float64]], states: Sequence[str]
+    ) -> NDArray[np.float64]:
         """Return the seconds for moving states to host memory and back [layouts]. Gradients are dropped, not moved."""
-        moved = np.zeros_like(held["weights"])
-        for state, kept in (("optimizer", "optimizer"), ("parameters", "weights")):
+        moved = np.zeros_like(state_bytes["weights"])
+        for state, key in (("optimizer", "optimizer"), ("parameters", "weights")):
             if state in states:
-                moved = moved + held[kept]
+                moved = moved + state_bytes[key]
         return 2 * moved / self.speeds.pcie
 
-    def waiting_seconds(self, at: Layouts) -> NDArray[np.float64]:
+    def waiting_seconds(self, layouts: Layouts) -> NDArray[np.float64]:
         """Return the seconds for copying the weights of models that only score from host memory, once [layouts]."""
-        frozen = [self.cost_of(built.shape).weights_on_rank(at) for built in self.models.frozen.values()]
-        waiting = sum((experts + others for experts, others in frozen), np.zeros(len(at.tp)))
+        frozen = [self.cost_of(built.shape).weights_on_rank(layouts) for built in self.models.frozen.values()]
+        waiting = sum((experts + dense for experts, dense in frozen), np.zeros(len(layouts.tp)))
         return self._state_bytes["weights"] * waiting / self.speeds.pcie
 
     def reshard_seconds(self, placement: Placement, engine: EngineSizes) -> float:
@@ -151,7 +155,7 @@ class LayoutCosts:
     def rollout(self, placement: Placement, engine: EngineSizes, cache_tokens: float) -> RolloutSeconds:
         """Return the seconds of a rollout with a KV cache of this many tokens in each engine."""
         ranks = placement.ranks or self.recipe.cluster.world_size
-        at = EngineLayout(
+        engines = EngineLayout(
             tp=engine.tp,
             num_engines=ranks // engine.tp,
             max_requests=self.recipe.rollout.max_concurrent_requests,
@@ -163,13 +167,13 @@ class LayoutCosts:
             # Engines ahead of the trainer start as many groups as it trains, so algorithm.oversampling has no effect.
             sampled = load.num_samples
             return cost.steady_seconds(
-                at,
+                engines,
                 load.lengths,
                 num_samples=sampled,
                 samples_per_prompt=load.samples_per_prompt,
                 staleness=placement.staleness,
             )
-        return cost.rollout(at, load.lengths, num_samples=sampled, samples_per_prompt=load.samples_per_prompt)
+        return cost.rollout(engines, load.lengths, num_samples=sampled, samples_per_prompt=load.samples_per_prompt)
 
     def token_bytes(self, engine: EngineSizes) -> int:
         """Return the bytes of a token in an engine rank's KV cache."""

@@ -46,26 +46,28 @@ def overrides_between(recipe: Recipe, values: Mapping[str, Any]) -> tuple[str, .
 
     A field of the recipe without effect under the new values is removed: `trainer.recompute_modules=default`.
     """
-    other = with_field_values(recipe, values)
-    idle = _idle(recipe, other)
-    given = set(given_fields(recipe))
+    changed_recipe = with_field_values(recipe, values)
+    idle = _idle(recipe, changed_recipe)
+    recipe_fields = set(given_fields(recipe))
     # Without its own line a value equal to the field's default would become the planned value of the start.
     changed = {
         field: value
         for field, value in values.items()
         if field != "rollout.vllm"
-        and unmet(other, field) is None
-        and (value_at(recipe, field) != value or (field in _PLANNED and field not in given))
+        and unmet(changed_recipe, field) is None
+        and (value_at(recipe, field) != value or (field in _PLANNED and field not in recipe_fields))
     }
-    if has_whole_experts(other) != has_whole_experts(recipe):
-        changed[f"rollout.vllm.{WHOLE_EXPERTS}"] = True if has_whole_experts(other) else None
+    if has_whole_experts(changed_recipe) != has_whole_experts(recipe):
+        changed[f"rollout.vllm.{WHOLE_EXPERTS}"] = True if has_whole_experts(changed_recipe) else None
     return tuple(short_override(field, value) for field, value in (changed | dict.fromkeys(idle)).items())
 
 
-def _idle(recipe: Recipe, other: Recipe) -> list[str]:
+def _idle(recipe: Recipe, changed_recipe: Recipe) -> list[str]:
     """Return the fields given in a recipe that have no effect in another one. Sources of a mixture are left out."""
     # A field of a section inside a section does not depend on the layout.
-    return [field for field in given_fields(recipe) if field.count(".") == 1 and unmet(other, field) is not None]
+    return [
+        field for field in given_fields(recipe) if field.count(".") == 1 and unmet(changed_recipe, field) is not None
+    ]
 
 
 @dataclass(frozen=True)
@@ -93,9 +95,9 @@ class RecipeFile:
 
 def _field_faults(recipe: Recipe) -> list[str]:
     """Return the errors of all sources of a recipe by the rules about fields."""
-    found: list[str] = []
+    messages: list[str] = []
     facts = {"is_start": False, "is_trained": True, "has_model": False}
     for source in recipe.sources:
         facts_of_source = {**facts, "recipe": source.recipe, "dp": sizes.parallel_of(source.recipe).dp}
-        found += map(str, faults(facts_of_source, (Cost.FIELDS,)))
-    return [*found, *map(str, faults({**facts, "recipe": recipe}, (Cost.FIELDS,), per_run=True))]
+        messages += map(str, faults(facts_of_source, (Cost.FIELDS,)))
+    return [*messages, *map(str, faults({**facts, "recipe": recipe}, (Cost.FIELDS,), per_run=True))]

@@ -29,8 +29,8 @@ from megarl.layout_search.candidates import (
 )
 from megarl.layout_search.combinations import Combinations, Row, in_order
 from megarl.layout_search.costs import LayoutCosts
-from megarl.layout_search.found import FoundLayout, SearchResult
 from megarl.layout_search.overrides import RecipeFile, overrides_between, placement_values
+from megarl.layout_search.results import FoundLayout, SearchResult
 from megarl.memory_plan import activations
 from megarl.memory_plan.devices import CONTEXT_BYTES, GPU, MARGIN_GIB, GpuMemory
 from megarl.memory_plan.kept_logits import can_keep_logits
@@ -74,8 +74,8 @@ class LayoutSearch:
     def shape(self) -> ModelShape:
         return self.costs.shape
 
-    def search(self, most: int = 10) -> SearchResult:
-        """Return the fastest layouts, at most `most`. Each pair of trainer's and engines' sizes appears once."""
+    def search(self, max_layouts: int = 10) -> SearchResult:
+        """Return the fastest layouts, at most `max_layouts`. Each pair of trainer's and engines' sizes appears once."""
         started = time.monotonic()
         refused: Counter[str] = Counter()
         candidates = Candidates(self.recipe, self.shape, refused)
@@ -84,11 +84,11 @@ class LayoutSearch:
             for placement in candidates.placements(self.costs.staleness)
             if (group := self._group(candidates, placement))
         ]
-        found: dict[tuple[Any, ...], FoundLayout] = {}
+        fastest: dict[tuple[Any, ...], FoundLayout] = {}
         num_planned, is_complete = 0, True
         for group, index in in_order(groups):
             bound = float(group.bound[index])
-            worst = sorted(layout.seconds.step for layout in found.values())[most - 1 : most]
+            worst = sorted(layout.seconds.step for layout in fastest.values())[max_layouts - 1 : max_layouts]
             if worst and bound >= worst[0]:
                 break
             row, engine, _ = index
@@ -98,16 +98,16 @@ class LayoutSearch:
             if row in group.overfull or (row not in group.examined and self._is_overfull_in_update(group, row)):
                 continue
             key = (group.rows[row].trainer, group.engines[engine], group.placement)
-            if key in found and found[key].seconds.step <= bound:
+            if key in fastest and fastest[key].seconds.step <= bound:
                 continue
             if num_planned == MOST_CHECKED:
                 is_complete = False
                 break
             num_planned += 1
             layout = self._plan_layout(group, index, refused)
-            if layout is not None and (key not in found or layout.seconds.step < found[key].seconds.step):
-                found[key] = layout
-        ranked = sorted(found.values(), key=lambda layout: layout.seconds.step)[:most]
+            if layout is not None and (key not in fastest or layout.seconds.step < fastest[key].seconds.step):
+                fastest[key] = layout
+        ranked = sorted(fastest.values(), key=lambda layout: layout.seconds.step)[:max_layouts]
         return SearchResult(
             layouts=tuple(ranked),
             num_candidates=sum(group.bound.size for group in groups),
@@ -132,17 +132,17 @@ class LayoutSearch:
             for row_tokens in dict.fromkeys(candidates.row_lengths(placed, trainer))
             for recomputation in choices
         ]
-        at = Layouts.of(*(row.trainer.by_axis for row in rows))
-        held = self.costs.held_bytes(at)
-        states = self._least_states(held)
+        layouts = Layouts.of(*(row.trainer.by_axis for row in rows))
+        state_bytes = self.costs.rank_state_bytes(layouts)
+        states = self._least_states(state_bytes)
         # The trainer's states alone.
         fits = states + CONTEXT_BYTES <= self.gpus.trainer * _GIB
         candidates.refused["memory: weights, gradients and optimizer of a rank exceed its GPU"] += int((~fits).sum())
         if not fits.any():
             return None
         rows = [row for row, fit in zip(rows, fits, strict=True) if fit]
-        at, states = at.select(fits), states[fits]
-        held = {state: taken[fits] for state, taken in held.items()}
+        layouts, states = layouts.select(fits), states[fits]
+        state_bytes = {state: num_bytes[fits] for state, num_bytes in state_bytes.items()}
         recomputed = Recomputed(
             attention=np.array([row.recomputation.attention_share for row in rows]),
             feed_forward=np.array([row.recomputation.feed_forward_share for row in rows]),
@@ -151,7 +151,7 @@ class LayoutSearch:
         load, cost = self.costs.load, self.costs.trainer_cost
         update, without_logits = (
             cost.update(
-                at,
+                layouts,
                 recomputed,
                 tokens=load.tokens,
                 updates=load.updates,
@@ -160,22 +160,22 @@ class LayoutSearch:
             )
             for keeps_logits in (True, False)
         )
-        scoring = cost.scoring(at, tokens=load.tokens, row_tokens=row_tokens)
+        scoring = cost.scoring(layouts, tokens=load.tokens, row_tokens=row_tokens)
         logprobs = scoring.seconds * load.scoring_passes
         if (reward_model := self.models.frozen.get("reward_model")) is not None:
             # It scores every sample once.
-            scored = self.costs.cost_of(reward_model.shape).scoring(at, tokens=load.tokens, row_tokens=row_tokens)
+            scored = self.costs.cost_of(reward_model.shape).scoring(layouts, tokens=load.tokens, row_tokens=row_tokens)
             logprobs = logprobs + scored.seconds
         offloaded = offloads(placed)
-        waiting = self.costs.waiting_seconds(at)
-        offload = np.stack([waiting + self.costs.offload_seconds(held, states) for states in offloaded], axis=1)
+        waiting = self.costs.waiting_seconds(layouts)
+        offload = np.stack([waiting + self.costs.offload_seconds(state_bytes, states) for states in offloaded], axis=1)
         rollout = np.array([self.costs.rollout(placement, engine, math.inf).seconds for engine in engines])
         reshard = np.array([self.costs.reshard_seconds(placement, engine) for engine in engines])
         trained = (update.seconds + logprobs)[:, None]
         both = np.maximum(trained, rollout) if placement.staleness else trained + rollout
         bound = (both + reshard)[:, :, None] + offload[:, None, :] + self.costs.other_seconds
         if not placement.ranks:
-            bound = np.where(self._is_overfull(held, engines, offloaded), math.inf, bound)
+            bound = np.where(self._is_overfull(state_bytes, engines, offloaded), math.inf, bound)
         settings = RankMemory(placed, self.models, GPU, 0).pass_settings(self.models.policy)
         return Combinations(
             placement=placement,
@@ -194,10 +194,10 @@ class LayoutSearch:
             refused=candidates.refused,
         )
 
-    def _least_states(self, held: Mapping[str, NDArray[np.float64]]) -> NDArray[np.float64]:
+    def _least_states(self, state_bytes: Mapping[str, NDArray[np.float64]]) -> NDArray[np.float64]:
         """Return the bytes of a rank's states on its GPU during an update, a lower bound [layouts]."""
         on_gpu = (1 - self.recipe.trainer.optimizer_offload_fraction) * self.recipe.trainer.distributed_optimizer
-        return held["weights"] + held["gradients"] + on_gpu * held["optimizer"]
+        return state_bytes["weights"] + state_bytes["gradients"] + on_gpu * state_bytes["optimizer"]
 
     def _is_overfull_in_update(self, group: Combinations, number: int) -> bool:
         """Return whether a row's states and saved activations exceed a GPU on the first pipeline stage.
@@ -227,22 +227,23 @@ class LayoutSearch:
 
     def _is_overfull(
         self,
-        held: Mapping[str, NDArray[np.float64]],
+        state_bytes: Mapping[str, NDArray[np.float64]],
         engines: Sequence[EngineSizes],
         offloads: Sequence[Sequence[str]],
     ) -> NDArray[np.bool_]:
         """Return whether weights, states and a colocated engine exceed a GPU, in a reshard with the smallest cache
-        [layouts, engines, offloads]. `held` has the bytes of a rank's states.
+        [layouts, engines, offloads]. `state_bytes` has the bytes of a rank's states.
         """
         on_gpu = ["gradients", *([] if self.recipe.trainer.optimizer_offload_fraction else ["optimizer"])]
         # A reshard needs the parameters in any case.
         resident = [
-            held["weights"] + sum(held[state] for state in on_gpu if state not in offloaded) for offloaded in offloads
+            state_bytes["weights"] + sum(state_bytes[state] for state in on_gpu if state not in offloaded)
+            for offloaded in offloads
         ]
         weights = self.costs.engine_item_bytes * model_work(self.shape).weights
         awake = np.array([weights / engine.tp for engine in engines])
-        taken = np.stack(resident, axis=1)[:, None, :] + awake[None, :, None] + CONTEXT_BYTES
-        return taken > (self.gpus.trainer - MARGIN_GIB) * _GIB
+        total = np.stack(resident, axis=1)[:, None, :] + awake[None, :, None] + CONTEXT_BYTES
+        return total > (self.gpus.trainer - MARGIN_GIB) * _GIB
 
     def _plan_layout(
         self, group: Combinations, index: tuple[int, int, int], refused: Counter[str]
@@ -268,7 +269,7 @@ class LayoutSearch:
         table = memory_table(recipe, models, GPU, gpu_gib=self.gpus.engine, stages=stages)
         # The margin for wrong guesses holds for all phases, as it does for the default KV cache.
         limit = replace(self.gpus, trainer=self.gpus.trainer - MARGIN_GIB, engine=self.gpus.engine - MARGIN_GIB)
-        if over := limit.exceeded(table):
+        if over := limit.overfull_phases(table):
             refused[f"memory: {over[0].name} exceeds a GPU"] += 1
             if any(phase.metric in ("train", "logprobs") for phase in over):
                 group.overfull |= group.at_least_as_full(row)
@@ -313,16 +314,16 @@ class LayoutSearch:
     def _models_on(self, parallel: ParallelConfig) -> Models:
         """Return the run's models with these parallel sizes. Teachers keep their own."""
 
-        def placed(built: Built | None) -> Built | None:
+        def with_parallel(built: Built | None) -> Built | None:
             return None if built is None else Built(built.shape, parallel)
 
-        policy = placed(self.models.policy)
+        policy = with_parallel(self.models.policy)
         assert policy is not None
         frozen = {
             name: built if name in self.recipe.teachers else Built(built.shape, parallel)
             for name, built in self.models.frozen.items()
         }
-        return Models(policy, placed(self.models.critic), frozen)
+        return Models(policy, with_parallel(self.models.critic), frozen)
 
     def _least_cache_gib(self, engine: EngineSizes) -> float:
         """Return the GiB of the smallest KV cache that holds a longest sequence, rounded up."""

@@ -125,10 +125,15 @@ def stage_bytes(shape: ModelShape, parallel: ParallelConfig, stage: int, setting
         return rows * len(kinds) * layer_input + angles + max(layer - shared, head)
     # Only one part of one layer exists again at a time. The head's tensors are freed by then, so take the maximum.
     parts = (replace(settings, recomputed=settings.recomputed - {part}) for part in settings.recomputed)
-    again = max(
-        (layer_bytes(shape, parallel, other, kind) - by_kind[kind] for other in parts for kind in by_kind), default=0
+    recomputed_bytes = max(
+        (
+            layer_bytes(shape, parallel, part_settings, kind) - by_kind[kind]
+            for part_settings in parts
+            for kind in by_kind
+        ),
+        default=0,
     )
-    return rows * sum(by_kind[kind] for kind in kinds) + max(head, again)
+    return rows * sum(by_kind[kind] for kind in kinds) + max(head, recomputed_bytes)
 
 
 def pipeline_bytes(shape: ModelShape, parallel: ParallelConfig, stage: int, settings: PassSettings) -> float:
@@ -161,38 +166,39 @@ def logits_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSett
     row_tokens = settings.row_tokens // parallel.cp
     tokens = min(settings.chunk_tokens, row_tokens)
     size = logit_bytes(settings.itemsize, has_kernels=settings.has_logit_kernels)
-    kept = (row_tokens - tokens) * settings.itemsize if settings.keeps_logits else 0
-    return (tokens * size + kept) * widths(shape, parallel).rows
+    kept_bytes = (row_tokens - tokens) * settings.itemsize if settings.keeps_logits else 0
+    return (tokens * size + kept_bytes) * widths(shape, parallel).rows
 
 
 def backward_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) -> float:
     """Return the bytes of temporary gradients at the widest point of a backward pass, which is a feed-forward layer."""
     size, tokens = settings.itemsize, _tokens(parallel, settings)
-    at, found = widths(shape, parallel), []
+    width, layer_sizes = widths(shape, parallel), []
     if any(kind.has_experts for kind in shape.layers):
         routed = _routed_tokens(shape, parallel, settings)
         channels = shape.moe_intermediate_size // parallel.etp
-        found.append(
-            routed * (_gated(channels, settings) + 2 * shape.hidden_size) * size + 2 * tokens * shape.hidden_size * size
+        layer_sizes.append(
+            routed * (_gated_bytes(channels, settings) + 2 * shape.hidden_size) * size
+            + 2 * tokens * shape.hidden_size * size
         )
     if not all(kind.has_experts for kind in shape.layers):
-        found.append(tokens * (_gated(at.feed_forward, settings) + 2 * at.hidden) * size)
-    return max(found)
+        layer_sizes.append(tokens * (_gated_bytes(width.feed_forward, settings) + 2 * width.hidden) * size)
+    return max(layer_sizes)
 
 
 def forward_bytes(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) -> float:
     """Return the bytes of a forward pass without gradients, logits excluded: the tensors of one feed-forward layer."""
     size, tokens = settings.itemsize, _tokens(parallel, settings)
     residual = 2 * tokens * shape.hidden_size * size / _split(parallel, settings)
-    whole = tokens * shape.hidden_size * size
-    found = []
+    hidden_states = tokens * shape.hidden_size * size
+    layer_sizes = []
     if any(kind.has_experts for kind in shape.layers):
         routed = _routed_tokens(shape, parallel, settings)
         channels = 4 * shape.moe_intermediate_size // parallel.etp
-        found.append(routed * (channels + 2 * shape.hidden_size) * size)
+        layer_sizes.append(routed * (channels + 2 * shape.hidden_size) * size)
     if not all(kind.has_experts for kind in shape.layers):
-        found.append(tokens * 4 * widths(shape, parallel).feed_forward * size)
-    return residual + whole + max(found)
+        layer_sizes.append(tokens * 4 * widths(shape, parallel).feed_forward * size)
+    return residual + hidden_states + max(layer_sizes)
 
 
 def _tokens(parallel: ParallelConfig, settings: PassSettings) -> int:
@@ -226,43 +232,43 @@ def _norm(parallel: ParallelConfig, settings: PassSettings, width: int, *, is_fu
     return tokens * (width * (FLOAT32 + normed + size) + FLOAT32)
 
 
-def _attention(shape: ModelShape, at: Widths, parallel: ParallelConfig, settings: PassSettings) -> float:
+def _attention(shape: ModelShape, width: Widths, parallel: ParallelConfig, settings: PassSettings) -> float:
     size, tokens = settings.itemsize, _tokens(parallel, settings)
     if isinstance(shape.attention, Latent):
-        return _latent_attention(shape.attention, at, parallel, settings)
-    saved = _norm(parallel, settings, at.hidden, is_fused=True)
+        return _latent_attention(shape.attention, width, parallel, settings)
+    saved = _norm(parallel, settings, width.hidden, is_fused=True)
     # The fused projection stays alive through its views. With more ranks than key-value heads it is the projection of
     # all ranks. Queries of several groups are copied out of it. Recomputed core attention keeps its values there.
     is_gathered = shape.num_kv_heads < parallel.tp
-    fused = (shape.num_heads + 2 * shape.num_kv_heads) * at.head_dim if is_gathered else at.query + 2 * at.key
+    fused = (shape.num_heads + 2 * shape.num_kv_heads) * width.head_dim if is_gathered else width.query + 2 * width.key
     if shape.attention.has_output_gate:
-        fused += shape.num_heads * at.head_dim if is_gathered else at.query
+        fused += shape.num_heads * width.head_dim if is_gathered else width.query
         # Sigmoids of the gates in float32, and the gated output next to core attention's.
-        saved += tokens * at.query * (FLOAT32 + size)
+        saved += tokens * width.query * (FLOAT32 + size)
     is_recomputed = "core_attn" in settings.recomputed
     if settings.spec == "transformer_engine" or parallel.cp == 1 or size == FLOAT32 or is_recomputed:
         saved += tokens * fused * size
-    copied = at.query if at.kv_heads > 1 and at.heads != at.kv_heads else 0
+    copied = width.query if width.kv_heads > 1 and width.heads != width.kv_heads else 0
     if shape.attention.qk_norm:
-        saved += tokens * _head_norms(at, settings, copied)
+        saved += tokens * _head_norms(width, settings, copied)
     if settings.spec == "local":
         saved += tokens * 4 * shape.rotary_channels * size  # Cosines and sines, for queries and for keys.
     # Rotated queries and keys, and the output, which is the input of the next linear layer.
-    saved += tokens * (at.query + 2 * settings.lora_rank) * size
-    return saved + _core(at, parallel, settings)
+    saved += tokens * (width.query + 2 * settings.lora_rank) * size
+    return saved + _core(width, parallel, settings)
 
 
-def _latent_attention(attention: Latent, at: Widths, parallel: ParallelConfig, settings: PassSettings) -> float:
+def _latent_attention(attention: Latent, width: Widths, parallel: ParallelConfig, settings: PassSettings) -> float:
     """Return bytes of latent attention: projections, norms, heads with copied rotary channels, core attention."""
     size, tokens = settings.itemsize, _tokens(parallel, settings)
-    kept = _norm(parallel, settings, at.hidden, is_fused=False)
+    saved = _norm(parallel, settings, width.hidden, is_fused=False)
     for rank in filter(None, (attention.query_rank, attention.kv_rank)):
-        kept += _norm(parallel, settings, rank, is_fused=True) + tokens * rank * size
-    raised = at.heads * (attention.plain_channels + attention.value_head_dim)
+        saved += _norm(parallel, settings, rank, is_fused=True) + tokens * rank * size
+    raised = width.heads * (attention.plain_channels + attention.value_head_dim)
     # Projected heads stay alive through their views. Queries and keys are copied together with rotated channels.
-    kept += tokens * (at.query + raised + at.heads * attention.value_head_dim) * size
-    kept += tokens * (at.query + 2 * settings.lora_rank) * size
-    return kept + _core(at, parallel, settings)
+    saved += tokens * (width.query + raised + width.heads * attention.value_head_dim) * size
+    saved += tokens * (width.query + 2 * settings.lora_rank) * size
+    return saved + _core(width, parallel, settings)
 
 
 def _delta_net(linear: DeltaNet, hidden: int, parallel: ParallelConfig, settings: PassSettings) -> float:
@@ -285,48 +291,48 @@ def _delta_net(linear: DeltaNet, hidden: int, parallel: ParallelConfig, settings
     return _norm(parallel, settings, hidden, is_fused=True) + tokens * (narrow + wide)
 
 
-def _head_norms(at: Widths, settings: PassSettings, copied: int) -> float:
+def _head_norms(width: Widths, settings: PassSettings, copied: int) -> float:
     """Return the bytes per token of the norms of queries and keys. Rotary embeddings do not save the norms' results."""
     size = settings.itemsize
-    statistics = FLOAT32 * (at.heads + at.kv_heads)
+    statistics = FLOAT32 * (width.heads + width.kv_heads)
     if settings.spec == "transformer_engine":
         return copied * size + statistics
     # In float32, keys are read in place; in other types the input is a copy.
-    inputs = copied if size == FLOAT32 else at.query + at.key
+    inputs = copied if size == FLOAT32 else width.query + width.key
     normed = 0 if settings.lora_rank else size
-    return FLOAT32 * inputs + (at.query + at.key) * normed + statistics
+    return FLOAT32 * inputs + (width.query + width.key) * normed + statistics
 
 
-def _core(at: Widths, parallel: ParallelConfig, settings: PassSettings) -> float:
+def _core(width: Widths, parallel: ParallelConfig, settings: PassSettings) -> float:
     """Return the bytes of core attention: its inputs, and the tensors that it saves itself."""
     size, tokens = settings.itemsize, _tokens(parallel, settings)
-    given = tokens * (at.query + at.key) * size
+    inputs = tokens * (width.query + width.key) * size
     if "core_attn" in settings.recomputed:
-        return given
+        return inputs
     if settings.shares_prefixes:
         # One rank's values are part of the fused projection. Those gathered from all ranks are not.
         copies = 2 * parallel.cp if parallel.cp > 1 else 1
-        return tokens * (at.query + copies * at.key) * size + tokens * FLOAT32 * at.heads
+        return tokens * (width.query + copies * width.key) * size + tokens * FLOAT32 * width.heads
     if parallel.cp > 1 and settings.spec == "local":
         # Keys and values of all ranks. Two parts of a rank's queries together attend to (2 cp + 1) / (2 cp) of them.
-        seen = tokens * parallel.cp * (2 * parallel.cp + 1) / (2 * parallel.cp)
-        own = tokens * at.query * size + 2 * seen * at.key * size
+        attended_tokens = tokens * parallel.cp * (2 * parallel.cp + 1) / (2 * parallel.cp)
+        gathered_inputs = tokens * width.query * size + 2 * attended_tokens * width.key * size
         if not settings.pads_attention:
-            return own + tokens * FLOAT32 * at.heads
+            return gathered_inputs + tokens * FLOAT32 * width.heads
         chunk = settings.longest / (2 * parallel.cp)
         masks = settings.row_tokens / settings.longest * chunk * chunk * (2 * parallel.cp + 1) * size
-        return 2 * own + masks + tokens * (at.query * size + FLOAT32 * at.heads)
-    return given + _inside_core(at, parallel, settings)
+        return 2 * gathered_inputs + masks + tokens * (width.query * size + FLOAT32 * width.heads)
+    return inputs + _inside_core(width, parallel, settings)
 
 
-def _inside_core(at: Widths, parallel: ParallelConfig, settings: PassSettings) -> float:
+def _inside_core(width: Widths, parallel: ParallelConfig, settings: PassSettings) -> float:
     """Return the bytes that core attention saves in addition to its inputs and its output."""
     size, tokens = settings.itemsize, _tokens(parallel, settings)
     if settings.pads_attention:
-        return tokens * ((2 * at.query + 2 * at.key) * size + FLOAT32 * at.heads)
+        return tokens * ((2 * width.query + 2 * width.key) * size + FLOAT32 * width.heads)
     # Per token and head one float32 is saved: the log-sum-exp of the attention scores.
-    values = at.key * size if settings.spec == "transformer_engine" else 0
-    return tokens * (values + FLOAT32 * at.heads)
+    values = width.key * size if settings.spec == "transformer_engine" else 0
+    return tokens * (values + FLOAT32 * width.heads)
 
 
 def _dense(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) -> float:
@@ -336,11 +342,11 @@ def _dense(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) 
         # Transformer Engine's layer contains the norm, so only the residual is saved.
         return norm if settings.spec == "local" else _layer_input(shape, parallel, settings)
     return norm + _tokens(parallel, settings) * (
-        _gated(channels, settings) + 2 * settings.lora_rank * settings.itemsize
+        _gated_bytes(channels, settings) + 2 * settings.lora_rank * settings.itemsize
     )
 
 
-def _gated(channels: float, settings: PassSettings) -> float:
+def _gated_bytes(channels: float, settings: PassSettings) -> float:
     """Return the bytes saved by a gated feed-forward layer whose channels take `channels` bytes.
 
     It saves gate, up and their product. Without a fused kernel it also saves the activated gate, and up with Megatron's
@@ -354,28 +360,28 @@ def _routed_tokens(shape: ModelShape, parallel: ParallelConfig, settings: PassSe
     experts."""
     # All ranks of an expert-parallel group contribute their tokens, split over tensor-parallel ranks, and share the
     # total. Ranks splitting one expert all receive its tokens.
-    own = _tokens(parallel, settings) / _split(parallel, settings)
+    rank_tokens = _tokens(parallel, settings) / _split(parallel, settings)
     load = settings.expert_load if parallel.ep > 1 else 1.0
-    return own * parallel.etp * shape.top_k * load
+    return rank_tokens * parallel.etp * shape.top_k * load
 
 
 def _experts(shape: ModelShape, parallel: ParallelConfig, settings: PassSettings) -> float:
     size = settings.itemsize
-    own = _tokens(parallel, settings) / _split(parallel, settings)
+    rank_tokens = _tokens(parallel, settings) / _split(parallel, settings)
     channels = shape.moe_intermediate_size // parallel.etp * size
     total = _norm(parallel, settings, shape.hidden_size, is_fused=False)
     if "moe" in settings.recomputed:
         return total
     # The router in float32: logits, softmax and map. Then int64 indices of the permutation.
-    total += own * (3 * shape.num_experts * FLOAT32 + 4 * shape.top_k * 8)
+    total += rank_tokens * (3 * shape.num_experts * FLOAT32 + 4 * shape.top_k * 8)
     # The dispatched tokens, then the expert. Its product is also saved before being scaled by its probability.
     weighed = 0 if settings.fuses_activation else channels
     inside = (shape.hidden_size + 2 * settings.lora_rank) * size
-    activated = 2 * channels if "moe_act" in settings.recomputed else _gated(channels, settings) + weighed
+    activated = 2 * channels if "moe_act" in settings.recomputed else _gated_bytes(channels, settings) + weighed
     total += _routed_tokens(shape, parallel, settings) * (inside + activated)
     if shape.shared_intermediate_size and "shared_experts" not in settings.recomputed:
         shared = shape.shared_intermediate_size // parallel.tp * size
-        total += _tokens(parallel, settings) * _gated(shared, settings) + own * shape.hidden_size * size
+        total += _tokens(parallel, settings) * _gated_bytes(shared, settings) + rank_tokens * shape.hidden_size * size
     return total
 
 

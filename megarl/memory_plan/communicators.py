@@ -65,22 +65,22 @@ def communicators_of(
     `is_distributed`: data-parallel ranks share the optimizer's states. `shares_embedding`: the rank is on the
     first or last stage, and both have the embedding. `balance_losses` are the losses that balance the model's experts.
     """
-    found: list[Communicator] = []
+    communicators: list[Communicator] = []
     if has_trainer:
-        found += _trainer(parallel, ranks_per_node)
-        found += _gradient_norm(parallel, has_experts=has_experts, is_distributed=is_distributed)
+        communicators += _trainer(parallel, ranks_per_node)
+        communicators += _gradient_norm(parallel, has_experts=has_experts, is_distributed=is_distributed)
         if shares_embedding:
-            found.append(Communicator("embedding", min(2, parallel.pp)))
+            communicators.append(Communicator("embedding", min(2, parallel.pp)))
         if has_experts:
-            found += _experts(parallel, ranks_per_node)
-            found += _balance(parallel, balance_losses)
+            communicators += _experts(parallel, ranks_per_node)
+            communicators += _balance(parallel, balance_losses)
     if has_engine:
-        found.append(Communicator("engine's tensor parallelism", parallel.rollout_tp))
+        communicators.append(Communicator("engine's tensor parallelism", parallel.rollout_tp))
         if not has_trainer:
-            found.append(Communicator("engine's world", parallel.rollout_tp))
+            communicators.append(Communicator("engine's world", parallel.rollout_tp))
     if has_engine or parallel.is_separate:
-        found.append(_reshard(parallel, ranks_per_node, has_experts=has_experts))
-    return [one for one in found if one.num_bytes]
+        communicators.append(_reshard(parallel, ranks_per_node, has_experts=has_experts))
+    return [communicator for communicator in communicators if communicator.num_bytes]
 
 
 def _trainer(parallel: ParallelConfig, ranks_per_node: int) -> Iterator[Communicator]:

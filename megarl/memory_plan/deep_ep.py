@@ -52,12 +52,12 @@ def deep_ep_bytes(*, hidden_size: int, itemsize: int, num_ranks: int, num_sms: i
     token = hidden_size * max(itemsize, 2) + _META_BYTES + _MOST_EXPERTS * (8 + 4) + _MOST_SCALES * 4
     within = channels * peers * ((2 * nodes + 3) * 4 + of_peer * token)
     if num_ranks <= NODE_RANKS:
-        return _aligned(within, unit=_ALIGNMENT) + _WORKSPACE_BYTES
+        return _align(within, unit=_ALIGNMENT) + _WORKSPACE_BYTES
     # Both directions. Each token has 16 bytes of alignment.
     heads = (2 * NODE_RANKS + 2) * 4
-    between = _aligned(2 * channels * nodes * (heads + of_node * (token + 16)), unit=_ALIGNMENT)
-    return _aligned(within, unit=_ALIGNMENT) + _WORKSPACE_BYTES + _aligned(between + _HEAP_BYTES, unit=_HEAP_GRANULE)
+    between = _align(2 * channels * nodes * (heads + of_node * (token + 16)), unit=_ALIGNMENT)
+    return _align(within, unit=_ALIGNMENT) + _WORKSPACE_BYTES + _align(between + _HEAP_BYTES, unit=_HEAP_GRANULE)
 
 
-def _aligned(size: int, *, unit: int) -> int:
+def _align(size: int, *, unit: int) -> int:
     return -(-size // unit) * unit

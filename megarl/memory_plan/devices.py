@@ -52,6 +52,6 @@ class GpuMemory:
         """Return the memory in GiB of the GPU running a phase."""
         return self.engine if phase.part == "engine" else self.trainer
 
-    def exceeded(self, table: MemoryTable) -> list[Phase]:
+    def overfull_phases(self, table: MemoryTable) -> list[Phase]:
         """Return the phases that need more memory than their GPU has."""
         return [phase for phase in table.phases if phase.device_bytes > self.gib_for(phase) * 2**30]

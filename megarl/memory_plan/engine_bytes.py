@@ -61,11 +61,11 @@ def unquantised_bytes(layouts: VllmLayouts, rank: int, *, itemsize: int, bucket_
             # Both matrices of a layer's experts are quantised together, so they count as one module.
             name = "experts" if stack.stacks_experts else stack.storage
             # In a model with both kinds of feed-forward layers, `count` is below the number of layers.
-            modules[name] += prod(_padded(stack, shape)) * count // layouts.model.num_layers
-    layer = sum(modules.values())
-    whole = layer * layouts.model.num_layers
+            modules[name] += prod(_pad_to_blocks(stack, shape)) * count // layouts.model.num_layers
+    layer_numel = sum(modules.values())
+    model_numel = layer_numel * layouts.model.num_layers
     # At most all weights wait. Otherwise two layers of each stage are incomplete, plus the buckets in flight.
-    unquantised = min(whole * itemsize, 2 * stages * layer * itemsize + 3 * bucket_bytes)
+    unquantised = min(model_numel * itemsize, 2 * stages * layer_numel * itemsize + 3 * bucket_bytes)
     temporary = max(numel * (1 if name == "experts" else _QUANTISING_BYTES) for name, numel in modules.items())
     return unquantised + max(modules.values()) * itemsize + temporary
 
@@ -76,24 +76,27 @@ def _is_quantised(stack: Stack) -> bool:
     return stack.stacks_experts or stack.storage.endswith("_proj.weight")
 
 
-def _padded(stack: Stack, shape: tuple[int, ...]) -> tuple[int, int]:
+def _pad_to_blocks(stack: Stack, shape: tuple[int, ...]) -> tuple[int, int]:
     """Return rows and columns of a quantised matrix, with each projection of an expert padded to whole blocks."""
     rows, columns = shape
     if not stack.stacks_experts:
         return rows, columns
     projections = len(stack.parts)
-    return projections * _rounded(rows // projections), _rounded(columns)
+    return projections * _round_to_block(rows // projections), _round_to_block(columns)
 
 
 def _quantised_bytes(stack: Stack, shape: tuple[int, ...], in_blocks: bool) -> int:
     # One scale for each row (fp8_per_channel).
     if not in_blocks:
         return prod(shape) + shape[0] * _SCALE_BYTES
-    rows, columns = _padded(stack, shape)
-    return rows * columns + _rounded(rows) // QUANTISED_BLOCK * (_rounded(columns) // QUANTISED_BLOCK) * _SCALE_BYTES
+    rows, columns = _pad_to_blocks(stack, shape)
+    return (
+        rows * columns
+        + _round_to_block(rows) // QUANTISED_BLOCK * (_round_to_block(columns) // QUANTISED_BLOCK) * _SCALE_BYTES
+    )
 
 
-def _rounded(size: int) -> int:
+def _round_to_block(size: int) -> int:
     return -(-size // QUANTISED_BLOCK) * QUANTISED_BLOCK
 
 

@@ -139,14 +139,14 @@ class MemoryTable:
             dict.fromkeys(use.kind for phase in self.phases for use in phase.uses if use.device_bytes or use.host_bytes)
         )
 
-    def predicted(self) -> dict[str, int]:
+    def bytes_by_metric(self) -> dict[str, int]:
         """Return the bytes of a GPU (on a CPU: of a rank's process), keyed by PHASE of the metrics
         `memory/PHASE_gib`."""
-        found: dict[str, int] = {}
+        largest: dict[str, int] = {}
         for phase in self.phases:
-            taken = phase.device_bytes if self.is_gpu else phase.host_bytes
-            found[phase.metric] = max(found.get(phase.metric, 0), taken)
-        return found
+            num_bytes = phase.device_bytes if self.is_gpu else phase.host_bytes
+            largest[phase.metric] = max(largest.get(phase.metric, 0), num_bytes)
+        return largest
 
     def as_json(self) -> dict[str, Any]:
         """Return the table as JSON values: bytes by phase and use, and the capacity of the KV cache."""

@@ -57,5 +57,5 @@ def read_models(
     if recipe.has_critic:
         source = further.get("critic.path", recipe.model.folder)
         critic = Built(shape_of(source).with_value_head(), parallel)
-    own = policy.with_value_head() if recipe.loop == "reward_model" else policy
-    return Models(Built(own.with_mtp(recipe.trains_mtp), parallel), critic, frozen)
+    trained_shape = policy.with_value_head() if recipe.loop == "reward_model" else policy
+    return Models(Built(trained_shape.with_mtp(recipe.trains_mtp), parallel), critic, frozen)

@@ -48,7 +48,9 @@ def memory_table(
     for memory in memories:
         for phase in RankPhases(memory).list_phases():
             by_name.setdefault(phase.name, []).append(phase)
-    phases = tuple(max(same, key=lambda phase: (phase.device_bytes, phase.host_bytes)) for same in by_name.values())
+    phases = tuple(
+        max(rank_phases, key=lambda phase: (phase.device_bytes, phase.host_bytes)) for rank_phases in by_name.values()
+    )
     sampling = next((memory for memory in memories if memory.has_engine), None)
     cache = None if sampling is None else sampling.cache_capacity()
     return MemoryTable(phases=phases, cache=cache, is_gpu=platform.is_gpu)
@@ -67,8 +69,8 @@ class RankPhases:
             part = "trainer" if self.memory.has_trainer else "engine"
         moments = self._list_trainer_phases() if self.memory.has_trainer else self._list_engine_phases()
         for name, uses in moments.items():
-            placed = tuple(self._placed([*uses, *self._background_send(name)]))
-            yield Phase(name=name, rank=self.memory.rank, uses=placed, part=part)
+            all_uses = tuple(self._add_libraries([*uses, *self._background_send(name)]))
+            yield Phase(name=name, rank=self.memory.rank, uses=all_uses, part=part)
 
     def _list_engine_phases(self) -> dict[str, list[Use]]:
         """Return the phases of a rank that only samples."""
@@ -132,7 +134,7 @@ class RankPhases:
         ]
 
     def _scoring(self, name: str) -> list[Use]:
-        built = self._built(name)
+        built = self._model_named(name)
         settings = self.memory.pass_settings(built)
         if (row_tokens := self.memory.recipe.trainer.max_tokens_per_forward) is not None:
             settings = replace(settings, row_tokens=row_tokens)
@@ -147,7 +149,7 @@ class RankPhases:
         ]
 
     def _training(self, name: str) -> list[Use]:
-        built = self._built(name)
+        built = self._model_named(name)
         settings = self.memory.pass_settings(built)
         stage = built.parallel.coordinates(self.memory.rank).pp
         # A row stored as a tree saves other tensors than separate sequences do: the larger ones count.
@@ -208,7 +210,7 @@ class RankPhases:
         yield Use("gradients", device_bytes=states.gradients * is_here["gradients"])
         yield Use("main weights", device_bytes=states.main_weights * is_here["optimizer"])
         yield Use("moments", device_bytes=states.moments * is_here["optimizer"])
-        yield Use("offloaded copies", host_bytes=states.offloaded(offload) * self.memory.offloads_states)
+        yield Use("offloaded copies", host_bytes=states.offloaded_bytes(offload) * self.memory.offloads_states)
         if states.on_host:
             yield Use("optimizer on the host", host_bytes=states.on_host)
 
@@ -258,7 +260,7 @@ class RankPhases:
             return self._awake_engine()[:2]
         return [Use("sleeping engine", host_bytes=self.memory.engine_weights)] if self.memory.adapter_slots else []
 
-    def _placed(self, uses: list[Use]) -> Iterator[Use]:
+    def _add_libraries(self, uses: list[Use]) -> Iterator[Use]:
         """Yield the uses, and the memory of libraries. On a CPU everything counts as host memory."""
         if self.memory.platform.is_gpu:
             yield from uses
@@ -278,7 +280,7 @@ class RankPhases:
             yield Use("copies of the state", host_bytes=4 * (self.memory.policy + self.memory.critic).saved)
         yield Use("libraries", host_bytes=LIBRARY_BYTES)
 
-    def _built(self, name: str) -> Built:
+    def _model_named(self, name: str) -> Built:
         if name == "critic":
             assert self.memory.models.critic is not None
             return self.memory.models.critic

@@ -61,13 +61,13 @@ class RankMemory:
         """Return the policy's states as they are after the first update: an optimizer has no moments before."""
         if not self.has_trainer:
             return trainer_bytes.NOTHING
-        return self._trained(self.models.policy, self.recipe.optimizer.name, self.recipe.lora.rank)
+        return self._trainer_states(self.models.policy, self.recipe.optimizer.name, self.recipe.lora.rank)
 
     @cached_property
     def critic(self) -> TrainerStates:
         if self.models.critic is None or not self.has_trainer:
             return trainer_bytes.NOTHING
-        return self._trained(self.models.critic, self.recipe.critic.optimizer.name, 0)
+        return self._trainer_states(self.models.critic, self.recipe.critic.optimizer.name, 0)
 
     @cached_property
     def frozen(self) -> dict[str, int]:
@@ -191,7 +191,7 @@ class RankMemory:
         that only score."""
         offload = self.recipe.trainer.offload if self.offloads_states else ()
         scoring = sum(self.frozen.values()) if self.platform.is_gpu else 0
-        return self.policy.offloaded(offload) + self.critic.offloaded(offload) + scoring
+        return self.policy.offloaded_bytes(offload) + self.critic.offloaded_bytes(offload) + scoring
 
     @property
     def max_host_copies(self) -> int:
@@ -239,7 +239,7 @@ class RankMemory:
         has_copy = shape.tie_word_embeddings or bool(shape.with_mtp(self.recipe.trains_mtp).num_mtp_layers)
         return self.has_trainer and has_copy and last > 0 and self.parallel.coordinates(self.rank).pp in (0, last)
 
-    def _trained(self, built: Built, optimizer: str, lora_rank: int) -> TrainerStates:
+    def _trainer_states(self, built: Built, optimizer: str, lora_rank: int) -> TrainerStates:
         layouts = built.layouts
         return trainer_bytes.trainer_states(
             layouts,
@@ -298,8 +298,8 @@ class RankMemory:
         if self.gpu_gib is None:
             return 0
         # vLLM counts what its own group takes. The trainer's groups come later.
-        others = CONTEXT_BYTES + Communicator("engine", self.parallel.rollout_tp).num_bytes + self.cuda_graphs
-        return max(0, int(share * self.gpu_gib * 2**30) - self.engine_weights - self.engine_step - others)
+        library_bytes = CONTEXT_BYTES + Communicator("engine", self.parallel.rollout_tp).num_bytes + self.cuda_graphs
+        return max(0, int(share * self.gpu_gib * 2**30) - self.engine_weights - self.engine_step - library_bytes)
 
     @property
     def cuda_graphs(self) -> int:

@@ -53,20 +53,20 @@ class Remedy:
         return tuple(short_override(field, value) for field, value in self.values.items())
 
 
-def remedies(recipe: Recipe, models: Models, gpus: GpuMemory, *, most: int = 3) -> list[Remedy]:
+def remedies(recipe: Recipe, models: Models, gpus: GpuMemory, *, max_remedies: int = 3) -> list[Remedy]:
     """Return the cheapest changes with which the recipe fits: of offload, KV cache, overlap, row length, recomputation.
 
     Each is enough by itself, and none of its fields can be left out. If none fits, the search is repeated with the
     optimizer on the host.
     """
-    if fitting := _remedies(recipe, models, gpus, most):
+    if fitting := _remedies(recipe, models, gpus, max_remedies):
         return fitting
     if (on_host := _optimizer_on_host(recipe)) is None:
         return []
-    other = with_field_values(recipe, on_host)
-    if (remedy := _completed(recipe, models, gpus, on_host)) is not None:
+    recipe_on_host = with_field_values(recipe, on_host)
+    if (remedy := _fit_values(recipe, models, gpus, on_host)) is not None:
         return [remedy]
-    further = _remedies(other, models, gpus, most)
+    further = _remedies(recipe_on_host, models, gpus, max_remedies)
     return [Remedy(on_host | {**remedy.values}, remedy.table) for remedy in further]
 
 
@@ -83,21 +83,21 @@ def _optimizer_on_host(recipe: Recipe) -> dict[str, Any] | None:
     return fields
 
 
-def _remedies(recipe: Recipe, models: Models, gpus: GpuMemory, most: int) -> list[Remedy]:
-    found: list[tuple[float, Remedy]] = []
+def _remedies(recipe: Recipe, models: Models, gpus: GpuMemory, max_remedies: int) -> list[Remedy]:
+    priced_remedies: list[tuple[float, Remedy]] = []
     for values in _choices(recipe, models.policy.shape):
         # Choices come with few fields first. A choice with all fields of a remedy already found changes more than
         # needed.
-        if any(set(remedy.values) <= set(values) for _, remedy in found):
+        if any(set(remedy.values) <= set(values) for _, remedy in priced_remedies):
             continue
-        if (remedy := _completed(recipe, models, gpus, values)) is not None:
-            found.append((_cost(recipe, remedy.values), remedy))
+        if (remedy := _fit_values(recipe, models, gpus, values)) is not None:
+            priced_remedies.append((_cost(recipe, remedy.values), remedy))
     needed = [
         (cost, remedy)
-        for cost, remedy in found
-        if not any(set(other.values) < set(remedy.values) for _, other in found)
+        for cost, remedy in priced_remedies
+        if not any(set(smaller.values) < set(remedy.values) for _, smaller in priced_remedies)
     ]
-    return [remedy for _, remedy in sorted(needed, key=lambda pair: pair[0])[:most]]
+    return [remedy for _, remedy in sorted(needed, key=lambda pair: pair[0])[:max_remedies]]
 
 
 def with_field_values(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
@@ -107,7 +107,10 @@ def with_field_values(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
     for field, value in values.items():
         section, _, name = field.partition(".")
         sections.setdefault(section, {})[name] = value
-    copies = {section: getattr(recipe, section).model_copy(update=own) for section, own in sections.items()}
+    copies = {
+        section: getattr(recipe, section).model_copy(update=section_values)
+        for section, section_values in sections.items()
+    }
     return recipe.model_copy(update=copies)
 
 
@@ -160,18 +163,18 @@ def _recomputation(recipe: Recipe, shape: ModelShape) -> tuple[str, Any]:
     return "trainer.recompute_modules", None if module in trainer.recompute_modules else more
 
 
-def _completed(recipe: Recipe, models: Models, gpus: GpuMemory, values: dict[str, Any]) -> Remedy | None:
+def _fit_values(recipe: Recipe, models: Models, gpus: GpuMemory, values: dict[str, Any]) -> Remedy | None:
     """Return a change with its markers replaced by the largest values that fit, or None if nothing fits."""
-    given = {field: value for field, value in values.items() if value is not _FITTED}
+    fixed_values = {field: value for field, value in values.items() if value is not _FITTED}
     # Each fit starts from the values fixed before, so later fields use only the memory still missing.
-    for field in values.keys() - given.keys():
-        fit = _fitted_rows if field == "trainer.max_tokens_per_microbatch" else _fitted_cache
-        if (value := fit(with_field_values(recipe, given), models, gpus)) is None:
+    for field in values.keys() - fixed_values.keys():
+        fit = _fit_rows if field == "trainer.max_tokens_per_microbatch" else _fit_cache
+        if (value := fit(with_field_values(recipe, fixed_values), models, gpus)) is None:
             return None
-        given[field] = value
-    ordered = {field: given[field] for field in values}
+        fixed_values[field] = value
+    ordered = {field: fixed_values[field] for field in values}
     table = memory_table(with_field_values(recipe, ordered), models, GPU, gpu_gib=gpus.engine)
-    return Remedy(ordered, table) if not gpus.exceeded(table) else None
+    return Remedy(ordered, table) if not gpus.overfull_phases(table) else None
 
 
 def cache_within(table: MemoryTable, limit_gib: float) -> float:
@@ -181,11 +184,11 @@ def cache_within(table: MemoryTable, limit_gib: float) -> float:
     It is negative if no cache fits.
     """
     sampling = [phase for phase in table.phases if phase.use("KV cache").device_bytes]
-    others = max((phase.device_bytes - phase.use("KV cache").device_bytes for phase in sampling), default=0)
-    return math.floor((limit_gib - others / _GIB) * 10) / 10
+    without_cache = max((phase.device_bytes - phase.use("KV cache").device_bytes for phase in sampling), default=0)
+    return math.floor((limit_gib - without_cache / _GIB) * 10) / 10
 
 
-def _fitted_cache(recipe: Recipe, models: Models, gpus: GpuMemory) -> float | None:
+def _fit_cache(recipe: Recipe, models: Models, gpus: GpuMemory) -> float | None:
     """Return the largest value of `rollout.kv_cache_gib` (or `rollout.gpu_memory_utilization`) that fits during
     sampling. None: no value fits."""
     table = memory_table(recipe, models, GPU, gpu_gib=gpus.engine)
@@ -207,21 +210,21 @@ def _fitted_cache(recipe: Recipe, models: Models, gpus: GpuMemory) -> float | No
     return value if capacity is not None and capacity.longest_requests >= 1 else None
 
 
-def _fitted_rows(recipe: Recipe, models: Models, gpus: GpuMemory) -> int | None:
+def _fit_rows(recipe: Recipe, models: Models, gpus: GpuMemory) -> int | None:
     """Return the greatest row length, below the present one, with which training fits. None: it could not hold a
     sample."""
     multiple = _row_step(recipe, models)
-    least = -(-(recipe.trained_tokens + bool(recipe.reward.model)) // multiple)
-    most = (recipe.trainer.max_tokens_per_microbatch - 1) // multiple
+    low = -(-(recipe.trained_tokens + bool(recipe.reward.model)) // multiple)
+    high = (recipe.trainer.max_tokens_per_microbatch - 1) // multiple
 
     def fits(count: int) -> bool:
         shorter = with_field_values(recipe, {"trainer.max_tokens_per_microbatch": count * multiple})
         training, scoring = _pass_bytes(shorter, models, gpus)
         return max(training, scoring) <= gpus.trainer * _GIB
 
-    if least > most or not fits(least):
+    if low > high or not fits(low):
         return None
-    return _greatest(fits, least=least, most=most) * multiple
+    return _greatest(fits, low=low, high=high) * multiple
 
 
 def forward_row_tokens(recipe: Recipe, models: Models, gpus: GpuMemory) -> int | None:
@@ -242,11 +245,11 @@ def forward_row_tokens(recipe: Recipe, models: Models, gpus: GpuMemory) -> int |
         longer = with_field_values(recipe, {"trainer.max_tokens_per_forward": count * multiple})
         return _pass_bytes(longer, models, gpus)[1] <= training
 
-    least, most = -(-shortest // multiple), _LONGEST_FORWARD * shortest // multiple
-    if least > most or not fits(least):
+    low, high = -(-shortest // multiple), _LONGEST_FORWARD * shortest // multiple
+    if low > high or not fits(low):
         return None
-    found = _greatest(fits, least=least, most=most) * multiple
-    return found if found > shortest else None
+    row_tokens = _greatest(fits, low=low, high=high) * multiple
+    return row_tokens if row_tokens > shortest else None
 
 
 def _row_step(recipe: Recipe, models: Models) -> int:
@@ -265,12 +268,12 @@ def _pass_bytes(recipe: Recipe, models: Models, gpus: GpuMemory) -> tuple[int, i
     return max(training), max(scoring, default=0)
 
 
-def _greatest(fits: Callable[[int], bool], *, least: int, most: int) -> int:
-    """Return the greatest number of `least` to `most` that `fits`. `least` does, and memory grows with the number."""
-    while least < most:
-        middle = (least + most + 1) // 2
-        least, most = (middle, most) if fits(middle) else (least, middle - 1)
-    return least
+def _greatest(fits: Callable[[int], bool], *, low: int, high: int) -> int:
+    """Return the greatest number of `low` to `high` that `fits`. `low` does, and memory grows with the number."""
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
 
 
 def _cost(recipe: Recipe, values: Mapping[str, Any]) -> float:

@@ -157,13 +157,13 @@ class ExplainedTerm:
     source: str
 
 
-def explained(table: MemoryTable) -> list[ExplainedTerm]:
+def explain_terms(table: MemoryTable) -> list[ExplainedTerm]:
     """Return all terms of a memory table, in the order of its phases."""
-    found = []
+    terms = []
     for kind in table.kinds:
         uses = [phase.use(kind) for phase in table.phases]
         term = term_of(kind)
-        found.append(
+        terms.append(
             ExplainedTerm(
                 kind=kind,
                 device_bytes=max(use.device_bytes for use in uses),
@@ -172,4 +172,4 @@ def explained(table: MemoryTable) -> list[ExplainedTerm]:
                 source=term.source,
             )
         )
-    return found
+    return terms

@@ -59,7 +59,7 @@ class TrainerStates:
         """Return the bytes on the device while the model trains."""
         return self.parameters + self.gradients + self.optimizer
 
-    def offloaded(self, offload: Collection[str]) -> int:
+    def offloaded_bytes(self, offload: Collection[str]) -> int:
         """Return the bytes of host memory for the states of `trainer.offload`. Gradients are not copied."""
         return self.parameters * ("parameters" in offload) + self.optimizer * ("optimizer" in offload)
 
@@ -136,31 +136,31 @@ def fp8_bytes(layouts: MegatronLayouts, rank: int) -> int:
 def buffers_of(layouts: MegatronLayouts, rank: int) -> Iterator[tuple[Sequence[Parameter], int, int]]:
     """Yield the gradient buffers of a rank: parameters, number of data-parallel shards, the rank's own shard."""
     parallel = layouts.parallel
-    at = parallel.coordinates(rank)
+    coordinates = parallel.coordinates(rank)
     dense_shards = parallel.dp * parallel.cp
     expert_shards = parallel.world_size // (parallel.etp * parallel.ep * parallel.pp)
     # Megatron-Core gives tied embeddings a bucket of their own if first and last stage must sum their gradients.
     is_shared = layouts.model.tie_word_embeddings and parallel.pp > 1
     # Buffers of modules are not trained.
-    shapes = parameter_shapes(layouts, at, has_buffers=False)
+    shapes = parameter_shapes(layouts, coordinates, has_buffers=False)
     for chunk in range(parallel.vpp):
         prefix = chunk_prefix(chunk, parallel.vpp)
-        own = {name: shape for name, shape in shapes.items() if name.startswith(prefix)}
+        chunk_shapes = {name: shape for name, shape in shapes.items() if name.startswith(prefix)}
         dense = [
             Parameter(
                 math.prod(shape),
                 has_own_bucket=is_shared and name.endswith(("word_embeddings.weight", "output_layer.weight")),
                 is_vector=len(shape) == 1,
             )
-            for name, shape in own.items()
+            for name, shape in chunk_shapes.items()
             if ".experts." not in name
         ]
-        experts = [Parameter(math.prod(shape)) for name, shape in own.items() if ".experts." in name]
+        experts = [Parameter(math.prod(shape)) for name, shape in chunk_shapes.items() if ".experts." in name]
         if dense:
-            yield dense, dense_shards, at.dp * parallel.cp + at.cp
+            yield dense, dense_shards, coordinates.dp * parallel.cp + coordinates.cp
         if experts:
             # Experts have their own data-parallel groups, so Megatron-Core puts them into a buffer of their own.
-            yield experts, expert_shards, at.edp
+            yield experts, expert_shards, coordinates.edp
 
 
 def _buffer_states(
@@ -193,13 +193,13 @@ def _buffer_states(
         for bucket in buckets
         for start, stop in bucket.parameters
     ]
-    held = [overlap for overlap in overlaps if overlap > 0]
-    own = sum(held)
+    owned_parts = [overlap for overlap in overlaps if overlap > 0]
+    owned_numel = sum(owned_parts)
     is_vector = [parameter.is_vector for parameter in reversed(parameters)]
-    moved = _taken_to_the_host(overlaps, is_vector, host_fraction)
-    on_device = own - sum(moved)
-    whole = [parameter.numel for parameter in parameters]
-    copied = _taken_to_the_host(whole, [parameter.is_vector for parameter in parameters], host_fraction)
+    moved = _numels_on_host(overlaps, is_vector, host_fraction)
+    on_device = owned_numel - sum(moved)
+    numels = [parameter.numel for parameter in parameters]
+    copied = _numels_on_host(numels, [parameter.is_vector for parameter in parameters], host_fraction)
     return TrainerStates(
         parameters=size * itemsize,
         gradients=size * FLOAT32,
@@ -207,17 +207,17 @@ def _buffer_states(
         moments=on_device * FLOAT32 * num_moments,
         # Weights are written by one of the ranks holding them. Each rank writes its own part of the optimizer, in
         # float32 even if the weights serve as main weights.
-        saved=numel * itemsize // num_shards + (1 + num_moments) * own * FLOAT32,
+        saved=numel * itemsize // num_shards + (1 + num_moments) * owned_numel * FLOAT32,
         # Weights move to the host through pinned copies, and torch's allocator does not free these.
-        on_host=sum((1 + num_moments) * part * FLOAT32 + _pinned(part * FLOAT32, is_pinned) for part in moved)
-        + is_pinned * sum(_pinned(part * itemsize, True) for part in copied),
+        on_host=sum((1 + num_moments) * part * FLOAT32 + _pinned_bytes(part * FLOAT32, is_pinned) for part in moved)
+        + is_pinned * sum(_pinned_bytes(part * itemsize, True) for part in copied),
         # Megatron-Core first builds the optimizer for whole parameters, then for this rank's parts.
         built=(numel - sum(copied)) * FLOAT32 * has_main if moved else 0,
         built_on_host=sum(copied) * FLOAT32,
     )
 
 
-def _taken_to_the_host(numels: Sequence[int], is_vector: Sequence[bool], fraction: float) -> list[int]:
+def _numels_on_host(numels: Sequence[int], is_vector: Sequence[bool], fraction: float) -> list[int]:
     """Return the sizes of the parameters whose optimizer moves to the host: matrices first, until the fraction is
     reached.
 
@@ -225,12 +225,12 @@ def _taken_to_the_host(numels: Sequence[int], is_vector: Sequence[bool], fractio
     parameter per chunk.
     """
     total = sum(max(numel, 0) for numel in numels)
-    taken: list[int] = []
+    chosen_numels: list[int] = []
     for wants_vectors in (False, True):
         for numel, of_vector in zip(numels, is_vector, strict=True):
-            if of_vector is wants_vectors and numel > 0 and sum(taken) < fraction * total:
-                taken.append(numel)
-    return taken
+            if of_vector is wants_vectors and numel > 0 and sum(chosen_numels) < fraction * total:
+                chosen_numels.append(numel)
+    return chosen_numels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,6 +280,6 @@ def _up(number: int, *, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def _pinned(size: int, is_pinned: bool) -> int:
+def _pinned_bytes(size: int, is_pinned: bool) -> int:
     """Return the bytes of a host copy made by Megatron-Core: torch rounds pinned memory up to powers of two."""
     return 1 << (size - 1).bit_length() if is_pinned and size else size

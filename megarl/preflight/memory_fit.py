@@ -120,7 +120,7 @@ def _remedies(recipe: Recipe, models: Models, gpus: GpuMemory) -> _Remedies:
 def verdict_on_gpus(recipe: Recipe, models: Models, table: MemoryTable, gpus: GpuMemory) -> Verdict:
     """Return whether a prediction for GPUs fits. Each phase is compared with the memory of the GPU running it."""
     limits = {phase.name: int(gpus.gib_for(phase) * _GIB) for phase in table.phases}
-    over = gpus.exceeded(table)
+    over = gpus.overfull_phases(table)
     excess = {phase.name: phase.device_bytes - limits[phase.name] for phase in over}
     if over:
         text = f"does not fit: {_limits_named(recipe, gpus)}: {_excess_named(gpus, over)}"
@@ -173,7 +173,7 @@ def _larger_share(recipe: Recipe, models: Models, gpus: GpuMemory, present: floa
 
 def _fits_on_gpus(recipe: Recipe, models: Models, gpus: GpuMemory) -> bool:
     table = memory_table(recipe, models, GPU, gpu_gib=gpus.engine)
-    return not gpus.exceeded(table) and _too_long_request(table) is None
+    return not gpus.overfull_phases(table) and _too_long_request(table) is None
 
 
 def verdict_on_cpus(recipe: Recipe, models: Models, table: MemoryTable) -> Verdict:
@@ -254,9 +254,9 @@ def _wider(recipe: Recipe, gpus: GpuMemory) -> str | None:
             continue
         table = memory_table(other, models, GPU, gpu_gib=gpus.engine)
         own = Remedy(values, table)
-        if not gpus.exceeded(table):
+        if not gpus.overfull_phases(table):
             return " ".join(own.overrides)
-        if found := remedies(other, models, gpus, most=1):
+        if found := remedies(other, models, gpus, max_remedies=1):
             return " ".join((*own.overrides, *found[0].overrides))
     return None
 
@@ -324,7 +324,7 @@ def verdict_of(recipe: Recipe, parallel: ParallelConfig, table: MemoryTable) -> 
 
 def predicted_memory(recipe: Recipe) -> dict[str, int]:
     """Return the predicted bytes of the rank with most memory, keyed by the phases in the metrics memory/PHASE_gib."""
-    return _table_here(recipe).predicted()
+    return _table_here(recipe).bytes_by_metric()
 
 
 def planned_host_bytes(recipe: Recipe) -> RankHostBytes | None:
@@ -366,7 +366,7 @@ def memory_faults(recipe: Recipe, parallel: ParallelConfig, *, is_start: bool) -
     except DataError:
         return  # The checks of the model folder report it.
     table = memory_table(recipe, models, GPU, gpu_gib=gpus.engine)
-    if over := gpus.exceeded(table):
+    if over := gpus.overfull_phases(table):
         yield refusal(recipe, models, gpus, over)
     # Under gpu_memory_utilization the cache takes the remainder, so it is the cache that may be too small.
     elif table.cache is not None and not table.cache.longest_requests:

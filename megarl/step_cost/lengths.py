@@ -70,9 +70,9 @@ class Lengths:
         if num_samples <= len(self.quantiles):
             return float(np.quantile(self.quantiles, 1 - 0.5 / max(num_samples, 1)))
         normal = NormalDist()
-        known = normal.inv_cdf(1 - 0.5 / len(self.quantiles))
+        last_score = normal.inv_cdf(1 - 0.5 / len(self.quantiles))
         spread = float(np.log(np.maximum(self.quantiles, 1)).std())
-        more = spread * (normal.inv_cdf(1 - 0.5 / num_samples) - known)
+        more = spread * (normal.inv_cdf(1 - 0.5 / num_samples) - last_score)
         return float(min(self.limit, last * math.exp(more)))
 
 
@@ -106,7 +106,7 @@ def assumed_lengths(*, limit: int, max_prompt_tokens: int) -> Lengths:
     return log_normal(mean=_ASSUMED_SHARE * limit, limit=limit, prompt_tokens=assumed_prompt_tokens(max_prompt_tokens))
 
 
-def recorded(tokens: Sequence[float], *, limit: int, prompt_tokens: float, source: str) -> Lengths:
+def recorded_lengths(tokens: Sequence[float], *, limit: int, prompt_tokens: float, source: str) -> Lengths:
     """Return the distribution of recorded completion lengths."""
     values = np.clip(np.asarray(tokens, np.float64), 1, limit)
     places = (np.arange(_NUM_QUANTILES) + 0.5) / _NUM_QUANTILES
@@ -129,4 +129,4 @@ def lengths_of_run(folder: Path, *, limit: int, prompt_tokens: float) -> Lengths
     if not tokens:
         raise DataError(f"{folder}: has no samples with lengths in samples/; give a run with samples_every_steps")
     source = f"{len(tokens):,} samples of {folder}"
-    return recorded(tokens, limit=limit, prompt_tokens=prompt_tokens, source=source)
+    return recorded_lengths(tokens, limit=limit, prompt_tokens=prompt_tokens, source=source)

@@ -68,37 +68,39 @@ class RolloutCost:
     """Bytes of a number in the KV cache: 2, 4 in float32, 1 in FP8."""
 
     def rollout(
-        self, at: EngineLayout, lengths: Lengths, *, num_samples: float, samples_per_prompt: int
+        self, engines: EngineLayout, lengths: Lengths, *, num_samples: float, samples_per_prompt: int
     ) -> RolloutSeconds:
         """Return the seconds until all samples of a step are complete."""
-        own = num_samples / at.num_engines
+        engine_samples = num_samples / engines.num_engines
         aged = lengths.mean_age
-        fitting = at.cache_tokens / (lengths.prompt_tokens + aged)
-        requests = max(1.0, min(own, at.max_requests, fitting))
+        fitting = engines.cache_tokens / (lengths.prompt_tokens + aged)
+        requests = max(1.0, min(engine_samples, engines.max_requests, fitting))
         full = 0.0
-        if own > requests:
+        if engine_samples > requests:
             step = self.step_seconds(
-                at.tp, requests=np.array([requests]), context=np.array([lengths.prompt_tokens + aged])
+                engines.tp, requests=np.array([requests]), context=np.array([lengths.prompt_tokens + aged])
             )
-            full = float((own - requests) * lengths.mean / requests * step[0])
-        grid, alive = self._tail(lengths, waits=own > requests, num_samples=requests * at.num_engines)
+            full = float((engine_samples - requests) * lengths.mean / requests * step[0])
+        grid, alive = self._tail(lengths, waits=engine_samples > requests, num_samples=requests * engines.num_engines)
         active = np.maximum(requests * alive, 1.0)
-        contexts = lengths.prompt_tokens + np.minimum(grid + (aged if own > requests else 0.0), lengths.limit)
-        steps = self.step_seconds(at.tp, requests=active, context=contexts)
+        contexts = lengths.prompt_tokens + np.minimum(
+            grid + (aged if engine_samples > requests else 0.0), lengths.limit
+        )
+        steps = self.step_seconds(engines.tp, requests=active, context=contexts)
         tail = float(np.trapezoid(steps, grid))
-        prompts = num_samples / samples_per_prompt / at.num_engines
-        rate = self.constants.gemm_efficiency * self.gpu.flops * at.tp
+        prompts = num_samples / samples_per_prompt / engines.num_engines
+        rate = self.constants.gemm_efficiency * self.gpu.flops * engines.tp
         prefill = prompts * lengths.prompt_tokens * (self.work.layer_flops + self.work.expert_flops) / rate
         return RolloutSeconds(
             prefill=prefill,
             full=full,
             tail=tail,
             requests=requests,
-            limited_by_cache=fitting < min(own, at.max_requests),
+            limited_by_cache=fitting < min(engine_samples, engines.max_requests),
         )
 
     def steady_seconds(
-        self, at: EngineLayout, lengths: Lengths, *, num_samples: float, samples_per_prompt: int, staleness: int
+        self, engines: EngineLayout, lengths: Lengths, *, num_samples: float, samples_per_prompt: int, staleness: int
     ) -> RolloutSeconds:
         """Return the seconds between two steps of engines that sample ahead.
 
@@ -106,15 +108,22 @@ class RolloutCost:
         flight, and the tail of one overlaps the next ones.
         """
         batches = max(1, staleness)
-        whole = self.rollout(at, lengths, num_samples=num_samples * batches, samples_per_prompt=samples_per_prompt)
-        return replace(whole, prefill=whole.prefill / batches, full=whole.full / batches, tail=whole.tail / batches)
+        all_batches = self.rollout(
+            engines, lengths, num_samples=num_samples * batches, samples_per_prompt=samples_per_prompt
+        )
+        return replace(
+            all_batches,
+            prefill=all_batches.prefill / batches,
+            full=all_batches.full / batches,
+            tail=all_batches.tail / batches,
+        )
 
     def step_seconds(self, tp: int, *, requests: Numbers, context: Numbers) -> Numbers:
         """Return the seconds of a decoding step for numbers of requests and their mean tokens, each [n]."""
         work, constants, gpu = self.work, self.constants, self.gpu
         shape = work.shape
         # Each engine rank reads its part of the weights and the keys and values of its heads.
-        experts = work.expert_weights * self._chosen(requests)
+        experts = work.expert_weights * self._chosen_share(requests)
         head = shape.vocab_size * shape.hidden_size
         weights = (work.layer_weights + experts + head) * self.item_bytes / tp
         cached = shape.attention.cached_numbers(tp) * self.cache_item_bytes
@@ -133,7 +142,7 @@ class RolloutCost:
             seconds = seconds + 2 * work.num_layers * (latency + sent / link)
         return seconds
 
-    def _chosen(self, requests: Numbers) -> Numbers | float:
+    def _chosen_share(self, requests: Numbers) -> Numbers | float:
         """Return the share of experts chosen by at least one of the requests [n], if each chooses at random."""
         shape = self.work.shape
         if not shape.num_experts:
@@ -154,5 +163,5 @@ class RolloutCost:
             return grid, alive
         # Share of requests with more than this many tokens left: the survival's integral from there on.
         widths = np.diff(grid) * (alive[1:] + alive[:-1]) / 2
-        left = np.append(np.cumsum(widths[::-1])[::-1], 0.0)
-        return grid, left / max(left[0], 1e-9)
+        remaining = np.append(np.cumsum(widths[::-1])[::-1], 0.0)
+        return grid, remaining / max(remaining[0], 1e-9)

@@ -103,11 +103,11 @@ class Parts:
     def at(self, index: int) -> dict[str, float]:
         """Return the seconds of one layout by cause, without zeros."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        found = {
+        seconds = {
             name: float(np.broadcast_to(value, (index + 1,) if np.ndim(value) == 0 else np.shape(value))[index])
             for name, value in values.items()
         }
-        return {name: value for name, value in found.items() if value}
+        return {name: value for name, value in seconds.items() if value}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +126,7 @@ class TrainerCost:
 
     def update(
         self,
-        at: Layouts,
+        layouts: Layouts,
         recomputed: Recomputed,
         *,
         tokens: float,
@@ -139,9 +139,9 @@ class TrainerCost:
         `tokens`: number in the whole batch. `row_tokens`: capacity of a row, over all context-parallel ranks [layouts].
         `keeps_logits`: logits stay for the backward pass (`trainer.keep_logits`). Otherwise it computes them again.
         """
-        rows, filled = self._rows(at, tokens=tokens / updates, row_tokens=row_tokens, has_groups=True)
-        attention, feed_forward = self._layer_parts(at, filled)
-        head = self._head(at, filled, products=3 if keeps_logits else 4, layer_passes=3)
+        rows, filled = self._rows(layouts, tokens=tokens / updates, row_tokens=row_tokens, has_groups=True)
+        attention, feed_forward = self._layer_parts(layouts, filled)
+        head = self._head(layouts, filled, products=3 if keeps_logits else 4, layer_passes=3)
         backward = Parts(
             compute=2.0,
             launches=2.0,
@@ -149,62 +149,72 @@ class TrainerCost:
             context_exchange=2.0,
             expert_exchange=1.0,
         )
-        row = _scaled(attention, backward) + _scaled(feed_forward, backward) + head
+        row = _multiply_parts(attention, backward) + _multiply_parts(feed_forward, backward) + head
         row += attention * (1 + recomputed.attention) + feed_forward * (1 + recomputed.feed_forward)
         passes = row * rows
-        bubble = Parts(bubble=row.seconds * (at.pp - 1) / at.vpp)
-        whole = (passes + bubble) * _BALANCE + self._end_of_update(at)
-        return whole * updates
+        bubble = Parts(bubble=row.seconds * (layouts.pp - 1) / layouts.vpp)
+        seconds = (passes + bubble) * _BALANCE + self._end_of_update(layouts)
+        return seconds * updates
 
-    def scoring(self, at: Layouts, *, tokens: float, row_tokens: Numbers) -> Parts:
+    def scoring(self, layouts: Layouts, *, tokens: float, row_tokens: Numbers) -> Parts:
         """Return the seconds of one pass without gradients over the batch."""
-        rows, filled = self._rows(at, tokens=tokens, row_tokens=row_tokens, has_groups=False)
-        attention, feed_forward = self._layer_parts(at, filled)
-        row = attention + feed_forward + self._head(at, filled, products=1, layer_passes=1)
-        return (row * rows + Parts(bubble=row.seconds * (at.pp - 1))) * _BALANCE
+        rows, filled = self._rows(layouts, tokens=tokens, row_tokens=row_tokens, has_groups=False)
+        attention, feed_forward = self._layer_parts(layouts, filled)
+        row = attention + feed_forward + self._head(layouts, filled, products=1, layer_passes=1)
+        return (row * rows + Parts(bubble=row.seconds * (layouts.pp - 1))) * _BALANCE
 
-    def _rows(self, at: Layouts, *, tokens: float, row_tokens: Numbers, has_groups: bool) -> tuple[Numbers, Numbers]:
+    def _rows(
+        self, layouts: Layouts, *, tokens: float, row_tokens: Numbers, has_groups: bool
+    ) -> tuple[Numbers, Numbers]:
         """Return the number of rows of a data-parallel rank and the tokens in each, both [layouts]."""
-        own = tokens / at.dp
-        rows = np.maximum(1, np.ceil(own / (_FILL * row_tokens)))
+        rank_tokens = tokens / layouts.dp
+        rows = np.maximum(1, np.ceil(rank_tokens / (_FILL * row_tokens)))
         if has_groups:
             # The interleaved schedule takes pp rows at a time.
-            rows = np.where(at.vpp > 1, np.ceil(rows / at.pp) * at.pp, rows)
-        return rows, own / rows
+            rows = np.where(layouts.vpp > 1, np.ceil(rows / layouts.pp) * layouts.pp, rows)
+        return rows, rank_tokens / rows
 
-    def _layer_parts(self, at: Layouts, tokens: Numbers) -> tuple[Parts, Parts]:
+    def _layer_parts(self, layouts: Layouts, tokens: Numbers) -> tuple[Parts, Parts]:
         """Return the seconds of a row's forward pass through the layers of a stage: attention, feed-forward."""
         work, constants, gpu = self.work, self.constants, self.gpu
-        stage = np.ceil(work.num_layers / at.pp)
+        stage = np.ceil(work.num_layers / layouts.pp)
         share = stage / work.num_layers
-        own = tokens / at.cp
-        gemm = self._gemm(own) * at.tp
+        rank_tokens = tokens / layouts.cp
+        gemm = self._gemm(rank_tokens) * layouts.tp
         projections = 2.0 * work.shape.attention.projection_elements(work.shape.hidden_size) * work.num_layers
         projections = min(projections, work.layer_flops)
-        width = own * work.shape.hidden_size * self.item_bytes
-        link = self._link(at.tp)
+        width = rank_tokens * work.shape.hidden_size * self.item_bytes
+        link = self._link(layouts.tp)
         # A gather before and a reduction after each of both halves of a layer.
-        exchange = 2 * width * (at.tp - 1) / at.tp / link * stage
+        exchange = 2 * width * (layouts.tp - 1) / layouts.tp / link * stage
         cached = work.shape.attention.cached_numbers(1) * self.item_bytes
         # Keys and values of linear attention are not sent.
         attending = stage * work.num_attention_layers / work.num_layers
-        context = tokens / at.cp * (at.cp - 1) * cached / at.tp / self._link(at.tp * at.cp) * attending
+        context = (
+            tokens
+            / layouts.cp
+            * (layouts.cp - 1)
+            * cached
+            / layouts.tp
+            / self._link(layouts.tp * layouts.cp)
+            * attending
+        )
         attention = Parts(
-            compute=own * (projections + self.score_flops) * share / gemm,
+            compute=rank_tokens * (projections + self.score_flops) * share / gemm,
             launches=constants.layer_seconds * stage,
             tensor_exchange=exchange,
             context_exchange=context,
         )
         expert_stage = stage * work.num_expert_layers / work.num_layers
         feed_forward = Parts(
-            compute=own * (work.layer_flops - projections) * share / gemm,
+            compute=rank_tokens * (work.layer_flops - projections) * share / gemm,
             # Experts take each tensor-parallel rank's own tokens, so nothing is gathered for them.
             tensor_exchange=exchange * (1 - work.num_expert_layers / work.num_layers),
         )
         if not work.num_expert_layers:
             return attention, feed_forward
-        routed = own / at.tp
-        group = at.ep * at.etp
+        routed = rank_tokens / layouts.tp
+        group = layouts.ep * layouts.etp
         of_expert = routed * group * work.shape.top_k / work.shape.num_experts
         rate = constants.gemm_efficiency * gpu.flops * of_expert / (of_expert + constants.expert_half_tokens)
         sent = 2 * routed * work.shape.top_k * work.shape.hidden_size * self.item_bytes * expert_stage
@@ -221,16 +231,18 @@ class TrainerCost:
         seconds = np.maximum(within / self.gpu.nvlink, across / self.gpu.network)
         return seconds / self.constants.link_efficiency
 
-    def _head(self, at: Layouts, tokens: Numbers, *, products: int, layer_passes: int) -> Parts:
+    def _head(self, layouts: Layouts, tokens: Numbers, *, products: int, layer_passes: int) -> Parts:
         """Return the seconds by which the output layer delays the slowest stage, with `products` matrix products.
 
         The last stage has a layer less where layers do not divide evenly, which saves `layer_passes` passes of one.
         """
-        own = tokens / at.cp
-        gemm = self._gemm(own) * at.tp
+        rank_tokens = tokens / layouts.cp
+        gemm = self._gemm(rank_tokens) * layouts.tp
         layer = (self.work.layer_flops + self.score_flops) / self.work.num_layers
-        spare = (np.ceil(self.work.num_layers / at.pp) - np.floor(self.work.num_layers / at.pp)) * layer
-        return Parts(compute=own * np.maximum(0.0, products * self.work.head_flops - layer_passes * spare) / gemm)
+        spare = (np.ceil(self.work.num_layers / layouts.pp) - np.floor(self.work.num_layers / layouts.pp)) * layer
+        return Parts(
+            compute=rank_tokens * np.maximum(0.0, products * self.work.head_flops - layer_passes * spare) / gemm
+        )
 
     def _gemm(self, tokens: Numbers) -> Numbers:
         """Return the FLOPs per second of matrix products over this many tokens on a rank."""
@@ -241,31 +253,33 @@ class TrainerCost:
         speed = np.where(group <= self.gpu.nvlink_gpus, self.gpu.nvlink, self.gpu.network)
         return self.constants.link_efficiency * speed
 
-    def weights_on_rank(self, at: Layouts) -> tuple[Numbers, Numbers]:
+    def weights_on_rank(self, layouts: Layouts) -> tuple[Numbers, Numbers]:
         """Return the numbers of weights on a rank: those of experts, and all others, both [layouts]."""
         work = self.work
-        experts = work.expert_weights / (at.etp * at.ep * at.pp)
+        experts = work.expert_weights / (layouts.etp * layouts.ep * layouts.pp)
         # The fullest stage has the embedding or the head.
-        others = work.layer_weights / (at.tp * at.pp) + work.embedding_weights / (at.tp * np.minimum(at.pp, 2))
-        return experts, others
+        dense = work.layer_weights / (layouts.tp * layouts.pp) + work.embedding_weights / (
+            layouts.tp * np.minimum(layouts.pp, 2)
+        )
+        return experts, dense
 
-    def _end_of_update(self, at: Layouts) -> Parts:
+    def _end_of_update(self, layouts: Layouts) -> Parts:
         """Return the seconds of an update's reduction of gradients and of its optimizer."""
-        experts, others = self.weights_on_rank(at)
-        expert_shards = at.world / (at.etp * at.ep * at.pp)
-        shards = at.dp * at.cp
-        speed = np.where(at.tp * shards <= self.gpu.nvlink_gpus, self.gpu.nvlink, self.gpu.network)
-        sent = experts * (expert_shards - 1) / expert_shards + others * (shards - 1) / shards
-        own = experts / expert_shards + others / shards
+        experts, dense = self.weights_on_rank(layouts)
+        expert_shards = layouts.world / (layouts.etp * layouts.ep * layouts.pp)
+        shards = layouts.dp * layouts.cp
+        speed = np.where(layouts.tp * shards <= self.gpu.nvlink_gpus, self.gpu.nvlink, self.gpu.network)
+        sent = experts * (expert_shards - 1) / expert_shards + dense * (shards - 1) / shards
+        shard_weights = experts / expert_shards + dense / shards
         on_gpu = _OPTIMIZER_BYTES / self.gpu.memory
         # The gradient goes to the host, and the new value comes back.
         on_host = _OPTIMIZER_BYTES / self.gpu.host_memory + (_GRADIENT_BYTES + self.item_bytes) / self.gpu.pcie
         sent_bytes = (_GRADIENT_BYTES + self.item_bytes) * sent
         return Parts(
             gradients=_EXPOSED_REDUCTION * sent_bytes / (self.constants.link_efficiency * speed),
-            optimizer=((1 - self.host_share) * on_gpu + self.host_share * on_host) * own,
+            optimizer=((1 - self.host_share) * on_gpu + self.host_share * on_host) * shard_weights,
         )
 
 
-def _scaled(parts: Parts, factors: Parts) -> Parts:
+def _multiply_parts(parts: Parts, factors: Parts) -> Parts:
     return Parts(**{f.name: getattr(parts, f.name) * getattr(factors, f.name) for f in fields(parts)})

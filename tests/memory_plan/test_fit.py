@@ -70,7 +70,9 @@ def test_each_change_that_is_named_fits(large: Callable[..., Recipe], name: str,
 
 def test_a_cache_that_is_named_is_as_large_as_fits(large: Callable[..., Recipe]) -> None:
     recipe = large("qwen3_14b_four_way", "cluster.gpu_memory_gib=130")
-    found = remedies(recipe, models_of(recipe, parallel_of(recipe)), GpuMemory(trainer=130.0, engine=130.0), most=9)
+    found = remedies(
+        recipe, models_of(recipe, parallel_of(recipe)), GpuMemory(trainer=130.0, engine=130.0), max_remedies=9
+    )
     (cache,) = [remedy.values for remedy in found if list(remedy.values) == ["rollout.kv_cache_gib"]]
     assert 129.8 < peak(with_field_values(recipe, cache)) <= 130.0
 

@@ -121,8 +121,8 @@ def test_shards_of_a_buffer() -> None:
     assert [state.moments for state in states] == [8 * 94, 8 * 36]
     # Half of 130 weights, and of its own elements main weights and moments.
     assert [state.saved for state in states] == [130 + 12 * 94, 130 + 12 * 36]
-    assert [state.offloaded(["optimizer"]) for state in states] == [12 * 94, 12 * 36]
-    assert states[0].offloaded(["parameters", "gradients"]) == 512
+    assert [state.offloaded_bytes(["optimizer"]) for state in states] == [12 * 94, 12 * 36]
+    assert states[0].offloaded_bytes(["parameters", "gradients"]) == 512
     whole = trainer_bytes._buffer_states(
         parameters, num_shards=2, shard=0, itemsize=2, is_distributed=False, num_moments=0, is_pinned=False
     )
@@ -170,7 +170,7 @@ def test_on_a_cpu_all_is_the_hosts(large: Callable[..., Recipe]) -> None:
     train = next(phase for phase in table.phases if phase.name == "train")
     # The engine does not sleep there.
     assert train.use("engine weights").host_bytes > 14e9 and train.use("KV cache").host_bytes > 100e9
-    assert table.predicted()["train"] == train.host_bytes
+    assert table.bytes_by_metric()["train"] == train.host_bytes
 
 
 def test_the_largest_table_takes_no_torch_and_no_second(large: Callable[..., Recipe], tmp_path: Path) -> None:
@@ -215,8 +215,8 @@ def test_ranks_that_train_and_ranks_that_sample(large: Callable[..., Recipe]) ->
     offloaded = table_of(large("qwen3_14b_four_way", *SEPARATE, "trainer.offload=[optimizer,gradients,parameters]"))
     assert offloaded == table
     # A phase that both have is predicted at its fullest rank.
-    assert table.predicted()["reshard"] == max(phases["reshard"].device_bytes, reshard.device_bytes)
-    assert table.predicted()["rollout"] == rollout.device_bytes
+    assert table.bytes_by_metric()["reshard"] == max(phases["reshard"].device_bytes, reshard.device_bytes)
+    assert table.bytes_by_metric()["rollout"] == rollout.device_bytes
     trains, samples = table.fullest_host
     assert (trains.part, samples.part) == ("trainer", "engine")
     assert table.host_bytes(num_trainers=3, num_engines=2) == 3 * trains.host_bytes + 2 * samples.host_bytes

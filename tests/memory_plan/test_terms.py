@@ -21,7 +21,7 @@ from megarl.memory_plan.engine_bytes import graph_bytes
 from megarl.memory_plan.node_bytes import DRIVER_BYTES, fullest_node_bytes, node_terms
 from megarl.memory_plan.phases import memory_table
 from megarl.memory_plan.rank_memory import RankMemory
-from megarl.memory_plan.terms import TERMS, explained
+from megarl.memory_plan.terms import TERMS, explain_terms
 from megarl.preflight.memory_fit import models_of
 from megarl.preflight.sizes import parallel_of
 from tests.memory_plan.conftest import RECIPES
@@ -141,7 +141,7 @@ def test_graphs_by_requests(requests: int, graphs: int) -> None:
 def test_every_use_of_memory_has_its_term(large: Callable[..., Recipe], name: str) -> None:
     recipe = large(name)
     table = memory_table(recipe, models_of(recipe, parallel_of(recipe)), GPU)
-    kinds = {term.kind for term in explained(table)}
+    kinds = {term.kind for term in explain_terms(table)}
     assert kinds - TERMS.keys() <= {"reference", "reward_model", "teacher0"}
     assert kinds >= {"CUDA", "fragmentation", "libraries"}
     parts = node_terms(recipe, table)
@@ -197,4 +197,4 @@ def test_the_memory_measured_on_an_h200_is_predicted(large: Callable[..., Recipe
         }
     )
     table = memory_table(recipe, models_of(recipe, parallel_of(recipe)), GPU)
-    assert table.predicted()[phase] / GIB == pytest.approx(measured, rel=0.01)
+    assert table.bytes_by_metric()[phase] / GIB == pytest.approx(measured, rel=0.01)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megarl.step_cost.lengths import lengths_of_run, log_normal, recorded
+from megarl.step_cost.lengths import lengths_of_run, log_normal, recorded_lengths
 from megarl.types import ConfigError, DataError
 
 
@@ -23,7 +23,7 @@ def test_a_cut_log_normal_has_the_given_mean_and_limit(mean: int, limit: int) ->
 
 
 def test_the_survival_is_the_share_of_longer_completions() -> None:
-    lengths = recorded([1, 2, 3, 4], limit=10, prompt_tokens=0.0, source="typed in")
+    lengths = recorded_lengths([1, 2, 3, 4], limit=10, prompt_tokens=0.0, source="typed in")
     share = lengths.survival(np.array([0.0, 2.5, 4.0]))
     assert share[0] == 1 and share[1] == pytest.approx(0.5, abs=0.01) and share[2] == 0
 

@@ -12,11 +12,11 @@ from megarl.families.shape import ModelShape, shape_from_config
 from megarl.memory_plan.engine_bytes import cache_block_bytes
 from megarl.step_cost.constants import Constants
 from megarl.step_cost.gpus import GpuSpeeds
-from megarl.step_cost.lengths import log_normal, recorded
+from megarl.step_cost.lengths import log_normal, recorded_lengths
 from megarl.step_cost.rollout import EngineLayout, RolloutCost
 from megarl.step_cost.work import model_work
 
-EQUAL = recorded([1000.0] * 4, limit=1000, prompt_tokens=0.0, source="typed in")
+EQUAL = recorded_lengths([1000.0] * 4, limit=1000, prompt_tokens=0.0, source="typed in")
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_layers_read_no_more_than_their_window(gpu: GpuSpeeds, bare: Constants) 
 
 def test_few_requests_choose_few_experts(experts: ModelShape, gpu: GpuSpeeds, bare: Constants) -> None:
     cost = RolloutCost(work=model_work(experts), gpu=gpu, constants=bare)
-    share = cost._chosen(np.array([1.0, 1e6]))
+    share = cost._chosen_share(np.array([1.0, 1e6]))
     assert share == pytest.approx([8 / 128, 1.0])
 
 

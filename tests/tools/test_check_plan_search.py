@@ -13,7 +13,7 @@ import pytest
 
 from megarl.families.published import PUBLISHED
 from megarl.families.shape import shape_from_config
-from megarl.step_cost.lengths import recorded
+from megarl.step_cost.lengths import recorded_lengths
 from megarl.step_cost.work import model_work
 from tests.rank_pool import RankPool
 from tools import check, cpu_speeds
@@ -45,7 +45,9 @@ def machine() -> Machine:
     small = {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 1024, "vocab_size": 512}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
     shape = shape_from_config(dict(PUBLISHED["Qwen/Qwen3-0.6B"]) | small | heads)
-    return Machine(shape, SPEEDS, recorded([20.0, 24.0, 24.0, 24.0], limit=24, prompt_tokens=19.0, source="made up"))
+    return Machine(
+        shape, SPEEDS, recorded_lengths([20.0, 24.0, 24.0, 24.0], limit=24, prompt_tokens=19.0, source="made up")
+    )
 
 
 @pytest.fixture

@@ -291,7 +291,7 @@ def planned(recipe: Recipe, parallel: ParallelConfig, rank: int) -> dict[str, in
     return found | {
         **memory.frozen,
         "activations": uses["train"].use("activations").host_bytes,
-        "offloaded copies": memory.policy.offloaded(offload),
+        "offloaded copies": memory.policy.offloaded_bytes(offload),
         "page-locked": memory.host_copies,
         "engine weights": memory.engine_weights,
         "KV cache": memory.cache_bytes,

@@ -38,8 +38,8 @@ class FoundLayout:
     @property
     def engine_text(self) -> str:
         """Return the engines' size in words, with the number of their own ranks if they have any."""
-        own = f"tp {self.engine.tp}{' ep' if self.engine.ep else ''}"
-        return f"{own} on {self.placement.ranks} ranks" if self.placement.ranks else own
+        size = f"tp {self.engine.tp}{' ep' if self.engine.ep else ''}"
+        return f"{size} on {self.placement.ranks} ranks" if self.placement.ranks else size
 
     @property
     def limit(self) -> str:
