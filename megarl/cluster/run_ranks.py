@@ -1,6 +1,6 @@
 """All ranks of a run: the trainers' group and, if engines are separate, one group per engine replica.
 
-A group fails as a whole, and has a `torch.distributed` world of its own. `weight_transfer` connects the groups.
+A group fails as a whole, and has a `torch.distributed` world of its own. `reshard_calls` connects the groups.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class RunRanks:
             raise
 
     def add(self, groups: Sequence[WorkerGroup]) -> None:
-        """Include these restarted replicas in later calls. They need a weight transfer before they can sample."""
+        """Include these restarted replicas in later calls. They need a reshard before they can sample."""
         self._watch(groups)
         self._introduce(groups)
         self.is_separate = True

@@ -22,7 +22,7 @@ class PeerGoneError(ConnectionError):
 
 
 class ReplicaCollectiveError(RuntimeError):
-    """Raised if a collective among an engine replica's own ranks failed during a weight transfer.
+    """Raised if a collective among an engine replica's own ranks failed during a reshard.
 
     `__cause__` is the original error.
     """

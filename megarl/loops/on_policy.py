@@ -31,7 +31,7 @@ class OnPolicyRun:
         self._engine_version = session.steps.remaining.start
         self._balance = _balance(session)
         # Free the engines' memory as soon as sampling ends, while rewards are still awaited.
-        buffer.on_sampled = session.reshards.sleep_engines
+        buffer.on_sampled = session.reshard_schedule.sleep_engines
 
     async def resume_or_evaluate(self) -> None:
         """Continue from the checkpoint and repeat an interrupted evaluation, or evaluate before the first step."""
@@ -61,7 +61,7 @@ class OnPolicyRun:
         session.rewind_draws(self.state.draws.num_written)
         await load_experts(session.models, self._recipe, self.state, checkpoint)
         # The engines hold the initial weights, not the checkpoint's.
-        await session.reshards.run(step)
+        await session.reshard_schedule.run(step)
 
     async def sample(self, step: Step) -> list[Group]:
         """Return the groups to train the step on. Colocated engines sleep afterwards.
@@ -73,7 +73,7 @@ class OnPolicyRun:
             groups = await self._session.steps.ranks.watching(taking)
         step.log(self.buffer.metrics())
         step.log(failure_metrics(self.buffer.sampled, self._recipe.reward.max_failed_fraction, "reward/"))
-        await self._session.reshards.sleep_engines()
+        await self._session.reshard_schedule.sleep_engines()
         return groups
 
     def log_samples(self, step: Step, groups: Sequence[Group]) -> None:
@@ -87,7 +87,7 @@ class OnPolicyRun:
         session = self._session
         if self._recipe.reshards_at(step.number):
             with session.tracker.phase("reshard"):
-                step.log(await session.reshards.begin(step.number))
+                step.log(await session.reshard_schedule.begin(step.number))
             self._engine_version = step.number + 1
         step.log(session.pool.metrics())
         if self._balance is not None:

@@ -15,9 +15,9 @@ from megarl.cluster.launchers import start_group
 from megarl.cluster.node_checks import gpus, inspect, unfit_nodes_error
 from megarl.cluster.rank_model import RankModel
 from megarl.cluster.replacements import Replacements
+from megarl.cluster.reshard_calls import ReshardCalls
 from megarl.cluster.run_ranks import RunRanks, together
 from megarl.cluster.sbatch import reporting_bad_nodes
-from megarl.cluster.weight_transfer import WeightTransfer
 from megarl.cluster.worker_group import WorkerGroup
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
@@ -31,7 +31,7 @@ from megarl.loops.monitoring import start_monitor
 from megarl.loops.performance import Performance, Profiles
 from megarl.loops.rank_processes import RankProcesses
 from megarl.loops.recording import StepRecorder
-from megarl.loops.reshards import Reshards
+from megarl.loops.reshard_schedule import ReshardSchedule
 from megarl.loops.resizing import ResizeAskedError
 from megarl.loops.resume import Origin, Resume, begin_from_copy, find_origin
 from megarl.loops.sample_writer import SampleWriter
@@ -147,8 +147,8 @@ async def _export(session: Session, display: Display) -> None:
     if not session.recipe.train.steps:
         return
     with display.phase("exporting the model", is_printed=True):
-        await session.reshards.sleep_engines()
-        await session.reshards.check_last_version()
+        await session.reshard_schedule.sleep_engines()
+        await session.reshard_schedule.check_last_version()
         await session.steps.weight_checks.check_trainer()
         await export(session.models, session.folder)
         write_card(session.folder.path, session.folder.model_folder, session.recipe.train.steps)
@@ -194,9 +194,9 @@ async def _started(
             data = read_data(recipe, tokenizer, dropped, folder.path)
         with tracker.phase("start"):
             ranks = await start.ranks(stacks)
-            transfer = WeightTransfer(ranks)
+            reshard_calls = ReshardCalls(ranks)
             with display.phase("building models", is_printed=True):
-                await start.workers(ranks, transfer)
+                await start.workers(ranks, reshard_calls)
             folder.describe({"machine": await _hardware(ranks)})
         replacements = await stack.enter_async_context(start.replacements(ranks))
         rewards = start_rewards(recipe, stack, folder.logs_folder, tracker.notice)
@@ -216,7 +216,7 @@ async def _started(
         models = models_of(recipe, parallel, ranks.trainers, spikes)
         for notice in sharing_notices(models):
             tracker.notice(notice)
-        steps = start.steps(ranks, transfer, replacements, pool, models, checks, dropped, spikes)
+        steps = start.steps(ranks, reshard_calls, replacements, pool, models, checks, dropped, spikes)
         await steps.weight_checks.begin()
         session = Session(
             recipe=recipe,
@@ -228,7 +228,7 @@ async def _started(
             models=models,
             sources=sources,
             pool=pool,
-            reshards=steps.reshards,
+            reshard_schedule=steps.reshard_schedule,
             checkpoints=steps.checkpoints,
             samples=SampleWriter(recipe, tracker, tokenizer, models["policy"]),
             recorder=StepRecorder(recipe, parallel, folder.path, models["policy"]),
@@ -236,7 +236,7 @@ async def _started(
         )
         if origin.checkpoint:
             with display.phase("loading the checkpoint", is_printed=True):
-                await session.reshards.sleep_engines()
+                await session.reshard_schedule.sleep_engines()
                 if origin.copied_step is None:
                     await ranks.trainers.call("load_checkpoint", origin.checkpoint)
                 else:
@@ -274,7 +274,7 @@ class _Start:
         stacks.ask_others = ranks.show_stacks
         return ranks
 
-    async def workers(self, ranks: RunRanks, transfer: WeightTransfer) -> None:
+    async def workers(self, ranks: RunRanks, reshard_calls: ReshardCalls) -> None:
         """Construct a worker on each rank, and send separate engines their first weights.
 
         Raises ConfigError naming the unfit nodes.
@@ -292,7 +292,7 @@ class _Start:
         replicas = [_construct_engine(group, recipe, parallel) for group in ranks.replicas]
         await together([ranks.trainers.construct("megarl.worker.trainer_worker:TrainerWorker", settings), *replicas])
         # Separate engines start without weights. The first reshard is verified, whatever weights.verify_every says.
-        await transfer.run(verify=True, version=1)
+        await reshard_calls.run(verify=True, version=1)
 
     async def _check_nodes(self, ranks: RunRanks) -> None:
         """Print the nodes of the ranks, and the results of their checks.
@@ -372,7 +372,7 @@ class _Start:
     def steps(
         self,
         ranks: RunRanks,
-        transfer: WeightTransfer,
+        reshard_calls: ReshardCalls,
         replacements: Replacements,
         pool: EnginePool,
         models: Mapping[str, RankModel],
@@ -384,8 +384,8 @@ class _Start:
         recipe, folder, tracker = self.recipe, self.folder, self.tracker
         performance = Performance(recipe, ranks, models, predicted_memory(recipe))
         weight_checks = WeightChecks(recipe, ranks, folder)
-        reshards = Reshards(recipe, ranks, transfer, replacements, pool, performance, weight_checks)
-        self.stack.push_async_callback(reshards.close)
+        reshard_schedule = ReshardSchedule(recipe, ranks, reshard_calls, replacements, pool, performance, weight_checks)
+        self.stack.push_async_callback(reshard_schedule.close)
         profiles = Profiles(ranks, folder, tracker, recipe.train.profile_with)
         self.stack.push_async_callback(profiles.close)
         checkpoints = Checkpoints(
@@ -406,7 +406,7 @@ class _Start:
             folder=folder,
             tracker=tracker,
             checkpoints=checkpoints,
-            reshards=reshards,
+            reshard_schedule=reshard_schedule,
             stop=self.stop,
             performance=performance,
             profiles=profiles,

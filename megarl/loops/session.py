@@ -12,7 +12,7 @@ from megarl.data.sampler import DataOrder
 from megarl.files.atomic import storage_faults_named
 from megarl.loops.checkpointing import Checkpoints
 from megarl.loops.recording import StepRecorder
-from megarl.loops.reshards import Reshards
+from megarl.loops.reshard_schedule import ReshardSchedule
 from megarl.loops.resume import Origin
 from megarl.loops.sample_writer import SampleWriter
 from megarl.loops.steps import Steps
@@ -45,7 +45,7 @@ class Session:
     sources: Sequence[Source]
     """Sources of problems, in the order of the recipe."""
     pool: EnginePool
-    reshards: Reshards
+    reshard_schedule: ReshardSchedule
     checkpoints: Checkpoints
     samples: SampleWriter
     recorder: StepRecorder

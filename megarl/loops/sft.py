@@ -69,7 +69,7 @@ async def _resume_or_evaluate(session: Session, held_out: HeldOut) -> None:
             # The engines start awake and have the trainer's initial weights, so sampling comes first.
             if session.recipe.evaluates_first:
                 step.log(await session.evaluate(0))
-            await session.reshards.sleep_engines()
+            await session.reshard_schedule.sleep_engines()
             if session.recipe.evaluates_first:
                 step.log(await _losses(session, held_out))
     session.steps.finish(step)
@@ -81,9 +81,9 @@ async def _evaluate(session: Session, step: Step, held_out: HeldOut) -> None:
     if any(source.validation for source in session.sources):
         # SFT reshards only for an evaluation that samples; training itself needs no engine.
         with session.tracker.phase("reshard"):
-            evaluated |= await session.reshards.run(step.number)
+            evaluated |= await session.reshard_schedule.run(step.number)
         evaluated |= await session.evaluate(step.number)
-        await session.reshards.sleep_engines()
+        await session.reshard_schedule.sleep_engines()
     step.log(evaluated)
 
 

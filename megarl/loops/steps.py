@@ -12,7 +12,7 @@ from megarl.loops.canary import Canary
 from megarl.loops.checkpointing import Checkpoints
 from megarl.loops.instability import Instabilities
 from megarl.loops.performance import Performance, Profiles
-from megarl.loops.reshards import Reshards
+from megarl.loops.reshard_schedule import ReshardSchedule
 from megarl.loops.resizing import ResizeAskedError, take_request
 from megarl.loops.step import Step
 from megarl.loops.step_checks import StepChecks
@@ -41,7 +41,7 @@ class Steps:
     folder: RunFolder
     tracker: Tracker
     checkpoints: Checkpoints
-    reshards: Reshards
+    reshard_schedule: ReshardSchedule
     stop: StopRequest
     performance: Performance
     profiles: Profiles
@@ -141,7 +141,7 @@ class Steps:
 
     async def complete_background_work(self) -> None:
         """Wait for the reshard, the trace and the save under way."""
-        await self.reshards.finish()
+        await self.reshard_schedule.finish()
         await self.profiles.finish()
         await self.checkpoints.complete(wait=True)
 
@@ -185,7 +185,7 @@ class Steps:
         if asked is None:
             return
         await self.complete_background_work()
-        await self.reshards.sleep_engines()
+        await self.reshard_schedule.sleep_engines()
         await self.checkpoints.copy(step, state and state.save)
         # A signal may have arrived meanwhile.
         await self._stop_if_asked(step, state)
@@ -193,7 +193,7 @@ class Steps:
 
     async def _save(self, step: int, state: RLState | None, unlogged: Step | None = None) -> None:
         """Save a checkpoint outside of the regular steps, with the engines asleep."""
-        await self.reshards.sleep_engines()
+        await self.reshard_schedule.sleep_engines()
         await self.checkpoints.save(step, state and state.save, unlogged)
         # The run ends after this save, so pending traces are written now.
         await self.profiles.finish()

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megarl.reshard.boxes import Layout
 from megarl.reshard.layouts.vllm_slots import AdapterSlots
-from megarl.reshard.live import Reshard, all_or_none
+from megarl.reshard.live import DirectReshard, all_or_none
 
 
 class AdapterReshard:
@@ -19,9 +19,9 @@ class AdapterReshard:
     come before all other calls.
     """
 
-    _adapter: Reshard
+    _adapter: DirectReshard
 
-    def __init__(self, base: Reshard, plan_adapter: Callable[[], Reshard]) -> None:
+    def __init__(self, base: DirectReshard, plan_adapter: Callable[[], DirectReshard]) -> None:
         self._base, self._plan_adapter = base, plan_adapter
 
     @property

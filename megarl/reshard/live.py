@@ -1,8 +1,8 @@
 """Live reshard: copies the trainer's parameters into the engine's. It is planned once and executed at every step.
 
-`Reshard` writes an engine's live parameters in place, by way of a `Conversion` where the engine has another format.
-`GatheredReshard` passes full tensors to vLLM's own loader. It is used for engines whose weights cannot be written in
-place.
+`DirectReshard` writes an engine's live parameters in place. Where the engine has another format, it does so by way of a
+`Conversion`. `GatheredReshard` passes full tensors to vLLM's own loader. It is used for engines whose weights cannot be
+written in place.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class EngineSlots(Protocol):
         ...
 
 
-class Reshard:
+class DirectReshard:
     """Copies the trainer's live parameters into the engine's, by a plan over a group of ranks.
 
     A rank that only trains has no `engine`; a rank that only samples has no `parameters`. Without `group`, the world is

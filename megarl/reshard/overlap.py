@@ -50,7 +50,7 @@ class Region(NamedTuple):
 
 
 @dataclass(slots=True)
-class Route:
+class Flow:
     """All parts of a tensor with the same source ranks (`holders`) and destination ranks (`takers`), both ascending.
 
     A destination rank receives all these parts from one source rank. `made` caches the results of `copy_templates`.
@@ -78,14 +78,14 @@ class Route:
 
 
 class Overlap:
-    """All routes from source to destination ranks for one kind of tensor, with `tensor` as its example.
+    """All flows from source to destination ranks for one kind of tensor, with `tensor` as its example.
 
     Sources with the same part are merged into one with all their ranks. Overlapping parts are split first. Raises
     ValueError if an element has no source.
     """
 
     def __init__(self, tensor: TensorName, sources: Sequence[Holding], destinations: Sequence[Holding]) -> None:
-        routes: dict[tuple[Sequence[int], Sequence[int]], Route] = {}
+        flows: dict[tuple[Sequence[int], Sequence[int]], Flow] = {}
         cells = [
             (start, stop, found, tuple(sorted({rank for holding in found for rank in holding.ranks})))
             for start, stop, found in _cells(sources)
@@ -96,24 +96,24 @@ class Overlap:
                 low, high = tuple(map(max, start, wanted.start)), tuple(map(min, stop, wanted.stop))
                 if all(a < b for a, b in zip(low, high, strict=True)):
                     region = Region(low, high, found, wanted)
-                    routes.setdefault((holders, wanted.ranks), Route(holders, wanted.ranks)).regions.append(region)
+                    flows.setdefault((holders, wanted.ranks), Flow(holders, wanted.ranks)).regions.append(region)
                     missing -= region.numel
             if missing:
                 raise ValueError(
                     f"the source layouts have no elements for a part of {tensor.name} between the indices "
                     f"{wanted.start} and {wanted.stop}"
                 )
-        self.routes = tuple(routes.values())
+        self.flows = tuple(flows.values())
         self.cells = tuple((prod(b - a for a, b in zip(*c[:2], strict=True)), c[3]) for c in cells)
         """(number of elements, source ranks) of each part, after the tensor was split into disjoint parts."""
-        self.turns = max((len(route.holders) for route in self.routes), default=1)
+        self.turns = max((len(flow.holders) for flow in self.flows), default=1)
         """Number of tensors after which the rotating choice among equal source ranks repeats."""
-        self.longest = max((r.stop[0] - r.start[0] for route in self.routes for r in route.regions), default=1)
+        self.longest = max((r.stop[0] - r.start[0] for flow in self.flows for r in flow.regions), default=1)
         """Maximum useful number of slices: the rows of the longest part."""
 
-    def roles(self, rank: int) -> tuple[tuple[int, Route], ...]:
-        """Return the routes in which a rank is sender or receiver, with their indices."""
-        return tuple((i, k) for i, k in enumerate(self.routes) if rank in k.takers or rank in k.holders)
+    def roles(self, rank: int) -> tuple[tuple[int, Flow], ...]:
+        """Return the flows in which a rank is sender or receiver, with their indices."""
+        return tuple((i, k) for i, k in enumerate(self.flows) if rank in k.takers or rank in k.holders)
 
 
 def merge_series(copy_templates: list[CopyTemplate]) -> list[CopyTemplate]:

@@ -206,14 +206,14 @@ class Plan:
     def _copies(self, rank: int, overlap: Overlap, turn: int, num_slices: int) -> list[list[_Copies]]:
         """Return a rank's copies of one tensor by slice; empty if the rank has none."""
         slices: list[list[_Copies]] = [[] for _ in range(num_slices)]
-        for index, route in overlap.roles(rank):
-            takers, chosen = np.asarray(route.takers), self.chosen(route.holders, route.takers, turn + index)
+        for index, flow in overlap.roles(rank):
+            takers, chosen = np.asarray(flow.takers), self.chosen(flow.holders, flow.takers, turn + index)
             pairs: dict[int, list[tuple[int, int]]] = {}
             mine = (takers == rank) | (chosen == rank)
             for source, taker in zip(chosen[mine].tolist(), takers[mine].tolist(), strict=True):
                 pairs.setdefault(source, []).append((source, taker))
             for source, found in pairs.items():
-                for part, copy_templates in zip(slices, route.copy_templates(source, num_slices), strict=True):
+                for part, copy_templates in zip(slices, flow.copy_templates(source, num_slices), strict=True):
                     part += [(copy_template, found) for copy_template in copy_templates]
         return slices if any(slices) else []
 
@@ -261,17 +261,17 @@ class Plan:
 
         An element takes `width` units.
         """
-        reach = [self._reach(route.holders, route.takers) for route in overlap.routes]
+        reach = [self._reach(flow.holders, flow.takers) for flow in overlap.flows]
         if not any(reach) and not self._bounds_local:
             return _Loads(NOTHING, 1, is_exchanged=False)
         num_slices = 1
         while True:
             load = np.zeros(self.num_ranks, dtype=np.int64)
-            for route, most in zip(overlap.routes, reach, strict=True):
+            for flow, most in zip(overlap.flows, reach, strict=True):
                 if most or self._bounds_local:
-                    numel = width * sum(region.staged(num_slices) for region in route.regions)
-                    load[np.asarray(route.holders)] += most * numel
-                    load[np.asarray(route.takers)] += numel
+                    numel = width * sum(region.staged(num_slices) for region in flow.regions)
+                    load[np.asarray(flow.holders)] += most * numel
+                    load[np.asarray(flow.takers)] += numel
             largest = int(load.max())
             # A slice of at most half a bucket leaves space for slices of other tensors in the same bucket.
             if largest * 2 <= limit or num_slices >= overlap.longest:

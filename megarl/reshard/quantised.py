@@ -167,7 +167,7 @@ def spans_of(modules: Mapping[str, Collection[str]], plan: Plan, layout: Layout)
         for owner in of_tensor.get(step.tensor.name, ()):
             found[owner] += step.buckets
     if missing := [module for module in modules if module not in found]:
-        raise ValueError(f"the plan of the weight transfer has no tensor for module {missing[0]}")
+        raise ValueError(f"the reshard's plan has no tensor for module {missing[0]}")
     return {module: (min(buckets), max(buckets)) for module, buckets in found.items()}
 
 

@@ -130,12 +130,12 @@ class SharedSlots:
                 self._ended.register(watched[-1], select.POLLIN)
             return [_mapped(Path(f"/proc/{process}/fd/{number}")) for process, number in files]
         except (FileNotFoundError, ProcessLookupError) as error:
-            raise PeerGoneError(f"a rank taking part in the weight transfer has ended or left: {error}") from error
+            raise PeerGoneError(f"a rank taking part in the reshard has ended or left: {error}") from error
         except PermissionError as error:
             # Linux gives the /proc files of a zombie process to root, so a peer that just died looks like a refused
             # permission.
             if self._ended.poll(_END_MILLISECONDS):
-                raise PeerGoneError("a rank taking part in the weight transfer has ended") from error
+                raise PeerGoneError("a rank taking part in the reshard has ended") from error
             raise
 
     def of(self, exchange: int) -> tuple[Tensor, Sequence[Tensor]]:
@@ -177,10 +177,10 @@ class SharedSlots:
                 # loop.
                 nap = 5e-5
                 if self._ended.poll(0):
-                    raise PeerGoneError("a rank taking part in the weight transfer has ended")
+                    raise PeerGoneError("a rank taking part in the reshard has ended")
                 # A peer may leave after its last exchange is complete, so readiness is checked again.
                 if self._counts[rank][2] and not is_ready(rank):
-                    raise PeerGoneError(f"rank {rank} has left the weight transfer")
+                    raise PeerGoneError(f"rank {rank} has left the reshard")
                 cross_world.check(self._group)
                 if time.monotonic() - start > self._PATIENCE_SECONDS:
                     raise TimeoutError(f"rank {self._rank} waited {self._PATIENCE_SECONDS:.0f} s for rank {rank}")

@@ -121,7 +121,7 @@ class Transport:
         is_exchanged = any(b.is_exchanged for b in plan.buckets)
         if is_exchanged and dist.get_world_size(group) != plan.num_ranks:
             raise ValueError(
-                f"the weight transfer's plan is for {plan.num_ranks} ranks; its group has {dist.get_world_size(group)}"
+                f"the reshard's plan is for {plan.num_ranks} ranks; its group has {dist.get_world_size(group)}"
             )
         self._on_arrival, self._group = on_arrival, group
         self._device = device_of([*sources.values(), *destinations.values()])
@@ -271,7 +271,7 @@ def _bind(
 
 def _storage(storages: Mapping[str, Tensor], name: str) -> Tensor:
     if name not in storages:
-        raise ValueError(f"the plan of the weight transfer needs storage {name}, but this rank does not have it")
+        raise ValueError(f"the reshard's plan needs storage {name}, but this rank does not have it")
     return storages[name]
 
 

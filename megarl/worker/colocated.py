@@ -12,11 +12,11 @@ from megarl.reshard.checks.ledger import RankChanges
 from megarl.reshard.plan import RankTopology
 from megarl.tracking.metrics import Metric
 from megarl.types import Completion, Request
+from megarl.worker.cross_world_reshard import Report
 from megarl.worker.engine_worker import build_engine
-from megarl.worker.rank_transfer import Report
+from megarl.worker.rank_reshard import RankReshard
 from megarl.worker.replayed_experts import ReplayedExperts
 from megarl.worker.trainer_worker import TrainerWorker
-from megarl.worker.weight_copier import WeightCopier
 
 
 class Worker(TrainerWorker):
@@ -44,10 +44,10 @@ class Worker(TrainerWorker):
             self.engine = build_engine(recipe, self.find_part(ReplayedExperts).stored.keep)
             self.engine.sleep()
         self._build_models()
-        self.copier: WeightCopier | None = None
+        self.rank_reshard: RankReshard | None = None
         """Object copying the policy's weights into the engine; None without an engine."""
         if self.engine is not None:
-            self.copier = WeightCopier(
+            self.rank_reshard = RankReshard(
                 recipe,
                 parallel,
                 topology,
@@ -63,8 +63,8 @@ class Worker(TrainerWorker):
         """Copy the policy's weights into the engines. `verify` compares them afterwards. Returns seconds and bytes by
         stage.
         """
-        assert self.copier is not None
-        report = self.copier.run(verify=verify, version=version)
+        assert self.rank_reshard is not None
+        report = self.rank_reshard.run(verify=verify, version=version)
         self.state.weight_version = version
         return report
 
@@ -87,7 +87,7 @@ class Worker(TrainerWorker):
     def start_notices(self) -> list[str]:
         return (
             super().start_notices()
-            + (self.copier.notices if self.copier else [])
+            + (self.rank_reshard.notices if self.rank_reshard else [])
             + (self.engine.sleep_notices if self.engine else [])
         )
 
@@ -98,9 +98,9 @@ class Worker(TrainerWorker):
         """
         changes = None
         if self.engine:
-            assert self.copier is not None
+            assert self.rank_reshard is not None
             # Before the sleep, which frees the weights.
-            changes = self.copier.compare_weights()
+            changes = self.rank_reshard.compare_weights()
             self.engine.sleep()
         # After the engine's sleep: the device has no room for both.
         self.policy.onload()

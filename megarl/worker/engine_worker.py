@@ -16,7 +16,7 @@ from megarl.reshard.checks.ledger import RankChanges
 from megarl.reshard.plan import RankTopology
 from megarl.tracking.metrics import Metric
 from megarl.types import Completion, Request
-from megarl.worker.rank_transfer import RankTransfer, Report
+from megarl.worker.cross_world_reshard import CrossWorldReshard, Report
 
 
 class EngineWorker:
@@ -26,19 +26,22 @@ class EngineWorker:
         """Create the replica's torch world and build the engine. `replica` is the engine's number."""
         world.initialize(recipe.cluster.collective_timeout_seconds)
         self._engine = build_engine(recipe)
-        self._transfer = RankTransfer(recipe, parallel, rank, engine=self._engine, replica=replica)
+        self._cross_world_reshard = CrossWorldReshard(recipe, parallel, rank, engine=self._engine, replica=replica)
 
-    def join(self, meeting: Meeting, topology: RankTopology, version: int) -> Report:
+    def join_and_reshard(self, meeting: Meeting, topology: RankTopology, version: int) -> Report:
         """Join a process group with the trainers and receive their weights. Returns seconds and bytes.
 
         `meeting` says how to join the group, `topology` places its ranks in the network, `version` is the weights'
         version.
         """
-        return self._transfer.join(meeting, topology, version)
+        return self._cross_world_reshard.join_and_reshard(meeting, topology, version)
 
     def start_notices(self) -> list[str]:
         """Return texts for the user at the start, about how the engine runs."""
-        return [*numa.notices(), *(self._transfer.copier.notices if self._transfer.copier else [])]
+        return [
+            *numa.notices(),
+            *(self._cross_world_reshard.rank_reshard.notices if self._cross_world_reshard.rank_reshard else []),
+        ]
 
     def advance(
         self, work: tuple[Sequence[Request], Sequence[str]], budget_seconds: float, leave_after: int | None
@@ -63,16 +66,16 @@ class EngineWorker:
 
     def reshard(self, verify: bool, version: int) -> Report:
         """Receive the trainers' weights of this version. The engine is between two steps meanwhile."""
-        return self._transfer.run(verify, version)
+        return self._cross_world_reshard.run(verify, version)
 
     def compare_weights(self) -> RankChanges | None:
         """Return the changes of the engine's weights since the last reshard; None if they have no checksums."""
-        return self._transfer.compare_weights()
+        return self._cross_world_reshard.compare_weights()
 
     def close(self) -> None:
         """Close the engine, leave the process group with the trainers, and destroy the replica's torch world."""
         # The cross-world group first: trainers then fail fast instead of waiting for this rank.
-        self._transfer.leave()
+        self._cross_world_reshard.leave()
         self._engine.close()
         world.leave()
 

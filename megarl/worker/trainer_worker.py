@@ -21,10 +21,10 @@ from megarl.training.replica import Replica
 from megarl.training.state_copies import StateCopies
 from megarl.training.training_engine import Snapshot, TrainingEngine
 from megarl.worker.arena_size import start_arena
+from megarl.worker.cross_world_reshard import CrossWorldReshard, Report
 from megarl.worker.model_builder import ModelBuilder
 from megarl.worker.model_export import export_model
 from megarl.worker.rank_state import RankState
-from megarl.worker.rank_transfer import RankTransfer, Report
 from megarl.worker.trainer_part import TrainerPart
 from megarl.worker.trainer_parts import build_trainer_parts
 from megarl.worker.untrained_tensors import untrained_notices
@@ -93,7 +93,7 @@ class TrainerWorker:
         self.critic = self.state.critic = self._build_critic() if recipe.has_critic else None
         for part in parts:
             part.finish_build()
-        self.transfer = RankTransfer(
+        self.cross_world_reshard = CrossWorldReshard(
             recipe,
             self.parallel,
             self.rank,
@@ -124,29 +124,29 @@ class TrainerWorker:
         """Version of the engines' weights: the number of reshards so far."""
         return self.state.weight_version
 
-    def join(self, meeting: Meeting, topology: RankTopology, version: int) -> Report:
+    def join_and_reshard(self, meeting: Meeting, topology: RankTopology, version: int) -> Report:
         """Join a process group with separate engines and send them the weights. Returns seconds and bytes.
 
         `meeting` says how to join the group, `topology` places its ranks in the network, `version` is the weights'
         version.
         """
-        return self._note_version(version, self.transfer.join(meeting, topology, version))
+        return self._note_version(version, self.cross_world_reshard.join_and_reshard(meeting, topology, version))
 
     def reshard(self, verify: bool, version: int) -> Report:
         """Send the policy's weights of this version to the engines. With `verify` they are compared afterwards."""
-        return self._note_version(version, self.transfer.run(verify, version))
+        return self._note_version(version, self.cross_world_reshard.run(verify, version))
 
     def start_reshard(self, verify: bool, version: int) -> None:
         """Start sending a copy of the policy's weights in the background. The policy can be trained meanwhile."""
-        self.transfer.start(verify, version)
+        self.cross_world_reshard.start(verify, version)
         self.state.weight_version = version
 
     def finish_reshard(self) -> Report:
         """Wait until the sending that `start_reshard` began is complete, and return its report."""
-        return self.transfer.finish()
+        return self.cross_world_reshard.finish()
 
     def _note_version(self, version: int, report: Report) -> Report:
-        """Record the version of the engines' weights after a transfer, unless a peer was lost. Returns the transfer's
+        """Record the version of the engines' weights after a reshard, unless a peer was lost. Returns the reshard's
         report.
         """
         if "lost" not in report:
@@ -155,10 +155,10 @@ class TrainerWorker:
 
     def start_notices(self) -> list[str]:
         """Return start-up notices for the user about how this run is executed."""
-        copier = self.transfer.copier
+        rank_reshard = self.cross_world_reshard.rank_reshard
         of_parts = [text for part in self.state.parts.values() for text in part.notices()]
         untrained = untrained_notices(self.recipe.model.folder, self.policy.shape)
-        return [*numa.notices(), *untrained, *of_parts, *(copier.notices if copier else [])]
+        return [*numa.notices(), *untrained, *of_parts, *(rank_reshard.notices if rank_reshard else [])]
 
     def peak_tflops(self) -> float | None:
         """Return the peak performance of this rank's device at the model's dtype, in TFLOP/s; None if unknown."""
@@ -221,7 +221,7 @@ class TrainerWorker:
 
     def close(self) -> None:
         """Leave the process group with separate engines, and destroy the torch world."""
-        self.transfer.leave()
+        self.cross_world_reshard.leave()
         # Before the world: process groups cannot be destroyed after it.
         self.replica.close()
         for part in self.state.parts.values():

@@ -21,7 +21,7 @@ JUDGED = {
         "perf/engines_open_seconds", "rollout/sampled_tokens", "time/engines_idle", "time/step_seconds",
     },
     # Metrics of two reshards become one row.
-    "loops/reshards.py": {"rollout/replicas"},
+    "loops/reshard_schedule.py": {"rollout/replicas"},
     # Sums over rows become the step's metrics.
     "rollout/step/updates.py": {"train/loss", "kl/update"},
     # A rule over the logged series, which a resumed run reads from metrics.jsonl.

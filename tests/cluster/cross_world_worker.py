@@ -30,7 +30,7 @@ class CrossWorldWorker:
         leave_group(self.group)
         world.leave()
 
-    def join(self, meeting, topology, version):
+    def join_and_reshard(self, meeting, topology, version):
         if self.group is not None:
             leave_group(self.group)
         if self.stops:

@@ -12,12 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from megarl.cluster import weight_transfer
 from megarl.cluster.local import LocalGroup
 from megarl.cluster.rank_errors import RankFailedError, RankLostError
+from megarl.cluster.reshard_calls import ReshardCalls
+from megarl.cluster.reshard_states import TransitionError
 from megarl.cluster.run_ranks import RunRanks, together
-from megarl.cluster.transfer_states import TransitionError
-from megarl.cluster.weight_transfer import WeightTransfer
 from megarl.cluster.worker_group import PartOfRun, WorkerGroup
 from megarl.types import PeerLostError
 from tests.cluster.started import shared_imports
@@ -33,12 +32,12 @@ async def group(size: int, first: int, logs: Path, num_ranks: int = 4, key: byte
 
 
 @asynccontextmanager
-async def started(logs: Path) -> AsyncIterator[tuple[RunRanks, WeightTransfer]]:
+async def started(logs: Path) -> AsyncIterator[tuple[RunRanks, ReshardCalls]]:
     """Two trainers and two replicas of one rank."""
     trainers, *replicas = await asyncio.gather(group(2, 0, logs), group(1, 2, logs), group(1, 3, logs))
     ranks = RunRanks(trainers, replicas)
     try:
-        yield ranks, WeightTransfer(ranks)
+        yield ranks, ReshardCalls(ranks)
     finally:
         await ranks.close()
 
@@ -103,9 +102,9 @@ async def test_what_one_replica_s_ranks_signed_is_not_its_successor_s(tmp_path: 
 
 
 async def test_a_new_cross_world_group_includes_a_restarted_replica(tmp_path: Path) -> None:
-    async with started(tmp_path) as (ranks, transfer):
+    async with started(tmp_path) as (ranks, reshard_calls):
         for version in (1, 2):
-            await transfer.run(False, version)
+            await reshard_calls.run(False, version)
             answers = await ranks.call("exchange")
             pids = [pid for _, pid in answers[0][0]]
             assert len(set(pids)) == 4
@@ -125,20 +124,20 @@ async def test_a_new_cross_world_group_includes_a_restarted_replica(tmp_path: Pa
         assert lost == [dead] and await ranks.ask([3], "echo", ["c"]) == [(0, "c")]
         with pytest.raises(PeerLostError):
             await ranks.ask([2], "echo", ["x"])
-        await transfer.run(False, 3)
+        await reshard_calls.run(False, 3)
         assert [version for _, _, version in await ranks.call("exchange")] == [3] * 3
-        transfer.add([await group(1, 2, tmp_path)])
-        await transfer.run(False, 3)
+        reshard_calls.add([await group(1, 2, tmp_path)])
+        await reshard_calls.run(False, 3)
         [(told, _, version), *_] = await ranks.call("exchange")
         assert [pid for _, pid in told][2] not in pids and version == 3
 
 
 async def test_survivors_of_a_lost_trainer_join_a_new_cross_world_group(tmp_path: Path) -> None:
     """Its name is new: the survivors number their signed messages on from those of the group before."""
-    async with started(tmp_path) as (ranks, transfer):
+    async with started(tmp_path) as (ranks, reshard_calls):
         for one in ranks.groups:
             one.keeps_survivors = True
-        await transfer.run(False, 1)
+        await reshard_calls.run(False, 1)
         pids = [pid for _, pid in (await ranks.call("exchange"))[0][0]]
         os.kill(pids[1], signal.SIGKILL)
         with pytest.raises(RankLostError, match="rank 1 of 4 was killed by SIGKILL"):
@@ -149,7 +148,7 @@ async def test_survivors_of_a_lost_trainer_join_a_new_cross_world_group(tmp_path
             await replica.set_apart()
             ranks.replicas[ranks.replicas.index(replica)] = await replica.successor([0], tmp_path)
         await together([one.construct("cross_world_worker:CrossWorldWorker", {}) for one in ranks.groups])
-        await WeightTransfer(ranks).run(False, 1)
+        await ReshardCalls(ranks).run(False, 1)
         [(everyone, _, _), *_] = await ranks.call("exchange")
         after = [pid for _, pid in everyone]
         assert after[1] != pids[1] and [after[0], *after[2:]] == [pids[0], *pids[2:]]
@@ -159,9 +158,9 @@ async def test_survivors_of_a_lost_trainer_join_a_new_cross_world_group(tmp_path
 async def test_a_replica_that_does_not_join_is_lost_not_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    monkeypatch.setattr(weight_transfer, "_MEET_SECONDS", 1.0)
+    monkeypatch.setattr("megarl.cluster.reshard_calls._MEET_SECONDS", 1.0)
 
-    async with started(tmp_path) as (ranks, transfer):
+    async with started(tmp_path) as (ranks, reshard_calls):
         lost: list[tuple[WorkerGroup, Exception]] = []
         ranks.on_lost = lambda group, error: lost.append((group, error))
         absent = ranks.replicas[1]
@@ -170,7 +169,7 @@ async def test_a_replica_that_does_not_join_is_lost_not_the_run(
         else:
             os.kill((await absent.call("pid"))[0], signal.SIGKILL)
         began = time.monotonic()
-        assert await transfer.run(False, 1) == [{}] * 3
+        assert await reshard_calls.run(False, 1) == [{}] * 3
         assert time.monotonic() - began < 15.0
         told = "did not join the process group of the others" if how == "stopped" else "was killed by SIGKILL"
         [(group, error)] = lost
@@ -194,8 +193,8 @@ async def test_a_replica_that_does_not_join_is_lost_not_the_run(
         (
             ("opening", "opening"),
             [
-                "rank 2 of 4 was killed by SIGKILL (out of memory?) during `join`",
-                "rank 3 of 4 did not leave `join` after its process group was aborted",
+                "rank 2 of 4 was killed by SIGKILL (out of memory?) during `join_and_reshard`",
+                "rank 3 of 4 did not leave `join_and_reshard` after its process group was aborted",
             ],
         ),
     ],
@@ -204,14 +203,14 @@ async def test_nobody_waits_in_a_cross_world_group_for_a_lost_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moments: tuple[str, str], told: list[str]
 ) -> None:
     """One replica is killed, the other one is stopped; a collective of their group has a minute."""
-    monkeypatch.setattr(weight_transfer, "_LEAVE_SECONDS", 0.5)
+    monkeypatch.setattr("megarl.cluster.reshard_calls._LEAVE_SECONDS", 0.5)
 
-    async with started(tmp_path) as (ranks, transfer):
+    async with started(tmp_path) as (ranks, reshard_calls):
         lost: list[tuple[WorkerGroup, str]] = []
         ranks.on_lost = lambda group, error: lost.append((group, str(error)))
         replicas = list(ranks.replicas)
         if "opening" not in moments:
-            assert await transfer.run(False, 1) == [{}] * 4
+            assert await reshard_calls.run(False, 1) == [{}] * 4
         for replica, moment, number in zip(replicas, moments, (signal.SIGKILL, signal.SIGSTOP), strict=True):
             if moment == "opening":
                 await replica.call("signal_when_all_have_come", number)
@@ -219,11 +218,11 @@ async def test_nobody_waits_in_a_cross_world_group_for_a_lost_rank(
                 await replica.call("signal_in_reshard", moment, number)
         began = time.monotonic()
         if len(told) == 1:
-            assert await transfer.run(False, 2) == [{}] * 3
+            assert await reshard_calls.run(False, 2) == [{}] * 3
             assert [version for _, _, version in await ranks.call("exchange")] == [2] * 3
         else:
             with pytest.raises(PeerLostError) as caught:
-                await transfer.run(False, 2)
+                await reshard_calls.run(False, 2)
             lost.append((replicas[1], str(caught.value)))  # none is left, so it is the run's end
         assert time.monotonic() - began < 30.0
         assert [group for group, _ in lost] == replicas[: len(told)]
@@ -234,39 +233,39 @@ async def test_nobody_waits_in_a_cross_world_group_for_a_lost_rank(
 
 
 async def test_a_replica_that_leaves_every_cross_world_group_is_lost_before_the_last(tmp_path: Path) -> None:
-    async with started(tmp_path) as (ranks, transfer):
+    async with started(tmp_path) as (ranks, reshard_calls):
         lost: list[tuple[WorkerGroup, Exception]] = []
         ranks.on_lost = lambda group, error: lost.append((group, error))
         faulty, other = ranks.replicas
         await faulty.call("leave_every_group")
-        assert await transfer.run(False, 1) == [{}] * 3
+        assert await reshard_calls.run(False, 1) == [{}] * 3
         assert [group for group, _ in lost] == [faulty]
         assert "rank 2 of 4 left the reshard first, at attempt 2 of 3" in str(lost[0][1])
         await faulty.close()
         # Without another the run ends, and who left is named.
         await other.call("leave_every_group")
-        ranks.on_removed("the next transfer needs a new group")
-        with pytest.raises(PeerLostError, match="3 consecutive weight transfers to the engines were aborted"):
-            await transfer.run(False, 2)
+        ranks.on_removed("the next reshard needs a new group")
+        with pytest.raises(PeerLostError, match="3 consecutive reshards to the engines were aborted"):
+            await reshard_calls.run(False, 2)
 
 
 async def test_a_report_that_does_not_fit_the_transfer_fails_it(tmp_path: Path) -> None:
     trainers, replica = await asyncio.gather(group(1, 0, tmp_path, 2), group(1, 1, tmp_path, 2))
     ranks = RunRanks(trainers, [replica])
     try:
-        transfer = WeightTransfer(ranks)
-        assert await transfer.run(False, 1) == [{}] * 2
+        reshard_calls = ReshardCalls(ranks)
+        assert await reshard_calls.run(False, 1) == [{}] * 2
         await replica.call("misreport")
         with pytest.raises(TransitionError, match="SENDING cannot handle PEER_MISSING"):
-            await transfer.run(False, 2)
-        assert not transfer.is_connected
+            await reshard_calls.run(False, 2)
+        assert not reshard_calls.is_connected
     finally:
         await ranks.close()
 
 
 async def test_the_first_cause_is_told_not_the_collective_that_others_lost(tmp_path: Path) -> None:
-    async with started(tmp_path) as (ranks, transfer):
-        await transfer.run(False, 1)
+    async with started(tmp_path) as (ranks, reshard_calls):
+        await reshard_calls.run(False, 1)
         with pytest.raises(RankFailedError, match="rank 3 of 4 raised ValueError during `fail`: the first cause"):
             await ranks.call("fail", 3)
 
@@ -275,7 +274,7 @@ async def test_a_group_with_another_key_cannot_join_a_cross_world_group(tmp_path
     trainers, stranger = await asyncio.gather(group(1, 0, tmp_path, 2), group(1, 1, tmp_path, 2, key=b"s" * 32))
     ranks = RunRanks(trainers, [stranger])
     try:
-        joining = asyncio.ensure_future(WeightTransfer(ranks).run(False, 1))
+        joining = asyncio.ensure_future(ReshardCalls(ranks).run(False, 1))
         # Each waits at names of the store that the other does not know.
         done, _ = await asyncio.wait([joining], timeout=3.0)
         assert not done

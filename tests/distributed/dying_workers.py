@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from megarl.reshard import transport
-from megarl.worker import engine_worker, rank_transfer, trainer_worker
+from megarl.worker import cross_world_reshard, engine_worker, trainer_worker
 
 
 def _choose(via):
@@ -35,7 +35,7 @@ class Engine(engine_worker.EngineWorker):
 
     def stop_in_join(self, number):
         """From now on, this signal stops the rank on its way to a cross-world group."""
-        rank_transfer.join_group = lambda *args, **kwargs: os.kill(os.getpid(), number)
+        cross_world_reshard.join_group = lambda *args, **kwargs: os.kill(os.getpid(), number)
 
     def fail_in_own_world(self, number):
         """From now on, a collective of the rank's own world fails in a reshard."""

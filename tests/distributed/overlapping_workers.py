@@ -49,7 +49,7 @@ class Trainer(dying_workers.Trainer):
             raise ValueError("an error of its own")
 
         if self.rank == 0:
-            self.transfer.copier.run = fail
+            self.cross_world_reshard.rank_reshard.run = fail
 
 
 class Engine(dying_workers.Engine):

@@ -62,8 +62,8 @@ def train_and_load(recipe: Recipe, parallel: ParallelConfig, exported: str) -> d
     from megarl.worker.colocated import Worker
 
     worker = Worker(dist.get_rank(), parallel.world_size, recipe, parallel, [("here",)] * parallel.world_size)
-    assert worker.engine and worker.copier and isinstance(worker.copier.resharding, AdapterReshard)
-    assert worker.copier.resharding.is_computed, "vLLM's layout is not as computed"
+    assert worker.engine and worker.rank_reshard and isinstance(worker.rank_reshard.live_reshard, AdapterReshard)
+    assert worker.rank_reshard.live_reshard.is_computed, "vLLM's layout is not as computed"
     adapter = worker.engine.find_part(TrainedAdapter)
     assert adapter is not None
     slots = adapter.slots

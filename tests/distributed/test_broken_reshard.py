@@ -15,12 +15,11 @@ from typing import Any
 
 import pytest
 
-from megarl.cluster import weight_transfer
 from megarl.cluster.deadlines import Deadlines, Limit
 from megarl.cluster.local import LocalGroup
 from megarl.cluster.rank_errors import RankLostError
+from megarl.cluster.reshard_calls import ReshardCalls
 from megarl.cluster.run_ranks import RunRanks
-from megarl.cluster.weight_transfer import WeightTransfer
 from megarl.cluster.worker_group import PartOfRun, WorkerGroup
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
@@ -97,23 +96,23 @@ async def test_the_others_have_the_newest_weights(
     number: signal.Signals,
 ) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    monkeypatch.setattr(weight_transfer, "_MEET_SECONDS", 5.0)
+    monkeypatch.setattr("megarl.cluster.reshard_calls._MEET_SECONDS", 5.0)
 
     ranks = await start(recipe_of(tiny_model(num_layers=2)), tmp_path, via)
-    transfer = WeightTransfer(ranks)
+    reshard_calls = ReshardCalls(ranks)
     lost: list[tuple[WorkerGroup, Exception]] = []
     ranks.on_lost = lambda group, error: lost.append((group, error))
     dying, other = ranks.replicas
     try:
         if moment in ("reshard", "own world"):
-            assert len(await transfer.run(verify=True, version=1)) == 3
+            assert len(await reshard_calls.run(verify=True, version=1)) == 3
         fail = {"meeting": "stop_in_join", "own world": "fail_in_own_world"}.get(moment, "die_in_reshard")
         await dying.call(fail, number)
         if number == signal.SIGSTOP:
             # The calls themselves may take the limit of a collective.
             ranks.set_deadlines(lambda: Deadlines(Limit(5.0), Limit(1800.0)))
         began = time.monotonic()
-        reports = await transfer.run(verify=True, version=2)
+        reports = await reshard_calls.run(verify=True, version=2)
         assert time.monotonic() - began < 30.0
         assert [(group, type(error)) for group, error in lost] == [(dying, RankLostError)]
         how = "was killed by SIGKILL"
@@ -128,7 +127,7 @@ async def test_the_others_have_the_newest_weights(
         # With nobody left the loss is the run's.
         await other.call("die_in_reshard", signal.SIGKILL)
         with pytest.raises(PeerLostError, match="rank 2 of 3 was killed by SIGKILL"):
-            await transfer.run(verify=True, version=3)
+            await reshard_calls.run(verify=True, version=3)
     finally:
         await ranks.close()
         await dying.close()

@@ -12,8 +12,8 @@ import pytest
 
 from megarl.cluster.local import LocalGroup
 from megarl.cluster.rank_errors import RankFailedError, RankLostError
+from megarl.cluster.reshard_calls import ReshardCalls
 from megarl.cluster.run_ranks import RunRanks
-from megarl.cluster.weight_transfer import WeightTransfer
 from megarl.cluster.worker_group import PartOfRun, WorkerGroup
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
@@ -56,14 +56,14 @@ class Run:
         self._settings: dict[str, Any] = {"via": via, "recipe": recipe, "parallel": LAYOUT}
         self._logs = logs
         self.ranks: RunRanks
-        self.transfer: WeightTransfer
+        self.reshard_calls: ReshardCalls
 
     async def __aenter__(self) -> Run:
         trainers, *engines = await asyncio.gather(
             self._started(2, 0, "overlapping_workers:Trainer"), self.engine(0), self.engine(1)
         )
         self.ranks = RunRanks(trainers, engines)
-        self.transfer = WeightTransfer(self.ranks)
+        self.reshard_calls = ReshardCalls(self.ranks)
         return self
 
     async def __aexit__(self, *raised: object) -> None:
@@ -100,10 +100,10 @@ def in_turn(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict
     async def play() -> tuple[dict[int, str], list[str]]:
         found = {}
         async with Run(recipe_of(model, overlap=False), tmp_path_factory.mktemp("logs"), "shared memory") as run:
-            await run.transfer.run(verify=True, version=1)
+            await run.reshard_calls.run(verify=True, version=1)
             for version in VERSIONS:
                 await run.ranks.trainers.call("learn")
-                await run.transfer.run(verify=True, version=version)
+                await run.reshard_calls.run(verify=True, version=version)
                 [found[version]] = set(await run.hashes())
             await run.ranks.trainers.call("learn")
             return found, await run.ranks.trainers.call("weights_hash")
@@ -121,14 +121,14 @@ async def test_each_version_is_that_of_a_run_without_and_a_killed_replica_comes_
     assert len(set(expected.values())) == len(VERSIONS)
 
     async with Run(recipe_of(model, overlap=True), tmp_path, via) as run:
-        ranks, transfer = run.ranks, run.transfer
-        await transfer.run(verify=True, version=1)
+        ranks, reshard_calls = run.ranks, run.reshard_calls
+        await reshard_calls.run(verify=True, version=1)
         await ranks.trainers.call("learn")
         await ranks.call("note_order", str(tmp_path / "order"))
         for version in (2, 3):
             await learn_while_sending(run, version, tmp_path / f"go {version}", pauses_late=version == 2)
-            reports = await transfer.collect_reports()
-            assert transfer.is_connected and len(reports) == 2
+            reports = await reshard_calls.collect_reports()
+            assert reshard_calls.is_connected and len(reports) == 2
             # The kernels of a collective that waits for engines would occupy the GPU on which the trainer works.
             lines = (tmp_path / "order").read_text().splitlines()
             assert sorted(lines[-4:-2]) == ["engine 0 paused", "engine 1 paused"]
@@ -143,17 +143,17 @@ async def test_each_version_is_that_of_a_run_without_and_a_killed_replica_comes_
         await learn_while_sending(run, 4, tmp_path / "go 4", [other])
         assert [(group, type(error)) for group, error in lost] == [(dying, RankLostError)]
         # The trainers have learned on since then.
-        assert transfer.is_connected and await transfer.collect_reports() == []
+        assert reshard_calls.is_connected and await reshard_calls.collect_reports() == []
         assert await other.call("version") == [4] and await run.hashes() == [expected[4]]
 
         await dying.close()
-        transfer.add([await run.engine(0)])
-        assert not transfer.is_connected
-        await transfer.run(verify=True, version=5)
+        reshard_calls.add([await run.engine(0)])
+        assert not reshard_calls.is_connected
+        await reshard_calls.run(verify=True, version=5)
         assert await run.hashes() == [expected[5]] * 2
         # With the trainers waiting, over the same cross-world group: as before an evaluation.
         await ranks.trainers.call("learn")
-        await transfer.run(verify=True, version=6)
+        await reshard_calls.run(verify=True, version=6)
         assert await run.hashes() == [expected[6]] * 2
         await ranks.trainers.call("learn")
         assert await ranks.trainers.call("weights_hash") == learned
@@ -164,7 +164,7 @@ async def test_an_error_of_the_sender_is_named(via: str, model: Path, tmp_path: 
     """At once: none of those that wait for it does so until its time is up."""
 
     async with Run(recipe_of(model, overlap=True), tmp_path, via) as run:
-        await run.transfer.run(verify=False, version=1)
+        await run.reshard_calls.run(verify=False, version=1)
         await run.ranks.trainers.call("fail_in_reshard")
         with pytest.raises(RankFailedError, match=r"rank 0 of 4 raised ValueError .*: an error of its own"):
             await asyncio.wait_for(learn_while_sending(run, 2, tmp_path / "go"), 60.0)
@@ -178,7 +178,7 @@ async def learn_while_sending(
     for group in ranks.replicas if waiting is None else waiting:
         await group.call("wait_in_reshard", str(go))
     engines_paused = asyncio.get_running_loop().create_future()
-    sending = asyncio.create_task(run.transfer.run_overlapping(True, version, engines_paused, copied.set))
+    sending = asyncio.create_task(run.reshard_calls.run_overlapping(True, version, engines_paused, copied.set))
     await copied.wait()
     if not pauses_late:
         engines_paused.set_result(None)

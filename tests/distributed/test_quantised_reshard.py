@@ -72,11 +72,11 @@ def train_reshard_and_compare(recipe: Recipe, parallel: ParallelConfig, exported
     import torch.distributed as dist
     from safetensors.torch import load_file
 
-    from megarl.reshard.live import Reshard
+    from megarl.reshard.live import DirectReshard
     from megarl.worker.colocated import Worker
 
     worker = Worker(dist.get_rank(), parallel.world_size, recipe, parallel, [("here",)] * parallel.world_size)
-    assert worker.engine and worker.copier and isinstance(worker.copier.resharding, Reshard)
+    assert worker.engine and worker.rank_reshard and isinstance(worker.rank_reshard.live_reshard, DirectReshard)
     live = dict(worker.engine.model.named_parameters())
     before = {name: bits(parameter) for name, parameter in live.items()}
     addresses = {name: parameter.data_ptr() for name, parameter in live.items()}
@@ -187,12 +187,12 @@ def spoil_and_verify(recipe: Recipe, parallel: ParallelConfig) -> list[str]:
 
     from megarl.checkpoint.mapped import MappedFolder
     from megarl.reshard.checks.file_rows import check_rows
-    from megarl.reshard.live import Reshard
+    from megarl.reshard.live import DirectReshard
     from megarl.types import MegarlError
     from megarl.worker.colocated import Worker
 
     worker = Worker(dist.get_rank(), parallel.world_size, recipe, parallel, [("here",)] * parallel.world_size)
-    assert worker.engine and worker.copier and isinstance(worker.copier.resharding, Reshard)
+    assert worker.engine and worker.rank_reshard and isinstance(worker.rank_reshard.live_reshard, DirectReshard)
     live = dict(worker.engine.model.named_parameters())
     said = []
     for name in ("mlp.gate_up_proj.weight", "self_attn.o_proj.weight_scale_inv", "input_layernorm.weight", None):
@@ -201,7 +201,9 @@ def spoil_and_verify(recipe: Recipe, parallel: ParallelConfig) -> list[str]:
             parameter = parameter.view(torch.uint8) if parameter.dtype.itemsize == 1 else parameter
             parameter.view(-1)[-1] += 1
         try:
-            worker.reshard(False, worker.weight_version + 1) if name is None else worker.copier.resharding.verify()
+            worker.reshard(
+                False, worker.weight_version + 1
+            ) if name is None else worker.rank_reshard.live_reshard.verify()
             said.append("equal")
         except MegarlError as error:
             said.append(str(error))

@@ -80,12 +80,12 @@ def train_reshard_and_compare(
 
     from megarl.families.shape import read_model_shape
     from megarl.reshard.layouts.packed import checkpoint_tensors
-    from megarl.reshard.live import Reshard
+    from megarl.reshard.live import DirectReshard
     from megarl.worker.colocated import Worker
 
     worker = Worker(dist.get_rank(), parallel.world_size, recipe, parallel, [("here",)] * parallel.world_size)
-    assert worker.engine and worker.copier and isinstance(worker.copier.resharding, Reshard)
-    assert worker.copier.resharding.is_computed, "vLLM's layout is not as computed"
+    assert worker.engine and worker.rank_reshard and isinstance(worker.rank_reshard.live_reshard, DirectReshard)
+    assert worker.rank_reshard.live_reshard.is_computed, "vLLM's layout is not as computed"
     live = dict(worker.engine.model.named_parameters())
     before = {name: parameter.detach().clone() for name, parameter in live.items()}
     addresses = {name: parameter.data_ptr() for name, parameter in live.items()}
@@ -244,13 +244,13 @@ def order_of_start(recipe: Recipe, parallel: ParallelConfig) -> list[str]:
     import torch
 
     from megarl.engine.engine import RolloutEngine
-    from megarl.reshard.live import Reshard
+    from megarl.reshard.live import DirectReshard
     from megarl.training.training_engine import TrainingEngine
     from megarl.worker.colocated import Worker
 
     notes: list[str] = []
     spied = [(RolloutEngine, name) for name in ("__init__", "sleep", "wake", "weights_updated")]
-    spied += [(TrainingEngine, "__init__"), (Reshard, "__init__"), (Reshard, "self_test")]
+    spied += [(TrainingEngine, "__init__"), (DirectReshard, "__init__"), (DirectReshard, "self_test")]
     with pytest.MonkeyPatch.context() as patch:
         for owner, name in spied:
             patch.setattr(owner, name, noted(owner, name, notes))
@@ -268,8 +268,8 @@ def test_the_engine_sleeps_while_the_trainer_is_built(ranks: RankPool, tiny_mode
         "RolloutEngine.sleep",
         "TrainingEngine.__init__",
         "RolloutEngine.wake ['weights']",
-        "Reshard.__init__",
-        "Reshard.self_test",
+        "DirectReshard.__init__",
+        "DirectReshard.self_test",
         "RolloutEngine.wake ['kv_cache']",
         "RolloutEngine.weights_updated",
     ]
@@ -279,13 +279,13 @@ def spoil_and_verify(recipe: Recipe, parallel: ParallelConfig) -> list[str]:
     """Return the errors of verification after two rows of an engine were exchanged, and after the next reshard."""
     import torch
 
-    from megarl.reshard.live import Reshard
+    from megarl.reshard.live import DirectReshard
     from megarl.types import MegarlError
     from megarl.worker.colocated import Worker
 
     rank = torch.distributed.get_rank()
     worker = Worker(rank, parallel.world_size, recipe, parallel, [("here",)] * parallel.world_size)
-    assert worker.engine and worker.copier and isinstance(worker.copier.resharding, Reshard)
+    assert worker.engine and worker.rank_reshard and isinstance(worker.rank_reshard.live_reshard, DirectReshard)
     said = []
     if rank == 1:
         with torch.no_grad():
@@ -293,7 +293,7 @@ def spoil_and_verify(recipe: Recipe, parallel: ParallelConfig) -> list[str]:
             parameter[:2] = parameter[[1, 0]]
     for _ in range(2):
         try:
-            worker.copier.resharding.verify()
+            worker.rank_reshard.live_reshard.verify()
             said.append("equal")
         except MegarlError as error:
             said.append(str(error))
@@ -365,8 +365,8 @@ def probe_clean_and_spoiled(
 
     rank = torch.distributed.get_rank()
     worker = Worker(rank, parallel.world_size, recipe, parallel, [("here",)] * parallel.world_size)
-    assert worker.copier is not None
-    resharding, engine = worker.copier.resharding, worker.engine
+    assert worker.rank_reshard is not None
+    resharding, engine = worker.rank_reshard.live_reshard, worker.engine
     assert engine is not None and isinstance(resharding, GatheredReshard)
     assert engine.weight_version == 1
     update(worker, parallel)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megarl.config import Recipe
-from megarl.loops.reshards import Reshards
+from megarl.loops.reshard_schedule import ReshardSchedule
 from megarl.loops.sample_writer import SampleWriter
 from megarl.loops.step_checks import StepChecks
 from megarl.loops.weight_checks import WeightChecks
@@ -120,13 +120,13 @@ def test_engines_are_held_while_they_sleep() -> None:
     recipe = Recipe.model_validate({"name": "r", "loop": "rl", "model": {"path": "m"}, "data": {"train": "t"}})
     unused: Any = None
     checks = WeightChecks(recipe, engines, unused)
-    reshards = Reshards(recipe, engines, engines, unused, engines, unused, checks)
+    reshard_schedule = ReshardSchedule(recipe, engines, engines, unused, engines, unused, checks)
 
     async def play() -> None:
-        await reshards.sleep_engines()
-        await reshards.sleep_engines()
-        await reshards.run(1)
-        await reshards.sleep_engines()
+        await reshard_schedule.sleep_engines()
+        await reshard_schedule.sleep_engines()
+        await reshard_schedule.run(1)
+        await reshard_schedule.sleep_engines()
 
     asyncio.run(play())
     assert engines.asked == ["hold", "sleep_engine", "reshard", "release", "hold", "sleep_engine"]

@@ -174,7 +174,7 @@ def flipped(
 
     rank = dist.get_rank()
     worker = Worker(rank, LAYOUT.world_size, recipe, LAYOUT, [("here",)] * LAYOUT.world_size)
-    assert worker.copier is not None
+    assert worker.rank_reshard is not None
     worker.sleep_engine()
     # The first update also initialises libraries. The median of three steps has an index of 1.
     seconds = [train(worker, num_tokens) for _ in range(4)][1:]
@@ -183,7 +183,7 @@ def flipped(
     worker.finish_checkpoint(True)
     worker.export(Path(exported))
     outcomes = []
-    engine = worker.copier._ledger
+    engine = worker.rank_reshard._ledger
     weight_checks = worker.find_part(WeightChecks)
     for place, at, *numbers in wanted:
         if place not in ("trainer", "engine"):

@@ -230,9 +230,9 @@ def count(recipe: Recipe, parallel: ParallelConfig, rows: Sequence[Any]) -> dict
         buffers = [*engine.model.parameters(), *engine.model.buffers()]
         found["engine weights"] = counted_bytes(buffers)
         found["KV cache"] = counted_bytes(engine._worker.model_runner.kv_caches)
-        assert worker.copier is not None
-        assert not isinstance(worker.copier.resharding, GatheredReshard)
-        found["staging"] = worker.copier.resharding.staged_bytes
+        assert worker.rank_reshard is not None
+        assert not isinstance(worker.rank_reshard.live_reshard, GatheredReshard)
+        found["staging"] = worker.rank_reshard.live_reshard.staged_bytes
         return found
     finally:
         worker.close()

@@ -77,11 +77,11 @@ def _pair_sizes(
 ) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
     """Return the elements of each slice of a tensor: pairs (source * ranks + taker) and sizes, both int64 [pairs]."""
     slices: list[list[tuple[NDArray[np.int64], NDArray[np.int64]]]] = [[] for _ in range(num_slices)]
-    for index, route in enumerate(overlap.routes):
-        takers, chosen = np.asarray(route.takers), plan.chosen(route.holders, route.takers, turn + index)
+    for index, flow in enumerate(overlap.flows):
+        takers, chosen = np.asarray(flow.takers), plan.chosen(flow.holders, flow.takers, turn + index)
         for source in np.unique(chosen).tolist():
             pairs = source * plan.num_ranks + takers[(chosen == source) & (takers != source)]
-            for parts, templates in zip(slices, route.copy_templates(source, num_slices), strict=True):
+            for parts, templates in zip(slices, flow.copy_templates(source, num_slices), strict=True):
                 numel = sum(prod(template.shape) for template in templates)
                 parts.append((pairs, np.full(len(pairs), numel)))
     return [(np.concatenate([p for p, _ in parts]), np.concatenate([n for _, n in parts])) for parts in slices]

@@ -312,12 +312,12 @@ def _turn(plan: Plan, overlap: Overlap, *, turn: int, num_slices: int) -> _Turn:
     num = plan.num_ranks
     received, sent, copies = np.zeros((3, num), np.int64), np.zeros((3, num), np.int64), np.zeros(num, np.int64)
     pairs = []
-    for index, route in enumerate(overlap.routes):
-        takers, source = np.asarray(route.takers), plan.chosen(route.holders, route.takers, turn + index)
-        numel = sum(region.numel for region in route.regions)
+    for index, flow in enumerate(overlap.flows):
+        takers, source = np.asarray(flow.takers), plan.chosen(flow.holders, flow.takers, turn + index)
+        numel = sum(region.numel for region in flow.regions)
         # 0, 1 and 2 are the indices of TIERS: local, same_node, other_node.
         kind = np.where(source == takers, 0, np.where(plan.nodes[source] == plan.nodes[takers], 1, 2))
-        copy_templates = sum(map(len, route.copy_templates(int(source[0]), num_slices)))
+        copy_templates = sum(map(len, flow.copy_templates(int(source[0]), num_slices)))
         np.add.at(received, (kind, takers), numel)
         np.add.at(sent, (kind, source), numel)
         np.add.at(copies, takers, copy_templates)
@@ -329,9 +329,9 @@ def _turn(plan: Plan, overlap: Overlap, *, turn: int, num_slices: int) -> _Turn:
 def _lower_bound(plan: Plan, overlap: Overlap) -> _Bytes:
     """Return, for each rank, the number of elements that it needs and does not have itself: [ranks]."""
     missing = np.zeros(plan.num_ranks, np.int64)
-    for route in overlap.routes:
-        takers = np.asarray(route.takers)
-        missing[takers] += sum(region.numel for region in route.regions) * ~np.isin(takers, route.holders)
+    for flow in overlap.flows:
+        takers = np.asarray(flow.takers)
+        missing[takers] += sum(region.numel for region in flow.regions) * ~np.isin(takers, flow.holders)
     return missing
 
 

@@ -36,7 +36,7 @@ def record_layout(model: nn.Module, tensors: Mapping[str, tuple[tuple[int, ...],
 
     A piece's storage is the parameter's name in `named_parameters()`. Live values do not change. Raises
     DirectWriteError, with the name, if the loader copies or pads more or fewer elements of a parameter than it has.
-    `Reshard.self_test` checks that each element is really written.
+    `DirectReshard.self_test` checks that each element is really written.
     """
     check_direct_write(model)
     try:

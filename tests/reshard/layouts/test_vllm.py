@@ -66,7 +66,7 @@ def checks_of_layouts(model: nn.Module, layout: Layout, tensors: dict[str, torch
     import torch.distributed as dist
 
     from megarl.reshard.checks.file_rows import check_rows, sampled_names
-    from megarl.reshard.live import Reshard
+    from megarl.reshard.live import DirectReshard
 
     rank, size = dist.get_rank(), dist.get_world_size()
     whole = tuple(dense_piece(name, tuple(tensor.shape), name, 0) for name, tensor in tensors.items())
@@ -74,7 +74,7 @@ def checks_of_layouts(model: nn.Module, layout: Layout, tensors: dict[str, torch
     # On one rank no row follows the last.
     for is_off in (False, True)[:size]:
         moved = tuple(row_later(piece) if is_off and rank == 0 else piece for piece in layout)
-        reshard = Reshard(
+        reshard = DirectReshard(
             [whole] + [()] * (size - 1), None, moved, tensors if rank == 0 else {}, model,
             dtype=torch.float32, bucket_bytes=1 << 20, topology=[("here",)] * size,
         )  # fmt: skip

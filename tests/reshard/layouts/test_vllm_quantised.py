@@ -41,13 +41,13 @@ def resharding(engine: Any, folder: str, tensors: dict[str, Any]) -> Any:
 
     from megarl.families.shape import read_model_shape
     from megarl.reshard.boxes import dense_piece
-    from megarl.reshard.live import Reshard, record
+    from megarl.reshard.live import DirectReshard, record
 
     shape = read_model_shape(folder, {})
     recorded, refusal = record(engine.model, shape, torch.bfloat16)
     assert recorded is not None, refusal
     whole = tuple(dense_piece(name, tuple(t.shape), name, 0) for name, t in tensors.items())
-    return Reshard(
+    return DirectReshard(
         [whole], None, recorded, tensors, engine.model, dtype=torch.bfloat16, bucket_bytes=1 << 16, topology=[("here",)]
     )
 

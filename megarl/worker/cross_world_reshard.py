@@ -1,4 +1,4 @@
-"""One rank's part in weight transfers to separate engines: process group, copies, and reports of lost peers."""
+"""One rank's part in reshards to separate engines: process group, copies, and reports of lost peers."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from megarl.groups.rendezvous import Meeting
 from megarl.platform import background
 from megarl.reshard.checks.ledger import RankChanges
 from megarl.reshard.plan import RankTopology
-from megarl.worker.weight_copier import WeightCopier
+from megarl.worker.rank_reshard import RankReshard
 
 if TYPE_CHECKING:
     from megarl.engine.engine import RolloutEngine
     from megarl.training.training_engine import Snapshot, TrainingEngine
 
 Report = Mapping[str, Any]
-"""Report of a weight transfer: seconds and bytes by name, and `checksums` and `changes` of an engine's weights. If a
+"""Report of a reshard: seconds and bytes by name, and `checksums` and `changes` of an engine's weights. If a
 peer was lost, it has instead `lost`, the reason, and `missing`, the ranks that never joined.
 """
 
 
-class RankTransfer:
-    """One rank's part in weight transfers between the torch worlds of trainers and engines.
+class CrossWorldReshard:
+    """One rank's part in reshards between the torch worlds of trainers and engines.
 
     A rank has either the `policy` or an `engine`. With a `snapshot` of the policy, the snapshot is sent, so the
     policy can be trained meanwhile. `transformer_engine` says whether the trainer uses Transformer Engine's layers;
@@ -63,13 +63,13 @@ class RankTransfer:
             "replica": replica,
         }
         self._group: dist.ProcessGroup | None = None
-        self.copier: WeightCopier | None = None
+        self.rank_reshard: RankReshard | None = None
         """Object executing this rank's share of the copies; None without a process group."""
         self._sending: Future[dict[str, Any]] | None = None
         self._unreported: RankChanges | None = None
-        """Changes of the engine's weights, found before a transfer that a lost peer ended."""
+        """Changes of the engine's weights, found before a reshard that a lost peer ended."""
 
-    def join(self, meeting: Meeting, topology: RankTopology, version: int) -> Report:
+    def join_and_reshard(self, meeting: Meeting, topology: RankTopology, version: int) -> Report:
         """Join a process group of trainers and engines, and send or receive the weights of this version.
 
         `topology` places the group's ranks in the network. An earlier group is left first. A collective of all ranks in
@@ -81,21 +81,21 @@ class RankTransfer:
             self._snapshot.take(version)
         try:
             self._group = join_group(meeting, self._own_rank, self._recipe.cluster.collective_timeout_seconds)
-            self.copier = WeightCopier(topology=topology, group=self._group, version=version, **self._ends)
+            self.rank_reshard = RankReshard(topology=topology, group=self._group, version=version, **self._ends)
         except Exception as error:
             return self._report_loss(error)
-        return self._with_changes(self.copier.first_report)
+        return self._with_changes(self.rank_reshard.first_report)
 
     def run(self, verify: bool, version: int) -> Report:
         """Send or receive the weights of this version. With `verify` they are compared afterwards. Returns seconds and
         bytes.
         """
-        assert self.copier is not None
+        assert self.rank_reshard is not None
         self._note_changes()
         if self._snapshot is not None:
             self._snapshot.take(version)
         try:
-            return self._with_changes(self.copier.run(verify=verify, version=version))
+            return self._with_changes(self.rank_reshard.run(verify=verify, version=version))
         except Exception as error:
             return self._report_loss(error)
 
@@ -104,13 +104,13 @@ class RankTransfer:
 
         The rank can execute other calls meanwhile. Calls using the process group must wait for `finish`.
         """
-        assert self.copier is not None and self._snapshot is not None and self._sending is None
+        assert self.rank_reshard is not None and self._snapshot is not None and self._sending is None
         self._snapshot.take(version)
 
         def send() -> dict[str, Any]:
-            assert self.copier is not None
+            assert self.rank_reshard is not None
             try:
-                return self.copier.run(verify=verify, version=version)
+                return self.rank_reshard.run(verify=verify, version=version)
             except BaseException as error:
                 # Leave the group, so that peers waiting for this rank fail too. The traceback's frames refer to the
                 # group and would keep it open, so clear them first.
@@ -130,27 +130,27 @@ class RankTransfer:
             return self._report_loss(error)
 
     def compare_weights(self) -> RankChanges | None:
-        """Return the changes of the engine's weights since the last transfer; None if they have no checksums."""
+        """Return the changes of the engine's weights since the last reshard; None if they have no checksums."""
         self._note_changes()
         changes, self._unreported = self._unreported, None
         return changes
 
     def _note_changes(self) -> None:
         """Compare the engine's weights with their checksums before they are overwritten."""
-        changes = self.copier.compare_weights() if self.copier is not None else None
+        changes = self.rank_reshard.compare_weights() if self.rank_reshard is not None else None
         # Changes that were not reported yet are the earlier ones.
         if changes is not None and not (self._unreported and self._unreported.boxes):
             self._unreported = changes
 
     def _with_changes(self, report: Report) -> Report:
-        """Return the report of a complete transfer, with the changes of the engine's old weights, if compared."""
+        """Return the report of a complete reshard, with the changes of the engine's old weights, if compared."""
         changes, self._unreported = self._unreported, None
         return report if changes is None else {**report, "changes": changes}
 
     def leave(self) -> None:
         """Leave the process group of trainers and engines, if there is one."""
         leave_group(self._group)
-        self.copier = self._group = None
+        self.rank_reshard = self._group = None
 
     def _report_loss(self, error: Exception) -> Report:
         """Leave the process group after a peer left it, so that peers waiting for this rank fail too. Returns the

@@ -32,7 +32,7 @@ from megarl.reshard.checks.probe import TOLERANCES, check_logprobs, probe_prompt
 from megarl.reshard.layouts.packed import checkpoint_names
 from megarl.reshard.layouts.placed import Ends, reshard_ends
 from megarl.reshard.layouts.vllm_slots import AdapterSlots, live_parameters, without_adapters
-from megarl.reshard.live import GatheredReshard, Reshard, record
+from megarl.reshard.live import DirectReshard, GatheredReshard, record
 from megarl.reshard.plan import RankTopology
 from megarl.reshard.staging import gathered
 from megarl.training.lora_part import LoraPart
@@ -46,7 +46,7 @@ FIRST_VERSION = 1
 """Version of the weights before the first update: those of the model folder."""
 
 
-class WeightCopier:
+class RankReshard:
     """Executes one rank's share of copying weights from trainers to engines.
 
     The rank has a `policy` (or a `snapshot` of it), an `engine`, or both. `topology` lists all ranks taking part,
@@ -93,8 +93,8 @@ class WeightCopier:
         """Texts for the user about how the weights are copied."""
         with self._in_memory(version):
             # Inside the context: planning and self-test need the live weights of both sides in memory.
-            self.resharding = self._planned()
-            self.first_report: dict[str, Any] = self.resharding.self_test()
+            self.live_reshard = self._planned()
+            self.first_report: dict[str, Any] = self.live_reshard.self_test()
             """Seconds and bytes of the first copy, by stage, and the checksums as `run` returns them."""
             if version in (None, FIRST_VERSION):
                 self._compare_with_folder()
@@ -121,13 +121,13 @@ class WeightCopier:
         meet_seconds = self._meet()
         with self._in_memory(version):
             with span("move weights"):
-                report: dict[str, Any] = self.resharding.run() | meet_seconds
+                report: dict[str, Any] = self.live_reshard.run() | meet_seconds
             faults.reach("resharded", self._engine_weights)
             started = time.perf_counter()
             # Checksums need the weights in memory on both sides; converted weights have no equal bytes, so they are
             # probed.
-            if verify and not isinstance(self.resharding, GatheredReshard):
-                self.resharding.verify()
+            if verify and not isinstance(self.live_reshard, GatheredReshard):
+                self.live_reshard.verify()
             elif verify:
                 trainer_logprobs = self._probe_trainer()
             seconds = time.perf_counter() - started
@@ -157,7 +157,7 @@ class WeightCopier:
 
         Engines that convert their weights got them from vLLM's own loader by name: only their log-probs are compared.
         """
-        if isinstance(self.resharding, GatheredReshard):
+        if isinstance(self.live_reshard, GatheredReshard):
             return
         recipe, engine = self._recipe, self._engine
         folder = MappedFolder(recipe.model.folder)
@@ -184,7 +184,7 @@ class WeightCopier:
         first_rank = 0 if self._group is None else self._parallel.leaders()[self._replica]
         who = f"engine rank {first_rank + dist.get_rank()}"
         live = live_parameters(engine.model)
-        if isinstance(self.resharding, Reshard) and not self.resharding.converts:
+        if isinstance(self.live_reshard, DirectReshard) and not self.live_reshard.converts:
             return Ledger(who, self._recorded, live)
         adapter = engine.find_part(TrainedAdapter)
         slots = adapter.slots.tensors if adapter is not None and adapter.slots is not None else {}
@@ -209,7 +209,7 @@ class WeightCopier:
             gathered(None, self._group)
         return {"meet_seconds": time.perf_counter() - started}
 
-    def _planned(self) -> Reshard | GatheredReshard | AdapterReshard:
+    def _planned(self) -> DirectReshard | GatheredReshard | AdapterReshard:
         """Plan the copies: in place, or via full tensors if the engine's weights cannot be written in place."""
         if self._recipe.sends_adapter:
             return self._planned_adapter()
@@ -311,9 +311,9 @@ class WeightCopier:
         parameters: Mapping[str, Tensor],
         model: torch.nn.Module | None = None,
         slots: AdapterSlots | None = None,
-    ) -> Reshard:
+    ) -> DirectReshard:
         """Plan copies into the live parameters of `model`, or into the `slots` of a LoRA adapter."""
-        return Reshard(
+        return DirectReshard(
             ends.sources,
             ends.destinations,
             recorded,
@@ -392,7 +392,7 @@ class WeightCopier:
 
         Otherwise checksums of the weights are compared.
         """
-        return isinstance(self.resharding, GatheredReshard)
+        return isinstance(self.live_reshard, GatheredReshard)
 
     def _probe_trainer(self) -> NDArray[np.float32] | None:
         """Compute the trainer's log-probs of the probe prompt, float32 [prompt]. A collective.

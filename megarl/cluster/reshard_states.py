@@ -1,6 +1,6 @@
-"""State machine of weight transfers from the trainers to separate engines: states, events, commands and their table.
+"""State machine of reshards from the trainers to separate engines: states, events, commands and their table.
 
-The machine knows neither processes nor tensors. `cluster.weight_transfer.WeightTransfer` reports events to it and
+The machine knows neither processes nor tensors. `cluster.reshard_calls.ReshardCalls` reports events to it and
 carries its commands out.
 """
 
@@ -10,14 +10,14 @@ from collections.abc import Mapping
 from enum import Enum
 
 MOST_ATTEMPTS = 3
-"""Maximum number of attempts at one weight transfer before the run fails."""
+"""Maximum number of attempts at one reshard before the run fails."""
 
 
 class State(Enum):
-    """State of a weight transfer. The cross-world group is the process group connecting trainers and engines."""
+    """State of a reshard. The cross-world group is the process group connecting trainers and engines."""
 
     DISCONNECTED = "no usable cross-world group"
-    IDLE = "connected, no transfer in flight"
+    IDLE = "connected, no reshard in flight"
     JOINING = "the ranks create a cross-world group, which also sends the weights"
     SENDING = "weights are sent while the trainers wait"
     OVERLAPPING = "copies of the weights are sent while the trainers execute other calls"
@@ -31,8 +31,8 @@ class State(Enum):
 class Event(Enum):
     """An event on the ranks, or a request of the training loop."""
 
-    START = "a transfer is requested; the trainers wait for it"
-    START_OVERLAPPING = "a transfer of copies is requested"
+    START = "a reshard is requested; the trainers wait for it"
+    START_OVERLAPPING = "a reshard of copies is requested"
     ANSWERED = "all remaining ranks have answered the calls of an attempt"
     SUSPECTED = "as answered, but the last attempt is next and one engine always left first"
     EXHAUSTED = "as answered, and no attempt is left"
@@ -44,7 +44,7 @@ class Event(Enum):
 
 
 class Command(Enum):
-    """Actions that the driver must take after a change of the transfer's state."""
+    """Actions that the driver must take after a change of the reshard's state."""
 
     NOTHING = "nothing"
     JOIN = "let all ranks create a cross-world group and send the weights"
@@ -106,13 +106,13 @@ class TransitionError(RuntimeError):
     """Raised for an event not allowed in the present state."""
 
 
-class TransferStates:
-    """The state of the run's weight transfers, and the number of attempts at the current one."""
+class ReshardStates:
+    """The state of the run's reshards, and the number of attempts at the current one."""
 
     def __init__(self) -> None:
         self.state = State.DISCONNECTED
         self.attempt = 0
-        """Number of attempts at the current transfer. An overlapping transfer is counted only once it is repeated."""
+        """Number of attempts at the current reshard. An overlapping reshard is counted only once it is repeated."""
 
     def handle(self, event: Event) -> Command:
         """Change the state for an event and return the command for the caller.
@@ -120,7 +120,7 @@ class TransferStates:
         Raises TransitionError for an event not allowed in the present state.
         """
         if (self.state, event) not in TRANSITIONS:
-            raise TransitionError(f"a weight transfer in state {self.state.name} cannot handle {event.name}")
+            raise TransitionError(f"a reshard in state {self.state.name} cannot handle {event.name}")
         self.state, command = TRANSITIONS[self.state, event]
         if event in (Event.START, Event.START_OVERLAPPING):
             self.attempt = 0

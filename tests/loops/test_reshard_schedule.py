@@ -13,9 +13,9 @@ import pytest
 
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
-from megarl.loops.reshards import Reshards
+from megarl.loops.reshard_schedule import ReshardSchedule
 from megarl.loops.weight_checks import WeightChecks
-from megarl.rollout import pool as pool_module
+from megarl.rollout import pool_meter
 from megarl.rollout.pool import EnginePool
 from megarl.types import MegarlError, Request, SamplingSettings
 
@@ -32,7 +32,7 @@ class Clock:
 
 
 class Ranks:
-    """A trainer, an engine and the weight transfer between them. The test decides when calls end."""
+    """A trainer, an engine and the reshard between them. The test decides when calls end."""
 
     def __init__(self) -> None:
         self.is_separate = self.is_connected = True
@@ -87,7 +87,9 @@ class Run:
         self.replacements = SimpleNamespace(has_started=False, take=list)
         self.pool = EnginePool(self.ranks, LAYOUT, max_running=1)
         checks = WeightChecks(recipe, self.ranks, None)  # type: ignore[arg-type]
-        self.reshards = Reshards(recipe, self.ranks, self.ranks, self.replacements, self.pool, self, checks)  # type: ignore[arg-type]
+        self.reshard_schedule = ReshardSchedule(
+            recipe, self.ranks, self.ranks, self.replacements, self.pool, self, checks
+        )  # type: ignore[arg-type]
 
     def ask_engines(self) -> asyncio.Future[None]:
         self.asked += 1
@@ -104,11 +106,11 @@ class Run:
 def test_the_next_step_begins_while_the_weights_are_under_way() -> None:
     async def play() -> None:
         run = Run()
-        assert await run.reshards.begin(1) == {}
+        assert await run.reshard_schedule.begin(1) == {}
         await run.ranks.are_engines_paused.wait()
         assert run.pool.is_paused and run.asked == 1 and run.ranks.calls == [("send", False, 2)]
         run.ranks.trainers.seconds_in_calls = 4.0
-        waiting = asyncio.create_task(run.reshards.begin(2))
+        waiting = asyncio.create_task(run.reshard_schedule.begin(2))
         await asyncio.sleep(0)
         assert not waiting.done() and len(run.ranks.calls) == 1
         run.ranks.sending.set_result(None)
@@ -117,7 +119,7 @@ def test_the_next_step_begins_while_the_weights_are_under_way() -> None:
         assert found["time/reshard_wire_seconds"] == 0.7 and found["reshard/sent_bytes"] == 16.0
         assert found["rollout/replicas"] == 1 and found["perf/engine_pause_seconds"] > 0
         assert run.ranks.calls[1:] == [("send", True, 3)]
-        await run.reshards.finish()
+        await run.reshard_schedule.finish()
         assert not run.pool.is_paused
 
     asyncio.run(play())
@@ -132,7 +134,7 @@ def test_where_the_engines_are_needed_next_the_trainer_waits(step: int, reason: 
         run = Run()
         run.ranks.is_connected = reason != "lost"
         run.replacements.has_started = reason == "restarted"
-        found = await run.reshards.begin(step)
+        found = await run.reshard_schedule.begin(step)
         assert run.ranks.calls == [("reshard", step % 2 == 0, step + 1)] and not run.pool.is_paused
         assert "time/reshard_hidden_seconds" not in found
 
@@ -142,9 +144,9 @@ def test_where_the_engines_are_needed_next_the_trainer_waits(step: int, reason: 
 def test_two_reshards_that_end_flatten_step_are_counted_together() -> None:
     async def play() -> None:
         run = Run()
-        await run.reshards.begin(2)
+        await run.reshard_schedule.begin(2)
         run.ranks.sending.set_result(None)
-        found = await run.reshards.begin(3)
+        found = await run.reshard_schedule.begin(3)
         assert found["reshard/sent_bytes"] == 32.0 and found["rollout/replicas"] == 1
 
     asyncio.run(play())
@@ -158,7 +160,7 @@ def test_tokens_that_stay_in_an_engine_are_counted_in_the_step_of_its_reshard() 
         sampling = run.sampling()
         while "advance" not in run.ranks.answers:
             await asyncio.sleep(0)
-        beginning = asyncio.create_task(run.reshards.begin(1))
+        beginning = asyncio.create_task(run.reshard_schedule.begin(1))
         await run.ranks.has_copies.wait()
         run.ranks.answers["advance"].set_result([])
         while "sampled_so_far" not in run.ranks.answers:
@@ -168,7 +170,7 @@ def test_tokens_that_stay_in_an_engine_are_counted_in_the_step_of_its_reshard() 
         await beginning
         assert run.pool.metrics()["rollout/sampled_tokens"] == 3
         sampling.cancel()
-        await run.reshards.close()
+        await run.reshard_schedule.close()
 
     asyncio.run(play())
 
@@ -176,15 +178,15 @@ def test_tokens_that_stay_in_an_engine_are_counted_in_the_step_of_its_reshard() 
 def test_who_waits_for_a_sample_is_notified_that_the_weights_did_not_arrive() -> None:
     async def play() -> None:
         run = Run()
-        await run.reshards.begin(1)
+        await run.reshard_schedule.begin(1)
         await run.ranks.are_engines_paused.wait()
         sampling = run.sampling()
         run.ranks.sending.set_exception(MegarlError("lost"))
         with pytest.raises(MegarlError, match="lost"):
             await sampling
         with pytest.raises(MegarlError, match="lost"):
-            await run.reshards.finish()
-        await run.reshards.close()
+            await run.reshard_schedule.finish()
+        await run.reshard_schedule.close()
 
     asyncio.run(play())
 
@@ -192,7 +194,7 @@ def test_who_waits_for_a_sample_is_notified_that_the_weights_did_not_arrive() ->
 def test_a_pool_that_is_held_at_a_step_s_end_counts_its_time_once(monkeypatch: pytest.MonkeyPatch) -> None:
     async def play() -> None:
         clock = Clock()
-        monkeypatch.setattr(pool_module, "time", clock)
+        monkeypatch.setattr(pool_meter, "time", clock)
         run = Run()
         clock.now = 10.0
         await run.pool.pause()

@@ -1,16 +1,16 @@
-"""The table of weight transfers: every transition, every pair it refuses, and the course of attempts."""
+"""The table of reshards: every transition, every pair it refuses, and the course of attempts."""
 
 from __future__ import annotations
 
 import pytest
 
-from megarl.cluster.transfer_states import (
+from megarl.cluster.reshard_states import (
     MOST_ATTEMPTS,
     TRANSITIONS,
     Command,
     Event,
+    ReshardStates,
     State,
-    TransferStates,
     TransitionError,
 )
 
@@ -24,8 +24,8 @@ IN_FLIGHT = {
 }
 
 
-def states(state: State = State.DISCONNECTED) -> TransferStates:
-    machine = TransferStates()
+def states(state: State = State.DISCONNECTED) -> ReshardStates:
+    machine = ReshardStates()
     machine.state = state
     return machine
 

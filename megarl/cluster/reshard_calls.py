@@ -1,7 +1,7 @@
-"""Weight transfers from the trainers to the engines of a run, as calls to the ranks.
+"""Reshards from the trainers to the engines of a run, as calls to the ranks.
 
 Separate engines have torch worlds of their own, so they receive weights over a process group across worlds. The group
-is created again whenever a replica was lost or restarted. The state machine in `cluster.transfer_states` decides what
+is created again whenever a replica was lost or restarted. The state machine in `cluster.reshard_states` decides what
 happens next.
 """
 
@@ -14,8 +14,8 @@ from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from typing import Any
 
+from megarl.cluster.reshard_states import MOST_ATTEMPTS, Command, Event, ReshardStates, State, TransitionError
 from megarl.cluster.run_ranks import RunRanks, together
-from megarl.cluster.transfer_states import MOST_ATTEMPTS, Command, Event, State, TransferStates, TransitionError
 from megarl.cluster.worker_group import WorkerGroup
 from megarl.groups.rendezvous import Meeting
 from megarl.types import PeerLostError
@@ -28,18 +28,18 @@ _MEET_SECONDS = 60.0
 """Seconds for the last ranks to join a new process group after the others. A rank absent by then counts as missing."""
 
 Reports = list[dict[str, Any]]
-"""Reports of a weight transfer, one mapping for each rank: seconds and bytes by metric name, and `checksums` and
+"""Reports of a reshard, one mapping for each rank: seconds and bytes by metric name, and `checksums` and
 `changes` of an engine's weights."""
 Calls = list[Coroutine[Any, Any, list[Any]]]
-"""Calls of one attempt at a weight transfer: the trainers' first, then one for each replica."""
+"""Calls of one attempt at a reshard: the trainers' first, then one for each replica."""
 
 
-class WeightTransfer:
+class ReshardCalls:
     """Copies the trainers' weights into all engines of a run."""
 
     def __init__(self, ranks: RunRanks) -> None:
         self._ranks = ranks
-        self._states = TransferStates()
+        self._states = ReshardStates()
         self._num_groups = 0
         """Number of cross-world process groups created so far."""
         self._cancelled = asyncio.Event()
@@ -54,11 +54,11 @@ class WeightTransfer:
 
     @property
     def is_connected(self) -> bool:
-        """Whether the next transfer can use the existing cross-world process group, as overlapping transfers must."""
+        """Whether the next reshard can use the existing cross-world process group, as overlapping reshards must."""
         return self._states.state is State.IDLE
 
     def add(self, replicas: Sequence[WorkerGroup]) -> None:
-        """Include restarted replicas, beginning with the next transfer."""
+        """Include restarted replicas, beginning with the next reshard."""
         if replicas:
             self._ranks.add(replicas)
             self._states.handle(Event.REPLICA_ADDED)
@@ -118,7 +118,7 @@ class WeightTransfer:
         return [report for reports in answers for report in reports]
 
     async def collect_reports(self) -> Reports:
-        """Return the trainers' reports of the last overlapping transfer; empty if they were already fetched."""
+        """Return the trainers' reports of the last overlapping reshard; empty if they were already fetched."""
         if self._states.handle(Event.COLLECT) is not Command.COLLECT_REPORTS:
             return []
         reports = await self._ranks.trainers.call("finish_reshard")
@@ -128,13 +128,13 @@ class WeightTransfer:
         return [report for report in reports if "lost" not in report]
 
     async def _attempt_until_delivered(self, command: Command, verify: bool, version: int) -> Reports:
-        """Repeat attempts at a transfer, beginning with `command`, until all remaining engines have the weights."""
+        """Repeat attempts at a reshard, beginning with `command`, until all remaining engines have the weights."""
         while True:
             groups = self._ranks.groups
-            method = "join" if command is Command.JOIN else "reshard"
+            method = "join_and_reshard" if command is Command.JOIN else "reshard"
             limit = self._limit(method)
             if command is Command.JOIN:
-                calls = self._join(groups, version, limit)
+                calls = self._join_calls(groups, version, limit)
             else:
                 calls = [self._call(g, "reshard", [verify] * g.world_size, version, limit=limit) for g in groups]
             self._first_to_leave = None
@@ -145,9 +145,7 @@ class WeightTransfer:
                 return [report for reports in answers for report in reports]
             if command is Command.GIVE_UP:
                 reasons = "; ".join(_losses(groups, answers)) or "a replica was lost"
-                raise PeerLostError(
-                    f"{MOST_ATTEMPTS} consecutive weight transfers to the engines were aborted: {reasons}"
-                )
+                raise PeerLostError(f"{MOST_ATTEMPTS} consecutive reshards to the engines were aborted: {reasons}")
             if command is Command.END_SUSPECT:
                 suspect = self._first_to_leave
                 assert suspect is not None
@@ -169,7 +167,7 @@ class WeightTransfer:
 
     @contextmanager
     def _failure_noted(self) -> Iterator[None]:
-        """Context that marks the transfer as failed if its body raises an error. The process group is then never used
+        """Context that marks the reshard as failed if its body raises an error. The process group is then never used
         again."""
         try:
             yield
@@ -237,7 +235,7 @@ class WeightTransfer:
         """Return the time limit of the next call of a method, in seconds."""
         return self._ranks.trainers.deadlines.limit_for(method).seconds
 
-    def _join(self, groups: Sequence[WorkerGroup], version: int, seconds: float) -> Calls:
+    def _join_calls(self, groups: Sequence[WorkerGroup], version: int, seconds: float) -> Calls:
         """Return the calls creating a new cross-world process group of these groups and send all weights."""
         self._num_groups += 1
         self._cancelled.clear()
@@ -249,14 +247,16 @@ class WeightTransfer:
         first = 0
         for group in groups:
             meeting = Meeting(rendezvous, self._group_name, first, len(topology), within)
-            calls.append(self._call(group, "join", [meeting] * group.world_size, topology, version, limit=seconds))
+            calls.append(
+                self._call(group, "join_and_reshard", [meeting] * group.world_size, topology, version, limit=seconds)
+            )
             first += group.world_size
         return calls
 
     def _call(
         self, group: WorkerGroup, method: str, per_rank: Sequence[Any], *args: Any, limit: float
     ) -> Coroutine[Any, Any, list[Any]]:
-        """Return a group's call in a transfer, with a time limit of `limit` seconds."""
+        """Return a group's call in a reshard, with a time limit of `limit` seconds."""
         # Ranks waiting for a stopped one need extra time, until it is found and the process group is cancelled.
         slack = max(limit, _SLACK_SECONDS) if self._ranks.on_lost is not None else limit
         return group.scatter(

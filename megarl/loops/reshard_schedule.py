@@ -1,4 +1,4 @@
-"""Reshards of a run (copies of the trainer's weights to the engines), with all ranks waiting or in the background."""
+"""When a run copies the trainer's weights to its engines: between two steps, or in the background of a step."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Mapping
 
 from megarl.cluster.replacements import Replacements
+from megarl.cluster.reshard_calls import Reports, ReshardCalls
 from megarl.cluster.run_ranks import RunRanks
-from megarl.cluster.weight_transfer import Reports, WeightTransfer
 from megarl.config import Recipe
 from megarl.loops.performance import Performance
 from megarl.loops.weight_checks import WeightChecks
@@ -51,14 +51,14 @@ Metrics of a background reshard are logged with the step in which it ran.
 """
 
 
-class Reshards:
+class ReshardSchedule:
     """Copies the trainer's weights into the engines after a step. `performance` measures the steps."""
 
     def __init__(
         self,
         recipe: Recipe,
         ranks: RunRanks,
-        transfer: WeightTransfer,
+        reshard_calls: ReshardCalls,
         replacements: Replacements,
         pool: EnginePool,
         performance: Performance,
@@ -66,7 +66,7 @@ class Reshards:
     ) -> None:
         """Prepare the reshards. `replacements` restarts separate engine replicas after a loss."""
         self._checks = checks
-        self._recipe, self._ranks, self._transfer, self._replacements = recipe, ranks, transfer, replacements
+        self._recipe, self._ranks, self._reshard_calls, self._replacements = recipe, ranks, reshard_calls, replacements
         self._pool, self._performance = pool, performance
         self._sending: asyncio.Task[dict[str, float]] | None = None
         self._reports: Reports = []
@@ -105,7 +105,7 @@ class Reshards:
             reports, pause = await self._run_separate(step)
         else:
             # Colocated engines hold no requests now: they were paused before they slept.
-            reports, pause = await self._transfer.run(self._is_verified(step), step + 1), {}
+            reports, pause = await self._reshard_calls.run(self._is_verified(step), step + 1), {}
         await self._checks.check_engines(reports)
         self._pool.resume()
         return _with_earlier(before, _measured(reports) | pause)
@@ -120,7 +120,7 @@ class Reshards:
         before = await self.finish()
         # A restarted replica joins through a new cross-world process group. The trainers must help create it, so this
         # reshard cannot run in the background.
-        can_overlap = self._transfer.is_connected and not self._replacements.has_started
+        can_overlap = self._reshard_calls.is_connected and not self._replacements.has_started
         if not (self._recipe.overlaps_at(step) and can_overlap):
             return _with_earlier(before, await self.run(step))
         copied = asyncio.get_running_loop().create_future()
@@ -140,7 +140,7 @@ class Reshards:
         began = time.monotonic()
         with span("finish reshard"):
             metrics = await self._sending
-            trainer_reports = await self._transfer.collect_reports()
+            trainer_reports = await self._reshard_calls.collect_reports()
         self._sending = None
         await self._checks.check_engines(self._reports)
         return (
@@ -171,8 +171,8 @@ class Reshards:
         # Settle before adding: a lost replica and its replacement have the same first rank. Requests paused in the lost
         # one must move to others.
         self._pool.set_live_replicas(self._leaders)
-        self._transfer.add(self._replacements.take())
-        reports = await self._transfer.run(self._is_verified(step), step + 1)
+        self._reshard_calls.add(self._replacements.take())
+        reports = await self._reshard_calls.run(self._is_verified(step), step + 1)
         return reports, self._settled(began)
 
     async def _send(self, step: int, copied: asyncio.Future[None]) -> dict[str, float]:
@@ -199,7 +199,7 @@ class Reshards:
         pausing = asyncio.create_task(self._pool.pause(aborts=self._recipe.rollout.recompute_kv))
         engines_paused = asyncio.gather(pausing, asyncio.wait([asked]))
         try:
-            self._reports = await self._transfer.run_overlapping(
+            self._reports = await self._reshard_calls.run_overlapping(
                 self._is_verified(step), step + 1, engines_paused, continue_training
             )
             metrics = self._settled(began)
