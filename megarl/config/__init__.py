@@ -18,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from megarl.config.annotations import Decides, Foreign, ForeignValues, OnlyIf
+from megarl.config.annotations import Decides, OnlyIf
 from megarl.config.cluster import ClusterConfig
 from megarl.config.conditions import ADVANTAGES, DISTILLATION, ENGINE, GAE, ON_POLICY, PREFERENCE, RL, SANDBOX
 from megarl.config.data_sets import DataConfig, Name
@@ -49,35 +49,19 @@ from megarl.files.model_folder import found_folder
 class Recipe(Section):
     """Recipe of one run: all sections, and properties that combine several of them."""
 
-    name: Annotated[Name,
-        Foreign("experiment_name run_name exp_name"),
-        Foreign("project_name wandb_project",
-            note="of the run and its folder; the variable WANDB_PROJECT names a project", example="grpo-math",
-            short="p", ColossalRL="--project")]  # fmt: skip
+    name: Name
     """Name of the run and of its folder."""
-    loop: Annotated[Literal["rl", "sft", "preference", "reward_model", "distillation"],
-        Foreign(note="distillation", example="loop=distillation distillation.teacher=models/Qwen3-32B",
-            verl="distillation.enabled", slime="--use-opd"),
-        ForeignValues(rl="grpo ppo dapo rlhf", preference="dpo kto simpo orpo", reward_model="rm",
-            distillation="opd gkd")]  # fmt: skip
+    loop: Literal["rl", "sft", "preference", "reward_model", "distillation"]
     """Training loop: rl (reinforcement learning), sft (supervised fine-tuning), preference (DPO and similar),
     reward_model, or distillation (of a teacher, on samples of the policy)."""
     seed: Annotated[NonNegativeInt, Decides(vllm="seed")] = 0
     """Random seed of data order, sampling and initialisation."""
-    runs_folder: Annotated[str,
-        Foreign("default_local_dir checkpoint_dir ckpt_path", short="sd", ColossalRL="--save-dir",
-            ColossalChat="--save_path", TRL="output_dir")] = "runs"  # fmt: skip
+    runs_folder: str = "runs"
     """Parent folder of run folders. Paths are relative to the current folder."""
-    trackers: Annotated[tuple[str, ...],
-        Foreign("logger use_wandb disable_wandb use_tensorboard",
-            note="tensorboard, wandb, mlflow; metrics.jsonl is always written", ColossalChat="--log_dir",
-            verl="trainer.logger", TRL="report_to"),
-        Foreign(example="[]", RL2="trainer.disable_wandb")] = ("tensorboard",)  # fmt: skip
+    trackers: tuple[str, ...] = ("tensorboard",)
     """Trackers that receive metrics and samples (default: [tensorboard]). Also wandb, mlflow, trackio, or your own
     package.module:Class. Prometheus: see monitor.port. The run folder always gets metrics.jsonl and samples/."""
-    samples_every_steps: Annotated[PositiveInt, OnlyIf(ON_POLICY),
-        Foreign("log_completions rollout_data_dir log_val_generations", remark="in the run's folder: samples/",
-            example="20", short="rsd", ColossalRL="--rollout-save-dir")] = 1  # fmt: skip
+    samples_every_steps: Annotated[PositiveInt, OnlyIf(ON_POLICY)] = 1
     """Write prompts, completions and rewards to the run folder's samples/ every n steps (loops rl, distillation).
     Default: 1."""
     # The forward pass is needed only where the step computes no trainer log-probs before its update.
@@ -89,11 +73,7 @@ class Recipe(Section):
     """Policy model."""
     data: DataConfig
     """Training and validation data."""
-    mixture: Annotated[dict[Name, SourceConfig], OnlyIf(ON_POLICY),
-        Foreign("teacher_key teacher_tag_key", note="each source names its teacher",
-            example="loop=distillation mixture.math.distillation.teacher=models/math "
-            "mixture.code.distillation.teacher=models/code",
-            verl="distillation.teacher_key")] = Field(default_factory=dict)  # fmt: skip
+    mixture: Annotated[dict[Name, SourceConfig], OnlyIf(ON_POLICY)] = Field(default_factory=dict)
     """Several data sources in one run, a mapping from name to source (loops rl, distillation). A source has a `weight`
     and its own values for fields of data, rollout, reward, distillation and evaluation. All samples of a group come
     from one source. Metrics per source: environment/NAME/, val/SET/."""

@@ -1,11 +1,11 @@
-"""Annotations of recipe fields: when a field has an effect, its names in other training programs, untried values.
+"""Annotations of recipe fields: when a field has an effect, library settings that it decides, untried values.
 
 They stand in `Annotated`, after the field's type:
 
-    tp: Annotated[PositiveInt, OnlyIf(SEPARATE), Foreign("vllm_tp", note="of each engine")] = 1
+    ranks: Annotated[PositiveInt | None, OnlyIf(SEPARATE)] = None
 
-Four things are generated from them: errors about fields without effect, hints for other programs' option names,
-`launch/recipes/MIGRATION.md`, and notes about values that have not run on a GPU.
+Errors about fields without effect, refused settings of vLLM and Megatron-Core, and notes about values that have not run
+on a GPU are made from them. Names of fields in other programs are in `megarl.config.foreign`.
 """
 
 from __future__ import annotations
@@ -114,68 +114,3 @@ class Decides:
     fp8: str = ""
     """Names of the fields of Megatron-Core's TransformerConfig set by this recipe field, unless `trainer.fp8` is
     `none`."""
-
-
-@dataclass(frozen=True, slots=True, init=False)
-class Foreign:
-    """Names of the annotated recipe field in other training programs, and its former names in megarl.
-
-    A text has several names separated by blanks. Case, dashes and underscores are ignored in comparisons.
-    """
-
-    names: tuple[str, ...]
-    """Option names in other programs. A name matches any option ending with it: `rollout.n` also matches
-    `actor_rollout_ref.rollout.n`."""
-    options: dict[str, tuple[str, ...]]
-    """Full option names by program, for example {"verl": ("actor_rollout_ref.rollout.n",)}. Each becomes a row of
-    MIGRATION.md. Each also counts as an entry of `names`, unless its last part equals the recipe field's name."""
-    note: str
-    """How the option of another trainer differs from the recipe field, or why megarl has no such field. Error messages
-    and MIGRATION.md show this text."""
-    hint: str
-    """Like `note`, but shown in error messages only: one option means several things there, one in each program."""
-    remark: str
-    """Like `note`, but shown on MIGRATION.md only. Error messages then suggest the option's value for the recipe
-    field."""
-    example: str
-    """Example for MIGRATION.md: a value of the recipe field, or command-line overrides like `field=value`. Default: the
-    field's default value."""
-    also: tuple[str, ...]
-    """Further recipe fields that must be set to get the effect of the other program's option."""
-    inside: str
-    """Only for an annotation of a whole section: the name of the field inside it to set instead of the option."""
-    short: tuple[str, ...]
-    """Short option names, for example `tbs`. They match only if they are equal, because longer names may end like
-    them."""
-
-    def __init__(
-        self,
-        *names: str,
-        note: str = "",
-        hint: str = "",
-        remark: str = "",
-        example: str = "",
-        also: str = "",
-        inside: str = "",
-        short: str = "",
-        **options: str,
-    ) -> None:
-        values = {"note": note, "hint": hint, "remark": remark, "example": example, "inside": inside}
-        values |= {"names": tuple(" ".join(names).split()), "also": tuple(also.split()), "short": tuple(short.split())}
-        values |= {"options": {program: tuple(text.split()) for program, text in options.items()}}
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
-
-
-@dataclass(frozen=True, slots=True, init=False)
-class ForeignValues:
-    """Other programs' spellings of the annotated field's values: `rl="grpo ppo"` says that grpo and ppo mean rl here.
-
-    Spellings are in lower case with underscores.
-    """
-
-    own_value: dict[str, str]
-
-    def __init__(self, **values: str) -> None:
-        pairs = {foreign: own for own, texts in values.items() for foreign in texts.split()}
-        object.__setattr__(self, "own_value", pairs)

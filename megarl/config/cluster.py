@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic_core import PydanticCustomError
 
-from megarl.config.annotations import Foreign, UntriedOnGpu
+from megarl.config.annotations import UntriedOnGpu
 from megarl.config.section import Section
 
 # Kinds known by name, so that a plan for another cluster needs no figures.
@@ -79,21 +79,14 @@ class GroupsConfig(Section):
 class ClusterConfig(Section):
     """Machines of a run: nodes, ranks, launcher and deadlines."""
 
-    launcher: Annotated[Literal["local", "slurm", "ray"],
-        Foreign(note="the address of a Ray cluster", example="cluster.launcher=ray cluster.ray_address=10.0.0.1:6379",
-            also="cluster.ray_address", ColossalRL="--master_address")] = "local"  # fmt: skip
+    launcher: Literal["local", "slurm", "ray"] = "local"
     """Launcher of the ranks. local (default): processes on this machine. slurm: srun starts one task per rank in a
     Slurm job (launch/slurm/train.sbatch). ray: one actor per rank on a Ray cluster."""
     ray_address: str = "auto"
     """Address of the Ray cluster: HOST:PORT, or `auto` (default) for this machine's cluster."""
-    nodes: Annotated[PositiveInt, Foreign("nnodes num_nodes actor_num_nodes", verl="trainer.nnodes")] = 1
+    nodes: PositiveInt = 1
     """Number of nodes (machines) in the job."""
-    ranks_per_node: Annotated[PositiveInt,
-        Foreign("n_gpus_per_node gpus_per_node actor_num_gpus_per_node num_gpus_per_node", example="8",
-            verl="trainer.n_gpus_per_node"),
-        Foreign(note="all ranks, rollout.ranks of them for sampling only",
-            example="cluster.ranks_per_node=8 rollout.placement=separate rollout.ranks=4", short="t",
-            ColossalRL="--num-trainers")] = 1  # fmt: skip
+    ranks_per_node: PositiveInt = 1
     """Number of ranks on each node: on nodes with GPUs, the number of GPUs to use."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the ranks. auto (default): cuda on nodes with NVIDIA GPUs, else cpu. If torch cannot use a GPU (because

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, PositiveInt, model_serializer, model_validator
 from pydantic_core import PydanticCustomError
 
-from megarl.config.annotations import Decides, Foreign, OnlyIf
+from megarl.config.annotations import Decides, OnlyIf
 from megarl.config.conditions import CURRICULUM, ENGINE, ON_POLICY, PTX_COEFFICIENT, RL, SFT
 from megarl.config.section import Section
 
@@ -143,65 +143,45 @@ class DataConfig(Section):
     # set may be OWNER/NAME/FOLDER and comes from `hf download OWNER/NAME --repo-type dataset`. Example of a split:
     # train@data/gsm8k. `environment:COUNT` (rl, distillation): n problems made by rollout.environment, each a function
     # of its number.
-    train: Annotated[TrainingData,
-        Foreign("train_files dataset_name train_data_path train_data.path train_data dataset prompt_dataset",
-            "data.path", example="data.jsonl", short="d", verl="data.train_files", slime="--prompt-data")]  # fmt: skip
+    train: TrainingData
     """Training data: a file (JSON lines, JSON, CSV, Parquet, Arrow), a folder of one kind, or a Hub data set
     OWNER/NAME. SPLIT@ before it selects a split. environment:COUNT: problems made by rollout.environment. Records:
     "messages" with "gt_answer" (rl, distillation) or answers (sft); "chosen", "rejected" (preference, reward_model)."""
-    validation: Annotated[dict[Name, DataSet],
-        Foreign("val_files eval_prompt_data eval_dataset val_data_path test_files test_data_path test_data",
-            note="sources by name", example="data.validation.test=test@openai/gsm8k/main", short="ed",
-            RL2="test_data.path", verl="data.val_files")] = Field(default_factory=dict)  # fmt: skip
+    validation: dict[Name, DataSet] = Field(default_factory=dict)
     """Validation sets, a mapping from name to a path as in data.train, or to {path, format, fields, answer_field}.
     Records are problems with gold answers, or pairs (preference, reward_model). environment:COUNT makes problems that
     are not trained on. Metric: val/NAME/accuracy."""
     validation_conversations: Annotated[dict[Name, DataSet], OnlyIf(SFT)] = Field(default_factory=dict)
     """Validation sets of conversations for loop sft, written as in data.validation. Metric: val/NAME/loss, in nats per
     token."""
-    ptx: Annotated[OptionalDataSet, OnlyIf(RL, PTX_COEFFICIENT),
-        Foreign("pretrain_data", example="data.ptx=talk.jsonl algorithm.ptx_coefficient=0.1",
-            ColossalChat="--ptx_dataset")] = None  # fmt: skip
+    ptx: Annotated[OptionalDataSet, OnlyIf(RL, PTX_COEFFICIENT)] = None
     """Conversations for the supervised loss term of PPO-ptx (algorithm.ptx_coefficient), written as in
     data.validation."""
     format: Format | None = None
     """Program for which the data was written, for example verl. It decides how record fields are named; all names are
     in megarl/data/formats.py. Default: recognised from the first record of each source, and reported at the start."""
-    fields: Annotated[dict[Role, str],
-        Foreign("prompt_key", note="{prompt: NAME}", example="data.fields.prompt=prompt", verl="data.prompt_key",
-            slime="--input-key")] = Field(default_factory=dict)  # fmt: skip
+    fields: dict[Role, str] = Field(default_factory=dict)
     """Your names of record fields, for example {prompt: question, answer: solution}. A dot selects a field of an inner
     object. The field `input` is appended to the prompt after an empty line (alpaca). A data set with `fields` of its
     own ignores these."""
-    answer_field: Annotated[str | None, OnlyIf(*ENGINE),
-        Foreign("ground_truth_key", example="label", slime="--label-key")] = None  # fmt: skip
+    answer_field: Annotated[str | None, OnlyIf(*ENGINE)] = None
     """Record field with the gold answer; short for fields.answer. Its value is text, a number, an object or a list. A
     dot selects a field of an inner object. Default: as in data.format (megarl's own: gt_answer)."""
-    system_prompt: Annotated[str | None,
-        Foreign(remark="default: the reward's own; or a text", example="default", short="s",
-            ColossalRL="--system-prompt")] = None  # fmt: skip
+    system_prompt: str | None = None
     """System message (text) added to conversations without one. `default`: asks for the answer format needed by the
     first of reward.functions with one (boxed, think_answer_tags, code). Default: `none`, no message."""
-    max_prompt_tokens: Annotated[PositiveInt, OnlyIf(*ENGINE), Decides(vllm="max_model_len"),
-        Foreign("max_prompt_length prompt_max_len rollout_max_prompt_len max_input_seq_length", example="512",
-            verl="data.max_prompt_length"),
-        Foreign(remark="a longer prompt is refused or dropped, never cut", example="512", short="mpt",
-            ColossalRL="--max-prompt-tokens")] = 1024  # fmt: skip
+    max_prompt_tokens: Annotated[PositiveInt, OnlyIf(*ENGINE), Decides(vllm="max_model_len")] = 1024
     """Maximum number of tokens of a prompt, chat template included. Longer prompts are refused or dropped
     (data.overlong), never shortened."""
-    overlong: Annotated[Literal["refuse", "drop"],
-        Foreign("filter_overlong_prompts data.truncation", note="prompts are never cut", example="drop",
-            verl="data.filter_overlong_prompts")] = "refuse"  # fmt: skip
+    overlong: Literal["refuse", "drop"] = "refuse"
     """Action for a prompt above data.max_prompt_tokens, or a conversation or pair above
     trainer.max_tokens_per_microbatch. refuse (default): the run does not start, and the error names the record's line.
     drop: leave the record out and report it at the start. Metric: data/dropped."""
-    streaming: Annotated[bool, Foreign("dataset_streaming use_streaming_dataset")] = False
+    streaming: bool = False
     """Keep training records on disk, for data sets larger than memory. Records are checked once at the start, copied to
     a temporary file in the run folder, and tokenised when drawn. Order, shuffling, curricula and resume stay the same.
     Default: false."""
-    shuffle: Annotated[bool,
-        Foreign("shuffle_dataset", slime="--rollout-shuffle"),
-        Foreign(example="false", verl="data.shuffle")] = True  # fmt: skip
+    shuffle: bool = True
     """Shuffle the records before each epoch, by the run's seed. Default: true."""
     curriculum: Annotated[CurriculumConfig, OnlyIf(ON_POLICY)] = CurriculumConfig()
     """Curriculum: choice of problems by their solve rates (loops rl, distillation)."""

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from megarl.config.annotations import Foreign, KeywordOf, OnlyIf
+from megarl.config.annotations import KeywordOf, OnlyIf
 from megarl.config.conditions import DIVERGENCE, SAMPLED_TOKEN, TASK_REWARDS, TOP_K
 from megarl.config.formulas import Formula
 from megarl.config.section import Section
@@ -15,11 +15,7 @@ from megarl.config.section import Section
 class DistillationConfig(Section):
     """Teachers and loss of a distillation."""
 
-    teacher: Annotated[str | None,
-        Foreign("teacher_model_name_or_path teacher_model teacher_model.model_path opd_teacher_load",
-            note="of a source: mixture.NAME.distillation.teacher", example="models/Qwen3-32B",
-            verl="distillation.teacher_models.teacher_model.model_path",
-            NeMo_RL="teacher.model_name")] = None  # fmt: skip
+    teacher: str | None = None
     """Teacher: a folder of a Hugging Face language model with the policy's tokenizer, or its name OWNER/NAME on the
     Hub. If one vocabulary has more rows than the other, the additional rows are ignored as padding. Each source
     of a mixture may have its own teacher."""
@@ -34,30 +30,22 @@ class DistillationConfig(Section):
     """Expert-parallel size of the teachers."""
     etp: PositiveInt | None = None
     """Expert-tensor-parallel size of the teachers."""
-    loss: Annotated[Literal["sampled_token", "top_k", "full_vocabulary"],
-        Foreign("use_policy_gradient", note="true is sampled_token",
-            verl="distillation.distillation_loss.use_policy_gradient")] = "sampled_token"  # fmt: skip
+    loss: Literal["sampled_token", "top_k", "full_vocabulary"] = "sampled_token"
     """Loss on the policy's sampled tokens. sampled_token (default): policy gradient (algorithm.policy_loss); a token's
     advantage is its teacher log-prob minus its policy log-prob. top_k, full_vocabulary: divergence of policy and
     teacher, over the teacher's top_k tokens or the whole vocabulary."""
     gamma: Annotated[float, Field(ge=0.0, le=1.0), OnlyIf(SAMPLED_TOKEN)] = 0.0
     """Discount factor, per token, of later log-ratios (teacher minus policy) in a token's advantage. 0 (default): only
     the token's own log-ratio. 1: gradient of the sequence-level reverse KL (MiniLLM, arXiv 2306.08543, eq. 2)."""
-    max_log_ratio: Annotated[PositiveFloat | None, OnlyIf(SAMPLED_TOKEN),
-        Foreign("loss_max_clamp", note="of sampled_token", example="10",
-            verl="distillation.distillation_loss.loss_max_clamp")] = None  # fmt: skip
+    max_log_ratio: Annotated[PositiveFloat | None, OnlyIf(SAMPLED_TOKEN)] = None
     """Clip a token's log-ratio of teacher to policy to [-x, x], in nats. Default: no clipping."""
-    use_task_rewards: Annotated[bool, OnlyIf(SAMPLED_TOKEN),
-        Foreign("use_task_rewards",
-            verl="distillation.distillation_loss.use_task_rewards")] = False  # fmt: skip
+    use_task_rewards: Annotated[bool, OnlyIf(SAMPLED_TOKEN)] = False
     """Train on rewards too (loss sampled_token). true: the advantages of algorithm.advantage and the teacher's
     log-ratios are added; a preset's KL penalty has no effect. false (default): rewards are measured only."""
-    kl_coefficient: Annotated[PositiveFloat, OnlyIf(TASK_REWARDS),
-        Foreign("distillation_loss_coef", example="0.1", slime="--opd-kl-coef")] = 1.0  # fmt: skip
+    kl_coefficient: Annotated[PositiveFloat, OnlyIf(TASK_REWARDS)] = 1.0
     """Weight of the teacher's log-ratios in the sum with the advantages of rewards (use_task_rewards). With gamma 1 it
     is the coefficient of the KL towards the teacher."""
-    divergence: Annotated[str, OnlyIf(DIVERGENCE), Formula("divergences", "DIVERGENCES"),
-        Foreign("distillation_loss.loss_mode kl_type", also="distillation.loss")] = "reverse_kl"  # fmt: skip
+    divergence: Annotated[str, OnlyIf(DIVERGENCE), Formula("divergences", "DIVERGENCES")] = "reverse_kl"
     """Divergence of the losses top_k and full_vocabulary. reverse_kl (default): KL(policy || teacher). forward_kl:
     KL(teacher || policy). jsd: generalised Jensen-Shannon (GKD, arXiv 2306.13649, eq. 1). Code:
     megarl/algorithms/divergences.py."""
@@ -66,13 +54,9 @@ class DistillationConfig(Section):
     temperature: Annotated[PositiveFloat, OnlyIf(DIVERGENCE)] = 1.0
     """Temperature of policy and teacher in the divergence (losses top_k, full_vocabulary). The loss sampled_token uses
     rollout.sampling.temperature instead."""
-    top_k: Annotated[PositiveInt, OnlyIf(TOP_K),
-        Foreign("distillation_loss.topk topk_logits_k gkd_logits_topk", example="32",
-            verl="distillation.distillation_loss.topk", NeMo_RL="distillation.topk_logits_k")] = 64  # fmt: skip
+    top_k: Annotated[PositiveInt, OnlyIf(TOP_K)] = 64
     """Number k of the teacher's most likely tokens in the divergence (loss top_k)."""
-    tail: Annotated[Literal["bucket", "renormalize"], OnlyIf(TOP_K),
-        Foreign("zero_outside_topk", note="tokens beyond the teacher's are one outcome more",
-            NeMo_RL="loss_fn.zero_outside_topk")] = "bucket"  # fmt: skip
+    tail: Annotated[Literal["bucket", "renormalize"], OnlyIf(TOP_K)] = "bucket"
     """Treatment of tokens outside the teacher's top_k (loss top_k). bucket (default): count them as one outcome, which
     gives a lower bound of the full divergence. renormalize: leave them out and renormalise both distributions; the
     policy's probability of them then has no effect."""

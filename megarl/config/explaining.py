@@ -7,16 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl.config.migration import (
-    Counterpart,
-    counterpart,
-    nearest_value,
-    other_meanings,
-    short_counterpart,
-    written_override,
-)
+from megarl.config.migration import describe_option, meanings, short_meanings
 from megarl.config.schema import all_fields, description, field_at, recipe_field, removal, section_at, section_of
 from megarl.config.secrets import HIDDEN, Place, holds_secret, secret_items, shown_key
+from megarl.config.value_hints import nearest_value, written_override
 from megarl.files.nearest import nearest
 
 
@@ -95,7 +89,7 @@ def _unknown(place: str, value: Any) -> Iterator[str]:
     """Yield the error line of an unknown key. For a section with an unknown name: one line for each value in it."""
     leaves = [(f"{place}{rest}", item) for rest, item in leaves_of(value)]
     is_misspelt = nearest(place.rpartition(".")[2], _siblings(place)) is not None
-    is_foreign = any(counterpart(name) for name, _ in leaves)
+    is_foreign = any(meanings(name) for name, _ in leaves)
     is_elsewhere = not is_misspelt and any(_elsewhere(name) for name, _ in leaves)
     for name, item in leaves if is_foreign or is_elsewhere else [(place, value)]:
         written = str(item).lower() if isinstance(item, bool) else str(item)
@@ -110,18 +104,16 @@ def key_hint(place: str, value: str | None = None) -> str:
     from megarl.config.mixture import SourceConfig
 
     # Fields of list items exist nowhere else, so other sections are not searched for them.
-    found, short = [] if _is_in_item(place) else _elsewhere(place), short_counterpart(place)
-    foreign = counterpart(place) or (None if found else short)
-    others = [] if found and foreign is None else other_meanings(place, value, foreign)
-    if foreign is not None or others:
-        return "; ".join(str(meaning) for meaning in (foreign, *others) if meaning is not None)
+    fields, short = [] if _is_in_item(place) else _elsewhere(place), short_meanings(place, value)
+    if foreign := meanings(place, value) or ([] if fields else short):
+        return describe_option(foreign)
     if place.startswith("mixture."):
         inner = recipe_field(place)
         return key_hint(inner, value) if inner != place else f"a source has {', '.join(SourceConfig.model_fields)}"
-    if found:
-        parents = [name.rpartition(".")[0] or "the top level" for name in found]
-        also = f"; ColossalRL's -{place} {short}" if short else ""
-        return f"it belongs under {' or '.join(parents)}: {', '.join(found)}{also}"
+    if fields:
+        parents = [name.rpartition(".")[0] or "the top level" for name in fields]
+        also = f"; ColossalRL's -{place}: {describe_option(short)}" if short else ""
+        return f"it belongs under {' or '.join(parents)}: {', '.join(fields)}{also}"
     key, siblings = place.rpartition(".")[2], _siblings(place)
     if near := _nearest_field(place):
         return f"did you mean {near}?"
@@ -167,11 +159,8 @@ def option_hint(option: str, value: str | None, options: Sequence[str]) -> str:
     name, known = option.lstrip("-").replace("-", "_"), all_fields()
     own = [name] if name in known else _elsewhere(name)
     is_own = option.startswith("--") and bool(own)
-    foreign = counterpart(name) or (None if is_own else short_counterpart(option.lstrip("-")))
-    others = [] if is_own and foreign is None else other_meanings(name, value, foreign)
-    if foreign is not None or others:
-        advice = None if foreign is None else _advice(foreign, value)
-        return "; ".join(str(part) for part in (foreign, advice, *others) if part is not None)
+    if foreign := meanings(name, value) or ([] if is_own else short_meanings(option.lstrip("-"), value)):
+        return describe_option(foreign, value, with_override=True)
     if fields := [field for field in own if section_of(known[field]) is None]:
         return f"write {' or '.join(written_override(field, value) for field in fields)}"
     if own:
@@ -181,15 +170,6 @@ def option_hint(option: str, value: str | None, options: Sequence[str]) -> str:
     near = _nearest_field(name)
     written = "VALUE" if value is None else value
     return f"did you mean {near}? Write it as SECTION.FIELD={written}" if near else "no option or field is like it"
-
-
-def _advice(foreign: Counterpart, value: str | None) -> str | None:
-    """Return the override that replaces an option, or None if its value means something else in a recipe."""
-    if len(foreign.fields) != 1 or foreign.foreign.note or foreign.foreign.hint:
-        return None
-    override, remark = written_override(foreign.fields[0], value), foreign.foreign.remark
-    is_translated = value is not None and override != f"{foreign.fields[0]}={value}"
-    return f"write {override}" + (f" ({remark})" if is_translated and remark else "")
 
 
 def leaves_of(value: Any) -> Iterator[tuple[str, Any]]:

@@ -11,7 +11,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from megarl.config.annotations import Decides, Foreign, ForeignValues
+from megarl.config.annotations import Decides
 from megarl.config.override import override_fault
 from megarl.config.section import Section
 from megarl.files.model_folder import found_folder
@@ -29,35 +29,22 @@ OverrideConfig = Annotated[dict[str, JsonValue], AfterValidator(_overrides)]
 class ModelConfig(Section):
     """Policy model: its folder, data type, overrides and chat template."""
 
-    path: Annotated[str, Decides(vllm="model"),
-        Foreign("model_name hf_checkpoint actor_rollout_ref.model.path ref_load", example="Qwen/Qwen3-8B", short="m",
-            ColossalChat="--pretrain", verl="actor_rollout_ref.model.path", TRL="model_name_or_path")]  # fmt: skip
+    path: Annotated[str, Decides(vllm="model")]
     """Folder of the initial Hugging Face model (config.json, safetensors, tokenizer), or its name OWNER/NAME on the
     Hub. A start downloads it unless the Hub's cache has it (`hf download OWNER/NAME`, for machines without network)."""
-    dtype: Annotated[Literal["float32", "bfloat16"], Decides(vllm="dtype", megatron="params_dtype pipeline_dtype bf16"),
-        Foreign("torch_dtype param_dtype precision policy.dtype", remark="no fp16", ColossalChat="--mixed_precision",
-            TRL="bf16"),
-        ForeignValues(bfloat16="bf16 fp16 float16 half", float32="fp32 float")] = "bfloat16"  # fmt: skip
+    dtype: Annotated[
+        Literal["float32", "bfloat16"], Decides(vllm="dtype", megatron="params_dtype pipeline_dtype bf16")
+    ] = "bfloat16"
     """Data type of weights and matrix products, in trainer and engines. Default: bfloat16."""
-    override_config: Annotated[OverrideConfig, Decides(vllm="hf_overrides"),
-        Foreign("override_config hf_config_overrides hf_overrides rope_scaling rope_theta",
-            note="fields without influence on the weights' shapes",
-            example="model.override_config.rope_theta=5000000.0", verl="actor_rollout_ref.model.override_config",
-            slime="--rotary-base")] = Field(default_factory=dict)  # fmt: skip
+    override_config: Annotated[OverrideConfig, Decides(vllm="hf_overrides")] = Field(default_factory=dict)
     """Replacements for fields of the policy's config.json, in trainer, engines and exported model: rope_theta,
     rope_scaling or rope_parameters, max_position_embeddings, rms_norm_eps, num_experts_per_tok, norm_topk_prob. The
     critic and the reward model keep their own values."""
-    chat_template: Annotated[str | None,
-        Foreign("return_raw_chat", note="plain writes only the contents", example="plain",
-            slime="--apply-chat-template"),
-        Foreign("custom_chat_template", example="template.jinja", ColossalChat="--conversation_template_config",
-            TRL="chat_template_path")] = None  # fmt: skip
+    chat_template: str | None = None
     """Jinja file with a chat template that replaces the tokenizer's. Or `plain`: only the messages' texts, as base
     models read them, with the end-of-sequence token after an assistant's message. The exported model gets the template
     too."""
-    chat_template_kwargs: Annotated[dict[str, JsonValue],
-        Foreign("apply_chat_template_kwargs", example="model.chat_template_kwargs.enable_thinking=false",
-            verl="data.apply_chat_template_kwargs")] = Field(default_factory=dict)  # fmt: skip
+    chat_template_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
     """Values of variables in the chat template, for example {enable_thinking: false} for Qwen3, wherever the template
     is applied. They become defaults in the exported model's template."""
 

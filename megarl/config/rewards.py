@@ -17,7 +17,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError
 
-from megarl.config.annotations import Foreign, OnlyIf
+from megarl.config.annotations import OnlyIf
 from megarl.config.conditions import REWARD_MODEL, RL
 from megarl.config.section import Section
 
@@ -67,32 +67,19 @@ class RewardConfig(Section):
     # With [] the records need no gold answer.
     """Reward functions and reward model."""
 
-    functions: Annotated[tuple[RewardFunctionConfig, ...],
-        Foreign("reward_type rm_type custom_rm_path remote_rm_url custom_reward_function",
-            "custom_reward_function.name reward_manager reward_functions", note="names, or package.module:function",
-            example="[think_answer_tags]", short="rt", ColossalRL="response_format_tags"),
-        Foreign(note="used as it is", example="[my/rewards.py:score]",
-            verl="custom_reward_function.path"),
-        Foreign(example="[boxed]", TRL="reward_funcs"),
-        Foreign("reward_weights reward.weights reward.weight",
-            note="[{name: NAME, weight: 2}], and the weights of functions and model",
-            also="reward.function_weight reward.model_weight")] = (RewardFunctionConfig(name="boxed"),)  # fmt: skip
+    functions: tuple[RewardFunctionConfig, ...] = (RewardFunctionConfig(name="boxed"),)
     """Reward functions; their weighted scores are added. Built-in names (default: boxed), reasoning_gym.TASK, judge,
     remote, `package.module:function`, `path/to/file.py:function` (from the current folder), or {name: ..., weight: ...,
     kwargs: {...}}. []: no reward is computed (distillation without data.validation)."""
     function_weight: Annotated[NonNegativeFloat, OnlyIf(*REWARD_MODEL)] = 1.0
     """Weight of the reward functions' summed score if there is a reward model too (reward.model). 0: the functions only
     measure accuracy."""
-    model: Annotated[str | None, OnlyIf(RL),
-        Foreign(note="left out, the default", ColossalChat="--no_neural_reward_model"),
-        Foreign("reward_pretrain reward_model_path reward_model.model.path reward_model_name_or_path",
-            "rm_checkpoint_path", remark="a Hugging Face sequence classifier", example="models/rm",
-            ColossalChat="--rm_pretrain")] = None  # fmt: skip
+    model: Annotated[str | None, OnlyIf(RL)] = None
     """Folder of a reward model: a Hugging Face sequence classifier with one label and the policy's vocabulary. Its
     score for prompt and completion is added to the reward. Default: none."""
     model_weight: Annotated[PositiveFloat, OnlyIf(*REWARD_MODEL)] = 1.0
     """Weight of the reward model's score in the reward."""
-    model_clip: Annotated[PositiveFloat | None, OnlyIf(*REWARD_MODEL), Foreign("reward_clip_range")] = None
+    model_clip: Annotated[PositiveFloat | None, OnlyIf(*REWARD_MODEL)] = None
     """Clip the reward model's scores to [-x, x] (ColossalChat: 5). Default: no clipping."""
     num_workers: PositiveInt = 2
     """Number of reward processes. They score completions while other completions are still being sampled."""

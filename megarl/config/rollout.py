@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, JsonValue, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 from pydantic_core import PydanticCustomError
 
-from megarl.config.annotations import Decides, Foreign, ForeignValues, OnlyIf, UntriedOnGpu
+from megarl.config.annotations import Decides, OnlyIf, UntriedOnGpu
 from megarl.config.conditions import (
     AGENT,
     COLOCATED,
@@ -109,30 +109,18 @@ class BudgetConfig(Section):
 class RolloutConfig(Section):
     """Engines, sampling, environments and asynchrony."""
 
-    placement: Annotated[Literal["colocated", "separate"],
-        Foreign("vllm_mode colocate_all_models colocate_all", note="colocated or separate", slime="--colocate"),
-        ForeignValues(separate="disaggregated async", colocated="hybrid")] = "colocated"  # fmt: skip
+    placement: Literal["colocated", "separate"] = "colocated"
     """Placement of the engines. colocated (default): engines and trainer share ranks and alternate. separate: engines
     own `rollout.ranks` ranks and stay in memory; each replica is a group of processes, and weights arrive shard to
     shard."""
-    ranks: Annotated[PositiveInt | None, OnlyIf(SEPARATE),
-        Foreign("num_inferencer", note="ranks of their own, with rollout.placement separate",
-            example="rollout.placement=separate rollout.ranks=4 cluster.ranks_per_node=8 rollout.max_staleness=1 "
-            "algorithm.importance_sampling=tis", short="i", slime="--rollout-num-gpus")] = None  # fmt: skip
+    ranks: Annotated[PositiveInt | None, OnlyIf(SEPARATE)] = None
     """Number of ranks used for sampling only (placement separate): the last ones of cluster.nodes *
     cluster.ranks_per_node. The others train. Default: the ranks of cluster.groups.engines."""
-    tp: Annotated[PositiveInt, Decides(vllm="tensor_parallel_size"),
-        Foreign("rollout.tensor_model_parallel_size vllm_cfg.tensor_parallel_size rollout.tensor_parallel_size",
-            "vllm_num_engines producer_tensor_parallel_size", example="rollout.tp=2 cluster.ranks_per_node=2",
-            short="ptp", RL2="rollout.tp_size", verl="actor_rollout_ref.rollout.tensor_model_parallel_size",
-            slime="--rollout-num-gpus-per-engine", TRL="vllm_tensor_parallel_size")] = 1  # fmt: skip
+    tp: Annotated[PositiveInt, Decides(vllm="tensor_parallel_size")] = 1
     """Tensor-parallel size of each vLLM engine. The number of engine replicas is the number of ranks / tp."""
-    sampling: Annotated[SamplingConfig, Foreign("train_sampling_params")] = SamplingConfig()
+    sampling: SamplingConfig = SamplingConfig()
     """Sampling parameters of training rollouts (evaluations: evaluation.sampling)."""
-    max_concurrent_requests: Annotated[PositiveInt, Decides(vllm="max_num_seqs"),
-        Foreign("val_batch_size per_device_eval_batch_size max_num_seqs sglang_server_concurrency"),
-        Foreign(note="imbs * num_generations", example="64", short="imbs",
-            ColossalRL="--inference-microbatch-size")] = 256  # fmt: skip
+    max_concurrent_requests: Annotated[PositiveInt, Decides(vllm="max_num_seqs")] = 256
     """Maximum number of requests decoded at once by one engine (vLLM's max_num_seqs)."""
     # vLLM 0.30 has no async scheduling on CPUs or with a drafter on the host (vllm.speculative_config). With top_p,
     # top_k or min_p the older model runner records the kept tokens, and that undoes the gain. A call of the engine ends
@@ -148,10 +136,7 @@ class RolloutConfig(Section):
     # async_scheduling is off, because an engine's rounding depends on the requests decoded together. Base classes of
     # your own: megarl.environments.Environment, megarl.environments.tools.ToolEnvironment; for interact see
     # megarl.environments.interact.
-    environment: Annotated[str,
-        Foreign("env_path agentic_type", note="a name, or path/to/file.py:function", example="search.py:interact",
-            RL2="rollout.env_path"),
-        Foreign("custom_tools", note="an environment has its tools", short="ct")] = "single_turn"  # fmt: skip
+    environment: str = "single_turn"
     """Environment: single_turn (default), calculator, search, python, countdown, guess_number, mastermind,
     reasoning_gym, gem, openenv, verifiers or command (your agent program). For your own: package.module:Class,
     path/to/file.py:Class, or path/to/file.py:interact (a function as in RL2). See megarl/environments/README.md."""
@@ -177,9 +162,7 @@ class RolloutConfig(Section):
     """Agent program run by the environment `command`: one process per attempt."""
     endpoint: Annotated[EndpointConfig, OnlyIf(AGENT)] = EndpointConfig()
     """OpenAI-compatible server through which the agent program (rollout.agent) samples from the policy."""
-    max_turns: Annotated[PositiveInt,
-        Foreign(example="rollout.environment=calculator rollout.max_turns=4",
-            RL2="rollout.max_turns")] = 16  # fmt: skip
+    max_turns: PositiveInt = 16
     """Maximum number of turns in one attempt; each turn is one completion of the policy. All tokens of an attempt
     together must fit in data.max_prompt_tokens + rollout.sampling.max_new_tokens."""
     truncated_turn: Annotated[Literal["end", "close"], OnlyIf(NOT_AGENT)] = "end"
@@ -195,10 +178,7 @@ class RolloutConfig(Section):
     # meanwhile. The pauses depend on the clock, so two runs differ; a checkpoint contains all paused groups. A resumed
     # attempt replays its turns. If its environment then differs from the recorded one, the attempt starts again
     # (rollout/restarted).
-    stragglers: Annotated[Literal["wait", "park", "abort"], OnlyIf(RL, COLOCATED),
-        Foreign("rollout.partial_rollout async_training.partial_rollout", note="park, and the ratio of further prompts",
-            example="rollout.stragglers=park algorithm.oversampling=2 algorithm.importance_sampling=tis",
-            also="algorithm.oversampling", slime="--partial-rollout")] = "wait"  # fmt: skip
+    stragglers: Annotated[Literal["wait", "park", "abort"], OnlyIf(RL, COLOCATED)] = "wait"
     """Treatment of incomplete groups when train.prompts_per_step groups are complete (algorithm.oversampling starts
     more). wait (default): wait for all. park: pause them and continue under the new weights with the tokens so far; set
     an importance correction (rollout.max_staleness). abort: drop them; favours short answers."""
@@ -206,25 +186,11 @@ class RolloutConfig(Section):
     # ahead during updates. Groups start in the order they were drawn, and only if they can be trained within the limit.
     # park with 1: a step waits for groups at the limit. A run resumed with a lower limit drops older groups.
     # A limit above 0 with an explicit algorithm.importance_sampling none is accepted with a warning.
-    max_staleness: Annotated[NonNegativeInt | None, OnlyIf(RL, STALE),
-        Foreign("max_trajectory_age_steps max_head_offpolicyness async_level max_off_policy_steps",
-            "max_staleness_steps max_staleness", note="in versions of the weights, with placement separate",
-            example="rollout.placement=separate rollout.ranks=4 cluster.ranks_per_node=8 rollout.max_staleness=1 "
-            "algorithm.importance_sampling=tis", also="rollout.placement", short="nb", ColossalRL="--n-behind",
-            AReaL="rollout.max_head_offpolicyness", prime_rl="max_async_level orchestrator.max_off_policy_steps"),
-        Foreign("staleness_threshold",
-            note="in versions of the weights, not a share of the samples; with placement separate",
-            example="rollout.placement=separate rollout.ranks=4 cluster.ranks_per_node=8 rollout.max_staleness=1 "
-            "algorithm.importance_sampling=tis", also="rollout.placement", verl="async_training.staleness_threshold"),
-        Foreign("data_actor_buffer_size_limit", note="it limits how far engines sample ahead")] = None  # fmt: skip
+    max_staleness: Annotated[NonNegativeInt | None, OnlyIf(RL, STALE)] = None
     """Maximum staleness of a trained group: the number of steps since the weights that sampled its oldest token.
     Default: 1 with rollout.stragglers park, else 0 (synchronous). Above 0, set algorithm.importance_sampling, or
     algorithm.old_logprobs rollout with a clipping policy loss. Metric: staleness/dropped."""
-    sync_every: Annotated[PositiveInt, OnlyIf(RL, SEPARATE),
-        Foreign("trigger_parameter_sync_step", note="in steps n; rollout.max_staleness must be at least n - 1",
-            example="rollout.placement=separate rollout.ranks=4 cluster.ranks_per_node=8 rollout.max_staleness=2 "
-            "algorithm.importance_sampling=tis rollout.sync_every=2", verl="async_training.trigger_parameter_sync_step",
-            slime="--update-weights-interval")] = 1  # fmt: skip
+    sync_every: Annotated[PositiveInt, OnlyIf(RL, SEPARATE)] = 1
     """Copy weights to the engines only every n steps (placement separate). In between, samples are up to n - 1 steps
     older, so rollout.max_staleness must be at least n - 1. Evaluations and the first step of a resumed run always get
     new weights."""
@@ -233,9 +199,7 @@ class RolloutConfig(Section):
     # Corrections and weight versions of tokens do not change, and later requests never share the retained cache. A
     # checkpoint has no tokens of an unfinished completion: a resume samples it again, as other replicas do when its
     # engine is lost.
-    recompute_kv: Annotated[bool, OnlyIf(RL, PACED), UntriedOnGpu("false"),
-        Foreign("recompute_kv_cache_after_weight_updates clear_cache flush_cache",
-            note="of requests interrupted by a reshard; later ones never find old keys and values")] = True  # fmt: skip
+    recompute_kv: Annotated[bool, OnlyIf(RL, PACED), UntriedOnGpu("false")] = True
     """Recompute the KV cache of requests interrupted by a weight update (placement separate, sampling ahead). true
     (default). false: keep the cache, which saves a prefill; log-probs then drift from the trainer's
     (logprob_gap/mean/age_0)."""
@@ -243,38 +207,33 @@ class RolloutConfig(Section):
     """Action for an incomplete group that has reached rollout.max_staleness (stragglers park). wait (default): the step
     waits for it. drop: drop it and draw another prompt; long answers are then trained less (metric
     staleness/dropped)."""
-    kv_cache_gib: Annotated[PositiveFloat, OnlyIf(instead_of("rollout.gpu_memory_utilization")),
+    kv_cache_gib: Annotated[
+        PositiveFloat,
+        OnlyIf(instead_of("rollout.gpu_memory_utilization")),
         Decides(vllm="kv_cache_memory_bytes num_gpu_blocks_override"),
-        Foreign("sglang_mem_fraction_static mem_fraction_static", note="the KV cache's size in GiB")] = 1.0  # fmt: skip
+    ] = 1.0
     """Size of one rank's KV cache in GiB. Default on GPUs: the memory left by `megarl plan`'s prediction, minus 8 GiB;
     on CPUs: 1. The run folder's config.yaml records the value, and a resumed run keeps it."""
-    gpu_memory_utilization: Annotated[Annotated[float, Field(gt=0.0, le=1.0)] | None,
-        Decides(vllm="gpu_memory_utilization"),
-        Foreign("gpu_memory_utilization", note="or rollout.kv_cache_gib, the KV cache's size", example="0.6",
-            short="gmu", verl="actor_rollout_ref.rollout.gpu_memory_utilization", TRL="vllm_gpu_memory_utilization"),
-        Foreign(remark="or `rollout.kv_cache_gib=40`, the KV cache's size", example="0.6",
-            RL2="rollout.gpu_memory_utilization")] = None  # fmt: skip
+    gpu_memory_utilization: Annotated[
+        Annotated[float, Field(gt=0.0, le=1.0)] | None, Decides(vllm="gpu_memory_utilization")
+    ] = None
     """Share of a GPU's memory for the engine's weights, activations and KV cache together, as in vLLM. Set this or
     kv_cache_gib, not both. Trainer states that are not in trainer.offload must fit in the remaining memory."""
     # Embeddings, head, norms, routers and biases stay in model.dtype. A reshard moves bfloat16 weights and each rank
     # quantises its own part, with the result vLLM has for the exported model. See also logprob_gap/ess, and
     # importance/cut for the effect of a correction (tis; icepop for experts).
-    quantization: Annotated[Literal["none", "fp8", "fp8_per_channel"], UntriedOnGpu("fp8, fp8_per_channel"),
+    quantization: Annotated[
+        Literal["none", "fp8", "fp8_per_channel"],
+        UntriedOnGpu("fp8, fp8_per_channel"),
         Decides(vllm="quantization quantization_config allow_deprecated_quantization"),
-        Foreign("quantization vllm_cfg.precision", note="fp8, of a bfloat16 model", example="fp8",
-            verl="actor_rollout_ref.rollout.quantization",
-            NeMo_RL="policy.generation.vllm_cfg.precision")] = "none"  # fmt: skip
+    ] = "none"
     """FP8 (e4m3) weights in the engines' linear layers and experts. fp8: one scale per 128 x 128 block.
     fp8_per_channel: one scale per output channel. Default: none. Needs model.dtype bfloat16. Log-probs then differ from
     the trainer's: use algorithm.importance_sampling, limit the difference with train.max_logprob_gap."""
-    kv_cache_dtype: Annotated[Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"], Decides(vllm="kv_cache_dtype"),
-        Foreign("kv_cache_dtype", remark="with the scale 1", example="fp8",
-            NeMo_RL="policy.generation.vllm_cfg.kv_cache_dtype")] = "auto"  # fmt: skip
+    kv_cache_dtype: Annotated[Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"], Decides(vllm="kv_cache_dtype")] = "auto"
     """Data type of the KV cache. auto (default): the model's. fp8 (= fp8_e4m3) or fp8_e5m2: FP8 with scale 1; twice as
     many tokens fit, and the metrics logprob_gap/ increase."""
-    vllm: Annotated[dict[str, Any],
-        Foreign("enforce_eager max_num_batched_tokens enable_chunked_prefill enable_prefix_caching max_model_len",
-            "engine_kwargs", note="by vLLM's own names")] = Field(default_factory=dict)  # fmt: skip
+    vllm: dict[str, Any] = Field(default_factory=dict)
     """Further fields of vLLM's EngineArgs, by their own names. Those that need another executor, or keep something of
     old weights, are refused. speculative_config: a drafter without weights (method ngram, suffix, custom_class; on GPUs
     ngram_gpu). Metric: perf/accepted_length."""

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megarl.config.annotations import Decides, Foreign, OnlyIf
+from megarl.config.annotations import Decides, OnlyIf
 from megarl.config.conditions import MOVING_TEMPERATURE, ON_POLICY
 from megarl.config.section import Section
 
@@ -19,49 +19,32 @@ StopString = Annotated[str, Field(min_length=1)]
 class SamplingConfig(Section):
     """Sampling parameters for training data."""
 
-    max_new_tokens: Annotated[PositiveInt, Decides(vllm="max_model_len"),
-        Foreign("max_response_length generate_max_len max_generation_length response_length",
-            "train_sampling_params.max_new_tokens", ColossalChat="--max_seq_len", verl="data.max_response_length",
-            slime="--rollout-max-response-len", TRL="max_completion_length"),
-        Foreign(example="3584", short="mnt", ColossalRL="--max-new-tokens")] = 1024  # fmt: skip
+    max_new_tokens: Annotated[PositiveInt, Decides(vllm="max_model_len")] = 1024
     """Maximum length of a completion in tokens."""
-    temperature: Annotated[Temperature, OnlyIf(ON_POLICY),
-        Foreign("train_sampling_params.temperature temp_scheduler.start_temperature",
-            RL2="rollout.train_sampling_params.temperature"),
-        Foreign(example="0.8", slime="--rollout-temperature"),
-        Foreign(remark="log-probs are taken at it too", short="temp", ColossalRL="--temperature",
-            verl="actor_rollout_ref.rollout.temperature", TRL="temperature")] = 1.0  # fmt: skip
+    temperature: Annotated[Temperature, OnlyIf(ON_POLICY)] = 1.0
     """Sampling temperature, at most 2; 0: greedy. With temperature_schedule: the temperature of the first step. The
     trainer computes log-probs at the temperature of the sampling. Metric: rollout/temperature."""
-    temperature_schedule: Annotated[Literal["constant", "linear", "cosine"], OnlyIf(ON_POLICY),
-        Foreign("temp_scheduler temp_scheduler.type temperature_anneal")] = "constant"  # fmt: skip
+    temperature_schedule: Annotated[Literal["constant", "linear", "cosine"], OnlyIf(ON_POLICY)] = "constant"
     """Schedule from `temperature` to `end_temperature` over the steps: constant (default), linear or cosine. Afterwards
     the temperature stays."""
-    end_temperature: Annotated[float, Field(gt=0.0, le=2.0), OnlyIf(ON_POLICY, MOVING_TEMPERATURE),
-        Foreign("temp_scheduler.end_temperature")] = 1.0  # fmt: skip
+    end_temperature: Annotated[float, Field(gt=0.0, le=2.0), OnlyIf(ON_POLICY, MOVING_TEMPERATURE)] = 1.0
     """Temperature from step `temperature_steps` on (temperature_schedule linear, cosine)."""
-    temperature_steps: Annotated[PositiveInt | None, OnlyIf(ON_POLICY, MOVING_TEMPERATURE),
-        Foreign("temp_scheduler.total_steps")] = None  # fmt: skip
+    temperature_steps: Annotated[PositiveInt | None, OnlyIf(ON_POLICY, MOVING_TEMPERATURE)] = None
     """Number of the step that reaches end_temperature (temperature_schedule linear, cosine). Default: train.steps, the
     last step."""
     # The reference is renormalised too. Otherwise a policy equal to its reference would have a KL above 0.
-    top_p: Annotated[float, Field(gt=0.0, le=1.0), OnlyIf(ON_POLICY), Decides(vllm="return_sampling_mask"),
-        Foreign("train_sampling_params.top_p rollout_top_p", remark="replayed by the trainer", example="0.95",
-            short="topp", ColossalRL="--top-p", TRL="top_p")] = 1.0  # fmt: skip
+    top_p: Annotated[float, Field(gt=0.0, le=1.0), OnlyIf(ON_POLICY), Decides(vllm="return_sampling_mask")] = 1.0
     """Nucleus sampling (top-p). 1 (default): all tokens. In loop rl the engine records the tokens that remain, and
     log-probs and entropies of policy and reference are normalised over them."""
-    top_k: Annotated[NonNegativeInt, OnlyIf(ON_POLICY), Decides(vllm="return_sampling_mask"),
-        Foreign("train_sampling_params.top_k rollout_top_k", remark="replayed by the trainer; 0 keeps all tokens",
-            example="50", short="topk", ColossalRL="--top-k", TRL="top_k")] = 0  # fmt: skip
+    top_k: Annotated[NonNegativeInt, OnlyIf(ON_POLICY), Decides(vllm="return_sampling_mask")] = 0
     """Top-k sampling. 0 (default): all tokens. In loop rl, log-probs are normalised over the remaining tokens, as with
     top_p."""
-    min_p: Annotated[float, Field(ge=0.0, le=1.0), OnlyIf(ON_POLICY), Decides(vllm="return_sampling_mask"),
-        Foreign("rollout_min_p", remark="replayed by the trainer", example="0.05", TRL="min_p")] = 0.0  # fmt: skip
+    min_p: Annotated[float, Field(ge=0.0, le=1.0), OnlyIf(ON_POLICY), Decides(vllm="return_sampling_mask")] = 0.0
     """Min-p sampling: drop tokens less probable than min_p times the most probable token, before top-p and top-k. 0
     (default): all tokens. In loop rl, log-probs are normalised over the remaining tokens, as with top_p."""
-    stop: Annotated[tuple[StopString, ...], Foreign("rollout_stop stop_strings")] = ()
+    stop: tuple[StopString, ...] = ()
     """Stop strings: a completion ends after one of them. The completion keeps the string."""
-    stop_token_ids: Annotated[tuple[NonNegativeInt, ...], Foreign("rollout_stop_token_ids")] = ()
+    stop_token_ids: tuple[NonNegativeInt, ...] = ()
     """Ids of tokens that end a completion, in addition to the model's end-of-sequence tokens and the chat template's
     ends of turns. The completion keeps the token."""
 
@@ -98,10 +81,7 @@ class EvaluationSamplingConfig(Section):
     """Min-p sampling in evaluations: drop tokens less probable than min_p times the most probable token. 0 (default):
     all tokens."""
     # The penalty makes the distribution depend on earlier tokens, and the trainer could not repeat that in training.
-    repetition_penalty: Annotated[PositiveFloat,
-        Foreign("repetition_penalty",
-            note="in evaluations only: the trainer could not repeat a distribution depending on earlier tokens",
-            example="1.1", TRL="repetition_penalty")] = 1.0  # fmt: skip
+    repetition_penalty: PositiveFloat = 1.0
     """Repetition penalty in evaluations, for tokens in the prompt or completion so far: divides positive logits,
     multiplies negative ones. 1 (default): none."""
     stop: tuple[StopString, ...] | None = None

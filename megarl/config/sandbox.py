@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat
 
-from megarl.config.annotations import Foreign, OnlyIf
+from megarl.config.annotations import OnlyIf
 from megarl.config.conditions import HERE
 from megarl.config.section import Section
 
@@ -25,11 +25,7 @@ class SandboxConfig(Section):
     )
     """Isolation layers that the machine must support; otherwise a run does not start (see `megarl sandbox check`). If
     the machine lacks one, remove it here: programs then run with weaker isolation, and the start reports it."""
-    url: Annotated[str | None,
-        Foreign("sandbox_fusion.url sandbox_fusion_url sandbox_url",
-            remark="a SandboxFusion server; ColossalRL's own verifier is not asked",
-            example="reward.functions=[code] sandbox.url=http://127.0.0.1:8080", short="cv",
-            ColossalRL="--code-verifier-api-url")] = None  # fmt: skip
+    url: str | None = None
     """Address of a SandboxFusion server that runs the programs, for example http://127.0.0.1:8080. Default: none, this
     machine runs them."""
     timeout_seconds: PositiveFloat = 4.0
@@ -40,7 +36,7 @@ class SandboxConfig(Section):
     total_timeout_seconds: PositiveFloat = 20.0
     """Maximum CPU seconds of all tests of a completion together. They are added to reward.timeout_seconds, the limit of
     the reward function itself."""
-    memory_mib: Annotated[int, Field(ge=64), Foreign("sandbox_fusion.memory_limit_mb")] = 512
+    memory_mib: Annotated[int, Field(ge=64)] = 512
     """Memory limit of one program run in MiB. Its files in /tmp may take 64 MiB more."""
     output_kib: Annotated[int, Field(ge=1)] = 64
     """Maximum standard output of a program run in KiB. If a test expects a longer output, the maximum is twice the

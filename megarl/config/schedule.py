@@ -11,7 +11,7 @@ from pydantic import (
     PositiveInt,
 )
 
-from megarl.config.annotations import Foreign, OnlyIf, UntriedOnGpu
+from megarl.config.annotations import OnlyIf, UntriedOnGpu
 from megarl.config.conditions import (
     ENGINE,
     EVALUATED,
@@ -33,64 +33,30 @@ from megarl.config.section import Section
 class TrainConfig(Section):
     """Batch sizes, length of the run, and its stop conditions."""
 
-    steps: Annotated[NonNegativeInt, OnlyIf(instead_of("train.epochs")),
-        Foreign("total_training_steps max_num_steps max_train_steps total_steps", example="200",
-            verl="trainer.total_training_steps", slime="--num-rollout", TRL="max_steps"),
-        Foreign("eval_only", note="0; or: megarl eval MODEL RECIPE")] = 100  # fmt: skip
+    steps: Annotated[NonNegativeInt, OnlyIf(instead_of("train.epochs"))] = 100
     """Number of training steps: rollouts in loops rl and distillation, optimizer updates in other loops. 0: only
     evaluate the validation sets."""
-    epochs: Annotated[PositiveFloat | None, OnlyIf(left_out("mixture")),
-        Foreign("total_epochs max_num_epochs num_episodes num_epochs n_epochs num_epoch", example="2", short="e",
-            RL2="trainer.n_epochs", verl="trainer.total_epochs", TRL="num_train_epochs")] = None  # fmt: skip
+    epochs: Annotated[PositiveFloat | None, OnlyIf(left_out("mixture"))] = None
     """Number of passes over the training data. Use it instead of `steps`: steps = number of records * epochs /
     prompts_per_step, rounded up. Prompts drawn again by dynamic sampling are not counted."""
-    prompts_per_step: Annotated[PositiveInt,
-        Foreign("num_prompts_per_step train.batch_size batch_size prompts_per_rollout consumer_batch_size",
-            example="64", RL2="data.prompts_per_rollout", verl="data.train_batch_size", slime="--rollout-batch-size",
-            AReaL="rollout.consumer_batch_size"),
-        Foreign(note="over all inferencers: ibs * num_inferencer", example="128", short="ibs",
-            ColossalRL="--inference-batch-size"),
-        Foreign(hint="verl: prompts of a step; OpenRLHF: samples of an update; ColossalRL: updates_per_step is ibs * "
-            "num_inferencer / (tbs * dp)", remark="is ibs * num_inferencer / (tbs * dp)",
-            example="train.updates_per_step=2", also="train.updates_per_step", short="tbs",
-            ColossalRL="--train-batch-size"),
-        Foreign(note="the two multiplied, over all ranks",
-            example="train.prompts_per_step=64 train.samples_per_prompt=1 algorithm.preset=ppo",
-            ColossalChat="--num_collect_steps --experience_batch_size"),
-        Foreign("generation_batch_size", note="a step's prompts over all ranks; the number of microbatches follows",
-            example="train.prompts_per_step=64 trainer.max_tokens_per_microbatch=8192",
-            also="trainer.max_tokens_per_microbatch",
-            TRL="per_device_train_batch_size gradient_accumulation_steps")] = 32  # fmt: skip
+    prompts_per_step: PositiveInt = 32
     """Batch size of a step: prompts in rl and distillation, conversations in sft, pairs in preference and
     reward_model."""
-    samples_per_prompt: Annotated[PositiveInt, OnlyIf(ON_POLICY),
-        Foreign("rollout.n num_generations_per_prompt responses_per_prompt rollouts_per_example", short="g",
-            ColossalRL="--num-generations", RL2="data.responses_per_prompt", verl="actor_rollout_ref.rollout.n",
-            slime="--n-samples-per-prompt", TRL="num_generations",
-            prime_rl="orchestrator.rollouts_per_example")] = 8  # fmt: skip
+    samples_per_prompt: Annotated[PositiveInt, OnlyIf(ON_POLICY)] = 8
     """Group size: completions per prompt (rl, distillation)."""
-    updates_per_step: Annotated[PositiveInt, OnlyIf(ON_POLICY),
-        Foreign("update_per_rollout", example="4", RL2="actor.update_per_rollout"),
-        Foreign("ppo_mini_batch_size mini_batch_size train_global_batch_size num_mini_batches",
-            note="number of updates per step", example="4", verl="actor_rollout_ref.actor.ppo_mini_batch_size",
-            slime="--global-batch-size --num-steps-per-rollout", TRL="steps_per_generation")] = 1  # fmt: skip
+    updates_per_step: Annotated[PositiveInt, OnlyIf(ON_POLICY)] = 1
     """Number of minibatches in a step of loop rl. Each is one optimizer update."""
-    epochs_per_step: Annotated[PositiveInt, OnlyIf(ON_POLICY),
-        Foreign(remark="passes over the samples of a step", example="5", ColossalChat="--num_update_steps"),
-        Foreign("ppo_epochs num_ppo_epochs", verl="actor_rollout_ref.actor.ppo_epochs",
-            TRL="num_iterations")] = 1  # fmt: skip
+    epochs_per_step: Annotated[PositiveInt, OnlyIf(ON_POLICY)] = 1
     """Number of passes over a step's samples in loop rl, each with updates_per_step minibatches. From the second pass
     on, samples are shuffled. For the critic see critic.updates_per_step."""
-    profile_steps: Annotated[tuple[PositiveInt, ...],
-        Foreign("global_profiler.steps profile_steps profile_step_start",
-            remark="a Chrome trace; no rollout is made longer for it", example="[2]",
-            ColossalRL="--enable_profiling")] = ()  # fmt: skip
+    profile_steps: tuple[PositiveInt, ...] = ()
     """Numbers of the steps to profile, by the means of train.profile_with. The results are in the run folder's
     profiles/. With weights.overlap, a profiled step first waits until all weights have arrived."""
-    profile_with: Annotated[tuple[Literal["spans", "torch", "memory"], ...], Field(min_length=1),
+    profile_with: Annotated[
+        tuple[Literal["spans", "torch", "memory"], ...],
+        Field(min_length=1),
         OnlyIf(given("train.profile_steps", "[2]")),
-        Foreign("global_profiler.tool", example='["spans","torch"]',
-            remark="torch: torch.profiler; memory: CUDA's allocator")] = ("spans",)  # fmt: skip
+    ] = ("spans",)
     """Means of profiling. spans (default): time spans of driver and ranks, step_NNNNNN.json, for ui.perfetto.dev.
     torch: torch.profiler with NVTX ranges, a trace per rank in step_NNNNNN/; slows the step. memory: snapshots of the
     CUDA allocator per rank, for pytorch.org/memory_viz."""
@@ -135,32 +101,20 @@ class TrainConfig(Section):
 class EvaluationConfig(Section):
     """When and how the validation sets are evaluated."""
 
-    every_steps: Annotated[NonNegativeInt,
-        Foreign("test_freq val_period", example="100", short="ei", RL2="trainer.test_freq", verl="trainer.test_freq",
-            slime="--eval-interval", TRL="eval_steps")] = 0  # fmt: skip
+    every_steps: NonNegativeInt = 0
     """Evaluate the validation sets every n steps. 0 (default): only before the first and after the last step. An n
     above 0 includes these two."""
-    at_start: Annotated[bool,
-        Foreign("val_before_train val_at_start", example="false", verl="trainer.val_before_train"),
-        Foreign(example="true", TRL="eval_on_start")] = True  # fmt: skip
+    at_start: bool = True
     """Evaluate before the first step (default: true). A run of 0 steps always evaluates."""
-    max_problems: Annotated[PositiveInt | None, Foreign("max_val_samples")] = None
+    max_problems: PositiveInt | None = None
     """Evaluate only the first n records of each validation set. Default: all."""
-    samples_per_prompt: Annotated[int, Field(ge=1, le=1024), OnlyIf(*ENGINE),
-        Foreign("val_kwargs.n n_samples_per_eval_prompt eval_n_samples_per_prompt",
-            remark="metrics pass_at_4, majority_at_4", example="4",
-            verl="actor_rollout_ref.rollout.val_kwargs.n")] = 1  # fmt: skip
+    samples_per_prompt: Annotated[int, Field(ge=1, le=1024), OnlyIf(*ENGINE)] = 1
     """Number n of attempts at each validation problem. Accuracy is their mean (avg@n)."""
     k: Annotated[tuple[PositiveInt, ...], OnlyIf(*ENGINE)] = ()
     """Values of k for pass@k and majority@k, estimated without bias from n attempts (samples_per_prompt). Default: n,
     if above 1. majority@k needs a reward function that reads final answers (boxed, think_answer_tags, gsm8k,
     math_competition, multiple_choice, reasoning_gym). Metrics: val/SET/pass_at_4, val/SET/majority_at_4."""
-    sampling: Annotated[EvaluationSamplingConfig, OnlyIf(*ENGINE),
-        Foreign("test_sampling_params test_sampling_params.temperature test_sampling_params.max_new_tokens",
-            "test_sampling_params.top_p test_sampling_params.top_k", example="evaluation.sampling.temperature=0",
-            RL2="rollout.test_sampling_params.temperature"),
-        Foreign("val_kwargs eval_temperature val_kwargs.temperature", example="evaluation.sampling.temperature=0.6",
-            verl="actor_rollout_ref.rollout.val_kwargs.temperature")] = EvaluationSamplingConfig()  # fmt: skip
+    sampling: Annotated[EvaluationSamplingConfig, OnlyIf(*ENGINE)] = EvaluationSamplingConfig()
     """Sampling parameters of evaluations."""
 
     @property
@@ -207,20 +161,17 @@ class WeightsConfig(Section):
 class CheckpointConfig(Section):
     """Checkpoints and exports during a run."""
 
-    every_steps: Annotated[NonNegativeInt,
-        Foreign("save_freq save_period", example="100", short="si", ColossalChat="--save_interval",
-            RL2="actor.save_freq", verl="trainer.save_freq", slime="--save-interval",
-            TRL="save_steps")] = 0  # fmt: skip
+    every_steps: NonNegativeInt = 0
     """Save a checkpoint every n steps and after the last, for `megarl train --resume`. 0 (default): never."""
-    keep: Annotated[PositiveInt, Foreign("max_actor_ckpt_to_keep save_total_limit keep_top_k max_ckpt_num")] = 2
+    keep: PositiveInt = 2
     """Number of newest checkpoints to keep. An older one is removed when a newer one is complete."""
-    asynchronous: Annotated[bool, Foreign("async_save")] = True
+    asynchronous: bool = True
     """Write checkpoints in the background while training continues, from a copy in host memory. Default: true."""
     replicate: Annotated[NonNegativeInt, UntriedOnGpu("a number above 0")] = 0
     """Every n steps, copy each rank's training state to host memory of its own node and of another one. If a process or
     node is lost, cluster.recover (restart, shrink) continues from the copies. `megarl plan` shows the memory. 0
     (default): never."""
-    export_every_steps: Annotated[NonNegativeInt, Foreign("save_hf save_hf_interval save_hf_ckpt")] = 0
+    export_every_steps: NonNegativeInt = 0
     """Export the model as a Hugging Face folder, hf_step_NNNNNN, every n steps. 0 (default): only at the end, as hf."""
     best: Annotated[str | None, OnlyIf(EVALUATED)] = None
     """Evaluation metric that selects the best step, for example val/SET/accuracy. That step's model is exported to

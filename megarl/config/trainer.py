@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from megarl.config.annotations import Decides, Foreign, OnlyIf, UntriedOnGpu
+from megarl.config.annotations import Decides, OnlyIf, UntriedOnGpu
 from megarl.config.conditions import (
     COLOCATED,
     ENGINE,
@@ -26,34 +26,28 @@ RecomputedModule = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "s
 class TrainerConfig(Section):
     """Parallel sizes, memory and precision of the Megatron trainer."""
 
-    tp: Annotated[PositiveInt, Decides(megatron="tensor_model_parallel_size"),
-        Foreign("tensor_model_parallel_size tp_size", note="of the trainer and of each engine",
-            example="trainer.tp=2 cluster.ranks_per_node=2", also="rollout.tp", ColossalRL="--tensor-parallel-size"),
-        Foreign("megatron.tensor_model_parallel_size megatron_cfg.tensor_model_parallel_size critic.tp_size",
-            example="trainer.tp=2 cluster.ranks_per_node=2", RL2="actor.tp_size",
-            verl="actor_rollout_ref.actor.megatron.tensor_model_parallel_size", ColossalChat="--tp")] = 1  # fmt: skip
+    tp: Annotated[PositiveInt, Decides(megatron="tensor_model_parallel_size")] = 1
     """Tensor-parallel size: attention heads, feed-forward channels and vocabulary are split over n ranks."""
-    pp: Annotated[PositiveInt,
-        Decides(megatron="pipeline_model_parallel_size pipeline_model_parallel_layout variable_seq_lengths "
-            "deallocate_pipeline_outputs"),
-        Foreign("pipeline_model_parallel_size pp_size", example="trainer.pp=2 cluster.ranks_per_node=2",
-            ColossalRL="--pipeline-parallel-size", ColossalChat="--pp")] = 1  # fmt: skip
+    pp: Annotated[
+        PositiveInt,
+        Decides(
+            megatron="pipeline_model_parallel_size pipeline_model_parallel_layout variable_seq_lengths "
+            "deallocate_pipeline_outputs"
+        ),
+    ] = 1
     """Pipeline-parallel size: the layers are split over n stages."""
     dp: PositiveInt | None = None
     """Data-parallel size. Default: the trainer's ranks / (tp * pp * cp)."""
-    vpp: Annotated[PositiveInt,
+    vpp: Annotated[
+        PositiveInt,
         Decides(megatron="virtual_pipeline_model_parallel_size overlap_p2p_comm batch_p2p_comm batch_p2p_sync"),
-        Foreign("virtual_pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage")] = 1  # fmt: skip
+    ] = 1
     """Virtual pipeline size: number of model chunks per pipeline stage (interleaved schedule)."""
-    cp: Annotated[PositiveInt, Decides(megatron="context_parallel_size"),
-        Foreign("context_parallel_size ulysses_sequence_parallel_size ring_attn_size cp_size sp_size",
-            example="trainer.cp=2 cluster.ranks_per_node=2", short="sp", RL2="actor.sp_size")] = 1  # fmt: skip
+    cp: Annotated[PositiveInt, Decides(megatron="context_parallel_size")] = 1
     """Context-parallel size: the tokens of a sequence are split over n ranks."""
-    ep: Annotated[PositiveInt, Decides(experts="expert_model_parallel_size"),
-        Foreign("expert_model_parallel_size expert_parallel_size ep_size")] = 1  # fmt: skip
+    ep: Annotated[PositiveInt, Decides(experts="expert_model_parallel_size")] = 1
     """Expert-parallel size: the experts are distributed over n ranks."""
-    etp: Annotated[PositiveInt, Decides(experts="expert_tensor_parallel_size"),
-        Foreign("expert_tensor_parallel_size")] = 1  # fmt: skip
+    etp: Annotated[PositiveInt, Decides(experts="expert_tensor_parallel_size")] = 1
     """Expert-tensor-parallel size: each expert is split over n ranks."""
     rank_order: Literal["tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"] = "tp-cp-ep-dp-pp"
     """Megatron's order of parallel dimensions over ranks, fastest first. With dp last, neighbouring ranks are pipeline
@@ -61,36 +55,29 @@ class TrainerConfig(Section):
     bytes."""
     align_ranks: Annotated[bool, OnlyIf(*ENGINE, COLOCATED)] = True
     """Permute the trainer's ranks if a reshard then sends fewer bytes between nodes. Default: true."""
-    sequence_parallel: Annotated[bool | None, Decides(megatron="sequence_parallel"),
-        Foreign(remark="the default where tp is above 1",
-            example="trainer.tp=2 cluster.ranks_per_node=2 trainer.sequence_parallel=true",
-            ColossalChat="--enable_sequence_parallelism")] = None  # fmt: skip
+    sequence_parallel: Annotated[bool | None, Decides(megatron="sequence_parallel")] = None
     """Sequence parallelism: split activations of norms and residual connections over the tensor-parallel ranks.
     Default: on if tp > 1."""
-    distributed_optimizer: Annotated[bool, Foreign("use_distributed_optimizer")] = True
+    distributed_optimizer: bool = True
     """Shard the optimizer state over the data-parallel ranks (ZeRO stage 1)."""
     # Weights are not gathered during the next forward pass, because the engine needs them first.
-    overlap_grad_reduce: Annotated[bool | None,
-        Foreign("overlap_grad_reduce", remark="left out: where the data-parallel ranks are on several nodes",
-            example="true", slime="--overlap-grad-reduce")] = None  # fmt: skip
+    overlap_grad_reduce: bool | None = None
     """Overlap the reduction of gradients over data-parallel ranks with the backward pass of an update's last
     microbatch, bucket by bucket. Default: on if these ranks are on several nodes."""
-    router_replay: Annotated[bool, OnlyIf(RL), Decides(experts="moe_enable_routing_replay"),
-        Foreign("use_rollout_routing_replay enable_rollout_routing_replay")] = False  # fmt: skip
+    router_replay: Annotated[bool, OnlyIf(RL), Decides(experts="moe_enable_routing_replay")] = False
     """Router replay (mixture of experts): train each token with the experts chosen by the engine when it sampled the
     token."""
-    moe_dispatcher: Annotated[Literal["alltoall", "flex"], UntriedOnGpu("flex"),
+    moe_dispatcher: Annotated[
+        Literal["alltoall", "flex"],
+        UntriedOnGpu("flex"),
         Decides(megatron="moe_token_dispatcher_type", experts="moe_flex_dispatcher_backend moe_enable_deepep"),
-        Foreign("moe_token_dispatcher_type moe_enable_deepep moe_flex_dispatcher_backend enable_deepep",
-            note="flex is DeepEP")] = "alltoall"  # fmt: skip
+    ] = "alltoall"
     """How tokens are sent to experts on other ranks (mixture of experts). alltoall (default): collectives. flex:
     DeepEP's kernels, faster between nodes; needs GPUs, the package deep_ep and etp * ep > 1."""
-    recompute: Annotated[Literal["none", "selective", "full"],
+    recompute: Annotated[
+        Literal["none", "selective", "full"],
         Decides(recompute="recompute_granularity recompute_modules recompute_method recompute_num_layers"),
-        Foreign("enable_gradient_checkpointing activation_checkpointing recompute_granularity", example="full",
-            ColossalChat="--grad_checkpoint", RL2="actor.gradient_checkpointing",
-            verl="actor_rollout_ref.model.enable_gradient_checkpointing",
-            TRL="gradient_checkpointing")] = "none"  # fmt: skip
+    ] = "none"
     """Recomputation of activations in the backward pass. none. selective: only trainer.recompute_modules. full: whole
     layers. Default on GPUs: the least with which an update leaves 8 GiB, by `megarl plan`'s prediction; on CPUs: none.
     The run folder's config.yaml records the value."""
@@ -105,45 +92,26 @@ class TrainerConfig(Section):
     needs Transformer Engine), shared_experts."""
     # Weights, gradients, norms, attention and the head keep their types. Each layer stores its weights in FP8 twice.
     # Critic, reference, reward model and teachers compute like the policy.
-    fp8: Annotated[Literal["none", "blockwise"], UntriedOnGpu("blockwise"), Decides(fp8="fp8 fp8_recipe fp8_param"),
-        Foreign("fp8_recipe fp8_cfg fp8_cfg.enabled fp8_format fp8",
-            note="blockwise; other recipes by Megatron's own names, trainer.megatron.fp8 and fp8_recipe"),
-    ] = "none"  # fmt: skip
+    fp8: Annotated[Literal["none", "blockwise"], UntriedOnGpu("blockwise"), Decides(fp8="fp8 fp8_recipe fp8_param")] = (
+        "none"
+    )
     """FP8 training. blockwise: matrix products of the layers in FP8 (E4M3), one scale per block of 128 or 128 x 128
     numbers. Needs Hopper GPUs or newer, Transformer Engine 2.3, CUDA 12.9 and bfloat16. The engines do not compute in
     FP8, so the metrics logprob_gap/ increase. Default: none."""
-    offload: Annotated[tuple[Literal["optimizer", "gradients", "parameters"], ...],
-        Foreign("param_offload optimizer_offload grad_offload adam_offload offload_optimizer offload_train",
-            "offload_model", example="[optimizer]", RL2="actor.offload_optimizer")] = ()  # fmt: skip
+    offload: tuple[Literal["optimizer", "gradients", "parameters"], ...] = ()
     """Trainer states moved to host memory while the engines sample; gradients are dropped. Default on GPUs: the fewest
     with which 8 GiB stay free and the KV cache holds the step's concurrent requests, by `megarl plan`'s prediction; on
     CPUs: none. The run folder's config.yaml records the value."""
     # Host memory per parameter: 16 bytes (with the gradients) for the rank's share, and 2 for each parameter of the
     # rank, offloaded or not, as copies on their way back. Checkpoints do not depend on the fraction.
-    optimizer_offload_fraction: Annotated[float, Field(ge=0.0, le=1.0), UntriedOnGpu("values above 0"),
-        Foreign("optimizer_offload_fraction hybrid_optimizer_offload_fraction",
-            note="above 0, Adam steps on the CPU; trainer.offload moves states to the host while the engine samples",
-            example="1.0", ColossalChat="--zero_cpu_offload", slime="--optimizer-cpu-offload"),
-        Foreign("overlap_cpu_optimizer_d2h_h2d use_precision_aware_optimizer",
-            note="copies to and from the host overlap in any case; main weights and moments are float32"),
-    ] = 0.0  # fmt: skip
+    optimizer_offload_fraction: Annotated[float, Field(ge=0.0, le=1.0), UntriedOnGpu("values above 0")] = 0.0
     """Fraction of the parameters for which the optimizer state (main weights, moments) is in host memory; the CPU
     updates them. Saves 12 bytes of GPU memory per parameter on the rank. A step takes seconds longer per billion
     parameters. Needs Adam, bfloat16, distributed_optimizer and no LoRA. Default: 0."""
-    max_tokens_per_microbatch: Annotated[PositiveInt,
-        Foreign(note="the number of microbatches follows", ColossalChat="--accumulation_steps"),
-        Foreign("max_length_per_device", note="of a data-parallel rank", RL2="actor.max_length_per_device"),
-        Foreign("ppo_micro_batch_size ppo_micro_batch_size_per_gpu log_prob_micro_batch_size",
-            "log_prob_micro_batch_size_per_gpu micro_batch_size micro_train_batch_size",
-            "micro_rollout_batch_size train_micro_batch_size logprob_batch_size ppo_max_token_len_per_gpu",
-            "log_prob_max_token_len_per_gpu max_total_sequence_length max_length max_seq_length max_len",
-            note="in tokens, sequences are packed", short="tmbs", ColossalRL="--train-microbatch-size",
-            verl="actor_rollout_ref.actor.ppo_max_token_len_per_gpu", slime="--max-tokens-per-gpu")] = 8192  # fmt: skip
+    max_tokens_per_microbatch: PositiveInt = 8192
     """Maximum number of tokens in one microbatch of packed sequences, padding included, per data-parallel rank. A
     prefix computed once (trainer.share_prefixes) counts once."""
-    max_tokens_per_forward: Annotated[PositiveInt | None,
-        Foreign("max_inference_length_per_device", note="of a data-parallel rank",
-            RL2="actor.max_inference_length_per_device")] = None  # fmt: skip
+    max_tokens_per_forward: PositiveInt | None = None
     """Maximum number of tokens in one microbatch of a pass without gradients: log-probs, values, scores, teachers.
     Default: max_tokens_per_microbatch; on GPUs of known memory up to 8 times as many, if the pass is predicted to need
     no more memory than an update."""
@@ -166,14 +134,13 @@ class TrainerConfig(Section):
     trainer.max_tokens_per_microbatch times the vocabulary of memory in the model's type. Default: where an update is
     predicted to leave 8 GiB of a GPU, or they fit into trainer.logprob_chunk_tokens. Has not run on a GPU yet."""
     # The gradient's norm, and so its clipping, counts the policy alone.
-    mtp_loss_coefficient: Annotated[PositiveFloat | None, OnlyIf(LOGPROBS), Decides(megatron="mtp_num_layers "
-        "mtp_loss_scaling_factor"), Foreign("mtp_loss_scaling_factor mtp_num_layers enable_mtp_training",
-            note="hidden states and embeddings are detached", example="0.1",
-            slime="--mtp-loss-scaling-factor")] = None  # fmt: skip
+    mtp_loss_coefficient: Annotated[
+        PositiveFloat | None, OnlyIf(LOGPROBS), Decides(megatron="mtp_num_layers mtp_loss_scaling_factor")
+    ] = None
     """Train the model's layers for multi-token prediction (MTP), used by the engine to draft tokens (method mtp of
     rollout.vllm.speculative_config). The value is the weight of their loss; the policy's gradient stays the same.
     Default: they are only copied."""
-    megatron: Annotated[dict[str, Any], Foreign("override_transformer_config tf_config")] = Field(default_factory=dict)
+    megatron: dict[str, Any] = Field(default_factory=dict)
     """Further fields of Megatron-Core's TransformerConfig, by Megatron's names. Balancing losses of experts are means
     over tokens: over all tokens of an update (`aux_loss`, `global_aux_loss`; they cost one more forward pass, to count
     each expert's tokens), or over each sequence (`seq_aux_loss`)."""

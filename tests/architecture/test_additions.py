@@ -216,11 +216,13 @@ def test_additions_touch_what_contributing_says(
     }
 
 
-FIELD = '''    toy: Annotated[
-        PositiveInt, OnlyIf(RL, SEPARATE), Foreign("n_toys", verl="actor_rollout_ref.rollout.toys")
-    ] = 7
+FIELD = '''    toy: Annotated[PositiveInt, OnlyIf(RL, SEPARATE)] = 7
     """Number of toys of an engine."""
 '''
+ROWS = {
+    '    "verl": (\n': '        ("actor_rollout_ref.rollout.toys", "rollout.toy"),\n',
+    "    OTHERS: (\n": '        ("n_toys", "rollout.toy"),\n',
+}
 FIELD_USE = """
 import json, sys
 from pathlib import Path
@@ -242,17 +244,22 @@ print(json.dumps({
 """
 
 
-def test_a_recipe_field_with_a_condition_and_a_foreign_name_is_one_place(tmp_path: Path) -> None:
+def insert(file: Path, before: str, line: str, *, after: bool = False) -> None:
+    text = file.read_text()
+    assert text.count(before) == 1
+    file.write_text(text.replace(before, before + line if after else line + before))
+
+
+def test_a_recipe_field_with_a_condition_and_a_foreign_name_is_a_field_and_a_row(tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     copy_package(copy)
     before = hashes(copy)
-    section = copy / "megarl/config/rollout.py"
-    place = "    max_concurrent_requests: "
-    text = section.read_text()
-    assert text.count(place) == 1
-    section.write_text(text.replace(place, FIELD + place))
+    insert(copy / "megarl/config/rollout.py", "    max_concurrent_requests: ", FIELD)
+    for program, row in ROWS.items():
+        insert(copy / "megarl/config/foreign.py", program, row, after=True)
     after = hashes(copy)
-    assert [name for name in after if after[name] != before.get(name)] == ["megarl/config/rollout.py"]
+    changed = {name for name in after if after[name] != before.get(name)}
+    assert changed == {"megarl/config/rollout.py", "megarl/config/foreign.py"}
 
     (tmp_path / "recipe.yaml").write_text("{name: one, loop: rl, model: {path: m}, data: {train: t}}")
     command = [sys.executable, "-c", FIELD_USE, "x.n_toys", "actor_rollout_ref.rollout.toys"]

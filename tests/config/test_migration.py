@@ -9,7 +9,9 @@ import typer.main
 
 from megarl.cli import app
 from megarl.config import Recipe
-from megarl.config.migration import counterpart, counterparts, migration_page
+from megarl.config.foreign import VALUES
+from megarl.config.migration import meanings, migration_page, options
+from megarl.config.value_hints import nearest_value
 from tests.config.refusals import faults
 
 CLIP = "algorithm.clip_low and algorithm.clip_high"
@@ -69,7 +71,7 @@ WRITTEN = {
     "distillation.teacher_models.teacher_model.model_path": "distillation.teacher",
     "distillation.distillation_loss.loss_mode": "distillation.divergence and distillation.loss",
     "distillation.distillation_loss.topk": "distillation.top_k",
-    "teacher_model_name_or_path": "distillation.teacher",
+    "teacher_model_name_or_path": "distillation.teacher and distillation.loss",
     "distillation.topk_logits_k": "distillation.top_k",
     "distillation.distillation_loss.use_task_rewards": "distillation.use_task_rewards",
     "opd_kl_coef": "distillation.kl_coefficient",
@@ -163,17 +165,35 @@ def schema(section: type = Recipe, prefix: str = "") -> set[str]:
 
 def test_every_counterpart_is_a_field_or_says_why_not() -> None:
     fields = schema()
-    for entry in counterparts():
-        assert set(entry.fields) <= fields
-        assert entry.fields or entry.foreign.note
+    for option in options():
+        assert set(option.fields) <= fields
+        assert option.fields or (option.note and not option.assignments)
 
 
-def test_each_name_has_one_meaning_and_none_is_a_field_itself() -> None:
-    names = Counter(name for entry in counterparts() for name in entry.names)
-    assert len(names) >= 100
+def test_each_name_has_one_meaning_in_a_program_and_none_is_a_field_itself() -> None:
+    names = Counter((option.program, name, option.value) for option in options() for name in option.names)
+    assert len(names) >= 400
     assert [name for name, count in names.items() if count > 1] == []
-    assert not names.keys() & schema()
-    assert all(counterpart(f"any.section.{name}") for name in names)
+    plain = {name for _, name, _ in names}
+    # A section's name is unknown as an option only.
+    assert plain & schema() == {"model"}
+    assert all(meanings(f"any.section.{name}") for name in plain)
+
+
+def test_a_short_option_is_written_once_in_a_program() -> None:
+    shorts = Counter(
+        (option.program, spelling, option.value)
+        for option in options()
+        for spelling in option.spellings
+        if spelling.startswith("-") and not spelling.startswith("--")
+    )
+    assert len(shorts) > 30 and max(shorts.values()) == 1
+
+
+def test_other_programs_values_are_a_fields_own() -> None:
+    for field, translations in VALUES.items():
+        for value, spellings in translations.items():
+            assert {nearest_value(field, spelling) for spelling in spellings.split()} == {value}, field
 
 
 def test_the_committed_page_is_the_generated_one(capsys: pytest.CaptureFixture[str]) -> None:
@@ -186,11 +206,11 @@ def test_the_committed_page_is_the_generated_one(capsys: pytest.CaptureFixture[s
 
 def test_what_other_programs_write_is_answered_with_the_field(small: Path) -> None:
     lines = faults(small, *(f"{name}=1" for name in WRITTEN))
-    told = dict(line.strip().split(" = 1: unknown key; ", 1) for line in lines)
-    assert told.keys() == WRITTEN.keys()
+    answers = dict(line.strip().split(" = 1: unknown key; ", 1) for line in lines)
+    assert answers.keys() == WRITTEN.keys()
     wrong = {
         name: (hint, WRITTEN[name])
-        for name, hint in told.items()
+        for name, hint in answers.items()
         if hint.partition(" (")[0] != f"here it is {WRITTEN[name]}"
     }
     assert wrong == {}

@@ -10,7 +10,8 @@ import pytest
 
 from megarl.config import Recipe
 from megarl.config.explaining import key_hint, option_hint
-from megarl.config.migration import counterparts, option_rows
+from megarl.config.foreign import OPTIONS, OTHERS
+from megarl.config.migration import Option, options, overrides_of
 from megarl.config.recipe import load
 from megarl.preflight import learning, off_policy, sizes
 from megarl.preflight.keyword_arguments import keywords
@@ -31,14 +32,14 @@ rollout: {sampling: {max_new_tokens: 1024}}
 """
 
 
-ROWS = option_rows()
-PROGRAMS = ["ColossalRL", "ColossalChat", "RL2", "verl", "slime", "TRL", "NeMo-RL", "AReaL", "prime-rl"]
+ROWS = [option for option in options() if option.program != OTHERS]
+PROGRAMS = [program for program in OPTIONS if program != OTHERS]
 
 
 def test_the_table_is_read_in_full() -> None:
     lines = [line for line in TABLE.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
     assert len(lines) == len(ROWS) > 200
-    assert {row.program for row in ROWS} == set(PROGRAMS)
+    assert len(PROGRAMS) == 9
 
 
 @pytest.fixture(scope="module")
@@ -53,50 +54,83 @@ def test_each_row_is_a_recipe(recipe: Callable[[list[str]], Recipe], program: st
     """Fields exist, have these values' types and an effect, and go together; models and data are not looked at."""
     wrong: dict[str, object] = {}
     for row in (row for row in ROWS if row.program == program):
-        if not row.overrides:
-            assert row.difference, f"{row.option} has no field and no reason"
+        if not row.fields:
+            assert row.note, f"{row.written} has no field and no reason"
             continue
         try:
-            made = recipe([*row.overrides])
+            made = recipe(overrides_of(row))
         except Exception as error:
-            wrong[row.option] = str(error)
+            wrong[row.written] = str(error)
             continue
         parallel = sizes.parallel_of(made)
         faults = [*sizes.ranks(made), *sizes.batches(made, parallel.dp), *sizes.lengths(made)]
         faults += [*learning.optimizers(made), *learning.algorithm(made), *off_policy.sampling(made)]
         faults += [*off_policy.stragglers(made), *off_policy.staleness(made), *reward_fields(made), *keywords(made)]
         if faults:
-            wrong[row.option] = faults
+            wrong[row.written] = faults
     assert wrong == {}
 
 
-def test_messages_agree_with_the_table() -> None:
-    """The message for a row's option, as a flag or as a key, names a field of the row, or says that there is none."""
-    wrong = {}
-    for row in option_rows():
-        name, value = row.option.split()[0], row.value or None
-        is_flag = name.startswith("-")
-        messages = [option_hint(name if is_flag else f"--{name}", value, [])]
-        if not is_flag:
-            messages.append(key_hint(name, value))
-        fields = {override.partition("=")[0] for override in row.overrides}
-        # The message may name the section of a mapping, such as data.validation.
-        words = fields | {field.rpartition(".")[0] for field in fields if field.count(".") > 1} or {"no counterpart"}
-        words |= {"mixture"} if any(field.startswith("mixture.") for field in fields) else set()
-        for message in messages:
-            if not any(re.search(rf"(?<![\w.]){re.escape(word)}(?![\w.])", message) for word in words):
-                wrong[f"{row.program} {row.option}"] = message
+def messages(row: Option) -> dict[str, str]:
+    """The messages for a row's option, by what was typed: each spelling, as a flag and as a key."""
+    value, typed = row.value or None, {}
+    for spelling in row.spellings:
+        plain = spelling.lstrip("-")
+        if spelling.startswith("-") and not spelling.startswith("--"):
+            typed[spelling] = option_hint(spelling, value, [])
+            continue
+        for name in {plain, plain.replace("-", "_"), plain.replace("_", "-")}:
+            typed[f"--{name}"] = option_hint(f"--{name}", value, [])
+        typed[plain] = key_hint(plain.replace("-", "_"), value)
+    return typed
+
+
+STATEMENT = re.compile(
+    r"(?:^|; )(here|elsewhere|in [\w-]+(?:, [\w-]+)*(?: and [\w-]+)?) it is ([^(;]+?)(?=, write | \(|;|$)"
+)
+ABSENCE = re.compile(r"(?:^|; )(?:(elsewhere|in [\w-]+(?:, [\w-]+)*(?: and [\w-]+)?) it )?has no counterpart: ")
+
+
+def stated_fields(message: str, program: str) -> list[set[str]]:
+    """What a message says that a program's option is: for each statement the fields, none for "no counterpart"."""
+    statements = [
+        (where, set(re.findall(r"[a-z_0-9]+(?:\.[a-z_0-9A-Z]+)*(?=[= ,]|$)", re.sub(r"=\S+", "=", fields))) - {"and"})
+        for where, fields in STATEMENT.findall(message)
+    ]
+    statements += [(match[1] or "here", set()) for match in ABSENCE.finditer(message)]
+    about = [fields for where, fields in statements if re.search(rf"(?<![\w-]){re.escape(program)}(?![\w-])", where)]
+    return about or [fields for where, fields in statements if where in ("here", "elsewhere")]
+
+
+def test_no_message_contradicts_the_table() -> None:
+    """Each spelling of each option, as a flag and as a key: the message has the fields of the row for its program."""
+    wrong, own_names = {}, 0
+    for row in options():
+        fields = set(row.fields) if not row.value else {item.partition("=")[0] for item in row.assignments}
+        for typed, message in messages(row).items():
+            stated = stated_fields(message, row.program or "elsewhere")
+            if stated:
+                if fields not in stated:
+                    wrong[f"{row.program} {typed}"] = (fields, message)
+                continue
+            # A key with the name of a field elsewhere in a recipe.
+            own_names += 1
+            if row.fields[0] not in re.findall(r"[a-z_]+(?:\.[a-z_]+)*", message):
+                wrong[f"{row.program} {typed}"] = (fields, message)
     assert wrong == {}
+    assert own_names < 70
 
 
 @pytest.mark.parametrize(
     ("option", "value", "words"),
     [
-        ("--num_episodes", "2", ["train.epochs=2", "in ColossalChat it is train.steps"]),
+        ("--num_episodes", "2", ["write train.epochs=2", "in ColossalChat it is train.steps"]),
+        ("-a", "GRPO", ["algorithm.preset=grpo algorithm.kl_coefficient=0.01 algorithm.aggregation=sample_level"]),
+        ("--algo", "grpo", ["algorithm.preset=grpo algorithm.kl_coefficient=0.01"]),
         ("--train_batch_size", "8", ["train.prompts_per_step", "in ColossalChat it is trainer.max_tokens_per_microb"]),
         ("--max_length", "2048", ["trainer.max_tokens_per_microbatch", "in ColossalChat it is data.max_prompt_tokens"]),
         ("--mixed_precision", "bf16", ["write model.dtype=bfloat16"]),
-        ("--mixed_precision", "fp16", ["write model.dtype=bfloat16", "no fp16"]),
+        ("--mixed_precision", "fp16", ["model.dtype=bfloat16", "no fp16"]),
         ("--dtype", "half", ["write model.dtype=bfloat16"]),
         ("--gradient_checkpointing", "true", ["write trainer.recompute=VALUE"]),
         ("--beta", "0.5", ["algorithm.kl_coefficient", "in TRL it is", "distillation.jsd_beta"]),
@@ -109,7 +143,7 @@ def test_a_message_has_the_meanings_of_all_programs(option: str, value: str, wor
 
 @pytest.mark.parametrize("value", ["true", "bf16"])
 def test_no_message_advises_a_value_that_is_refused(recipe: Callable[[list[str]], Recipe], value: str) -> None:
-    hints = [option_hint(f"--{entry.names[0]}", value, []) for entry in counterparts() if entry.names]
+    hints = [option_hint(f"--{option.names[0]}", value, []) for option in options() if option.names]
     advised = [match[1] for hint in hints if (match := re.search(r"write ([a-z_.]+=[^;( ]+)", hint))]
     overrides = {override.partition("=")[0]: override for override in advised if not override.endswith("=VALUE")}
     assert overrides
@@ -126,13 +160,13 @@ def test_no_message_advises_a_value_that_is_refused(recipe: Callable[[list[str]]
 
 
 def test_a_row_tells_of_its_own_program() -> None:
-    others = {"OpenRLHF", *PROGRAMS}
-    told = {
-        f"{row.program} {row.option}": row.difference
-        for row in option_rows()
-        if any(re.search(rf"\b{re.escape(program)}\b", row.difference) for program in others - {row.program})
+    programs = {"OpenRLHF", *PROGRAMS}
+    strange = {
+        f"{row.program} {row.written}": row.note
+        for row in options()
+        if any(re.search(rf"\b{re.escape(program)}\b", row.note) for program in programs - {row.program})
     }
-    assert told == {}
+    assert strange == {}
 
 
 def formulas(program: str) -> dict[str, str]:

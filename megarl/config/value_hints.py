@@ -1,0 +1,79 @@
+"""Values that a recipe field takes instead of a wrong one: misspelt, or in another program's words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal, get_args, get_origin
+
+from megarl.config.foreign import VALUES
+from megarl.config.formulas import formula_fields, formulas
+from megarl.config.schema import field_at, recipe_field
+from megarl.files.nearest import nearest
+
+BASE_RECIPE = {"name": "base", "loop": "rl", "model": {"path": "m"}, "data": {"train": "t"}}
+"""A recipe with all required fields."""
+
+
+def nearest_value(place: str, value: object) -> str | None:
+    """Return the value that the user probably meant instead of an invalid one, or None."""
+    if not isinstance(value, str):
+        return None
+    choices = _choices(place)
+    plain = value.lower().replace("-", "_")
+    for translation, spellings in VALUES.get(recipe_field(place), {}).items():
+        if plain in spellings.split() and translation in choices:
+            return translation
+    return nearest(value, choices)
+
+
+def _choices(place: str) -> list[str]:
+    """Return the words that a field, or each item of a list field, accepts."""
+    name = recipe_field(place)
+    if name in formula_fields():
+        return list(formulas(name))
+    field = field_at(name) or field_at(name.rpartition(".")[0])
+    return [] if field is None else list(_words(field.annotation))
+
+
+def _words(kind: Any) -> Iterator[str]:
+    for argument in get_args(kind):
+        if get_origin(kind) is Literal:
+            yield from [argument] if isinstance(argument, str) else []
+        else:
+            yield from _words(argument)
+
+
+def written_override(field: str, value: str | None) -> str:
+    """Return the override of a field with the value of another program's option, in megarl's spelling.
+
+    Where the field takes no such value, the override has VALUE, and says what the field takes.
+    """
+    if value is None:
+        return f"{field}=VALUE"
+    if (fault := _value_fault(field, value)) is None:
+        return f"{field}={value}"
+    translation = nearest_value(field, value)
+    if translation is not None and _value_fault(field, translation) is None:
+        return f"{field}={translation}"
+    return f"{field}=VALUE (the value {fault})"
+
+
+def _value_fault(field: str, value: str) -> str | None:
+    """Return why a field does not take a value that is written as an override's. None: it takes it."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from pydantic import ValidationError
+    from yaml import YAMLError
+
+    from megarl.config import Recipe
+
+    place = tuple(field.split("."))
+    try:
+        values = OmegaConf.to_container(OmegaConf.merge(BASE_RECIPE, OmegaConf.from_dotlist([f"{field}={value}"])))
+        Recipe.model_validate(values)
+    except ValidationError as error:
+        faults = [fault["msg"] for fault in error.errors(include_url=False) if fault["loc"][: len(place)] == place]
+        return faults[0].replace("Input should be", "must be") if faults else None
+    except (OmegaConfBaseException, YAMLError, TypeError, ValueError):
+        return "is not valid YAML"
+    return None
