@@ -112,7 +112,7 @@ class Recipe(Section):
     """Health rules, which warn when a run is not learning: disabled rules, and their thresholds. See
     train.on_unhealthy."""
     monitor: MonitorConfig = MonitorConfig()
-    """Observation by other programs: Prometheus metrics and health over HTTP, OpenTelemetry spans. Off by default."""
+    """Observation by other programs: Prometheus metrics and health over HTTP. Off by default."""
 
     # Private attributes, not fields: they are never validated or written as part of the recipe.
     _references: dict[Place, str] = PrivateAttr(default_factory=dict)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megarl.config.foreign import REMOVED
 from megarl.config.migration import describe_option, meanings, short_meanings
 from megarl.config.schema import all_fields, description, field_at, recipe_field, removal, section_at, section_of
 from megarl.config.secrets import HIDDEN, Place, holds_secret, secret_items, shown_key
@@ -103,6 +104,8 @@ def key_hint(place: str, value: str | None = None) -> str:
     """
     from megarl.config.mixture import SourceConfig
 
+    if (replacement := REMOVED.get(place)) is not None:
+        return f"the field was removed: {replacement}"
     # Fields of list items exist nowhere else, so other sections are not searched for them.
     fields, short = [] if _is_in_item(place) else _elsewhere(place), short_meanings(place, value)
     if foreign := meanings(place, value) or ([] if fields else short):

@@ -689,3 +689,9 @@ VALUES = {
     },
 }
 """Other programs' spellings of a field's values, in lower case with underscores."""
+
+REMOVED = {
+    "monitor.otlp_url": "samples/ of the run folder has each attempt with its turns and reward, /metrics at "
+    "monitor.port has the engines' load, and train.profile_steps has times",
+}
+"""Recipe fields of earlier versions of megarl that were removed, and what to use instead."""

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from typing import Annotated, Self
-from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from megarl.config.annotations import OnlyIf
-from megarl.config.conditions import ENGINE, MONITORED
+from megarl.config.conditions import MONITORED
 from megarl.config.rollout import LOOPBACK, MIN_TOKEN_CHARACTERS
 from megarl.config.section import Section
 
 
 class MonitorConfig(Section):
-    """HTTP server of the driver for Prometheus, and spans for OpenTelemetry."""
+    """HTTP server of the driver for Prometheus."""
 
     port: Annotated[int, Field(ge=0, le=65535)] | None = None
     """Port of the driver's HTTP server: /metrics for Prometheus, and /health. 0: any free port. Default: none, so no
@@ -25,26 +24,6 @@ class MonitorConfig(Section):
     token: Annotated[str | None, OnlyIf(MONITORED)] = None
     """Secret bearer token for clients of the driver's HTTP server, written as ${oc.env:NAME}. Required if `host` is not
     a loopback address; then it has at least 16 characters."""
-    otlp_url: Annotated[str | None, OnlyIf(*ENGINE)] = None
-    """URL of an OpenTelemetry collector, such as http://127.0.0.1:4318/v1/traces (OTLP over HTTP). It gets a span for
-    each attempt, with its turns, tool calls and reward. Default: none."""
-
-    @field_validator("otlp_url")
-    @classmethod
-    def _is_url(cls, url: str | None) -> str | None:
-        if url is None:
-            return None
-        try:
-            parts = urlsplit(url)
-            # Reading the port raises ValueError if it is not a number up to 65535.
-            is_valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-        except ValueError:
-            is_valid = False
-        if not is_valid:
-            raise PydanticCustomError(
-                "url", "is not an HTTP URL; write for example http://127.0.0.1:4318/v1/traces", {}
-            )
-        return url
 
     @model_validator(mode="after")
     def _is_guarded(self) -> Self:

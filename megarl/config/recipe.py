@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.config.explaining import error_page, leaves_of, printable, reference_around
+from megarl.config.foreign import REMOVED
 from megarl.config.merging import merge
 from megarl.config.schema import description, section_of, value_at
 from megarl.config.validating import validated
@@ -63,17 +64,19 @@ def read(path: str | Path, overrides: Sequence[str] = (), *, is_of_run: bool = F
     errors. Raises ConfigError only if the file is not a YAML mapping of sections and fields.
     """
     from megarl.config.idle import Given, drop_replaced_answers, drop_superseded, idle_lines
+    from megarl.config.removed import drop_removed_fields
     from megarl.config.secrets import literal_secrets
 
     path = Path(path)
     merged = merge(path, overrides)
+    removed = drop_removed_fields(merged, path, is_of_run=is_of_run)
     problems = [*merged.problems, *literal_secrets(merged.values, merged.references)]
     replaced = drop_replaced_answers(merged, path)
     recipe, faults, unread = validated(merged.values, merged.references)
     given = Given(path, bool(overrides), merged.overridden, unread | merged.unread, is_of_run)
     recipe, notices, missing = drop_superseded(recipe, merged, given)
     problems += [*faults, *missing, *idle_lines(recipe, merged.references, given)]
-    made = recipe.with_references(merged.references).with_notices([*replaced, *notices])
+    made = recipe.with_references(merged.references).with_notices([*removed, *replaced, *notices])
     return Draft(path, made, tuple(problems), frozenset(given.unread))
 
 
@@ -115,7 +118,8 @@ def recipe_changes(earlier: Mapping[str, Any], recipe: Recipe) -> list[str]:
     defaults = Recipe.model_validate({"name": recipe.name, "loop": recipe.loop, **required})
     now = _settings(yaml.safe_load(to_yaml(recipe)))
     known = _settings(defaults.model_dump(mode="json"))
-    before = {field: value for field, value in known.items() if field in now} | _settings(earlier)
+    was_set = {field: value for field, value in _settings(earlier).items() if field not in REMOVED or value is not None}
+    before = {field: value for field, value in known.items() if field in now} | was_set
     absent = "(not set)"
     # dict.fromkeys keeps the order of the schema, with removed fields last.
     return [

@@ -1,24 +1,13 @@
-"""Observation of a run by other programs (section `monitor`): metrics and health over HTTP, spans of attempts."""
+"""Observation of a run by other programs (section `monitor`): metrics and health over HTTP."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING
 
 from megarl.config import Recipe
-from megarl.rollout.attempt import Task
-from megarl.rollout.engine_requests import Generates
 from megarl.rollout.pool import EnginePool, PoolLoad
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.tracker import Tracker
-
-if TYPE_CHECKING:
-    from megarl.rollout.attempt_spans import AttemptSpan
-
-BeginSpan = Callable[[Task, Generates], "AttemptSpan"]
-"""Function (attempt, engines) that begins the OpenTelemetry span of an attempt."""
 
 
 class RunMonitor:
@@ -51,21 +40,3 @@ async def start_monitor(recipe: Recipe, folder: RunFolder, tracker: Tracker, sta
     tracker.attach("monitor.port", metrics)
     tracker.info(f"metrics at {monitor.base_url}/metrics, health at {monitor.base_url}/health")
     return observed
-
-
-def span_factory(recipe: Recipe, stack: AsyncExitStack, notice: Callable[[str], object]) -> BeginSpan | None:
-    """Start the export of spans if the recipe has monitor.otlp_url; `stack` ends it. None: attempts have no spans.
-
-    `notice` is called with a warning if the collector fails.
-    """
-    url = recipe.monitor.otlp_url
-    if url is None or not recipe.has_engine:
-        return None
-    # Imported here: OpenTelemetry's libraries are optional.
-    from megarl.rollout.attempt_spans import AttemptSpan
-    from megarl.tracking.opentelemetry import SpanExport
-
-    export = SpanExport(url, recipe.name, notice)
-    # In a thread: sending the last spans may take seconds, and signals must be answered meanwhile.
-    stack.push_async_callback(asyncio.to_thread, export.close)
-    return lambda task, pool: AttemptSpan(export.tracer, task, pool)

@@ -18,7 +18,6 @@ from megarl.data.turn_ends import added_turn_ends, turn_ends_notice
 from megarl.environments import environment_maker, is_agent, num_processes, with_sandbox
 from megarl.environments.environment_pool import EnvironmentPool, process_settings
 from megarl.environments.shared import close_shared
-from megarl.loops.monitoring import BeginSpan, span_factory
 from megarl.preflight import Dropped, collect_for, read_problems
 from megarl.rewards.scoring.reward_pool import RewardPool
 from megarl.rewards.scoring.reward_process import WorkerSettings, worker_settings
@@ -156,7 +155,6 @@ async def make_sources(
     if ends:
         screen.info(turn_ends_notice(ends, folder, tokenizer))
     stack.push_async_callback(close_shared)
-    begin_span = span_factory(recipe, stack, screen.notice)
     environments = _start_environments(recipe, stack, log_folder)
     return [
         await make_source(
@@ -170,7 +168,6 @@ async def make_sources(
             is_abandoned,
             screen,
             had_ended(earlier, given.name, data[given.name][1], is_mixture=bool(recipe.mixture)),
-            begin_span,
         )
         for given in recipe.sources
     ]
@@ -187,13 +184,11 @@ async def make_source(
     is_abandoned: Callable[[], bool],
     screen: Screen,
     had_ended: bool = False,
-    begin_span: BeginSpan | None = None,
 ) -> Source:
     """Create a source sampling with these engines. An agent's endpoint is open until `stack` closes.
 
     `screen` gets its settings and the first failure of each kind. `had_ended`: an earlier step already had an answer
-    without a verdict, so accuracy is not measured (`rollout.accuracy`). `begin_span`: function that begins the
-    OpenTelemetry span of an attempt.
+    without a verdict, so accuracy is not measured (`rollout.accuracy`).
     """
     recipe = given.recipe
     rollout = recipe.rollout
@@ -224,7 +219,6 @@ async def make_source(
         agent=agent.attempt if agent is not None else None,
         environment_pool=environments,
         answers=Answers(judges, given.name, screen.notice_once, had_ended),
-        begin_span=begin_span,
     )
     train, validation = data
     return Source(given.name, given.weight, recipe, sampler, train, validation, rewards.metrics)

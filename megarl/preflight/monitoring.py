@@ -1,4 +1,4 @@
-"""Checks of addresses on which the driver listens, and of the export of spans."""
+"""Checks of addresses on which the driver listens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from megarl.config import Recipe
 from megarl.environments import is_agent
 from megarl.preflight.registry import Cost, checks
 from megarl.processes.listening import listen_fault, taken_text
-from megarl.types import ConfigError
 
 
 @checks("monitor", Cost.FILES, per_run=True, training_only=True)
@@ -17,18 +16,6 @@ def monitor_port(recipe: Recipe, *, is_start: bool) -> Iterator[str]:
     host, port = recipe.monitor.host, recipe.monitor.port
     if port and is_start and (fault := listen_fault(host, port)) is not None:
         yield f"monitor.port = {port}: {taken_text(host, port, fault)}"
-
-
-@checks("monitor", Cost.FILES, per_run=True, training_only=True)
-def span_export(recipe: Recipe) -> Iterator[str]:
-    """Yield an error if monitor.otlp_url is set and OpenTelemetry cannot be imported."""
-    from megarl.tracking.opentelemetry import check_export
-
-    if recipe.monitor.otlp_url is not None and recipe.has_engine:
-        try:
-            check_export(recipe.monitor.otlp_url)
-        except ConfigError as error:
-            yield str(error)
 
 
 @checks("rollout", Cost.FILES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from time import monotonic
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from megarl.config.rollout import BudgetConfig
 from megarl.data.dialogue import Dialogue
@@ -19,9 +19,6 @@ from megarl.rollout.attempt_messages import History
 from megarl.rollout.engine_requests import Generates
 from megarl.rollout.pool import EnginePool, gather_unless_abandoned
 from megarl.types import Problem, SamplingSettings, Trajectory
-
-if TYPE_CHECKING:
-    from megarl.rollout.attempt_spans import AttemptSpan
 
 METRICS = {
     "environment/process_killed": (
@@ -56,8 +53,6 @@ class GroupSampler:
     agent: Callable[[Task, Budget, Generates], Awaitable[Trajectory]] | None = None
     environment_pool: EnvironmentPool | None = None
     answers: Answers = field(default_factory=Answers)
-    begin_span: Callable[[Task, Generates], AttemptSpan] | None = None
-    """Function that begins the OpenTelemetry span of an attempt; None: attempts have no spans."""
 
     async def sample(
         self, problems: Sequence[Problem], sampling: SamplingSettings, *, samples_per_prompt: int = 1, seed: str = ""
@@ -90,25 +85,6 @@ class GroupSampler:
         `before_score` is called when scoring begins, after the last completion. It is never called for agent programs,
         because these do not report the end of their sampling.
         """
-        if self.begin_span is None:
-            return await self._attempt(task, pool, before_score)
-        span = self.begin_span(task, pool)
-
-        def begin_scoring() -> None:
-            span.begin_scoring()
-            before_score()
-
-        try:
-            trajectory = await self._attempt(task, span, begin_scoring)
-        # Includes cancellation: a span without an end would never be exported.
-        except BaseException as error:
-            span.abandon(error)
-            raise
-        span.end(trajectory)
-        return trajectory
-
-    async def _attempt(self, task: Task, pool: Generates, before_score: Callable[[], object]) -> Trajectory:
-        """Run one attempt; see `attempt`."""
 
         async def score(sample: Sample) -> Scored:
             before_score()

@@ -220,7 +220,6 @@ ROWS = (
     Row(44, "tracker's folder or service fails", 10, "", "running", "the tracker, once", "nothing", (
         "tests/tracking/test_tracker.py::test_tensorboard_that_fails_later_does_not_stop_the_run",
         "tests/tracking/test_tracker.py::test_a_tracker_of_one_s_own_hears_everything_until_it_fails",
-        "tests/tracking/test_opentelemetry.py::test_a_collector_that_refuses_gives_one_warning",
         "tests/tracking/test_wandb.py::test_a_run_is_written_offline",
     )),
     Row(45, "pickles in checkpoints, weights and dumps", 0, "65", "", "the file and the class", "nothing was run", (

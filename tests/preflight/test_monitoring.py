@@ -38,11 +38,3 @@ def test_an_endpoint_needs_a_port_of_its_own(only_fault: Callable[..., str], tak
     assert text.startswith(f"rollout.endpoint.port = {taken_port}: cannot listen")
     text = only_fault(rollout={**agent, "endpoint": {"port": 9}}, monitor={"port": 9, "host": "localhost"})
     assert text.startswith("rollout.endpoint.port = 9: monitor.port is the same")
-
-
-def test_libraries_for_spans_must_be_there(only_fault: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
-    # As Python has it for a module that cannot be imported.
-    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace.export", None)
-    text = only_fault(monitor={"otlp_url": "http://127.0.0.1:4318/v1/traces"})
-    assert text.startswith("monitor.otlp_url: cannot import OpenTelemetry")
-    assert "launch/setup.sh otel" in text
