@@ -17,23 +17,30 @@ from torch import Tensor
 from megarl.algorithms.keywords import supported_kwargs
 from megarl.algorithms.log_ratio import log_ratio
 from megarl.algorithms.sequences import broadcast_to_tokens, sequence_means, sequence_sums
+from megarl.tracking.metric_rows import MetricRow
 
-METRICS = {
-    "logprob_gap/mean": (
+METRICS = (
+    MetricRow(
+        "logprob_gap/mean",
         "nats",
         "mean over tokens of the absolute difference of trainer and engine log-probs, both under the sampling weights",
     ),
-    "logprob_gap/k1": ("nats", "KL divergence of the engine from the trainer, k1 estimate"),
-    "logprob_gap/k3": ("nats", "KL divergence of the engine from the trainer, k3 estimate, never negative"),
-    "logprob_gap/ess": ("share", "effective sample size of the ratios of trainer to engine probabilities"),
-    "logprob_gap/chi2": ("1", "chi-squared divergence of trainer and engine"),
-    "logprob_gap/perplexity_ratio": ("ratio", "perplexity of the samples under the trainer, divided by the engine's"),
-    "logprob_gap/correlation": ("1", "correlation of trainer and engine log-probs over the tokens"),
-    "importance/mean": ("ratio", "mean token weight of algorithm.importance_sampling"),
-    "importance/rejected": ("share", "fraction of tokens with weight zero by algorithm.importance_sampling"),
-    "importance/cut": ("share", "fraction of tokens with a weight clipped or zeroed by a bound, beyond rounding"),
-}
-"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
+    MetricRow("logprob_gap/k1", "nats", "KL divergence of the engine from the trainer, k1 estimate"),
+    MetricRow("logprob_gap/k3", "nats", "KL divergence of the engine from the trainer, k3 estimate, never negative"),
+    MetricRow("logprob_gap/ess", "share", "effective sample size of the ratios of trainer to engine probabilities"),
+    MetricRow("logprob_gap/chi2", "1", "chi-squared divergence of trainer and engine"),
+    MetricRow(
+        "logprob_gap/perplexity_ratio", "ratio", "perplexity of the samples under the trainer, divided by the engine's"
+    ),
+    MetricRow("logprob_gap/correlation", "1", "correlation of trainer and engine log-probs over the tokens"),
+    MetricRow("importance/mean", "ratio", "mean token weight of algorithm.importance_sampling"),
+    MetricRow("importance/rejected", "share", "fraction of tokens with weight zero by algorithm.importance_sampling"),
+    MetricRow(
+        "importance/clipped_share",
+        "share",
+        "fraction of tokens with a weight clipped or zeroed by a bound, beyond rounding",
+    ),
+)
 
 _ROUNDING = 1e-4
 """Relative rounding of a ratio. float32 log-probs differ by about 1e-6, and a product sums thousands of them."""
@@ -125,14 +132,14 @@ def unbounded_weights(
 def weight_metrics(weights: Tensor, unbounded: Tensor) -> dict[str, Tensor]:
     """Return metrics of a correction's weights for each token; all tensors are [tokens].
 
-    `importance/mean` is the weight. `importance/rejected` is 1 on weights of zero. `importance/cut` is 1 on weights
-    that a bound made smaller, compared with `unbounded_weights`.
+    `importance/mean` is the weight. `importance/rejected` is 1 on weights of zero. `importance/clipped_share` is 1 on
+    weights that a bound made smaller, compared with `unbounded_weights`.
     """
     return {
         "importance/mean": weights,
         "importance/rejected": (weights == 0).float(),
         # A bound makes weights only smaller. An infinite ratio stays infinite in this product.
-        "importance/cut": (weights < unbounded * (1 - _ROUNDING)).float(),
+        "importance/clipped_share": (weights < unbounded * (1 - _ROUNDING)).float(),
     }
 
 

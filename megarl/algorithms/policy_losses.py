@@ -25,19 +25,21 @@ from torch import Tensor
 
 from megarl.algorithms.log_ratio import log_ratio
 from megarl.algorithms.sequences import broadcast_to_tokens, sequence_means
+from megarl.tracking.metric_rows import MetricRow
 
-METRICS = {
-    "train/ratio": (
+METRICS = (
+    MetricRow(
+        "train/ratio",
         "ratio",
         "mean over tokens of the probability under the policy divided by the probability before the update",
     ),
-    "train/clip_fraction": (
+    MetricRow(
+        "train/clip_fraction",
         "share",
         "fraction of tokens without gradient, because their ratio is beyond the clip bounds",
     ),
-    "train/dual_clip_fraction": ("share", "fraction of tokens with a loss limited by algorithm.dual_clip"),
-}
-"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
+    MetricRow("train/dual_clip_fraction", "share", "fraction of tokens with a loss limited by algorithm.dual_clip"),
+)
 
 LossAndMetrics = tuple[Tensor, dict[str, Tensor]]
 

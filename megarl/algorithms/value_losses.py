@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.policy_losses import LossAndMetrics
+from megarl.tracking.metric_rows import MetricRow
 
-METRICS = {"critic/clipped": ("share", "fraction of tokens with a value limited by critic.clip")}
-"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
+METRICS = (MetricRow("critic/clipped", "share", "fraction of tokens with a value limited by critic.clip"),)
 
 
 def clipped(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float | None) -> LossAndMetrics:

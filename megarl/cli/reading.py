@@ -73,9 +73,11 @@ def metrics(
     metric."""
     from megarl.console import print_metrics
     from megarl.tracking.metric_table import find, metrics_markdown, rows
+    from megarl.tracking.renamed_metrics import current_name
 
     found = [row for row in rows() if name in row.name]
-    if not found and (row := find(name)) is not None:
+    # An old run's metric is described by its current name.
+    if not found and (row := find(current_name(name))) is not None:
         found = [row]
     if not found:
         raise ConfigError(f"{name}: no metric has this text in its name; `megarl metrics` prints all names")

@@ -286,7 +286,7 @@ class AlgorithmConfig(Section):
     entropy_top_share: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     """Share of a step's trained tokens that get a policy loss: the ones with the highest entropy (Wang et al. 2025:
     0.2). Default: all tokens. Denominators, KL and entropy bonus still use all tokens. Needs old_logprobs trainer, to
-    compute entropies before the update. Metrics: entropy/threshold, entropy/kept."""
+    compute entropies before the update. Metrics: entropy/threshold, entropy/trained_share."""
     kl_coefficient: NonNegativeFloat = 0.0
     """Coefficient of the KL penalty towards the reference model. 0 (default): no penalty, and no reference model is
     loaded."""

@@ -221,7 +221,7 @@ class RolloutConfig(Section):
     kv_cache_gib, not both. Trainer states that are not in trainer.offload must fit in the remaining memory."""
     # Embeddings, head, norms, routers and biases stay in model.dtype. A reshard moves bfloat16 weights and each rank
     # quantises its own part, with the result vLLM has for the exported model. See also logprob_gap/ess, and
-    # importance/cut for the effect of a correction (tis; icepop for experts).
+    # importance/clipped_share for the effect of a correction (tis; icepop for experts).
     quantization: Annotated[
         Literal["none", "fp8", "fp8_per_channel"],
         UntriedOnGpu("fp8, fp8_per_channel"),

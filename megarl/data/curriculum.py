@@ -9,16 +9,16 @@ import numpy as np
 
 from megarl.config.data_sets import CurriculumConfig
 from megarl.data.streamed import numbers_of, values_of
+from megarl.tracking.metric_rows import MetricRow
 from megarl.types import Problem
 
-METRICS = {
-    "curriculum/known": ("share", "problems with a measured solve rate, their own or their bucket's"),
-    "curriculum/below": ("share", "tried problems with a solve rate below the band"),
-    "curriculum/in_band": ("share", "tried problems with a solve rate in the band"),
-    "curriculum/above": ("share", "tried problems with a solve rate above the band"),
-    "curriculum/solve_rate": ("share", "mean solve rate of tried problems"),
-}
-"""Names, units and meanings of the curriculum's metrics, read by `tracking.metric_table`."""
+METRICS = (
+    MetricRow("curriculum/known", "share", "problems with a measured solve rate, their own or their bucket's"),
+    MetricRow("curriculum/below", "share", "tried problems with a solve rate below the band"),
+    MetricRow("curriculum/in_band", "share", "tried problems with a solve rate in the band"),
+    MetricRow("curriculum/above", "share", "tried problems with a solve rate above the band"),
+    MetricRow("curriculum/solve_rate", "share", "mean solve rate of tried problems"),
+)
 
 Rates = Mapping[str, float]
 """Measured solve rates, keyed by bucket (problems sharing a rate). Buckets without an attempt are missing."""

@@ -14,12 +14,10 @@ from numpy.typing import NDArray
 from megarl.data.curriculum import Curriculum, Rates
 from megarl.data.sampler import DataOrder
 from megarl.data.streamed import Places
+from megarl.tracking.metric_rows import SINCE_RUN_BEGAN, MetricRow
 from megarl.types import MegarlError, Problem
 
-METRICS = {
-    "curriculum/passed": ("count", "problems skipped by the curriculum since the run began"),
-}
-"""Names, units and meanings of the mixture's metrics, read by `tracking.metric_table`."""
+METRICS = (MetricRow("curriculum/skipped", "count", "problems skipped by the curriculum", SINCE_RUN_BEGAN),)
 
 # Bound of one search for a problem to draw: a narrow band with a tiny `outside` could otherwise search for hours.
 _MAX_SKIPPED = 10_000_000
@@ -128,7 +126,7 @@ class Mixture:
         }
 
     def metrics(self, positions: Positions) -> dict[str, dict[str, float]]:
-        """Return for each source with a curriculum its metrics, and `passed`, the number of skipped problems."""
+        """Return for each source with a curriculum its metrics, and `skipped`, the number of skipped problems."""
         found = {name: positions[name] for name in self._streams if name in positions}
         made = {name: self._streams[name].curriculum.metrics(at.rates) for name, at in found.items()}
-        return {name: one | {"passed": float(found[name].passed)} for name, one in made.items() if one}
+        return {name: one | {"skipped": float(found[name].passed)} for name, one in made.items() if one}

@@ -10,19 +10,23 @@ from torch import nn
 
 from megarl.engine.engine_part import EnginePart
 from megarl.families.mtp import COPIED, DRAFTER
+from megarl.tracking.metric_rows import MetricRow
 from megarl.tracking.metrics import Mean, Metric
 
-METRICS = {
-    "perf/drafts_accepted": (
+METRICS = (
+    MetricRow(
+        "perf/drafts_accepted",
         "share",
-        "fraction of drafted tokens accepted by the policy (speculative decoding: rollout.vllm.speculative_config)",
+        "fraction of drafted tokens accepted by the policy (speculative decoding)",
+        condition="rollout.vllm.speculative_config",
     ),
-    "perf/accepted_length": (
+    MetricRow(
+        "perf/accepted_length",
         "tokens",
         "mean tokens gained by a request in an engine step that verified drafts: accepted drafts and one more",
+        condition="rollout.vllm.speculative_config",
     ),
-}
-"""Units and meanings by metric name, collected by `tracking.metric_table`."""
+)
 
 
 class Drafts(EnginePart):

@@ -35,19 +35,19 @@ from megarl.engine.progress import Progress  # noqa: E402
 from megarl.engine.random_state import preserved_random_state  # noqa: E402
 from megarl.engine.sleep import EngineSleep  # noqa: E402
 from megarl.engine.vllm_arguments import engine_arguments, engine_config, refusals_named  # noqa: E402
+from megarl.tracking.metric_rows import MetricRow  # noqa: E402
 
-METRICS = {
-    "memory/kv_usage": ("share", "peak fraction of the KV cache in use; maximum over the step and all engines"),
-    "perf/preemptions": (
+METRICS = (
+    MetricRow(
+        "memory/kv_usage", "share", "peak fraction of the KV cache in use; maximum over the step and all engines"
+    ),
+    MetricRow(
+        "perf/preemptions",
         "count",
         "number of preemptions: with a full KV cache, a running request loses its blocks and is recomputed",
     ),
-    "perf/steps_ahead": (
-        "share",
-        "fraction of engine steps started before the previous output was read (rollout.async_scheduling)",
-    ),
-}
-"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
+    MetricRow("perf/steps_ahead", "share", "fraction of engine steps started before the previous output was read"),
+)
 
 Part = TypeVar("Part", bound=EnginePart)
 

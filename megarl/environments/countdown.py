@@ -13,12 +13,10 @@ from fractions import Fraction
 from megarl.environments import Start, Step, Turn
 from megarl.environments.calculator import MAX_DEPTH, arithmetic_tree
 from megarl.environments.tools import ToolError
+from megarl.tracking.metric_rows import PER_ATTEMPT, MetricRow
 from megarl.types import Problem
 
-METRICS = {
-    "environment/guesses": ("count", "guesses in a game, mean over attempts"),
-}
-"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
+METRICS = (MetricRow("environment/guesses", "count", "guesses in a game", PER_ATTEMPT),)
 _OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,

@@ -24,6 +24,7 @@ import asyncio
 import contextlib
 import inspect
 import json
+import re
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -33,16 +34,24 @@ from pydantic import TypeAdapter
 from pydantic.errors import PydanticUserError
 
 from megarl.environments import TOOL_SCHEMA, EnvironmentUnavailableError, Message, Start, Step, Turn
+from megarl.tracking.metric_rows import PER_ATTEMPT, MetricRow
 from megarl.types import Problem, ToolCall
 
-METRICS = {
-    "tools/NAME/calls": ("count", "calls of a tool, mean over attempts"),
-    "tools/NAME/errors": ("count", "calls of a tool with an error or a timeout, mean over attempts"),
-    "tools/NAME/seconds": ("seconds", "running time of a tool, mean over attempts"),
-    "tools/invalid": ("count", "calls of an unknown tool or with wrong arguments, mean over attempts"),
-    "tools/truncated": ("count", "replies shortened in the middle, mean over attempts"),
-}
-"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
+METRICS = (
+    MetricRow("tools/NAME/calls", "count", "calls of a tool", PER_ATTEMPT),
+    MetricRow("tools/NAME/errors", "count", "calls of a tool with an error or a timeout", PER_ATTEMPT),
+    MetricRow("tools/NAME/seconds", "seconds", "running time of a tool", PER_ATTEMPT),
+    MetricRow("tools/invalid", "count", "calls of an unknown tool or with wrong arguments", PER_ATTEMPT),
+    MetricRow(
+        "tools/shortened",
+        "count",
+        "replies shortened in the middle, to the environment's or the recipe's limit",
+        PER_ATTEMPT,
+    ),
+)
+
+_MARKER = "\n[... {} characters and more left out ...]\n"
+"""Text in place of the middle of a shortened reply, with the number of omitted characters."""
 
 CALL_THREAD = "call of "
 """Prefix of the names of threads running a tool's function."""
@@ -168,7 +177,7 @@ class ToolEnvironment:
 
     async def step(self, turn: Turn) -> Step:
         metrics = {f"tools/{name}/{what}": 0.0 for name in self._functions for what in ("calls", "errors", "seconds")}
-        metrics |= {"tools/invalid": 0.0, "tools/truncated": 0.0}
+        metrics |= {"tools/invalid": 0.0, "tools/shortened": 0.0}
         if not turn.calls:
             return Step(done=True, metrics=metrics)
         invalid = [call for call in turn.calls if call.error is not None]
@@ -184,7 +193,7 @@ class ToolEnvironment:
         """Carry out a tool call and return its reply as a message."""
         text = f"error: {call.error}" if call.error is not None else await self._called(call, metrics)
         cut = cut_in_the_middle(text, self.max_reply_characters)
-        metrics["tools/truncated"] += cut != text
+        metrics["tools/shortened"] += cut != text
         return {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": cut}
 
     async def _called(self, call: ToolCall, metrics: dict[str, float]) -> str:
@@ -254,6 +263,12 @@ def cut_in_the_middle(text: str, max_characters: int) -> str:
     """Return the text; if it is longer than `max_characters`, return its beginning and end around a marker."""
     if len(text) <= max_characters:
         return text
-    marker = f"\n[... {len(text) - max_characters} characters and more left out ...]\n"
+    marker = _MARKER.format(len(text) - max_characters)
     num_shown = max(0, max_characters - len(marker))
     return text[: num_shown - num_shown // 2] + marker + text[len(text) - num_shown // 2 :]
+
+
+def is_shortened(text: str) -> bool:
+    """Return whether a text contains the marker of `cut_in_the_middle`."""
+    start, end = _MARKER.split("{}")
+    return re.search(re.escape(start) + r"\d+" + re.escape(end), text) is not None

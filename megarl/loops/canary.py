@@ -9,17 +9,20 @@ from typing import NamedTuple
 from megarl.cluster.run_ranks import RunRanks
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
+from megarl.tracking.metric_rows import SLOWEST_RANK, MetricRow
 from megarl.tracking.model_outputs import CanaryReport, Place
 from megarl.tracking.run_folder import RunFolder
 from megarl.types import FaultyNodeError
 
-METRICS = {
-    "time/canary_seconds": (
+METRICS = (
+    MetricRow(
+        "time/canary_seconds",
         "seconds",
-        "with weights.canary_every, in steps that compute the canary: both passes of its batch, slowest rank",
+        "both passes of the canary's batch, in steps that compute it",
+        SLOWEST_RANK,
+        condition="weights.canary_every",
     ),
-}
-"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
+)
 
 
 class Verdict(NamedTuple):

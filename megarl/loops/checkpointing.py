@@ -41,7 +41,7 @@ _LEFTOVER = re.compile(r"\.step_\d{6,}\.(partial|removed)")
 
 
 class Checkpoints:
-    """Saves a run's checkpoints at the steps that its recipe demands.
+    """Saves a run's checkpoints at the steps of its recipe.
 
     Adds `time/checkpoint_seconds`, the time for which training waited for saves, to a step's metrics.
     """

@@ -12,6 +12,7 @@ from megarl.cluster.run_ranks import RunRanks
 from megarl.config import Recipe
 from megarl.loops.checkpointing import Checkpoints, survey
 from megarl.tracking.earlier_run import EarlierRun, checkpoint_step
+from megarl.tracking.metric_rows import SINCE_RUN_BEGAN, MetricRow
 from megarl.tracking.model_outputs import NotFinite
 from megarl.tracking.outcomes import StepOutcome
 from megarl.tracking.run_folder import RunFolder
@@ -19,11 +20,16 @@ from megarl.tracking.spikes import Spike, SpikeDetector
 from megarl.tracking.tracker import Tracker
 from megarl.types import MegarlError, UnhealthyError
 
-METRICS = {
-    "train/spikes": ("count", "updates dropped because of train.on_spike"),
-    "train/rollbacks": ("count", "returns to a checkpoint because of train.on_spike = rollback, since the run began"),
-}
-"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
+METRICS = (
+    MetricRow("train/spikes", "count", "updates dropped because they exceed a limit", condition="train.on_spike"),
+    MetricRow(
+        "train/rollbacks",
+        "count",
+        "returns to a checkpoint because of a spike",
+        SINCE_RUN_BEGAN,
+        condition="train.on_spike=rollback",
+    ),
+)
 
 
 def spike_detector(recipe: Recipe, saved: Mapping[str, Any] | None) -> SpikeDetector | None:

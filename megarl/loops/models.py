@@ -21,14 +21,21 @@ from megarl.platform import transformer_engine
 from megarl.platform.spans import span
 from megarl.preflight import parallel_of, row_multiple
 from megarl.rollout.state import RLState
+from megarl.tracking.metric_rows import MetricRow
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.spikes import SpikeDetector
 
-METRICS = {
-    "rollout/routed_experts_bytes": ("bytes", "size of the routed experts held by the ranks for router replay"),
-    "kl/reference_moved": ("count", "1 in steps moving the reference, with algorithm.reference_update_steps"),
-}
-"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
+METRICS = (
+    MetricRow(
+        "rollout/routed_experts_bytes",
+        "bytes",
+        "size of the routed experts held by the ranks",
+        condition="trainer.router_replay",
+    ),
+    MetricRow(
+        "kl/reference_moved", "count", "1 in steps moving the reference", condition="algorithm.reference_update_steps"
+    ),
+)
 
 _SAMPLE_SETTINGS = (
     "hidden_dropout",

@@ -19,73 +19,95 @@ from megarl.cluster.run_ranks import RunRanks
 from megarl.config import Recipe
 from megarl.files.atomic import replace_text
 from megarl.platform.spans import Span, record, seconds_of_a_span
+from megarl.tracking.metric_rows import MetricRow
 from megarl.tracking.metrics import Metric, merge, values
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.trace import Track, chrome_trace, covered
 from megarl.tracking.tracker import Tracker
 
-METRICS = {
-    "perf/tokens_per_second_per_rank": (
+METRICS = (
+    MetricRow(
+        "perf/tokens_per_second_per_rank",
         "tokens/s",
-        "tokens of the step's updates, with prompts, divided by the step's time and the number of ranks "
-        "(GPUs; on a CPU, processes)",
+        "tokens of the step's updates, with prompts, divided by the step's time and the number of ranks (GPUs; on a "
+        "CPU, processes)",
     ),
-    "perf/train_tokens_per_second_per_rank": (
+    MetricRow(
+        "perf/train_tokens_per_second_per_rank",
         "tokens/s",
         "the same tokens divided by the time of phase train and the number of training ranks",
     ),
-    "perf/rollout_tokens_per_second_per_rank": (
+    MetricRow(
+        "perf/rollout_tokens_per_second_per_rank",
         "tokens/s",
-        "sampled tokens divided by the time of phase rollout and the number of sampling ranks; if attempts "
-        "continue over steps (rollout.stragglers, max_staleness), perf/engines_open_seconds replaces the "
-        "phase's time",
+        "sampled tokens divided by the time of phase rollout and the number of sampling ranks; if attempts continue "
+        "over steps (rollout.stragglers, max_staleness), perf/engines_open_seconds replaces the phase's time",
     ),
-    "perf/tflops_per_rank": (
+    MetricRow(
+        "perf/tflops_per_rank",
         "TFLOP/s",
-        "model FLOPs of the step's updates and scoring passes, divided by the number of training ranks and "
-        "the time of phases train and logprobs",
+        "model FLOPs of the step's updates and scoring passes, divided by the number of training ranks and the time of "
+        "phases train and logprobs",
     ),
-    "perf/mfu": (
+    MetricRow(
+        "perf/mfu",
         "share",
-        "model FLOPs utilisation: perf/tflops_per_rank divided by the device's peak (cluster.peak_tflops, or "
-        "a known GPU's)",
+        "model FLOPs utilisation: perf/tflops_per_rank divided by the device's peak (cluster.peak_tflops, or a known "
+        "GPU's)",
     ),
-    "perf/represented_tokens": (
+    MetricRow(
+        "perf/represented_tokens",
         "tokens",
-        "tokens of the sequences in all passes of the step's models, with trainer.share_prefixes auto",
+        "tokens of the sequences in all passes of the step's models",
+        condition="trainer.share_prefixes=auto",
     ),
-    "perf/stored_tokens": (
+    MetricRow(
+        "perf/stored_tokens",
         "tokens",
         "tokens computed in these passes: each distinct prefix of a microbatch counts once if it is stored as a tree",
     ),
-    "perf/flops_saved": ("share", "model FLOPs saved by shared prefixes, as a share of those of separate sequences"),
-    "perf/rows_not_shared": (
+    MetricRow(
+        "perf/flops_saved", "share", "model FLOPs saved by shared prefixes, as a share of those of separate sequences"
+    ),
+    MetricRow(
+        "perf/rows_not_shared",
         "microbatches",
-        "number that would save more than 5 % of their FLOPs, but whose model cannot share prefixes; a message at "
-        "the start names the reason",
+        "number that would save more than 5 % of their FLOPs, but whose model cannot share prefixes; a message at the "
+        "start names the reason",
     ),
-    "time/ranks_idle": ("share", "part of the step in which ranks ran no call from the driver, mean over ranks"),
-    "time/trainers_idle": ("share", "the same for training ranks, with separate engines (rollout.placement separate)"),
-    "memory/PHASE_gib": (
+    MetricRow(
+        "time/ranks_idle", "share", "part of the step in which ranks ran no call from the driver, mean over ranks"
+    ),
+    MetricRow(
+        "time/trainers_idle",
+        "share",
+        "part of the step in which training ranks ran no call from the driver, mean over ranks",
+        condition="rollout.placement=separate",
+    ),
+    MetricRow(
+        "memory/PHASE_gib",
         "GiB",
-        "peak memory in use in a phase, on the fullest rank: of its device, or on a CPU of its process; "
-        "scoring passes of an evaluation count as logprobs",
+        "peak memory in use in a phase, on the fullest rank: of its device, or on a CPU of its process; scoring passes "
+        "of an evaluation count as logprobs",
     ),
-    "memory/PHASE_predicted_gib": (
+    MetricRow(
+        "memory/PHASE_predicted_gib",
         "GiB",
         "the same as predicted by `megarl plan` before the start, for the measured phases",
     ),
-    "time/rollout_waited_seconds": (
+    MetricRow(
+        "time/rollout_waited_seconds",
         "seconds",
-        "part of the rollout during which the trainer waited for groups, with separate engines",
+        "part of the rollout during which the trainer waited for groups",
+        condition="rollout.placement=separate",
     ),
-    "rollout/balanced_ranks": (
+    MetricRow(
+        "rollout/balanced_ranks",
         "ranks",
-        "number of the run's ranks to give the engines so that both sides take equally long, estimated from "
-        "recent steps",
+        "number of the run's ranks to give the engines so that both sides take equally long, estimated from recent "
+        "steps",
     ),
-}
-"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
+)
 
 _OfEngines = tuple[list[Activity], list[dict[str, Metric]]]
 """Call statistics of separate engines' ranks, and metrics of all engines, since they were last fetched."""

@@ -24,6 +24,7 @@ from megarl.loops.state_replication import StateReplication
 from megarl.loops.stopping import StopRequest
 from megarl.reshard.state_holders import hand_overs
 from megarl.tracking.earlier_run import EarlierRun, checkpoint_step
+from megarl.tracking.metric_rows import MetricRow
 from megarl.tracking.run_folder import RunFolder
 from megarl.types import MegarlError, PeerLostError
 
@@ -32,19 +33,22 @@ _GROWTH_SECONDS = 30.0
 _MOST_GROWTH_SECONDS = 3600.0
 """Maximum seconds between searches: a node that comes back should be used within an hour."""
 
-METRICS = {
-    "fault/recoveries": ("count", "recoveries from lost trainer ranks since the start; logged after each recovery"),
-    "fault/recovery_seconds": (
+METRICS = (
+    MetricRow(
+        "fault/recoveries", "count", "recoveries from lost trainer ranks since the start; logged after each recovery"
+    ),
+    MetricRow(
+        "fault/recovery_seconds",
         "seconds",
         "time from a trainer rank's loss, or a resize, to the next step: processes, models, engines, state",
     ),
-    "fault/restored_bytes": (
+    MetricRow(
+        "fault/restored_bytes",
         "bytes",
         "bytes that all ranks together received from other ranks to restore the state after a loss or a resize; 0 if "
         "it came from a checkpoint, or each rank had what it needs",
     ),
-}
-"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
+)
 
 
 class RankProcesses:

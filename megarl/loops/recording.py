@@ -18,14 +18,24 @@ from megarl.platform.spans import span
 from megarl.reshard.checks.fingerprint import Fingerprint
 from megarl.rollout.step.rl_batch import RLBatch
 from megarl.rollout.step.step_record import COMPARED_METRICS, StepRecord, batch_arrays, digests_of
+from megarl.tracking.metric_rows import MetricRow
 from megarl.tracking.run_folder import RECORDS
 from megarl.types import Group
 
-METRICS = {
-    "record/seconds": ("s", "time to record the step (train.record): fingerprints of the trainer's state, and writing"),
-    "record/bytes_per_token": ("bytes", "size of the step's record per token of its samples"),
-}
-"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
+METRICS = (
+    MetricRow(
+        "record/seconds",
+        "s",
+        "time to record the step: fingerprints of the trainer's state, and writing",
+        condition="train.record",
+    ),
+    MetricRow(
+        "record/bytes_per_token",
+        "bytes",
+        "size of the step's record per token of its samples",
+        condition="train.record",
+    ),
+)
 
 _LAYOUT_FIELDS = ("tp", "pp", "dp", "cp", "vpp", "ep", "etp", "order", "rank_permutation")
 """Fields of a layout that place the trainer's parts on ranks."""

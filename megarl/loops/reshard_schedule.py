@@ -15,40 +15,46 @@ from megarl.loops.performance import Performance
 from megarl.loops.weight_checks import WeightChecks
 from megarl.platform.spans import span
 from megarl.rollout.pool import EnginePool
+from megarl.tracking.metric_rows import ALL_RANKS, MetricRow
 
-METRICS = {
-    "time/reshard_STAGE_seconds": (
+METRICS = (
+    MetricRow(
+        "time/reshard_STAGE_seconds",
         "seconds",
-        "a stage of the reshard on the slowest rank: meet (wait for the last rank; with weights.overlap until "
-        "the engines have paused), pack, wire, local, unpack, quantise, total, verify",
+        "a stage of the reshard on the slowest rank: meet (wait for the last rank; with weights.overlap until the "
+        "engines have paused), pack, wire, local, unpack, quantise, total, verify",
     ),
-    "time/reshard_hidden_seconds": (
+    MetricRow(
+        "time/reshard_hidden_seconds",
         "seconds",
-        "with weights.overlap: how long the trainer worked while the weights were sent to the engines",
+        "how long the trainer worked while the weights were sent to the engines",
+        condition="weights.overlap",
     ),
-    "time/reshard_waited_seconds": (
+    MetricRow(
+        "time/reshard_waited_seconds",
         "seconds",
-        "with weights.overlap, part of the reshard: how long the trainer waited for the previous step's reshard to end",
+        "part of the reshard: how long the trainer waited for the previous step's reshard to end",
+        condition="weights.overlap",
     ),
-    "perf/engine_pause_seconds": (
+    MetricRow(
+        "perf/engine_pause_seconds",
         "seconds",
         "how long separate engines sampled nothing because of a reshard: pausing, and receiving the weights",
     ),
-    "rollout/replicas": ("count", "number of separate engines sampling after the step's reshard"),
-    "rollout/lost_requests": (
+    MetricRow("rollout/replicas", "count", "number of separate engines sampling after the step's reshard"),
+    MetricRow(
+        "rollout/lost_requests",
         "count",
         "requests of the step on a lost separate engine; other engines continued them from the retained tokens",
     ),
-    "reshard/KIND_bytes": ("bytes", "bytes moved by the reshard in this way, sum over ranks"),
-    "reshard/probe_gap": (
+    MetricRow("reshard/KIND_bytes", "bytes", "bytes moved by the reshard in this way", ALL_RANKS),
+    MetricRow(
+        "reshard/probe_gap",
         "nats",
         "distance between the log-probs of an engine with converted weights and the trainer's, where compared",
     ),
-}
-"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them.
-
-Metrics of a background reshard are logged with the step in which it ran.
-"""
+)
+"""Metrics of a background reshard are logged with the step in which it ran."""
 
 
 class ReshardSchedule:

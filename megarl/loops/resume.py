@@ -26,6 +26,7 @@ from megarl.preflight.files import Kept, data_paths
 from megarl.terminal import Console
 from megarl.tracking.earlier_run import DRIVER, checkpoint_step, refuse_other_schema
 from megarl.tracking.outcomes import StepOutcome
+from megarl.tracking.renamed_metrics import current_metrics
 from megarl.tracking.run_folder import RunFolder
 from megarl.types import ConfigError, DataError
 
@@ -152,7 +153,7 @@ def _unlogged_step(checkpoint: Path, driver: Mapping[str, Any]) -> Step | None:
     if metrics is None:
         return None
     outcome = StepOutcome.from_json(driver.get("outcome") or {})
-    return Step(checkpoint_step(checkpoint), dict(metrics), outcome, is_trained=True)
+    return Step(checkpoint_step(checkpoint), current_metrics(metrics), outcome, is_trained=True)
 
 
 def begin_from_copy(origin: Origin, recipe: Recipe, folder: RunFolder) -> Origin:

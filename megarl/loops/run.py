@@ -53,7 +53,7 @@ from megarl.tracking.tracker import Tracker
 from megarl.types import FaultyNodeError, PeerLostError
 
 COLOCATED_WORKER = "megarl.worker.colocated:Worker"
-"""Class of the object on each rank that trains and samples. Benchmarks replace it by a class that measures."""
+"""Class of the worker on each rank: it trains and samples. Benchmarks replace it by a measuring class."""
 LOOPS: dict[str, Callable[[Session], Awaitable[None]]] = {
     "rl": rl.train,
     "sft": sft.train,

@@ -85,7 +85,7 @@ class Session:
             )
 
     def write_draws(self, step: int, order: DataOrder, batch: Sequence[int]) -> None:
-        """Write to the ledger that a step's items were drawn from the data and trained on. Raises StorageError.
+        """Write to the ledger: a step's items were drawn from the data and trained on. Raises StorageError.
 
         Steps are counted from 1. `batch` are the indices that `order` gives for the step. On-policy loops draw in
         another way, and write their own events.

@@ -14,11 +14,9 @@ from megarl.loops.step import Step
 from megarl.platform.spans import span
 from megarl.preflight import collect_for, read_conversations
 from megarl.rollout.step.rl_batch import assign_token_weights
+from megarl.tracking.metric_rows import MetricRow
 
-METRICS = {
-    "val/SET/loss": ("nats", "loss of held-out conversations, mean over the assistant's tokens"),
-}
-"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
+METRICS = (MetricRow("val/SET/loss", "nats", "loss of held-out conversations, mean over the assistant's tokens"),)
 
 HeldOut = Mapping[str, Sequence[Conversation]]
 """Conversations of data.validation_conversations, by the name of their set."""

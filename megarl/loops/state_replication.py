@@ -10,15 +10,23 @@ from pathlib import Path
 from typing import Any
 
 from megarl.cluster.worker_group import WorkerGroup
+from megarl.tracking.metric_rows import ALL_RANKS, MetricRow
 
-METRICS = {
-    "time/state_copy_seconds": (
+METRICS = (
+    MetricRow(
+        "time/state_copy_seconds",
         "seconds",
-        "how long the step waited for copies of the training state to host memory (checkpoint.replicate)",
+        "how long the step waited for copies of the training state to host memory",
+        condition="checkpoint.replicate",
     ),
-    "checkpoint/copy_bytes": ("bytes", "size of the step's copy of the training state, sum over ranks"),
-}
-"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
+    MetricRow(
+        "checkpoint/copy_bytes",
+        "bytes",
+        "size of the step's copy of the training state",
+        ALL_RANKS,
+        condition="checkpoint.replicate",
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True)

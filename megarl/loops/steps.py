@@ -22,14 +22,12 @@ from megarl.platform.spans import span
 from megarl.preflight import Dropped
 from megarl.rollout.pool import AbandonedError
 from megarl.rollout.state import RLState
+from megarl.tracking.metric_rows import MetricRow
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.tracker import Tracker
 from megarl.types import MegarlError, StoppedError
 
-METRICS = {
-    "data/dropped": ("count", "records dropped because they are too long"),
-}
-"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
+METRICS = (MetricRow("data/dropped", "count", "records dropped because they are too long"),)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,16 +10,18 @@ from megarl.config import Recipe
 from megarl.reshard.boxes import Box
 from megarl.reshard.checks.ledger import RankChanges, RankChecksums
 from megarl.reshard.checks.version_checksums import Difference, by_tensor, engine_differences, merge, version_checksum
+from megarl.tracking.metric_rows import MetricRow
 from megarl.tracking.run_folder import RunFolder
 from megarl.types import DataError, MegarlError
 
-METRICS = {
-    "time/weight_check_seconds": (
+METRICS = (
+    MetricRow(
+        "time/weight_check_seconds",
         "seconds",
-        "with weights.check_every: the step's checksums of trainer and engine weights, slowest ranks",
+        "the step's checksums of trainer and engine weights, slowest ranks",
+        condition="weights.check_every",
     ),
-}
-"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
+)
 
 _MOST_NAMED = 3
 """Maximum number of tensors in a message. A flipped bit changes one; a lost device changes all."""

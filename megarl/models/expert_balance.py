@@ -16,20 +16,22 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
 from megarl.config.library_settings import balance_losses
+from megarl.tracking.metric_rows import PER_TOKEN, MetricRow
 
-METRICS = {
-    "train/moe_aux_loss": (
+METRICS = (
+    MetricRow(
+        "train/moe_aux_loss",
         "1",
         "Switch balancing loss over an update's tokens without its coefficient, mean over layers; 1 is even",
     ),
-    "train/moe_global_aux_loss": ("1", "like train/moe_aux_loss, for the balancing type global_aux_loss"),
-    "train/moe_seq_aux_loss": (
+    MetricRow("train/moe_global_aux_loss", "1", "like train/moe_aux_loss, for the balancing type global_aux_loss"),
+    MetricRow(
+        "train/moe_seq_aux_loss",
         "1",
         "balancing loss of each sequence without its coefficient, mean over tokens; 1 is even",
     ),
-    "train/moe_z_loss": ("1", "squared logsumexp of the router's logits without its coefficient, mean over tokens"),
-}
-"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
+    MetricRow("train/moe_z_loss", "1", "squared logsumexp of the router's logits without its coefficient", PER_TOKEN),
+)
 
 _METRIC_NAMES = {
     "aux_loss": "train/moe_aux_loss",

@@ -17,6 +17,7 @@ from megarl.families.shape import ModelShape, read_model_shape
 from megarl.preflight.memory_fit import ranks_on_cpu
 from megarl.preflight.registry import Cost, checks
 from megarl.tracking.health import LEARNING_RATE, Finding, unusual_learning_rate, usual_learning_rates
+from megarl.tracking.renamed_metrics import renamed_error
 from megarl.types import ConfigError, DataError
 
 
@@ -71,7 +72,9 @@ def best(recipe: Recipe) -> Iterator[str]:
     if metric is None or not sets:
         return
     parts = metric.split("/")
-    if len(parts) < 3 or parts[0] != "val" or parts[1] not in sets:
+    if old_name := renamed_error(metric):
+        yield f"checkpoint.best = {old_name}"
+    elif len(parts) < 3 or parts[0] != "val" or parts[1] not in sets:
         yield (
             f"checkpoint.best = {metric}: is not val/SET/METRIC; SET is {either(sets)}, METRIC is for example accuracy"
         )

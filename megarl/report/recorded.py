@@ -17,6 +17,7 @@ from megarl.files.folder_lock import owner_is_gone
 from megarl.files.plain_yaml import read_mapping
 from megarl.files.strict_json import MEDIUM, SMALL, loads
 from megarl.tracking.earlier_run import EarlierRun, attempt_folders, whole_number
+from megarl.tracking.renamed_metrics import current_metrics
 from megarl.types import ConfigError
 
 _MARKS = ("config.yaml", "status.json", "metrics.jsonl")
@@ -225,12 +226,13 @@ def _rows(path: Path, notes: list[str]) -> list[tuple[int, dict[str, float]]]:
 
 
 def metrics_row(line: bytes) -> tuple[int, dict[str, float]] | None:
-    """Return the step of a line of metrics.jsonl and its metrics. None: the line is unreadable."""
+    """Return the step of a line of metrics.jsonl and its metrics by their current names. None: it is unreadable."""
     row = parsed_line(line)
     step = row.get("step") if isinstance(row, dict) else None
     if not isinstance(step, int | float) or isinstance(step, bool) or not math.isfinite(step):
         return None
-    return int(step), {name: _number(value) for name, value in row.items() if name != "step" and _is_number(value)}
+    metrics = {name: _number(value) for name, value in row.items() if name != "step" and _is_number(value)}
+    return int(step), current_metrics(metrics)
 
 
 def _is_number(value: Any) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 
 from megarl.data.dialogue import Dialogue
 from megarl.environments import Message, Step, Turn
-from megarl.environments.tools import cut_in_the_middle
+from megarl.environments.tools import cut_in_the_middle, is_shortened
 from megarl.environments.validation import checked_start, checked_step
 from megarl.files.strict_json import shown
 from megarl.rollout.stitch import ModelCall
@@ -19,10 +19,6 @@ from megarl.types import Completion, Problem
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-METRICS = {
-    "tools/shortened": ("count", "tool replies cut to rollout.budget.reply_tokens, mean over attempts"),
-}
-"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
 
 History = Literal["append", "render"]
 _TOKEN_CHARACTERS = 4
@@ -102,14 +98,17 @@ class AttemptConversation:
     def add(self, step: object) -> Step:
         """Check the environment's step after the last turn, store it, and return it.
 
-        Tool replies over the token limit are shortened; metric `tools/shortened` counts them. Raises TypeError if
-        `step` has a wrong type, and ValueError for invalid numbers in it.
+        Tool replies over the token limit are shortened. The metric `tools/shortened` counts them with those that the
+        environment shortened; a reply shortened by both counts once. Raises TypeError if `step` has a wrong type, and
+        ValueError for invalid numbers in it.
         """
         checked = checked_step(step)
         if self.reply_tokens is not None:
             messages = tuple(self._shortened(message, self.reply_tokens) for message in checked.messages)
-            num_shortened = sum(old is not new for old, new in zip(checked.messages, messages, strict=True))
-            metrics = {**checked.metrics, "tools/shortened": float(num_shortened)}
+            replaced = [old for old, new in zip(checked.messages, messages, strict=True) if old is not new]
+            by_environment = checked.metrics.get("tools/shortened", 0.0)
+            num_twice = min(sum(is_shortened(str(message["content"])) for message in replaced), by_environment)
+            metrics = {**checked.metrics, "tools/shortened": by_environment + len(replaced) - num_twice}
             checked = replace(checked, messages=messages, metrics=metrics)
         self.steps.append(checked)
         return checked

@@ -21,36 +21,46 @@ from megarl.rollout.recording import RecordedPool, StartedGroup
 from megarl.rollout.source import Source, mixture_of
 from megarl.rollout.state import RLState, draw_of, flatten, problem_lookup
 from megarl.rollout.step.scoring import Forward, complete_logprobs, lacks_logprobs, with_logprobs
+from megarl.tracking.metric_rows import SINCE_RUN_BEGAN, MetricRow
 from megarl.types import Group, MegarlError, Trajectory
 
-METRICS = {
-    "rollout/attempts": ("count", "batches of prompts drawn to fill the step"),
-    "environment/SOURCE/epoch": ("epochs", "passes over a source's training data so far, in a mixture"),
-    "data/epoch": ("epochs", "passes over the training data so far"),
-    "rollout/kept": ("share", "groups passing algorithm.dynamic_sampling"),
-    "time/rollout_late_rewards_seconds": (
+METRICS = (
+    MetricRow(
+        "rollout/prompt_batches",
+        "count",
+        "batches of prompts drawn to fill the step",
+        condition="algorithm.dynamic_sampling",
+    ),
+    MetricRow("environment/SOURCE/epoch", "epochs", "passes over a source's training data so far, in a mixture"),
+    MetricRow("data/epoch", "epochs", "passes over the training data so far"),
+    MetricRow(
+        "rollout/groups_passing_filter", "share", "groups passing the filter", condition="algorithm.dynamic_sampling"
+    ),
+    MetricRow(
+        "time/rollout_late_rewards_seconds",
         "seconds",
         "from a batch's last completion until all its rewards are computed; if the batch fills the step, also until "
         "colocated engines are asleep",
     ),
-    "partial/share": ("share", "trajectories with tokens of several weight versions"),
-    "partial/kept_tokens": ("tokens", "tokens of earlier weight versions"),
-    "staleness/span/mean": ("versions", "weight versions from a trajectory's oldest token to its newest, mean"),
-    "staleness/span/max": ("versions", "weight versions from a trajectory's oldest token to its newest, the most"),
-    "staleness/dropped": ("count", "groups dropped for exceeding the staleness bound"),
-    "staleness/waited_seconds": ("seconds", "how long the step waited only for groups at the staleness bound"),
-    "rollout/aborted": ("count", "groups dropped as surplus"),
-    "rollout/in_flight": ("count", "groups continuing into the next step"),
-    "rollout/ready": ("count", "complete groups waiting for a later step"),
-    "rollout/drawn": ("count", "groups started since the run began"),
-    "rollout/used": ("count", "groups trained on since the run began"),
-    "rollout/given_up": (
+    MetricRow("partial/share", "share", "trajectories with tokens of several weight versions"),
+    MetricRow("staleness/old_tokens", "tokens", "tokens of earlier weight versions"),
+    MetricRow(
+        "staleness/span/{mean,max}", "versions", "weight versions from a trajectory's oldest token to its newest"
+    ),
+    MetricRow("staleness/dropped", "count", "groups dropped for exceeding the staleness bound"),
+    MetricRow("staleness/waited_seconds", "seconds", "how long the step waited only for groups at the staleness bound"),
+    MetricRow("rollout/aborted", "count", "groups dropped as surplus"),
+    MetricRow("rollout/in_flight", "count", "groups continuing into the next step"),
+    MetricRow("rollout/ready", "count", "complete groups waiting for a later step"),
+    MetricRow("rollout/drawn", "count", "groups started", SINCE_RUN_BEGAN),
+    MetricRow("rollout/used", "count", "groups trained on", SINCE_RUN_BEGAN),
+    MetricRow(
+        "rollout/dropped_groups",
         "count",
         "groups dropped, aborted or filtered out since the run began; every other group drawn is used, in flight or "
         "ready",
     ),
-}
-"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
+)
 
 _CANCEL_SECONDS = 5.0
 """Seconds to wait for cancelled attempts when the buffer is closed."""
@@ -428,18 +438,18 @@ class GroupBuffer:
             state.waiting = _renumbered(state.waiting)
             self._counts = {"time/rollout_late_rewards_seconds": self._late_seconds}
             if algorithm.dynamic_sampling is not None:
-                self._counts["rollout/attempts"] = num_started / self._demand.num_live
+                self._counts["rollout/prompt_batches"] = num_started / self._demand.num_live
         else:
             self._counts |= _span_metrics(taken, self._demand.step) | {
                 "rollout/in_flight": float(len(state.started)),
                 "rollout/ready": float(len(state.waiting)),
                 "rollout/drawn": float(state.drawn),
                 "rollout/used": float(state.used),
-                "rollout/given_up": float(state.given_up),
+                "rollout/dropped_groups": float(state.given_up),
             }
         if algorithm.dynamic_sampling is not None:
             num_passed = sum(passes_filter(group, algorithm) for group in collected)
-            self._counts["rollout/kept"] = num_passed / max(len(collected), 1)
+            self._counts["rollout/groups_passing_filter"] = num_passed / max(len(collected), 1)
 
     def _position_metrics(self) -> dict[str, float]:
         """Return each source's position in its data (epochs) and its curriculum's metrics. In a mixture, names contain
@@ -471,7 +481,7 @@ def _span_metrics(groups: Sequence[Group], weight_version: int) -> dict[str, flo
     spans = [int(sample_versions.max() - sample_versions.min()) for sample_versions in versions]
     return {
         "partial/share": float(np.mean([span > 0 for span in spans])),
-        "partial/kept_tokens": float(sum((sample_versions < weight_version).sum() for sample_versions in versions)),
+        "staleness/old_tokens": float(sum((sample_versions < weight_version).sum() for sample_versions in versions)),
         "staleness/span/mean": float(np.mean(spans)),
         "staleness/span/max": float(max(spans)),
     }

@@ -14,39 +14,47 @@ from megarl.rewards.scoring.http_rewards import COUNTED_FOR
 from megarl.rewards.scoring.results import accuracy_metrics, function_metrics
 from megarl.rollout.source import Source, sampling_settings, served_metrics
 from megarl.rollout.step.step_metrics import by_data_source
+from megarl.tracking.metric_rows import MetricRow
 from megarl.types import MegarlError, Reward, Trajectory
 
-METRICS = {
-    "val/SET/accuracy": (
+METRICS = (
+    MetricRow(
+        "val/SET/accuracy",
         "share",
         "right answers of a validation set; only if all have a verdict (judges_answer). With preferences: pairs won",
     ),
-    "val/SET/unjudged": ("share", "scored answers without a verdict; then accuracy, pass and majority are absent"),
-    "val/SET/pass_at_K": (
+    MetricRow(
+        "val/SET/unjudged", "share", "scored answers without a verdict; then accuracy, pass and majority are absent"
+    ),
+    MetricRow(
+        "val/SET/pass_at_K",
         "share",
         "problems solved by at least one of K attempts; unbiased estimate over all sets of K",
     ),
-    "val/SET/majority_at_K": ("share", "problems for which the most frequent final answer of K attempts is right"),
-    "val/SET/reward/mean": ("score", "reward of the scored attempts: mean by problem, then over the problems"),
-    "val/SET/MEASURE/low": (
+    MetricRow(
+        "val/SET/majority_at_K", "share", "problems for which the most frequent final answer of K attempts is right"
+    ),
+    MetricRow("val/SET/reward/mean", "score", "reward of the scored attempts: mean by problem, then over the problems"),
+    MetricRow(
+        "val/SET/MEASURE/low",
         "own",
         "lower bound of the 95 % interval of accuracy, pass_at_K, majority_at_K, reward/mean or reward/FUNCTION/mean",
     ),
-    "val/SET/MEASURE/high": ("own", "upper bound of that interval"),
-    "val/SET/data_source/NAME/MEASURE": ("own", "one of these measures, of one data source of a set"),
-    "val/SET/data_source/NAME/MEASURE/BOUND": ("own", "a bound of that measure's 95 % interval"),
-    "val/SET/format_valid": ("share", "answers of a validation set with a valid format"),
-    "val/SET/completion_tokens/mean": ("tokens", "length of an answer, mean"),
-    "val/SET/reward_FAULT": (
+    MetricRow("val/SET/MEASURE/high", "own", "upper bound of that interval"),
+    MetricRow("val/SET/data_source/NAME/MEASURE", "own", "one of these measures, of one data source of a set"),
+    MetricRow("val/SET/data_source/NAME/MEASURE/BOUND", "own", "a bound of that measure's 95 % interval"),
+    MetricRow("val/SET/format_valid", "share", "answers of a validation set with a valid format"),
+    MetricRow("val/SET/completion_tokens/mean", "tokens", "length of an answer, mean"),
+    MetricRow(
+        "val/SET/reward_FAULT",
         "count",
         "answers with failed scoring: it raised or gave an invalid reward (errors), took too long (timeouts), or a "
         "scoring server's reply could not be parsed (parse_errors)",
     ),
-    "reward/errors": ("count", "samples whose scoring raised or gave an invalid reward"),
-    "reward/timeouts": ("count", "samples whose scoring took too long"),
-    "reward/parse_errors": ("count", "samples for which a scoring server's reply could not be parsed"),
-}
-"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
+    MetricRow("reward/errors", "count", "samples whose scoring raised or gave an invalid reward"),
+    MetricRow("reward/timeouts", "count", "samples whose scoring took too long"),
+    MetricRow("reward/parse_errors", "count", "samples for which a scoring server's reply could not be parsed"),
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,15 +18,17 @@ from megarl.rollout.attempt import Budget, Score, Task, attempt
 from megarl.rollout.attempt_messages import History
 from megarl.rollout.engine_requests import Generates
 from megarl.rollout.pool import EnginePool, gather_unless_abandoned
+from megarl.tracking.metric_rows import PER_ATTEMPT, MetricRow
 from megarl.types import Problem, SamplingSettings, Trajectory
 
-METRICS = {
-    "environment/process_killed": (
+METRICS = (
+    MetricRow(
+        "environment/process_killed",
         "count",
-        "how often an environment's process was killed at its time limit, mean over attempts",
+        "how often an environment's process was killed at its time limit",
+        PER_ATTEMPT,
     ),
-}
-"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
+)
 
 
 @dataclass(frozen=True, slots=True)

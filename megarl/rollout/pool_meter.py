@@ -6,30 +6,35 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 
-METRICS = {
-    "time/engines_idle": (
+from megarl.tracking.metric_rows import MetricRow
+
+METRICS = (
+    MetricRow(
+        "time/engines_idle",
         "share",
         "the engines' idle time: share of open time with nothing to sample. Pauses (for training, or asleep while "
         "rewards are computed, time/rollout_late_rewards_seconds) do not count",
     ),
-    "rollout/held_seconds": ("seconds", "how long the engines were paused while requests waited"),
-    "perf/engines_open_seconds": (
+    MetricRow("rollout/paused_seconds", "seconds", "how long the engines were paused while requests waited"),
+    MetricRow(
+        "perf/engines_open_seconds",
         "seconds",
         "how long the engines accepted requests, from one reshard to the next pause",
     ),
-    "rollout/sampled_tokens": (
+    MetricRow(
+        "rollout/sampled_tokens",
         "tokens",
         "tokens sampled by the engines for the step, including requests interrupted by a reshard",
     ),
-    "rollout/evaluation_tokens": ("tokens", "tokens sampled by the engines for the step's evaluation"),
-    "rollout/beside_evaluation_tokens": (
+    MetricRow("rollout/evaluation_tokens", "tokens", "tokens sampled by the engines for the step's evaluation"),
+    MetricRow(
+        "rollout/tokens_during_evaluation",
         "tokens",
-        "tokens sampled for training during an evaluation, where training continues; rollout/sampled_tokens, rates "
-        "and idle shares exclude them, and the evaluation's time",
+        "tokens sampled for training during an evaluation, where training continues; rollout/sampled_tokens, rates and "
+        "idle shares exclude them, and the evaluation's time",
     ),
-    "rollout/prefix_hits": ("share", "prompt tokens found in an engine's prefix cache"),
-}
-"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
+    MetricRow("rollout/prefix_hits", "share", "prompt tokens found in an engine's prefix cache"),
+)
 
 
 class PoolMeter:
@@ -98,7 +103,7 @@ class PoolMeter:
         metrics = {
             # Busy time is measured around calls, so it can exceed the open time slightly: clamp the share.
             "time/engines_idle": min(1.0, max(0.0, 1 - busy_seconds / max(open_seconds * num_live, 1e-9))),
-            "rollout/held_seconds": self._seconds_waited,
+            "rollout/paused_seconds": self._seconds_waited,
             "perf/engines_open_seconds": open_seconds,
             "rollout/prefix_hits": self.num_cached / max(self.num_prompt_tokens, 1),
             "rollout/sampled_tokens": float(self._num_sampled["training"]),
@@ -112,5 +117,5 @@ class PoolMeter:
         """Return the token counts of an evaluation that just ended."""
         metrics = {"rollout/evaluation_tokens": float(self._num_sampled["evaluation"])}
         if num_training := self._num_sampled["training"]:
-            metrics["rollout/beside_evaluation_tokens"] = float(num_training)
+            metrics["rollout/tokens_during_evaluation"] = float(num_training)
         return metrics

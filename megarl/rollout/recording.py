@@ -11,6 +11,7 @@ import numpy as np
 
 from megarl.rollout.engine_requests import num_sampled
 from megarl.rollout.pool import EnginePool
+from megarl.tracking.renamed_metrics import current_metrics
 from megarl.types import Archive, Completion, ExpertsHandle, FindProblem, Problem, Request, Trajectory
 
 if TYPE_CHECKING:
@@ -104,11 +105,17 @@ class StartedGroup:
         group = cls(values["draw"], find_problem(values["source"], values["problem"]), values["temperature"])
         prefix = f"started.{group.draw}."
         for trajectory in values["finished"]:
-            group.finish(Trajectory.from_json(trajectory, archive, f"{prefix}{trajectory['number']}.", find_problem))
+            group.finish(load_trajectory(trajectory, archive, f"{prefix}{trajectory['number']}.", find_problem))
         for place, call in enumerate(values["calls"]):
             recorded = RecordedCall.from_json(call, archive, f"{prefix}call{place}.")
             group.calls.setdefault(call["number"], []).append(recorded)
         return group
+
+
+def load_trajectory(values: Mapping[str, Any], archive: Archive, prefix: str, find_problem: FindProblem) -> Trajectory:
+    """Return the trajectory that `Trajectory.to_json` wrote into a checkpoint, its metrics by their current names."""
+    current = {**values, "metrics": current_metrics(values["metrics"])}
+    return Trajectory.from_json(current, archive, prefix, find_problem)
 
 
 class RecordedPool:

@@ -19,14 +19,12 @@ from megarl.data.mixture import Position, Positions
 from megarl.data.streamed import Places
 from megarl.files.atomic import storage_faults_named
 from megarl.files.strict_json import loads
-from megarl.rollout.recording import StartedGroup
+from megarl.rollout.recording import StartedGroup, load_trajectory
 from megarl.tracking.draws import DrawEvents
+from megarl.tracking.metric_rows import MetricRow
 from megarl.types import Archive, ConfigError, DataError, ExpertsHandle, FindProblem, Group, Problem, Trajectory
 
-METRICS = {
-    "kl/coefficient": ("1", "coefficient of the KL in this step, if algorithm.kl_target adapts it"),
-}
-"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
+METRICS = (MetricRow("kl/coefficient", "1", "coefficient of the KL in this step", condition="algorithm.kl_target"),)
 
 STATE, ARRAYS = "collection.json", "collection.safetensors"
 TIMES = "collection_times.json"
@@ -179,8 +177,7 @@ class RLState:
             # Without a target the recipe's coefficient counts, so that a resumed run can change it.
             self.kl_coefficient = state["kl_coefficient"]
         waiting = [
-            Trajectory.from_json(values, archive, f"{place}.", find_problem)
-            for place, values in enumerate(state["waiting"])
+            load_trajectory(values, archive, f"{place}.", find_problem) for place, values in enumerate(state["waiting"])
         ]
         self.waiting = [list(group) for _, group in groupby(waiting, key=lambda t: t.group)]
         started = [StartedGroup.from_json(values, archive, find_problem) for values in state["started"]]

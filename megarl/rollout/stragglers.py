@@ -7,14 +7,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import median
 
-METRICS = {
-    "rollout/slow_replicas": (
+from megarl.tracking.metric_rows import MetricRow
+
+METRICS = (
+    MetricRow(
+        "rollout/slow_replicas",
         "count",
         "engine replicas with far fewer tokens per second than the others, in total and per request, over the last "
         "steps",
     ),
-}
-"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
+)
 
 WINDOW = 5
 """Number of most recent steps over which a replica's speed is measured, at most."""

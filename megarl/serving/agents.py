@@ -26,31 +26,31 @@ from megarl.rollout.pool import EnginePool
 from megarl.serving.codec import Codec
 from megarl.serving.protocol import finite_reward
 from megarl.serving.sessions import Answer, Limits, Session, Sessions
+from megarl.tracking.metric_rows import PER_ATTEMPT, MetricRow
 from megarl.types import Ended, Problem, Reward, SamplingSettings, Trajectory
 
 if TYPE_CHECKING:
     from megarl.serving.endpoint import Endpoint
 
-METRICS = {
-    "environment/forks": ("count", "calls of an agent not continuing from the session's tokens, mean over attempts"),
-    "environment/abandoned_calls": (
-        "count",
-        "calls of an agent aborted because its client went away, mean over attempts",
+METRICS = (
+    MetricRow("environment/forks", "count", "calls of an agent not continuing from the session's tokens", PER_ATTEMPT),
+    MetricRow(
+        "environment/abandoned_calls", "count", "calls of an agent aborted because its client went away", PER_ATTEMPT
     ),
-    "environment/joined_retries": (
-        "count",
-        "calls sent again by an agent before it had their answers, mean over attempts",
+    MetricRow(
+        "environment/joined_retries", "count", "calls sent again by an agent before it had their answers", PER_ATTEMPT
     ),
-    "environment/overridden_fields": (
+    MetricRow(
+        "environment/overridden_fields",
         "count",
-        "sampling fields in an agent's requests replaced by the recipe's values, mean over attempts",
+        "sampling fields in an agent's requests replaced by the recipe's values",
+        PER_ATTEMPT,
     ),
-    "environment/refused_calls": ("count", "refused calls of an agent, mean over attempts"),
-    "environment/untrained_tokens": ("tokens", "sampled tokens of an agent not trained on, mean over attempts"),
-    "environment/model_calls": ("count", "completions of an agent, mean over attempts"),
-    "environment/program_seconds": ("seconds", "run time of an agent's program, mean over attempts"),
-}
-"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
+    MetricRow("environment/refused_calls", "count", "refused calls of an agent", PER_ATTEMPT),
+    MetricRow("environment/untrained_tokens", "tokens", "sampled tokens of an agent not trained on", PER_ATTEMPT),
+    MetricRow("environment/model_calls", "count", "completions of an agent", PER_ATTEMPT),
+    MetricRow("environment/program_seconds", "seconds", "run time of an agent's program", PER_ATTEMPT),
+)
 
 Result = TypeVar("Result")
 

@@ -5,8 +5,8 @@ and machine: `environment`). `metrics` define their reduction over ranks. `track
 console, sample files and the recipe's trackers (`trackers`; TensorBoard by default). `display` prints a run's progress,
 `trace` writes a step's profile.
 
-A metric's name is `group/what[/mean|max|min]`. Its unit and meaning are in METRICS of the module computing it. `table`
-collects them all (`megarl metrics`). Groups: `reward/` `rollout/` `train/` `kl/` `logprob_gap/` `staleness/`
-`distillation/` `perf/` `time/` `memory/`, and `val/SET/` for each validation set. Units are suffixes: `_seconds`,
-`_bytes`, `_tokens`.
+A metric's name is `group/what[/mean|max|min]`. Its unit and meaning are in METRICS of the module computing it.
+`metric_table` collects them all (`megarl metrics`). Groups: `reward/` `rollout/` `train/` `kl/` `logprob_gap/`
+`staleness/` `distillation/` `perf/` `time/` `memory/`, and `val/SET/` for each validation set. Units are suffixes:
+`_seconds`, `_bytes`, `_tokens`.
 """

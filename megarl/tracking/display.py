@@ -38,7 +38,7 @@ _REFRESHES_PER_SECOND = 4
 
 
 class Closing(NamedTuple):
-    """Results shown in the summary that a finished run prints."""
+    """Results shown in the summary of a finished run."""
 
     model: str | None
     """Folder of the trained model. None: the run only evaluated."""
@@ -47,7 +47,7 @@ class Closing(NamedTuple):
     phase_seconds: Mapping[str, float]
     next_commands: Sequence[str]
     resumed_step: int = 0
-    """Step of the checkpoint from which this start of the run continued. 0: it began at the beginning."""
+    """Step of the checkpoint resumed by this start of the run. 0: no checkpoint was resumed."""
 
 
 class Display:

@@ -119,7 +119,7 @@ class Epoch:
     """How often each prompt was drawn, by its index."""
     skipped: int = 0
     endings: Counter[str] = field(default_factory=Counter)
-    """Number of drawn prompts by what became of them (ENDINGS). The others are in flight or waiting."""
+    """Number of drawn prompts by their ending (ENDINGS). The others are in flight or waiting."""
     is_complete: bool = False
     """Whether the next epoch has begun, or this one is exactly at its end."""
 
@@ -129,7 +129,7 @@ class Epoch:
 
     @property
     def missing(self) -> int:
-        """Number of prompts that a complete epoch neither drew nor skipped."""
+        """Number of prompts neither drawn nor skipped in a complete epoch."""
         return max(self.size - len(self.draws) - self.skipped, 0) if self.is_complete else 0
 
     @property
@@ -144,7 +144,7 @@ class Account:
 
     epochs: list[Epoch]
     num_open: int
-    """Number of groups that were in flight or waiting at the last line, by the run's own count."""
+    """Number of groups in flight or waiting at the last line, by the run's own count."""
     too_long: int
     """Number of records left out of the data because they are too long."""
     last_step: int

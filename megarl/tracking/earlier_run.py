@@ -22,7 +22,7 @@ DRIVER = "driver.json"
 """Name of the file with the driver's state inside a checkpoint."""
 
 PARENT = "parent.json"
-"""Name of the file in a fork's folder with the run and the step from which it was made."""
+"""Name of the file in a fork's folder with its original run and step."""
 
 _CHECKPOINT = re.compile(r"step_(\d{6,})")
 _DAMAGED = re.compile(r"step_\d{6,}\.damaged(_\d+)?")
@@ -38,7 +38,7 @@ class EarlierRun:
     checkpoints: tuple[Path, ...]
     """Complete checkpoints, newest first. Their files may still be damaged."""
     damaged: tuple[Path, ...]
-    """Checkpoints that earlier starts found damaged and renamed."""
+    """Checkpoints found damaged and renamed by earlier starts."""
 
     @classmethod
     def read(cls, path: Path) -> Self:

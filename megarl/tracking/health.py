@@ -20,14 +20,14 @@ LOWEST_LEARNING_RATE = 1e-8
 LORA_FACTOR = 10.0
 """Factor of the usual learning rates for LoRA adapters (Schulman et al. 2025, LoRA Without Regret)."""
 _EVALUATIONS = 2
-"""Number of consecutive evaluations that must be below the best one. A single one may be chance."""
+"""Number of consecutive evaluations below the best one before a rule warns. A single one may be chance."""
 
 Series = Mapping[str, Sequence[tuple[int, float]]]
 """Type of the recorded values: for each watched metric its finite values, each with its step, in order."""
 
 
 class Evidence(NamedTuple):
-    """Result of a check: the metric that breaks a rule, its value, and the comparison in words."""
+    """Result of a check: the metric breaking a rule, its value, and the comparison in words."""
 
     metric: str
     value: float
@@ -212,7 +212,7 @@ class Health:
     _series: defaultdict[str, list[tuple[int, float]]] = field(default_factory=lambda: defaultdict(list))
 
     def observe(self, step: int, metrics: Mapping[str, float | None]) -> list[Finding]:
-        """Add a step's metrics. Return the rules that are now broken for the first time."""
+        """Add a step's metrics. Return the rules broken for the first time."""
         watched = {metric for rule in RULES for metric in rule.metrics}
         for name, value in metrics.items():
             if (name in watched or is_accuracy(name)) and value is not None and math.isfinite(value):

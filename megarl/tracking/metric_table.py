@@ -1,7 +1,7 @@
 """Table of all metrics: names, units and meanings, read from the modules computing them.
 
-Each of these modules lists its metrics in a literal `METRICS`: name -> (unit, meaning). The modules are parsed and not
-imported, because some need torch and the table must work without it. Parts of a name in capitals are placeholders:
+Each of these modules lists its metrics in `METRICS`, a tuple of `MetricRow`. The modules are parsed and not imported,
+because some need torch and the table must work without it. Parts of a name in capitals are placeholders:
 `time/PHASE_seconds`, `val/SET/accuracy`. OWN stands for one or several parts.
 """
 
@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
 from pathlib import Path
+
+from megarl.tracking import metric_rows
+from megarl.tracking.metric_rows import MetricRow
 
 PACKAGE = Path(__file__).resolve().parents[1]
 TABLE = "METRICS"
@@ -37,7 +40,7 @@ class Row:
 
     @property
     def pattern(self) -> re.Pattern[str]:
-        """Regular expression for the metric names that this row describes."""
+        """Regular expression for the metric names of this row."""
         parts = re.split(f"({_PLACEHOLDER.pattern})", self.name)
         # Only OWN may contain slashes.
         any_of = {"OWN": ".+"}
@@ -49,8 +52,8 @@ class Row:
 @cache
 def rows() -> tuple[Row, ...]:
     """Return all rows of the table, sorted by name."""
-    found = [row for path in sorted(PACKAGE.rglob("*.py")) for row in _rows_of(path)]
-    return tuple(sorted(found, key=lambda row: row.name))
+    paths = sorted(PACKAGE.rglob("*.py"))
+    return tuple(sorted((row for path in paths for row in _rows_of(path)), key=lambda row: row.name))
 
 
 def find(name: str) -> Row | None:
@@ -64,17 +67,17 @@ def find(name: str) -> Row | None:
     _, _, rest = rest.partition("/")
     if rest and group == "environment" and (best is None or "OWN" in best.name):
         # A source's metrics are logged without their usual prefix, so each is tried.
-        own = (find(prefix + rest) for prefix in ("", "rollout/", "environment/"))
-        return next((row for row in own if row is not None and "OWN" not in row.name), best)
+        candidates = (find(prefix + rest) for prefix in ("", "rollout/", "environment/"))
+        return next((row for row in candidates if row is not None and "OWN" not in row.name), best)
     if best is None and group == "val" and rest.startswith("reward/"):
         return find(rest)
     return best
 
 
-def metrics_markdown(found: Sequence[Row]) -> str:
+def metrics_markdown(table: Sequence[Row]) -> str:
     """Return rows as a Markdown page with a table for each group, the first part of their names."""
     parts = [HEAD]
-    for group, members in groupby(found, key=lambda row: row.name.partition("/")[0]):
+    for group, members in groupby(table, key=lambda row: row.name.partition("/")[0]):
         lines = [f"| `{row.name}` | {_cell(row.unit)} | {_cell(row.meaning)} |" for row in members]
         parts.append("\n".join([f"## {group}\n", "| metric | unit | meaning |", "|---|---|---|", *lines, ""]))
     return "\n".join(parts)
@@ -86,17 +89,49 @@ def _cell(text: str) -> str:
 
 
 def _generality(row: Row) -> tuple[bool, int, int]:
-    """Return a sort key by which a row with fewer placeholders comes first."""
+    """Return a sort key: rows with fewer placeholders come first."""
     return "OWN" in row.name, len(_PLACEHOLDER.findall(row.name)), -len(row.name)
 
 
 def _rows_of(path: Path) -> Iterator[Row]:
-    """Yield the rows in a module's METRICS."""
+    """Yield the rows of a module's metrics."""
+    module = ".".join(("megarl", *path.relative_to(PACKAGE).with_suffix("").parts))
+    for row in declared_rows(path):
+        yield from (Row(name, unit, meaning, module) for name, unit, meaning in described(row))
+
+
+def declared_rows(path: Path) -> list[MetricRow]:
+    """Return the rows in a module's METRICS; none if it has no such table."""
     text = path.read_text(encoding="utf-8")
     if f"\n{TABLE} = " not in text:
-        return
-    module = ".".join(("megarl", *path.relative_to(PACKAGE).with_suffix("").parts))
-    for node in ast.parse(text).body:
-        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == TABLE for t in node.targets):
-            for name, (unit, meaning) in ast.literal_eval(node.value).items():
-                yield Row(name, unit, meaning, module)
+        return []
+    table = next(
+        node.value
+        for node in ast.parse(text).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == TABLE
+    )
+    if not isinstance(table, ast.Tuple):
+        raise ValueError(f"{path}: {TABLE} is not a tuple of {MetricRow.__name__}")
+    return [_declared(call) for call in table.elts]
+
+
+def _declared(call: ast.expr) -> MetricRow:
+    """Return the row made by a call of `MetricRow` in a module's source."""
+    if not isinstance(call, ast.Call) or ast.unparse(call.func) != MetricRow.__name__:
+        raise ValueError(f"{ast.unparse(call)} is not a call of {MetricRow.__name__}")
+    values = {keyword.arg: _text_of(keyword.value) for keyword in call.keywords if keyword.arg is not None}
+    return MetricRow(*map(_text_of, call.args), **values)
+
+
+def _text_of(node: ast.expr) -> str:
+    """Return the value of a literal, or of a constant of `metric_rows`."""
+    return getattr(metric_rows, node.id) if isinstance(node, ast.Name) else ast.literal_eval(node)
+
+
+def described(row: MetricRow) -> Iterator[tuple[str, str, str]]:
+    """Yield name, unit and full meaning of a declared row. A family `turns/{mean,max}` has several names."""
+    stem, _, members = row.name.partition("{")
+    condition = f"with {row.condition}: " if row.condition else ""
+    for member in members.removesuffix("}").split(","):
+        ends = [text for text in (row.over, metric_rows.STATISTICS.get(member)) if text]
+        yield stem + member, row.unit, condition + ", ".join((row.meaning, *ends))

@@ -24,11 +24,11 @@ from megarl.types import ConfigError
 
 _TIMEOUT_SECONDS = 10.0
 _METRICS_PER_CALL = 1000
-"""Number of metrics that MLflow accepts in one log-batch call."""
+"""Maximum number of metrics in one log-batch call of MLflow."""
 _PARAMETERS_PER_CALL = 100
-"""Number of parameters that MLflow accepts in one log-batch call."""
+"""Maximum number of parameters in one log-batch call of MLflow."""
 _PARAMETER_CHARACTERS = 500
-"""Number of characters that MLflow accepts as a parameter's value."""
+"""Maximum number of characters of a parameter's value in MLflow."""
 
 
 class MLflow:

@@ -10,17 +10,24 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple, TypeVar, cast
 
+from megarl.tracking.metric_rows import MetricRow
 from megarl.tracking.metrics import Max, Mean, Metric, Sum, merge
 
-METRICS = {
-    "train/grad_norm": ("1", "gradient norm before clipping, largest of the step's updates"),
-    "train/learning_rate": ("1", "learning rate, largest of the step's updates"),
-    "train/update_skipped": ("0 or 1", "whether an update changed no parameter"),
-    "train/not_finite": ("0 or 1", "whether an update was skipped because its loss or gradient was not finite"),
-    "train/empty_update": ("0 or 1", "1 if an update was skipped because none of its tokens is trained"),
-    "train/gap_exceeded": ("0 or 1", "whether updates were skipped because of train.max_logprob_gap"),
-}
-"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
+METRICS = (
+    MetricRow("train/grad_norm", "1", "gradient norm before clipping, largest of the step's updates"),
+    MetricRow("train/learning_rate", "1", "learning rate, largest of the step's updates"),
+    MetricRow("train/update_skipped", "0 or 1", "whether an update changed no parameter"),
+    MetricRow(
+        "train/not_finite", "0 or 1", "whether an update was skipped because its loss or gradient was not finite"
+    ),
+    MetricRow("train/empty_update", "0 or 1", "1 if an update was skipped because none of its tokens is trained"),
+    MetricRow(
+        "train/gap_exceeded",
+        "0 or 1",
+        "whether updates were skipped because the mismatch is too large",
+        condition="train.max_logprob_gap",
+    ),
+)
 
 Kind = TypeVar("Kind", bound=Metric)
 

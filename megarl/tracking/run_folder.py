@@ -30,6 +30,7 @@ from megarl.files.folder_lock import HOME, FolderLock
 from megarl.files.strict_json import loads
 from megarl.tracking.draws import LEDGER
 from megarl.tracking.earlier_run import EarlierRun, attempt_folders, whole_number
+from megarl.tracking.renamed_metrics import current_metrics
 from megarl.types import (
     ConfigError,
     EndedError,
@@ -45,7 +46,7 @@ State = Literal["starting", "running", "done", "failed", "interrupted", "stopped
 RECORDS = "records"
 """Folder of the steps' records (train.record) in a run folder."""
 _STATUS_BYTES = 512
-"""Size in bytes to which status.json is padded with spaces, so a final status fits even on a full disk."""
+"""Size of status.json in bytes, padded with spaces, so a final status fits even on a full disk."""
 
 
 class RunFolder:
@@ -225,12 +226,15 @@ class RunFolder:
         self.set_status()
 
     def logged_steps(self) -> Iterator[dict[str, Any]]:
-        """Yield the lines of metrics.jsonl as objects (step and metrics), including those of earlier attempts."""
+        """Yield the lines of metrics.jsonl as objects (step and metrics), including those of earlier attempts.
+
+        Metrics have their current names.
+        """
         if not self.metrics_file.exists():
             return
         with self.metrics_file.open(encoding="utf-8") as file:
             for line in file:
-                yield json.loads(line)
+                yield current_metrics(json.loads(line))
 
     def add_version(self, version: int, step: int, checksum: str) -> None:
         """Append a version of the weights, made by a step, to versions.jsonl. Raises OSError."""

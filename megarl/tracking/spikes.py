@@ -62,7 +62,7 @@ class SpikeDetector:
         return UpdateLimits(grad_norm, loss)
 
     def add(self, outcome: UpdateOutcome) -> None:
-        """Add an update that was executed with the current limits."""
+        """Add an update executed with the current limits."""
         loss = None if outcome.loss is None else outcome.loss.number
         self.observe(outcome.grad_norm, loss, is_spike=outcome.spike)
 

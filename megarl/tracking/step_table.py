@@ -20,7 +20,7 @@ class _Column(NamedTuple):
     width: int
     """Number of characters. Numbers have at most 7, or 6 if they cannot be negative."""
     metrics: tuple[str, ...]
-    """The first metric that the run logs is shown."""
+    """The first metric logged by the run is shown."""
 
 
 _COLUMNS = (

@@ -15,18 +15,19 @@ from megarl.platform.spans import span
 from megarl.terminal import FirstOfEachKind
 from megarl.tracking.display import Closing, Display
 from megarl.tracking.health import Finding, heldout_metrics
+from megarl.tracking.metric_rows import MetricRow
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.trackers import RunTracker, start
 from megarl.types import DiskFullError
 
-METRICS = {
-    "time/step_seconds": ("seconds", "wall time since the previous step, or since the start"),
-    "time/PHASE_seconds": (
+METRICS = (
+    MetricRow("time/step_seconds", "seconds", "wall time since the previous step, or since the start"),
+    MetricRow(
+        "time/PHASE_seconds",
         "seconds",
         "wall time of a phase of the step: start, rollout, logprobs, train, reshard, evaluation, checkpoint, export",
     ),
-}
-"""Units and meanings of the metrics that `Tracker` adds, keyed by name."""
+)
 
 
 class Tracker:
@@ -169,7 +170,7 @@ class Tracker:
         self._to_trackers(lambda tracker: _write_finding(tracker, finding))
 
     def _give_up(self, name: str, error: Exception) -> None:
-        """Print a warning about a tracker that failed and is no longer called."""
+        """Print a warning about a failed tracker, which is no longer called."""
         self.notice(
             f"tracker {name} failed ({type(error).__name__}: {error}). The run continues without it; "
             f"{self._folder.metrics_file} has the same numbers"

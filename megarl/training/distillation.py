@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from megarl.tracking.metric_rows import MetricRow
 from megarl.training.microbatch import Microbatch
 from megarl.training.objective import RowLoss, StepNumbers, mismatch_metrics, weighted_loss
 
-METRICS = {
-    "distillation/divergence": (
+METRICS = (
+    MetricRow(
+        "distillation/divergence",
         "nats",
         "mean divergence per token of the policy from its teacher, by distillation.divergence",
     ),
-}
-"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
+)
 
 
 def divergence_objective(output: Tensor, batch: Microbatch, numbers: StepNumbers) -> RowLoss:

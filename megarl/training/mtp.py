@@ -11,6 +11,7 @@ from torch import Tensor
 from megarl.config import Recipe
 from megarl.data.token_batch import TokenBatch
 from megarl.models.mtp import copy_embedding_to_last_stage, mtp_head
+from megarl.tracking.metric_rows import MetricRow
 from megarl.training.engine_part import EnginePart
 from megarl.training.microbatch import Microbatch, is_predicted, own_part, places_in_row
 from megarl.training.model import ModelShard
@@ -18,14 +19,14 @@ from megarl.training.objective import Objective, RowLoss, StepNumbers
 from megarl.training.row_feeds import RowFeed
 from megarl.training.row_metrics import Signal, mean_of
 
-METRICS = {
-    "mtp/loss": (
+METRICS = (
+    MetricRow(
+        "mtp/loss",
         "nats",
-        "mean negative log-prob that the MTP layers give to a trained token, two positions ahead "
-        "(trainer.mtp_loss_coefficient)",
+        "mean negative log-prob that the MTP layers give to a trained token, two positions ahead",
+        condition="trainer.mtp_loss_coefficient",
     ),
-}
-"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
+)
 
 MTP_LOSS = Signal("mtp/loss", is_loss=True)
 """The loss of the MTP layers."""

@@ -20,6 +20,7 @@ from megarl.algorithms.trial import ResultError, checked_policy_loss
 from megarl.algorithms.value_losses import clipped as clipped_values
 from megarl.config import AlgorithmConfig, CriticConfig, PreferenceConfig
 from megarl.files.import_path import function_of
+from megarl.tracking.metric_rows import MetricRow
 from megarl.training.microbatch import Microbatch, whole_row
 from megarl.training.row_metrics import (
     KL,
@@ -37,30 +38,32 @@ from megarl.training.row_metrics import (
 )
 from megarl.types import ConfigError
 
-METRICS = {
-    "train/entropy": ("nats", "mean entropy of the policy's distribution over trained tokens"),
-    "train/ptx_loss": ("nats", "mean loss per token of the conversations of data.ptx"),
-    "kl/update": (
+METRICS = (
+    MetricRow("train/entropy", "nats", "mean entropy of the policy's distribution over trained tokens"),
+    MetricRow("train/ptx_loss", "nats", "mean loss per token of the conversations of data.ptx"),
+    MetricRow(
+        "kl/update",
         "nats",
-        "mean divergence per token of the policy before each update from the policy before the step's first update, "
-        "k3 estimate; if a step has several updates and algorithm.old_logprobs is trainer",
+        "mean divergence per token of the policy before each update from the policy before the step's first update, k3 "
+        "estimate; if a step has several updates and algorithm.old_logprobs is trainer",
     ),
-    "kl/capped": ("share", "fraction of tokens with an estimate limited by algorithm.k3_max"),
-    "logprob_gap/max": ("nats", "largest difference between trainer and engine log-probs of one token"),
-    "logprob_gap/bit_equal": (
+    MetricRow("kl/capped", "share", "fraction of tokens with an estimate limited by algorithm.k3_max"),
+    MetricRow("logprob_gap/max", "nats", "largest difference between trainer and engine log-probs of one token"),
+    MetricRow(
+        "logprob_gap/bit_equal",
         "share",
         "fraction of compared tokens with equal log-probs in trainer and engine, bit by bit",
     ),
-    "logprob_gap/measured": ("share", "fraction of trained tokens with log-probs of both trainer and engine"),
-    "preference/accuracy": (
+    MetricRow("logprob_gap/measured", "share", "fraction of trained tokens with log-probs of both trainer and engine"),
+    MetricRow(
+        "preference/accuracy",
         "share",
         "fraction of pairs won by the chosen answer (kto: answers on their correct side of the KL)",
     ),
-    "preference/margin": ("score", "mean reward difference of chosen and rejected answers"),
-    "preference/chosen": ("score", "mean reward of chosen, or desirable, answers"),
-    "preference/rejected": ("score", "mean reward of rejected, or undesirable, answers"),
-}
-"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
+    MetricRow("preference/margin", "score", "mean reward difference of chosen and rejected answers"),
+    MetricRow("preference/chosen", "score", "mean reward of chosen, or desirable, answers"),
+    MetricRow("preference/rejected", "score", "mean reward of rejected, or undesirable, answers"),
+)
 
 
 @dataclass(frozen=True, slots=True)

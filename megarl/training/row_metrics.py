@@ -10,21 +10,23 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from megarl.tracking.metric_rows import MetricRow
 from megarl.tracking.metrics import Max, Mean, Metric, Sum
 
-METRICS = {
-    "train/loss": (
+METRICS = (
+    MetricRow(
+        "train/loss",
         "nats",
-        "the minimised loss, summed with its token weights, mean over the step's updates; without train/moe_*; "
-        "with a policy gradient it does not measure progress",
+        "the minimised loss, summed with its token weights, mean over the step's updates; without train/moe_*; with a "
+        "policy gradient it does not measure progress",
     ),
-    "train/tokens": ("tokens", "trained tokens"),
-    "kl/reference": (
+    MetricRow("train/tokens", "tokens", "trained tokens"),
+    MetricRow(
+        "kl/reference",
         "nats",
         "mean divergence per token of the policy from the reference, by algorithm.kl_estimator (kto: per answer)",
     ),
-}
-"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

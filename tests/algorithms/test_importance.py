@@ -58,8 +58,10 @@ def test_rounding_cuts_no_weight(name, high):
     old = rollout + 1e-6 * torch.randn(1000, generator=g)
     mask = torch.rand(1000, generator=g) < 0.7
     found = shares_cut(name, old, rollout, cu_seqlens, mask, low=0.5, high=high)
-    assert found == pytest.approx({"importance/mean": 1, "importance/rejected": 0, "importance/cut": 0}, abs=1e-3)
-    assert found["importance/cut"] == 0
+    assert found == pytest.approx(
+        {"importance/mean": 1, "importance/rejected": 0, "importance/clipped_share": 0}, abs=1e-3
+    )
+    assert found["importance/clipped_share"] == 0
 
 
 @pytest.mark.parametrize(
@@ -78,13 +80,13 @@ def test_rounding_cuts_no_weight(name, high):
 )
 def test_share_of_cut_weights(name, low, high, expected):
     rollout = torch.zeros(5, dtype=torch.float64)
-    assert shares_cut(name, OLD, rollout, CU_SEQLENS, MASK, low=low, high=high)["importance/cut"] == expected
+    assert shares_cut(name, OLD, rollout, CU_SEQLENS, MASK, low=low, high=high)["importance/clipped_share"] == expected
 
 
 def test_a_ratio_beyond_all_numbers_is_cut():
     old = torch.full((60,), 20.0)
     every, mask = torch.tensor([0, 60]), torch.ones(60, dtype=torch.bool)
-    assert shares_cut("sequence_tis", old, -old, every, mask, high=2.0)["importance/cut"] == 1
+    assert shares_cut("sequence_tis", old, -old, every, mask, high=2.0)["importance/clipped_share"] == 1
 
 
 def test_gap_of_equal_logprobs_is_none():

@@ -22,6 +22,8 @@ JUDGED = {
     },
     # Metrics of two reshards become one row.
     "loops/reshard_schedule.py": {"rollout/replicas"},
+    # The environment's count of shortened replies, to which those of the recipe's limit are added.
+    "rollout/attempt_messages.py": {"tools/shortened"},
     # Sums over rows become the step's metrics.
     "rollout/step/updates.py": {"train/loss", "kl/update"},
     # A rule over the logged series, which a resumed run reads from metrics.jsonl.

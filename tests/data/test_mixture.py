@@ -81,7 +81,7 @@ def test_problems_outside_the_band_are_passed_over_and_tried_again(by: str | Non
     [metrics] = mixture.metrics(positions).values()
     assert metrics["known"] == 1.0 and metrics["below"] == metrics["above"] == pytest.approx(1 / 3)
     assert metrics["solve_rate"] == pytest.approx(0.5)
-    assert metrics["passed"] == positions["a"].taken - 1500
+    assert metrics["skipped"] == positions["a"].taken - 1500
 
 
 def test_sources_of_equal_size_skip_problems_independently() -> None:

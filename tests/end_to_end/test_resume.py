@@ -127,7 +127,7 @@ def test_groups_that_waited_are_trained_from_the_log_probs_of_the_weights_that_s
     assert {step["train/ratio"] for step in steps if step not in waited} == {1.0}
     assert all(step["train/ratio"] != 1.0 for step in waited)
     assert [step["step"] for step in steps if step["kl/reference_moved"]] == [3, 6, 9, 12]
-    assert all(0.4 <= step["entropy/kept"] < 0.6 and step["entropy/threshold"] > 0 for step in steps)
+    assert all(0.4 <= step["entropy/trained_share"] < 0.6 and step["entropy/threshold"] > 0 for step in steps)
     # At the temperature that each was sampled at, which moves meanwhile.
     assert all(step["logprob_gap/max"] <= 1e-5 and step["logprob_gap/measured"] == 1 for step in steps)
     temperatures = [step["rollout/temperature"] for step in steps]

@@ -110,7 +110,7 @@ def test_turns_and_truncated_sampling_of_a_mixture_go_on_bit_equal_after_a_kill(
     steps = [list(map(untimed, lines(run / "metrics.jsonl"))) for run in (killed, whole)]
     assert steps[0] == steps[1]
     for step in steps[0][1:]:
-        assert step["logprob_gap/max"] <= 1e-5 and step["rollout/kept_tokens/mean"] > 1
+        assert step["logprob_gap/max"] <= 1e-5 and step["rollout/candidates_left/mean"] > 1
         assert step["environment/games/turns/mean"] == 2 and step["environment/games/observed_tokens/mean"] > 10
         assert step["environment/sums/turns/mean"] == 1 and step["environment/sums/observed_tokens/max"] == 0
     assert len({step["train/loss"] for step in steps[0][1:]}) == STEPS, "nothing was trained"

@@ -193,7 +193,7 @@ async def test_a_long_reply_loses_its_middle() -> None:
     assert len(reply) <= 200
     assert reply.startswith("0123456789") and reply.endswith("0123456789")
     assert "characters and more left out" in reply
-    assert step.metrics["tools/truncated"] == 1
+    assert step.metrics["tools/shortened"] == 1
     assert cut_in_the_middle("x" * 200, 200) == "x" * 200
 
 

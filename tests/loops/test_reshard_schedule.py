@@ -202,12 +202,12 @@ def test_a_pool_that_is_held_at_a_step_s_end_counts_its_time_once(monkeypatch: p
         await asyncio.sleep(0)
         clock.now = 13.0
         of_step = run.pool.metrics()
-        assert (of_step["perf/engines_open_seconds"], of_step["rollout/held_seconds"]) == (10.0, 3.0)
+        assert (of_step["perf/engines_open_seconds"], of_step["rollout/paused_seconds"]) == (10.0, 3.0)
         clock.now = 15.0
         run.pool.resume()
         clock.now = 16.0
         of_step = run.pool.metrics()
-        assert (of_step["perf/engines_open_seconds"], of_step["rollout/held_seconds"]) == (1.0, 2.0)
+        assert (of_step["perf/engines_open_seconds"], of_step["rollout/paused_seconds"]) == (1.0, 2.0)
         assert run.pool.seconds_paused == 5.0
         sampling.cancel()
 

@@ -245,6 +245,13 @@ def test_a_run_of_no_steps_needs_something_to_evaluate(recipe: Callable[..., Rec
     check(recipe(train={"steps": 0}, data={"validation": {"held_out": sound.data.train}}))
 
 
+def test_an_old_name_of_a_metric_is_refused_with_the_new_one(recipe: Callable[..., Recipe]) -> None:
+    train = recipe().data.train
+    made = recipe(data={"validation": {"a": train}}, checkpoint={"best": "rollout/kept"})
+    with pytest.raises(ConfigError, match=r"checkpoint\.best = rollout/kept .*rollout/groups_passing_filter"):
+        check(made)
+
+
 @pytest.mark.parametrize(
     ("measure", "function", "told"),
     [

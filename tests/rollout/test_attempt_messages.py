@@ -12,6 +12,7 @@ import pytest
 
 from megarl.data.dialogue import Dialogue
 from megarl.environments import Start, Step, Turn
+from megarl.environments.tools import cut_in_the_middle
 from megarl.rewards.scoring.calling import Sample
 from megarl.rewards.scoring.reward_process import Scored
 from megarl.rollout.attempt import Budget, Task, attempt
@@ -150,6 +151,26 @@ def test_a_reply_that_fits_is_as_it_was() -> None:
     assert [message["content"] for new in trajectory.messages[1:] for message in new] == [reply] * 2
     assert trajectory.metrics == {"tools/shortened": 0.0}
     assert attempted([GOOD, "done"], reply="some words " * 400)[0].metrics == {}
+
+
+@pytest.mark.parametrize(
+    ("contents", "by_environment", "total"),
+    [
+        (["x" * 9000], 0.0, 1.0),
+        ([cut_in_the_middle("some words " * 900, 4000)], 1.0, 1.0),
+        # The first was cut by the environment alone, the second by the token limit alone, the third by both.
+        ([cut_in_the_middle("7 " * 90, 100), "y " * 900, cut_in_the_middle("z " * 900, 1500), "short"], 2.0, 3.0),
+        # A tool's own text has the marker.
+        ([cut_in_the_middle("z " * 900, 1500)], 0.0, 1.0),
+    ],
+)
+def test_a_reply_cut_to_two_limits_counts_once(contents: list[str], by_environment: float, total: float) -> None:
+    conversation = AttemptConversation(Dialogue(tokenizer_of("qwen")), "append", QUESTION, reply_tokens=100)
+    step = Step(
+        tuple({"role": "tool", "name": "f", "content": content} for content in contents),
+        metrics={"tools/shortened": by_environment},
+    )
+    assert conversation.add(step).metrics == {"tools/shortened": total}
 
 
 def test_a_limit_of_sampled_tokens_is_of_all_turns_together() -> None:

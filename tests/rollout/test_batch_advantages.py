@@ -310,7 +310,9 @@ def test_corrections_weigh_tokens() -> None:
     batch.per_token["old_logprobs"] = np.array([0, 0, -0.5, 0], np.float32)
     metrics = compute_importance_weights(batch, AlgorithmConfig.model_validate({"importance_sampling": "tis"}))
     assert batch.per_token["importance_weights"].tolist() == pytest.approx([0, 0, 1.648721, 2])
-    assert metrics == pytest.approx({"importance/mean": 1.824361, "importance/rejected": 0, "importance/cut": 0.5})
+    assert metrics == pytest.approx(
+        {"importance/mean": 1.824361, "importance/rejected": 0, "importance/clipped_share": 0.5}
+    )
 
 
 def test_an_advantage_of_the_user_s_own_that_returns_another_form_is_named(
@@ -407,7 +409,7 @@ def test_tokens_of_lower_entropy_have_no_policy_loss(correction: str | None) -> 
     compute_importance_weights(batch, algorithm)
     # Two of five trained tokens; what is not trained does not count.
     metrics = keep_highest_entropies(batch, algorithm)
-    assert metrics == pytest.approx({"entropy/threshold": 1.5, "entropy/kept": 0.4})
+    assert metrics == pytest.approx({"entropy/threshold": 1.5, "entropy/trained_share": 0.4})
     factor = 1.0 if correction is None else 1.5
     kept = [[0, 0, 0, factor], [0, 0, 0, factor, 0], [0] * 7]
     for got, wanted in zip(of_sequences(batch, "importance_weights"), kept, strict=True):

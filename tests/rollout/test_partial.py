@@ -190,7 +190,7 @@ def test_a_step_takes_the_first_groups_and_each_is_given_out_once_within_its_bou
             assert [[t.group for t in one] for one in groups] == [[n] * 2 for n in range(3)]
             given += [(run.version, trajectory) for one in groups for trajectory in one]
             metrics = run.buffer.metrics()
-            num_retained += metrics["partial/kept_tokens"]
+            num_retained += metrics["staleness/old_tokens"]
             assert len(run.state.started) == metrics["rollout/in_flight"]
             assert len(run.state.started) + len(run.state.waiting) == 3
             if number == 3:

@@ -166,7 +166,7 @@ def test_what_an_evaluation_samples_is_counted_apart(group: WorkerGroup, runner:
         num_tokens = {purpose: sum(len(one.token_ids) for one in ones) for purpose, ones in found.items()}
         assert pool.evaluation_metrics() == {
             "rollout/evaluation_tokens": num_tokens["e"],
-            "rollout/beside_evaluation_tokens": num_tokens["t"],
+            "rollout/tokens_during_evaluation": num_tokens["t"],
         }
         assert pool.metrics()["rollout/sampled_tokens"] == 0
         later = await pool.generate(request("later", (5, 17), 5))

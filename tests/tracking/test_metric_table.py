@@ -6,10 +6,13 @@ import ast
 import re
 from collections import Counter
 from functools import cache
+from pathlib import Path
 
 import pytest
 
-from megarl.tracking.metric_table import PACKAGE, TABLE, Row, find, rows
+from megarl.config.schema import field_at
+from megarl.tracking.metric_rows import PER_ATTEMPT, MetricRow
+from megarl.tracking.metric_table import PACKAGE, TABLE, Row, declared_rows, described, find, rows
 
 
 @cache
@@ -26,6 +29,12 @@ def written_texts(module: str) -> tuple[str, ...]:
         for node in ast.walk(tree)
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose
     )
+
+
+@cache
+def all_declared_rows() -> tuple[MetricRow, ...]:
+    """The rows of all modules, as they are declared."""
+    return tuple(row for path in PACKAGE.rglob("*.py") for row in declared_rows(path))
 
 
 def is_made(row: Row) -> bool:
@@ -51,6 +60,47 @@ def test_a_name_has_one_row_with_a_unit_and_a_meaning() -> None:
         for unit in ("seconds", "bytes", "tokens", "gib"):
             if re.search(rf"_{unit}(/\w+)?$", row.name):
                 assert row.unit.lower() == unit, row
+
+
+def test_a_family_has_a_row_for_each_member() -> None:
+    row = MetricRow("rollout/turns/{mean,max}", "completions", "completions", PER_ATTEMPT, condition="a.b")
+    assert [*described(row)] == [
+        ("rollout/turns/mean", "completions", "with a.b: completions, mean over attempts, mean"),
+        ("rollout/turns/max", "completions", "with a.b: completions, mean over attempts, largest"),
+    ]
+
+
+def test_a_condition_names_a_recipe_field_and_its_value() -> None:
+    conditions = {row.condition for row in all_declared_rows()} - {""}
+    assert len(conditions) > 10
+    for condition in conditions:
+        name, _, value = condition.partition("=")
+
+        field = field_at(name.removesuffix(".speculative_config"))
+        assert field is not None, condition
+        # A field with values of the user's own has another type.
+        assert "Literal" not in str(field.annotation) or not value or f"'{value}'" in str(field.annotation), condition
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        'METRICS = {"a/b": ("1", "a number")}',
+        'METRICS = (MetricRow("a/b", "1", NOT_A_CONSTANT),)',
+        'METRICS = (Row("a/b", "1", "a number"),)',
+        'METRICS = (MetricRow("a/b", "1", f"a {number}"),)',
+        'METRICS = (MetricRow("a/b"),)',
+    ],
+)
+def test_a_table_that_cannot_be_read_is_an_error(tmp_path: Path, source: str) -> None:
+    (tmp_path / "made.py").write_text(f"\n{source}\n")
+    with pytest.raises((ValueError, AttributeError, TypeError)):
+        declared_rows(tmp_path / "made.py")
+
+
+def test_no_meaning_is_written_twice() -> None:
+    meanings = Counter(row.meaning for row in all_declared_rows())
+    assert [meaning for meaning, count in meanings.items() if count > 1] == []
 
 
 @pytest.mark.parametrize(

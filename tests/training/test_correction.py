@@ -169,7 +169,7 @@ def test_a_stale_engine_is_seen_and_corrected(
     assert error["stale"] > 0.2
     assert error["corrected"] < 1e-5
     assert error["cut at 2"] < 0.5 * error["stale"]
-    assert 0 < results[0]["cut at 2"][2]["importance/cut"] < 0.5
+    assert 0 < results[0]["cut at 2"][2]["importance/clipped_share"] < 0.5
 
 
 @pytest.mark.parametrize("sizes", [(1, 1), (2, 2)], ids=["one rank", "tp2 dp2"])

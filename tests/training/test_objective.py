@@ -104,7 +104,9 @@ def test_tokens_of_lower_entropy_have_kl_and_entropy_bonus_alone() -> None:
     difference = value["reference"] - value["policy"]
     expected = -clipped * (value["entropies"] >= threshold) + 0.2 * (np.exp(difference) - difference - 1)
     assert loss.item() == pytest.approx((expected - 0.05 * value["later"]).sum() / count, rel=1e-5)
-    assert metrics == pytest.approx({"entropy/threshold": threshold, "entropy/kept": np.ceil(share * count) / count})
+    assert metrics == pytest.approx(
+        {"entropy/threshold": threshold, "entropy/trained_share": np.ceil(share * count) / count}
+    )
 
 
 RECIPROCAL = """

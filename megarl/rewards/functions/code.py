@@ -9,20 +9,20 @@ from megarl.rewards.functions.code_cases import read_cases
 from megarl.rewards.functions.code_programs import Trial, last_block, long_integers
 from megarl.rewards.functions.final_answers import answering_text
 from megarl.sandbox.sandbox_fusion import AnySandbox
+from megarl.tracking.metric_rows import PER_SAMPLE, MetricRow
 from megarl.types import Reward
 
-METRICS = {
-    "reward/code/passed": ("share", "passed tests, mean over samples"),
-    "reward/code/wrong": ("share", "tests with a wrong output"),
-    "reward/code/runtime_errors": ("share", "tests that ended with an error"),
-    "reward/code/timeouts": ("share", "tests that took too long"),
-    "reward/code/unrun": ("share", "tests not run, after a failed one or without a program"),
-    "reward/code/judge_errors": ("share", "tests counted as wrong because the comparison raised an error"),
-    "reward/code/wall_timeouts": ("share", "tests exceeding the wall-clock limit"),
-    "reward/code/cpu_seconds": ("seconds", "CPU time of a sample's tests, mean"),
-    "reward/code/retries": ("count", "retried requests to a sandbox's server, mean over samples"),
-}
-"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
+METRICS = (
+    MetricRow("reward/code/passed", "share", "passed tests", PER_SAMPLE),
+    MetricRow("reward/code/wrong", "share", "tests with a wrong output"),
+    MetricRow("reward/code/runtime_errors", "share", "tests that ended with an error"),
+    MetricRow("reward/code/timeouts", "share", "tests that took too long"),
+    MetricRow("reward/code/unrun", "share", "tests not run, after a failed one or without a program"),
+    MetricRow("reward/code/judge_errors", "share", "tests counted as wrong because the comparison raised an error"),
+    MetricRow("reward/code/wall_timeouts", "share", "tests exceeding the wall-clock limit"),
+    MetricRow("reward/code/cpu_seconds", "seconds", "CPU time of a sample's tests, mean"),
+    MetricRow("reward/code/retries", "count", "retried requests to a sandbox's server", PER_SAMPLE),
+)
 
 
 @long_integers()

@@ -28,6 +28,7 @@ from megarl.rewards.functions.function_score import FunctionScore
 from megarl.rewards.scoring.calling import Sample
 from megarl.rewards.scoring.results import check_result
 from megarl.rewards.scoring.reward_process import Failure
+from megarl.tracking.metric_rows import MetricRow
 from megarl.types import ConfigError
 
 MAX_ANSWER_BYTES = 4 << 20
@@ -35,18 +36,17 @@ _MAX_PAUSE_SECONDS = 60.0
 _SHOWN_CHARACTERS = 300
 # HTTP status codes of a busy server: request timeout, too early, too many requests.
 _BUSY = (408, 425, 429)
-METRICS = {
-    "reward/NAME/calls": ("count", "HTTP requests to a scoring server"),
-    "reward/NAME/retries": ("count", "retries of requests"),
-    "reward/NAME/errors": ("count", "requests ending with an error"),
-    "reward/NAME/timeouts": ("count", "requests without an answer in time"),
-    "reward/NAME/parse_errors": ("count", "answers without a readable score"),
-    "reward/NAME/cancelled": ("count", "requests aborted because the sample was aborted"),
-    "reward/NAME/substituted": ("count", "samples with the function's parse_error_score"),
-}
-"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
+METRICS = (
+    MetricRow("reward/NAME/calls", "count", "HTTP requests to a scoring server"),
+    MetricRow("reward/NAME/retries", "count", "retries of requests"),
+    MetricRow("reward/NAME/errors", "count", "requests ending with an error"),
+    MetricRow("reward/NAME/timeouts", "count", "requests without an answer in time"),
+    MetricRow("reward/NAME/parse_errors", "count", "answers without a readable score"),
+    MetricRow("reward/NAME/cancelled", "count", "requests aborted because the sample was aborted"),
+    MetricRow("reward/NAME/substituted", "count", "samples with the function's parse_error_score"),
+)
 
-_COUNTED = tuple(name.rpartition("/")[2] for name in METRICS)
+_COUNTED = tuple(row.name.rpartition("/")[2] for row in METRICS)
 COUNTED_FOR: ContextVar[str] = ContextVar("COUNTED_FOR", default="training")
 """Whether calls to scoring servers count as `training` or `evaluation`. Both may run at the same time."""
 

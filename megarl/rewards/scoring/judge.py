@@ -16,6 +16,7 @@ from megarl.rewards.functions.function_score import FunctionScore
 from megarl.rewards.scoring.calling import Sample
 from megarl.rewards.scoring.http_rewards import ServedReward
 from megarl.thoughts import without_thoughts
+from megarl.tracking.metric_rows import MetricRow
 from megarl.types import DataError
 
 PROMPT = """You are given a question, its gold answer and a solution that somebody wrote. Judge whether the solution's
@@ -49,13 +50,12 @@ _PATTERN_SECONDS = 1.0
 """Time limit, in seconds, for matching a recipe's regular expression. A slow one would block the event loop."""
 _NUMBER = r"[+-]?\d{1,9}(?:\.\d{1,9})?"
 
-METRICS = {
-    "reward/NAME/prompt_tokens": ("tokens", "prompts to a judge"),
-    "reward/NAME/completion_tokens": ("tokens", "answers of a judge"),
-    "reward/NAME/dollars": ("dollars", "cost of a judge's answers, by the function's dollars_per_million"),
-    "reward/NAME/unmetered": ("count", "answers of a judge without token counts"),
-}
-"""Metrics of the judge: unit and meaning by metric name. `megarl metrics` lists them."""
+METRICS = (
+    MetricRow("reward/NAME/prompt_tokens", "tokens", "prompts to a judge"),
+    MetricRow("reward/NAME/completion_tokens", "tokens", "answers of a judge"),
+    MetricRow("reward/NAME/dollars", "dollars", "cost of a judge's answers, by the function's dollars_per_million"),
+    MetricRow("reward/NAME/unmetered", "count", "answers of a judge without token counts"),
+)
 
 
 class Judge(ServedReward[JudgeConfig]):

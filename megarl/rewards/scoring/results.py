@@ -18,27 +18,27 @@ from typing import Any, TypeVar
 
 from megarl.rewards import metric_name
 from megarl.rewards.functions.function_score import FunctionScore
+from megarl.tracking.metric_rows import MetricRow
 from megarl.types import Judging, Reward, strongest
 
-METRICS = {
-    "reward/NAME/mean": (
+METRICS = (
+    MetricRow(
+        "reward/NAME/{mean,std,min,max}",
         "score",
-        "score of a reward function, without its weight, mean over the samples scored by it",
+        "score of a reward function, without its weight, over the samples scored by it",
     ),
-    "reward/NAME/std": ("score", "standard deviation of a reward function's scores"),
-    "reward/NAME/min": ("score", "least score of a reward function"),
-    "reward/NAME/max": ("score", "largest score of a reward function"),
-    "reward/NAME/unscored": ("share", "samples without a score of the function"),
-    "reward/unscored": ("count", "samples without a score of any function"),
-    "reward/source/SOURCE/count": ("count", "scored samples of a data source (reward.source_field)"),
-    "reward/source/SOURCE/mean": ("score", "reward of a data source's samples, mean"),
-    "reward/source/SOURCE/accuracy": ("share", "right answers of a data source, if all its answers are judged"),
-    "reward/source/SOURCE/unjudged": ("share", "unjudged answers of a data source, instead of accuracy"),
-    "reward/source/SOURCE/format_valid": ("share", "answers of a data source in a valid format"),
-    "reward/source/SOURCE/FUNCTION": ("score", "score of a reward function in a data source, mean"),
-    "reward/NAME/OWN": ("own", "a metric of the function itself, mean over the samples with it"),
-}
-"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
+    MetricRow("reward/NAME/unscored", "share", "samples without a score of the function"),
+    MetricRow("reward/unscored", "count", "samples without a score of any function"),
+    MetricRow("reward/source/SOURCE/count", "count", "scored samples of a data source (reward.source_field)"),
+    MetricRow("reward/source/SOURCE/mean", "score", "reward of a data source's samples, mean"),
+    MetricRow(
+        "reward/source/SOURCE/accuracy", "share", "right answers of a data source, if all its answers are judged"
+    ),
+    MetricRow("reward/source/SOURCE/unjudged", "share", "unjudged answers of a data source, instead of accuracy"),
+    MetricRow("reward/source/SOURCE/format_valid", "share", "answers of a data source in a valid format"),
+    MetricRow("reward/source/SOURCE/FUNCTION", "score", "score of a reward function in a data source, mean"),
+    MetricRow("reward/NAME/OWN", "own", "a metric of the function itself, mean over the samples with it"),
+)
 MAX_SOURCES = 50
 """Maximum number of data sources with metrics of their own."""
 _OTHER_SOURCES = "other"

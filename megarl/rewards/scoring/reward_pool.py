@@ -28,15 +28,16 @@ from megarl.rewards.scoring.reward_process import (
     server_settings,
 )
 from megarl.terminal import FirstOfEachKind
+from megarl.tracking.metric_rows import MetricRow
 from megarl.types import PeerLostError, Reward
 
-METRICS = {
-    "reward/lost_processes": (
+METRICS = (
+    MetricRow(
+        "reward/lost_processes",
         "count",
         "reward processes that ended while scoring a sample, retried once in a fresh process",
     ),
-}
-"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
+)
 
 
 _MAX_LOST = 2

@@ -26,20 +26,32 @@ from megarl.rewards import metric_name
 from megarl.rollout.step.rl_batch import RLBatch
 from megarl.rollout.step.scoring import corrects_in_update
 from megarl.rollout.step.step_metrics import metrics_by_version
+from megarl.tracking.metric_rows import PER_TOKEN, MetricRow
 from megarl.types import ConfigError
 
-METRICS = {
-    "advantages/groups_below_k": (
+METRICS = (
+    MetricRow(
+        "advantages/groups_below_k",
         "count",
-        "groups without an advantage under pass_at_k: fewer than algorithm.pass_k of their attempts were scored",
+        "groups without an advantage: fewer than algorithm.pass_k of their attempts were scored",
+        condition="algorithm.advantage=pass_at_k",
     ),
-    "critic/value": ("score", "the critic's values, mean over tokens"),
-    "critic/return": ("score", "training targets of the critic, mean over tokens"),
-    "critic/explained": ("share", "variance of the returns explained by the values"),
-    "entropy/threshold": ("nats", "lowest entropy of a token kept by algorithm.entropy_top_share"),
-    "entropy/kept": ("share", "trained tokens kept by algorithm.entropy_top_share; more than that with ties"),
-}
-"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
+    MetricRow("critic/value", "score", "the critic's values", PER_TOKEN),
+    MetricRow("critic/return", "score", "training targets of the critic", PER_TOKEN),
+    MetricRow("critic/explained", "share", "variance of the returns explained by the values"),
+    MetricRow(
+        "entropy/threshold",
+        "nats",
+        "lowest entropy of a token that has a policy loss",
+        condition="algorithm.entropy_top_share",
+    ),
+    MetricRow(
+        "entropy/trained_share",
+        "share",
+        "trained tokens that have a policy loss; ties at the threshold may exceed the share",
+        condition="algorithm.entropy_top_share",
+    ),
+)
 
 
 def weigh(batch: RLBatch, recipe: Recipe, weight_version: int, kl_coefficient: float) -> dict[str, float]:
@@ -145,7 +157,7 @@ def keep_highest_entropies(batch: RLBatch, algorithm: AlgorithmConfig) -> dict[s
     """Restrict the policy loss to the tokens of highest entropy, if algorithm.entropy_top_share is set.
 
     Sets the importance weights of all other tokens to zero, because they multiply the policy loss. Call it after
-    `compute_importance_weights`. Returns the metrics `entropy/threshold` and `entropy/kept`.
+    `compute_importance_weights`. Returns the metrics `entropy/threshold` and `entropy/trained_share`.
     """
     share, mask = algorithm.entropy_top_share, torch.from_numpy(batch.loss_mask)
     if share is None or not mask.any():
@@ -154,7 +166,7 @@ def keep_highest_entropies(batch: RLBatch, algorithm: AlgorithmConfig) -> dict[s
     is_kept, threshold = highest_entropy_mask(torch.from_numpy(batch.entropies), mask, share=share)
     weights = batch.per_token.get("importance_weights", batch.loss_mask.astype(np.float32))
     batch.per_token["importance_weights"] = np.where(is_kept.numpy(), weights, np.float32(0))
-    return {"entropy/threshold": float(threshold), "entropy/kept": float(is_kept.sum() / mask.sum())}
+    return {"entropy/threshold": float(threshold), "entropy/trained_share": float(is_kept.sum() / mask.sum())}
 
 
 def _scores(batch: RLBatch, recipe: Recipe) -> Tensor:

@@ -18,13 +18,15 @@ from megarl.data.preferences import with_score_masks
 from megarl.data.token_batch import TokenBatch
 from megarl.rollout.state import flatten
 from megarl.rollout.step.rl_batch import RLBatch
+from megarl.tracking.metric_rows import MetricRow
 from megarl.types import Group, Segment, Trajectory
 
-METRICS = {
-    "reward/model": ("score", "score of the reward model before clipping and weighting, mean"),
-    "reward/model_std": ("score", "standard deviation of the reward model's scores before clipping and weighting"),
-}
-"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
+METRICS = (
+    MetricRow("reward/model", "score", "score of the reward model before clipping and weighting, mean"),
+    MetricRow(
+        "reward/model_std", "score", "standard deviation of the reward model's scores before clipping and weighting"
+    ),
+)
 
 Forward = Callable[[TokenBatch], Awaitable[np.ndarray]]
 """Async function computing the trainer's log-probs of a batch: float32 [tokens], or [2, tokens] with entropies."""

@@ -15,81 +15,76 @@ from megarl.data.formats import value_at
 from megarl.rewards.scoring.results import accuracy_metrics, by_source_name, function_metrics, source_metrics
 from megarl.rollout.state import flatten
 from megarl.rollout.step.rl_batch import RLBatch
+from megarl.tracking.metric_rows import PER_ATTEMPT, MetricRow
 from megarl.types import Ended, Group, Reward, Trajectory
 
-METRICS = {
-    "reward/mean": ("score", "reward of the step's samples, mean"),
-    "reward/std": ("score", "standard deviation of the samples' rewards"),
-    "reward/min": ("score", "least reward of the step's samples"),
-    "reward/max": ("score", "largest reward of the step's samples"),
-    "reward/accuracy": ("share", "scored samples with a right answer; only if all have a verdict (judges_answer)"),
-    "reward/unjudged": ("share", "scored samples without a verdict on their answer; then reward/accuracy is absent"),
-    "reward/format_valid": ("share", "scored samples with a valid format"),
-    "reward/zero_variance_groups": ("share", "groups with all rewards equal: no learning signal"),
-    "rollout/completion_tokens/mean": ("tokens", "sampled tokens of an attempt, mean"),
-    "rollout/completion_tokens/max": ("tokens", "sampled tokens of an attempt, the most"),
-    "rollout/prompt_tokens/mean": ("tokens", "first prompt of an attempt, mean"),
-    "rollout/prompt_tokens/max": ("tokens", "first prompt of an attempt, the most"),
-    "rollout/truncated": ("share", "attempts ended by the length limit"),
-    "rollout/temperature": ("1", "sampling temperature, mean over attempts"),
-    "rollout/turns/mean": ("completions", "completions of an attempt, mean"),
-    "rollout/turns/max": ("completions", "completions of an attempt, the most"),
-    "rollout/turn_tokens/mean": ("tokens", "sampled tokens of a completion, mean"),
-    "rollout/turn_tokens/max": ("tokens", "sampled tokens of a completion, the most"),
-    "rollout/observed_tokens/mean": ("tokens", "tokens added to an attempt by environment and tools, mean"),
-    "rollout/observed_tokens/max": ("tokens", "tokens added to an attempt by environment and tools, the most"),
-    "rollout/segments/mean": ("sequences", "training sequences per attempt, mean"),
-    "rollout/forks": (
+METRICS = (
+    MetricRow("reward/{mean,std,min,max}", "score", "reward of the step's samples"),
+    MetricRow(
+        "reward/accuracy", "share", "scored samples with a right answer; only if all have a verdict (judges_answer)"
+    ),
+    MetricRow(
+        "reward/unjudged", "share", "scored samples without a verdict on their answer; then reward/accuracy is absent"
+    ),
+    MetricRow("reward/format_valid", "share", "scored samples with a valid format"),
+    MetricRow("reward/zero_variance_groups", "share", "groups with all rewards equal: no learning signal"),
+    MetricRow("rollout/completion_tokens/{mean,max}", "tokens", "sampled tokens of an attempt"),
+    MetricRow("rollout/prompt_tokens/{mean,max}", "tokens", "first prompt of an attempt"),
+    MetricRow("rollout/truncated", "share", "attempts ended by the length limit"),
+    MetricRow("rollout/temperature", "1", "sampling temperature", PER_ATTEMPT),
+    MetricRow("rollout/turns/{mean,max}", "completions", "completions of an attempt"),
+    MetricRow("rollout/turn_tokens/{mean,max}", "tokens", "sampled tokens of a completion"),
+    MetricRow("rollout/observed_tokens/{mean,max}", "tokens", "tokens added to an attempt by environment and tools"),
+    MetricRow("rollout/segments/mean", "sequences", "training sequences per attempt, mean"),
+    MetricRow(
+        "rollout/forks",
         "count",
         "how often an attempt's prompt did not extend its earlier tokens and began a new sequence",
     ),
-    "rollout/restarted": ("count", "how often attempts were restarted from the beginning"),
-    "rollout/ended/WHY": ("share", "attempts ended for this reason: done, length, error and so on"),
-    "rollout/errors/KIND": ("count", "attempts ended by an error of this kind"),
-    "rollout/kept_tokens/mean": (
+    MetricRow("rollout/restarted", "count", "how often attempts were restarted from the beginning"),
+    MetricRow("rollout/ended/WHY", "share", "attempts ended for this reason: done, length, error and so on"),
+    MetricRow("rollout/errors/KIND", "count", "attempts ended by an error of this kind"),
+    MetricRow(
+        "rollout/candidates_left/{mean,max}",
         "tokens",
-        "candidate tokens left by top-p, top-k and min-p, mean over positions where any was cut",
+        "candidate tokens left by top-p, top-k and min-p, over positions where any was cut",
     ),
-    "rollout/kept_tokens/max": (
-        "tokens",
-        "candidate tokens left by top-p, top-k and min-p, the most over positions where any was cut",
+    MetricRow(
+        "rollout/candidates_left_bytes", "bytes", "size of the recorded candidate sets left by top-p, top-k and min-p"
     ),
-    "rollout/kept_tokens_bytes": ("bytes", "size of the recorded candidate sets left by top-p, top-k and min-p"),
-    "time/engine_wait_seconds/mean": (
+    MetricRow(
+        "time/engine_wait_seconds/{mean,max}",
         "seconds",
-        "how long an attempt waited for completions (after a resume, since then), mean",
+        "how long an attempt waited for completions (after a resume, since then)",
     ),
-    "time/engine_wait_seconds/max": ("seconds", "how long an attempt waited for completions, the longest"),
-    "time/environment_wait_seconds/mean": ("seconds", "how long an attempt waited for its environment, mean"),
-    "time/environment_wait_seconds/max": ("seconds", "how long an attempt waited for its environment, the longest"),
-    "staleness/mean": (
+    MetricRow("time/environment_wait_seconds/{mean,max}", "seconds", "how long an attempt waited for its environment"),
+    MetricRow(
+        "staleness/{mean,max}",
         "versions",
-        "weight versions between a trajectory's oldest token and the weights it updates, mean",
+        "weight versions between a trajectory's oldest token and the weights it updates",
     ),
-    "staleness/max": (
-        "versions",
-        "weight versions between a trajectory's oldest token and the weights it updates, the most",
-    ),
-    "staleness/tokens/age_N": (
+    MetricRow(
+        "staleness/tokens/age_N",
         "share",
         "trained tokens sampled by weights N versions before the step's; age_8 includes older ones",
     ),
-    "logprob_gap/mean/age_N": (
+    MetricRow(
+        "logprob_gap/mean/age_N",
         "nats",
         "distance of the trainer's log-probs before the update from the engine's at sampling, mean over tokens of an "
         "age; at age 0 the mismatch of the two programs, at higher ages also the training since then",
     ),
-    "logprob_gap/k3/age_N": ("nats", "k3 estimate of the divergence of the sampling weights from the step's"),
-    "importance/ratio/age_N": ("ratio", "the step's probability of a token over that at sampling, mean"),
-    "importance/ess/age_N": ("share", "effective sample size of these ratios, before a correction clips them"),
-    "environment/SOURCE/share": ("share", "attempts of this source, in a mixture"),
-    "environment/OWN": (
+    MetricRow("logprob_gap/k3/age_N", "nats", "k3 estimate of the divergence of the sampling weights from the step's"),
+    MetricRow("importance/ratio/age_N", "ratio", "the step's probability of a token over that at sampling, mean"),
+    MetricRow("importance/ess/age_N", "share", "effective sample size of these ratios, before a correction clips them"),
+    MetricRow("environment/SOURCE/share", "share", "attempts of this source, in a mixture"),
+    MetricRow(
+        "environment/OWN",
         "own",
-        "a number reported by the environment itself, mean over the attempts having it; in a mixture also SOURCE/ "
-        "and any metric of rewards and rollouts for this source",
+        "a number reported by the environment itself, mean over the attempts having it; in a mixture also SOURCE/ and "
+        "any metric of rewards and rollouts for this source",
     ),
-}
-"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
+)
 
 OLDEST = 8
 """Largest staleness, in weight versions, with a metric of its own. Older tokens are counted there too."""
@@ -224,9 +219,9 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     if retained_sets:
         # Count 0: nothing was cut off at this position, or nothing was sampled.
         sizes = np.concatenate([kept.counts[kept.counts > 0] for kept in retained_sets])
-        metrics["rollout/kept_tokens/mean"] = float(sizes.mean())
-        metrics["rollout/kept_tokens/max"] = float(sizes.max())
-        metrics["rollout/kept_tokens_bytes"] = float(sum(kept.nbytes for kept in retained_sets))
+        metrics["rollout/candidates_left/mean"] = float(sizes.mean())
+        metrics["rollout/candidates_left/max"] = float(sizes.max())
+        metrics["rollout/candidates_left_bytes"] = float(sum(kept.nbytes for kept in retained_sets))
     for trajectory in trajectories:
         if trajectory.ended == "error" and trajectory.failure is not None:
             # A failure is "Kind: reason"; only the kind makes a bounded number of metrics.

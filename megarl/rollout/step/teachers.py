@@ -16,19 +16,21 @@ from megarl.config import DistillationConfig, Recipe
 from megarl.data.token_batch import TokenBatch
 from megarl.rollout.step.advantages import compute_advantages
 from megarl.rollout.step.rl_batch import RLBatch
+from megarl.tracking.metric_rows import MetricRow
 
-METRICS = {
-    "distillation/reverse_kl": (
+METRICS = (
+    MetricRow(
+        "distillation/reverse_kl",
         "nats",
         "log-prob of a sampled token by the policy minus its log-prob by the teacher, mean",
     ),
-    "distillation/unknown": (
+    MetricRow(
+        "distillation/unknown",
         "share",
         "sampled tokens excluded from training because the teacher's vocabulary lacks them",
     ),
-    "distillation/clipped": ("share", "tokens with a log-ratio clipped to distillation.max_log_ratio"),
-}
-"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
+    MetricRow("distillation/clipped", "share", "tokens with a log-ratio clipped to distillation.max_log_ratio"),
+)
 
 
 class Teachers:

@@ -17,13 +17,11 @@ from megarl.config import Recipe
 from megarl.data.token_batch import TokenBatch
 from megarl.platform.spans import span
 from megarl.rollout.step.rl_batch import RLBatch
+from megarl.tracking.metric_rows import MetricRow
 from megarl.tracking.metrics import Mean, Metric, merge, values
 from megarl.tracking.outcomes import StepOutcome, Update
 
-METRICS = {
-    "critic/NAME": ("as train/NAME", "the training metric NAME of the critic"),
-}
-"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
+METRICS = (MetricRow("critic/NAME", "as train/NAME", "the training metric NAME of the critic"),)
 
 
 class PolicyUpdates:

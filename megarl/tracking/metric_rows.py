@@ -1,0 +1,33 @@
+"""Declaration of metrics: the rows of a module's `METRICS`.
+
+`tracking.metric_table` collects the rows of all modules. It parses the modules and does not import them, so a row's
+values are literals or the constants below.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PER_ATTEMPT = "mean over attempts"
+PER_SAMPLE = "mean over samples"
+PER_TOKEN = "mean over tokens"
+ALL_RANKS = "sum over ranks"
+SLOWEST_RANK = "on the slowest rank"
+SINCE_RUN_BEGAN = "since the run began"
+
+STATISTICS = {"mean": "mean", "std": "standard deviation", "min": "smallest", "max": "largest"}
+"""Statistics in words, by the last part of a metric's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class MetricRow:
+    """A metric, or all metrics whose names match a pattern."""
+
+    name: str
+    """Words in capitals are placeholders, as in `val/SET/accuracy`. `turns/{mean,max}` stands for two metrics."""
+    unit: str
+    meaning: str
+    over: str = ""
+    """Statistic of the value, if the meaning does not say it: one of the constants above."""
+    condition: str = ""
+    """Recipe field needed for the metric: `weights.overlap` or `rollout.placement=separate`."""

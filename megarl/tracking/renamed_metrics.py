@@ -1,0 +1,66 @@
+"""Old names of metrics, for runs and checkpoints written before a metric was renamed.
+
+Whatever reads a run folder reads metrics under their current names: a report and a resumed run have one curve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+RENAMED = {
+    "curriculum/passed": "curriculum/skipped",
+    "entropy/kept": "entropy/trained_share",
+    "importance/cut": "importance/clipped_share",
+    "partial/kept_tokens": "staleness/old_tokens",
+    "rollout/attempts": "rollout/prompt_batches",
+    "rollout/beside_evaluation_tokens": "rollout/tokens_during_evaluation",
+    "rollout/given_up": "rollout/dropped_groups",
+    "rollout/held_seconds": "rollout/paused_seconds",
+    "rollout/kept": "rollout/groups_passing_filter",
+    "rollout/kept_tokens/max": "rollout/candidates_left/max",
+    "rollout/kept_tokens/mean": "rollout/candidates_left/mean",
+    "rollout/kept_tokens_bytes": "rollout/candidates_left_bytes",
+    "tools/truncated": "tools/shortened",
+}
+"""Current names of metrics by their old names."""
+
+_BY_SOURCE = {
+    old.removeprefix("rollout/"): new.removeprefix("rollout/")
+    for old, new in RENAMED.items()
+    if old.startswith(("curriculum/", "tools/", "rollout/kept_tokens"))
+}
+"""The renamed metrics that a mixture logs for each source too, as `environment/SOURCE/NAME`. The prefix `rollout/` is
+left out there."""
+
+
+def current_name(name: str) -> str:
+    """Return the current name of a logged metric, also of one for a source of a mixture."""
+    group, _, rest = name.partition("/")
+    source, _, metric = rest.partition("/")
+    if group == "environment" and metric in _BY_SOURCE:
+        return f"environment/{source}/{_BY_SOURCE[metric]}"
+    return RENAMED.get(name, name)
+
+
+def current_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return metrics by their current names.
+
+    A step logged before tools/truncated and tools/shortened became one has both. Their counts are added: each counted
+    the replies shortened to another limit. Null, for a number that was not finite, stays null.
+    """
+    current: dict[str, Any] = {}
+    for name, value in metrics.items():
+        new = current_name(name)
+        if new in current:
+            earlier = current[new]
+            current[new] = None if None in (earlier, value) else earlier + value
+        else:
+            current[new] = value
+    return current
+
+
+def renamed_error(name: str) -> str | None:
+    """Return what is wrong with naming a metric by its old name, and the new one; None if it has no newer name."""
+    new = current_name(name)
+    return None if new == name else f"{name} is an old name; write {new}"
