@@ -122,10 +122,10 @@ def gradient(folder: str) -> dict[str, Any]:
     """Return what one rank holds of the gradient of each tensor."""
     from dataclasses import replace
 
-    from megarl.training.objective import supervised
+    from megarl.training.objective import supervised_loss
 
     engine, _, pieces = invariance.build(invariance.recipe_of(Path(folder), {}), ONE_RANK, False)
-    engine.role = replace(engine.role, objective=supervised)
+    engine.role = replace(engine.role, objective=supervised_loss)
     engine.update([weighed(engine.shape.vocab_size)])
     # Megatron gives its parameters this attribute.
     gradients: dict[str, Any] = {name: value.main_grad for name, value in engine.parameters.items()}
@@ -181,13 +181,13 @@ def train_and_export(folder: str, parallel: ParallelConfig, out: str, has_value_
     from megarl.config import CriticConfig
     from megarl.families.shape import padded_vocab_size
     from megarl.reshard.layouts.megatron import megatron_layouts
-    from megarl.training.objective import critic_objective, supervised
+    from megarl.training.objective import critic_objective, supervised_loss
 
     recipe = invariance.recipe_of(Path(folder), {})
     # Weights that move further give log-probs so low that float32 rounds them to more than the limit.
     recipe = recipe.model_copy(update={"optimizer": recipe.optimizer.model_copy(update={"learning_rate": 5.0})})
     engine, _, pieces = invariance.build(recipe, parallel, has_value_head)
-    objective = critic_objective(CriticConfig(clip=None)) if has_value_head else supervised
+    objective = critic_objective(CriticConfig(clip=None)) if has_value_head else supervised_loss
     engine.role = replace(engine.role, objective=objective)
     shape = engine.shape
     batch = weighed(shape.vocab_size)

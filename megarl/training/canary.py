@@ -18,9 +18,8 @@ _MAX_TOKENS = 256
 
 
 def canary_rows(model: TrainingEngine) -> list[TokenBatch]:
-    """Return the canary batch: the smallest number of rows, each a sequence of random tokens of the vocabulary.
-
-    The recipe's seed determines the tokens. So they are the same on all replicas, in all steps and after a resume.
+    """Return the canary batch: the smallest number of rows, each a sequence of random tokens. They depend on the
+    recipe's seed only.
     """
     recipe = model.recipe
     length = min(_MAX_TOKENS, recipe.trainer.max_tokens_per_forward or recipe.trainer.max_tokens_per_microbatch)

@@ -12,10 +12,9 @@ from numpy.typing import NDArray
 
 
 def exchange_rows(values: NDArray[Any], num_sent: NDArray[np.int64], num_received: NDArray[np.int64]) -> NDArray[Any]:
-    """Send rows to all ranks, and return those received, in order of the ranks: [sum of num_received, ...].
+    """Send rows to all ranks, and return the received ones by rank: [sum of num_received, ...].
 
-    `values` [sum of num_sent, ...] are the rows for all ranks, in order. A collective over the world, from host to
-    host.
+    `values` [sum of num_sent, ...] are the rows for all ranks, in order. A collective over the world, between hosts.
     """
     row_bytes = values.itemsize * int(np.prod(values.shape[1:]))
     received = np.empty((int(num_received.sum()), *values.shape[1:]), values.dtype)
@@ -37,9 +36,9 @@ def fetch_values(
 ) -> NDArray[Any]:
     """Fetch values of spans of tokens (runs) from the ranks storing them: [tokens, ...], in order.
 
-    A collective over the world. `runs` [runs, 3] lists sequence number, first token and end of each span. `holders`
-    [runs] lists the rank storing each. `read_values` returns this rank's values for (rank, number, first, end).
-    `nothing` [0, ...] has the dtype and the trailing shape of the result.
+    A collective over the world. `runs` [runs, 3] lists sequence number, first token and end. `holders` [runs] are the
+    ranks storing them. `read_values` returns this rank's values for (rank, number, first, end). `nothing` [0, ...] has
+    the dtype and the trailing shape of the result.
     """
     world_size = dist.get_world_size()
     # `exchange_rows` expects rows in rank order.
@@ -67,8 +66,7 @@ def fetch_values(
 def token_runs(names: NDArray[np.int64], sequence: NDArray[np.int64], token: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the runs of consecutive tokens: [runs, names + 2], the sequence's names, first token and end.
 
-    `names` is [sequences, names]. `sequence` and `token`, both [tokens], are the index of each token's sequence and its
-    place there.
+    `names` is [sequences, names]. `sequence` and `token` [tokens] are each token's sequence and its place there.
     """
     is_next = (np.diff(sequence) == 0) & (np.diff(token) == 1)
     firsts = np.flatnonzero(np.concatenate([[True], ~is_next])[: len(token)])

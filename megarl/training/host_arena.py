@@ -1,4 +1,4 @@
-"""Host memory of a rank for tensors that leave the device: one arena, page-locked in the background from its start on.
+"""Host memory of a rank for tensors that leave the device: one arena, page-locked in the background.
 
 torch's allocator page-locks each tensor alone when it first leaves, and rounds its size up to a power of two.
 """
@@ -21,8 +21,7 @@ from megarl.platform.memory.host_memory import available_bytes
 from megarl.types import ConfigError
 
 CHUNK_BYTES = 256 << 20
-"""Bytes page-locked by one call: about 0.16 s on an H200's host. A rank waits at most so long for another one's turn,
-and for memory that it does not need yet."""
+"""Bytes page-locked by one call: about 0.16 s on an H200's host. A rank waits for another's turn at most this long."""
 ALIGNMENT = 64
 """Copies start at multiples of a cache line, so any dtype can view them."""
 
@@ -37,15 +36,15 @@ class _Chunk:
 
 @dataclass(slots=True)
 class _Mapping:
-    """Contiguous memory [bytes] from the system, in chunks. The first `taken` bytes belong to copies."""
+    """Contiguous memory [bytes] from the system, in chunks. The first `num_used` bytes belong to copies."""
 
     memory: Tensor
     chunks: Sequence[_Chunk]
-    taken: int = 0
+    num_used: int = 0
 
     @property
     def free(self) -> int:
-        return self.memory.nbytes - self.taken
+        return self.memory.nbytes - self.num_used
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +65,7 @@ class HostArena:
         """Reserve memory and start to lock it.
 
         `num_bytes` is the size of all copies, each rounded up by `aligned_bytes`. Raises ConfigError if the machine has
-        less memory.
+        less.
         """
         self._chunk_bytes = chunk_bytes
         self._mappings: list[_Mapping] = []
@@ -82,9 +81,8 @@ class HostArena:
             self._background = background.begin(lambda: self._lock_all(chunks))
 
     def take(self, sizes: Sequence[int]) -> list[HostCopy]:
-        """Return memory for copies of these sizes in bytes. If the arena is too small, it grows once for all of them.
-
-        Copies are given back all together, by `close`.
+        """Return memory for copies of these sizes in bytes; `close` releases it. If the arena is too small, it grows
+        once.
         """
         copies: list[HostCopy] = []
         for index, size in enumerate(sizes):
@@ -94,14 +92,14 @@ class HostArena:
         return copies
 
     def wait_for(self, copy: HostCopy) -> None:
-        """Return once all of a copy's memory is page-locked. Raises MegarlError if the system refuses to lock it."""
+        """Return once all of a copy's memory is page-locked. Raises MegarlError if the system refuses."""
         for chunk in copy.chunks:
             self._lock_chunk(chunk)
 
     def close(self) -> None:
         """Release the page lock of all memory. The locking thread stops after its current chunk.
 
-        Call it only after all copies from and to the GPU are complete.
+        All copies from and to the GPU must be complete.
         """
         self._is_closed = True
         if self._background is not None:
@@ -136,8 +134,8 @@ class HostArena:
 
     def _cut(self, num_bytes: int) -> HostCopy:
         mapping = self._mappings[-1]
-        start, stop = mapping.taken, mapping.taken + num_bytes
-        mapping.taken += aligned_bytes(num_bytes)
+        start, stop = mapping.num_used, mapping.num_used + num_bytes
+        mapping.num_used += aligned_bytes(num_bytes)
         first, last = start // self._chunk_bytes, -(-stop // self._chunk_bytes)
         return HostCopy(mapping.memory[start:stop], mapping.chunks[first:last])
 

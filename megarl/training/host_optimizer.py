@@ -1,8 +1,8 @@
 """Adam with its state in host memory, and its step on the CPU, for a fraction of the parameters.
 
-It uses Megatron's `HybridDeviceOptimizer`. Gradients of this fraction are copied to the host. torch's fused Adam steps
-there on float32 copies of the weights, and the new weights are copied back. Main weights and moments of the other
-parameters stay on the device. Statements about its internals refer to Megatron-Core 0.16.1, optimizer/cpu_offloading.
+Megatron's `HybridDeviceOptimizer` copies gradients of this fraction to the host. torch's fused Adam steps there on
+float32 copies of the weights; the new weights are copied back. Statements about its internals refer to Megatron-Core
+0.16.1, optimizer/cpu_offloading.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SETTINGS = (
     "pin_cpu_params",
     "overlap_cpu_optimizer_d2h_h2d",
 )
-"""Settings of Megatron's `HybridDeviceOptimizer` in its parameter groups, in addition to Adam's."""
+"""Settings of `HybridDeviceOptimizer` in its parameter groups, in addition to Adam's."""
 
 
 def set_host_fraction(settings: OptimizerConfig, fraction: float) -> None:
@@ -46,14 +46,11 @@ def set_host_fraction(settings: OptimizerConfig, fraction: float) -> None:
 
 
 def is_hybrid(optimizer: Any) -> bool:
-    """Return whether a Megatron optimizer has some or all of its state in host memory."""
     return isinstance(optimizer.optimizer, HybridDeviceOptimizer)
 
 
 def allocate_moments(optimizer: Any) -> None:
-    """Allocate the state of an optimizer before its first step, all zeros. Megatron's `dummy_step` would change the
-    weights.
-    """
+    """Allocate an optimizer's state before its first step, as zeros: Megatron's `dummy_step` changes weights."""
     inner = optimizer.optimizer
     for part in inner.sub_optimizers:
         for parameter in _parameters(part):
@@ -66,7 +63,7 @@ def allocate_moments(optimizer: Any) -> None:
 
 
 def set_step(optimizer: Any, step: int) -> None:
-    """Set Adam's step count, used for bias correction, wherever its parts store it."""
+    """Set Adam's step count, wherever the optimizer's parts store it."""
     for part in optimizer.optimizer.sub_optimizers:
         if _is_torch(part):
             for parameter in _parameters(part):
@@ -78,7 +75,7 @@ def set_step(optimizer: Any, step: int) -> None:
 
 
 def without_settings(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a distributed optimizer's state without the settings that exist only if a part of it is in host memory."""
+    """Return a distributed optimizer's state without the settings of `HybridDeviceOptimizer`."""
     inner = state["optimizer"]
     # A checkpoint must not depend on the host fraction: it is read with and without one.
     groups = [

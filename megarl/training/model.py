@@ -29,11 +29,11 @@ from megarl.models.policy import PackedModel, evaluating
 from megarl.platform import device
 from megarl.reshard.layouts.megatron import chunk_prefix
 from megarl.training.host_arena import HostArena
-from megarl.training.microbatch import Microbatch, unpack_row, whole_row
 from megarl.training.model_parts import ModelParts
 from megarl.training.replica import Replica
-from megarl.training.row_feeds import RowFeed, feeds_of
-from megarl.training.rows import make_microbatch
+from megarl.training.rows.choice import make_microbatch
+from megarl.training.rows.feeds import RowFeed, feeds_of
+from megarl.training.rows.microbatch import Microbatch, unpack_row, whole_row
 from megarl.training.stage_shapes import StageCommunicator, stage_groups
 
 LoadWeights = Callable[[Mapping[str, Tensor]], None]
@@ -46,8 +46,7 @@ class ModelShard:
     """One rank's shard of a model: the chunks of this pipeline stage, one or `parallel.vpp` of them.
 
     All ranks build it together; the first model also creates Megatron's process groups. Every method is a collective
-    over the trainer's ranks. `load_weights` fills the parameters. With a `replica` (the ranks of a data-parallel
-    replica), only its first rank receives rows. `parts` are the model's optional parts.
+    over the trainer's ranks. `load_weights` fills the parameters. With a `replica`, only its first rank receives rows.
     """
 
     def __init__(
@@ -93,7 +92,6 @@ class ModelShard:
         )
 
     def _head_settings(self) -> dict[str, Any]:
-        """Return the arguments of a `PolicyModel` that concern its head."""
         recipe, is_gpu = self.recipe, self.device.type == "cuda"
         return {
             "logprob_chunk_tokens": logprob_chunk_tokens(recipe, self.shape, self.parallel, is_gpu=is_gpu),
@@ -106,7 +104,7 @@ class ModelShard:
 
     @property
     def models(self) -> Sequence[torch.nn.Module]:
-        """The modules that Megatron's schedule runs: the model chunks, or wrappers around them."""
+        """The modules for Megatron's schedule: the model chunks, or wrappers around them."""
         return self.chunks
 
     @property
@@ -120,10 +118,7 @@ class ModelShard:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Return parameters and saved buffers [*shape] on this rank, by their names in Megatron's layout.
-
-        Buffers are not trained, but they belong to the model: the biases of a router, for example.
-        """
+        """Parameters and saved buffers [*shape] on this rank, by Megatron's names. A router's bias is such a buffer."""
         return self.parameters | {
             chunk_prefix(index, len(self.chunks)) + name: buffer
             for index, chunk in enumerate(self.chunks)
@@ -132,9 +127,8 @@ class ModelShard:
 
     @property
     def reports(self) -> bool:
-        """Whether this rank returns results of its data-parallel replica.
-
-        These ranks are the last stage's first tensor-parallel rank, for each context-parallel part.
+        """Whether this rank returns results of its replica: the last stage's first tensor-parallel rank does, for each
+        context-parallel part.
         """
         return parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
 
@@ -142,14 +136,14 @@ class ModelShard:
         """Compute log-probs of every token of this replica's rows, or a critic's values before each token.
 
         All ranks of the replica receive `rows`. With `replica`, only its first rank does, and the others pass None.
-        Returns a float32 array [tokens of the row] per row. Ranks without results to report (`reports`) return None.
+        Returns float32 [tokens] per row, or None on ranks that do not report.
         """
-        found = self._outputs(rows, 1)
-        return None if found is None else [values for [values] in found]
+        outputs = self._outputs(rows, 1)
+        return None if outputs is None else [values for [values] in outputs]
 
     def _outputs(self, rows: Sequence[TokenBatch] | None, count: int) -> list[NDArray[np.float32]] | None:
-        """Return the first `count` output values of each token, [count, tokens] per row; otherwise like `forward`."""
-        outputs = self.run_forward(self.shared(rows), partial(_kept_output, count=count))
+        """Return the first `count` output values of each token, [count, tokens] per row. Arguments as in `forward`."""
+        outputs = self.run_forward(self.share_rows(rows), partial(_kept_output, count=count))
         if not self.reports:
             return None
         rows_values = [whole_row(values.T, batch.row) for values, batch in outputs]
@@ -157,20 +151,18 @@ class ModelShard:
         on_host = torch.cat(rows_values).float().cpu().numpy()
         ends = np.cumsum([len(values) for values in rows_values])
         return [
-            np.stack([unpack_row(one, batch.lengths, batch.padded) for one in values.T])
+            np.stack([unpack_row(token_values, batch.lengths, batch.padded) for token_values in values.T])
             for values, (_, batch) in zip(np.split(on_host, ends[:-1]), outputs, strict=True)
         ]
 
     def run_forward(self, rows: Sequence[TokenBatch], of_row: Callable[..., Any]) -> list[Any]:
-        """Run the rows through the model in evaluation mode, without gradients. `of_row` is called with each row's
-        output.
-        """
+        """Run the rows through the model in evaluation mode, without gradients. `of_row` gets each row's output."""
         faults.reach("logprobs")
         with torch.no_grad(), evaluating(self.chunks):
             return get_forward_backward_func()(**self.passes(rows, of_row, forward_only=True))
 
-    def shared(self, rows: Sequence[TokenBatch] | None) -> Sequence[TokenBatch]:
-        """Return the rows that this rank processes. They were passed to the first rank of its data-parallel replica."""
+    def share_rows(self, rows: Sequence[TokenBatch] | None) -> Sequence[TokenBatch]:
+        """Return this replica's rows, passed to its first rank."""
         if self._replica is not None:
             return self._replica.share(rows)
         assert rows is not None
@@ -182,7 +174,7 @@ class ModelShard:
         return self.parallel.tp if self.sequence_parallel else 1
 
     def _stage_arguments(self, batches: Sequence[Microbatch]) -> dict[str, Any]:
-        """Return the arguments of Megatron's schedules for exchanges between pipeline stages; none for one stage."""
+        """Return the schedule's arguments for exchanges between pipeline stages; none for one stage."""
         if self.parallel.pp == 1:
             return {}
         hidden_size = self.config.hidden_size
@@ -193,7 +185,6 @@ class ModelShard:
         }
 
     def _microbatches(self, rows: Sequence[TokenBatch]) -> list[Microbatch]:
-        """Return this rank's part of each row, as tensors."""
         return [
             make_microbatch(
                 row,
@@ -207,7 +198,6 @@ class ModelShard:
         ]
 
     def release_feeds(self) -> None:
-        """Free what the feeds hold on the device for the passes that are over."""
         for feed in (*self.feeds, *self.update_feeds):
             feed.release()
 
@@ -216,8 +206,8 @@ class ModelShard:
     ) -> dict[str, Any]:
         """Return the arguments of Megatron's forward and backward schedule for these rows.
 
-        On the last stage, the schedule returns one result per row of `of_row(output, batch=Microbatch)`: a `RowLoss`,
-        or anything with `forward_only`.
+        On the last stage, the schedule returns `of_row(output, batch=Microbatch)` per row: a `RowLoss`, or anything
+        with `forward_only`.
         """
         batches = self._microbatches(rows)
         feeds = self.feeds if forward_only else [*self.feeds, *self.update_feeds]
@@ -258,11 +248,10 @@ class ModelShard:
 class FrozenModel(ModelShard):
     """A model never trained, such as a reference or a reward model. Between passes it is in host memory.
 
-    `has_moved` says that its weights differ from those of its folder: the policy's were mixed into them.
+    `has_moved`: its weights differ from those of its folder, because the policy's were mixed into them.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Build the model, and move it to host memory. Arguments are those of `ModelShard`."""
         super().__init__(*args, **kwargs)
         self.has_moved = False
         if self.device.type != "cpu":
@@ -274,7 +263,7 @@ class FrozenModel(ModelShard):
         return [parameter for chunk in self.chunks for parameter in chunk.parameters()]
 
     def _move_to_host(self) -> None:
-        """Replace the parameters by copies in the arena, which is page-locked: copying back is fast."""
+        """Replace the parameters by copies in the page-locked arena: copying back is fast."""
         parameters = self._own_parameters()
         copies = self.arena.take([parameter.nbytes for parameter in parameters])
         for parameter, copy in zip(parameters, copies, strict=True):
@@ -284,10 +273,7 @@ class FrozenModel(ModelShard):
 
     @contextmanager
     def in_memory(self, *, is_changed: bool = False) -> Iterator[None]:
-        """Context in which the model is on the device.
-
-        Parameters are copied back to the host only with `is_changed`.
-        """
+        """Context in which the model is on the device. Only `is_changed` copies parameters back to the host."""
         # The host copies keep their memory and values; only the device copies are dropped. This saves a copy back per
         # pass.
         host = [(parameter, parameter.data) for parameter in self._own_parameters()]
@@ -309,21 +295,20 @@ class FrozenModel(ModelShard):
             return super().forward(rows)
 
     def move_towards(self, tensors: Mapping[str, Tensor], share: float) -> None:
-        """Mix other weights into the model, in float32: each parameter or buffer becomes share * tensor + (1 - share) *
-        itself.
+        """Mix other weights into the model, in float32: each tensor becomes share * tensor + (1 - share) * itself.
 
-        `tensors` [*shape] belong to a model of the same shape and layout, by the same names. Source: TR-DPO
-        (Gorbatovski et al. 2024, arXiv 2404.09656, eq. 3 and 4: the soft update, and the hard one at share 1).
+        `tensors` [*shape] belong to a model of the same shape and parallel sizes, by name. Source: TR-DPO (Gorbatovski
+        et al. 2024, arXiv 2404.09656, eq. 3 and 4: the soft update, and the hard one at share 1).
         """
         with torch.no_grad():
-            for name, own in self.tensors.items():
-                other = tensors[name]
-                own.copy_(torch.lerp(own.to(other.device).float(), other.float(), share))
+            for name, values in self.tensors.items():
+                target = tensors[name]
+                values.copy_(torch.lerp(values.to(target.device).float(), target.float(), share))
         self.has_moved = True
 
 
 def saved_buffers(chunk: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the buffers [*shape] of a model chunk belonging to its checkpoint, with their names."""
+    """Yield the buffers [*shape] of a chunk that belong to its checkpoint, with their names."""
     for path, module in chunk.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
@@ -363,8 +348,5 @@ def _mark_expert_bias(bias: Any) -> None:
 
 
 def _kept_output(output: Tensor, batch: Microbatch, non_loss_data: bool, *, count: int) -> tuple[Tensor, Microbatch]:
-    """Return the first `count` rows of a model's output [values, tokens], with the microbatch.
-
-    Megatron's schedules collect what this function returns (`collect_non_loss_data`).
-    """
+    """Return the first `count` rows of a model's output [values, tokens], with the microbatch."""
     return output[:count], batch

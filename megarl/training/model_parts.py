@@ -1,4 +1,4 @@
-"""Optional parts of a model's chunks, as a recipe asks for them: the settings and modules that they change."""
+"""Optional parts of a model's chunks: the settings and modules that they change."""
 
 from __future__ import annotations
 
@@ -22,15 +22,12 @@ Policy = TypeVar("Policy", bound=PolicyModel)
 
 @dataclass(frozen=True, slots=True)
 class ModelParts:
-    """Which optional parts the chunks of a model have."""
-
     replays_routes: bool = False
     """Whether the routers can replay the experts that the engine chose."""
     exact_blocks: int = 0
-    """Above 0 the model rounds as the engine does, with so many blocks, over all ranks, of a product split over
-    ranks."""
+    """Above 0 the model rounds as the engine does, with this many blocks of a product split over all ranks."""
     learns_distributions: bool = False
-    """Whether the model is a policy that learns from its teachers' distributions."""
+    """Whether the policy learns from its teachers' distributions."""
 
     def megatron_config(
         self,
@@ -77,5 +74,5 @@ class ModelParts:
         vp_stage: int | None,
         **settings: Any,
     ) -> Policy:
-        """Build one chunk of a language model as an instance of `kind`. `settings` go to its constructor."""
+        """Build one chunk of a language model as an instance of `kind`."""
         return parts.build_policy(kind, config, shape, exact_blocks=self.exact_blocks, vp_stage=vp_stage, **settings)

@@ -1,4 +1,4 @@
-"""Outputs of a model's modules in a pass, in the order in which they are computed. Each is reduced to a number."""
+"""Outputs of a model's modules in a pass, in order. Each is reduced to a number."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _LOCAL_LAYER = re.compile(r"(.*\blayers\.)(\d+)\b(.*)")
 
 
 class ModuleTrace:
-    """Recorder of module outputs in the forward passes of `chunks` within the context `recording`.
+    """Recorder of module outputs in forward passes of `chunks` within the context `recording`.
 
     `measure` reduces an output [*shape] to an integer scalar on its device.
     """
 
     def __init__(self, chunks: Sequence[nn.Module], measure: Callable[[Tensor], Tensor]) -> None:
-        """Prepare a trace of this pipeline stage's chunks. Megatron's process groups must exist."""
+        """Prepare for this pipeline stage's chunks. Megatron's process groups must exist."""
         self._chunks, self._measure = chunks, measure
         self._numbers = chunk_numbers(len(chunks))
         self._rows = [-1] * len(chunks)
@@ -30,11 +30,10 @@ class ModuleTrace:
         self._calls = 0
         self._places: list[Place] = []
         self._names: list[str] = []
-        self._found: list[Tensor] = []
+        self._measures: list[Tensor] = []
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Context in which the outputs are recorded."""
         handles: list[Any] = []
         for index, chunk in enumerate(self._chunks):
             handles.append(chunk.register_forward_pre_hook(self._beginner(index)))
@@ -49,8 +48,8 @@ class ModuleTrace:
 
     def outputs(self) -> list[Output]:
         """Return the recorded outputs in order. The host waits for the device here."""
-        numbers = torch.stack(self._found).tolist() if self._found else []
-        return [Output(*one) for one in zip(self._places, self._names, numbers, strict=True)]
+        numbers = torch.stack(self._measures).tolist() if self._measures else []
+        return [Output(*values) for values in zip(self._places, self._names, numbers, strict=True)]
 
     def _beginner(self, index: int) -> Callable[..., None]:
         def begin(*_: object) -> None:
@@ -67,7 +66,7 @@ class ModuleTrace:
             for tensor in _floats(output):
                 self._places.append(Place(self._rows[self._open], self._numbers[self._open], self._calls))
                 self._names.append(name)
-                self._found.append(self._measure(tensor.detach()))
+                self._measures.append(self._measure(tensor.detach()))
                 self._calls += 1
             if is_chunk:
                 self._open = None
@@ -76,7 +75,7 @@ class ModuleTrace:
 
 
 def chunk_numbers(num_chunks: int) -> list[int]:
-    """Return the numbers of this stage's chunks in the order of the whole model's layers."""
+    """Return the numbers of this stage's chunks in the order of the model's layers."""
     # Imported here: the driver reads `CanaryReport` without Megatron.
     from megatron.core import parallel_state
 
@@ -86,16 +85,16 @@ def chunk_numbers(num_chunks: int) -> list[int]:
 
 
 def model_names(chunk: nn.Module) -> Callable[[str], str]:
-    """Return a function from a name within a chunk to one in the whole model: a stage numbers its layers from 0."""
+    """Return a function from names in a chunk to names in the whole model: a stage numbers its layers from 0."""
     modules: Mapping[str, nn.Module] = dict(chunk.named_modules())
 
     def rename(name: str) -> str:
-        found = _LOCAL_LAYER.fullmatch(name)
-        if found is None:
+        match = _LOCAL_LAYER.fullmatch(name)
+        if match is None:
             return name or "output"
-        layer = modules.get(found[1] + found[2])
+        layer = modules.get(match[1] + match[2])
         number = getattr(layer, "layer_number", None)
-        return found[1] + (found[2] if number is None else str(number - 1)) + found[3]
+        return match[1] + (match[2] if number is None else str(number - 1)) + match[3]
 
     return rename
 

@@ -1,4 +1,4 @@
-"""Search for the first tensor that is not finite: in a second pass over the rows of an update that was skipped."""
+"""Search for the first tensor that is not finite, in a second pass over the rows of a skipped update."""
 
 from __future__ import annotations
 
@@ -18,40 +18,40 @@ from megarl.tracking.model_outputs import NotFinite, Place
 from megarl.training.model import ModelShard
 from megarl.training.module_trace import ModuleTrace, chunk_numbers, model_names
 from megarl.training.objective import RowLoss
-from megarl.training.row_metrics import losses_of, read
+from megarl.training.rows.metrics import losses_of, read
 
 _KINDS = ("weight", "output", "loss", "gradient")
 """Kinds of tensors in the order in which they cause each other."""
 _NAME_BYTES = 160
-"""Maximum length of a name that ranks exchange, in bytes. Megatron's names are shorter than 100."""
+"""Maximum bytes of a name that ranks exchange. Megatron's names are shorter than 100."""
 _MAY_BE_NAN = ("old_logprobs", "rollout_logprobs")
-"""Arrays of a batch in which NaN means that there is no value."""
+"""Arrays of a batch in which NaN means a missing value."""
 
 
 def find_not_finite(model: ModelShard, rows: Sequence[TokenBatch], objective: Callable[..., RowLoss]) -> NotFinite:
     """Compute the rows again, and return the first tensor that is not finite. A collective over the trainer's ranks.
 
-    The order is: weights; outputs of modules, by microbatch and position in the model; losses of microbatches; each
-    rank's own gradients, from the last layer to the first. All ranks return the same. Gradient buffers are zeroed;
-    weights, buffers and optimizer stay. Dropout draws new masks.
+    The order is: weights; outputs of modules, by microbatch and position in the model; losses; each rank's own
+    gradients, from the last layer to the first. All ranks return the same. Gradient buffers are zeroed; weights,
+    buffers and optimizer stay. Dropout draws new masks.
     """
     trace = ModuleTrace(model.chunks, _has_fault)
     buffers = {buffer: buffer.clone() for chunk in model.chunks for buffer in chunk.buffers()}
-    with _unreduced(model):
+    with _skip_reduction(model):
         with trace.recording(), torch.enable_grad():
             losses = read(get_forward_backward_func()(**model.passes(rows, objective)))
         model.release_feeds()
         numbers = [losses_of(row) for row in losses]
-        own = next(_candidates(model, rows, trace, numbers), None)
+        first = next(_candidates(model, rows, trace, numbers), None)
     # Routers count the tokens per expert in buffers. Tokens of the second pass must not count.
     for buffer, values in buffers.items():
         buffer.copy_(values)
-    return _first_of_all(own, model.device)
+    return _first_of_all(first, model.device)
 
 
 @contextmanager
-def _unreduced(model: ModelShard) -> Iterator[None]:
-    """Context whose backward passes leave each rank its own gradients. Gradient buffers are zero before and after."""
+def _skip_reduction(model: ModelShard) -> Iterator[None]:
+    """Context in which each rank's gradients stay its own. Gradient buffers are zero before and after."""
     config: Any = model.config
     # Wrappers with gradient buffers: only a trained model has updates.
     wrapped: Any = model.models
@@ -88,17 +88,19 @@ def _candidates(
             faulty = ", ".join(_faulty_arrays(rows[row].per_token, rows[row].loss_mask))
             yield "loss", Place(row, 0, 0), f"of microbatch {row}" + (f", from the batch's {faulty}" if faulty else "")
     for number, chunk in reversed(chunks):
-        trained: dict[str, Any] = {name: own for name, own in chunk.named_parameters() if own.requires_grad}
+        trained: dict[str, Any] = {
+            name: parameter for name, parameter in chunk.named_parameters() if parameter.requires_grad
+        }
         gradients = {name: parameter.main_grad for name, parameter in trained.items()}
-        found = list(_faulty("gradient", number, gradients, model_names(chunk)))
+        faults = list(_faulty("gradient", number, gradients, model_names(chunk)))
         # The backward pass begins with the last layer, so places are negative.
-        yield from ((kind, Place(0, -at.chunk, -at.call), name) for kind, at, name in reversed(found))
+        yield from ((kind, Place(0, -place.chunk, -place.call), name) for kind, place, name in reversed(faults))
 
 
 def _faulty(
     kind: str, chunk: int, tensors: Mapping[str, Tensor], rename: Callable[[str], str]
 ) -> Iterator[tuple[str, Place, str]]:
-    """Yield the tensors [*shape] of a chunk that are not finite: kind, place and name in the whole model."""
+    """Yield the tensors [*shape] of a chunk that are not finite: kind, place and name in the model."""
     if not tensors:
         return
     faults = torch.stack([_has_fault(values) for values in tensors.values()]).tolist()
@@ -114,22 +116,22 @@ def _faulty_arrays(per_token: Mapping[str, np.ndarray], mask: np.ndarray) -> lis
     ]
 
 
-def _first_of_all(own: tuple[str, Place, str] | None, device: torch.device) -> NotFinite:
-    """Return the first of all ranks' findings, and the ranks that share it."""
+def _first_of_all(finding: tuple[str, Place, str] | None, device: torch.device) -> NotFinite:
+    """Return the first of all ranks' findings, and the ranks sharing it."""
     # One row of numbers per rank: kind (0: nothing found), place, and the name's bytes.
     table = torch.zeros((dist.get_world_size(), 4 + _NAME_BYTES), dtype=torch.int64)
-    if own is not None:
-        kind, place, name = own
+    if finding is not None:
+        kind, place, name = finding
         text = name.encode()[:_NAME_BYTES]
         row = [_KINDS.index(kind) + 1, *place, *text]
         table[dist.get_rank(), : len(row)] = torch.tensor(row)
     table = table.to(device)
     dist.all_reduce(table)
-    found = {rank: row for rank, row in enumerate(table.tolist()) if row[0]}
-    if not found:
+    findings = {rank: row for rank, row in enumerate(table.tolist()) if row[0]}
+    if not findings:
         return NotFinite("none", "", None, ())
-    first = min(found.values(), key=lambda row: row[:4])
+    first = min(findings.values(), key=lambda row: row[:4])
     name = bytes(byte for byte in first[4:] if byte).decode(errors="replace")
     layer = re.search(r"\blayers\.(\d+)\b", name)
-    ranks = tuple(rank for rank, row in found.items() if row == first)
+    ranks = tuple(rank for rank, row in findings.items() if row == first)
     return NotFinite(_KINDS[first[0] - 1], name, int(layer[1]) if layer else None, ranks)

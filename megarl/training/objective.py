@@ -21,8 +21,7 @@ from megarl.algorithms.value_losses import clipped as clipped_values
 from megarl.config import AlgorithmConfig, CriticConfig, PreferenceConfig
 from megarl.files.import_path import function_of
 from megarl.tracking.metric_rows import MetricRow
-from megarl.training.microbatch import Microbatch, whole_row
-from megarl.training.row_metrics import (
+from megarl.training.rows.metrics import (
     KL,
     LOSS,
     MISMATCH,
@@ -36,6 +35,7 @@ from megarl.training.row_metrics import (
     means_of,
     sum_of,
 )
+from megarl.training.rows.microbatch import Microbatch, whole_row
 from megarl.types import ConfigError
 
 METRICS = (
@@ -77,7 +77,7 @@ class StepNumbers:
 
 
 RowLoss = tuple[Tensor, Tensor, dict[str | Signal, RowMetric]]
-"""A microbatch's part of the global loss [], a token count [] required by Megatron, and the microbatch's metrics.
+"""A microbatch's part of the global loss [], a token count [] required by Megatron, and the metrics.
 
 What decides about an update is stored by its `Signal`, all else by the metric's name.
 """
@@ -92,20 +92,18 @@ class Objective(Protocol):
     def __call__(self, output: Tensor, batch: Microbatch, numbers: StepNumbers) -> RowLoss: ...
 
 
-def supervised(output: Tensor, batch: Microbatch, numbers: StepNumbers) -> RowLoss:
+def supervised_loss(output: Tensor, batch: Microbatch, numbers: StepNumbers) -> RowLoss:
     """Return the negative log-likelihood of the trained tokens, for `output` [2, tokens]. Metric: `train/entropy`."""
     policy_logprobs, entropies = output
     return weighted_loss(-policy_logprobs, {"train/entropy": entropies}, batch, batch.mask)
 
 
 def policy_objective(config: AlgorithmConfig) -> Objective:
-    """Return the recipe's policy loss, with importance weights, KL to the reference and entropy bonus if the recipe has
-    them.
+    """Return the recipe's policy loss, with its importance weights, KL to the reference and entropy bonus.
 
-    Metrics: `train/` those of the policy loss and `entropy`; `kl/reference` if the KL is part of the loss; with
-    algorithm.k3_max `kl/capped`, 1 on tokens with a limited estimate; `train/ptx_loss` if conversations are trained
-    too; `importance/` if the batch has no weights yet; `logprob_gap/`, listed in
-    `rollout.step.updates.update_metrics`. All metrics except the loss are computed on the policy's tokens.
+    Metrics, over the policy's tokens: `train/` those of the policy loss and `entropy`; `kl/reference` if the KL is part
+    of the loss; `kl/capped` with algorithm.k3_max; `train/ptx_loss` if conversations are trained too; `importance/` if
+    the batch has no weights yet; `logprob_gap/`.
     """
     policy_loss: Callable[..., LossAndMetrics] = function_of(config.policy_loss, POLICY_LOSSES, "algorithm.policy_loss")
     settings = supported_kwargs(
@@ -117,12 +115,12 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
     estimate_settings = supported_kwargs(estimate, {"k3_max": config.k3_max})
 
     def objective(output: Tensor, batch: Microbatch, numbers: StepNumbers) -> RowLoss:
-        given, is_supervised = batch.per_token, batch.per_token.get("supervised")
+        per_token, is_supervised = batch.per_token, batch.per_token.get("supervised")
         # Conversations of data.ptx share the row: their tokens get the supervised loss and none of the policy terms.
         is_of_policy = batch.mask if is_supervised is None else batch.mask & (is_supervised == 0)
         policy_logprobs, entropies = _with_gradient_on(is_of_policy, output)
         old_logprobs = old_logprobs_or_own(policy_logprobs, batch)
-        arguments = policy_logprobs, old_logprobs, given["advantages"]
+        arguments = policy_logprobs, old_logprobs, per_token["advantages"]
         try:
             if is_of_trajectories:
                 loss, metrics = _on_whole_row(policy_loss, arguments, batch, settings)
@@ -140,7 +138,7 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
                 f"algorithm.skip_ratio = {config.skip_ratio:g}: algorithm.policy_loss = {config.policy_loss} returns "
                 'no metric "ratio", whose mean it limits; return this metric, or remove the limit'
             )
-        if (weights := given.get("importance_weights")) is None and config.importance_sampling is not None:
+        if (weights := per_token.get("importance_weights")) is None and config.importance_sampling is not None:
             weights, unbounded = _importance_weights(config, old_logprobs, batch)
             of_tokens |= weight_metrics(weights, unbounded)
         if weights is not None:
@@ -148,7 +146,7 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
         if config.old_logprobs == "trainer":
             of_tokens["kl/update"] = k3(old_logprobs, policy_logprobs.detach())
         if config.kl_placement == "loss" and config.kl_coefficient:
-            divergence = estimate(policy_logprobs, given["reference_logprobs"], **estimate_settings)
+            divergence = estimate(policy_logprobs, per_token["reference_logprobs"], **estimate_settings)
             loss = loss + numbers.kl_coefficient * divergence
             of_tokens[KL] = divergence
             if config.k3_max is not None:
@@ -159,7 +157,7 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
         if is_supervised is not None:
             loss = torch.where(is_supervised > 0, -output[0], loss)
             logged["train/ptx_loss"] = mean_of(-output[0], batch.mask & (is_supervised > 0))
-        if (rollout_logprobs := given.get("rollout_logprobs")) is not None:
+        if (rollout_logprobs := per_token.get("rollout_logprobs")) is not None:
             # With old_logprobs = rollout, no earlier pass computed the trainer's log-probs: this pass provides them.
             trainer_logprobs = policy_logprobs.detach() if config.old_logprobs == "rollout" else old_logprobs
             logged |= mismatch_metrics(trainer_logprobs, rollout_logprobs, is_of_policy)
@@ -170,13 +168,13 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
 
 
 def old_logprobs_or_own(policy_logprobs: Tensor, batch: Microbatch) -> Tensor:
-    """Return the log-probs in the ratio's denominator, [tokens], without gradient; `policy_logprobs` is [tokens].
+    """Return the log-probs [tokens] in the ratio's denominator, without gradient; `policy_logprobs` is [tokens].
 
-    They are the batch's `old_logprobs`. Where these are NaN or missing, this forward pass's log-probs are used.
+    They are the batch's `old_logprobs`, and where these are NaN or missing, this forward pass's.
     """
-    own = policy_logprobs.detach()
-    given = batch.per_token.get("old_logprobs")
-    return own if given is None else torch.where(given.isnan(), own, given)
+    current = policy_logprobs.detach()
+    old = batch.per_token.get("old_logprobs")
+    return current if old is None else torch.where(old.isnan(), current, old)
 
 
 def _importance_weights(config: AlgorithmConfig, old_logprobs: Tensor, batch: Microbatch) -> tuple[Tensor, Tensor]:
@@ -184,32 +182,28 @@ def _importance_weights(config: AlgorithmConfig, old_logprobs: Tensor, batch: Mi
 
     `old_logprobs` are [tokens]. Each sample is in one row if the correction compares whole samples.
     """
-    name, row, own = config.importance_sampling, batch.row, batch.row.local
+    name, row, local = config.importance_sampling, batch.row, batch.row.local
     assert name is not None
-    assert own is not None
+    assert local is not None
     old, rollout, mask = (
         whole_row(values, row) for values in (old_logprobs, batch.per_token["rollout_logprobs"], batch.mask.float())
     )
     tokens = old, rollout, _sample_borders(batch), mask > 0
     weights = importance_weights(name, *tokens, **config.correction_settings)
-    return weights[own], unbounded_weights(name, *tokens)[own]
+    return weights[local], unbounded_weights(name, *tokens)[local]
 
 
 def preference_objective(config: PreferenceConfig) -> Objective:
     """Return the recipe's preference loss. A row holds whole pairs, the chosen answer before the rejected one.
 
-    Metrics: `preference/accuracy` is the fraction of won pairs (kto: of answers on their correct side of the KL),
-    `preference/margin` the mean reward difference. `preference/chosen` and `preference/rejected` are the answers'
-    rewards.
+    Metrics: `preference/accuracy` (won pairs; kto: answers on their correct side of the KL), `preference/margin`, and
+    the rewards `preference/chosen` and `preference/rejected`.
     """
     return _answers_objective(PREFERENCE_LOSSES[config.loss], config)
 
 
 def reward_objective(config: PreferenceConfig) -> Objective:
-    """Return the loss of a reward model.
-
-    Metrics as in `preference_objective`; `preference/chosen` and `preference/rejected` are its scores.
-    """
+    """Return the loss of a reward model. Metrics as in `preference_objective`, from its scores."""
     return _answers_objective(bradley_terry, config)
 
 
@@ -217,8 +211,8 @@ def critic_objective(config: CriticConfig) -> Objective:
     """Return the loss of a critic. Metric: `train/clipped`, the fraction of tokens with a clipped value."""
 
     def objective(output: Tensor, batch: Microbatch, numbers: StepNumbers) -> RowLoss:
-        given, [predicted] = batch.per_token, _with_gradient_on(batch.mask, output)
-        loss, metrics = clipped_values(predicted, given["values"], given["returns"], clip=config.clip)
+        per_token, [predicted] = batch.per_token, _with_gradient_on(batch.mask, output)
+        loss, metrics = clipped_values(predicted, per_token["values"], per_token["returns"], clip=config.clip)
         return weighted_loss(loss, {f"train/{name}": value for name, value in metrics.items()}, batch, batch.mask)
 
     return objective
@@ -231,12 +225,12 @@ def _answers_objective(preference_loss: Callable[..., tuple[Tensor, Tensor]], co
 
     def objective(output: Tensor, batch: Microbatch, numbers: StepNumbers) -> RowLoss:
         per_token = output[0]
-        row, own = batch.row, batch.row.local
-        assert own is not None
-        cu_seqlens = torch.tensor([0, *batch.padded.tolist()], device=own.device).cumsum(0)
+        row, local = batch.row, batch.row.local
+        assert local is not None
+        cu_seqlens = torch.tensor([0, *batch.padded.tolist()], device=local.device).cumsum(0)
         mask = whole_row(batch.mask.float(), row) > 0
         reference = batch.per_token.get("reference_logprobs", torch.zeros_like(per_token))
-        sums, held, lengths = (
+        sums, reference_sums, lengths = (
             sequence_sums(whole_row(values.detach(), row), cu_seqlens, mask)
             for values in (per_token, reference, torch.ones_like(per_token))
         )
@@ -246,11 +240,11 @@ def _answers_objective(preference_loss: Callable[..., tuple[Tensor, Tensor]], co
         if preference_loss is kto:
             assert numbers.kto_kl is not None
             desirable = sequence_sums(whole_row(batch.per_token["desirable"], row), cu_seqlens, mask) > 0
-            losses, rewards = preference_loss(sums, held, desirable, kl=numbers.kto_kl, **settings)
+            losses, rewards = preference_loss(sums, reference_sums, desirable, kl=numbers.kto_kl, **settings)
             share = losses.detach() / lengths
             of_answers = _judged_metrics(rewards, desirable, config.beta * numbers.kto_kl)
         else:
-            pairs = (values.view(-1, 2) for values in (sums, held, lengths))
+            pairs = (values.view(-1, 2) for values in (sums, reference_sums, lengths))
             losses, rewards = preference_loss(*pairs, **settings)
             # Token weights divide by the number of sequences, two per pair, hence the factor 2.
             losses = 2 * losses
@@ -258,7 +252,7 @@ def _answers_objective(preference_loss: Callable[..., tuple[Tensor, Tensor]], co
             of_answers = _pair_metrics(rewards)
         [slopes] = torch.autograd.grad(losses.sum(), sums)
         # Each token gets an equal share of its answer's loss as value, and the slope of its answer's sum as gradient.
-        sequence = sequence_of_tokens(cu_seqlens, len(mask))[own]
+        sequence = sequence_of_tokens(cu_seqlens, len(mask))[local]
         loss = share[sequence] + slopes[sequence] * (per_token - per_token.detach())
         of_tokens = {"train/entropy": output[1]} if len(output) > 1 else {}
         total, count, logged = weighted_loss(loss, of_tokens, batch, batch.mask)
@@ -280,7 +274,7 @@ def weighted_loss(
 
 
 def _with_gradient_on(is_trained: Tensor, output: Tensor) -> Tensor:
-    """Return a model's output [rows, tokens] with the same values, and without gradient on all other tokens.
+    """Return a model's output [rows, tokens] without gradient on all tokens but the trained ones.
 
     Selecting the loss alone is not enough: a gradient of zero times an infinite slope is NaN.
     """
@@ -290,10 +284,9 @@ def _with_gradient_on(is_trained: Tensor, output: Tensor) -> Tensor:
 def mismatch_metrics(
     trainer_logprobs: Tensor, rollout_logprobs: Tensor, is_counted: Tensor
 ) -> dict[str | Signal, RowMetric]:
-    """Return the `logprob_gap/` metrics: the mismatch of trainer and engine over the counted tokens sampled by these
-    weights. All tensors are [tokens].
+    """Return `logprob_gap/`: the mismatch of trainer and engine over the counted tokens. All tensors are [tokens].
 
-    The engine's log-prob of all other tokens is NaN.
+    Tokens that these weights did not sample have a `rollout_logprobs` of NaN; they are left out.
     """
     is_sampled = rollout_logprobs.isnan().logical_not()
     is_measured = is_counted & is_sampled
@@ -311,12 +304,12 @@ def mismatch_metrics(
 
 def _pair_metrics(rewards: Tensor) -> dict[str, RowMetric]:
     """Return the metrics of pairs, from rewards [pairs, 2]."""
-    chosen, rejected = rewards.unbind(1)
+    chosen_rewards, rejected_rewards = rewards.unbind(1)
     return {
-        "preference/accuracy": mean_of_all((chosen > rejected).float()),
-        "preference/margin": mean_of_all(chosen - rejected),
-        "preference/chosen": mean_of_all(chosen),
-        "preference/rejected": mean_of_all(rejected),
+        "preference/accuracy": mean_of_all((chosen_rewards > rejected_rewards).float()),
+        "preference/margin": mean_of_all(chosen_rewards - rejected_rewards),
+        "preference/chosen": mean_of_all(chosen_rewards),
+        "preference/rejected": mean_of_all(rejected_rewards),
     }
 
 
@@ -337,21 +330,19 @@ def _on_whole_row(
     batch: Microbatch,
     settings: dict[str, Any],
 ) -> LossAndMetrics:
-    """Return a policy loss of whole trajectories, including all their segments, on this context-parallel rank's
-    tokens.
-    """
-    row, own = batch.row, batch.row.local
-    assert own is not None
-    policy_logprobs, *others = (whole_row(tensor.detach(), row) for tensor in arguments)
+    """Return a loss of whole trajectories, all segments included, on this context-parallel rank's tokens."""
+    row, local = batch.row, batch.row.local
+    assert local is not None
+    policy_logprobs, *other_arguments = (whole_row(tensor.detach(), row) for tensor in arguments)
     # Only this rank's tokens carry gradient; a token's loss never has a gradient for another token's log-prob.
-    policy_logprobs = policy_logprobs.index_copy(0, own, arguments[0])
+    policy_logprobs = policy_logprobs.index_copy(0, local, arguments[0])
     mask = whole_row(batch.mask.float(), row) > 0
-    result = policy_loss(policy_logprobs, *others, _sample_borders(batch), mask, **settings)
+    result = policy_loss(policy_logprobs, *other_arguments, _sample_borders(batch), mask, **settings)
     loss, metrics = checked_policy_loss(result, policy_logprobs)
-    return loss[own], {name: value[own] for name, value in metrics.items()}
+    return loss[local], {name: value[local] for name, value in metrics.items()}
 
 
 def _sample_borders(batch: Microbatch) -> Tensor:
-    """Return the ends of a row's samples in the padded row, int64 [samples + 1], starting with 0."""
+    """Return the ends of samples in the padded row, int64 [samples + 1], starting with 0."""
     is_last = np.diff(batch.samples, append=-1) != 0
     return torch.tensor([0, *batch.padded.cumsum()[is_last].tolist()], device=batch.mask.device)

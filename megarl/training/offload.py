@@ -1,4 +1,4 @@
-"""Device memory of tensors: released while the engine samples, merged weights, and copies in pinned host memory."""
+"""Device memory that is released while the engine samples, merged weights, and copies in pinned host memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megarl.training.host_arena import HostArena, HostCopy, aligned_bytes
 
 
 class Offloadable:
-    """A set of tensors whose device memory can be released and reallocated; the tensors and their views stay valid.
+    """A set of tensors whose device memory can be released and allocated again. Tensors and views stay valid.
 
     `tensors` lists them at each release: an optimizer has none before its first step. Their values wait in `arena`;
     without one, they come back as zeros.
@@ -26,7 +26,6 @@ class Offloadable:
         self._copies: list[HostCopy] = []
 
     def offload(self) -> None:
-        """Move the contents to host memory and free the GPU memory."""
         if self._away:
             return
         # Several tensors may share one storage: each storage is moved once.
@@ -43,7 +42,6 @@ class Offloadable:
             storage.resize_(0)
 
     def onload(self) -> None:
-        """Allocate the GPU memory again and move the contents back."""
         for index, (storage, size) in enumerate(self._away):
             storage.resize_(size)
             if self._arena is not None:
@@ -73,9 +71,9 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
 
 class MergedWeights:
     """The model's weights with LoRA adapters merged into them. `weights` maps Megatron's names to tensors, valid within
-    the context `merged`.
+    the context `merging`.
 
-    A linear layer with an adapter has a separate tensor for it. Its memory exists within `merged` only; the frozen
+    A linear layer with an adapter has a separate tensor for it. Its memory exists within `merging` only; the frozen
     weight is never written. Merging needs no other rank: adapters are split like their weights.
     """
 
@@ -85,13 +83,13 @@ class MergedWeights:
             weight = (chunk_prefix(index, len(chunks)) + name).removesuffix("adapter") + "weight"
             self._adapters[weight] = adapter, tensors[weight]
         merged = {name: torch.empty_like(weight) for name, (_, weight) in self._adapters.items()}
-        own = {name: value for name, value in tensors.items() if ".adapter." not in name}
-        self.weights: dict[str, Tensor] = own | merged
+        base_weights = {name: value for name, value in tensors.items() if ".adapter." not in name}
+        self.weights: dict[str, Tensor] = base_weights | merged
         self._offloadable = Offloadable(merged.values)
         self._offloadable.offload()
 
     @contextmanager
-    def merged(self) -> Iterator[None]:
+    def merging(self) -> Iterator[None]:
         """Context in which the merged weights are valid. The trainer's own weights must be on the device."""
         self._offloadable.onload()
         with torch.no_grad():
@@ -104,8 +102,8 @@ class MergedWeights:
 class ScaledAdapters:
     """The LoRA matrices as vLLM computes with them: A [rank, in], and B [*out, rank] times alpha / rank.
 
-    `weights` maps Megatron's names to tensors, valid within the context `valid`. The scaled copies of B exist
-    within it only. Scaling needs no other rank.
+    `weights` maps Megatron's names to tensors, valid within the context `valid`. The scaled copies of B exist within it
+    only.
     """
 
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
@@ -141,15 +139,15 @@ def copy_to_pinned_blocks(tensors: Sequence[Tensor], *, pin: bool, block_bytes: 
     A tensor larger than a block gets its own.
     """
     copies: list[Tensor] = []
-    block, taken = torch.empty(0, dtype=torch.uint8), 0
+    block, offset = torch.empty(0, dtype=torch.uint8), 0
     for tensor in tensors:
-        if taken + tensor.nbytes > block.nbytes:
+        if offset + tensor.nbytes > block.nbytes:
             block = torch.empty(max(block_bytes, tensor.nbytes), dtype=torch.uint8, pin_memory=pin)
-            taken = 0
-        copy = block[taken : taken + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            offset = 0
+        copy = block[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         copy.copy_(tensor, non_blocking=pin)
         copies.append(copy)
-        taken += aligned_bytes(tensor.nbytes)
+        offset += aligned_bytes(tensor.nbytes)
     if pin:
         torch.cuda.synchronize()
     return copies

@@ -61,7 +61,7 @@ def build_optimizer(
 
 
 def adam_module() -> str:
-    """Return the package whose Adam Megatron chose at import: transformer_engine, apex or torch."""
+    """Return the package of the Adam that Megatron imported: transformer_engine, apex or torch."""
     return Adam.__module__.partition(".")[0]
 
 
@@ -105,9 +105,9 @@ def _apply(parts: Sequence[MegatronOptimizer]) -> None:
 def build_schedule(
     config: OptimizerConfig, optimizer: MegatronOptimizer, *, num_updates: int
 ) -> OptimizerParamScheduler:
-    """Return the learning-rate schedule: linear warm-up, then decay to the end. Step it before each update.
+    """Return the learning-rate schedule: linear warm-up, at most over the whole run, then decay to the end.
 
-    The warm-up lasts at most the whole run.
+    Step it before each update.
     """
     # One more than the number of updates: otherwise the last update would have the minimum learning rate, often zero.
     last = max(num_updates, 0) + 1

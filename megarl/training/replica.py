@@ -1,4 +1,4 @@
-"""The ranks of one data-parallel replica: the first one passes the driver's rows on to the others."""
+"""The ranks of a data-parallel replica: the first one passes the driver's rows on to the others."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from megarl.groups import signed
 from megarl.groups.backends import HOST_ONLY
 
 _BLOCK_BYTES = 1 << 20
-"""Bytes of the first broadcast of a batch. A small batch fits into it; a longer one needs a second broadcast."""
+"""Bytes of the first broadcast of a batch. A longer batch needs a second broadcast."""
 
 
 class Replica:
     """The data-parallel replica of this rank. Its constructor is a collective over the world.
 
-    Its messages use gloo, from host to host, and none of Megatron's groups. A stage waiting for its rows thus delays
-    its own replica only.
+    Its messages use gloo, and none of Megatron's groups. A stage waiting for its rows thus delays its own replica only.
     """
 
     def __init__(self, parallel: ParallelConfig) -> None:
@@ -38,10 +37,7 @@ class Replica:
         self._first = self._ranks[0]
 
     def share(self, rows: Sequence[TokenBatch] | None) -> Sequence[TokenBatch]:
-        """Broadcast the rows of the replica's first rank to all its ranks; the others pass None.
-
-        A collective of the replica.
-        """
+        """Broadcast the rows of the replica's first rank; the others pass None. A collective of the replica."""
         if self._group is None:
             assert rows is not None
             return rows
@@ -49,6 +45,5 @@ class Replica:
         return signed.broadcast(conversation, rows, self._group, self._first, _BLOCK_BYTES)
 
     def close(self) -> None:
-        """Leave the replica's process group."""
         if self._group is not None:
             dist.destroy_process_group(self._group)

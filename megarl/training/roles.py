@@ -5,36 +5,32 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megarl.config import OptimizerConfig, Recipe
-from megarl.training.distillation import divergence_objective
+from megarl.training.distillation.objective import divergence_objective
 from megarl.training.objective import (
     Objective,
     critic_objective,
     policy_objective,
     preference_objective,
     reward_objective,
-    supervised,
+    supervised_loss,
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """A trained model's objective, optimizer settings and number of updates."""
-
     objective: Objective
     optimizer: OptimizerConfig
     num_updates: int
     skip_ratio: float | None = None
-    """Maximum mean probability ratio of an update's tokens; above it the update is skipped."""
+    """Maximum mean probability ratio of an update's tokens. Above it the update is skipped."""
     max_logprob_gap: float | None = None
-    """Maximum mean difference, in nats, of trainer and engine log-probs of an update's tokens; above it the update is
-    skipped.
-    """
+    """Maximum mean difference, in nats, of trainer and engine log-probs. Above it the update is skipped."""
     field: str = "optimizer"
     """Recipe section with the optimizer's settings, for messages."""
 
 
 def role_of_policy(recipe: Recipe) -> Role:
-    """Return objective and settings of the policy, or of the model that another loop trains."""
+    """Return the role of the policy, or of the model that another loop trains."""
     steps, algorithm = recipe.train.steps, recipe.algorithm
     if recipe.is_on_policy:
         updates = (steps - recipe.frozen_steps) * recipe.train.num_updates
@@ -42,7 +38,7 @@ def role_of_policy(recipe: Recipe) -> Role:
         objective = policy_objective(algorithm) if recipe.has_advantages else divergence_objective
         return Role(objective, recipe.optimizer, updates, algorithm.skip_ratio, gap)
     objective = {
-        "sft": lambda: supervised,
+        "sft": lambda: supervised_loss,
         "preference": lambda: preference_objective(recipe.preference),
         "reward_model": lambda: reward_objective(recipe.preference),
     }[recipe.loop]()
@@ -50,7 +46,7 @@ def role_of_policy(recipe: Recipe) -> Role:
 
 
 def role_of_critic(recipe: Recipe) -> Role:
-    """Return objective and settings of the critic, whose values are the policy's baseline."""
+    """Return the role of the critic, whose values are the policy's baseline."""
     critic = recipe.critic
     updates = recipe.train.steps * critic.updates_per_step
     return Role(critic_objective(critic), critic.optimizer, updates, field="critic.optimizer")

@@ -1,8 +1,8 @@
 """Router replay: the experts chosen by an engine, stored by the sampling rank and fetched by the training ranks.
 
 A completion's experts [tokens, layers, top_k] are far larger than its other data, so they never pass through the
-driver. The sampling rank stores them (`StoredExperts`), and the completion carries a handle. Before a pass, each rank
-fetches the experts of its tokens and layers from the ranks storing them (`ExpertExchange`).
+driver. The sampling rank stores them (`StoredExperts`); the completion carries a handle. Before a pass, each rank
+fetches the experts of its tokens and layers (`ExpertExchange`).
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from megarl.groups import signed
 from megarl.models.expert_dispatch import ExpertCounts, takes_known_counts
 from megarl.models.router_replay import choose_routes, expert_layers, replay_routes
 from megarl.training.exchange import fetch_values, token_runs
-from megarl.training.microbatch import Microbatch
-from megarl.training.row_feeds import RowFeed
+from megarl.training.rows.feeds import RowFeed
+from megarl.training.rows.microbatch import Microbatch
 from megarl.types import DataError, ExpertsHandle
 
 if TYPE_CHECKING:
     from megarl.training.model import ModelShard
 
 _MOST_RANKS = 1 << 20
-"""Number of ranks that can issue distinct numbers: a number modulo this value is the rank that issued it."""
+"""Number of ranks with distinct numbers: a number modulo this value is the rank that issued it."""
 
 
 class StoredExperts:
@@ -45,25 +45,23 @@ class StoredExperts:
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank, self._world_size = rank, world_size
         self._arrays: dict[int, NDArray[np.int16]] = {}
-        self._num_given = 0
+        self._num_issued = 0
 
     def keep(self, experts: NDArray[np.integer]) -> ExpertsHandle:
-        """Store a completion's experts [tokens that went through the model, layers, top_k] and return its handle."""
-        number = self._num_given * _MOST_RANKS + self._rank
-        self._num_given += 1
+        """Store a completion's experts [tokens, layers, top_k] and return its handle."""
+        number = self._num_issued * _MOST_RANKS + self._rank
+        self._num_issued += 1
         self._arrays[number] = experts.astype(np.int16)
         return ExpertsHandle(self._rank, number)
 
     def retain(self, handles: Iterable[ExpertsHandle]) -> int:
-        """Remove all experts except those with these handles. Handles of other ranks are ignored. Returns the bytes
-        before.
-        """
+        """Remove all experts except those with these handles. Returns the bytes before."""
         num_bytes = sum(experts.nbytes for experts in self._arrays.values())
         self._arrays = {number: self._arrays[number] for number in self._own(handles)}
         return num_bytes
 
     def of_tokens(self, number: int, first: int, end: int) -> NDArray[np.int16]:
-        """Return the experts [end - first, layers, top_k] of a span of tokens of a completion's sequence.
+        """Return the experts [end - first, layers, top_k] of a span of a completion's tokens.
 
         The last token was sampled but never went through the model. Nothing follows it, so any experts are valid.
         """
@@ -75,27 +73,24 @@ class StoredExperts:
     def save(self, folder: Path) -> None:
         """Write the stored experts into a checkpoint's folder, one file per sampling rank. Raises DiskFullError."""
         for sampler in {number % _MOST_RANKS for number in self._arrays}:
-            found = {str(n): experts for n, experts in self._arrays.items() if n % _MOST_RANKS == sampler}
-            with disk_full_named(folder, sum(experts.nbytes for experts in found.values())):
-                _file(folder, sampler).write_bytes(save(found))
+            by_name = {str(n): experts for n, experts in self._arrays.items() if n % _MOST_RANKS == sampler}
+            with disk_full_named(folder, sum(experts.nbytes for experts in by_name.values())):
+                _file(folder, sampler).write_bytes(save(by_name))
 
     def load(self, folder: Path, handles: Iterable[ExpertsHandle]) -> None:
-        """Load this rank's share of the experts with these handles from a checkpoint's folder.
-
-        Raises DataError if the checkpoint lacks one.
-        """
-        wanted = self._own(handles)
-        for sampler in {number % _MOST_RANKS for number in wanted}:
+        """Load this rank's share of these experts from a checkpoint's folder. Raises DataError if one is missing."""
+        numbers = self._own(handles)
+        for sampler in {number % _MOST_RANKS for number in numbers}:
             file = _file(folder, sampler)
-            found = load_file(file) if file.exists() else {}
-            self._arrays |= {int(name): experts for name, experts in found.items() if int(name) in wanted}
-        if missing := wanted - self._arrays.keys():
+            by_name = load_file(file) if file.exists() else {}
+            self._arrays |= {int(name): experts for name, experts in by_name.items() if int(name) in numbers}
+        if missing := numbers - self._arrays.keys():
             raise DataError(
                 f"{folder}: lacks the routed experts of {len(missing)} trajectories waiting for training; remove this "
                 "checkpoint and resume from an older one"
             )
         # New numbers must not repeat those of loaded experts.
-        self._num_given = 1 + max((number // _MOST_RANKS for number in self._arrays), default=-1)
+        self._num_issued = 1 + max((number // _MOST_RANKS for number in self._arrays), default=-1)
 
     def _own(self, handles: Iterable[ExpertsHandle]) -> set[int]:
         return {handle.number for handle in handles if handle.rank % self._world_size == self._rank}
@@ -118,13 +113,12 @@ class ExpertExchange:
     def fetch(self, runs: NDArray[np.int64]) -> NDArray[np.int16]:
         """Fetch the experts of spans of tokens: [tokens of all runs, own layers, top_k]. A collective over the world.
 
-        `runs` [runs, 4] lists, for each span of consecutive tokens: storing rank, number, first token and end.
+        `runs` [runs, 4] lists storing rank, number, first token and end.
         """
         nothing = np.zeros((0, len(self.layers), self._top_k), np.int16)
         return fetch_values(runs[:, 1:], runs[:, 0] % dist.get_world_size(), self._stored_for, nothing)
 
     def _stored_for(self, rank: int, number: int, first: int, end: int) -> NDArray[np.int16]:
-        """Return the experts of a span of tokens in the layers of another rank."""
         return self._stored.of_tokens(number, first, end)[:, self._layers_by_rank[rank]]
 
 
@@ -144,14 +138,13 @@ class OwnTokens:
         """[own tokens]: False on padding."""
         sequence, token = sequence[self.is_token], token[self.is_token]
         self.runs = token_runs(batch.experts, sequence, token)
-        """[runs, 4]: the spans of tokens whose experts are fetched, in the order of the rank's tokens."""
+        """[runs, 4]: the spans of tokens to fetch experts for, in the rank's order."""
 
 
 class RouteFeed(RowFeed):
     """Replays the experts that an engine chose for the tokens of a row. The model's own routers choose otherwise."""
 
     def __init__(self, exchange: ExpertExchange, shard: ModelShard) -> None:
-        """`shard` is the model whose rows are routed."""
         self._exchange, self._shard = exchange, shard
         self._layers = exchange.layers
 
@@ -160,8 +153,8 @@ class RouteFeed(RowFeed):
     ) -> Sequence[tuple[torch.Tensor, Sequence[ExpertCounts | None]] | None]:
         """Fetch the experts of this rank's tokens and layers: int16 [tokens, layers, top_k] for each row.
 
-        Also counts tokens per expert where layers need it. Without experts that an engine chose, rows have None.
-        Otherwise this is a collective over the world, then over the expert-parallel ranks.
+        Also counts tokens per expert where layers need it. Rows without an engine's experts have None. Otherwise this
+        is a collective over the world, then over the expert-parallel ranks.
         """
         if rows[0].experts is None:
             return [None] * len(rows)
@@ -182,7 +175,6 @@ class RouteFeed(RowFeed):
         return count_by_expert(routes, shard.shape.num_experts, shard.parallel.ep, group)
 
     def apply(self, chunk: torch.nn.Module, values: tuple[torch.Tensor, Sequence[ExpertCounts | None]] | None) -> None:
-        """Route the tokens of a chunk's next forward pass to a row's experts [own tokens, own layers, top_k]."""
         if values is None:
             choose_routes(chunk)
             return
@@ -191,21 +183,20 @@ class RouteFeed(RowFeed):
 
 
 def make_route_feed(stored: StoredExperts, shard: ModelShard) -> RouteFeed:
-    """Return the feed of a model's routes, from the experts `stored` on all ranks. A collective over the world."""
+    """Return the feed of a model's routes, from the experts stored on all ranks. A collective over the world."""
     return RouteFeed(ExpertExchange(stored, expert_layers(shard.chunks), shard.shape.top_k), shard)
 
 
 def fetch_routes(exchange: ExpertExchange, rows: Sequence[OwnTokens]) -> list[torch.Tensor]:
-    """Fetch the experts of each row's tokens on this rank, int16 [own tokens, own layers, top_k]. A collective over the
-    world.
+    """Fetch the experts of each row's tokens, int16 [own tokens, own layers, top_k]. A collective over the world.
 
     Padding is routed to the first top_k experts. Raises DataError if a token's route names an expert twice.
     """
-    found = exchange.fetch(np.concatenate([row.runs for row in rows]))
-    _refuse_repeated(found, exchange.layers)
+    fetched = exchange.fetch(np.concatenate([row.runs for row in rows]))
+    _refuse_repeated(fetched, exchange.layers)
     ends = np.cumsum([row.is_token.sum() for row in rows])
     routes = []
-    for row, experts in zip(rows, np.split(found, ends[:-1]), strict=True):
+    for row, experts in zip(rows, np.split(fetched, ends[:-1]), strict=True):
         of_row = np.empty((len(row.is_token), *experts.shape[1:]), np.int16)
         # Megatron's router replay needs experts for every position of a row, padding included.
         of_row[:] = np.arange(experts.shape[-1])
@@ -236,15 +227,15 @@ def count_by_expert(
 ) -> list[list[ExpertCounts]]:
     """Count the tokens for each expert. The result is indexed by row, then by this rank's layer.
 
-    `routes` has one int16 tensor [own tokens, own layers, top_k] for each row. All ranks of `group` must call this
-    function: the ep * etp ranks sharing the experts. They exchange counts from host to host.
+    `routes` has one int16 tensor [own tokens, own layers, top_k] for each row. A collective of `group`, the ep * etp
+    ranks sharing the experts, from host to host.
     """
     num_rows, num_layers = len(routes), routes[0].shape[1]
     sent = torch.empty(num_rows, num_layers, num_experts, dtype=torch.int64)
     first_of_layer = torch.arange(num_layers)[:, None] * num_experts
     for row, counts in zip(routes, sent, strict=True):
-        chosen = (row + first_of_layer).ravel()
-        counts.copy_(torch.bincount(chosen, minlength=num_layers * num_experts).view_as(counts))
+        flat_experts = (row + first_of_layer).ravel()
+        counts.copy_(torch.bincount(flat_experts, minlength=num_layers * num_experts).view_as(counts))
     # Megatron orders these ranks by ep, then etp. Ranks that split experts among them own the same experts.
     size = group.size()
     by_owner = sent.view(num_rows, num_layers, ep, 1, num_experts // ep).expand(-1, -1, -1, size // ep, -1)

@@ -19,8 +19,8 @@ Shape = tuple[int, int, int]
 class StageCommunicator(P2PCommunicator):
     """Sends hidden states and gradients between pipeline stages. Their shapes are computed on the host.
 
-    Packed rows differ in length. Megatron-Core 0.16.1 sends each shape before its tensor. The host then waits until it
-    can read that shape from the device. Each rank knows the lengths of all rows, so this class sends no shapes.
+    Packed rows differ in length. Megatron-Core 0.16.1 sends each shape before its tensor, and the host waits to read it
+    from the device. Each rank knows the lengths of all rows, so this class sends no shapes.
 
     `shapes` [microbatches] has one shape for each row. Use a new object for each call of a Megatron schedule.
     """
@@ -32,22 +32,21 @@ class StageCommunicator(P2PCommunicator):
         # Stages receive microbatches in the order in which they process them, forward and backward. The first stage
         # receives nothing for its first chunk; backward, the last stage receives nothing for its last chunk.
         after_first = [shapes[microbatch] for microbatch, chunk in table if chunk > 0]
-        every = [shapes[microbatch] for microbatch, _ in table]
-        self._from_previous = deque(after_first if group.rank() == 0 else every)
-        self._from_next = deque(after_first if group.rank() == group.size() - 1 else every)
+        all_shapes = [shapes[microbatch] for microbatch, _ in table]
+        self._from_previous = deque(after_first if group.rank() == 0 else all_shapes)
+        self._from_next = deque(after_first if group.rank() == group.size() - 1 else all_shapes)
 
     def _communicate_shapes(
         self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
     ) -> Any:
-        """Return the shapes (`Shape`) of the next tensors from the previous and the next stage; None without a
-        reception.
+        """Return the shapes of the next tensors from the previous and the next stage; None without a reception.
 
-        Megatron's communicator calls this method before each exchange if `variable_seq_lengths` is on.
+        Megatron calls this method before each exchange if `variable_seq_lengths` is on.
         """
         from_previous = self._from_previous.popleft() if recv_prev else None
         return from_previous, self._from_next.popleft() if recv_next else None
 
 
 def stage_groups() -> ProcessGroupCollection:
-    """Return the process groups that Megatron's schedules need together with a communicator."""
+    """Return the process groups that Megatron's schedules need with a communicator."""
     return ProcessGroupCollection.use_mpu_process_groups(["tp", "cp", "embd", "pos_embd", "pp", "dp_cp"])

@@ -31,17 +31,28 @@ from megarl.tracking.metrics import Mean, Metric, Sum, merge
 from megarl.tracking.model_outputs import NotFinite
 from megarl.tracking.outcomes import Update, UpdateOutcome, merge_measured
 from megarl.tracking.spikes import UpdateLimits
-from megarl.training.engine_part import EnginePart
-from megarl.training.engine_parts import build_engine_parts, select_model_parts
 from megarl.training.host_arena import HostArena
 from megarl.training.model import LoadWeights, ModelShard
 from megarl.training.not_finite import find_not_finite
 from megarl.training.objective import StepNumbers
 from megarl.training.offload import MergedWeights, Offloadable
 from megarl.training.optimizer import build_optimizer, build_schedule, step_if_finite
+from megarl.training.parts.choice import build_engine_parts, select_model_parts
+from megarl.training.parts.engine_part import EnginePart
 from megarl.training.replica import Replica
 from megarl.training.roles import Role, role_of_critic, role_of_policy
-from megarl.training.row_metrics import KL, LOSS, MISMATCH, RATIO, TOKENS, Signal, logged, losses_of, read, select
+from megarl.training.rows.metrics import (
+    KL,
+    LOSS,
+    MISMATCH,
+    RATIO,
+    TOKENS,
+    Signal,
+    losses_of,
+    name_metrics,
+    read,
+    select,
+)
 from megarl.types import MegarlError
 
 Part = TypeVar("Part", bound=EnginePart)
@@ -114,7 +125,6 @@ class TrainingEngine(ModelShard):
         return role
 
     def find_part(self, kind: type[Part]) -> Part | None:
-        """Return this model's part of a class; None if it has none."""
         return next((part for part in self.engine_parts if isinstance(part, kind)), None)
 
     @property
@@ -132,11 +142,11 @@ class TrainingEngine(ModelShard):
 
     @property
     def overlaps_reduction(self) -> bool:
-        """Whether gradients are reduced during the backward pass: the value of trainer.overlap_grad_reduce, by default
-        True if the ranks are on several nodes.
+        """Whether gradients are reduced during the backward pass: trainer.overlap_grad_reduce, by default True if the
+        ranks are on several nodes.
         """
-        if (given := self.recipe.trainer.overlap_grad_reduce) is not None:
-            return given
+        if (setting := self.recipe.trainer.overlap_grad_reduce) is not None:
+            return setting
         groups: list[Any] = [parallel_state.get_data_parallel_group(with_context_parallel=True)]
         if self.shape.num_experts:
             groups.append(parallel_state.get_expert_data_parallel_group())
@@ -155,7 +165,7 @@ class TrainingEngine(ModelShard):
             torch.cuda.empty_cache()
 
     def onload(self, names: Iterable[str] = ("parameters", "gradients", "optimizer")) -> None:
-        """Move offloaded contents back to the device. All other methods of the trainer need them there."""
+        """Move offloaded contents back to the device. All other methods need them there."""
         for name in names:
             self._offloadable[name].onload()
 
@@ -167,31 +177,30 @@ class TrainingEngine(ModelShard):
 
     def _optimizer_state(self) -> Iterator[Tensor]:
         """Yield moments and master weights, without tensors shared with parameters or gradients."""
-        others = {t.untyped_storage()._cdata for t in (*self.parameters.values(), *self._gradients())}
+        shared_storages = {t.untyped_storage()._cdata for t in (*self.parameters.values(), *self._gradients())}
         for part in self.optimizer.chained_optimizers:
             inner: Any = part.optimizer
             tensors = [parameter for group in inner.param_groups for parameter in group["params"]]
             tensors += [value for state in inner.state.values() for value in state.values()]
             # With float32 weights, the optimizer trains the parameters themselves. Scalars (step counts) are not moved.
             yield from (
-                t for t in tensors if torch.is_tensor(t) and t.numel() > 1 and t.untyped_storage()._cdata not in others
+                t
+                for t in tensors
+                if torch.is_tensor(t) and t.numel() > 1 and t.untyped_storage()._cdata not in shared_storages
             )
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """The weights [*shape] for the engine and for model folders, by Megatron's names.
-
-        Valid within the context `merged`.
-        """
+        """The weights [*shape] for the engine and for model folders, by Megatron's names. Valid within `merging`."""
         return self._merged.weights
 
-    def merged(self) -> AbstractContextManager[None]:
-        """Context in which `weights` are valid: they have what is trained merged in."""
-        return self._merged.merged()
+    def merging(self) -> AbstractContextManager[None]:
+        """Context in which `weights` are valid: trained parts are merged in."""
+        return self._merged.merging()
 
     @contextmanager
     def in_memory(self) -> Iterator[None]:
-        """Context in which the model is in device memory, in place of the model that usually has this memory."""
+        """Context in which the model has the device memory, in place of its owner."""
         if self._memory_owner is None:
             yield
             return
@@ -206,22 +215,21 @@ class TrainingEngine(ModelShard):
             return super().forward(rows)
 
     def forward_with_entropies(self, rows: Sequence[TokenBatch] | None) -> list[NDArray[np.float32]] | None:
-        """Compute log-probs and entropies of each row, in nats: float32 [2, tokens of the row].
-
-        Ranks without results to report return None (see `forward`).
+        """Compute log-probs and entropies of each row, in nats: float32 [2, tokens of the row]. Otherwise like
+        `forward`.
         """
         with self.in_memory():
             return self._outputs(rows, 2)
 
     def forward_frozen(self, rows: Sequence[TokenBatch] | None) -> list[NDArray[np.float32]] | None:
-        """Compute log-probs of the model at the start of training, where that is the model without some parts.
+        """Compute log-probs of the model at the start of training, if it is this model without some parts.
 
         The routers of the model choose the experts.
         """
         with ExitStack() as stack:
             for part in self.engine_parts:
                 stack.enter_context(part.start_context())
-            return self.forward([replace(row, experts=None) for row in self.shared(rows)])
+            return self.forward([replace(row, experts=None) for row in self.share_rows(rows)])
 
     def update(
         self,
@@ -238,12 +246,11 @@ class TrainingEngine(ModelShard):
 
         No parameter changes (`UpdateOutcome.applied` is False) if no token is trained, loss or gradient is not finite,
         the mean ratio exceeds `algorithm.skip_ratio`, the mismatch exceeds `train.max_logprob_gap`, or a limit is
-        exceeded.
-        The first of consecutive updates that are not finite is computed again, to name the first such tensor
+        exceeded. The first of consecutive updates that are not finite is computed again, to name the first such tensor
         (`last_not_finite`). Raises MegarlError with it after too many.
         """
         faults.reach("update")
-        own = self.shared(rows)
+        replica_rows = self.share_rows(rows)
         if kl_coefficient is None:
             kl_coefficient = self.recipe.algorithm.kl_coefficient
         objective = partial(self.role.objective, numbers=StepNumbers(kl_coefficient, kto_kl))
@@ -252,9 +259,9 @@ class TrainingEngine(ModelShard):
                 model.zero_grad_buffer()
             self.optimizer.zero_grad()
             for part in self.engine_parts:
-                part.prepare_update(own)
+                part.prepare_update(replica_rows)
             with self._update_context(), torch.enable_grad(), span("forward and backward"):
-                rows_metrics = get_forward_backward_func()(**self.passes(own, objective))
+                rows_metrics = get_forward_backward_func()(**self.passes(replica_rows, objective))
             self.release_feeds()
             faults.reach("gradients", self._gradients)
             with span("optimizer"):
@@ -264,24 +271,22 @@ class TrainingEngine(ModelShard):
                 update.metrics.update(part.update_metrics())
             if self.skipped_in_a_row == 1:
                 with self._update_context():
-                    self._not_finite = find_not_finite(self, own, objective)
+                    self._not_finite = find_not_finite(self, replica_rows, objective)
             self._refuse_too_many_skipped()
             return update
 
     def last_not_finite(self) -> NotFinite | None:
-        """Return the first tensor of the newest update that was not finite, the same on all ranks; None if all were."""
+        """Return the first tensor of the newest update that was not finite; None if all were. The same on all ranks."""
         return self._not_finite
 
     @contextmanager
     def _update_context(self) -> Iterator[None]:
-        """Hold the update context of each of the model's parts during forward and backward passes."""
         with ExitStack() as stack:
             for part in self.engine_parts:
                 stack.enter_context(part.update_context())
             yield
 
     def _refuse_too_many_skipped(self) -> None:
-        """Raise MegarlError after too many consecutive updates that were not finite."""
         if self.skipped_in_a_row > self.role.optimizer.max_skipped_updates:
             raise MegarlError(
                 f"loss or gradient of {self.skipped_in_a_row} updates in a row was not finite. In the first of them, "
@@ -290,7 +295,7 @@ class TrainingEngine(ModelShard):
             )
 
     def _step(self, rows: Sequence[Mapping[str | Signal, Metric]], limits: UpdateLimits) -> Update:
-        """Run the optimizer's step on the gradients of these microbatches, unless the update must be skipped."""
+        """Run the optimizer's step on the gradients of these rows, unless the update must be skipped."""
         # The schedule advances for skipped updates too, so it ends with the last update.
         self.schedule.step(increment=1)
         learning_rate = self.optimizer.param_groups[0]["lr"]
@@ -330,10 +335,10 @@ class TrainingEngine(ModelShard):
             mismatch=merge_measured(mismatch for mismatch in select(rows, MISMATCH) if isinstance(mismatch, Mean)),
             kl=merge_measured(kl for kl in select(rows, KL) if isinstance(kl, Mean)),
         )
-        return Update(measured, merge([outcome.metrics(), *(logged(row) for row in rows)]))
+        return Update(measured, merge([outcome.metrics(), *(name_metrics(row) for row in rows)]))
 
     def _all_and_any(self, holds_here: bool, occurs_here: bool) -> tuple[bool, bool]:
-        """Return whether the first flag is True on all ranks, and whether the second is True on any rank."""
+        """Return whether the first flag is True on all ranks, and the second on any rank."""
         # One collective for both: the host waits for it.
         flags = torch.tensor([float(holds_here), -float(occurs_here)], device=self.device)
         torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MIN)
@@ -343,7 +348,7 @@ class TrainingEngine(ModelShard):
     def _is_mean_above(
         self, limit: float | None, rows: Sequence[Mapping[str | Signal, Metric]], signal: Signal
     ) -> bool:
-        """Return whether a signal's mean over the global batch exceeds the recipe's limit; the same on all ranks."""
+        """Return whether a signal's mean over the global batch exceeds a limit; the same on all ranks."""
         if limit is None:
             return False
         means = select(rows, signal) if self.reports else []
@@ -357,8 +362,8 @@ class TrainingEngine(ModelShard):
         """Return whether a signal's sum over the global batch exceeds a limit; the same on all ranks."""
         if limit is None:
             return False
-        own = [metric.number for metric in select(rows, signal)] if self.reports else []
-        total = torch.tensor(sum(own), dtype=torch.float64, device=self.device)
+        numbers = [metric.number for metric in select(rows, signal)] if self.reports else []
+        total = torch.tensor(sum(numbers), dtype=torch.float64, device=self.device)
         torch.distributed.all_reduce(total)
         return bool(total > limit)
 
@@ -376,14 +381,14 @@ class StartingPolicy:
 def _sum_gradients(model: list[Any], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
     """Reduce gradients over Megatron's ranks without dividing by tokens.
 
-    Megatron's averaging is undone only here: the token weights of the global batch already contain every denominator,
-    so gradients are sums. `num_tokens` [] is ignored.
+    The token weights of the global batch already contain every denominator, so gradients are sums. `num_tokens` [] is
+    ignored.
     """
     finalize_model_grads(model, None, **kwargs)
 
 
 class Snapshot:
-    """Copies of the policy's weights for the engine, by Megatron's names. The copies stay at their addresses."""
+    """Copies of the policy's weights for the engine, by Megatron's names. Their addresses stay."""
 
     def __init__(self, policy: TrainingEngine) -> None:
         self._policy = policy
@@ -392,12 +397,11 @@ class Snapshot:
 
     @torch.no_grad()
     def take(self, version: int) -> None:
-        """Copy the trainer's current weights and label the copy `version`. Do nothing if this version is already
-        copied."""
+        """Copy the trainer's current weights as `version`, unless this version is already copied."""
         if version == self.version:
             return
         self._policy.onload(("parameters",))
-        with self._policy.merged():
+        with self._policy.merging():
             for name, weight in self._policy.weights.items():
                 self.weights[name].copy_(weight)
         self.version = version

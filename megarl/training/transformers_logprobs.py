@@ -20,7 +20,7 @@ from megarl.platform.memory.host_memory import available_bytes
 _LARGEST_BYTES = 16 << 30
 """Larger models take minutes to load."""
 _SHARE = 0.5
-"""Share of the available host memory that the model may take. Ranks and page cache need the rest."""
+"""Share of the available host memory that the model may take."""
 
 
 def transformers_logprobs(
@@ -28,7 +28,7 @@ def transformers_logprobs(
 ) -> list[NDArray[np.float32]] | str:
     """Return the log-prob of each token of each sequence, in nats, the first of each 0; or why there are none.
 
-    `sequences` are token ids, each [tokens]. `override` changes fields of config.json (`config.override`).
+    `sequences` are token ids [tokens]. `override` changes fields of config.json (`config.override`).
     """
     if (problem := _size_problem(folder, override, dtype)) is not None:
         return problem
@@ -43,7 +43,6 @@ def transformers_logprobs(
 
 
 def _size_problem(folder: str, override: Mapping[str, Any], dtype: torch.dtype) -> str | None:
-    """Return why the model is too large for this host; None if it is not."""
     num_bytes = dtype.itemsize * sum(map(prod, hf_tensors(read_model_shape(folder, override)).values()))
     limit = min(_LARGEST_BYTES, int(_SHARE * available_bytes()))
     if num_bytes <= limit:
@@ -54,7 +53,6 @@ def _size_problem(folder: str, override: Mapping[str, Any], dtype: torch.dtype) 
 
 
 def _load(folder: str, override: Mapping[str, Any], dtype: torch.dtype) -> Any:
-    """Return transformers' model, with the fields of `override` in its config."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     fields = completed_config(read_object(Path(folder) / "config.json"), Path(folder))
@@ -64,7 +62,6 @@ def _load(folder: str, override: Mapping[str, Any], dtype: torch.dtype) -> Any:
 
 
 def _logprobs(model: Any, tokens: torch.Tensor) -> NDArray[np.float32]:
-    """Return the log-prob of each token of a sequence [tokens], the first 0."""
     logits = model(tokens[None], use_cache=False).logits[0, :-1].float()
-    found = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
-    return np.concatenate([np.zeros(1, np.float32), found.numpy()])
+    logprobs = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+    return np.concatenate([np.zeros(1, np.float32), logprobs.numpy()])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megarl.groups import world
-from megarl.training.state_copies import StateCopies, hand_over
+from megarl.training.state.copies import StateCopies, hand_over
 
 
 class CopyKeeper:

@@ -8,7 +8,7 @@ from pathlib import Path
 from megarl.checkpoint import peft, safetensors
 from megarl.files.atomic import disk_full_named
 from megarl.reshard.layouts.lora import adapter_layouts
-from megarl.training.lora_part import LoraPart
+from megarl.training.parts.lora import LoraPart
 from megarl.training.training_engine import TrainingEngine
 from megarl.worker.model_builder import ModelBuilder
 
@@ -28,7 +28,7 @@ def export_model(
         layouts = builder.layouts(trained.shape)
         weights = trained.weights
         num_bytes = sum(weight.nbytes for weight in weights.values())
-        with disk_full_named(folder, num_bytes), trained.merged():
+        with disk_full_named(folder, num_bytes), trained.merging():
             safetensors.export(
                 folder,
                 source,

@@ -35,7 +35,7 @@ from megarl.reshard.layouts.vllm_slots import AdapterSlots, live_parameters, wit
 from megarl.reshard.live import DirectReshard, GatheredReshard, record
 from megarl.reshard.plan import RankTopology
 from megarl.reshard.staging import gathered
-from megarl.training.lora_part import LoraPart
+from megarl.training.parts.lora import LoraPart
 from megarl.types import ConfigError, TrainingSequence
 
 if TYPE_CHECKING:
@@ -298,7 +298,7 @@ class RankReshard:
             )
         weights = policy.tensors if policy is not None else {}
         trained_adapters = policy.find_part(LoraPart) if policy is not None else None
-        matrices_sent = trained_adapters.scaled.weights if trained_adapters is not None else {}
+        matrices_sent = trained_adapters.scaled_adapters.weights if trained_adapters is not None else {}
         return AdapterReshard(
             self._direct(base, recorded, weights, model),
             lambda: self._direct(adapter, in_slots, matrices_sent, slots=slots),
@@ -347,7 +347,7 @@ class RankReshard:
             if policy is not None:
                 # What is sent exists for the time of the reshard only: merged weights, or scaled adapters.
                 adapters = policy.find_part(LoraPart) if self._recipe.sends_adapter else None
-                stack.enter_context(policy.merged() if adapters is None else adapters.scaled.valid())
+                stack.enter_context(policy.merging() if adapters is None else adapters.scaled_adapters.valid())
             yield
         if engine is not None:
             if policy is not None:

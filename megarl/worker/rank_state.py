@@ -9,7 +9,7 @@ from pathlib import Path
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.reshard.plan import RankTopology
-from megarl.training import checkpoint
+from megarl.training.state import checkpoint
 from megarl.training.training_engine import TrainingEngine
 from megarl.worker.trainer_part import TrainerPart
 

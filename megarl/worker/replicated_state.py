@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from megarl.training import checkpoint, state_copies
-from megarl.training.state_copies import StateCopier, StateCopies
+from megarl.training.state import checkpoint
+from megarl.training.state import copies as state_copies
+from megarl.training.state.copies import StateCopier, StateCopies
 from megarl.worker.rank_state import RankState
 from megarl.worker.trainer_part import TrainerPart
 
@@ -53,4 +54,4 @@ class ReplicatedState(TrainerPart):
         return self._copies
 
     def inherit(self, legacy: StateCopies) -> None:
-        self._copies.held |= legacy.held
+        self._copies.complete_copies |= legacy.complete_copies

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from megarl.training.checkpoint import Model
 from megarl.training.model import FrozenModel
 from megarl.training.model_parts import ModelParts
+from megarl.training.state.checkpoint import Model
 from megarl.training.training_engine import StartingPolicy, TrainingEngine
 from megarl.worker.model_builder import ModelBuilder
 from megarl.worker.rank_state import RankState

@@ -12,10 +12,10 @@ from megarl.checkpoint import safetensors
 from megarl.config.parallel import ParallelConfig
 from megarl.groups.megatron_ranks import RankGroups
 from megarl.models.teacher_student import StudentModel, target_bytes
-from megarl.training.distillation_targets import StoredTargets, TargetFetcher
+from megarl.training.distillation.targets import StoredTargets, TargetFetcher
+from megarl.training.distillation.teacher import ModelInOwnGroups, Teacher
 from megarl.training.model import FrozenModel
 from megarl.training.replica import Replica
-from megarl.training.teacher import ModelInOwnGroups, Teacher
 from megarl.training.training_engine import TrainingEngine
 from megarl.worker.model_builder import ModelBuilder
 from megarl.worker.trainer_part import TrainerPart

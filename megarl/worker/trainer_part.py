@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl.training.checkpoint import Model
-from megarl.training.state_copies import StateCopies
+from megarl.training.state.checkpoint import Model
+from megarl.training.state.copies import StateCopies
 from megarl.training.training_engine import TrainingEngine
 
 

@@ -16,9 +16,9 @@ from megarl.models.configuration import uses_transformer_engine
 from megarl.platform import device, numa
 from megarl.platform.memory.allocator import use_expandable_segments
 from megarl.reshard.plan import RankTopology
-from megarl.training import checkpoint
 from megarl.training.replica import Replica
-from megarl.training.state_copies import StateCopies
+from megarl.training.state import checkpoint
+from megarl.training.state.copies import StateCopies
 from megarl.training.training_engine import Snapshot, TrainingEngine
 from megarl.worker.arena_size import start_arena
 from megarl.worker.cross_world_reshard import CrossWorldReshard, Report

@@ -7,9 +7,9 @@ from functools import cached_property
 from megarl.reshard.checks.fingerprint import Fingerprint
 from megarl.reshard.checks.ledger import Ledger, RankChanges, RankChecksums
 from megarl.tracking.model_outputs import CanaryReport
-from megarl.training import checkpoint
 from megarl.training.canary import compute_canary
-from megarl.training.state_fingerprints import state_fingerprints
+from megarl.training.state import checkpoint
+from megarl.training.state.fingerprints import state_fingerprints
 from megarl.worker.model_builder import ModelBuilder
 from megarl.worker.rank_state import RankState
 from megarl.worker.trainer_part import TrainerPart
@@ -33,7 +33,7 @@ class WeightChecks(TrainerPart):
 
     def take_checksums(self, version: int) -> RankChecksums:
         """Compute, store and return the checksums of the policy's weights, which are of this version."""
-        with self._state.policy.merged():
+        with self._state.policy.merging():
             return self.ledger.take(version)
 
     def newest_checksums(self) -> RankChecksums | None:
@@ -46,7 +46,7 @@ class WeightChecks(TrainerPart):
 
     def compare_weights(self) -> RankChanges | None:
         """Return which of the policy's weights differ from their checksums. None: no checksums were taken."""
-        with self._state.policy.merged():
+        with self._state.policy.merging():
             return self.ledger.compare()
 
     def compute_canary(self) -> CanaryReport:

@@ -1,4 +1,4 @@
-"""The main path of training knows no optional feature: parts are chosen in `training/engine_parts` and its like."""
+"""The main path of training knows no optional feature: parts are chosen in `training/parts/choice` and its like."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ MAIN_PATH = [
     "loops/rl.py",
     "training/training_engine.py",
     "training/model.py",
-    "training/packed_rows.py",
-    "training/microbatch.py",
+    "training/rows/packed_rows.py",
+    "training/rows/microbatch.py",
     "training/objective.py",
     "models/policy.py",
     "cluster/rank_model.py",

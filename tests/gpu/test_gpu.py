@@ -64,7 +64,7 @@ def test_attention_of_a_tree_is_that_of_its_paths(window: int) -> None:
 
     from megarl.data.token_batch import TokenBatch
     from megarl.models.trees.attention import attend
-    from megarl.training.rows import make_microbatch
+    from megarl.training.rows.choice import make_microbatch
     from megarl.types import TrainingSequence
 
     random = np.random.default_rng(0)
@@ -264,7 +264,7 @@ def learnt_in_fp8(model: Path, folder: Path) -> dict[str, Any]:
     from megarl.config import Recipe
     from megarl.config.parallel import ParallelConfig
     from megarl.models.layer_caches import drop_weight_copies
-    from megarl.training import checkpoint
+    from megarl.training.state import checkpoint
     from tests.training.test_checkpoint import build, update
 
     parallel, found = ParallelConfig(1, 1, 1, 1), {}

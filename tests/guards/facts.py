@@ -176,7 +176,7 @@ SOURCES = (
     Source(
         "transformer_engine", "pytorch/module/base.py", "TransformerEngineBaseModule.set_extra_state",
         "if state.numel() == 0: return # Default format: byte tensor with pickled data state = pickle.loads(",
-        "an empty tensor is not unpickled: training.checkpoint.without_pickles",
+        "an empty tensor is not unpickled: training.state.checkpoint.without_pickles",
         newer_text="if state.numel() == 0: return state_bytes = state.detach()",
     ),
     Source(
@@ -211,7 +211,7 @@ SOURCES = (
     Source(
         "megatron", "core/dist_checkpointing/validation.py", "_validate_sharding_for_key",
         "if not has_regular_sharding_grid: # In case of uneven sharding we defer the validation to DCP return",
-        "an optimizer's ranges are saved as boxes of any size: training.optimizer_state",
+        "an optimizer's ranges are saved as boxes of any size: training.state.optimizer_state",
     ),
     Source(
         "megatron", "core/optimizer/distrib_optimizer.py", "DistributedOptimizer._get_main_param_and_optimizer_states",

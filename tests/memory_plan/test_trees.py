@@ -35,7 +35,7 @@ def saved_bytes(folder: str, parallel: ParallelConfig, batch: TokenBatch, dtype_
 
     from megarl.models.configuration import transformer_config
     from megarl.models.policy import PolicyModel
-    from megarl.training.rows import make_microbatch
+    from megarl.training.rows.choice import make_microbatch
     from tools.checks.planner import SavedTensors
 
     parallel_state.initialize_model_parallel(1, 1, context_parallel_size=parallel.cp, create_gloo_process_groups=False)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megarl.config.parallel import ParallelConfig
 from megarl.data.token_batch import TokenBatch
 from megarl.families.shape import read_model_shape
-from megarl.training.rows import make_microbatch
+from megarl.training.rows.choice import make_microbatch
 from megarl.types import TrainingSequence
 from tests.rank_pool import RankPool
 from tests.rounding import allowed_error

@@ -16,7 +16,7 @@ from megarl.models.attention import PackedRow
 from megarl.models.trees.attention import TokenTree, attend, flex_attend, gather
 from megarl.models.trees.core_attention import with_trees
 from megarl.models.trees.row import TreeRow
-from megarl.training.rows import make_microbatch
+from megarl.training.rows.choice import make_microbatch
 from megarl.types import TrainingSequence
 
 HEADS, GROUPS, WIDTH, VALUES, SCALE = 4, 2, 16, 8, 0.3

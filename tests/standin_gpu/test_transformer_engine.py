@@ -354,8 +354,8 @@ OF_ROWS = (
     # The stand-in reads the lengths of sequences, where a GPU's kernel does.
     "site-packages/standin_gpu_kernels.py",
     # A row's tokens, lengths and temperatures come from pageable memory. The number depends on rows alone.
-    "training/microbatch.py",
-    "training/packed_rows.py",
+    "training/rows/microbatch.py",
+    "training/rows/packed_rows.py",
     "training/model.py:forward_step",
 )
 """Beginnings of places where the host waits for each row, not for each layer."""

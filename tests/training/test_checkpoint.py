@@ -113,7 +113,7 @@ def save_and_go_on(
     `exported` is a folder for the model as it is saved.
     """
     from megarl.checkpoint import safetensors
-    from megarl.training import checkpoint
+    from megarl.training.state import checkpoint
 
     parallel = parallel_of(sizes)
     engine = build(recipe, parallel)
@@ -146,7 +146,7 @@ def save_and_go_on(
 
 
 def load_and_go_on(recipe: Recipe, sizes: Sizes, folder: Path) -> dict[str, Any]:
-    from megarl.training import checkpoint
+    from megarl.training.state import checkpoint
 
     parallel = parallel_of(sizes)
     engine = build(recipe, parallel)
@@ -302,7 +302,7 @@ def mixed(before: torch.Tensor, policy: torch.Tensor, share: float) -> torch.Ten
 
 def move_and_save(recipe: Recipe, sizes: Sizes, folder: Path) -> dict[str, Any]:
     """Return how far the moved parameters are from their formula, for the saved ones and this rank's probe."""
-    from megarl.training import checkpoint
+    from megarl.training.state import checkpoint
 
     parallel = parallel_of(sizes)
     policy, reference = build_frozen(recipe, parallel, 0.5)
@@ -336,7 +336,7 @@ def move_and_save(recipe: Recipe, sizes: Sizes, folder: Path) -> dict[str, Any]:
 
 def load_moved(recipe: Recipe, sizes: Sizes, folder: Path) -> list[tuple[bool, int, dict[str, torch.Tensor]]]:
     """Read a reference from each folder. Returns whether it has moved, its visits so far, and its parameters."""
-    from megarl.training import checkpoint
+    from megarl.training.state import checkpoint
 
     parallel = parallel_of(sizes)
     policy, reference = build_frozen(recipe, parallel, 0.5)
@@ -369,7 +369,7 @@ def test_a_reference_that_moved_is_saved_and_comes_back(
 
 def save_in_vain(recipe: Recipe, folder: Path) -> tuple[str, int]:
     """Return the error that the rank gets, and how much it was going to write."""
-    from megarl.training import checkpoint
+    from megarl.training.state import checkpoint
 
     engine = build(recipe, parallel_of((1, 1, 1)))
     save = checkpoint.stage(folder, {"": engine}, "one rank")

@@ -99,7 +99,7 @@ OF_A_PASS = {
     ("numpy", "training/model.py:_outputs"): "the same",
 }
 OF_AN_UPDATE = {
-    ("tolist", "training/row_metrics.py:read"): "metrics of all rows",
+    ("tolist", "rows/metrics.py:read"): "metrics of all rows",
     ("tolist", "training/training_engine.py:_all_and_any"): "whether the loss is finite, and a token trained",
     ("item", "optimizer/clip_grads.py:get_grad_norm_fp32"): "norm of the dense gradients and of the experts'",
 }

@@ -47,7 +47,7 @@ def compared(
     engine, _, _ = build(recipe, parallel)
     rows = row_batches(sequences, rows_of(recipe, parallel, sequences))
     logprobs = engine.forward(rows)
-    with engine._merged.merged():
+    with engine._merged.merging():
         merged = {name: weight.clone() for name, weight in engine._merged.weights.items()}
 
     def load(tensors: Any) -> None:

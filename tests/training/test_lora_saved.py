@@ -46,7 +46,7 @@ def export(recipe: Recipe, parallel: ParallelConfig, updates: Updates, folder: P
     base, rank = base_of(engine), dist.get_rank()
     update(engine, recipe, parallel, updates[0])
     settings: dict[str, Any] = {"dtype": torch.float32, "bucket_bytes": 1 << 12}
-    with engine.merged():
+    with engine.merging():
         safetensors.export(
             folder / "hf", recipe.model.path, engine.shape, layouts, rank, engine.weights, **settings, shard_bytes=40000
         )
@@ -127,7 +127,7 @@ def starting(recipe: Recipe, parallel: ParallelConfig, updates: Updates) -> dict
     """Log-probs of a new model with and without its adapters, and whether merging changes a bit."""
     engine, _, _ = build(recipe, parallel, filled=False)
     rows = row_batches(updates[0], rows_of(recipe, parallel, updates[0]))
-    with engine.merged():
+    with engine.merging():
         equal = all(torch.equal(engine.parameters[name], value) for name, value in engine.weights.items())
         others = sum(value is not engine.parameters[name] for name, value in engine.weights.items())
     return {"policy": engine.forward(rows), "reference": engine.forward_frozen(rows), "equal": equal, "merged": others}
@@ -190,7 +190,7 @@ def state_of(engine: Any) -> dict[str, torch.Tensor]:
 
 
 def save_and_go_on(recipe: Recipe, parallel: ParallelConfig, updates: Updates, folder: Path) -> dict[str, Any]:
-    from megarl.training import checkpoint
+    from megarl.training.state import checkpoint
 
     engine, _, _ = build(recipe, parallel)
     update(engine, recipe, parallel, updates[0])
@@ -202,7 +202,7 @@ def save_and_go_on(recipe: Recipe, parallel: ParallelConfig, updates: Updates, f
 
 
 def load_and_go_on(recipe: Recipe, parallel: ParallelConfig, updates: Updates, folder: Path) -> dict[str, Any]:
-    from megarl.training import checkpoint
+    from megarl.training.state import checkpoint
 
     engine, _, _ = build(recipe, parallel, filled=False)
     checkpoint.restore(folder, {"": engine}, str(parallel))

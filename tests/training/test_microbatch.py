@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from megarl.data.token_batch import TokenBatch
-from megarl.training.microbatch import Microbatch, padded_lengths, unpack_row
-from megarl.training.rows import make_microbatch
+from megarl.training.rows.choice import make_microbatch
+from megarl.training.rows.microbatch import Microbatch, padded_lengths, unpack_row
 from megarl.types import RetainedSets, TrainingSequence
 
 CPU = torch.device("cpu")

@@ -14,8 +14,8 @@ from megarl.data.token_batch import TokenBatch
 from megarl.rollout.step.advantages import keep_highest_entropies
 from megarl.rollout.step.rl_batch import assign_token_weights
 from megarl.training.objective import StepNumbers, critic_objective, policy_objective
-from megarl.training.row_metrics import logged, read
-from megarl.training.rows import make_microbatch
+from megarl.training.rows.choice import make_microbatch
+from megarl.training.rows.metrics import name_metrics, read
 from megarl.types import ConfigError, TrainingSequence
 from tests.rank_pool import RankPool
 from tests.rollout.batches import rl_batch
@@ -62,7 +62,7 @@ def loss_on_rank(cp: int, algorithm: dict[str, Any]) -> dict[str, Any]:
     policy_logprobs = (row.per_token["values"] - 1).requires_grad_()
     output = torch.stack([policy_logprobs, torch.zeros_like(policy_logprobs)])
     loss, _, unread = policy_objective(config)(output, row, StepNumbers(0.0))
-    metrics = logged(read([unread])[0])
+    metrics = name_metrics(read([unread])[0])
     loss.backward()
     assert policy_logprobs.grad is not None
     return {

@@ -16,8 +16,8 @@ from megarl.data.token_batch import TokenBatch
 from megarl.models.attention import PackedRow
 from megarl.rollout.step.rl_batch import assign_token_weights
 from megarl.training import objective
-from megarl.training.objective import StepNumbers, policy_objective, supervised
-from megarl.training.rows import make_microbatch
+from megarl.training.objective import StepNumbers, policy_objective, supervised_loss
+from megarl.training.rows.choice import make_microbatch
 from megarl.types import TrainingSequence
 
 CUDA = torch.device("cuda", 0)
@@ -64,7 +64,7 @@ def test_a_loss_stays_on_the_gpu(cuda_factories: None, monkeypatch: pytest.Monke
             per_token={key: torch.zeros(12, dtype=value.dtype, device=CUDA) for key, value in packed.per_token.items()},
         )
         output = torch.zeros(2, 12, device=CUDA)
-        loss_of = supervised if name == "supervised" else policy_objective(config)
+        loss_of = supervised_loss if name == "supervised" else policy_objective(config)
         # Fake tensors have no values: a loss that reads one of them raises here.
         loss, _, metrics = loss_of(output, row, StepNumbers(config.kl_coefficient))
         assert loss.device == CUDA

@@ -14,9 +14,9 @@ import torch
 
 from megarl.memory_plan.devices import PINNED_BLOCK_BYTES
 from megarl.reshard.boxes import flat_boxes
-from megarl.training.checkpoint import without_pickles
 from megarl.training.model import FrozenModel
 from megarl.training.offload import BLOCK_BYTES, copy_to_pinned_blocks
+from megarl.training.state.checkpoint import without_pickles
 from tests.rank_pool import RankPool
 from tests.training.test_checkpoint import build, parallel_of, recipe_of, update
 
@@ -75,7 +75,7 @@ def test_a_frozen_model_waits_in_the_same_host_memory(monkeypatch: pytest.Monkey
 
 def written_elements(recipe: Any, folder: Path) -> tuple[int, int, list[str]]:
     """Elements of the optimizer's state on this rank and in what it would write, and the collectives on the way."""
-    from megarl.training import checkpoint
+    from megarl.training.state import checkpoint
 
     parallel = parallel_of((1, 1, 2))
     engine = build(recipe, parallel)

@@ -39,7 +39,7 @@ def replayed(sequence: int, length: int) -> np.ndarray:
 
 def fetch_values(parallel: ParallelConfig, layers: list[list[int]], sequence_parallel: bool) -> list[tuple[Any, Any]]:
     """This rank's experts of its rows, as fetched and as they should be."""
-    from megarl.training.packed_rows import pack_row
+    from megarl.training.rows.packed_rows import pack_row
 
     rank, at = dist.get_rank(), parallel.coordinates(dist.get_rank())
     held = StoredExperts(rank, parallel.world_size)
@@ -155,7 +155,7 @@ def test_an_expert_that_a_route_names_twice_is_refused(ranks: RankPool, world_si
 
 def fetch_repeated() -> str:
     """Fetch the route of one sequence; its fourth token has expert 7 twice in the third layer. Returns the error."""
-    from megarl.training.packed_rows import pack_row
+    from megarl.training.rows.packed_rows import pack_row
 
     held = StoredExperts(dist.get_rank(), dist.get_world_size())
     experts = experts_of(0, 8)
@@ -175,7 +175,7 @@ def fetch_repeated() -> str:
 
 def fetch_for_trees(parallel: ParallelConfig) -> bool:
     """Whether this rank's stored tokens get the experts of every token that they stand for."""
-    from megarl.training.rows import make_microbatch
+    from megarl.training.rows.choice import make_microbatch
 
     rank, at = dist.get_rank(), parallel.coordinates(dist.get_rank())
     held = StoredExperts(rank, parallel.world_size)

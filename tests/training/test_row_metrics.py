@@ -7,7 +7,7 @@ import math
 import torch
 
 from megarl.tracking.metrics import Max, Mean, Sum
-from megarl.training.row_metrics import RowMetric, max_of, mean_of, mean_of_all, read, sum_of
+from megarl.training.rows.metrics import RowMetric, max_of, mean_of, mean_of_all, read, sum_of
 from tests.host_waits import host_waits
 
 VALUES = torch.tensor([1.5, math.nan, 3.0, math.inf, -2.0])

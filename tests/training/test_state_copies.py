@@ -20,8 +20,8 @@ def copy_and_restore(recipe: Any) -> tuple[bool, bool, dict[str, Any], list[str]
     """Copy the state, train on, restore it. Returns whether training changed it, whether the copy is bit-equal, the
     driver's values, and the sentences about a flipped bit.
     """
-    from megarl.training.state_copies import StateCopier, StateCopies, restore
-    from megarl.training.state_parts import state_parts
+    from megarl.training.state.copies import StateCopier, StateCopies, restore
+    from megarl.training.state.parts import state_parts
 
     def state() -> dict[tuple[str, tuple[int, ...]], bytes]:
         # All parts: without the distributed optimizer, only one rank's are the main ones.
@@ -39,11 +39,11 @@ def copy_and_restore(recipe: Any) -> tuple[bool, bool, dict[str, Any], list[str]
     has_changed = state() != before
     driver, _ = restore(copies, 2, models, str(parallel), topology)
     is_equal = state() == before
-    copy = next(copy for (step, _), copy in copies.held.items() if step == 2 and copy.blocks)
+    copy = next(copy for (step, _), copy in copies.complete_copies.items() if step == 2 and copy.blocks)
     copy.blocks["float32"][3] ^= 1
-    number = len(copies.held)
+    number = len(copies.complete_copies)
     damages = copies.drop_damaged()
-    assert len(copies.held) == number - 1 and copy not in copies.held.values()
+    assert len(copies.complete_copies) == number - 1 and copy not in copies.complete_copies.values()
     return has_changed, is_equal, driver, damages
 
 
@@ -59,7 +59,7 @@ def test_a_state_is_restored_bit_for_bit(ranks: RankPool, tiny_model: Callable[.
 
 def copied(recipe: Any, parallel: ParallelConfig) -> tuple[Any, list[Any]]:
     """Train, and copy the state. Returns the copies on this rank, and the parts of the state."""
-    from megarl.training.state_copies import StateCopier, StateCopies
+    from megarl.training.state.copies import StateCopier, StateCopies
 
     engine, copies = build(recipe, parallel), StateCopies()
     update(engine, parallel, 0)
@@ -73,7 +73,7 @@ def restored(recipe: Any, parallel: ParallelConfig, copies: list[Any]) -> tuple[
     """Restore the state of a run with other sizes. Returns the bytes received, and the parts of the state."""
     from torch import distributed as dist
 
-    from megarl.training.state_copies import StateCopies, restore
+    from megarl.training.state.copies import StateCopies, restore
 
     engine, own = build(recipe, parallel), StateCopies()
     if dist.get_rank() < len(copies):
@@ -83,7 +83,7 @@ def restored(recipe: Any, parallel: ParallelConfig, copies: list[Any]) -> tuple[
 
 
 def parts_of(engine: Any) -> list[Any]:
-    from megarl.training.state_parts import state_parts
+    from megarl.training.state.parts import state_parts
 
     return [(part.name, part.start, part.values.numpy().copy()) for part in state_parts({"": engine})]
 

@@ -239,7 +239,7 @@ def save_or_restore(
     recipe: Recipe, parallel: ParallelConfig, folders: tuple[Path, Path], into: Path | None, out: Path
 ) -> Any:
     """Policy and critic, trained and saved; or restored from there and trained on."""
-    from megarl.training import checkpoint
+    from megarl.training.state import checkpoint
 
     policy, critic = (build(recipe, parallel, folder, role)[0] for folder, role in zip(folders, ROLES, strict=True))
     engines = {"": policy, "critic": critic}

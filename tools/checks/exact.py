@@ -181,14 +181,14 @@ def update_times(model: Path, pairs: int) -> Iterator[dict[str, Any]]:
 def timed_updates(folder: str, pairs: int) -> list[tuple[float, float]]:
     """Return seconds of processor time of updates with and without trainer.exact, in turns, after one of each."""
     # Imported on the rank: the check's own process needs no torch.
-    from megarl.training.objective import supervised
+    from megarl.training.objective import supervised_loss
 
     engines = []
     for is_exact in (True, False):
         recipe = invariance.recipe_of(Path(folder), {"exact": is_exact, "max_tokens_per_microbatch": 2048})
         recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"dtype": "bfloat16"})})
         engine, _, _ = invariance.build(recipe, ONE_RANK, False)
-        engine.role = replace(engine.role, objective=supervised)
+        engine.role = replace(engine.role, objective=supervised_loss)
         engines.append(engine)
     random = np.random.default_rng(0)
     lengths = random.integers(100, 400, 8)

@@ -259,7 +259,7 @@ def train(
         policy_objective,
         preference_objective,
         reward_objective,
-        supervised,
+        supervised_loss,
     )
 
     at, engines, results = parallel.coordinates(dist.get_rank()), {}, {}
@@ -274,7 +274,7 @@ def train(
         pieces = [piece for piece in pieces if piece.storage in engine.parameters]
         algorithm = AlgorithmConfig.model_validate(OBJECTIVES[objective])
         others = {
-            "sft": supervised,
+            "sft": supervised_loss,
             # So small a beta that no pair is decided already: its gradient would be what cancellation leaves.
             "dpo": preference_objective(PreferenceConfig(beta=0.05)),
             "critic": critic_objective(CriticConfig()),

@@ -175,7 +175,7 @@ def trained_counts(model: Any, prefix: str) -> dict[str, int]:
         for value in state.values()
         if getattr(value, "ndim", 0) > 0
     ]
-    with model.merged():
+    with model.merging():
         merged = counted_bytes(model.weights[name] for name in model._merged._adapters)
     return {
         f"{prefix}parameters": counted_bytes(model.parameters.values()),

@@ -94,7 +94,7 @@ def gradients(folder: Path, rows: Sequence[TokenBatch], shares_prefixes: bool) -
     from megarl.models.policy import PolicyModel
     from megarl.reshard.layouts.megatron import megatron_layouts
     from megarl.training.model import saved_buffers
-    from megarl.training.rows import make_microbatch
+    from megarl.training.rows.choice import make_microbatch
 
     shape, parallel = read_model_shape(folder), ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1)
     parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
@@ -218,7 +218,7 @@ def check_edges(num_groups: int = 200) -> Iterator[dict[str, Any]]:
     import torch
 
     from megarl.models.trees.row import TreeRow
-    from megarl.training.rows import make_microbatch
+    from megarl.training.rows.choice import make_microbatch
 
     random, wrong, sampled, stored = np.random.default_rng(3), 0, 0, 0
     for number in range(num_groups):

@@ -1,4 +1,4 @@
-"""Parts of a training state on this rank: the tensors that a checkpoint holds, each with its place in the whole."""
+"""Parts of a training state on this rank: a checkpoint's tensors, each with its place in the whole."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import apply_factories, is_main_replica
 from torch import Tensor
 
-from megarl.training.checkpoint import Model, changed_models, models_to_save, sharded_states
+from megarl.training.state.checkpoint import Model, changed_models, models_to_save, sharded_states
 
 
 class StatePart(NamedTuple):
     """A rectangular slice (box) of one tensor of the training state, as this rank stores it.
 
-    `values` [*shape] is the live memory, not a copy. `start` has one index per dimension: the slice's first element in
-    the full tensor. If several ranks store the same slice, `is_main` is True on exactly one of them. `key` is the
-    tensor's name in checkpoints, where Megatron stacks layers of equal shape. `name` distinguishes them:
-    `decoder.layers.mlp.linear_fc1.weight[3]` is layer 3 of the key `decoder.layers.mlp.linear_fc1.weight`.
+    `values` [*shape] is the live memory. `start` is the index of the slice's first element in the full tensor. If
+    several ranks store the same slice, `is_main` is True on exactly one. `key` is the tensor's name in checkpoints,
+    where Megatron stacks layers of equal shape. `name` distinguishes them: `decoder.layers.mlp.linear_fc1.weight[3]` is
+    layer 3.
     """
 
     key: str
@@ -33,7 +33,7 @@ def state_parts(models: Mapping[str, Model]) -> Iterator[StatePart]:
     """Yield this rank's parts of the state. Rows that only pad the vocabulary are left out.
 
     `models` are those of a checkpoint, by the prefix of their tensors; frozen models with their first weights are left
-    out. Moments that the optimizer has not allocated yet are allocated, as zeros.
+    out. Missing moments are allocated, as zeros.
     """
     for prefix, model in models_to_save(models, changed_models(models)).items():
         state = sharded_states({prefix: model}, is_loading=False)
@@ -52,6 +52,6 @@ def state_parts(models: Mapping[str, Model]) -> Iterator[StatePart]:
 
 
 def _name(part: ShardedTensor) -> str:
-    """Return the name of a tensor, with the layer's number if Megatron stacks equal layers."""
+    """Return a tensor's name, with the layer's number if Megatron stacks equal layers."""
     is_stacked = ".layers." in part.key and not any(word.isdigit() for word in part.key.split("."))
     return f"{part.key}[{part.global_offset[0]}]" if is_stacked else part.key

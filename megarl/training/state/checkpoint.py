@@ -1,9 +1,9 @@
 """The trainer's state on disk, in Megatron's `torch_dist` format: written in the background, readable with any parallel
 sizes.
 
-Planning and finishing a save are collectives, so they run when the driver calls them. Between the two, each rank only
-writes its own copies to its own file, in a thread. Megatron itself forks. A fork would hold copies of the rank's
-sockets, locks and CUDA context. It would also outlive a killed rank and write into its successor's folder.
+Planning and finishing a save are collectives. Between the two, each rank writes its own copies to its own file, in a
+thread. Megatron forks instead. A fork would copy sockets, locks and the CUDA context, outlive a killed rank, and write
+into its successor's folder.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from megarl.files.atomic import check_space, disk_full_named
 from megarl.models.lora import sharded_state
 from megarl.platform import device
 from megarl.training.host_optimizer import allocate_moments, is_hybrid, set_step
-from megarl.training.lora_part import LoraPart
 from megarl.training.model import FrozenModel
 from megarl.training.offload import copy_to_pinned_blocks
-from megarl.training.optimizer_state import copy_into, sharded_optimizer_state
+from megarl.training.parts.lora import LoraPart
+from megarl.training.state.optimizer_state import copy_into, sharded_optimizer_state
 from megarl.training.training_engine import TrainingEngine
 
 Model = TrainingEngine | FrozenModel
@@ -53,8 +53,7 @@ _FORMAT = {
     "singleton_local_shards": False,
 }
 _OVERHEAD_BYTES = 4096
-"""Maximum bytes that a checkpoint needs for one tensor in addition to its elements: torch's headers, and the manifest's
-entry."""
+"""Maximum bytes of a tensor in a checkpoint in addition to its elements: torch's headers, and the manifest's entry."""
 
 
 class Save:
@@ -69,8 +68,8 @@ class Save:
         self._is_abandoned = threading.Event()
         self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
         items = [data for _, objects, tensors in self._buckets for _, data in (*objects, *tensors)]
-        own = sum(i.nbytes if isinstance(i, torch.Tensor) else i.getbuffer().nbytes for i in items)
-        total = torch.tensor(own + _OVERHEAD_BYTES * (len(items) + 1), device=device.current())
+        num_rank_bytes = sum(i.nbytes if isinstance(i, torch.Tensor) else i.getbuffer().nbytes for i in items)
+        total = torch.tensor(num_rank_bytes + _OVERHEAD_BYTES * (len(items) + 1), device=device.current())
         dist.all_reduce(total)
         self.num_bytes = int(total)
 
@@ -96,8 +95,8 @@ class Save:
     def finish(self, *, wait: bool = True) -> dict[str, dict[str, Any]] | None:
         """Add Megatron's records after all ranks have written. A collective.
 
-        Returns size and sha256 of this rank's files. Returns None if a rank is still writing and `wait` is false.
-        Raises DiskFullError, or the error that ended the writing.
+        Returns size and sha256 of this rank's files, or None if a rank is still writing and `wait` is false. Raises
+        DiskFullError, or the error that ended the writing.
         """
         # All ranks must decide alike, because finishing is a collective.
         busy = torch.tensor(int(self._thread.is_alive()), device=device.current())
@@ -114,7 +113,7 @@ class Save:
         return self._manifest.files
 
     def abandon(self) -> None:
-        """Stop writing, because a rank was lost. The folder stays incomplete, and a later save may use its name."""
+        """Stop writing, because a rank was lost. The folder stays incomplete; a later save may use its name."""
         self._is_abandoned.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -152,7 +151,7 @@ class Save:
 
 
 def _own_storage(data: Any) -> Any:
-    """Return a tensor with memory of its own, because torch saves the whole memory that a tensor is a view of."""
+    """Return a tensor with its own memory: torch saves the whole memory that a view belongs to."""
     if not isinstance(data, torch.Tensor) or data.untyped_storage().nbytes() == data.nbytes:
         return data
     return data.clone()
@@ -160,9 +159,9 @@ def _own_storage(data: Any) -> Any:
 
 @contextmanager
 def changed_models_loaded(models: Mapping[str, Model]) -> Iterator[None]:
-    """Context in which frozen models with changed weights (an updated reference) are on the device, because a save
-    contains them. Other frozen models stay on the host. Tensors on the device are copied before a save continues in the
-    background.
+    """Context for a save: frozen models with changed weights (an updated reference) are on the device.
+
+    Tensors on the device are copied before a save continues in the background.
     """
     with ExitStack() as stack:
         for name in changed_models(models):
@@ -202,11 +201,10 @@ def stage(folder: Path, models: Mapping[str, Model], layout: str, **driver: Any)
 
 
 def restore(folder: Path, models: Mapping[str, Model], layout: str) -> dict[str, Any]:
-    """Load a checkpoint's states into the models, whatever its parallel sizes. Returns the driver's values. A
-    collective.
+    """Load a checkpoint's states into the models, whatever its parallel sizes. A collective.
 
-    A frozen model with unchanged weights stays as it is. Megatron's loader unpickles: the folder must have passed
-    `checkpoint.torch_dist_reader.check_harmless`.
+    Returns the driver's values. A frozen model with unchanged weights stays as it is. Megatron's loader unpickles: the
+    folder must have passed `checkpoint.torch_dist_reader.check_harmless`.
     """
     faults.reach("load")
     common = dist_checkpointing.load_common_state_dict(str(folder))
@@ -229,7 +227,7 @@ def restore(folder: Path, models: Mapping[str, Model], layout: str) -> dict[str,
 
 
 def common_state(models: Mapping[str, Model], layout: str) -> dict[str, Any]:
-    """Return all that a checkpoint holds besides tensors, as plain values: step counts, and this rank's random numbers.
+    """Return all values of a checkpoint except tensors: step counts, and this rank's random numbers.
 
     `layout` describes in words how ranks divide the state.
     """
@@ -253,10 +251,10 @@ def common_state(models: Mapping[str, Model], layout: str) -> dict[str, Any]:
 def restore_common_state(
     models: Mapping[str, Model], states: Mapping[int, Any], layout: str
 ) -> Iterator[dict[str, Model]]:
-    """Yield the models whose tensors the caller restores, then restore the other values: the result of `common_state`.
+    """Yield the models whose tensors the caller restores, then restore the other values.
 
-    `states` has the values of all ranks that had the state, by rank. Random numbers are restored if `layout` is the
-    same.
+    `states` has the result of `common_state` for each rank that had the state. Random numbers are restored if `layout`
+    is the same.
     """
     common = states[min(states)]
     saved = models_to_save(models, common["moved"])
@@ -269,7 +267,7 @@ def restore_common_state(
     for name, model in saved.items():
         if isinstance(model, TrainingEngine):
             # All parts of an optimizer step together. A rank without parameters of a part counts no steps of it.
-            step = max((found for state in states.values() if (found := state["steps"][name])), default=None)
+            step = max((num_steps for state in states.values() if (num_steps := state["steps"][name])), default=None)
             for leaf in model.optimizer.chained_optimizers:
                 set_optimizer_step(leaf, step)
             model.schedule.num_steps = 0
@@ -279,7 +277,7 @@ def restore_common_state(
 
 
 def optimizer_step(optimizer: Any) -> int | None:
-    """Return the number of steps that an optimizer has made, as Adam's bias correction counts them; None for SGD."""
+    """Return an optimizer's number of steps, as Adam's bias correction counts them; None for SGD."""
     if is_hybrid(optimizer):
         return int(optimizer.state_dict()["optimizer"]["param_groups"][0]["step"])
     inner = optimizer.optimizer
@@ -289,7 +287,7 @@ def optimizer_step(optimizer: Any) -> int | None:
 
 
 def set_optimizer_step(optimizer: Any, step: int | None) -> None:
-    """Set the number of steps that an optimizer has made, wherever it stores it. None changes nothing."""
+    """Set an optimizer's number of steps, wherever it stores it. None changes nothing."""
     if step is None:
         return
     if is_hybrid(optimizer):
@@ -306,7 +304,7 @@ def changed_models(models: Mapping[str, Model]) -> list[str]:
 
 
 def models_to_save(models: Mapping[str, Model], moved: Collection[str]) -> dict[str, Model]:
-    """Return the models whose weights differ from their folders: all trained models, and frozen ones that changed."""
+    """Return all trained models, and the frozen ones that changed."""
     return {name: model for name, model in models.items() if isinstance(model, TrainingEngine) or name in moved}
 
 
@@ -323,9 +321,8 @@ def _restore(model: Model, state: dict[str, Any]) -> None:
 def without_pickles(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a module's state with empty extra states.
 
-    Transformer Engine stores pickles in extra states, as bytes in a tensor, and its layers load them unchecked. They
-    hold the history of FP8's delayed scaling and settings of the recipe. Delayed scaling is not supported
-    (`trainer.megatron.fp8_recipe`).
+    Transformer Engine stores pickles there, as bytes in a tensor, and its layers load them unchecked. They hold
+    settings and the history of FP8's delayed scaling, which is not supported (`trainer.megatron.fp8_recipe`).
     """
     empty = torch.empty(0, dtype=torch.uint8)
     return {
@@ -351,7 +348,7 @@ def _named_chunks(model: Model) -> dict[str, Any]:
 
 
 def sharded_states(models: Mapping[str, Model], *, is_loading: bool) -> dict[str, Any]:
-    """Return Megatron's descriptions of the tensors that a checkpoint of these models holds, with the live tensors."""
+    """Return Megatron's descriptions of the tensors in a checkpoint of these models, with the live tensors."""
     states: dict[str, Any] = {}
     for name, model in models.items():
         state = _sharded_state(model, is_loading=is_loading)
@@ -389,9 +386,7 @@ def _is_torch(optimizer: Any) -> bool:
 
 
 def _allocate_moments(optimizer: Any) -> None:
-    """Allocate the state of an optimizer before its first step, without which Megatron-Core 0.16.1 fails with torch's
-    Adam.
-    """
+    """Allocate an optimizer's state before its first step. Megatron-Core 0.16.1 fails without it with torch's Adam."""
     if is_hybrid(optimizer):
         allocate_moments(optimizer)
         return
@@ -402,7 +397,7 @@ def _allocate_moments(optimizer: Any) -> None:
 
 
 def _restore_optimizer(optimizer: Any, saved: dict[str, Any], chunks: Mapping[str, Any]) -> None:
-    """Restore moments, master weights and step count. Learning rates and weight decay keep the recipe's values."""
+    """Restore moments, master weights and step count. Learning rates and weight decay stay the recipe's."""
     inner = optimizer.optimizer
     if isinstance(optimizer, DistributedOptimizer):
         step = saved["optimizer"]["param_groups"][0]["step"]

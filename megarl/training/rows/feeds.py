@@ -11,26 +11,25 @@ from megatron.core import parallel_state
 from megarl.data.token_batch import TokenBatch
 from megarl.models.expert_balance import RowTokens, routers_of
 from megarl.models.policy import PolicyModel, RowSettings
-from megarl.training.microbatch import Microbatch
+from megarl.training.rows.microbatch import Microbatch
 
 
 class RowFeed:
     """Gives one kind of data to a model's forward passes."""
 
     def fetch(self, rows: Sequence[TokenBatch], batches: Sequence[Microbatch]) -> Sequence[Any]:
-        """Return this rank's data of each row. It may be a collective over the trainer's ranks.
+        """Return this rank's data of each row. May be a collective. `batches` are the rows as tensors.
 
-        It runs before the schedule, because pipeline stages enter forward passes at different times. `batches` are the
-        rows as tensors.
+        It runs before the schedule, because pipeline stages enter forward passes at different times.
         """
         raise NotImplementedError
 
     def apply(self, chunk: torch.nn.Module, values: Any) -> None:
-        """Set one row's data, one of the values that `fetch` returned, for the chunk's next forward pass."""
+        """Set one row's data, as `fetch` returned it, for the chunk's next forward pass."""
         raise NotImplementedError
 
     def release(self) -> None:
-        """Free what was on the device for these passes only. Most feeds have nothing to free."""
+        """Free what was on the device for these passes only."""
 
 
 class SamplingFeed(RowFeed):
@@ -45,10 +44,12 @@ class SamplingFeed(RowFeed):
 
 
 class RouterTokensFeed(RowFeed):
-    """Gives the routers with balancing losses or noise the sequences of a row's tokens."""
+    """Gives routers with balancing losses or noise the sequences of a row's tokens.
+
+    `num_parts` tensor-parallel ranks share a row's tokens.
+    """
 
     def __init__(self, num_parts: int) -> None:
-        """`num_parts` is the number of tensor-parallel ranks that share a row's tokens."""
         self._num_parts = num_parts
 
     def fetch(self, rows: Sequence[TokenBatch], batches: Sequence[Microbatch]) -> Sequence[RowTokens]:
@@ -61,10 +62,7 @@ class RouterTokensFeed(RowFeed):
 
 
 def feeds_of(chunks: Sequence[torch.nn.Module], num_parts: int) -> Iterator[RowFeed]:
-    """Yield the feeds that a rank's model chunks need.
-
-    `num_parts` is the number of tensor-parallel ranks that share a row's tokens.
-    """
+    """Yield the feeds for a rank's chunks. `num_parts` tensor-parallel ranks share a row's tokens."""
     if routers_of(*chunks):
         yield RouterTokensFeed(num_parts)
     if isinstance(chunks[0], PolicyModel):

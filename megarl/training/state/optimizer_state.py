@@ -1,9 +1,9 @@
-"""The state of an optimizer sharded over data-parallel ranks, as rectangular parts (boxes) of the model's own tensors.
+"""The state of an optimizer sharded over data-parallel ranks, as rectangular parts (boxes) of the model's tensors.
 
 Megatron's formats either gather everything on all ranks (`fully_reshardable`) or require equal tensor- and
 pipeline-parallel sizes (`dp_reshardable`). Here each rank's flat range of a parameter is cut into the few boxes
-covering it. Names and shapes are those of `fully_reshardable` on disk. Nothing is gathered. Each rank writes and reads
-only its own share, directly in the live tensors. A checkpoint can be read with any parallel sizes.
+covering it, with the names and shapes of `fully_reshardable`. Nothing is gathered. A checkpoint can be read with any
+parallel sizes.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def sharded_optimizer_state(
                 # Megatron's `load_state_dict` allocates missing moments, so that a checkpoint can be read into them.
                 # Megatron-Core 0.16.1 does the same in its own `sharded_state_dict`.
                 leaf.load_state_dict(leaf.state_dict())
-            own = without_settings(leaf.state_dict()) if is_hybrid(leaf) else leaf.state_dict()
-            states[index] = {**own, "param_state": _boxes_of(leaf, chunks)}
+            state = without_settings(leaf.state_dict()) if is_hybrid(leaf) else leaf.state_dict()
+            states[index] = {**state, "param_state": _boxes_of(leaf, chunks)}
         else:
             states[index] = leaf.sharded_state_dict(chunks, is_loading=is_loading, metadata=metadata)
     return states[0] if len(leaves) == 1 else states
@@ -53,8 +53,8 @@ def sharded_optimizer_state(
 
 def copy_into(optimizer: DistributedOptimizer, loaded: Mapping[Any, Any], chunks: Mapping[str, Any]) -> None:
     """Copy the loaded values into the optimizer's tensors, also if the loader read them into other memory."""
-    own = _boxes_of(optimizer, chunks)
-    for place, boxes in own.items():
+    live_boxes = _boxes_of(optimizer, chunks)
+    for place, boxes in live_boxes.items():
         for name, box in boxes.items():
             assert box.data is not None
             box.data.copy_(loaded[place][name].view_as(box.data))
@@ -63,15 +63,15 @@ def copy_into(optimizer: DistributedOptimizer, loaded: Mapping[Any, Any], chunks
 def _boxes_of(optimizer: DistributedOptimizer, chunks: Mapping[str, Any]) -> dict[int, dict[str, ShardedTensor]]:
     """Return the parts of each parameter that this rank stores, by the parameter's index on this rank."""
     sharded: dict[str, Any] = dict(chunks)
-    kept, _ = extract_sharded_tensors_and_factories(sharded)
-    described = {id(base.data): base for base in nested_values(kept)}
+    sharded_tensors, _ = extract_sharded_tensors_and_factories(sharded)
+    described = {id(base.data): base for base in nested_values(sharded_tensors)}
     boxes = {}
     ranges: Any = optimizer.gbuf_ranges
     parts = [part for buffers in ranges for buckets in buffers.values() for bucket in buckets
              for part in bucket["param_map"].items()]  # fmt: skip
-    for place, (parameter, found) in enumerate(parts):
+    for place, (parameter, range_map) in enumerate(parts):
         tensors = optimizer._get_main_param_and_optimizer_states(parameter)
-        start, stop = found["param"].start, found["param"].end
+        start, stop = range_map["param"].start, range_map["param"].end
         boxes[place] = {
             f"{name}.{number}": box
             for name in _TENSORS
@@ -86,9 +86,8 @@ def _boxes_of(optimizer: DistributedOptimizer, chunks: Mapping[str, Any]) -> dic
 def _boxes_of_range(
     parameter: Tensor, described: Any, name: str, values: Tensor, start: int, stop: int
 ) -> Iterator[ShardedTensor]:
-    """Yield boxes of the elements `start` to `stop` of a flattened parameter [*shape].
-
-    `values` [stop - start] are the elements of its state.
+    """Yield boxes of the elements `start` to `stop` of a flattened parameter [*shape]; `values` [stop - start] are its
+    state's.
     """
     # A factory splits a fused parameter (gate and up) into parts stored under separate keys.
     parts = described.build() if isinstance(described, ShardedTensorFactory) else described
@@ -98,14 +97,14 @@ def _boxes_of_range(
         low, high = max(start, first), min(stop, first + part.data.numel())
         if low >= high:
             continue
-        depth, taken = part.prepend_axis_num, low - start
+        depth, position = part.prepend_axis_num, low - start
         for offset, shape in flat_boxes(part.local_shape, low - first, high - first):
             count = prod(shape)
             box = (1,) * depth + shape
             inner = (0,) * depth + offset
             yield ShardedTensor(
                 key=f"optimizer.state.{name}.{part.key}",
-                data=values.detach().view(-1)[taken : taken + count].view(box),
+                data=values.detach().view(-1)[position : position + count].view(box),
                 dtype=values.dtype,
                 local_shape=box,
                 global_shape=part.global_shape,
@@ -115,4 +114,4 @@ def _boxes_of_range(
                 replica_id=(*part.replica_id[:2], 0),
                 allow_shape_mismatch=part.allow_shape_mismatch,
             )
-            taken += count
+            position += count

@@ -14,7 +14,7 @@ from megarl.data.prefixes import PrefixTree, chunk_owners, chunk_sizes, prefix_t
 from megarl.data.token_batch import TokenBatch, places_by_rank, ranges, select_retained
 from megarl.models.trees.attention import TokenTree
 from megarl.models.trees.row import TreeRow, TreeTokens
-from megarl.training.microbatch import Microbatch, is_predicted, support_on
+from megarl.training.rows.microbatch import Microbatch, is_predicted, support_on
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,6 @@ class TreeMicrobatch(Microbatch):
     """
 
     def layer_tokens(self, parts: int = 1, part: int = 0) -> TreeTokens:
-        """Return part `part` of `parts` of this rank's stored tokens, as sequence parallelism splits them."""
         assert isinstance(self.row, TreeRow) and self.row.host_local is not None
         tree = self.row.tree
         device = tree.reach.device
@@ -44,7 +43,7 @@ class TreeMicrobatch(Microbatch):
     def represented_tokens(self) -> NDArray[np.int64]:
         """Return the index, in the row of separate sequences, of a token at each stored place: [places].
 
-        A place may hold equal tokens of several sequences: the last one's is returned. Padding places have -1.
+        If a place holds equal tokens of several sequences, it is the last one's. Padding places have -1.
         """
         assert isinstance(self.row, TreeRow) and self.row.host_local is not None
         tokens = np.full(len(self.row.tree.own), -1)
@@ -67,7 +66,7 @@ def pack_tree(batch: TokenBatch, *, multiple: int, device: torch.device, cp: int
     if batch.temperatures is not None and (batch.temperatures != batch.temperatures[0]).any():
         sequences = np.repeat(np.arange(batch.num_sequences), batch.lengths)
     first, edge = _edges(batch, tree, tokens, sequences)
-    chosen = tokens[first]
+    predicted = tokens[first]
     edges = np.zeros(len(batch.token_ids), np.int64)
     # Position t predicts token t + 1.
     edges[tokens - 1] = edge
@@ -79,16 +78,16 @@ def pack_tree(batch: TokenBatch, *, multiple: int, device: torch.device, cp: int
 
     support = None
     if batch.retained_sets is not None:
-        support = support_on(device, select_retained(batch.retained_sets, chosen))
+        support = support_on(device, select_retained(batch.retained_sets, predicted))
     temperature: float | Tensor = 1.0 if batch.temperatures is None else float(batch.temperatures[0])
     if sequences is not None and batch.temperatures is not None:
-        of_edges = batch.temperatures[sequences[chosen]].astype(np.float32)
+        of_edges = batch.temperatures[sequences[predicted]].astype(np.float32)
         temperature = torch.from_numpy(of_edges).to(device)
     input_ids = np.append(batch.token_ids[tree.source], np.zeros(len(split.ranks) - len(tree.source), np.int64))
-    own_tree = _token_tree(tree, split, cp_rank, device, local, edges, tree.parent[tree.stored_of[chosen]])
+    own_tree = _token_tree(tree, split, cp_rank, device, local, edges, tree.parent[tree.stored_of[predicted]])
     return TreeMicrobatch(
         input_ids=torch.from_numpy(input_ids[own_tree.own]).to(device)[None],
-        labels=torch.from_numpy(batch.token_ids[chosen]).to(device)[None],
+        labels=torch.from_numpy(batch.token_ids[predicted]).to(device)[None],
         row=TreeRow.from_tree(own_tree, holders, int(batch.lengths.max()), cp_rank),
         mask=predictions(batch.loss_mask),
         per_token={name: predictions(values) for name, values in batch.per_token.items()},
@@ -105,9 +104,8 @@ def _edges(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the first of the predicted tokens `tokens` [predicted] for each edge [edges], and each one's edge.
 
-    Predictions of one stored token are one edge, unless their distributions differ. With `sequences` [tokens], the
-    sequence of each token, the edges of sequences with different temperatures differ. A token with a retained set of
-    its own has an edge of its own.
+    Predictions of one stored token are one edge, unless their distributions differ: by the temperatures of their
+    `sequences` [tokens], or by a retained set.
     """
     keys = [tree.stored_of[tokens]]
     if sequences is not None and batch.temperatures is not None:
@@ -126,8 +124,8 @@ def _edges(
 class _Split(NamedTuple):
     """The stored tokens of a tree and of its padding, split over context-parallel ranks.
 
-    Shapes: `ranks` [stored tokens], each one's rank; `chunks` [chunks, 3], the first token of the chunk's segment, the
-    chunk's first token and its end; `padding` [cp], tokens of the last segments, one for each rank.
+    Shapes: `ranks` [stored tokens]; `chunks` [chunks, 3], the first token of the chunk's segment, the chunk's first
+    token and its end; `padding` [cp], tokens of each rank's last segment.
     """
 
     ranks: NDArray[np.int64]
@@ -136,8 +134,7 @@ class _Split(NamedTuple):
 
 
 def _split_tree(tree: PrefixTree, cp: int, multiple: int) -> _Split:
-    """Split each segment of a tree over `cp` ranks. Each rank gets equally many tokens, padded to a multiple of
-    `multiple`."""
+    """Split each segment over `cp` ranks. Each gets equally many tokens, padded to a multiple of `multiple`."""
     owners = chunk_owners(cp)
     sizes = chunk_sizes(tree.ends - tree.starts, owners)
     ends = tree.starts[:, None] + sizes.cumsum(1)
@@ -172,24 +169,24 @@ def _token_tree(
     stored, padding = len(tree.parent), split.padding
     last_ends = stored + padding.cumsum()
     last_starts, last_ends = (last_ends - padding)[padding > 0], last_ends[padding > 0]
-    own = np.flatnonzero(split.ranks == cp_rank)
+    own_tokens = np.flatnonzero(split.ranks == cp_rank)
     place = None
     if len(padding) > 1:
         place = torch.from_numpy(places_by_rank(split.ranks)[0]).to(device)
     num_represented = np.append(tree.num_represented, np.zeros(padding.sum(), np.int64))
-    stored_of = np.searchsorted(own, tree.stored_of[local])
+    stored_of = np.searchsorted(own_tokens, tree.stored_of[local])
     return TokenTree(
         reach=torch.from_numpy(np.append(tree.reach, np.repeat(last_ends, last_ends - last_starts))).to(device),
         starts=np.append(tree.starts, last_starts),
         ends=np.append(tree.ends, last_ends),
         reaches=np.append(tree.reach[tree.starts], last_ends),
         positions=np.append(tree.depth, ranges(np.zeros_like(last_starts), last_ends - last_starts)),
-        own=own,
+        own=own_tokens,
         chunks=split.chunks[split.ranks[split.chunks[:, 1]] == cp_rank],
         place=place,
-        num_represented=num_represented[own],
+        num_represented=num_represented[own_tokens],
         stored_of=torch.from_numpy(stored_of).to(device),
         host_stored_of=stored_of,
-        edge_sources=torch.from_numpy(np.searchsorted(own, sources)).to(device),
+        edge_sources=torch.from_numpy(np.searchsorted(own_tokens, sources)).to(device),
         edges=torch.from_numpy(edges[local]).to(device),
     )

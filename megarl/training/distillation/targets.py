@@ -1,9 +1,8 @@
 """Distillation targets of an update's tokens: stored by the teacher's ranks, fetched by the policy's ranks.
 
 A token's target is up to a hundred times larger than its other data, so it never passes through the driver. A teacher's
-ranks store the targets of whole sequences, for trained tokens only, in host memory (`StoredTargets`). Before the
-policy's pass, its last stage fetches the targets of its rows (`TargetFetcher`). Teacher and policy may have different
-layouts.
+ranks store the targets of trained tokens in host memory (`StoredTargets`). The policy's last stage fetches those of its
+rows (`TargetFetcher`). Teacher and policy may have different parallel sizes.
 """
 
 from __future__ import annotations
@@ -23,22 +22,19 @@ from megarl.data.token_batch import TokenBatch
 from megarl.groups import signed
 from megarl.models.teacher_student import StudentModel, TeacherTargets
 from megarl.training.exchange import fetch_values, token_runs
-from megarl.training.microbatch import Microbatch, is_predicted, places_in_row
-from megarl.training.row_feeds import RowFeed
+from megarl.training.rows.feeds import RowFeed
+from megarl.training.rows.microbatch import Microbatch, is_predicted, places_in_row
 
 
 class StoredTargets:
-    """Distillation targets that this rank stores for the next update, by sequence number.
-
-    A sequence's targets are uint8 [trained tokens, bytes].
-    """
+    """Targets that this rank stores for the next update, by sequence number: uint8 [trained tokens, bytes] each."""
 
     def __init__(self) -> None:
         self._rows: dict[int, NDArray[np.uint8]] = {}
 
     @property
     def numbers(self) -> list[int]:
-        """Numbers of the sequences whose targets are stored here."""
+        """Numbers of the sequences with targets on this rank."""
         return list(self._rows)
 
     def keep(self, number: int, rows: NDArray[np.uint8]) -> None:
@@ -50,7 +46,6 @@ class StoredTargets:
         return self._rows[number][first:end]
 
     def clear(self) -> None:
-        """Remove all targets."""
         self._rows = {}
 
 
@@ -75,15 +70,15 @@ class TargetPositions:
         return cls(places_in_row(row.lengths, padded)[is_trained] - 1, sequence, ordinal)
 
     def among(self, local: NDArray[np.int64]) -> tuple[TargetPositions, NDArray[np.int64]]:
-        """Return the positions that are on this rank, in its order, and their indices there. `local` are the rank's
-        places in the row.
-        """
-        found = np.full(max(local.max(initial=-1), self.place.max(initial=-1)) + 1, -1)
-        found[self.place] = np.arange(len(self.place))
-        chosen = found[local]
-        is_target = chosen >= 0
-        chosen = chosen[is_target]
-        return TargetPositions(self.place[chosen], self.sequence[chosen], self.ordinal[chosen]), is_target.nonzero()[0]
+        """Return the positions on this rank, and their indices there. `local` are the rank's places in the row."""
+        position_at = np.full(max(local.max(initial=-1), self.place.max(initial=-1)) + 1, -1)
+        position_at[self.place] = np.arange(len(self.place))
+        local_positions = position_at[local]
+        is_target = local_positions >= 0
+        local_positions = local_positions[is_target]
+        return TargetPositions(
+            self.place[local_positions], self.sequence[local_positions], self.ordinal[local_positions]
+        ), is_target.nonzero()[0]
 
 
 class TargetFetcher(RowFeed):
@@ -110,10 +105,8 @@ class TargetFetcher(RowFeed):
     def fetch(self, rows: Sequence[TokenBatch], batches: Sequence[Microbatch]) -> Sequence[Sequence[TeacherTargets]]:
         """Fetch the targets of each row from each teacher, into host memory. A collective over the world.
 
-        Rows without keys of targets have none.
-
-        Only the last pipeline stage gets any. Only its first tensor-parallel rank has their contents; `complete`
-        broadcasts them. The targets stored on the ranks are removed.
+        Rows without target keys get none, nor do other stages than the last. Only the first tensor-parallel rank has
+        contents; `complete` broadcasts them. The targets stored on the ranks are removed.
         """
         if rows[0].target_keys is None:
             return [()] * len(rows)
@@ -127,14 +120,18 @@ class TargetFetcher(RowFeed):
         }
         all_targets: list[list[TeacherTargets]] = [[] for _ in rows]
         for teacher, width in enumerate(self._widths):
-            own = [_own_positions(row, batch, teacher) for row, batch in zip(rows, batches, strict=True)]
-            runs = [_runs(row, positions) for row, (positions, _) in zip(rows, own, strict=True)] if is_asking else []
+            local_positions = [_own_positions(row, batch, teacher) for row, batch in zip(rows, batches, strict=True)]
+            runs = (
+                [_runs(row, positions) for row, (positions, _) in zip(rows, local_positions, strict=True)]
+                if is_asking
+                else []
+            )
             asked = np.concatenate([np.zeros((0, 3), np.int64), *runs])
             of_run = np.array([holders[number] for number in asked[:, 0].tolist()], np.int64)
             targets_of_runs = fetch_values(asked, of_run, self._stored_for, np.zeros((0, width), np.uint8))
-            found = iter(np.split(targets_of_runs, _ends(runs)))
-            for of_row, (_, indices) in zip(all_targets, own, strict=True):
-                contents = next(found) if is_asking else np.empty((len(indices), width), np.uint8)
+            fetched = iter(np.split(targets_of_runs, _ends(runs)))
+            for of_row, (_, indices) in zip(all_targets, local_positions, strict=True):
+                contents = next(fetched) if is_asking else np.empty((len(indices), width), np.uint8)
                 places = torch.from_numpy(indices)
                 of_row.append(TeacherTargets(places, torch.from_numpy(contents), self._num_local_tokens[teacher], None))
         self._stored.clear()
@@ -143,16 +140,12 @@ class TargetFetcher(RowFeed):
         return all_targets if is_last else [[] for _ in rows]
 
     def apply(self, chunk: torch.nn.Module, values: Sequence[TeacherTargets]) -> None:
-        """Set a row's targets for the next forward pass of the last stage's chunk."""
         if chunk.post_process:
             assert isinstance(chunk, StudentModel)
             chunk.set_targets(self.complete(values))
 
     def complete(self, all_targets: Sequence[TeacherTargets]) -> list[TeacherTargets]:
-        """Return a row's targets on the device of every tensor-parallel rank, with the teachers' heads.
-
-        A collective of these ranks.
-        """
+        """Return a row's targets on the device of every tensor-parallel rank, with the heads. A collective."""
         group: Any = parallel_state.get_tensor_model_parallel_group()
         completed = []
         for targets, head in zip(all_targets, self._on_device, strict=True):
@@ -164,7 +157,6 @@ class TargetFetcher(RowFeed):
         return completed
 
     def release(self) -> None:
-        """Free the device memory of the teachers' heads."""
         self._on_device = []
 
     def _stored_for(self, rank: int, number: int, first: int, end: int) -> NDArray[np.uint8]:
@@ -172,17 +164,19 @@ class TargetFetcher(RowFeed):
 
 
 def _runs(row: TokenBatch, positions: TargetPositions) -> NDArray[np.int64]:
-    """Return runs [runs, 3] of consecutive trained tokens: sequence number, first token and end, in order."""
+    """Return runs [runs, 3] of consecutive trained tokens: sequence number, first token and end."""
     assert row.target_keys is not None
     return token_runs(row.target_keys[:, 1:], positions.sequence, positions.ordinal)
 
 
 def _own_positions(row: TokenBatch, batch: Microbatch, teacher: int) -> tuple[TargetPositions, NDArray[np.int64]]:
-    """Return the positions on this rank with targets from one teacher, and their indices among the rank's tokens."""
+    """Return the positions on this rank with targets from one teacher, and their indices among its tokens."""
     assert row.target_keys is not None and batch.row.host_local is not None
-    own, indices = TargetPositions.of_row(row, batch.padded).among(batch.row.host_local)
-    chosen = row.target_keys[own.sequence, 0] == teacher
-    return TargetPositions(own.place[chosen], own.sequence[chosen], own.ordinal[chosen]), indices[chosen]
+    positions, indices = TargetPositions.of_row(row, batch.padded).among(batch.row.host_local)
+    is_of_teacher = row.target_keys[positions.sequence, 0] == teacher
+    return TargetPositions(
+        positions.place[is_of_teacher], positions.sequence[is_of_teacher], positions.ordinal[is_of_teacher]
+    ), indices[is_of_teacher]
 
 
 def _ends(runs: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:

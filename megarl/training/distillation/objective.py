@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from megarl.tracking.metric_rows import MetricRow
-from megarl.training.microbatch import Microbatch
 from megarl.training.objective import RowLoss, StepNumbers, mismatch_metrics, weighted_loss
+from megarl.training.rows.microbatch import Microbatch
 
 METRICS = (
     MetricRow(
@@ -21,7 +21,7 @@ def divergence_objective(output: Tensor, batch: Microbatch, numbers: StepNumbers
     """Return the divergence of policy and teacher, from a student model's output [3, tokens].
 
     The output holds log-probs, entropies and divergences. Metrics: `distillation/divergence` (nats per token),
-    `train/entropy`, and `logprob_gap/`, the mismatch of trainer and engine.
+    `train/entropy`, and `logprob_gap/`.
     """
     policy_logprobs, entropies, divergences = output
     metrics = {"distillation/divergence": divergences, "train/entropy": entropies}

@@ -71,7 +71,7 @@ class RowMetric:
 def mean_of(values: Tensor, is_counted: Tensor, *, needs_tokens: bool = False) -> RowMetric:
     """Return the mean of the counted values; both tensors are [values]. Without counted values it is 0, with weight 0.
 
-    Values are selected, not multiplied: those not counted may be NaN.
+    Values are selected, not multiplied: uncounted ones may be NaN.
     """
     return _mean(values, is_counted, is_counted.sum(), needs_tokens)
 
@@ -99,7 +99,7 @@ def sum_of(values: Tensor) -> RowMetric:
 
 
 def max_of(values: Tensor, is_counted: Tensor) -> RowMetric:
-    """Return the largest of the counted values, which must not be negative; both tensors are [values].
+    """Return the largest of the counted values, not negative; both tensors are [values].
 
     The metric is left out without counted values.
     """
@@ -110,20 +110,22 @@ def max_of(values: Tensor, is_counted: Tensor) -> RowMetric:
 
 def read(rows: Sequence[Mapping[Key, RowMetric]]) -> list[dict[Key, Metric]]:
     """Read the metrics of all rows from the device, in one copy. The host waits for the rows' passes here."""
-    found: list[dict[Key, Metric]] = [{} for _ in rows]
-    unread = [(into, name, metric) for into, row in zip(found, rows, strict=True) for name, metric in row.items()]
+    rows_metrics: list[dict[Key, Metric]] = [{} for _ in rows]
+    unread = [
+        (into, name, metric) for into, row in zip(rows_metrics, rows, strict=True) for name, metric in row.items()
+    ]
     if not unread:
-        return found
+        return rows_metrics
     # float64 holds counts of tokens exactly.
     numbers = torch.stack([number.double() for *_, metric in unread for number in (metric.number, metric.count)])
     for (into, name, metric), (number, count) in zip(unread, numbers.view(-1, 2).tolist(), strict=True):
         if count or not metric.needs_tokens:
             into[name] = Mean(number, count) if metric.kind is Mean else metric.kind(number)
-    return found
+    return rows_metrics
 
 
 def losses_of(row: Mapping[str | Signal, Metric]) -> list[float]:
-    """Return the losses of a row's metrics, those of optional parts included."""
+    """Return the losses of a row, those of optional parts included."""
     return [metric.number for key, metric in row.items() if isinstance(key, Signal) and key.is_loss]
 
 
@@ -132,6 +134,6 @@ def select(rows: Iterable[Mapping[str | Signal, Metric]], signal: Signal) -> lis
     return [row[signal] for row in rows if signal in row]
 
 
-def logged(row: Mapping[str | Signal, Metric]) -> dict[str, Metric]:
+def name_metrics(row: Mapping[str | Signal, Metric]) -> dict[str, Metric]:
     """Return a row's metrics by the names under which they are logged."""
     return {key.metric if isinstance(key, Signal) else key: metric for key, metric in row.items()}

@@ -11,8 +11,8 @@ from megarl.data.token_batch import TokenBatch
 from megarl.models.expert_balance import ExpertBalance
 from megarl.platform.spans import span
 from megarl.tracking.metrics import Mean, Metric
-from megarl.training.engine_part import EnginePart
 from megarl.training.model import ModelShard
+from megarl.training.parts.engine_part import EnginePart
 
 
 class BalancePart(EnginePart):
@@ -22,9 +22,8 @@ class BalancePart(EnginePart):
         self._shard, self._balance = shard, balance
 
     def prepare_update(self, rows: Sequence[TokenBatch]) -> None:
-        """Count the update's tokens. Losses over the whole batch need its tokens per expert too.
-
-        A forward pass counts these first.
+        """Count the update's tokens. Losses over the whole batch need a forward pass first, which counts tokens per
+        expert.
         """
         num_tokens = torch.tensor(sum(len(row.token_ids) for row in rows), device=self._shard.device)
         torch.distributed.all_reduce(num_tokens, group=parallel_state.get_data_parallel_group())

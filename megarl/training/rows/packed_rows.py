@@ -11,7 +11,14 @@ from torch import Tensor
 
 from megarl.data.token_batch import TokenBatch, select_retained
 from megarl.models.attention import PackedRow
-from megarl.training.microbatch import Microbatch, is_predicted, own_part, padded_lengths, places_in_row, support_on
+from megarl.training.rows.microbatch import (
+    Microbatch,
+    is_predicted,
+    own_part,
+    padded_lengths,
+    places_in_row,
+    support_on,
+)
 
 
 def pack_row(
@@ -23,11 +30,7 @@ def pack_row(
     cp: int = 1,
     cp_rank: int = 0,
 ) -> Microbatch:
-    """Return the row of a batch's sequences, or a context-parallel rank's part of it.
-
-    With cp > 1 each sequence is padded to a multiple of 2 * cp. The last one is padded further, so the tokens of
-    the row are a multiple of cp * `multiple`.
-    """
+    """Return the row of a batch's sequences, or a context-parallel rank's part of it, padded as in `padded_lengths`."""
     lengths = batch.lengths
     padded = padded_lengths(lengths, cp=cp, multiple=multiple)
     row = PackedRow.from_lengths(padded.tolist(), device, qkv_format, cp=cp, cp_rank=cp_rank)
@@ -35,10 +38,10 @@ def pack_row(
     local = row.host_local
     places, predicted = places_in_row(lengths, padded), is_predicted(batch.cu_seqlens)
 
-    own = partial(own_part, padded=padded, local=local, device=device)
+    select_own = partial(own_part, padded=padded, local=local, device=device)
 
-    def own_predictions(values: np.ndarray) -> Tensor:
-        return own(values[predicted], places=places[predicted] - 1)
+    def select_predictions(values: np.ndarray) -> Tensor:
+        return select_own(values[predicted], places=places[predicted] - 1)
 
     support = None
     if batch.retained_sets is not None:
@@ -50,11 +53,11 @@ def pack_row(
         lengths=lengths,
         padded=padded,
         samples=batch.samples,
-        input_ids=own(batch.token_ids, places=places)[None],
-        labels=own_predictions(batch.token_ids)[None],
+        input_ids=select_own(batch.token_ids, places=places)[None],
+        labels=select_predictions(batch.token_ids)[None],
         row=row,
-        mask=own_predictions(batch.loss_mask),
-        per_token={name: own_predictions(values) for name, values in batch.per_token.items()},
+        mask=select_predictions(batch.loss_mask),
+        per_token={name: select_predictions(values) for name, values in batch.per_token.items()},
         support=support,
         temperature=_temperature(batch.temperatures, padded, local, device),
     )

@@ -12,7 +12,7 @@ from megarl.training.objective import Objective
 
 
 class EnginePart:
-    """A part that a `TrainingEngine` may have. Methods that a part does not override do nothing.
+    """A part that a `TrainingEngine` may have. Methods that it does not override do nothing.
 
     A part is built after the model's chunks, before they are wrapped with gradient buffers.
     """
@@ -22,7 +22,7 @@ class EnginePart:
         return objective
 
     def prepare_update(self, rows: Sequence[TokenBatch]) -> None:
-        """Prepare for an update on this replica's rows. It may be a collective over the trainer's ranks."""
+        """Prepare for an update on this replica's rows. May be a collective."""
 
     def update_context(self) -> AbstractContextManager[None]:
         """Context of an update's forward and backward passes."""
@@ -33,5 +33,5 @@ class EnginePart:
         return nullcontext()
 
     def update_metrics(self) -> dict[str, Metric]:
-        """Return metrics of the newest update. It may be a collective over the trainer's ranks."""
+        """Return metrics of the newest update. May be a collective."""
         return {}

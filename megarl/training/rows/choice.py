@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from megarl.data.token_batch import TokenBatch
-from megarl.training.microbatch import Microbatch
-from megarl.training.packed_rows import pack_row
-from megarl.training.tree_rows import pack_tree
+from megarl.training.rows.microbatch import Microbatch
+from megarl.training.rows.packed_rows import pack_row
+from megarl.training.rows.tree_rows import pack_tree
 
 
 def make_microbatch(

@@ -1,8 +1,8 @@
 """Copies of the training state in host memory: each rank holds its own part and that of a rank on another node.
 
-A lost node then costs the steps since the last copy, not those since the last checkpoint. Restoring works like a
-reshard: a plan lists all copies of elements between ranks. So the new ranks may have other parallel sizes, and no rank
-receives an element that it holds.
+A lost node then costs the steps since the last copy, not those since the last checkpoint. Restoring is a plan of copies
+between ranks, like a reshard. So the new ranks may have other parallel sizes, and no rank receives an element that it
+holds.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from megarl.reshard.boxes import Box, Layout, Piece, contiguous_strides
 from megarl.reshard.plan import RankTopology, make_plan
 from megarl.reshard.state_holders import partners
 from megarl.reshard.transport import Transport
-from megarl.training.checkpoint import Model, common_state, restore_common_state
-from megarl.training.state_parts import StatePart, state_parts
+from megarl.training.state.checkpoint import Model, common_state, restore_common_state
+from megarl.training.state.parts import StatePart, state_parts
 from megarl.types import DataError
 
 _MESSAGE_BYTES = 1 << 28
-"""Bytes of one message to a partner. gloo's counters of bytes are 32 bits wide on some platforms."""
+"""Bytes of one message to a partner. gloo counts bytes in 32 bits on some platforms."""
 _BUCKET_BYTES = 1 << 28
-"""Maximum bytes that a rank sends and receives at once while copies are restored."""
+"""Maximum bytes that a rank sends and receives at once in a restore."""
 
 Layouts = Mapping[str, Layout]
 """Layout of a copy: its pieces by the name of their dtype, such as `float32`."""
@@ -43,7 +43,7 @@ class StateCopy:
     """Copy of one rank's part of the training state after a step.
 
     `origin` is the rank that had the state, of `num_ranks`. `blocks` are flat uint8 tensors in host memory, by dtype.
-    `common` are values that are no tensors: step counts, random numbers. `checksum` is the CRC-32 of all blocks.
+    `common` are values other than tensors: step counts, random numbers. `checksum` is the CRC-32 of all blocks.
     """
 
     step: int
@@ -63,34 +63,34 @@ class StateCopy:
 class StateCopies:
     """Copies held by this rank: of its own state and of its partner's, after one or two steps."""
 
-    held: dict[tuple[int, int], StateCopy] = field(default_factory=dict)
+    complete_copies: dict[tuple[int, int], StateCopy] = field(default_factory=dict)
     """Complete copies by (step, rank that had the state)."""
 
     def steps(self) -> dict[int, tuple[int, list[int]]]:
-        """Return the copied steps, each with the number of ranks at that time, and the ranks whose copies are here."""
-        found: dict[int, tuple[int, list[int]]] = {}
-        for (step, origin), copy in self.held.items():
-            found.setdefault(step, (copy.num_ranks, []))[1].append(origin)
-        return found
+        """Return the copied steps, each with the number of ranks at that time and the ranks whose copies are here."""
+        ranks_of_steps: dict[int, tuple[int, list[int]]] = {}
+        for (step, origin), copy in self.complete_copies.items():
+            ranks_of_steps.setdefault(step, (copy.num_ranks, []))[1].append(origin)
+        return ranks_of_steps
 
     def drop_damaged(self) -> list[str]:
         """Drop the copies whose bytes changed since they were made, and return a sentence about each."""
         damages = []
-        for key, copy in list(self.held.items()):
+        for key, copy in list(self.complete_copies.items()):
             if (checksum := _checksum(copy.blocks)) != copy.checksum:
                 damages.append(_damage_text(copy, checksum))
-                del self.held[key]
+                del self.complete_copies[key]
         return damages
 
     def keep_only(self, step: int | None) -> None:
         """Drop the copies of all steps but this one; None: of all steps. Later steps are trained again."""
-        self.held = {key: copy for key, copy in self.held.items() if copy.step == step}
+        self.complete_copies = {key: copy for key, copy in self.complete_copies.items() if copy.step == step}
 
     def keep_newest(self) -> list[StateCopy]:
-        """Drop the copies of all steps but the newest, and return the dropped ones."""
-        newest = max((step for step, _ in self.held), default=0)
-        dropped = [copy for copy in self.held.values() if copy.step < newest]
-        self.held = {key: copy for key, copy in self.held.items() if copy.step == newest}
+        """Drop the copies of all steps but the newest, and return them."""
+        newest = max((step for step, _ in self.complete_copies), default=0)
+        dropped = [copy for copy in self.complete_copies.values() if copy.step < newest]
+        self.complete_copies = {key: copy for key, copy in self.complete_copies.items() if copy.step == newest}
         return dropped
 
 
@@ -111,26 +111,26 @@ class StateCopier:
         self._exchange: Future[list[StateCopy]] | None = None
 
     def begin(self, step: int, models: Mapping[str, Model], layout: str, **driver: Any) -> int:
-        """Copy the state after a step to host memory, and start sending the copy to this rank's partner. A collective.
+        """Copy the state after a step to host memory, and start sending it to this rank's partner. A collective.
 
         `driver` are further values, returned by `restore`. Returns the bytes of the copy. Call `finish` before the next
         one; until then the copies of the step before stay.
         """
         spare = {copy.origin: copy.blocks for copy in self.copies.keep_newest()}
         parts = [part for part in state_parts(models) if part.is_main]
-        layouts, blocks = _packed(parts, spare.get(self._rank))
+        layouts, blocks = _copy_parts(parts, spare.get(self._rank))
         common = common_state(models, layout) | {"driver": driver}
-        own = StateCopy(step, self._rank, len(self._partners), layouts, blocks, common)
+        own_copy = StateCopy(step, self._rank, len(self._partners), layouts, blocks, common)
         # Parts mostly stay where they are. A reference model that moves for the first time adds parts.
         changed = None if self._layouts.get(self._rank) == layouts else layouts
-        found = signed.gather((common, changed), purpose="values and layouts of state copies")
-        everyone = [values for values, _ in found]
-        self._layouts |= {origin: new for origin, (_, new) in enumerate(found) if new is not None}
+        states = signed.gather((common, changed), purpose="values and layouts of state copies")
+        everyone = [values for values, _ in states]
+        self._layouts |= {origin: new for origin, (_, new) in enumerate(states) if new is not None}
         expected = [
             StateCopy(
                 step,
                 origin,
-                own.num_ranks,
+                own_copy.num_ranks,
                 self._layouts[origin],
                 _blocks_for(self._layouts[origin], spare.get(origin)),
                 values,
@@ -138,8 +138,8 @@ class StateCopier:
             for origin, values in enumerate(everyone)
             if self._partners[origin] == self._rank and origin != self._rank
         ]
-        self._exchange = background.begin(lambda: self._run(own, expected))
-        return own.num_bytes
+        self._exchange = background.begin(lambda: self._run(own_copy, expected))
+        return own_copy.num_bytes
 
     def finish(self, *, wait: bool) -> bool:
         """Return whether this rank's copies are complete. `wait` blocks until they are.
@@ -152,16 +152,16 @@ class StateCopier:
             return False
         exchange, self._exchange = self._exchange, None
         for copy in background.finish(exchange):
-            self.copies.held[copy.step, copy.origin] = copy
+            self.copies.complete_copies[copy.step, copy.origin] = copy
         return True
 
-    def _run(self, own: StateCopy, expected: Sequence[StateCopy]) -> list[StateCopy]:
+    def _run(self, own_copy: StateCopy, expected: Sequence[StateCopy]) -> list[StateCopy]:
         """Exchange copies with the partners. Returns the complete ones, with their checksums."""
-        checksum = torch.tensor([_checksum(own.blocks)])
+        checksum = torch.tensor([_checksum(own_copy.blocks)])
         theirs = [torch.zeros(1, dtype=torch.int64) for _ in expected]
         works: list[dist.Work | None] = []
         if self._group is not None:
-            for message in (checksum, *_messages(own.blocks)):
+            for message in (checksum, *_messages(own_copy.blocks)):
                 works.append(dist.isend(message, self._partners[self._rank], group=self._group))
             for number, copy in zip(theirs, expected, strict=True):
                 for message in (number, *_messages(copy.blocks)):
@@ -172,55 +172,57 @@ class StateCopier:
         received = [replace(copy, checksum=int(number)) for number, copy in zip(theirs, expected, strict=True)]
         for copy in received:
             _check(copy)
-        return [replace(own, checksum=int(checksum)), *received]
+        return [replace(own_copy, checksum=int(checksum)), *received]
 
 
 def hand_over(copies: StateCopies, step: int, moves: Sequence[tuple[int, int, int]]) -> None:
     """Send copies of a step to other ranks of the torch world. A collective.
 
-    Each move is (rank that had the state, sender, receiver). Receivers hold the copies in addition to their own. Raises
-    DataError if the bytes of a copy changed on the way.
+    Each move is (rank that had the state, sender, receiver). Raises DataError if the bytes of a copy changed on the
+    way.
     """
     rank = dist.get_rank()
     # Descriptions alone: the blocks travel as tensors.
-    descriptions = {copy.origin: replace(copy, blocks={}) for copy in copies.held.values() if copy.step == step}
+    descriptions = {
+        copy.origin: replace(copy, blocks={}) for copy in copies.complete_copies.values() if copy.step == step
+    }
     everyone = signed.gather(descriptions, purpose="handed over copies")
     for origin, sender, receiver in moves:
         if rank == sender:
-            for message in _messages(copies.held[step, origin].blocks):
+            for message in _messages(copies.complete_copies[step, origin].blocks):
                 dist.send(message, receiver)
         elif rank == receiver:
             description = everyone[sender][origin]
             blocks = _blocks_for(description.layouts)
             for message in _messages(blocks):
                 dist.recv(message, sender)
-            copies.held[step, origin] = replace(description, blocks=blocks)
-            _check(copies.held[step, origin])
+            copies.complete_copies[step, origin] = replace(description, blocks=blocks)
+            _check(copies.complete_copies[step, origin])
 
 
 def restore(
     copies: StateCopies, step: int, models: Mapping[str, Model], layout: str, topology: RankTopology
 ) -> tuple[dict[str, Any], int]:
-    """Load the state after a step from the copies of all ranks into the models.
+    """Load the state after a step from the copies of all ranks into the models. A collective over the trainer's world.
 
-    Returns the driver's values, and the bytes that this rank received from other ranks: those that it did not hold. A
-    collective over the trainer's world.
-
-    Each element comes from the nearest rank that holds it. Random numbers are restored if `layout`, the words for the
-    parallel sizes, is that of the copies. `StateCopies.drop_damaged` must have checked the copies.
+    Returns the driver's values, and the bytes received from other ranks. Each element comes from the nearest rank that
+    holds it. Random numbers are restored if `layout`, the words for the parallel sizes, is that of the copies.
+    `StateCopies.drop_damaged` must have checked the copies.
     """
-    held = [copy for (of_step, _), copy in copies.held.items() if of_step == step]
-    common = {copy.origin: copy.common for copy in held}
-    own_sources = {(dtype, copy.origin): pieces for copy in held for dtype, pieces in copy.layouts.items() if pieces}
-    found = signed.gather((common, own_sources))
-    everyone = {origin: values for own, _ in found for origin, values in own.items()}
-    sources = [own for _, own in found]
+    step_copies = [copy for (of_step, _), copy in copies.complete_copies.items() if of_step == step]
+    common = {copy.origin: copy.common for copy in step_copies}
+    own_sources = {
+        (dtype, copy.origin): pieces for copy in step_copies for dtype, pieces in copy.layouts.items() if pieces
+    }
+    described = signed.gather((common, own_sources))
+    everyone = {origin: values for common_values, _ in described for origin, values in common_values.items()}
+    sources = [pieces_of_rank for _, pieces_of_rank in described]
     # Before the tensors: it says which frozen models belong to the state.
     with restore_common_state(models, everyone, layout) as saved:
         parts = list(state_parts(saved))
         destinations = signed.gather(_live_layouts(parts))
-        dtypes = sorted({dtype for wanted in destinations for dtype in wanted})
-        received = sum(_move(dtype, sources, destinations, held, parts, topology) for dtype in dtypes)
+        dtypes = sorted({dtype for layouts in destinations for dtype in layouts})
+        received = sum(_move(dtype, sources, destinations, step_copies, parts, topology) for dtype in dtypes)
     return everyone[min(everyone)]["driver"], received
 
 
@@ -228,7 +230,7 @@ def _move(
     dtype: str,
     sources: Sequence[Mapping[tuple[str, int], Layout]],
     destinations: Sequence[Layouts],
-    held: Sequence[StateCopy],
+    step_copies: Sequence[StateCopy],
     parts: Sequence[StatePart],
     topology: RankTopology,
 ) -> int:
@@ -238,19 +240,19 @@ def _move(
     """
     element = getattr(torch, dtype)
     plan = make_plan(
-        [tuple(p for (kind, _), pieces in found.items() if kind == dtype for p in pieces) for found in sources],
-        [found.get(dtype, ()) for found in destinations],
+        [tuple(p for (kind, _), pieces in layouts.items() if kind == dtype for p in pieces) for layouts in sources],
+        [layouts.get(dtype, ()) for layouts in destinations],
         itemsize=element.itemsize,
         bucket_bytes=_BUCKET_BYTES,
         topology=topology,
     )
-    blocks = {_storage(copy.origin): copy.blocks[dtype].view(element) for copy in held if dtype in copy.blocks}
+    blocks = {_storage(copy.origin): copy.blocks[dtype].view(element) for copy in step_copies if dtype in copy.blocks}
     live = {_place(part): part.values for part in parts if _dtype(part) == dtype}
     report = Transport(plan.for_rank(dist.get_rank()), blocks, live, dtype=element).reshard()
     return int(report["received_bytes"])
 
 
-def _packed(parts: Sequence[StatePart], spare: Mapping[str, Tensor] | None) -> tuple[Layouts, dict[str, Tensor]]:
+def _copy_parts(parts: Sequence[StatePart], spare: Mapping[str, Tensor] | None) -> tuple[Layouts, dict[str, Tensor]]:
     """Return the layouts of the parts, and host copies of their values: one flat uint8 block [bytes] per dtype.
 
     Blocks of `spare` are overwritten and used where they have the right size.
@@ -259,9 +261,9 @@ def _packed(parts: Sequence[StatePart], spare: Mapping[str, Tensor] | None) -> t
     placed: dict[str, list[tuple[StatePart, int]]] = {}
     layouts: dict[str, Layout] = {}
     for dtype in sorted({_dtype(part) for part in parts}):
-        own = [part for part in parts if _dtype(part) == dtype]
-        ends = list(accumulate((part.values.numel() for part in own), initial=0))
-        placed[dtype] = list(zip(own, ends[:-1], strict=True))
+        parts_of_dtype = [part for part in parts if _dtype(part) == dtype]
+        ends = list(accumulate((part.values.numel() for part in parts_of_dtype), initial=0))
+        placed[dtype] = list(zip(parts_of_dtype, ends[:-1], strict=True))
         layouts[dtype] = tuple(_piece(part, origin, offset) for part, offset in placed[dtype])
     blocks = _blocks_for(layouts, spare)
     for dtype, block in blocks.items():
@@ -275,7 +277,7 @@ def _packed(parts: Sequence[StatePart], spare: Mapping[str, Tensor] | None) -> t
 
 
 def _blocks_for(layouts: Layouts, spare: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Return blocks [bytes] for a copy with these layouts: those of `spare` that have the right size, else new ones."""
+    """Return blocks [bytes] for a copy with these layouts: those of `spare` with the right size, else new ones."""
     blocks = {}
     for dtype, pieces in layouts.items():
         num_bytes = sum(piece.box.numel for piece in pieces) * getattr(torch, dtype).itemsize
@@ -312,10 +314,10 @@ def _damage_text(copy: StateCopy, checksum: int) -> str:
 
 
 def _live_layouts(parts: Sequence[StatePart]) -> dict[str, Layout]:
-    found: dict[str, list[Piece]] = {}
+    pieces_by_dtype: dict[str, list[Piece]] = {}
     for part in parts:
-        found.setdefault(_dtype(part), []).append(_piece(part, _place(part), 0))
-    return {dtype: tuple(pieces) for dtype, pieces in found.items()}
+        pieces_by_dtype.setdefault(_dtype(part), []).append(_piece(part, _place(part), 0))
+    return {dtype: tuple(pieces) for dtype, pieces in pieces_by_dtype.items()}
 
 
 def _piece(part: StatePart, storage: str, offset: int) -> Piece:

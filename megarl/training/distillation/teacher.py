@@ -1,4 +1,4 @@
-"""A teacher model on one rank: a frozen model computing distillation targets for the policy's next update."""
+"""A teacher model on one rank: a frozen model computing distillation targets."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from megarl.data.token_batch import TokenBatch
 from megarl.groups.megatron_ranks import RankGroups
 from megarl.models.policy import PackedModel
 from megarl.models.teacher_student import TeacherModel
-from megarl.training.distillation_targets import StoredTargets, TargetPositions
-from megarl.training.microbatch import Microbatch, whole_row
+from megarl.training.distillation.targets import StoredTargets, TargetPositions
 from megarl.training.model import FrozenModel
-from megarl.training.row_feeds import RowFeed
+from megarl.training.rows.feeds import RowFeed
+from megarl.training.rows.microbatch import Microbatch, whole_row
 
 
 class TaughtTokensFeed(RowFeed):
@@ -55,21 +55,20 @@ class Teacher(FrozenModel):
         )
 
     def teach(self, rows: Sequence[TokenBatch] | None) -> None:
-        """Store the targets of the trained tokens of this replica's rows for the next update, by sequence number.
+        """Store the targets of the trained tokens of this replica's rows, by sequence number.
 
         `rows` are given as in `forward`. The last stage's ranks take turns storing a row's targets.
         """
-        own = self.shared(rows)
+        replica_rows = self.share_rows(rows)
         num_tensor = parallel_state.get_tensor_model_parallel_world_size()
         num_storing = num_tensor * parallel_state.get_context_parallel_world_size()
         place = parallel_state.get_context_parallel_rank() * num_tensor
         place += parallel_state.get_tensor_model_parallel_rank()
-        numbered_rows = enumerate(own)
+        numbered_rows = enumerate(replica_rows)
 
-        def keep(output: Tensor, batch: Microbatch, non_loss_data: bool) -> None:
-            """Store the next row's targets, `output` [local tokens, bytes].
-
-            Megatron would collect those of all rows on the device.
+        def store_targets(output: Tensor, batch: Microbatch, non_loss_data: bool) -> None:
+            """Store the next row's targets, `output` [local tokens, bytes]. Megatron would collect all rows' on the
+            device.
             """
             index, row = next(numbered_rows)
             targets = whole_row(output, batch.row)
@@ -77,24 +76,22 @@ class Teacher(FrozenModel):
                 self._keep(row, batch, targets)
 
         with self.in_memory():
-            self.run_forward(own, keep)
+            self.run_forward(replica_rows, store_targets)
 
     def _keep(self, row: TokenBatch, batch: Microbatch, targets: Tensor) -> None:
         """Store a row's targets, uint8 [tokens of the padded row, bytes], sequence by sequence."""
         assert row.target_keys is not None
         positions = TargetPositions.of_row(row, batch.padded)
-        found = targets[torch.from_numpy(positions.place).to(targets.device)].cpu().numpy()
+        values = targets[torch.from_numpy(positions.place).to(targets.device)].cpu().numpy()
         counts = np.bincount(positions.sequence, minlength=row.num_sequences)
         for number, of_sequence in zip(
-            row.target_keys[:, 1].tolist(), np.split(found, np.cumsum(counts)[:-1]), strict=True
+            row.target_keys[:, 1].tolist(), np.split(values, np.cumsum(counts)[:-1]), strict=True
         ):
             self._stored.keep(number, of_sequence)
 
 
 class ModelInOwnGroups:
-    """A frozen model with other parallel sizes than the policy's. It runs in the process groups in which it was
-    built.
-    """
+    """A frozen model with other parallel sizes than the policy's. It runs in the process groups of its construction."""
 
     def __init__(self, model: FrozenModel, groups: RankGroups) -> None:
         self._model, self._groups = model, groups

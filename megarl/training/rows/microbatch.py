@@ -24,7 +24,7 @@ from megarl.types import RetainedSets
 class Microbatch:
     """A microbatch: one packed row. All tensors are [tokens] except `input_ids` and `labels`, [1, tokens].
 
-    Position t of a sequence predicts its token t + 1, so values of this token are stored at t. The last position of a
+    Position t of a sequence predicts its token t + 1, so this token's values are stored at t. The last position of a
     sequence and the padding predict nothing: their mask is False and their weight zero.
     """
 
@@ -36,21 +36,16 @@ class Microbatch:
     """Values of each token by name: `token_weights`, `advantages`, `old_logprobs` and others."""
     lengths: NDArray[np.int64]
     padded: NDArray[np.int64]
-    """[sequences]: number of tokens of each sequence of the whole row with padding; `lengths` is the number without."""
+    """[sequences]: padded length of each sequence of the whole row; `lengths` is without padding."""
     samples: NDArray[np.int64]
-    """[sequences]: for each sequence, the number of its sample, ascending. A sample may have several sequences
-    (segments)."""
+    """[sequences]: number of each sequence's sample, ascending. A sample may have several sequences (segments)."""
     support: Support | None = None
-    """For each token, the set of tokens over which its log-prob is renormalised. None: the whole vocabulary
-    everywhere.
-    """
+    """Set of tokens over which each token's log-prob is renormalised. None: the whole vocabulary."""
     temperature: float | Tensor = 1.0
     """Sampling temperature applied to the log-probs: one for all tokens, or [tokens]."""
 
     def layer_tokens(self, parts: int = 1, part: int = 0) -> RowTokens:
-        """Return part `part` of `parts` of the tokens that this rank's layers see, as sequence parallelism splits
-        them.
-        """
+        """Return part `part` of `parts` of this rank's tokens, as sequence parallelism splits them."""
         assert self.row.host_local is not None
         local = np.split(self.row.host_local, parts)[part]
         starts = self.padded.cumsum() - self.padded
@@ -64,10 +59,7 @@ class Microbatch:
         )
 
     def represented_tokens(self) -> NDArray[np.int64]:
-        """Return the index, in the padded row, of the token at each place that this rank's layers see: [places].
-
-        Padding has places in the row like other tokens.
-        """
+        """Return the padded row's index of each token that this rank's layers see, padding included: [places]."""
         assert self.row.host_local is not None
         return self.row.host_local
 
@@ -85,14 +77,14 @@ def own_part(
     local: NDArray[np.int64],
     device: torch.device,
 ) -> Tensor:
-    """Put values into a row that is zero elsewhere, and return the part of the row that this rank holds.
+    """Put values into a row that is zero elsewhere, and return this rank's part of the row.
 
-    `values` [values, ...] go to the positions `places` [values] of the row. `padded` [sequences] are the padded lengths
-    of its sequences. `local` [tokens] are the row's positions on this rank.
+    `values` [values, ...] go to the positions `places` [values]. `padded` [sequences] are padded lengths, `local`
+    [tokens] the row's positions on this rank.
     """
-    whole = np.zeros((padded.sum(), *values.shape[1:]), values.dtype)
-    whole[places] = values
-    return torch.from_numpy(whole[local]).to(device)
+    row = np.zeros((padded.sum(), *values.shape[1:]), values.dtype)
+    row[places] = values
+    return torch.from_numpy(row[local]).to(device)
 
 
 def support_on(device: torch.device, retained: RetainedSets) -> Support:
@@ -108,23 +100,23 @@ def is_predicted(cu_seqlens: NDArray[np.int64]) -> NDArray[np.bool_]:
 
 
 def padded_lengths(lengths: Sequence[int] | NDArray[np.int64], *, cp: int, multiple: int) -> NDArray[np.int64]:
-    """Return the lengths of a row's sequences with padding.
+    """Return the padded lengths of a row's sequences.
 
-    With cp > 1 each length is a multiple of 2 * cp. The last one makes the row a multiple of cp * `multiple`.
+    With cp > 1 each is a multiple of 2 * cp. The last one makes the row a multiple of cp * `multiple`.
     """
     # Zigzag context parallelism cuts each sequence into 2 * cp chunks: rank r gets chunks r and 2 * cp - 1 - r.
-    each = 2 * cp if cp > 1 else 1
-    padded = -(-np.asarray(lengths, np.int64) // each) * each
+    sequence_multiple = 2 * cp if cp > 1 else 1
+    padded = -(-np.asarray(lengths, np.int64) // sequence_multiple) * sequence_multiple
     # Padding only the last sequence extends its chunks by the same length on every rank. All ranks' tokens then divide.
-    whole = math.lcm(each, cp * multiple)
-    padded[-1] += -padded.sum() % whole
+    row_multiple = math.lcm(sequence_multiple, cp * multiple)
+    padded[-1] += -padded.sum() % row_multiple
     return padded
 
 
 def unpack_row(
     values: NDArray[np.float32], lengths: NDArray[np.int64], padded: NDArray[np.int64]
 ) -> NDArray[np.float32]:
-    """Return per-token values of a padded row in the batch's order: float32 [tokens], zero on first tokens."""
+    """Return values of a padded row in the batch's order: float32 [tokens], zero on first tokens."""
     predicted = is_predicted(borders(lengths))
     unpacked = np.zeros(len(predicted), np.float32)
     unpacked[predicted] = values[places_in_row(lengths, padded)[predicted] - 1]
@@ -132,7 +124,7 @@ def unpack_row(
 
 
 def whole_row(values: Tensor, row: PackedRow) -> Tensor:
-    """Gather the whole row's values on every context-parallel rank, from `values` [tokens, ...] of each rank's part."""
+    """Gather the whole row on every context-parallel rank, from `values` [tokens, ...] of each rank's part."""
     group: Any = parallel_state.get_context_parallel_group()
     if group.size() == 1:
         return values

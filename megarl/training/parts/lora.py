@@ -7,9 +7,9 @@ from functools import cached_property
 
 from megarl.families.lora_rules import LINEARS
 from megarl.models import lora as lora_modules
-from megarl.training.engine_part import EnginePart
 from megarl.training.model import ModelShard
 from megarl.training.offload import ScaledAdapters
+from megarl.training.parts.engine_part import EnginePart
 
 
 class LoraPart(EnginePart):
@@ -36,6 +36,6 @@ class LoraPart(EnginePart):
         return lora_modules.adapters_switched(self._chunks, on=False, drops=False)
 
     @cached_property
-    def scaled(self) -> ScaledAdapters:
+    def scaled_adapters(self) -> ScaledAdapters:
         """The matrices A and scaled B for the engine. Runs that send merged weights never make them."""
         return ScaledAdapters(self._chunks)

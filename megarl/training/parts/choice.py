@@ -6,18 +6,18 @@ from collections.abc import Iterator
 
 from megarl.config import Recipe
 from megarl.models.expert_balance import ExpertBalance
-from megarl.training.balance_part import BalancePart
-from megarl.training.engine_part import EnginePart
-from megarl.training.lora_part import LoraPart
 from megarl.training.model import ModelShard
 from megarl.training.model_parts import ModelParts
-from megarl.training.mtp import MtpPart
+from megarl.training.parts.balance import BalancePart
+from megarl.training.parts.engine_part import EnginePart
+from megarl.training.parts.lora import LoraPart
+from megarl.training.parts.mtp import MtpPart
 
 
 def select_model_parts(recipe: Recipe, *, is_policy: bool) -> ModelParts:
     """Return the optional features of a trained model's chunks.
 
-    They make the policy match the vLLM engine, or learn from a teacher. A critic does neither, so it has none.
+    They make the policy match the engine, or learn from a teacher. A critic has none.
     """
     if not is_policy:
         return ModelParts()

@@ -1,4 +1,4 @@
-"""Training of the layers for multi-token prediction (MTP): their targets, their loss, and their parameters' marks."""
+"""Training of the layers for multi-token prediction (MTP): targets, loss, and marks of parameters."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from megarl.config import Recipe
 from megarl.data.token_batch import TokenBatch
 from megarl.models.mtp import copy_embedding_to_last_stage, mtp_head
 from megarl.tracking.metric_rows import MetricRow
-from megarl.training.engine_part import EnginePart
-from megarl.training.microbatch import Microbatch, is_predicted, own_part, places_in_row
 from megarl.training.model import ModelShard
 from megarl.training.objective import Objective, RowLoss, StepNumbers
-from megarl.training.row_feeds import RowFeed
-from megarl.training.row_metrics import Signal, mean_of
+from megarl.training.parts.engine_part import EnginePart
+from megarl.training.rows.feeds import RowFeed
+from megarl.training.rows.metrics import Signal, mean_of
+from megarl.training.rows.microbatch import Microbatch, is_predicted, own_part, places_in_row
 
 METRICS = (
     MetricRow(
@@ -77,7 +77,7 @@ class MtpPart(EnginePart):
                 parameter.shared = True  # pyright: ignore[reportAttributeAccessIssue]  (a mark of Megatron's)
 
     def extend_objective(self, objective: Objective, recipe: Recipe) -> Objective:
-        """Return the objective with the loss of MTP layers added: `trainer.mtp_loss_coefficient` times its sum.
+        """Return the objective with `trainer.mtp_loss_coefficient` times the loss of the MTP layers added.
 
         The loss is the mean negative log-prob of the trained tokens, by the token weights of the policy's loss. Their
         log-probs are the last row of the model's output. Metric: `mtp/loss`.

@@ -1,0 +1,1 @@
+"""Distillation by distributions: teachers, their targets, and the policy's objective."""

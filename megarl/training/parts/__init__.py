@@ -1,0 +1,1 @@
+"""Optional parts of a trained model, each behind the interface `EnginePart`."""
