@@ -26,7 +26,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -40,6 +39,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools/bench")]
 import report  # noqa: E402
 from quarter_items import ITEMS, Item  # noqa: E402
 
+from megarl.files.private_folder import PrivateFolder  # noqa: E402
 from megarl.platform.visible_gpus import driver_version, installed_gpus  # noqa: E402
 from megarl.processes.process_tree import descendants  # noqa: E402
 from megarl.processes.supervised_process import SupervisedProcess  # noqa: E402
@@ -148,13 +148,14 @@ class Quarter:
         self._logs = out.with_name(f"{out.name.removesuffix('.jsonl')}.logs")
         self._logs.mkdir(exist_ok=True)
         self._file = out.open("a", encoding="utf-8")
-        # Short, because the path of a socket in it has at most 107 bytes.
-        self._temporary = Path(tempfile.mkdtemp(prefix="quarter-", dir="/tmp"))
+        # In /tmp, because the path of a socket in it has at most 107 bytes.
+        self._folder = PrivateFolder(Path("/tmp"))
+        self._temporary = self._folder.path
 
     def close(self) -> None:
         """Remove the temporary files."""
         self._file.close()
-        shutil.rmtree(self._temporary, ignore_errors=True)
+        self._folder.remove()
 
     def run(self) -> None:
         """Measure all items that the call has time for."""

@@ -3,34 +3,37 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
 import tempfile
 from pathlib import Path
 from types import TracebackType
 
+from megarl.files.machine_lock import MachineLock
+
 _PREFIX = "megarl-run-"
 _LOCK = "lock"
 
 
 class PrivateFolder:
-    """A new folder with mode 0700 in the system's temporary folder. It lasts until `remove`.
+    """A new folder with mode 0700 in `parent` (default: the system's temporary folder). It lasts until `remove`.
 
     As a context manager it returns the path, and removes the folder at the end.
 
     A killed process cannot remove its folder, but the kernel frees its file lock. The next PrivateFolder of the same
-    user on this machine removes all folders with a free lock.
+    user and parent on this machine removes all folders with a free lock.
     """
 
-    def __init__(self) -> None:
-        _remove_abandoned(Path(tempfile.gettempdir()))
-        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
+    def __init__(self, parent: Path | None = None) -> None:
+        parent = parent or Path(tempfile.gettempdir())
+        _remove_abandoned(parent)
+        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
         # Lock the file before it gets its final name. Otherwise another process could see a free lock and remove it.
         nameless = self.path / f"{_LOCK}.new"
-        self._lock = os.open(nameless, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self._lock = MachineLock(nameless)
+        self._lock.acquire()
         nameless.rename(self.path / _LOCK)
+        self._is_removed = False
 
     def __enter__(self) -> Path:
         return self.path
@@ -40,10 +43,10 @@ class PrivateFolder:
 
     def remove(self) -> None:
         """Remove the folder and its contents. Further calls do nothing."""
-        if self._lock >= 0:
+        if not self._is_removed:
             shutil.rmtree(self.path, ignore_errors=True)
-            os.close(self._lock)
-            self._lock = -1
+            self._lock.close()
+            self._is_removed = True
 
 
 def _remove_abandoned(parent: Path) -> None:
@@ -52,10 +55,6 @@ def _remove_abandoned(parent: Path) -> None:
         with contextlib.suppress(OSError):
             if folder.is_symlink() or folder.stat().st_uid != os.getuid():
                 continue
-            # O_NOFOLLOW: a link with this name could point to any file.
-            lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
-            finally:
-                os.close(lock)
+            with MachineLock(folder / _LOCK, creates=False) as lock:
+                if lock.acquire():
+                    shutil.rmtree(folder, ignore_errors=True)

@@ -44,3 +44,16 @@ def test_the_next_folder_removes_what_a_killed_process_left_and_nothing_else(tmp
     PrivateFolder().remove()
     assert not theirs.exists() and mine.path.is_dir() and (tmp_path / "megarl-run-of-somebody").is_dir()
     mine.remove()
+
+
+def test_a_folder_of_another_parent_is_made_and_cleaned_there(tmp_path: Path) -> None:
+    parent = tmp_path / "short"
+    parent.mkdir()
+    folder = PrivateFolder(parent)
+    assert folder.path.parent == parent and folder.path.stat().st_mode & 0o777 == 0o700
+    # As its process's end does.
+    folder._lock.close()
+    PrivateFolder().remove()
+    assert folder.path.is_dir()
+    PrivateFolder(parent).remove()
+    assert list(parent.iterdir()) == []

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 pytestmark = pytest.mark.standin_gpu
+ROOT = Path(__file__).resolve().parents[2]
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 SEEN = """
@@ -87,3 +90,15 @@ except torch.cuda.OutOfMemoryError as error:
 """
     done = on_devices("-c", program, memory_bytes=8 << 30)
     assert "8.00 GiB of which 2.50 GiB is free" in done.stdout, done.stdout + done.stderr
+
+
+def test_products_of_fp8_are_left_out_on_an_older_gpu(on_devices: Run, tmp_path: Path) -> None:
+    """The other ceilings are measured."""
+    program = ROOT / "tools/bench/ceiling_items.py"
+    options = ("--items", "ceilings=5", "--size", "tiny", "--work", str(tmp_path), "--budget-seconds", "500")
+    done = on_devices(str(program), *options, count=1, compute_capability="8.0")
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert lines[-1] == {"end": "ceilings", "status": "done"}, done.stdout + done.stderr
+    assert {line["metric"] for line in lines if "metric" in line} >= {"gemm", "copy", "host_to_device", "page_locking"}
+    [left_out] = [line for line in lines if "left_out" in line]
+    assert left_out["left_out"] == ["fp8_gemm"] and "8.9" in left_out["why"]

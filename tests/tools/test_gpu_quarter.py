@@ -146,7 +146,9 @@ def test_a_killed_call_is_resumed(quarter: Callable[..., subprocess.Popen[str]],
     while "of_hangs" not in (out.read_text() if out.exists() else "") and time.monotonic() < deadline:
         time.sleep(0.05)
     os.kill(killed.pid, signal.SIGKILL)
-    killed.wait()
+    output, _ = killed.communicate()
+    [temporary] = set(map(Path, re.findall(r"--work (/tmp/\S+)/work", output)))
+    assert temporary.is_dir()
     assert statuses(lines_of(tmp_path)) == [("first", "done")]
     program = str(tmp_path / "program.py").encode()
     while time.monotonic() < deadline and any(
@@ -158,6 +160,7 @@ def test_a_killed_call_is_resumed(quarter: Callable[..., subprocess.Popen[str]],
     table, _ = resumed.communicate(timeout=60)
     assert statuses(lines_of(tmp_path)) == [("first", "done"), ("hangs", "failed"), ("last", "done")]
     assert table.count("of_first") == table.count("of_hangs") == 1
+    assert not temporary.exists()
 
 
 def _is_readable(path: Path) -> bool:
@@ -211,6 +214,15 @@ def test_ceilings_and_updates_are_measured(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
     metrics = {line["metric"] for line in lines_of(tmp_path) if "metric" in line}
     assert metrics >= {"gemm", "copy", "update", "update_tflops", "update_seconds", "update_profiled_seconds"}
+
+
+@pytest.mark.parametrize(("capability", "has_fp8"), [((8, 0), False), ((8, 6), False), ((8, 9), True), ((10, 0), True)])
+def test_products_of_fp8_are_left_out_on_older_gpus(
+    tool: Callable[[str], ModuleType], capability: tuple[int, int], has_fp8: bool
+) -> None:
+    reason = tool("bench.ceilings").without_fp8(capability)
+    assert (reason is None) == has_fp8
+    assert has_fp8 or ("8.9 (Ada) or newer" in reason and f"has {capability[0]}.{capability[1]}" in reason)
 
 
 def test_a_trace_is_summed_up(tool: Callable[[str], ModuleType]) -> None:

@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megarl.platform.gpu_needs import Need
+from megarl.platform.visible_gpus import Capability
+
 PRODUCTS = 10
 """Matrix products in a round: enough to hide the time of a launch."""
 
@@ -77,6 +80,14 @@ def fp8_gemm_tflops(width: int, rounds: int) -> list[float]:
         ]
 
     return [2 * width**3 * PRODUCTS / seconds / 1e12 for seconds in round_seconds(multiply, rounds)]
+
+
+def without_fp8(capability: Capability) -> str | None:
+    """Return why a GPU with this compute capability multiplies no FP8 matrices; None if it does."""
+    # torch's _scaled_mm refuses older GPUs.
+    if (missed := Need((8, 9)).range_missed_by(capability)) is None:
+        return None
+    return f"products of FP8 need compute capability {missed}; this GPU has {'.'.join(map(str, capability))}"
 
 
 def copy_rates(num_bytes: int, rounds: int) -> list[float]:

@@ -4,8 +4,8 @@ An item of `gpu_quarter.py`. Kinds of processes:
 
 - `stays`: the process of the rank before. It leaves its torch world and frees its memory first.
 - `forked`: a new process from megarl's fork server, which on a GPU has imported nothing.
-- `forked_warm`: a new process from a fork server that has imported torch, Megatron-Core and vLLM. CUDA must not be
-  initialised by these imports; if it is, the line says what failed.
+- `forked_warm`: a new process from a fork server that has imported torch, Megatron-Core and vLLM. On a CPU only:
+  Megatron-Core and vLLM import FlashInfer, whose import initialises CUDA, and CUDA cannot be used after a fork.
 
 Engines are eager: the capture of CUDA graphs takes as long in each kind.
 """
@@ -28,8 +28,6 @@ from megarl.platform import device
 from megarl.preflight import load, parallel_of
 
 WORKER = "megarl.worker.colocated"
-WARM = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-"""Lets torch look for a GPU without initialising CUDA, which would not survive the fork."""
 ROUNDS = 2
 
 
@@ -80,23 +78,6 @@ async def measure(options: Options, lines: ItemLines, recipe_file: Path) -> None
             write_kind(lines, starts, kind)
     finally:
         await starts.close()
-        # Measured also where a kind before it failed.
-        if is_gpu:
-            await measure_warm(options, lines, settings, environment)
-
-
-async def measure_warm(
-    options: Options, lines: ItemLines, settings: Mapping[str, Any], environment: Mapping[str, str]
-) -> None:
-    """Write the seconds of processes that a fork server with all imports forks."""
-    starts = Starts(settings, options.work / "logs")
-    try:
-        await starts.first((WORKER,), {**environment, **WARM})
-        for _ in range(ROUNDS):
-            await starts.again("forked_warm", None)
-    finally:
-        await starts.close()
-    write_kind(lines, starts, "forked_warm")
 
 
 def write_kind(lines: ItemLines, starts: Starts, kind: str) -> None:

@@ -6,19 +6,19 @@ each of them finishes last.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import resource
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megarl.files.machine_lock import MachineLock
 from megarl.platform import device
 from megarl.types import MegarlError
 
@@ -65,26 +65,18 @@ def turn(folder: Path | None = None) -> Iterator[None]:
     `folder` holds the lock's file; None: the system's temporary folder. Without access to it there are no turns, which
     only costs time.
     """
-    file = -1
-    with suppress(OSError):
-        path = (folder or Path(tempfile.gettempdir())) / f"megarl-page-lock-{os.getuid()}"
-        # O_NOFOLLOW: a link with this name could point to any file.
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    path = (folder or Path(tempfile.gettempdir())) / f"megarl-page-lock-{os.getuid()}"
     try:
-        # Another user's file of this name could be locked forever.
-        if file >= 0 and os.fstat(file).st_uid == os.getuid():
-            _lock(file)
+        lock = MachineLock(path)
+    except OSError:
         yield
-    finally:
-        if file >= 0:
-            # Closing the file frees its lock, as the end of the process does.
-            os.close(file)
+        return
+    with lock:
+        _acquire(lock)
+        yield
 
 
-def _lock(file: int) -> None:
+def _acquire(lock: MachineLock) -> None:
     end = time.monotonic() + _LONGEST_WAIT_SECONDS
-    while time.monotonic() < end:
-        with suppress(BlockingIOError):
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
+    while not lock.acquire() and time.monotonic() < end:
         time.sleep(_POLL_SECONDS)

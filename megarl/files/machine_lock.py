@@ -1,0 +1,44 @@
+"""A lock between processes of one user on one machine. The kernel frees it when its process ends."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+from types import TracebackType
+
+
+class MachineLock:
+    """The lock of a file. It is free until `acquire`. At the end of the context, or in `close`, it is free again.
+
+    For files on several machines there is `folder_lock`.
+    """
+
+    def __init__(self, path: Path, *, creates: bool = True) -> None:
+        """Open the file, or create it if `creates`. Raises OSError for a link and for another user's file."""
+        # O_NOFOLLOW: a link with this name could point to any file.
+        self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if creates else 0), 0o600)
+        # Another user could hold the lock forever.
+        if os.fstat(self._file).st_uid != os.getuid():
+            self.close()
+            raise PermissionError(f"{path} belongs to another user")
+
+    def acquire(self) -> bool:
+        """Lock the file unless another process holds its lock. Returns whether this process holds it now."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Free the lock. Further calls do nothing."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def __enter__(self) -> MachineLock:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.close()
