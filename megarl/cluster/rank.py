@@ -202,19 +202,20 @@ def _close(worker: Any) -> None:
 
 
 def _free_memory() -> None:
-    """Free the GPU memory of objects that nothing refers to any more. Does nothing on a CPU."""
+    """Free the GPU memory of objects that nothing refers to any more. Does nothing on a CPU.
+
+    Raises RuntimeError if memory of an engine stays in use.
+    """
     # A worker that never loaded torch has no such memory, and the import would take seconds.
     if (torch := sys.modules.get("torch")) is not None and torch.cuda.is_available():
         # vLLM 0.30 freezes the objects of its engine, which hides them from the collector.
         gc.unfreeze()
         gc.collect()
-        if (cumem := sys.modules.get("vllm.device_allocator.cumem")) is not None and cumem.cumem_available:
-            # It also keeps the engine's memory pools, and builds no other engine while they have memory.
-            allocator = cumem.CuMemAllocator.get_instance()
-            # Freeing memory that is asleep fails, and with it all later allocations from the pools.
-            allocator.wake_up()
-            allocator.release_pools()
         torch.cuda.empty_cache()
+        if "vllm" in sys.modules:
+            from megarl.platform.memory import engine_pools
+
+            engine_pools.release()
 
 
 def _renumber(rank: int, world_size: int, address: str, number: int) -> int:

@@ -17,6 +17,7 @@ from megarl.config import RolloutConfig
 from megarl.groups.backends import HOST_ONLY
 from megarl.platform import compile_cache, device, libraries
 from megarl.platform.imports import unfreeze_disabled
+from megarl.platform.memory import engine_pools
 from megarl.platform.spans import span
 from megarl.tracking.metrics import Max, Mean, Metric, Sum
 from megarl.types import Completion, Request
@@ -116,7 +117,9 @@ class RolloutEngine:
 
     def _start(self, vllm_config: Any) -> None:
         """Start the worker on each rank, and the engine on the leader."""
+        engine_pools.allow_free_while_asleep()
         self._worker = start_worker(vllm_config, device.current().index or 0)
+        engine_pools.move_constants()
         for part in self._parts:
             part.build(self._worker, is_leader=self.is_leader)
         self._requests: LeaderRequests | None = None

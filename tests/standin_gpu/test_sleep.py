@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
 from megarl.cluster import rank
+from megarl.platform.memory import engine_pools
 
 pytestmark = pytest.mark.standin_gpu
 COUNT = 1 << 22
@@ -47,21 +50,44 @@ def test_memory_sleeps_and_wakes(allocator: Any) -> None:
 
 
 @pytest.mark.parametrize("is_asleep", [False, True], ids=["awake", "asleep"])
-def test_a_rank_that_stays_frees_an_engines_pools(allocator: Any, is_asleep: bool) -> None:
+@pytest.mark.parametrize("is_in_use", [False, True], ids=["dropped", "in use"])
+def test_a_rank_that_stays_frees_an_engines_pools(allocator: Any, is_asleep: bool, is_in_use: bool) -> None:
     """vLLM builds an engine only in a process whose pools have no memory."""
+    engine_pools.allow_free_while_asleep()
     with allocator.use_memory_pool(tag="weights"):
         weights = torch.ones(COUNT, device="cuda")
     assert allocator.get_current_usage() >= weights.nbytes
+    view = weights[COUNT // 2 :]
     if is_asleep:
         torch.cuda.synchronize()
         allocator.sleep(offload_tags=())
-    del weights
+    # As vLLM does when its worker is shut down.
+    allocator.release_pools()
+    if not is_in_use:
+        del weights, view
     rank._free_memory()
     assert allocator.get_current_usage() == 0
+    if is_in_use:
+        # A tensor and its view still share their memory. What slept has lost its values.
+        weights += 1
+        assert view.sum().item() == COUNT // 2 * (1 if is_asleep else 2)
     with allocator.use_memory_pool(tag="weights"):
         weights = torch.ones(COUNT, device="cuda")
     assert weights.sum().item() == COUNT
     del weights
+    rank._free_memory()
+
+
+def test_a_modules_constant_survives_a_sleep(allocator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module that is imported while vLLM builds a model makes its constants in the engine's pool."""
+    module = ModuleType("made_with_a_model")
+    with allocator.use_memory_pool(tag="weights"):
+        vars(module)["TABLE"] = torch.arange(4, device="cuda")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    engine_pools.move_constants()
+    torch.cuda.synchronize()
+    allocator.sleep(offload_tags=())
+    assert vars(module)["TABLE"].tolist() == [0, 1, 2, 3]
     rank._free_memory()
 
 

@@ -1,0 +1,106 @@
+"""vLLM's memory pools of an engine that sleeps. A process that stays frees them before it builds another engine.
+
+vLLM 0.30 keeps one object with the pools per process. It refuses to build an engine while they have memory. On a CPU
+it has no pools, and nothing here does anything.
+"""
+
+from __future__ import annotations
+
+import bisect
+import gc
+import sys
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+
+def allow_free_while_asleep() -> None:
+    """Let memory of the pools be freed while it sleeps. Call it before an engine is built.
+
+    vLLM 0.30 would unmap such memory a second time. That fails, and with it all later allocations from the pools.
+    """
+    if (allocator := _allocator()) is not None:
+        # vLLM passes this attribute on with each pool that it makes.
+        allocator.python_free_callback = partial(_free, allocator)
+
+
+def move_constants() -> None:
+    """Move the tensors of Python modules out of the pools. Call it when an engine's model has been built.
+
+    A module that is imported while the model is built makes its constants in the pool. They would lose their values
+    in the engine's first sleep, and outlive the engine.
+    """
+    if (allocator := _allocator()) is not None:
+        modules = list(sys.modules.values())
+        _move_out(allocator, (value for module in modules for value in list(getattr(module, "__dict__", {}).values())))
+
+
+def release() -> None:
+    """Free the pools of an engine that was closed. Its tensors that are still in use move out of them.
+
+    Raises RuntimeError if the pools keep memory. Then this process cannot build another engine.
+    """
+    if (allocator := _allocator()) is None:
+        return
+    _move_out(allocator, gc.get_objects())
+    allocator.release_pools()
+    torch.cuda.empty_cache()
+    if num_bytes := allocator.get_current_usage():
+        raise RuntimeError(f"{num_bytes} bytes of a closed engine are still in use; this process cannot build another")
+
+
+def _allocator() -> Any:
+    """Return vLLM's object with the pools; None if vLLM has none here, or was not imported."""
+    if "vllm" not in sys.modules:
+        return None
+    from vllm.device_allocator import cumem
+
+    return cumem.CuMemAllocator.get_instance() if cumem.cumem_available else None
+
+
+def _free(allocator: Any, address: int) -> Any:
+    """Map memory that sleeps, so that vLLM can unmap and free it. The allocations are freed one by one."""
+    from vllm.device_allocator.cumem import create_and_map
+
+    allocation = allocator.pointer_to_data[address]
+    if allocation.is_asleep:
+        create_and_map(allocation.handle)
+        allocation.is_asleep = False
+    return allocator._python_free_callback(address)
+
+
+def _move_out(allocator: Any, objects: Iterable[object]) -> None:
+    """Move the tensors among `objects` that lie in the pools to ordinary memory. Views still share their storage.
+
+    Memory that sleeps has lost its values: zeros take their place.
+    """
+    allocations = sorted(allocator.pointer_to_data.items())
+    addresses = [address for address, _ in allocations]
+    storages: dict[int, torch.UntypedStorage] = {}
+    for tensor in objects:
+        # isinstance would call properties of foreign objects, which may import modules.
+        if not issubclass(type(tensor), torch.Tensor) or not (address := _address(tensor)):
+            continue
+        place = bisect.bisect_right(addresses, address) - 1
+        if place < 0 or address >= addresses[place] + allocations[place][1].handle[1]:
+            continue
+        storage = tensor.untyped_storage()
+        if address not in storages:
+            is_asleep = allocations[place][1].is_asleep
+            storages[address] = _zeros(storage) if is_asleep else storage.clone()
+        with torch.no_grad():
+            tensor.set_(storages[address], tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Return the address of a tensor's storage on a GPU; 0 for other tensors."""
+    if not tensor.is_cuda or tensor.layout != torch.strided or isinstance(tensor, FakeTensor):
+        return 0
+    return tensor.untyped_storage().data_ptr()
+
+
+def _zeros(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    return torch.zeros(storage.nbytes(), dtype=torch.uint8, device=storage.device).untyped_storage()
