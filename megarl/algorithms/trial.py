@@ -65,14 +65,17 @@ def checked_advantages(result: object, rewards: Tensor) -> Tensor:
     return result.to(rewards.dtype)
 
 
-def policy_loss_fault(policy_loss: Callable[..., Any], settings: Mapping[str, Any]) -> str | None:
+def policy_loss_fault(
+    policy_loss: Callable[..., Any], settings: Mapping[str, Any], needed_metrics: Mapping[str, str]
+) -> str | None:
     """Call a policy loss with `settings` as keywords on toy sequences, then back-propagate its loss.
 
-    Returns a description of the fault: the loss raises, has a wrong type or shape, has no gradient, or is not finite on
-    trained tokens. Returns None if there is no fault.
+    `needed_metrics` says, by name, who reads a metric that the loss must return. Returns a description of the fault:
+    the loss raises, has a wrong type or shape, lacks a metric, has no gradient, or is not finite on trained tokens.
+    Returns None if there is no fault.
     """
     try:
-        _try_policy_loss(policy_loss, settings)
+        _try_policy_loss(policy_loss, settings, needed_metrics)
     except ResultError as error:
         return str(error)
     return None
@@ -94,7 +97,9 @@ def advantage_fault(
     return None
 
 
-def _try_policy_loss(policy_loss: Callable[..., Any], settings: Mapping[str, Any]) -> None:
+def _try_policy_loss(
+    policy_loss: Callable[..., Any], settings: Mapping[str, Any], needed_metrics: Mapping[str, str]
+) -> None:
     cu_seqlens = torch.tensor([0, *_LENGTHS]).cumsum(0)
     mask = torch.ones(sum(_LENGTHS), dtype=torch.bool)
     mask[cu_seqlens[:-1]] = False
@@ -109,6 +114,11 @@ def _try_policy_loss(policy_loss: Callable[..., Any], settings: Mapping[str, Any
     further = (cu_seqlens, mask) if is_sequence_loss(policy_loss) else ()
     result = _call(policy_loss, (policy_logprobs, old_logprobs, advantages, *further), settings)
     loss, metrics = checked_policy_loss(result, policy_logprobs)
+    for name, reader in needed_metrics.items():
+        if name not in metrics:
+            raise ResultError(
+                f"the function returned no metric {name!r}, which {reader} reads; return it, or leave {reader} out"
+            )
     for name, values in {"loss": loss, **metrics}.items():
         if not values[mask].isfinite().all():
             raise ResultError(f"the function returned values that are not finite as {name}: {values.detach().tolist()}")

@@ -36,7 +36,6 @@ _ACCEPTED = {
     "log-probs and logits: a check of its own refuses other values in training": """
         logits_processors logprobs_mode max_logprobs
     """,
-    "the experts of each token, as trainer.router_replay turns on": "enable_return_routed_experts",
     "a token for downloads, which an engine makes none of": "hf_token",
     "checks and traces of the engine's kernels": """
         enable_layerwise_nvtx_tracing fail_on_environ_validation jit_monitor_mode jit_monitor_verbose

@@ -64,7 +64,11 @@ class TrainerConfig(Section):
     overlap_grad_reduce: bool | None = None
     """Overlap the reduction of gradients over data-parallel ranks with the backward pass of an update's last
     microbatch, bucket by bucket. Default: on if these ranks are on several nodes."""
-    router_replay: Annotated[bool, OnlyIf(RL), Decides(experts="moe_enable_routing_replay")] = False
+    router_replay: Annotated[
+        bool,
+        OnlyIf(RL),
+        Decides(experts="moe_enable_routing_replay", vllm="enable_return_routed_experts"),
+    ] = False
     """Router replay (mixture of experts): train each token with the experts chosen by the engine when it sampled the
     token."""
     moe_dispatcher: Annotated[

@@ -74,8 +74,9 @@ def _failed_call(
     settings = {keyword: value_at(recipe, own) for keyword, own in keyword_fields(field).items() if keyword in taken}
     settings |= value_at(recipe, further)
     if field == "algorithm.policy_loss":
+        needed = {} if recipe.algorithm.skip_ratio is None else {"ratio": "algorithm.skip_ratio"}
         # The path is imported by name: an import statement would load torch for every recipe.
-        fault = import_object(f"{_TRIAL}:policy_loss_fault", field)(function, settings)
+        fault = import_object(f"{_TRIAL}:policy_loss_fault", field)(function, settings, needed)
     else:
         samples = recipe.train.samples_per_prompt
         fault = import_object(f"{_TRIAL}:advantage_fault", field)(function, settings, samples_per_group=samples)

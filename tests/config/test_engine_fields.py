@@ -31,7 +31,15 @@ def test_a_field_has_one_row() -> None:
 def test_what_a_run_may_not_have_is_never_accepted() -> None:
     assert not accepted_fields().keys() & refusals_by_field().keys()
     # Fields that megarl itself passes to vLLM, and a cache, a scheduler and an executor of other kinds.
-    for name in ("model", "load_format", "enable_sleep_mode", "kv_transfer_config", "scheduler_cls", "nnodes"):
+    for name in (
+        "model",
+        "load_format",
+        "enable_sleep_mode",
+        "kv_transfer_config",
+        "scheduler_cls",
+        "nnodes",
+        "enable_return_routed_experts",
+    ):
         assert engine_field_fault(name) is not None, name
     assert "remove it" in str(engine_field_fault("a_field_of_tomorrow"))
 

@@ -38,6 +38,10 @@ def loss_alone(policy_logprobs, old_logprobs, advantages):
     return -advantages * policy_logprobs
 
 
+def with_ratio(policy_logprobs, old_logprobs, advantages):
+    return -advantages * policy_logprobs, {"ratio": (policy_logprobs - old_logprobs).exp().detach()}
+
+
 def one_number(policy_logprobs, old_logprobs, advantages):
     return (-advantages * policy_logprobs).sum(), {}
 
@@ -203,6 +207,15 @@ def test_a_call_on_toy_tensors_shows_what_a_function_returns(algorithm: dict[str
     [(field, name)] = algorithm.items()
     assert line.startswith(f"algorithm.{field} = {name}: the function r")
     assert all(text in line for text in words), line
+
+
+def test_a_limit_of_the_ratio_needs_it_from_an_own_loss() -> None:
+    algorithm = {"policy_loss": "own.py:open_to_all", "policy_loss_kwargs": {"anything": 1}, "skip_ratio": 20}
+    [line] = told(algorithm=algorithm)
+    assert line.startswith("algorithm.policy_loss = own.py:open_to_all: the function returned no metric 'ratio'")
+    assert "algorithm.skip_ratio" in line
+    assert told(algorithm={"policy_loss": "own.py:with_ratio", "skip_ratio": 20}) == []
+    assert told(algorithm={"skip_ratio": 20}) == []
 
 
 def test_keywords_of_a_preference_loss() -> None:
