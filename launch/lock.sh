@@ -31,7 +31,7 @@ cpu() {
 # With what launch/setup.sh builds Transformer Engine's extension with, and on torch's CUDA build wherever both are found.
 # With trackio, because it needs an older pillow: launch/setup.sh installs it, alone or with dev, under these versions.
 gpu() {
-    compile "$@" pyproject.toml <(printf '%s\n' "torch!=$torch+cpu" wheel ninja pybind11 setuptools einops onnx onnxscript) \
+    compile "$@" pyproject.toml <(echo "torch!=$torch+cpu") --group engine-build --group engine-imports \
         --extra "$1" --extra ray --extra kubernetes --extra reasoning-gym --extra trackio \
         --excludes <(printf 'transformer-engine-cu12\ntransformer-engine-torch\n')
 }

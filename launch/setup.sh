@@ -197,8 +197,8 @@ else
         echo "$stamp$without_engine" > "$venv/.installed-$extras"
         exit 0
     fi
-    # What the extension is built with; the last three its import needs, too.
-    "${locked[@]}" wheel ninja pybind11 setuptools einops onnx onnxscript
+    # What the extension is built with, and what its import needs.
+    "${locked[@]}" --group engine-build --group engine-imports
     if ! "$venv/bin/python" -c "import sys, importlib.metadata as m; sys.exit(m.version('transformer-engine-torch') != '$engine')" 2>/dev/null; then
         torch="$("$venv/bin/python" -c "import importlib.metadata as m; print(m.version('torch'))")"
         # A wheel fits the torch and the architecture that it was built for.

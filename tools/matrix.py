@@ -24,8 +24,13 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 
-INTERPRETERS = {"stable": "python3.11", "next": "python3.12"}
-"""Interpreters by version set. The versions of a set are in launch/versions-SET.txt."""
+SETS = {"stable": "cpu", "next": "cpu-next"}
+"""Version sets, each with the name of its lock files. The versions of a set are in launch/versions-SET.txt."""
+INTERPRETERS = {
+    name: "python" + min(path.stem.rpartition("-")[2] for path in ROOT.glob(f"launch/requirements-{lock}-[0-9]*.txt"))
+    for name, lock in SETS.items()
+}
+"""Interpreters by version set: the oldest one that has a lock file."""
 FAMILIES = ("qwen3", "qwen3_moe", "deepseek_v3", "qwen3_next")
 """A dense model, a mixture of experts, latent attention, and gated delta-nets."""
 PROOFS = (

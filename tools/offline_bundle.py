@@ -48,12 +48,14 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer
 
 ROOT = Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120")
 """Architectures that vLLM and Transformer Engine have code for. sm_90 was measured."""
 ALL_ARCHITECTURES = "all"
-TORCHES = {"2.11": "2.11.0", "2.13": "2.13.0"}
-"""2.11 ran vLLM 0.30.0 on an H200; 2.13 is megarl's own pin."""
-PYTHONS = ("3.11", "3.12", "3.13")
+[OWN_TORCH] = [pin.removeprefix("torch==") for pin in PROJECT["project"]["dependencies"] if pin.startswith("torch==")]
+TORCHES = {version.rpartition(".")[0]: version for version in ("2.11.0", OWN_TORCH)}
+"""The torches of hosts: 2.11 ran vLLM 0.30.0 on an H200, the other one is megarl's own pin."""
+PYTHONS = tuple(sorted(path.stem.rpartition("-")[2] for path in ROOT.glob("launch/requirements-gpu-[0-9]*.txt")))
 PLATFORM = "x86_64-manylinux_2_31"
 """Hosts have glibc 2.31 or newer: no older one runs llguidance's wheel, which vLLM needs."""
 PART_MIB = 58
@@ -84,9 +86,9 @@ LEFT_OUT: Mapping[str, str] = {
     "opencv-python-headless": "reads images and video",
 }
 """Packages of the GPU environment that no bundle holds, and why."""
-ADDED = ("einops", "onnx", "onnxscript")
+ADDED: Sequence[str] = PROJECT["dependency-groups"]["engine-imports"]
 """Packages that Transformer Engine imports without declaring them."""
-BUILT_WITH = ("pybind11", "wheel", "setuptools", "ninja")
+BUILT_WITH: Sequence[str] = PROJECT["dependency-groups"]["engine-build"]
 """Packages that build Transformer Engine's extension."""
 BUILD_ENGINE = """\
 #!/usr/bin/env bash
@@ -473,7 +475,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             requirements = [str(find_engine_wheel(wheel_folder(), host)), *resolve(host)]
         elif options.transformer_engine == "source":
             engine_source = fetch_engine_source(Path(folder), host)
-            requirements = resolve(host, ADDED + BUILT_WITH)
+            requirements = resolve(host, [*ADDED, *BUILT_WITH])
         else:
             # The core alone could not be imported, which megarl reports as a broken installation.
             requirements = [line for line in resolve(host, ()) if not line.startswith("transformer-engine")]
