@@ -50,8 +50,10 @@ std::string readable(const void* function) {
 
 cudaError_t refuse(const void* function) {
     const std::string name = readable(function).substr(0, 300);
-    log_line("kernel %s is not imitated", name.c_str());
-    return result(fault(kInvalidFunction, "kernel %s is not imitated", name.c_str()));
+    // vLLM's compiled models have kernels of their own.
+    const char* remedy = "an engine has fewer kernels with rollout.vllm.enforce_eager=true";
+    log_line("kernel %s is not imitated; %s", name.c_str(), remedy);
+    return result(fault(kInvalidFunction, "kernel %s is not imitated; %s", name.c_str(), remedy));
 }
 
 }  // namespace
