@@ -70,7 +70,7 @@ def policy_loss_fault(
 ) -> str | None:
     """Call a policy loss with `settings` as keywords on toy sequences, then back-propagate its loss.
 
-    `needed_metrics` says, by name, who reads a metric that the loss must return. Returns a description of the fault:
+    `needed_metrics` maps a required metric's name to its reader. Returns a description of the fault:
     the loss raises, has a wrong type or shape, lacks a metric, has no gradient, or is not finite on trained tokens.
     Returns None if there is no fault.
     """

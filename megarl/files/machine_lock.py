@@ -9,7 +9,7 @@ from types import TracebackType
 
 
 class MachineLock:
-    """The lock of a file. It is free until `acquire`. At the end of the context, or in `close`, it is free again.
+    """The lock of a file, free until `acquire`. The context's end and `close` free it again.
 
     For files on several machines there is `folder_lock`.
     """

@@ -55,22 +55,22 @@ def test_a_rank_that_stays_frees_an_engines_pools(allocator: Any, is_asleep: boo
     """vLLM builds an engine only in a process whose pools have no memory."""
     engine_pools.allow_free_while_asleep()
     with allocator.use_memory_pool(tag="weights"):
-        weights = torch.ones(COUNT, device="cuda")
-    assert allocator.get_current_usage() >= weights.nbytes
-    view = weights[COUNT // 2 :]
+        tensors = [torch.ones(COUNT, device="cuda")]
+    assert allocator.get_current_usage() >= tensors[0].nbytes
+    tensors.append(tensors[0][COUNT // 2 :])
     if is_asleep:
         torch.cuda.synchronize()
         allocator.sleep(offload_tags=())
     # As vLLM does when its worker is shut down.
     allocator.release_pools()
     if not is_in_use:
-        del weights, view
+        tensors.clear()
     rank._free_memory()
     assert allocator.get_current_usage() == 0
-    if is_in_use:
+    if tensors:
         # A tensor and its view still share their memory. What slept has lost its values.
-        weights += 1
-        assert view.sum().item() == COUNT // 2 * (1 if is_asleep else 2)
+        tensors[0] += 1
+        assert tensors[1].sum().item() == COUNT // 2 * (1 if is_asleep else 2)
     with allocator.use_memory_pool(tag="weights"):
         weights = torch.ones(COUNT, device="cuda")
     assert weights.sum().item() == COUNT

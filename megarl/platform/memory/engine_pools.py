@@ -1,4 +1,4 @@
-"""vLLM's memory pools of an engine that sleeps. A process that stays frees them before it builds another engine.
+"""vLLM's memory pools of a sleeping engine. A process frees them before it builds another engine.
 
 vLLM 0.30 keeps one object with the pools per process. It refuses to build an engine while they have memory. On a CPU
 it has no pools, and nothing here does anything.
@@ -11,7 +11,7 @@ import gc
 import sys
 from collections.abc import Iterable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -28,10 +28,10 @@ def allow_free_while_asleep() -> None:
 
 
 def move_constants() -> None:
-    """Move the tensors of Python modules out of the pools. Call it when an engine's model has been built.
+    """Move the tensors of Python modules out of the pools. Call it after an engine's model was built.
 
-    A module that is imported while the model is built makes its constants in the pool. They would lose their values
-    in the engine's first sleep, and outlive the engine.
+    A module imported during that time makes its constants in the pool. They would lose their values in the engine's
+    first sleep, and outlive the engine.
     """
     if (allocator := _allocator()) is not None:
         modules = list(sys.modules.values())
@@ -39,7 +39,7 @@ def move_constants() -> None:
 
 
 def release() -> None:
-    """Free the pools of an engine that was closed. Its tensors that are still in use move out of them.
+    """Free the pools of a closed engine. Its tensors still in use move out of them.
 
     Raises RuntimeError if the pools keep memory. Then this process cannot build another engine.
     """
@@ -53,7 +53,7 @@ def release() -> None:
 
 
 def _allocator() -> Any:
-    """Return vLLM's object with the pools; None if vLLM has none here, or was not imported."""
+    """Return vLLM's object with the pools; None if it has none here, or was not imported."""
     if "vllm" not in sys.modules:
         return None
     from vllm.device_allocator import cumem
@@ -62,7 +62,7 @@ def _allocator() -> Any:
 
 
 def _free(allocator: Any, address: int) -> Any:
-    """Map memory that sleeps, so that vLLM can unmap and free it. The allocations are freed one by one."""
+    """Map sleeping memory, so vLLM can unmap and free it. The allocations are freed one by one."""
     from vllm.device_allocator.cumem import create_and_map
 
     allocation = allocator.pointer_to_data[address]
@@ -73,16 +73,19 @@ def _free(allocator: Any, address: int) -> Any:
 
 
 def _move_out(allocator: Any, objects: Iterable[object]) -> None:
-    """Move the tensors among `objects` that lie in the pools to ordinary memory. Views still share their storage.
+    """Move tensors among `objects` from the pools to ordinary memory. Views still share their storage.
 
-    Memory that sleeps has lost its values: zeros take their place.
+    Sleeping memory has lost its values: zeros take their place.
     """
     allocations = sorted(allocator.pointer_to_data.items())
     addresses = [address for address, _ in allocations]
     storages: dict[int, torch.UntypedStorage] = {}
-    for tensor in objects:
+    for value in objects:
         # isinstance would call properties of foreign objects, which may import modules.
-        if not issubclass(type(tensor), torch.Tensor) or not (address := _address(tensor)):
+        if not issubclass(type(value), torch.Tensor):
+            continue
+        tensor = cast(torch.Tensor, value)
+        if not (address := _address(tensor)):
             continue
         place = bisect.bisect_right(addresses, address) - 1
         if place < 0 or address >= addresses[place] + allocations[place][1].handle[1]:

@@ -1,4 +1,4 @@
-"""Page-locking of host memory, which lets a GPU copy to and from it in the background. Ranks of a machine take turns.
+"""Page-locking of host memory, so a GPU can copy to and from it in the background. Ranks of a machine take turns.
 
 The kernel and the driver lock pages under locks of the whole machine. Ranks that lock at once do not finish sooner, and
 each of them finishes last.
@@ -62,8 +62,8 @@ def refusal(num_bytes: int, reason: str) -> str:
 def turn(folder: Path | None = None) -> Iterator[None]:
     """Context in which no other process of this user on this machine locks pages.
 
-    `folder` holds the lock's file; None: the system's temporary folder. Without access to it there are no turns, which
-    only costs time.
+    `folder` holds the lock's file; None: the system's temporary folder. Without access to it there are no turns, at the
+    cost of time.
     """
     path = (folder or Path(tempfile.gettempdir())) / f"megarl-page-lock-{os.getuid()}"
     try:
