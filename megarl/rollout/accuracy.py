@@ -11,16 +11,16 @@ from megarl.config.judges import REMEDY, judges_answers
 from megarl.types import Judging, Trajectory
 
 REMEDY_TEXT = f"{REMEDY[0].upper()}{REMEDY[1:]}"
-"""The text of `REMEDY` (how to get a verdict on every answer), capitalised for use as a sentence of its own."""
+"""`REMEDY` as a sentence of its own."""
 
 
 @dataclass(slots=True)
 class Answers:
     """Verdicts (right or wrong) on the answers to one source's problems.
 
-    `judging` says how verdicts arise. In mode `by_value` a reward of 1 means right, 0 means wrong, and any other reward
-    gives no verdict. The first answer without a verdict sets `has_ended`. From then on all verdicts of the source are
-    removed. Otherwise accuracy would cover only the answers with rewards of exactly 0 or 1.
+    Mode `by_value` of `judging`: a reward of 1 means right, 0 wrong, and any other gives no verdict. The first answer
+    without a verdict sets `has_ended`. From then on all verdicts of the source are removed: accuracy would cover only
+    the answers with rewards of exactly 0 or 1.
     """
 
     judging: Judging = "declared"
@@ -29,9 +29,7 @@ class Answers:
     has_ended: bool = False
 
     def settle(self, trajectory: Trajectory) -> Trajectory:
-        """Return the trajectory. Its verdict is removed if the source's accuracy is no longer measured
-        (`has_ended`).
-        """
+        """Return the trajectory, without its verdict if the source's accuracy is no longer measured."""
         reward = trajectory.reward
         # Declared verdicts come with every answer; only verdicts derived from rewards can stop.
         if reward is None or self.judging != "by_value":
@@ -49,7 +47,7 @@ class Answers:
 
 
 def unjudged_text(recipe: Recipe, source: str) -> str | None:
-    """Return the start-up message for a source if no reward function judges its answers; None if one does."""
+    """Return the notice for a source whose answers no reward function judges; None if one does."""
     if judges_answers(recipe) != "none":
         return None
     is_filtered = recipe.trains_rewards and recipe.algorithm.dynamic_sampling is not None
@@ -61,9 +59,9 @@ def unjudged_text(recipe: Recipe, source: str) -> str | None:
 
 
 def had_ended(rows: Iterable[Mapping[str, Any]], source: str, sets: Iterable[str], *, is_mixture: bool) -> bool:
-    """Return whether a run's logged metrics show that an earlier step had an answer of this source without a verdict.
+    """Return whether an earlier step of the run had an answer of this source without a verdict.
 
-    `rows` has one mapping per step, `sets` the names of the source's validation sets.
+    `rows` are the logged metrics of the steps, `sets` the names of the source's validation sets.
     """
     # A mixture logs this metric per source.
     of_training = f"environment/{source}/reward/unjudged" if is_mixture else "reward/unjudged"

@@ -33,12 +33,11 @@ Score = Callable[[Sample], Awaitable[Scored]]
 GRACE_SECONDS = 2.0
 """Seconds to wait for an environment to finish after it was cancelled or closed. Then it is abandoned."""
 _ATTEMPTS_AT_A_LOSS = 2
-"""Number of tries of an attempt if the environment's process dies. A process can be killed from outside, for example
-for lack of memory, without any fault of the policy.
+"""Tries of an attempt if the environment's process dies. It may be killed for lack of memory, without any fault of the
+policy.
 """
 _TICK_SECONDS = 0.05
-"""Minimum seconds between two checks of a time limit. A limit is extended while the engines are paused, so it must be
-checked again instead of using one timer.
+"""Minimum seconds between two checks of a time limit. Pauses of the engines extend a limit, so one timer is not enough.
 """
 
 
@@ -46,9 +45,8 @@ checked again instead of using one timer.
 class Budget:
     """Limits of an attempt (section `rollout.budget` of the recipe). None: no limit.
 
-    `context_tokens` limits the tokens of prompt, completions and observations together; `max_turns` limits the number
-    of completions. `truncated_turn` decides what happens to a completion cut at its token limit: `end` ends the
-    attempt, `close` ends only the turn.
+    `context_tokens` limits prompt, completions and observations together, `max_turns` the completions. `truncated_turn`
+    decides what a completion cut at its token limit ends: the attempt (`end`) or only the turn (`close`).
     """
 
     context_tokens: int
@@ -67,9 +65,9 @@ class Budget:
 class Task:
     """One attempt to make at a problem.
 
-    `group` numbers the prompt, `number` the attempt among those of its prompt. `environment` is the environment's name
-    in the recipe. `prefix` makes request ids unique when training and evaluation use equal numbers. All random numbers
-    derive from `seed`, the problem and `number`. They do not depend on the engine or on time.
+    `group` numbers the prompt, `number` the attempt among those of its prompt. `prefix` makes request ids unique when
+    training and evaluation use equal numbers. All random numbers derive from `seed`, the problem and `number`, never
+    from the engine or from time.
     """
 
     environment: str
@@ -86,11 +84,11 @@ class Task:
 
 
 _UNANSWERED = Completion("", np.zeros(0, np.int64), np.zeros(0, np.float32), "error", np.zeros(0, np.int32))
-"""Placeholder completion for an attempt that ended before its first model call."""
+"""Completion of an attempt that ended before its first model call."""
 
 
 class _AttemptError(Exception):
-    """Raised to end an attempt with an error. Its text has the form `KIND: reason`."""
+    """Raised to end an attempt with an error. Its text is `KIND: reason`."""
 
 
 @dataclass(slots=True)
@@ -101,9 +99,9 @@ class _Clock:
     now: Callable[[], float]
     started: float
     seconds_paused: Callable[[], float] = lambda: 0.0
-    """Function returning the seconds for which the engines have been paused since the attempt began."""
+    """Returns the seconds for which the engines have been paused since the attempt began."""
     step_started: float | None = None
-    """Clock time at which the current call of the environment began; None between calls."""
+    """Time at which the current call of the environment began; None between calls."""
     answered_seconds: float = 0.0
     """Seconds spent in finished calls of the environment."""
     is_stopped: bool = False
@@ -111,7 +109,7 @@ class _Clock:
 
     @property
     def environment_seconds(self) -> float:
-        """Seconds spent in calls of the environment so far, including a current one."""
+        """Seconds spent in calls of the environment, including a current one."""
         return self.answered_seconds + (0.0 if self.step_started is None else self.now() - self.step_started)
 
     @property
@@ -124,9 +122,8 @@ class _Clock:
         return max(_TICK_SECONDS, min(ends) - self.now()) if ends else None
 
     @property
-    def over(self) -> Literal["attempt", "step"] | None:
-        """The exceeded time limit: `seconds` (the attempt's) or the one of an environment step. None: no limit is
-        exceeded."""
+    def exceeded_limit(self) -> Literal["attempt", "step"] | None:
+        """The exceeded time limit: that of the attempt or of an environment's step."""
         now = self.now()
         if self._attempt_ends is not None and now >= self._attempt_ends:
             return "attempt"
@@ -141,19 +138,18 @@ class _Clock:
         limit = self.budget.step_seconds
         return None if limit is None or self.step_started is None else self.step_started + limit
 
-    async def timed(self, method: Callable[..., Awaitable[Any]], *given: object) -> Any:
+    async def time_call(self, method: Callable[..., Awaitable[Any]], *arguments: object) -> Any:
         """Await a method of the environment, and add its duration to the environment's time.
 
-        Raises _AttemptError if the method raises, or if the attempt ended meanwhile. EnvironmentUnavailableError passes
-        through unchanged.
+        Raises _AttemptError if it raises, except EnvironmentUnavailableError, or if the attempt ended meanwhile.
         """
         self.step_started = self.now()
         try:
-            return await method(*given)
+            return await method(*arguments)
         except EnvironmentUnavailableError:
             raise
         except (Exception, SystemExit) as error:
-            raise _AttemptError(_failure(error)) from error
+            raise _AttemptError(_failure_text(error)) from error
         finally:
             self.answered_seconds = self.environment_seconds
             self.step_started = None
@@ -172,13 +168,13 @@ async def attempt(
     *,
     is_followed: bool = False,
 ) -> Trajectory:
-    """Run one attempt: reset the environment, sample a completion, step the environment, and repeat until the end; then
+    """Run one attempt: reset the environment, sample a completion, step the environment, repeat until the end, then
     score.
 
     The attempt ends when the environment is done or a limit of `budget` is reached. It ends with `error` if the
-    environment raises, hangs or returns invalid data, or if the engine rejects a request. The returned trajectory then
-    has the tokens so far, no reward, and the reason in `failure`. The time limit holds even if the environment ignores
-    its cancellation. `is_followed`: another attempt will start as soon as this one ends.
+    environment raises, hangs or returns invalid data, or if the engine rejects a request. The trajectory then has the
+    tokens so far, no reward, and the reason in `failure`. The time limit holds even if the environment ignores its
+    cancellation. `is_followed`: another attempt will start as soon as this one ends.
     """
     now = asyncio.get_running_loop().time
     paused_before = pool.seconds_paused
@@ -188,7 +184,7 @@ async def attempt(
     while True:
         conversation = AttemptConversation(dialogue, history, task.problem.messages, budget.reply_tokens)
         try:
-            ended, failure = await _watched(task, make_environment, engines, conversation, clock)
+            ended, failure = await _run_with_limits(task, make_environment, engines, conversation, clock)
             break
         except EnvironmentUnavailableError as error:
             max_attempts = budget.attempts
@@ -196,7 +192,7 @@ async def attempt(
                 # The process may have been killed from outside, so repeat once even with attempts = 1.
                 max_attempts = max(max_attempts, _ATTEMPTS_AT_A_LOSS)
             if restarts + 1 >= max_attempts:
-                ended, failure = "error", _failure(error)
+                ended, failure = "error", _failure_text(error)
                 break
             restarts += 1
         finally:
@@ -204,17 +200,17 @@ async def attempt(
             pool.forget(task.name)
     calls, steps = conversation.calls, conversation.steps
     texts = [turn.completion for turn in conversation.turns]
-    trajectory = unscored(
+    trajectory = make_trajectory(
         task,
         calls,
         texts,
-        conversation.shown(),
+        conversation.new_messages(),
         ended=ended,
         failure=failure,
         turn_rewards=tuple(
             (number, float(step.reward)) for number, step in enumerate(steps) if step.reward is not None
         ),
-        metrics=_summed([step.metrics for step in steps]),
+        metrics=_sum_by_name([step.metrics for step in steps]),
         is_in_thoughts=conversation.is_in_thoughts,
         restarts=restarts,
         engine_seconds=engines.seconds,
@@ -238,7 +234,7 @@ async def attempt(
     return replace(trajectory, reward=scored.trajectory_reward, failure=scored.failure)
 
 
-async def _watched(
+async def _run_with_limits(
     task: Task,
     make_environment: Callable[[], Environment],
     pool: Generates,
@@ -247,32 +243,31 @@ async def _watched(
 ) -> tuple[Ended, str | None]:
     """Run the turns of an attempt within its time limits, and close the environment.
 
-    Returns why the attempt ended, and the description of a failure or None. The turns run in a separate asyncio task,
-    so that a hanging environment can be abandoned. Raises EnvironmentUnavailableError.
+    Returns why the attempt ended, and the description of a failure or None. Raises EnvironmentUnavailableError.
     """
     try:
         environment = make_environment()
     except EnvironmentUnavailableError:
         raise
     except (Exception, SystemExit) as error:
-        return "error", _failure(error)
+        return "error", _failure_text(error)
     # A separate task, because code of environments may block on its cancellation for ever.
     turns = asyncio.create_task(_take_turns(task, environment, pool, conversation, clock))
     # Retrieve the error of an abandoned task: asyncio would log one never retrieved.
     turns.add_done_callback(lambda task: task.cancelled() or task.exception())
-    over: Literal["attempt", "step"] | None = None
+    exceeded_limit: Literal["attempt", "step"] | None = None
     try:
-        while not turns.done() and (over := clock.over) is None:
+        while not turns.done() and (exceeded_limit := clock.exceeded_limit) is None:
             await asyncio.wait({turns}, timeout=clock.seconds_left)
     finally:
         if not turns.done():
-            # Set before cancelling: `timed` then ends an environment which swallows the cancellation.
+            # Set before cancelling: `time_call` then ends an environment which swallows the cancellation.
             clock.is_stopped = True
-        closing = await _ended_or_left(turns, environment)
-    if over == "step":
+        closing = await _end_and_close(turns, environment)
+    if exceeded_limit == "step":
         return "error", f"Timeout: the environment's answer took longer than {clock.budget.step_seconds:g} seconds"
     # Running out of attempt time is a normal end: the tokens so far are scored. A slow step is an error.
-    if over == "attempt":
+    if exceeded_limit == "attempt":
         return ("error", closing) if closing else ("seconds", None)
     try:
         ended = turns.result()
@@ -283,15 +278,15 @@ async def _watched(
     return ("error", closing) if closing else (ended, None)
 
 
-async def _ended_or_left(turns: asyncio.Task[Ended], environment: Environment) -> str | None:
+async def _end_and_close(turns: asyncio.Task[Ended], environment: Environment) -> str | None:
     """Cancel the turns of an attempt if they still run, and close its environment.
 
-    Each has GRACE_SECONDS to finish and is abandoned afterwards. Returns the error of closing as text, or None.
+    Each has GRACE_SECONDS to finish and is abandoned afterwards. Returns the error of closing, or None.
     """
     if not turns.done():
         turns.cancel()
         await asyncio.wait({turns}, timeout=GRACE_SECONDS)
-    closing = asyncio.create_task(_closed(environment))
+    closing = asyncio.create_task(_close(environment))
     await asyncio.wait({closing}, timeout=GRACE_SECONDS)
     if not closing.done():
         closing.cancel()
@@ -299,12 +294,11 @@ async def _ended_or_left(turns: asyncio.Task[Ended], environment: Environment) -
     return None if closing.cancelled() else closing.result()
 
 
-async def _closed(environment: Environment) -> str | None:
-    """Close the environment. Returns the error as text; None if closing succeeded."""
+async def _close(environment: Environment) -> str | None:
     try:
         await environment.close()
     except (Exception, SystemExit) as error:
-        return _failure(error)
+        return _failure_text(error)
     return None
 
 
@@ -317,8 +311,8 @@ async def _take_turns(
     """
     budget = clock.budget
     seed = seed_of(task.seed, task.problem.index, task.number, "reset")
-    start = await clock.timed(environment.reset, task.problem, seed)
-    _validated(conversation.start, start, task.problem)
+    start = await clock.time_call(environment.reset, task.problem, seed)
+    _call_with_data(conversation.start, start, task.problem)
     num_sampled = num_calls = num_invalid = 0
     for number in range(budget.max_turns):
         token_ids = conversation.prompt
@@ -344,7 +338,7 @@ async def _take_turns(
         num_calls += len(turn.calls)
         if budget.tool_calls is not None and num_calls > budget.tool_calls:
             return "calls"
-        step = _validated(conversation.add, await clock.timed(environment.step, turn))
+        step = _call_with_data(conversation.add, await clock.time_call(environment.step, turn))
         is_cut = turn.finish_reason == "length"
         # A truncated final turn counts as `length`, even if the environment reports the end itself.
         if is_cut and (step.done or budget.truncated_turn == "end"):
@@ -356,31 +350,28 @@ async def _take_turns(
             num_invalid = 0 if call.error is None else num_invalid + 1
         if budget.invalid_calls is not None and num_invalid >= budget.invalid_calls:
             return "invalid_calls"
-        _validated(conversation.observe, step)
+        _call_with_data(conversation.observe, step)
     return "turns"
 
 
-def _failure(error: BaseException) -> str:
-    """Return the text of an error as `KIND: text`."""
+def _failure_text(error: BaseException) -> str:
     return str(error) if isinstance(error, RaisedError) else f"{type(error).__name__}: {error}"
 
 
-def _validated(method: Callable[..., Result], *given: Any) -> Result:
-    """Call a conversation method with data from the environment. Raises _AttemptError if the data are invalid."""
+def _call_with_data(method: Callable[..., Result], *data: Any) -> Result:
+    """Call a conversation method with data from the environment. Raises _AttemptError if they are invalid."""
     try:
-        return method(*given)
+        return method(*data)
     except (TypeError, ValueError) as error:
-        raise _AttemptError(_failure(error)) from error
+        raise _AttemptError(_failure_text(error)) from error
 
 
-def unanswered(problem: Problem) -> ModelCall:
-    """Return a model call with an empty completion, for an attempt that never sampled. No token of its segment is
-    trained.
-    """
+def empty_call(problem: Problem) -> ModelCall:
+    """Return a model call with an empty completion, for an attempt that never sampled."""
     return ModelCall(np.array(problem.prompt_token_ids, np.int32), _UNANSWERED)
 
 
-def unscored(
+def make_trajectory(
     task: Task,
     calls: Sequence[ModelCall],
     texts: Sequence[str],
@@ -395,17 +386,16 @@ def unscored(
     engine_seconds: float,
     environment_seconds: float,
 ) -> Trajectory:
-    """Return the trajectory of an attempt's model calls, before it gets a reward.
+    """Return the trajectory of an attempt's model calls, without a reward.
 
-    `texts` are the completions. `messages` has, before each completion and after the last one, the new messages.
-    `is_in_thoughts`: the last completion ended before its thoughts were closed.
+    `texts` are the completions. `messages` are the new ones before each completion, and after the last one.
     """
     return Trajectory(
         environment=task.environment,
         problem=task.problem,
         group=task.group,
         number=task.number,
-        segments=stitch(calls or [unanswered(task.problem)]),
+        segments=stitch(calls or [empty_call(task.problem)]),
         reward=None,
         failure=failure,
         texts=tuple(texts),
@@ -422,9 +412,7 @@ def unscored(
 
 
 def _as_json(message: Message) -> dict[str, Any]:
-    """Return a message as JSON values. Values that JSON cannot express, from an environment within this process, become
-    text.
-    """
+    """Return a message as JSON values. Other values, from an environment within this process, become text."""
     try:
         return json.loads(json.dumps(dict(message), default=str, skipkeys=True))
     except (ValueError, RecursionError):
@@ -432,22 +420,22 @@ def _as_json(message: Message) -> dict[str, Any]:
 
 
 def _environment_reward(steps: Sequence[Step]) -> Reward:
-    """Return the reward given by an environment: the sum over its steps, with the last step's verdict on the answer."""
+    """Return the reward given by an environment: the sum over its steps, with the last verdict on the answer."""
     score = float(sum(step.reward for step in steps if step.reward is not None))
     verdicts = [bool(step.answer_correct) for step in steps if step.answer_correct is not None]
     return Reward(score, format_valid=True, answer_correct=verdicts[-1] if verdicts else verdict_by_value(score))
 
 
-def _summed(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def _sum_by_name(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     names = dict.fromkeys(name for part in parts for name in part)
     return {name: float(sum(part.get(name, 0.0) for part in parts)) for name in names}
 
 
 def call_seed(task: Task, token_ids: NDArray[np.int32], calls: Sequence[ModelCall]) -> int:
-    """Return the sampling seed of a model call, different for every turn so that turns do not repeat random draws.
+    """Return the sampling seed of a model call, different for every turn.
 
-    The seed is a hash of the attempt, the prompt `token_ids` [prompt] and the number of earlier calls with the same
-    prompt. So it does not depend on the order of parallel calls.
+    The seed is a hash of the attempt, the prompt `token_ids` [prompt] and the number of earlier calls with this prompt.
+    So it does not depend on the order of parallel calls.
     """
     drawn = task.seed, task.problem.index, task.number
     if not calls:

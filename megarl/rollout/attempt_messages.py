@@ -22,17 +22,16 @@ if TYPE_CHECKING:
 
 History = Literal["append", "render"]
 _TOKEN_CHARACTERS = 4
-"""Assumed characters per token, for a first guess at the length of a shortened tool reply."""
+"""Assumed characters per token, for the first guess at the length of a shortened reply."""
 
 
 @dataclass(slots=True)
 class AttemptConversation:
     """The conversation of one attempt: a model call and an environment step per turn.
 
-    After the last turn the step may be missing. `prompt` holds the token ids [prompt] of the next call. With `history`
-    = append they are the last call's tokens plus the observation. With `history` = render they are the tokens of all
-    messages, rendered anew by the chat template. Sampled tokens are reused as long as the rendered text begins with
-    their text.
+    `prompt` holds the token ids [prompt] of the next call. With `history` = append they are the last call's tokens plus
+    the observation. With `history` = render the chat template renders all messages anew. Sampled tokens are reused as
+    long as the rendered text begins with their text.
     """
 
     dialogue: Dialogue
@@ -50,15 +49,15 @@ class AttemptConversation:
     turns: list[Turn] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     is_in_thoughts: bool = False
-    """Whether the last completion ended, or was cut, before its thoughts were closed."""
+    """Whether the last completion ended before its thoughts were closed."""
     _rendered: str = ""
-    """The chat template's text of which `prompt` holds the tokens. Empty with `history` = append."""
+    """The rendered text of which `prompt` holds the tokens. Empty with `history` = append."""
 
     def start(self, start: object, problem: Problem) -> None:
         """Set the first prompt from `start`, the value returned by the environment's reset.
 
-        Raises TypeError if `start` has a wrong type, and ValueError if the chat template rejects its messages or if
-        record and environment have different tools.
+        Raises TypeError for a wrong type. Raises ValueError if the chat template rejects its messages, or if record and
+        environment have different tools.
         """
         start = checked_start(start)
         self.opening, self.tools = tuple(start.messages), tuple(start.tools)
@@ -76,9 +75,8 @@ class AttemptConversation:
             self.prompt = self.dialogue.opening(self.opening, self.prompt_tools)
 
     def take(self, completion: Completion, *, is_last: bool = False) -> Turn:
-        """Add a completion of the current prompt, and return it as a turn.
-
-        Raises ConfigError for an unknown tool-call format.
+        """Add a completion of the current prompt, and return it as a turn. Raises ConfigError for an unknown tool-call
+        format.
         """
         self.calls.append(ModelCall(self.prompt, completion))
         finish_reason: Literal["stop", "length"] = "length" if completion.finish_reason == "length" else "stop"
@@ -96,15 +94,14 @@ class AttemptConversation:
         return turn
 
     def add(self, step: object) -> Step:
-        """Check the environment's step after the last turn, store it, and return it.
+        """Check the environment's step after the last turn, store it, and return it with shortened tool replies.
 
-        Tool replies over the token limit are shortened. The metric `tools/shortened` counts them with those that the
-        environment shortened; a reply shortened by both counts once. Raises TypeError if `step` has a wrong type, and
-        ValueError for invalid numbers in it.
+        The metric `tools/shortened` counts them with those shortened by the environment, each once. Raises TypeError if
+        `step` has a wrong type, and ValueError for invalid numbers in it.
         """
         checked = checked_step(step)
         if self.reply_tokens is not None:
-            messages = tuple(self._shortened(message, self.reply_tokens) for message in checked.messages)
+            messages = tuple(self._shorten_reply(message, self.reply_tokens) for message in checked.messages)
             replaced = [old for old, new in zip(checked.messages, messages, strict=True) if old is not new]
             by_environment = checked.metrics.get("tools/shortened", 0.0)
             num_twice = min(sum(is_shortened(str(message["content"])) for message in replaced), by_environment)
@@ -114,9 +111,7 @@ class AttemptConversation:
         return checked
 
     def observe(self, step: Step) -> None:
-        """Append the environment's messages of `step` to the prompt. Raises ValueError if the chat template rejects
-        them.
-        """
+        """Append the environment's messages to the prompt. Raises ValueError if the chat template rejects them."""
         if self.history == "render":
             before = self._rendered
             self._rendered = self.dialogue.rendered(self._messages(), self.prompt_tools)
@@ -131,38 +126,35 @@ class AttemptConversation:
         )
 
     def before_last(self) -> tuple[Message, ...]:
-        """Return all messages before the last completion. Assistant messages have the completion's unparsed text."""
+        """Return all messages before the last completion. Assistant messages are unparsed completions."""
         messages = list(self.opening)
         for turn, step in zip(self.turns[:-1], self.steps, strict=False):
             # Reward functions expect raw completions, with reasoning and tool calls as text.
             messages += [{"role": "assistant", "content": turn.completion}, *step.messages]
         return tuple(messages)
 
-    def _shortened(self, message: Message, max_tokens: int) -> Message:
-        """Return the message; if it is a tool's reply longer than `max_tokens`, return a shortened copy."""
+    def _shorten_reply(self, message: Message, max_tokens: int) -> Message:
         text = message.get("content")
         if message["role"] != "tool" or not isinstance(text, str):
             return message
-        short = shortened(
+        short = shorten_to_fit(
             text, lambda part: self.dialogue.num_tokens(part) <= max_tokens, guess=_TOKEN_CHARACTERS * max_tokens
         )
         return message if short == text else {**message, "content": short}
 
-    def shown(self) -> tuple[tuple[Message, ...], ...]:
-        """Return the new messages before each completion, and after the last one: tuple i comes before completion i."""
+    def new_messages(self) -> tuple[tuple[Message, ...], ...]:
+        """Return the new messages before each completion, and after the last one."""
         return self.opening, *(tuple(step.messages) for step in self.steps)
 
     def _messages(self) -> tuple[Message, ...]:
-        """Return all messages for the chat template. Assistant messages have reasoning and tool calls in separate
-        fields.
-        """
+        """Return all messages for the chat template, with reasoning and tool calls in fields of their own."""
         messages = list(self.opening)
         for turn, step in zip(self.turns, self.steps, strict=True):
             messages += [_message(turn), *step.messages]
         return tuple(messages)
 
 
-def shortened(text: str, fits: Callable[[str], bool], guess: int) -> str:
+def shorten_to_fit(text: str, fits: Callable[[str], bool], guess: int) -> str:
     """Cut a text in its middle, around a marker, until `fits(text)` is True; unchanged if it fits at once.
 
     The result is at most about 2 % shorter than necessary. The search starts at `guess` characters, so that very long
@@ -185,7 +177,7 @@ def shortened(text: str, fits: Callable[[str], bool], guess: int) -> str:
 
 
 def _message(turn: Turn) -> Message:
-    """Return a turn of the policy as a chat message. Tool calls with invalid arguments get an empty argument dict."""
+    """Return a turn of the policy as a chat message. Calls with invalid arguments get an empty argument dict."""
     message: dict[str, Any] = {"role": "assistant", "content": turn.text}
     if turn.reasoning:
         message["reasoning_content"] = turn.reasoning

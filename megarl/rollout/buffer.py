@@ -1,5 +1,17 @@
-"""The buffer between sampling and training: draws prompts, samples a group of answers each, and gives each step its
-groups.
+"""The buffer between sampling and training. It draws prompts, samples a group of answers each, and feeds the steps.
+
+The life of a group, with the functions that move it:
+
+    problem --_start_new--> drawn and started --_sample--> complete --_collect--> waiting --take--> taken, to train on
+                                     |                         |                     |  ^                  |
+                                     |                         | filtered            |  +-- forget_step ---+
+                                     +------- stale, aborted --+---------------------+--> dropped
+
+`state.started` holds the groups in flight, `state.waiting` the complete ones for a later step. Both are saved.
+The loop calls `load` before its first step. In each step it calls `take`, then `metrics`, and `add_old_logprobs` before
+the update. It calls `state.forget_step` only after `take` raised AbandonedError, and `aclose` at the end.
+Groups start and complete within `take`, and with sampling ahead between two calls too: `_note_end` replaces a group
+that was filtered out. Only `take` drops stale or surplus groups.
 """
 
 from __future__ import annotations
@@ -15,7 +27,7 @@ from pathlib import Path
 import numpy as np
 
 from megarl.config import Recipe
-from megarl.rollout.buffer_policy import BufferPolicy, StepDemand, passes_filter, refuse_unjudged, starved_text
+from megarl.rollout.buffer_policy import BufferPolicy, StepDemand, passes_filter, refuse_unjudged, starved_message
 from megarl.rollout.pool import BUDGET_SECONDS, AbandonedError
 from megarl.rollout.recording import RecordedPool, StartedGroup
 from megarl.rollout.source import Source, mixture_of
@@ -63,25 +75,23 @@ METRICS = (
 )
 
 _CANCEL_SECONDS = 5.0
-"""Seconds to wait for cancelled attempts when the buffer is closed."""
 
 
 class GroupBuffer:
-    """Buffer between sampling and training: draws prompts, samples a group of answers each, filters the groups.
+    """The groups of a run from their draw to their step; the module shows their life.
 
     `policy` selects one of three modes. Synchronous: prompts are drawn in batches, and one weight version samples a
-    whole batch. Surplus groups wait in `state.waiting` for the next step.
+    whole batch. Surplus groups wait for the next step.
 
     Continuing or aborting stragglers: prompts are drawn one by one, `algorithm.oversampling` times as many as a step
     needs. The step takes the groups that complete first. A group's oldest token may be at most `rollout.max_staleness`
     weight versions old. `rollout.on_stale` decides whether the step waits for a group at this limit or drops it.
 
     Sampling ahead: groups are sampled during training and used in the order of drawing. At most `StepDemand.num_live`
-    groups exist at a time, so that none exceeds `rollout.max_staleness`. A group filtered out is replaced at once by
-    the next prompt, even during training.
+    groups exist at a time, so that none exceeds the limit.
 
-    `sampled` holds all trajectories completed for the last step. `on_sampled` puts colocated engines to sleep while the
-    last rewards of a synchronous step are computed. Checkpoints include the groups in flight (`state.started`).
+    `sampled` holds the trajectories completed for the last step. `on_sampled` puts colocated engines to sleep while the
+    last rewards of a synchronous step are computed.
     """
 
     on_sampled: Callable[[], Awaitable[None]] | None = None
@@ -101,23 +111,21 @@ class GroupBuffer:
         self._wakes = asyncio.Event()
         self._counts: dict[str, float] = {}
         self._collected: list[Group] = []
-        """Complete groups that passed the filter since a step last took groups."""
+        """Complete groups, filtered out or not, since a step last took groups."""
         self._num_surplus = 0
-        """Number of complete groups left over from the previous step."""
         self._num_started = 0
-        """Number of groups started since a step last took groups."""
         self._is_refilled = False
-        """Whether a filtered-out group is replaced at once: True between two `take` calls, until an attempt fails."""
+        """Whether a filtered-out group is replaced at once: between two `take` calls, until an attempt fails."""
         self._sampling: set[tuple[int, int]] = set()
-        """Attempts of a synchronous step that may still request completions, as (group number, attempt number)."""
+        """Attempts of a synchronous step that may still request completions: (group, attempt) numbers."""
         self._sleep: asyncio.Future[None] | None = None
         self._sampled_at = self._late_seconds = 0.0
 
     def load(self, folder: Path) -> int:
         """Restore the buffer's state from a checkpoint folder.
 
-        Returns the number of waiting trajectories without log-probs of the trainer. These use the engine's log-probs
-        instead, because the weights that sampled them are gone.
+        Returns the number of waiting trajectories without log-probs of the trainer. These use the engine's, because the
+        weights that sampled them are gone.
         """
         self.state.load(folder, problem_lookup({name: source.problems for name, source in self._sources.items()}))
         # Groups of several weight versions get log-probs only before the update that uses them.
@@ -133,11 +141,11 @@ class GroupBuffer:
     async def take(self, num_groups: int, weight_version: int, engine_version: int | None = None) -> list[Group]:
         """Return the groups to train a step on, ordered by when their prompts were drawn.
 
-        `weight_version` is the version of the trainer's weights and the number of the step, used by the temperature
-        schedule. `engine_version` is the version of the engines' weights; None: the same.
+        `weight_version` is the version of the trainer's weights and the number of the step. `engine_version` is the
+        version of the engines' weights; None: the same.
 
-        Raises MegarlError if `algorithm.max_attempts` times a step's groups do not fill the step. Raises AbandonedError
-        if the run must stop; `state.forget_step` then restores the groups. Raises the error of a failed attempt.
+        Raises MegarlError if `algorithm.max_attempts` times a step's groups do not fill the step, AbandonedError if the
+        run must stop, and the error of a failed attempt.
         """
         self._is_refilled = False
         engine_version = weight_version if engine_version is None else engine_version
@@ -151,12 +159,12 @@ class GroupBuffer:
             self._drop_stale()
             groups = await self._fill()
         # `forget_step` returns these groups to the waiting ones, so that nothing is sampled twice.
-        self.state.give(groups)
+        self.state.use(groups)
         if self.policy.stragglers == "abort":
             self._abort_all()
         self._measure(groups)
         self._is_refilled = self.policy.steps_ahead > 0
-        return _renumbered(groups)
+        return _renumber(groups)
 
     async def aclose(self) -> None:
         """Cancel all groups in flight. Environments ignoring the cancellation are abandoned after 5 seconds."""
@@ -166,7 +174,7 @@ class GroupBuffer:
             await asyncio.wait(self._cancelled, timeout=_CANCEL_SECONDS)
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of the last step (METRICS). A curriculum adds `curriculum/NAME`; in a mixture the name is
+        """Return the metrics of the last step (METRICS), with `curriculum/NAME`, or
         `environment/SOURCE/curriculum/NAME`.
         """
         return self._counts | self._position_metrics()
@@ -175,15 +183,15 @@ class GroupBuffer:
         """Return the groups with the trainer's `old_logprobs` where needed. Call it before the step's update.
 
         In synchronous training, groups waiting for a later step get theirs too, while the trainer still has the weights
-        that sampled them. In asynchronous training several weight versions sampled a waiting group. Its old log-probs
-        are then computed just before the update training on it. `forward` computes log-probs of a batch.
+        that sampled them. Otherwise they get theirs just before their own update. `forward` computes log-probs of a
+        batch.
         """
         if self.policy.is_synchronous:
-            taken, self.state.waiting = await complete_logprobs(groups, self.state.waiting, self._recipe, forward)
+            completed, self.state.waiting = await complete_logprobs(groups, self.state.waiting, self._recipe, forward)
         else:
             # Groups may complete and join `state.waiting` during the forward pass, so leave that list untouched.
-            taken, _ = await complete_logprobs(groups, [], self._recipe, forward)
-        return taken
+            completed, _ = await complete_logprobs(groups, [], self._recipe, forward)
+        return completed
 
     async def _fill(self) -> list[Group]:
         """Start groups and collect complete ones until the step has enough; return the step's groups."""
@@ -191,7 +199,7 @@ class GroupBuffer:
             self._collect()
             self._start_more(self._demand.num_live)
             # Filtered-out groups leave places, so new ones start before each check.
-            if (groups := self._demand.chosen(self.state)) is not None:
+            if (groups := self._demand.choose_groups(self.state)) is not None:
                 return groups
             self._refuse_starved()
             # With enough groups ready, only groups at the staleness bound can delay the step.
@@ -203,16 +211,16 @@ class GroupBuffer:
                 raise AbandonedError
 
     async def _finish_or_withdraw(self) -> list[Group]:
-        """Return the groups of a synchronous step. On an error, cancel all other groups and their engine requests."""
+        """Return the groups of a synchronous step. On an error, cancel all groups and their requests."""
         try:
             groups = await self._fill()
             # An agent may end while a request of its own still runs in an engine.
-            await self._drained()
+            await self._wait_until_drained()
         except BaseException:
             self._cancel(list(self._tasks))
             if self._cancelled:
                 await asyncio.wait(self._cancelled)
-            await self._drained()
+            await self._wait_until_drained()
             raise
         finally:
             # Even after an error: whoever handles it must find the engines in a definite state.
@@ -221,15 +229,15 @@ class GroupBuffer:
                 await sleep
         return groups
 
-    async def _drained(self) -> None:
+    async def _wait_until_drained(self) -> None:
         for source in self._sources.values():
-            await source.sampler.pool.drained()
+            await source.sampler.pool.wait_until_drained()
 
     def _start_more(self, num_live: int) -> None:
         """Continue the unfinished groups of a checkpoint, then start new ones.
 
-        A synchronous step starts one batch of `num_live` prompts. Otherwise groups are started until `num_live` are in
-        flight or waiting.
+        A synchronous step starts one batch of `num_live` prompts. Otherwise at most `num_live` are in flight or
+        waiting.
         """
         state = self.state
         for group in state.started.values():
@@ -248,10 +256,7 @@ class GroupBuffer:
                 self._start_new(draw, state.drawn, earlier)
 
     def _start_new(self, draw: int, seed_number: int, earlier: Counter[tuple[str, int]] | None = None) -> None:
-        """Draw the next problem, and start sampling its group of attempts.
-
-        `earlier` counts the problems of the same batch, by source and index.
-        """
+        """Draw a problem and start its group. `earlier` counts the batch's problems by source and index."""
         problem, positions = self._mixture.draw(self.state.positions)
         # All attempts of a group share one temperature, even if its schedule moves on during a long group.
         temperature = self._sources[problem.source].sampling(self._demand.step).temperature
@@ -263,7 +268,7 @@ class GroupBuffer:
         earlier[problem.source, problem.index] += 1
 
     def _start(self, group: StartedGroup, seed_number: int, *, repeat: int = 0) -> None:
-        """Start the unfinished attempts of a group. `repeat`: number of earlier draws of its problem in its batch."""
+        """Start the unfinished attempts of a group. `repeat`: earlier draws of its problem in its batch."""
         seed = f"{self._recipe.seed} {seed_number}"
         if self._recipe.mixture:
             # Problems of several sources share their indices.
@@ -278,7 +283,6 @@ class GroupBuffer:
         task.add_done_callback(self._note_end)
 
     async def _sample(self, group: StartedGroup, seed: str) -> None:
-        """Run the unfinished attempts of a group concurrently."""
         async with asyncio.TaskGroup() as tasks:
             for number in range(self._recipe.train.samples_per_prompt):
                 if number not in group.finished:
@@ -302,9 +306,7 @@ class GroupBuffer:
         group.finish(replace(trajectory, restarts=trajectory.restarts + pool.is_restarted))
 
     def _end_sampling(self, draw: int, number: int) -> None:
-        """Record that an attempt will request no more completions. After a batch's last attempt the engines go to
-        sleep.
-        """
+        """Record that an attempt requests no more completions. After a batch's last one the engines go to sleep."""
         if (draw, number) not in self._sampling:
             return
         self._sampling.remove((draw, number))
@@ -318,7 +320,7 @@ class GroupBuffer:
             self._sleep.add_done_callback(self._note_end)
 
     def _note_end(self, task: asyncio.Future[None]) -> None:
-        """Wake `take` after a sampling task ended, and replace the group if it was filtered out during training."""
+        """Wake `take` after a sampling task ended, and replace a group filtered out during training."""
         self._wakes.set()
         if task.cancelled() or task.exception() is not None:
             self._is_refilled = False  # the next `take` raises it
@@ -328,9 +330,7 @@ class GroupBuffer:
             self._start_more(self._demand.num_live - self._demand.num_groups)
 
     async def _wait_for_a_group(self) -> None:
-        """Wait until a group completes or fails. Returns after at most 1 second, so the caller can check for a
-        stop.
-        """
+        """Wait until a group completes or fails, for at most 1 second, so that the caller can check for a stop."""
         self._wakes = asyncio.Event()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._wakes.wait(), BUDGET_SECONDS)
@@ -363,7 +363,7 @@ class GroupBuffer:
             if passes_filter(group, recipe.algorithm):
                 state.waiting = [*state.waiting, group]
             else:
-                state.give_up("filtered", [group[0].problem])
+                state.drop("filtered", [group[0].problem])
 
     def _observe(self, group: Group) -> None:
         """Report a complete group's share of right answers to the curriculum selecting problems.
@@ -379,24 +379,22 @@ class GroupBuffer:
 
     @property
     def _has_drawn_enough(self) -> bool:
-        """Whether the current step has drawn as many prompts as algorithm.max_attempts allows."""
         algorithm = self._recipe.algorithm
         return bool(algorithm.dynamic_sampling) and self._num_started >= algorithm.max_attempts * self._demand.num_live
 
     def _refuse_starved(self) -> None:
-        """Raise MegarlError if the prompts of this step are exhausted and too few groups passed the filter."""
+        """Raise MegarlError if this step may draw no more prompts and too few groups passed the filter."""
         state = self.state
         if self._has_drawn_enough and len(state.started) + len(state.waiting) < self._demand.num_live:
             summary = f"{self._num_started} prompts gave {len(state.waiting)} of {self._demand.num_groups} groups"
-            raise MegarlError(starved_text(self._recipe.algorithm, summary, self._collected))
+            raise MegarlError(starved_message(self._recipe.algorithm, summary, self._collected))
 
     def _drop_stale(self) -> None:
-        """Drop groups with tokens older than the staleness limit."""
         state, stale = self.state, self._demand.stale_draws(self.state)
         self._counts["staleness/dropped"] += len(stale)
         started = [group.problem for draw, group in state.started.items() if draw in stale]
         waiting = [group[0].problem for group in state.waiting if draw_of(group) in stale]
-        state.give_up("stale", started + waiting)
+        state.drop("stale", started + waiting)
         self._cancel([draw for draw in state.started if draw in stale])
         state.started = {draw: group for draw, group in state.started.items() if draw not in stale}
         state.waiting = [group for group in state.waiting if draw_of(group) not in stale]
@@ -406,7 +404,7 @@ class GroupBuffer:
         state = self.state
         surplus = [*(group.problem for group in state.started.values()), *(group[0].problem for group in state.waiting)]
         self._counts["rollout/aborted"] += len(surplus)
-        state.give_up("aborted", surplus)
+        state.drop("aborted", surplus)
         self._cancel(list(self._tasks))
         state.started.clear()
         state.waiting = []
@@ -428,51 +426,44 @@ class GroupBuffer:
         if not task.cancelled():
             task.exception()  # retrieve it: asyncio would log an error that nobody awaits
 
-    def _measure(self, taken: Sequence[Group]) -> None:
-        """Record the numbers of the last step: trajectories sampled, groups taken, waiting, in flight and dropped."""
+    def _measure(self, groups: Sequence[Group]) -> None:
         state, algorithm = self.state, self._recipe.algorithm
         collected, self._collected = self._collected, []
         num_started, self._num_started = self._num_started, 0
         self.sampled = flatten(collected)
         if self.policy.is_synchronous:
-            state.waiting = _renumbered(state.waiting)
+            state.waiting = _renumber(state.waiting)
             self._counts = {"time/rollout_late_rewards_seconds": self._late_seconds}
             if algorithm.dynamic_sampling is not None:
                 self._counts["rollout/prompt_batches"] = num_started / self._demand.num_live
         else:
-            self._counts |= _span_metrics(taken, self._demand.step) | {
+            self._counts |= _span_metrics(groups, self._demand.step) | {
                 "rollout/in_flight": float(len(state.started)),
                 "rollout/ready": float(len(state.waiting)),
                 "rollout/drawn": float(state.drawn),
                 "rollout/used": float(state.used),
-                "rollout/dropped_groups": float(state.given_up),
+                "rollout/dropped_groups": float(state.num_dropped),
             }
         if algorithm.dynamic_sampling is not None:
             num_passed = sum(passes_filter(group, algorithm) for group in collected)
             self._counts["rollout/groups_passing_filter"] = num_passed / max(len(collected), 1)
 
     def _position_metrics(self) -> dict[str, float]:
-        """Return each source's position in its data (epochs) and its curriculum's metrics. In a mixture, names contain
-        the source.
-        """
         positions, is_mixture = self.state.positions, bool(self._recipe.mixture)
         epochs = self._mixture.epochs(positions)
         metrics = {f"environment/{name}/epoch" if is_mixture else "data/epoch": value for name, value in epochs.items()}
-        for name, found in self._mixture.metrics(positions).items():
+        for name, curriculum_metrics in self._mixture.metrics(positions).items():
             prefix = f"environment/{name}/" if is_mixture else ""
-            metrics |= {f"{prefix}curriculum/{key}": value for key, value in found.items()}
+            metrics |= {f"{prefix}curriculum/{key}": value for key, value in curriculum_metrics.items()}
         return metrics
 
 
-def _renumbered(groups: Sequence[Group]) -> list[Group]:
-    """Return the groups, renumbered 0, 1, 2, ..."""
+def _renumber(groups: Sequence[Group]) -> list[Group]:
     return [[replace(t, group=number) for t in group] for number, group in enumerate(groups)]
 
 
 def _span_metrics(groups: Sequence[Group], weight_version: int) -> dict[str, float]:
-    """Return metrics on how many weight versions sampled each trajectory of a step trained at version
-    `weight_version`.
-    """
+    """Return metrics on how many weight versions sampled each trajectory of a step."""
     versions = [
         np.concatenate([segment.weight_versions[segment.loss_mask] for segment in trajectory.segments])
         for trajectory in flatten(groups)

@@ -17,19 +17,16 @@ from megarl.types import Group, MegarlError, Reward, Trajectory
 class BufferPolicy:
     """How many steps to sample ahead of the trainer, and what to do with stragglers. Default: synchronous training.
 
-    Stragglers are groups still in flight when a step has enough others. `finish`: the step waits for them. `continue`:
-    they pause while the engines do, and a later step trains on them. `abort`: they are dropped.
+    Stragglers are groups in flight when a step has enough others. `finish`: the step waits for them. `continue`: they
+    pause while the engines do, and a later step trains on them. `abort`: they are dropped.
     """
 
     stragglers: Literal["finish", "continue", "abort"] = "finish"
     steps_ahead: int = 0
-    """Number of steps after the current one for which groups are sampled while it trains. Above 0 groups are used in
-    order.
-    """
+    """Steps after the current one for which groups are sampled while it trains. Above 0, groups are used in order."""
 
     @classmethod
     def from_recipe(cls, recipe: Recipe) -> BufferPolicy:
-        """Return the policy set by the recipe's rollout.stragglers, rollout.placement and rollout.max_staleness."""
         if recipe.rollout.is_paced:
             return cls("continue", recipe.rollout.staleness_bound)
         named: dict[str, BufferPolicy] = {"wait": cls("finish"), "park": cls("continue"), "abort": cls("abort")}
@@ -45,8 +42,7 @@ class BufferPolicy:
 class StepDemand:
     """Request of a training step to the buffer: a number of groups, none of them too old.
 
-    `step` is the step's number, and the version of the weights it trains. `engine_version` is the version of the
-    engines' weights.
+    `step` is also the version of the weights it trains. The engines may have an earlier `engine_version`.
     """
 
     policy: BufferPolicy
@@ -59,10 +55,10 @@ class StepDemand:
     def num_live(self) -> int:
         """Maximum number of groups, in flight or complete, while the step waits.
 
-        A group started by engines of weight version v may be trained at step v + `rollout.staleness_bound` at the
-        latest. Groups sampled ahead are used in order, so only the number of earlier groups matters. Step n allows P *
-        (1 + staleness_bound - (n - v)) groups, including its own P. This is AReaL's rule (arXiv 2505.24298, eq. 3),
-        with the engines' version in place of the trainer's: with `rollout.sync_every` above 1 it lags.
+        A group started by engines of version v may be trained at step v + `rollout.staleness_bound` at the latest.
+        Groups sampled ahead are used in order, so only the number of earlier groups matters. Step n allows P * (1 +
+        staleness_bound - (n - v)) groups, including its own P. This is AReaL's rule (arXiv 2505.24298, eq. 3) with the
+        engines' version, which lags with `rollout.sync_every` above 1.
         """
         if self.policy.is_synchronous and self.recipe.algorithm.dynamic_sampling is None:
             # Without a filter a surplus would only wait, and be trained with older weights.
@@ -75,7 +71,7 @@ class StepDemand:
         steps_left = self.recipe.train.steps - self.step + 1
         return self.num_groups * min(1 + self.policy.steps_ahead - lag, steps_left)
 
-    def chosen(self, state: RLState) -> list[Group] | None:
+    def choose_groups(self, state: RLState) -> list[Group] | None:
         """Return the groups that a step trains on, in the order of drawing; None while too few are complete."""
         if self.policy.is_synchronous or self.policy.steps_ahead:
             # The groups drawn first, once no earlier group is in flight.
@@ -107,12 +103,11 @@ class StepDemand:
 
 
 def passes_filter(group: Sequence[Trajectory], algorithm: AlgorithmConfig) -> bool:
-    """Return whether a group of trajectories is used for training. Always True without `algorithm.dynamic_sampling`.
+    """Return whether a group is used for training. Always True without `algorithm.dynamic_sampling`.
 
-    `algorithm.dynamic_sampling` is an open interval (low, high). By accuracy: the share of right answers must lie
-    inside. By reward: the largest reward must exceed the smallest by more than `low`.
-    `algorithm.dynamic_sampling_metric` selects one of the two. By default it is accuracy if all answers of the group
-    have a verdict, otherwise reward. A group without any scored attempt is not used.
+    The recipe gives an open interval (low, high). By accuracy: the share of right answers must lie inside. By reward:
+    the largest reward must exceed the smallest by more than `low`. `algorithm.dynamic_sampling_metric` selects one. By
+    default it is accuracy if all answers have a verdict. A group without any scored attempt is not used.
     """
     if algorithm.dynamic_sampling is None:
         return True
@@ -120,18 +115,18 @@ def passes_filter(group: Sequence[Trajectory], algorithm: AlgorithmConfig) -> bo
     rewards = [t.reward for t in group if t.reward is not None]
     if not rewards:
         return False
-    if (algorithm.dynamic_sampling_metric or _derived(rewards)) == "reward":
+    if (algorithm.dynamic_sampling_metric or _default_metric(rewards)) == "reward":
         scores = [reward.score for reward in rewards]
         return max(scores) - min(scores) > low
     return low < sum(bool(reward.answer_correct) for reward in rewards) / len(rewards) < high
 
 
-def _derived(rewards: Sequence[Reward]) -> str:
+def _default_metric(rewards: Sequence[Reward]) -> str:
     return "accuracy" if all(reward.answer_correct is not None for reward in rewards) else "reward"
 
 
 def refuse_unjudged(group: Sequence[Trajectory], recipe: Recipe) -> None:
-    """Raise MegarlError if an answer has no right-or-wrong verdict and the recipe's algorithm needs one."""
+    """Raise MegarlError if an answer has no verdict and the recipe's algorithm needs one."""
     if all(t.reward is None or t.reward.answer_correct is not None for t in group):
         return
     if needs := accuracy_needs(recipe):
@@ -141,22 +136,21 @@ def refuse_unjudged(group: Sequence[Trajectory], recipe: Recipe) -> None:
         )
 
 
-def starved_text(algorithm: AlgorithmConfig, found: str, groups: Sequence[Sequence[Trajectory]]) -> str:
+def starved_message(algorithm: AlgorithmConfig, summary: str, groups: Sequence[Sequence[Trajectory]]) -> str:
     """Return the error message for a step with too few groups passing the filter.
 
-    `found` begins the message: how many prompts were sampled and how many groups passed. `groups` are the groups
-    sampled last.
+    `summary` says how many prompts were sampled and how many groups passed. `groups` were sampled last.
     """
     low, high = algorithm.dynamic_sampling or (0.0, 1.0)
-    metric = algorithm.dynamic_sampling_metric or _derived([t.reward for g in groups for t in g if t.reward])
+    metric = algorithm.dynamic_sampling_metric or _default_metric([t.reward for g in groups for t in g if t.reward])
     if metric == "accuracy":
         return (
-            f"{found} whose accuracy is within algorithm.dynamic_sampling ({low:g}, {high:g}). Use problems of another "
-            "difficulty, or raise algorithm.max_attempts or train.samples_per_prompt."
+            f"{summary} whose accuracy is within algorithm.dynamic_sampling ({low:g}, {high:g}). Use problems of "
+            "another difficulty, or raise algorithm.max_attempts or train.samples_per_prompt."
         )
     flat = [g for g in groups if len({t.reward.score for t in g if t.reward is not None}) < 2]
     return (
-        f"{found} whose rewards differ by more than {low:g} (algorithm.dynamic_sampling, by "
+        f"{summary} whose rewards differ by more than {low:g} (algorithm.dynamic_sampling, by "
         f"algorithm.dynamic_sampling_metric = reward); in {len(flat)} of the last {len(groups)} all rewards are equal. "
         "Use a reward that grades answers more finely, raise train.samples_per_prompt, "
         "rollout.sampling.temperature or algorithm.max_attempts, or lower the first number."

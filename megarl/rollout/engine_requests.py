@@ -26,32 +26,31 @@ class Generates(Protocol):
     """Source of completions for one attempt: `EnginePool`, or a wrapper adding timing or recording."""
 
     async def generate(self, request: Request, *, affinity: str | None = None, is_last: bool = False) -> Completion:
-        """Sample one completion. `affinity` and `is_last` are hints for scheduling; see `EnginePool.generate`."""
+        """Sample one completion; see `EnginePool.generate`."""
         ...
 
     def forget(self, affinity: str) -> None:
-        """Forget the replica holding a finished trajectory's prefix cache; see `EnginePool.forget`."""
+        """Forget a finished trajectory; see `EnginePool.forget`."""
         ...
 
     @property
     def seconds_paused(self) -> float:
-        """Total seconds for which the engine pool has been paused so far."""
+        """Total seconds for which the engine pool has been paused."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class PendingRequest:
-    """A queued or running request, with the caller's future and the tokens sampled before earlier pauses."""
+    """A queued or running request, with the tokens sampled before earlier pauses."""
 
     request: Request
     future: asyncio.Future[tuple[Completion, Replica | None]]
     parts: list[Completion]
     purpose: str = field(default_factory=COUNTED_FOR.get)
-    """Whether the tokens count as `training` or `evaluation` in metrics."""
+    """Whether metrics count the tokens as `training` or `evaluation`."""
 
     def finish(self, last: Completion, replica: Replica | None) -> None:
-        """Set the future's result: all parts of the completion joined, ending with `last`."""
-        self.future.set_result((joined([*self.parts, last]) if self.parts else last, replica))
+        self.future.set_result((join_parts([*self.parts, last]) if self.parts else last, replica))
 
 
 class Replica:
@@ -81,11 +80,10 @@ class Replica:
 
 
 class WaitMeasuringPool:
-    """Wrapper of the engines for one attempt. It measures how long the attempt waits for completions. Concurrent
-    completions count once.
+    """The engines for one attempt, measuring how long it waits for completions. Concurrent ones count once.
 
-    `seconds` excludes pauses of the engines, `seconds_by_clock` includes them. `is_followed` says another attempt waits
-    for the end of this one. Then no request of this attempt counts as the last one.
+    `seconds` excludes pauses of the engines, `seconds_by_clock` includes them. `is_followed`: another attempt waits for
+    the end of this one, so that no request counts as the last one.
     """
 
     def __init__(self, pool: Generates, *, is_followed: bool = False) -> None:
@@ -95,7 +93,6 @@ class WaitMeasuringPool:
         self.seconds = self.seconds_by_clock = 0.0
 
     async def generate(self, request: Request, *, affinity: str | None = None, is_last: bool = False) -> Completion:
-        """Sample one completion, and add the waiting time; see `EnginePool.generate`."""
         # The caller may be a server task with its own context variables: set the purpose of this attempt there.
         COUNTED_FOR.set(self._purpose)
         if not self._num_awaited:
@@ -111,25 +108,21 @@ class WaitMeasuringPool:
                 self.seconds += max(0.0, seconds - (self.seconds_paused - self._paused_before))
 
     def forget(self, affinity: str) -> None:
-        """Forget the replica holding a finished trajectory's prefix cache; see `EnginePool.forget`."""
         self._pool.forget(affinity)
 
     @property
     def seconds_paused(self) -> float:
-        """Total seconds for which the engine pool has been paused; see `EnginePool.seconds_paused`."""
         return self._pool.seconds_paused
 
 
 def num_sampled(parts: Sequence[Completion]) -> int:
-    """Return the total number of tokens in the parts of a completion."""
     return sum(len(part.token_ids) for part in parts)
 
 
 def remainder(request: Request, parts: Sequence[Completion]) -> Request:
-    """Return a request for the rest of an interrupted completion. Its prompt ends with the tokens sampled so far.
+    """Return a request for the rest of an interrupted completion. Its prompt ends with the tokens so far.
 
-    The new request's seed derives from the old seed and the number of tokens so far. With the same seed it would repeat
-    the draws of the beginning. Without tokens so far the request is returned unchanged.
+    Its seed derives from the old seed and their number: the same seed would repeat the draws of the beginning.
     """
     sampled_before = num_sampled(parts)
     if not sampled_before:
@@ -144,10 +137,10 @@ def remainder(request: Request, parts: Sequence[Completion]) -> Request:
     )
 
 
-def joined(parts: Sequence[Completion]) -> Completion:
-    """Return the completion made of these parts, in order. The last part gives the finish reason.
+def join_parts(parts: Sequence[Completion]) -> Completion:
+    """Return the completion made of these parts, in order.
 
-    The last part also gives the routed experts of all tokens, because its prompt contained the earlier parts.
+    The last part gives the finish reason, and the routed experts of all tokens: its prompt contained the others.
     """
     return replace(
         parts[-1],

@@ -66,24 +66,16 @@ class EvaluatedSet:
     samples_per_prompt: int
     temperature: float
     measures: Mapping[str, Measure]
-    """Means over problems with 95 % intervals. If all answers have a verdict: `accuracy`, `pass_at_K` and
-    `majority_at_K`. If an attempt was scored: `reward/mean`, and `reward/NAME/mean` for each reward function."""
+    """Means over problems with 95 % intervals, as returned by `measures_of`."""
     by_data_source: Mapping[str, Mapping[str, Measure]]
-    """The same measures for each data source (named in the records' field `reward.source_field`). Empty if there is
-    only one.
-    """
+    """The same measures by data source (field `reward.source_field` of the records). Empty for a single one."""
     counts: Mapping[str, float]
-    """Counts of completions without a score (`failure_metrics`), and of calls to scoring servers."""
+    """Counts of completions without a score, and of calls to scoring servers."""
     read_answer: ReadAnswer | None = None
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics of this validation set, named `val/SET/...`.
-
-        Each of `measures`, with the bounds `/low` and `/high` of its 95 % interval. `data_source/NAME/...` repeats them
-        for one data source. Others: `format_valid` (share of all attempts); `completion_tokens/mean`;
-        `reward/NAME/calls` per scoring server; and counts of failed scorings.
-        """
+        """Metrics of this validation set, named `val/SET/...` (METRICS)."""
         trajectories = self.trajectories
         rewards = [t.reward for t in trajectories if t.reward is not None]
         metrics = function_metrics(rewards) | _scalars(self.measures)
@@ -96,10 +88,9 @@ class EvaluatedSet:
         return {f"val/{self.name}/{key}": value for key, value in metrics.items()} | dict(self.counts)
 
     def records(self) -> list[dict[str, Any]]:
-        """Return one JSON object per attempt: the trajectory's record, the set, and the number of the attempt at its
-        problem.
+        """Return one JSON object per attempt: the trajectory's record, the set, and its number at the problem.
 
-        `final_answer` is the answer used for majority voting, if a reward function defines its format.
+        `final_answer` is the answer that majorities count, if a reward function defines its format.
         """
         return [{"set": self.name, "attempt": t.number} | self._final_answer(t) | t.record() for t in self.trajectories]
 
@@ -110,8 +101,7 @@ class EvaluatedSet:
 async def evaluate(sources: Sequence[Source], max_failed_fraction: float) -> AsyncGenerator[EvaluatedSet, None]:
     """Sample and score every validation set with its source's settings, one set after the other.
 
-    Raises AbandonedError if the run must stop, and MegarlError if the reward functions fail on more than
-    `reward.max_failed_fraction` of the completions.
+    Raises AbandonedError if the run must stop, and MegarlError if too many scorings fail (`failure_metrics`).
     """
     sets = [(source, name, problems) for source in sources for name, problems in source.validation.items()]
     for source, name, problems in sets:
@@ -173,10 +163,7 @@ def measures_of(
 
 
 def _reward_measures(problems: Sequence[Sequence[Reward]]) -> dict[str, Measure]:
-    """Return `reward/mean`, and `reward/NAME/mean` by reward function. A problem without a scored attempt is excluded.
-
-    `problems` has the rewards of each problem's scored attempts.
-    """
+    """Return the mean scores. `problems` has the rewards of each problem's scored attempts."""
     names = dict.fromkeys(name for rewards in problems for reward in rewards for name in reward.scores)
     scores: dict[str, list[list[float]]] = {"reward/mean": [[r.score for r in rewards] for rewards in problems]}
     for name in names:
@@ -189,7 +176,6 @@ def _reward_measures(problems: Sequence[Sequence[Reward]]) -> dict[str, Measure]
 def _verdict_measures(
     problems: Sequence[Sequence[Trajectory]], ks: Sequence[int], read_answer: ReadAnswer | None
 ) -> dict[str, Measure]:
-    """Return `accuracy`, `pass_at_K` and `majority_at_K` of attempts by problem."""
     flags = [[t.reward is not None and bool(t.reward.answer_correct) for t in attempts] for attempts in problems]
     measures = {"accuracy": mean_with_interval([sum(of) / len(of) for of in flags])}
     for k in ks:
@@ -206,7 +192,7 @@ def _verdict_measures(
 
 
 def final_answer(trajectory: Trajectory, read_answer: ReadAnswer) -> str | None:
-    """Return the final answer in an attempt's last completion, stripped of white space; None if there is none."""
+    """Return the final answer in an attempt's last completion, without white space; None if there is none."""
     if trajectory.is_in_thoughts:
         return None
     answer = read_answer(trajectory.texts[-1], trajectory.problem.record or {}) if trajectory.texts else None
@@ -222,12 +208,9 @@ def _scalars(measures: Mapping[str, Measure]) -> dict[str, float]:
 
 
 def failure_metrics(trajectories: Sequence[Trajectory], max_failed_fraction: float, prefix: str) -> dict[str, float]:
-    """Return counts of completions that could not be scored.
+    """Return the counts of completions that could not be scored, by kind, with `prefix`.
 
-    PREFIX`errors`: scoring raised, or gave an invalid reward. PREFIX`timeouts`: scoring took too long.
-    PREFIX`parse_errors`: a scoring server's reply could not be parsed.
-
-    Raises MegarlError if these, plus attempts that ended with an error, are more than `max_failed_fraction` of all.
+    Raises MegarlError if these and attempts that ended with an error are more than `max_failed_fraction` of all.
     """
     failures = [t.failure for t in trajectories]
     metrics = {

@@ -35,9 +35,8 @@ METRICS = (
 class GroupSampler:
     """Samples and scores trajectories for one environment's problems. Scoring overlaps with sampling.
 
-    `environment` is the environment's name in the recipe. An attempt runs in a new object from `make_environment`, in a
-    process of `environment_pool`, or by an external `agent` program. `notify_once(kind, text)` shows a failure to the
-    user; only the first of each kind.
+    An attempt runs in a new object from `make_environment`, in a process of `environment_pool`, or by an external
+    `agent` program. `notify_once(kind, text)` shows the first failure of each kind to the user.
     """
 
     pool: EnginePool
@@ -59,7 +58,7 @@ class GroupSampler:
     async def sample(
         self, problems: Sequence[Problem], sampling: SamplingSettings, *, samples_per_prompt: int = 1, seed: str = ""
     ) -> list[Trajectory]:
-        """Run `samples_per_prompt` attempts at each problem. Returns the trajectories, ordered by problem.
+        """Return the trajectories of `samples_per_prompt` attempts at each problem, ordered by problem.
 
         Raises AbandonedError if the run must stop. No request is left in the engines then.
         """
@@ -70,13 +69,12 @@ class GroupSampler:
         ]
         trajectories = await gather_unless_abandoned(self.pool, attempts, self.is_abandoned)
         # An agent may end while a request of its own still runs in an engine.
-        await self.pool.drained()
+        await self.pool.wait_until_drained()
         return trajectories
 
     def task(
         self, problem: Problem, group: int, number: int, seed: str, sampling: SamplingSettings, *, prefix: str = ""
     ) -> Task:
-        """Return the description of one attempt in this sampler's environment."""
         return Task(self.environment, problem, group, number, seed, sampling, prefix)
 
     async def attempt(
@@ -84,8 +82,8 @@ class GroupSampler:
     ) -> Trajectory:
         """Run one attempt with completions from `pool`.
 
-        `before_score` is called when scoring begins, after the last completion. It is never called for agent programs,
-        because these do not report the end of their sampling.
+        `before_score` is called after the last completion, but never for agent programs: these do not report the end of
+        their sampling.
         """
 
         async def score(sample: Sample) -> Scored:
@@ -126,13 +124,12 @@ class GroupSampler:
         *,
         is_followed: bool = False,
     ) -> Trajectory:
-        """Run one attempt in an environment made by `make_environment`."""
         return await attempt(
             task, make_environment, pool, budget, self.dialogue, score, self.history, is_followed=is_followed
         )
 
     def _report(self, trajectory: Trajectory) -> None:
-        """If the attempt failed, notify the user of the error, once for each kind of error."""
+        """Notify the user of the error of a failed attempt, once for each kind of error."""
         if trajectory.ended != "error" or trajectory.failure is None:
             return
         kind = trajectory.failure.partition(":")[0]

@@ -1,4 +1,4 @@
-"""The driver's pool of vLLM engine replicas, shared by any number of sampling coroutines. Does not import torch."""
+"""The driver's pool of vLLM engine replicas, shared by any number of sampling coroutines."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from megarl.types import Completion, PeerLostError, Request
 BUDGET_SECONDS = 1.0
 """Seconds for which an engine samples before it reports to the driver again (limit of one `advance` call)."""
 _MARGIN = 2
-"""A trajectory's next request goes to the replica with its prefix cached, unless that one has this many requests more
-than the least loaded replica.
+"""A trajectory's next request goes to the replica with its prefix cached, unless that has this many requests more than
+the least loaded one.
 """
 Result = TypeVar("Result")
 
@@ -33,7 +33,6 @@ class PoolLoad(NamedTuple):
     """Requests waiting in the driver."""
     num_live: int
     num_lost: int
-    """Number of replicas alive, and lost."""
     num_sampled_tokens: int
     """Tokens sampled since the start of the run."""
     is_paused: bool
@@ -51,9 +50,8 @@ class Asks(Protocol):
     async def ask(
         self, ranks: Sequence[int], method: str, per_rank: Sequence[Any], *args: Any, budget_seconds: float = 0.0
     ) -> list[Any]:
-        """Call `method` on these ranks with `per_rank` arguments; return one result per rank.
-
-        `budget_seconds` is how long the method works on purpose; it is added to the call's deadline.
+        """Call `method` on these ranks with `per_rank` arguments; return one result per rank. `budget_seconds` extends
+        the deadline.
         """
         ...
 
@@ -61,12 +59,12 @@ class Asks(Protocol):
 class EnginePool:
     """Engine replicas shared by many coroutines, with one task per replica (its pump) that steps the engine.
 
-    A replica runs at most `max_running` requests. Requests are admitted in the order of their arrival, so samples of
-    one prompt share a replica's prefix cache. A replica that finishes early gets more requests.
+    Requests are admitted in the order of their arrival, at most `max_running` per replica. So samples of one prompt
+    share a replica's prefix cache, and a replica that finishes early gets more requests.
 
     The pump lets the engine run until an eighth of its requests have finished, for at most `budget_seconds`. If no
-    further request can come after these (`is_last`), the engine runs until all have finished. Other tasks of the
-    driver, for example scoring, continue meanwhile.
+    further request can come (`is_last`), it runs until all have finished. Other tasks of the driver, for example
+    scoring, continue meanwhile.
 
     If a pump fails, all requests raise its error, later ones too. Losing a replica while others live is not a failure:
     its requests move to the others, with the tokens sampled so far.
@@ -84,7 +82,7 @@ class EnginePool:
         budget_seconds: float = BUDGET_SECONDS,
         stragglers: StragglerDetector | None = None,
     ) -> None:
-        """Create a pool over the replicas of `parallel`. `stragglers` detects slow replicas; None: no detection."""
+        """Create a pool over the replicas of `parallel`. `stragglers` detects slow replicas."""
         self._ranks, self._stragglers = ranks, stragglers
         self._max_running = max_running
         self._budget_seconds = budget_seconds
@@ -95,8 +93,7 @@ class EnginePool:
         self._pending: dict[str, PendingRequest] = {}
         self._homes: dict[str, Replica] = {}
         self._open: set[str] = set()
-        """Names of trajectories (their `affinity`, else the request id) that may send another request after the current
-        one."""
+        """Trajectories (their `affinity`, else the request id) that may send another request after the current one."""
         self._failure: Exception | None = None
         self._is_paused = False
         self._advanced = asyncio.Event()
@@ -112,10 +109,9 @@ class EnginePool:
     ) -> Completion:
         """Sample one completion, across any number of pauses. Cancelling this call aborts the request.
 
-        `affinity` is a trajectory's name. Its requests go to the replica with its prefix cached, unless that replica's
-        load is much higher than another's. `is_last` promises that no request follows this completion, which may then
-        arrive up to `budget_seconds` late. `parts` are parts of this completion sampled earlier; each pause appends one
-        to the list.
+        Requests of one trajectory (`affinity`) go to the replica with its prefix cached, unless that has much more load
+        than another. `is_last` promises that no request follows this completion, which may then arrive up to
+        `budget_seconds` late. `parts` were sampled earlier; each pause appends one.
 
         Raises ValueError if the request id is in use, and the error of a failed pump.
         """
@@ -145,15 +141,15 @@ class EnginePool:
         return completion
 
     def forget(self, affinity: str) -> None:
-        """Forget which replica has the prefix cache of trajectory `affinity`, because the trajectory is finished."""
+        """Forget the replica with the prefix cache of a finished trajectory."""
         self._homes.pop(affinity, None)
         self._open.discard(affinity)
 
     async def pause(self, *, aborts: bool = True) -> None:
-        """Pause the pool: stop stepping all engines, and abort all running requests.
+        """Stop stepping all engines, and abort all running requests. New requests wait until `resume`.
 
-        Aborted requests retain their tokens. With `aborts` False, running requests stay in their engines instead. New
-        requests wait until `resume`. Raises the error of a failed rank.
+        Aborted requests retain their tokens. With `aborts` False, they stay in their engines. Raises the error of a
+        failed rank.
         """
         self._is_paused = True
         self._meter.begin_pause()
@@ -179,13 +175,13 @@ class EnginePool:
 
     @property
     def is_paused(self) -> bool:
-        """Whether the pool is paused: True from a `pause` to the next `resume`."""
+        """Whether the pool is paused: from a `pause` to the next `resume`."""
         return self._is_paused
 
     def set_live_replicas(self, leaders: Collection[int]) -> None:
-        """Use exactly the replicas with these first ranks. Call it while the pool is paused.
+        """Use exactly the replicas with these first ranks, lost ones too. Call it while the pool is paused.
 
-        A lost replica returns this way. Requests still in the engine of an excluded replica move to the other replicas.
+        Requests still in the engine of an excluded replica move to the others.
         """
         for replica in self._replicas:
             is_lost = replica.ranks[0] not in leaders
@@ -210,7 +206,6 @@ class EnginePool:
         return self._meter.seconds_paused
 
     def load(self) -> PoolLoad:
-        """Return the load of the engines at this moment."""
         return PoolLoad(
             num_running=sum(len(replica.running) for replica in self._replicas),
             num_waiting=len(self._waiting) + sum(len(replica.waiting) for replica in self._replicas),
@@ -221,7 +216,7 @@ class EnginePool:
             failure=self._failure and f"{type(self._failure).__name__}: {self._failure}",
         )
 
-    async def drained(self) -> None:
+    async def wait_until_drained(self) -> None:
         """Wait until no cancelled or finished request is left in the engines."""
         while any(r.is_pumped and not r.running.keys() <= self._pending.keys() for r in self._replicas):
             await self._advanced.wait()
@@ -246,8 +241,7 @@ class EnginePool:
         return metrics
 
     async def _abort_running(self, replica: Replica) -> None:
-        """Abort a replica's running requests. For each, a request for the rest of its completion goes to the front of
-        the queue."""
+        """Abort a replica's running requests, and queue the rest of each completion at the front."""
         running = tuple(replica.running)
         replica.running.clear()
         replica.aborts.clear()
@@ -272,9 +266,7 @@ class EnginePool:
                 self._enqueue(pending, self._waiting, last=False)
 
     async def _count_unfinished(self, replica: Replica) -> None:
-        """Count the tokens of requests staying in an engine during a pause, because they may finish in a later
-        step.
-        """
+        """Count the tokens of requests staying in an engine during a pause: they may finish in a later step."""
         try:
             counts, *_ = await self._ranks.ask(replica.ranks, "sampled_so_far", [None] * len(replica.ranks))
         except PeerLostError as error:
@@ -286,9 +278,7 @@ class EnginePool:
         self._meter.expect_again(counts)
 
     def _enqueue(self, pending: PendingRequest, queue: Queue, *, last: bool = True) -> None:
-        """Queue a request for the rest of a completion. If the token limit is already reached, complete the future
-        instead.
-        """
+        """Queue the rest of a completion, or complete it if its token limit is reached."""
         name = pending.request.request_id
         if num_sampled(pending.parts) >= pending.request.sampling.max_new_tokens:
             pending.finish(replace(pending.parts.pop(), finish_reason="length"), None)
@@ -324,7 +314,7 @@ class EnginePool:
         """Let one replica's engine sample until it has no requests, or until the pool is paused."""
         try:
             while not self._is_paused:
-                new = self._admitted(replica)
+                new = self._admit(replica)
                 if not replica.running:
                     return
                 await self._advance(replica, new)
@@ -337,7 +327,7 @@ class EnginePool:
         finally:
             self._notify_advance()
 
-    def _admitted(self, replica: Replica) -> tuple[Request, ...]:
+    def _admit(self, replica: Replica) -> tuple[Request, ...]:
         """Dequeue as many requests as a replica may start: first its own queue, then its share of the common queue."""
         unfinished = len(self._waiting) + sum(r.load for r in self._replicas)
         # Round up. No replica takes more than its even share of the common queue: one with a free engine would
@@ -392,8 +382,7 @@ class EnginePool:
         return completions
 
     def _leave_after(self, replica: Replica) -> int | None:
-        """Return the number of finished completions after which the engine must report to the driver. None: at the time
-        limit.
+        """Return the number of finished completions after which the engine reports. None: at the time limit.
 
         A report costs driver and engine as much time as some sampled tokens.
         """
@@ -413,9 +402,7 @@ class EnginePool:
         self._advanced = asyncio.Event()
 
     def _drop_replica(self, replica: Replica, error: Exception) -> None:
-        """Mark a replica as lost and move its requests to the front of the queue. Without a live replica, fail all
-        requests.
-        """
+        """Mark a replica as lost and move its requests to the front of the queue. Without a live one, fail all."""
         replica.is_lost = True
         if not self._live:
             self.fail(error)
@@ -451,8 +438,8 @@ async def gather_unless_abandoned(
 ) -> list[Result]:
     """Run attempts concurrently and return their results in order.
 
-    Raises AbandonedError once `is_abandoned()` is True, or the first error of an attempt. All other attempts are
-    cancelled first, and their requests have left the engines.
+    Raises AbandonedError once `is_abandoned()` is True, or the first error of an attempt. All others are cancelled
+    first, and their requests have left the engines.
     """
     tasks = [asyncio.create_task(attempt) for attempt in attempts]
     waiting = set(tasks)
@@ -468,6 +455,6 @@ async def gather_unless_abandoned(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await pool.drained()
+        await pool.wait_until_drained()
         raise
     return [task.result() for task in tasks]

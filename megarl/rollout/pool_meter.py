@@ -42,13 +42,13 @@ class PoolMeter:
 
     def __init__(self) -> None:
         self.num_prompt_tokens = self.num_cached = 0
-        """Tokens of the admitted prompts, and how many of them an engine's prefix cache held."""
+        """Tokens of the admitted prompts, and how many of them a prefix cache held."""
         self.total_sampled = 0
         """Tokens sampled since the start of the run."""
         self._num_sampled: Counter[str] = Counter()
         """Number of sampled tokens, by purpose: training or evaluation."""
         self._num_counted: dict[str, int] = {}
-        """Number of tokens already counted, by request id, for requests that stayed in their engine during a pause."""
+        """Tokens already counted, by request id, of requests that stayed in their engine during a pause."""
         self._paused_at: float | None = None
         self._measured_at = time.monotonic()
         self._seconds_paused = self._paused_before = self._seconds_waited = 0.0
@@ -64,7 +64,7 @@ class PoolMeter:
         self._paused_at = None
 
     def _count_pause(self, *, requests_wait: bool) -> None:
-        """Add the length of the pause in progress, up to now, to the total pause times."""
+        """Add the pause in progress, up to now, to the total."""
         if self._paused_at is not None:
             now = time.monotonic()
             seconds, self._paused_at = now - self._paused_at, now
@@ -73,7 +73,6 @@ class PoolMeter:
 
     @property
     def seconds_paused(self) -> float:
-        """Total seconds of all pauses, including one in progress."""
         return self._seconds_paused + (0.0 if self._paused_at is None else time.monotonic() - self._paused_at)
 
     def count_tokens(self, request_id: str, num_tokens: int, purpose: str) -> int:
@@ -114,7 +113,6 @@ class PoolMeter:
         return metrics
 
     def evaluation_metrics(self) -> dict[str, float]:
-        """Return the token counts of an evaluation that just ended."""
         metrics = {"rollout/evaluation_tokens": float(self._num_sampled["evaluation"])}
         if num_training := self._num_sampled["training"]:
             metrics["rollout/tokens_during_evaluation"] = float(num_training)

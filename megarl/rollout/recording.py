@@ -20,10 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class RecordedCall:
-    """A recorded model call: its prompt, int32 [prompt], and its completion in parts.
-
-    Each pause of the engines begins a new part. `is_done` False: the completion is unfinished.
-    """
+    """A recorded model call: its prompt, int32 [prompt], and its completion, with a new part from each pause."""
 
     prompt_token_ids: NDArray[np.int32]
     parts: list[Completion] = field(default_factory=list)
@@ -37,23 +34,20 @@ class RecordedCall:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any], archive: Archive, prefix: str) -> RecordedCall:
-        """Return the model call written by `to_json`."""
         parts = [Completion.from_json(part, archive, f"{prefix}{place}.") for place, part in enumerate(values["parts"])]
         return cls(archive.arrays[f"{prefix}prompt"], parts, values["is_done"])
 
 
 @dataclass(slots=True, eq=False)
 class StartedGroup:
-    """A group of attempts in flight: its number (`draw`), finished attempts, and recorded model calls.
+    """A group of attempts in flight, with its number (`draw`).
 
-    `finished` holds trajectories by the attempt's number in the group. `calls` holds the model calls of unfinished
-    attempts, by the same number, in the order of their start.
+    `finished` has trajectories, `calls` the model calls of unfinished attempts, both by the attempt's number.
     """
 
     draw: int
     problem: Problem
     temperature: float = 1.0
-    """Sampling temperature of the whole group."""
     finished: dict[int, Trajectory] = field(default_factory=dict)
     calls: dict[int, list[RecordedCall]] = field(default_factory=dict)
 
@@ -101,7 +95,6 @@ class StartedGroup:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any], archive: Archive, find_problem: FindProblem) -> StartedGroup:
-        """Return the group written by `to_json`. `find_problem` looks up the group's problem."""
         group = cls(values["draw"], find_problem(values["source"], values["problem"]), values["temperature"])
         prefix = f"started.{group.draw}."
         for trajectory in values["finished"]:
@@ -121,12 +114,11 @@ def load_trajectory(values: Mapping[str, Any], archive: Archive, prefix: str, fi
 class RecordedPool:
     """The engines as one attempt sees them: completions are recorded in `calls`, and recorded ones are replayed.
 
-    After a resume, an attempt runs again from its start. As long as its prompts are the same as before, it receives the
-    recorded completions, each once. So an attempt with a deterministic environment reaches its earlier state without
-    sampling. At the first different prompt the remaining records are discarded, and sampling starts there
-    (`is_restarted`).
+    After a resume, an attempt runs again from its start. While its prompts are the same as before, it receives the
+    recorded completions, each once. With a deterministic environment it reaches its earlier state without sampling. At
+    the first different prompt the remaining records are discarded, and sampling starts there (`is_restarted`).
 
-    `is_followed` says that another group will start when this one ends. Then no completion counts as the last one.
+    `is_followed`: another group will start when this one ends. Then no completion counts as the last one.
     """
 
     def __init__(self, pool: EnginePool, calls: list[RecordedCall], *, is_followed: bool = True) -> None:
@@ -137,7 +129,6 @@ class RecordedPool:
 
     @property
     def seconds_paused(self) -> float:
-        """Total seconds for which the engine pool has been paused."""
         return self._pool.seconds_paused
 
     def close(self) -> None:
@@ -145,10 +136,9 @@ class RecordedPool:
         self._is_closed = True
 
     async def generate(self, request: Request, *, affinity: str | None = None, is_last: bool = False) -> Completion:
-        """Sample one completion, or return the recorded one; arguments as in `EnginePool.generate`."""
         if self._is_closed:
             raise asyncio.CancelledError
-        call = self._recorded(request.prompt_token_ids)
+        call = self._take_recorded_call(request.prompt_token_ids)
         if call is None:
             call = RecordedCall(request.prompt_token_ids)
             self._calls.append(call)
@@ -161,11 +151,10 @@ class RecordedPool:
         return call.parts[0]
 
     def forget(self, affinity: str) -> None:
-        """Forget which replica has the prefix cache of trajectory `affinity`, because the trajectory is finished."""
         self._pool.forget(affinity)
 
-    def _recorded(self, prompt_token_ids: NDArray[np.int32]) -> RecordedCall | None:
-        """Return the next recorded call with this prompt; None: there is none, so the engines must sample."""
+    def _take_recorded_call(self, prompt_token_ids: NDArray[np.int32]) -> RecordedCall | None:
+        """Return the next recorded call with this prompt; None: the engines must sample."""
         # Search all: parallel calls of an attempt may come in another order after a resume.
         for place, call in enumerate(self._to_repeat):
             if np.array_equal(call.prompt_token_ids, prompt_token_ids):

@@ -1,6 +1,4 @@
-"""Sources of problems, each with the sampler for its attempts. A run has one source, or one per entry of its
-mixture.
-"""
+"""Sources of problems, each with the sampler for its attempts: one per entry of a run's mixture, else one."""
 
 from __future__ import annotations
 
@@ -27,10 +25,10 @@ class Source:
     """Training problems. Each carries the name of this source."""
     validation: Mapping[str, Sequence[Problem]] = field(default_factory=dict)
     served_metrics: Callable[[], Mapping[str, float]] = dict
-    """Function returning and resetting the reward pool's counters, like calls to scoring servers."""
+    """Returns and resets the reward pool's counters, like calls to scoring servers."""
 
     def sampling(self, step: int) -> SamplingSettings:
-        """Return the sampling parameters of a training step, with the temperature scheduled for it."""
+        """Return the sampling parameters of a step, with the temperature scheduled for it."""
         config = self.recipe.rollout.sampling
         return sampling_settings(config, config.temperature_at(step, self.recipe.train.steps))
 
@@ -45,7 +43,6 @@ def served_metrics(sources: Sequence[Source]) -> dict[str, float]:
 
 
 def mixture_of(sources: Sequence[Source], seed: int) -> Mixture:
-    """Return the object drawing training problems from these sources by their weights."""
     streams = [
         SourceStream(
             source.name,
@@ -76,9 +73,7 @@ def with_stop_tokens(recipe: Recipe, token_ids: Sequence[int]) -> Recipe:
 def sampling_settings(
     config: SamplingConfig, temperature: float | None = None, *, repetition_penalty: float = 1.0
 ) -> SamplingSettings:
-    """Return the sampling parameters of requests from a recipe's sampling section. `temperature` overrides the
-    section's.
-    """
+    """Return the sampling parameters of a section of the recipe. `temperature` overrides the section's."""
     return SamplingSettings(
         max_new_tokens=config.max_new_tokens,
         temperature=config.temperature if temperature is None else temperature,

@@ -28,45 +28,42 @@ METRICS = (MetricRow("kl/coefficient", "1", "coefficient of the KL in this step"
 
 STATE, ARRAYS = "collection.json", "collection.safetensors"
 TIMES = "collection_times.json"
-"""File with measured times of trajectories. It is separate because times differ between two otherwise equal runs."""
+"""File with measured times of trajectories, which differ between two otherwise equal runs."""
 
-
-# What readers of JSON and safetensors, and the reading of unexpected values, raise.
 DAMAGE = (
     ValueError, TypeError, LookupError, AttributeError, OverflowError, StopIteration, RecursionError, SafetensorError
 )  # fmt: skip
+"""Errors of reading damaged JSON and safetensors, and of unexpected values in them."""
 
 
 class RLState:
     """State that an RL run carries from step to step. A run resumed from a saved state continues bit-equal.
 
-    `drawn` counts how often prompts were drawn: in batches in synchronous training, otherwise one by one. `positions`
-    are the sources' positions in their data. `waiting` holds complete groups for a later step, `started` the groups in
-    flight by number. If single prompts are drawn, every group drawn is in exactly one of `used` (given to a step),
-    `given_up` (dropped), `started` and `waiting`. `draws` are the events for the ledger draws.jsonl.
-    `kl_coefficient` is the current coefficient of the KL penalty.
+    `drawn` counts draws of prompts: batches in synchronous training, otherwise single ones. `positions` are the
+    sources' positions in their data. `waiting` holds complete groups for a later step, `started` the groups in flight
+    by number. If single prompts are drawn, every group is in exactly one of `used`, `num_dropped`, `started` and
+    `waiting`. `draws` are the events for the ledger draws.jsonl.
     """
 
     def __init__(self, algorithm: AlgorithmConfig) -> None:
         self._algorithm = algorithm
-        self.drawn = self.used = self.given_up = 0
+        self.drawn = self.used = self.num_dropped = 0
         self.positions: Positions = {}
         self.waiting: list[Group] = []
         self.started: dict[int, StartedGroup] = {}
         self.draws = DrawEvents()
         self.kl_coefficient = algorithm.kl_coefficient
-        self._given: list[Group] = []
+        self._step_groups: list[Group] = []
         self._before_step: tuple[int, int, int, list[Group], Positions] | None = None
         self._num_events = 0
 
     def begin_step(self, *, repeats_draws: bool) -> None:
         """Begin a training step, after the previous step's groups are trained.
 
-        `repeats_draws`: if the step fails, `forget_step` also undoes its draws, so the same prompts are drawn
-        again.
+        `repeats_draws`: if the step fails, `forget_step` undoes its draws too, so that they are repeated.
         """
-        self._given = []
-        before = self.drawn, self.used, self.given_up, self.waiting, self.positions
+        self._step_groups = []
+        before = self.drawn, self.used, self.num_dropped, self.waiting, self.positions
         self._before_step = before if repeats_draws else None
         self._num_events = len(self.draws.pending)
 
@@ -80,33 +77,33 @@ class RLState:
         self.positions = positions
         self.started[group.draw] = group
 
-    def give_up(self, ending: str, problems: Sequence[Problem]) -> None:
+    def drop(self, ending: str, problems: Sequence[Problem]) -> None:
         """Count the groups of these problems as dropped. `ending` is the reason, one of `draws.ENDINGS`."""
-        self.given_up += len(problems)
+        self.num_dropped += len(problems)
         for problem in problems:
             self.draws.add(ending, problem.source, problem.index)
 
-    def give(self, groups: Sequence[Group]) -> None:
+    def use(self, groups: Sequence[Group]) -> None:
         """Remove these groups from the waiting ones, because the current step trains on them."""
         draws = {draw_of(group) for group in groups}
         self.waiting = [group for group in self.waiting if draw_of(group) not in draws]
         self.used += len(groups)
-        self._given = list(groups)
+        self._step_groups = list(groups)
         for group in groups:
             self.draws.add("used", group[0].problem.source, group[0].problem.index)
 
     def forget_step(self) -> None:
         """Undo the current step: restore the state before its draws, or only make its groups wait again."""
         if self._before_step is not None:
-            self.drawn, self.used, self.given_up, self.waiting, self.positions = self._before_step
+            self.drawn, self.used, self.num_dropped, self.waiting, self.positions = self._before_step
             self.started = {}
             del self.draws.pending[self._num_events :]
             return
-        for group in self._given:
+        for group in self._step_groups:
             self.draws.remove("used", group[0].problem.source, group[0].problem.index)
-        self.waiting = [*self._given, *self.waiting]
-        self.used -= len(self._given)
-        self._given = []
+        self.waiting = [*self._step_groups, *self.waiting]
+        self.used -= len(self._step_groups)
+        self._step_groups = []
 
     @property
     def waiting_experts(self) -> list[ExpertsHandle]:
@@ -116,9 +113,9 @@ class RLState:
         return [segment.routed_experts for segment in segments if segment.routed_experts is not None] + started
 
     def adapt_kl(self, divergence: float | None, num_samples: int) -> dict[str, float]:
-        """Adapt the KL coefficient towards algorithm.kl_target, from the divergence measured in a step, in nats.
+        """Adapt the KL coefficient towards algorithm.kl_target, from a step's divergence in nats.
 
-        Returns the metric `kl/coefficient` with the value used in this step; empty if the coefficient is fixed.
+        Returns the metric `kl/coefficient` used in this step; empty if the coefficient is fixed.
         """
         before = self.kl_coefficient
         if self._algorithm.kl_target is None or divergence is None:
@@ -132,15 +129,12 @@ class RLState:
         return {"kl/coefficient": before}
 
     def save(self, folder: Path) -> None:
-        """Write the state into a checkpoint folder.
-
-        An unfinished completion is saved with the tokens sampled before the last pause of the engine pool.
-        """
+        """Write the state into a checkpoint folder. Unfinished completions have their tokens up to the last pause."""
         archive = Archive()
         state = {
             "drawn": self.drawn,
             "used": self.used,
-            "given_up": self.given_up,
+            "given_up": self.num_dropped,
             "draws": self.draws.as_json(),
             "positions": {name: asdict(position) for name, position in self.positions.items()},
             "kl_coefficient": self.kl_coefficient,
@@ -154,10 +148,7 @@ class RLState:
         (folder / ARRAYS).write_bytes(save(arrays))
 
     def load(self, folder: Path, find_problem: FindProblem) -> None:
-        """Restore the state from a checkpoint folder. `find_problem` looks up problems by source and index.
-
-        Raises DataError naming the folder if a file is missing or damaged.
-        """
+        """Restore the state from a checkpoint folder. Raises DataError if a file is missing or damaged."""
         try:
             with storage_faults_named(folder):
                 self._load(folder, find_problem)
@@ -170,7 +161,7 @@ class RLState:
     def _load(self, folder: Path, find_problem: FindProblem) -> None:
         state = loads((folder / STATE).read_bytes(), None)
         archive = Archive(load_file(folder / ARRAYS), loads((folder / TIMES).read_bytes(), None))
-        self.drawn, self.used, self.given_up = state["drawn"], state["used"], state["given_up"]
+        self.drawn, self.used, self.num_dropped = state["drawn"], state["used"], state["given_up"]
         self.draws = DrawEvents.from_json(state["draws"])
         self.positions = {name: Position(**position) for name, position in state["positions"].items()}
         if self._algorithm.kl_target is not None:
@@ -209,10 +200,9 @@ def problem_lookup(
 
 
 def draw_of(group: Group) -> int:
-    """Return a group's number. Groups are numbered in the order in which their prompts were drawn."""
+    """Return a group's number, given in the order in which prompts were drawn."""
     return group[0].group
 
 
 def flatten(groups: Iterable[Group]) -> list[Trajectory]:
-    """Return the trajectories of all groups, in order."""
     return [trajectory for group in groups for trajectory in group]

@@ -42,13 +42,12 @@ class _Chain:
 
 
 def stitch(calls: Sequence[ModelCall]) -> tuple[Segment, ...]:
-    """Merge model calls into training segments, ordered by start. Every sampled token is trained in exactly one
-    segment.
+    """Merge model calls into training segments, ordered by start. Each sampled token is trained in exactly one.
 
     A call extends the segment that is the longest prefix of its prompt. Tokens between two completions (observations)
-    are masked. If no segment is a prefix, the call opens a new one with its whole prompt masked, including tokens
-    sampled earlier. This happens after a history was rewritten, or after another call already continued the prefix. The
-    running time is linear in the tokens of all calls. Raises ValueError without calls.
+    are masked. Otherwise it opens a new one, with its whole prompt masked: after a history was rewritten, or after
+    another call continued the prefix. The running time is linear in the tokens of all calls. Raises ValueError without
+    calls.
     """
     if not calls:
         raise ValueError("no model calls were given; a segment needs at least one")
@@ -66,9 +65,9 @@ def stitch(calls: Sequence[ModelCall]) -> tuple[Segment, ...]:
 
 
 def _longest_prefix(chains: Sequence[_Chain], prompt: NDArray[np.int64]) -> _Chain | None:
-    """Return the chain of calls that is the longest prefix of a prompt; the first of equals; None: no chain.
+    """Return the chain that is the longest prefix of a prompt, the first of equals; None: no chain.
 
-    The prompt is hashed once for all chains. Comparing it with each chain would read it once per chain.
+    The prompt is hashed once for all chains. Comparing it with each would read it once per chain.
     """
     longest: _Chain | None = None
     so_far, end = blake2b(), 0
@@ -86,7 +85,7 @@ def _longest_prefix(chains: Sequence[_Chain], prompt: NDArray[np.int64]) -> _Cha
 
 
 def _segment(calls: Sequence[ModelCall], numbers: Sequence[int]) -> Segment:
-    """Return one training sequence made of the model calls `numbers`; each call extends the one before."""
+    """Return one training sequence made of the model calls `numbers`, each extending the one before."""
     last = calls[numbers[-1]]
     # The last call's prompt holds all earlier completions, so its tokens are the whole segment.
     token_ids = last.token_ids

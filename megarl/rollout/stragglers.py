@@ -19,15 +19,13 @@ METRICS = (
 )
 
 WINDOW = 5
-"""Number of most recent steps over which a replica's speed is measured, at most."""
+"""Number of most recent steps over which a replica's speed is measured."""
 MIN_STEPS = 3
-"""Number of measured steps required to call a replica slow. Its first step is excluded, because it includes one-time
-work.
-"""
+"""Measured steps required to call a replica slow. Its first step is excluded: it includes one-time work."""
 MIN_SECONDS = 10.0
 """Seconds of sampling required to call a replica slow."""
 SLOW_SHARE = 0.5
-"""A replica is slow if its speed is below this fraction of the median of the other replicas."""
+"""A replica is slow if its speed is below this fraction of the median of the others."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -38,11 +36,10 @@ class Pace:
     seconds: float = 0.0
     request_seconds: float = 0.0
 
-    def add(self, other: Pace) -> None:
-        """Add the tokens and seconds of another period of the same replica."""
-        self.num_tokens += other.num_tokens
-        self.seconds += other.seconds
-        self.request_seconds += other.request_seconds
+    def add(self, pace: Pace) -> None:
+        self.num_tokens += pace.num_tokens
+        self.seconds += pace.seconds
+        self.request_seconds += pace.request_seconds
 
     @property
     def rate(self) -> float:
@@ -58,8 +55,7 @@ class Pace:
 class StragglerDetector:
     """Finds slow replicas after each step, by name. Each is reported once, with its numbers.
 
-    A replica with few requests has a low total speed; one with many requests has a low speed per request. So a replica
-    counts as slow only if both speeds are low.
+    With few requests a replica has a low total speed, with many a low speed per request. Only both count as slow.
     """
 
     def __init__(self, notify: Callable[[str], object], min_seconds: float = MIN_SECONDS) -> None:
@@ -68,7 +64,7 @@ class StragglerDetector:
         self._reported: set[str] = set()
 
     def forget(self, name: str) -> None:
-        """Forget the measurements of a lost replica. A replacement under the same name is measured anew."""
+        """Forget the measurements of a lost replica. Its replacement is measured anew."""
         self._paces.pop(name, None)
         self._reported.discard(name)
 

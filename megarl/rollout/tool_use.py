@@ -1,4 +1,4 @@
-"""Detection of tools that the policy never calls: it may not know the call format, or not need the tool."""
+"""Detection of tools that the policy never calls. It may not know the call format, or not need the tool."""
 
 from __future__ import annotations
 
@@ -15,21 +15,17 @@ class ToolUse:
         self._calls: dict[str, float] = {}
 
     def add(self, metrics: Mapping[str, float]) -> None:
-        """Add the call counts in a step's or an attempt's metrics: `tools/NAME/calls` for every available tool."""
+        """Add the call counts of a step or an attempt: `tools/NAME/calls` for every available tool."""
         for name, value in metrics.items():
             if match := _CALLS.fullmatch(name):
                 self._calls[match[1]] = self._calls.get(match[1], 0.0) + value
 
     @property
     def never_called(self) -> list[str]:
-        """Names of available tools that have not been called so far."""
         return [name for name, count in self._calls.items() if not count]
 
 
 def uncalled_text(tools: Iterable[str], when: str, look: str) -> str:
-    """Return the notice on tools without a call.
-
-    `when` describes the period, `look` is the command that prints the prompts.
-    """
+    """Return the notice on tools without a call. `look` is the command that prints the prompts."""
     names = ", ".join(tools)
     return f"tools that were never called {when}: {names}; check how the prompt presents them: {look}"

@@ -20,7 +20,7 @@ from megarl.environments import Agent, Message, environment_maker, is_agent
 from megarl.processes.supervised_process import SupervisedProcess
 from megarl.rewards.scoring.calling import Sample
 from megarl.rewards.scoring.results import verdict_by_value
-from megarl.rollout.attempt import Budget, Score, Task, unanswered, unscored
+from megarl.rollout.attempt import Budget, Score, Task, empty_call, make_trajectory
 from megarl.rollout.engine_requests import Generates, WaitMeasuringPool
 from megarl.rollout.pool import EnginePool
 from megarl.serving.codec import Codec
@@ -304,7 +304,7 @@ def _trajectory(
     elif calls and calls[-1].completion.finish_reason == "length":
         ended = "length"
     counts = {name: float(session.counts[name]) for name in COUNTS}
-    return unscored(
+    return make_trajectory(
         task,
         calls,
         [answer.completion_text for answer in answers],
@@ -342,7 +342,7 @@ def _sample(problem: Problem, session: Session) -> Sample:
     answers = session.answers
     if not answers:
         # The program made no call. Reward functions score an empty completion.
-        nothing = unanswered(problem).completion
+        nothing = empty_call(problem).completion
         return Sample.of(problem, nothing, "", prompt_messages=problem.messages, turn=1, is_in_thoughts=False)
     last = answers[-1]
     return Sample.of(

@@ -191,7 +191,7 @@ async def serve(
             await server.close()
             codec.close()
             # Aborted requests must leave the engine before its process ends.
-            await pool.drained()
+            await pool.wait_until_drained()
             await group.close()
 
 

@@ -47,7 +47,7 @@ class Engines:
     def forget(self, affinity: str) -> None:
         pass
 
-    async def drained(self) -> None:
+    async def wait_until_drained(self) -> None:
         pass
 
     async def generate(

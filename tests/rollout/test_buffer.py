@@ -47,7 +47,7 @@ class Students:
     def pool(self) -> Students:
         return self
 
-    async def drained(self) -> None:
+    async def wait_until_drained(self) -> None:
         pass
 
     def is_abandoned(self) -> bool:

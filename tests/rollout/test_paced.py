@@ -48,10 +48,10 @@ def check_accounts(simulation: Simulation, state: RLState, buffer: GroupBuffer) 
     """Every group is in one place, and no more are under way than can be trained in time."""
     rollout = simulation.recipe.rollout
     started, waiting = {*state.started}, {draw_of(group) for group in state.waiting}
-    assert not started & waiting and state.drawn == state.used + state.given_up + len(started) + len(waiting)
+    assert not started & waiting and state.drawn == state.used + state.num_dropped + len(started) + len(waiting)
     assert state.used in (len(simulation.given), len(simulation.given) + PROMPTS)
     assert len(started) + len(waiting) <= PROMPTS * (1 + rollout.staleness_bound)
-    assert state.drawn - state.given_up <= PROMPTS * simulation.recipe.train.steps
+    assert state.drawn - state.num_dropped <= PROMPTS * simulation.recipe.train.steps
     metrics = buffer.metrics()
     assert metrics["staleness/dropped"] == 0 and metrics["staleness/span/max"] <= rollout.staleness_bound
 
@@ -104,9 +104,9 @@ def test_a_lower_bound_drops_what_is_too_old_for_it(tmp_path: Path) -> None:
     dropped: list[float] = []
 
     def note(simulation: Simulation, state: RLState, buffer: GroupBuffer) -> None:
-        assert state.drawn == state.used + state.given_up + len(state.started) + len(state.waiting)
+        assert state.drawn == state.used + state.num_dropped + len(state.started) + len(state.waiting)
         dropped.append(buffer.metrics()["staleness/dropped"])
-        assert state.given_up >= dropped[0]
+        assert state.num_dropped >= dropped[0]
 
     simulation.recipe = recipe_of(40, {"max_staleness": 1})
     run(simulation, 40, check=note)

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from megarl.cluster.worker_group import WorkerGroup
 from megarl.config.parallel import ParallelConfig
-from megarl.rollout.engine_requests import joined, remainder
+from megarl.rollout.engine_requests import join_parts, remainder
 from megarl.rollout.pool import EnginePool
 from megarl.types import Completion, Request, RetainedSets, SamplingSettings
 from tests.rollout.engines import engines
@@ -251,9 +251,9 @@ def test_nothing_left_to_ask_for_is_length() -> None:
     rest = remainder(asked, parts[:1])
     assert (rest.prompt_token_ids.tolist(), rest.sampling.max_new_tokens, rest.num_retained) == ([1, 2, 5, 6], 1, 2)
     assert rest.prompt_token_ids.dtype == np.int32 and rest.seed != asked.seed
-    completion = joined(parts)
+    completion = join_parts(parts)
     assert completion.retained_sets is None
     assert completion.token_ids.tolist() == [5, 6, 7] and completion.weight_versions.tolist() == [1, 1, 2]
     kept = RetainedSets(np.array([2], np.int32), np.array([7, 9], np.int32))
-    sets = joined([parts[0], replace(parts[1], retained_sets=kept)]).retained_sets
+    sets = join_parts([parts[0], replace(parts[1], retained_sets=kept)]).retained_sets
     assert sets is not None and (sets.counts.tolist(), sets.token_ids.tolist()) == ([0, 0, 2], [7, 9])

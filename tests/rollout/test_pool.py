@@ -203,7 +203,7 @@ def test_a_cancelled_request_leaves_its_engine_at_once(group: WorkerGroup, runne
         for task in (running, *waiting):
             task.cancel()
         await asyncio.gather(running, *waiting, return_exceptions=True)
-        await pool.drained()
+        await pool.wait_until_drained()
         assert await group.call("unfinished") == [0, 0]
         again = await pool.generate(long)
         assert len(again.token_ids) == 200

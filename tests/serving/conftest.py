@@ -68,7 +68,7 @@ def served(
             finally:
                 await endpoint.close()
                 codec.close()
-                await pool.drained()
+                await pool.wait_until_drained()
             assert await group.call("unfinished") == [0]
 
         runner.run(drive())

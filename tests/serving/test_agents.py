@@ -69,7 +69,7 @@ def attempt(group: WorkerGroup, runner: asyncio.Runner, tool_model: Path) -> Cal
             finally:
                 await endpoint.close()
                 codec.close()
-                await pool.drained()
+                await pool.wait_until_drained()
 
         return runner.run(drive())
 

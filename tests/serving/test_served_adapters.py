@@ -120,7 +120,7 @@ async def test_each_request_is_answered_by_the_adapter_that_it_names(
         await endpoint.close()
         codec.close()
     finally:
-        await pool.drained()
+        await pool.wait_until_drained()
         await group.close()
 
 

@@ -52,7 +52,7 @@ async def idle_share(bench: Bench, tokenizer: Any, options: argparse.Namespace) 
     sent = await bench.group.call("sent")
     going.cancel()
     await asyncio.gather(going, return_exceptions=True)
-    await sampler.pool.drained()
+    await sampler.pool.wait_until_drained()
     [other] = [rank for rank, requests in enumerate(sent) if not any(r.request_id == "long" for r in requests)]
     return used[other].idle
 

@@ -57,9 +57,8 @@ METRICS = (
 def weigh(batch: RLBatch, recipe: Recipe, weight_version: int, kl_coefficient: float) -> dict[str, float]:
     """Set the batch's advantages and importance weights as the recipe says. Return the metrics of both.
 
-    `weight_version` is the version of the trainer's weights before the update. If groups may span several weight
-    versions, the engine's log-probs of tokens from earlier versions are removed first
-    (`RLBatch.forget_stale_logprobs`).
+    `weight_version` is that of the trainer before the update. If groups may span several versions, engine log-probs of
+    earlier ones are removed first.
     """
     algorithm = recipe.algorithm
     metrics = compute_advantages(batch, recipe, kl_coefficient)
@@ -75,11 +74,7 @@ def weigh(batch: RLBatch, recipe: Recipe, weight_version: int, kl_coefficient: f
 
 
 def compute_advantages(batch: RLBatch, recipe: Recipe, kl_coefficient: float) -> dict[str, float]:
-    """Compute the batch's `advantages` [tokens], and with a critic its `returns` [tokens].
-
-    Returns metrics: `kl/reference` if the KL penalty is part of the rewards; `kl/capped` with algorithm.k3_max;
-    `critic/...` with a critic; `advantages/groups_below_k` under the pass_at_k estimator.
-    """
+    """Compute the batch's `advantages` [tokens], and with a critic its `returns` [tokens]. Return the metrics."""
     algorithm = recipe.algorithm
     cu_samples, mask = torch.from_numpy(batch.cu_samples), torch.from_numpy(batch.loss_mask)
     scores = _scores(batch, recipe)
@@ -129,8 +124,9 @@ def compute_advantages(batch: RLBatch, recipe: Recipe, kl_coefficient: float) ->
 
 
 def penalty_kl(batch: RLBatch, recipe: Recipe) -> float | None:
-    """Return the mean divergence of policy and reference, in nats per token, if a KL penalty is part of the rewards,
-    returns or advantages. None: there is no such penalty.
+    """Return the mean divergence of policy and reference, in nats per token, if a KL penalty is part of the rewards.
+
+    Rewards, returns and advantages count. None: there is no such penalty.
     """
     if not recipe.has_reference or recipe.algorithm.kl_placement == "loss":
         return None
@@ -138,9 +134,9 @@ def penalty_kl(batch: RLBatch, recipe: Recipe) -> float | None:
 
 
 def compute_importance_weights(batch: TokenBatch, algorithm: AlgorithmConfig) -> dict[str, float]:
-    """Set the batch's `importance_weights` [tokens], if the recipe enables them.
+    """Set the batch's `importance_weights` [tokens], if the recipe enables them. Return the metrics.
 
-    The weights correct the mismatch between trainer and engine log-probs. Returns metrics named `importance/...`.
+    The weights correct the mismatch between trainer and engine log-probs.
     """
     if algorithm.importance_sampling is None:
         return {}
@@ -156,8 +152,8 @@ def compute_importance_weights(batch: TokenBatch, algorithm: AlgorithmConfig) ->
 def keep_highest_entropies(batch: RLBatch, algorithm: AlgorithmConfig) -> dict[str, float]:
     """Restrict the policy loss to the tokens of highest entropy, if algorithm.entropy_top_share is set.
 
-    Sets the importance weights of all other tokens to zero, because they multiply the policy loss. Call it after
-    `compute_importance_weights`. Returns the metrics `entropy/threshold` and `entropy/trained_share`.
+    It sets the importance weights of other tokens to zero, so call it after `compute_importance_weights`. Returns the
+    metrics.
     """
     share, mask = algorithm.entropy_top_share, torch.from_numpy(batch.loss_mask)
     if share is None or not mask.any():
@@ -172,9 +168,8 @@ def keep_highest_entropies(batch: RLBatch, algorithm: AlgorithmConfig) -> dict[s
 def _scores(batch: RLBatch, recipe: Recipe) -> Tensor:
     """Return the rewards minus length penalties, float64 [samples].
 
-    The penalty grows linearly in the last algorithm.overlong_buffer tokens before a limit. One penalty compares the
-    longest turn with the limit of a completion. If all turns together have a limit too, another compares their sum with
-    it. The larger penalty is subtracted.
+    The penalty grows linearly in the last algorithm.overlong_buffer tokens before a limit. The longest turn is compared
+    with the limit of a completion, all turns together with their limit, if any. The larger penalty counts.
     """
     scores = torch.from_numpy(batch.rewards)
     lengths, longest_turns = torch.from_numpy(batch.num_sampled), torch.from_numpy(batch.longest_turns)
@@ -195,8 +190,8 @@ def _scores(batch: RLBatch, recipe: Recipe) -> Tensor:
 def _function_advantages(batch: RLBatch, recipe: Recipe) -> Tensor:
     """Return advantages [samples] computed per reward function.
 
-    Each function's scores are normalised within the group of samples. Their weighted sum is then whitened over the
-    batch. Source: GDPO (arXiv 2601.05242, eqs. 4 to 6).
+    Each function's scores are normalised within the group. Their weighted sum is whitened over the batch. Source: GDPO
+    (arXiv 2601.05242, eqs. 4 to 6).
     """
     total = torch.zeros(len(batch.rewards), dtype=torch.float64)
     for scores, weight_in in _judgements(batch):
@@ -213,8 +208,7 @@ def _function_advantages(batch: RLBatch, recipe: Recipe) -> Tensor:
 
 
 def _judgements(batch: RLBatch) -> Iterator[tuple[NDArray[np.float64], Callable[[RewardConfig], float]]]:
-    """Yield, for each scorer, its scores [samples] and a function from a source's reward settings to the scorer's
-    weight.
+    """Yield each scorer's scores [samples], and a function from a source's reward settings to its weight.
 
     A scorer is a reward function, an environment or the reward model.
     """
@@ -227,27 +221,21 @@ def _judgements(batch: RLBatch) -> Iterator[tuple[NDArray[np.float64], Callable[
 
 
 def _function_weight(name: str, reward: RewardConfig) -> float:
-    """Return the weight of a reward function in a source's reward; zero if the source does not use the function."""
+    """Return the weight of a reward function in a source's reward; zero if the source does not use it."""
     weights = {metric_name(function.name): function.weight for function in reward.functions}
     return _weight_without_model(reward) * weights.get(name, 0.0)
 
 
 def _weight_without_model(reward: RewardConfig) -> float:
-    """Return the weight of the environment's and the functions' total score in a source's reward (0 or 1 with a reward
-    model).
-    """
     return 1.0 if reward.model is None else reward.function_weight
 
 
 def _source_mask(name: str, batch: RLBatch, recipe: Recipe) -> Tensor:
-    """Return a mask, bool [samples]: True for the samples whose problems come from the source `name`."""
     return torch.tensor([not recipe.mixture or environment == name for environment in batch.environments])
 
 
 def _divergence(batch: RLBatch, algorithm: AlgorithmConfig) -> Tensor:
-    """Return the estimated KL divergence of the policy from the reference model, [tokens] in nats; zero on untrained
-    tokens.
-    """
+    """Return the estimated KL divergence of policy and reference, [tokens] in nats; zero on untrained tokens."""
     old, reference = (torch.from_numpy(batch.per_token[name]) for name in ("old_logprobs", "reference_logprobs"))
     estimate: Callable[..., Tensor] = KL_ESTIMATORS[algorithm.kl_estimator]
     settings = supported_kwargs(estimate, {"k3_max": algorithm.k3_max})
@@ -257,9 +245,9 @@ def _divergence(batch: RLBatch, algorithm: AlgorithmConfig) -> Tensor:
 def _turn_advantages(scores: Tensor, batch: RLBatch, algorithm: AlgorithmConfig, discount: float) -> Tensor:
     """Return advantages [tokens] computed turn by turn, for multi-turn trajectories.
 
-    The discounted return of a turn is compared with the same turn's in the group's other samples. If a scored sample of
-    the group has fewer turns, the missing comparison uses the advantage of the whole trajectory. `scores` [samples] are
-    total rewards; the part not given for a specific turn counts at the last turn.
+    The discounted return of a turn is compared with the same turn's in the group's other samples. If a scored sample
+    has fewer turns, the advantage of the whole trajectory is used. The part of `scores` [samples] not given for a
+    specific turn counts at the last one.
     """
     rewards = torch.from_numpy(batch.turn_rewards).clone()
     num_turns = torch.from_numpy(batch.num_turns)
@@ -292,10 +280,9 @@ def _all_in_group(holds: Tensor, batch: RLBatch) -> Tensor:
 def _sample_advantages(
     scores: Tensor, batch: RLBatch, algorithm: AlgorithmConfig, among: Tensor | None = None
 ) -> Tensor:
-    """Return advantages [samples] by the recipe's estimator, computed among scored trajectories; zero for unscored
-    ones.
+    """Return advantages [samples] by the recipe's estimator, among scored trajectories; zero for unscored ones.
 
-    `among`, bool [samples], limits the computation to some trajectories. None: all scored ones.
+    `among`, bool [samples], limits the computation to some of them.
     """
     is_taken = torch.from_numpy(batch.is_scored)
     if among is not None:

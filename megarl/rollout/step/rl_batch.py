@@ -21,9 +21,8 @@ class RLBatch(TokenBatch):
     """Training batch: the concatenated segments of all trajectories. A sample is a trajectory with all its segments.
 
     Arrays per trajectory are [samples]. `rewards` is float64. `groups` numbers the prompts. `num_sampled` counts tokens
-    sampled by the policy, `num_turns` completions. `is_correct` marks right answers, `is_scored` scored trajectories.
-    Group statistics exclude unscored trajectories. Unscored trajectories are trained only if the loss needs no rewards
-    (distillation).
+    sampled by the policy, `num_turns` completions. Group statistics exclude unscored trajectories. These are trained
+    only if the loss needs no rewards (distillation).
     """
 
     weight_versions: NDArray[np.int32]
@@ -39,17 +38,14 @@ class RLBatch(TokenBatch):
     is_correct: NDArray[np.bool_]
     is_scored: NDArray[np.bool_]
     environments: tuple[str, ...] = ()
-    """[samples]: name of the environment of each sample."""
     scores: dict[str, NDArray[np.float64]] = field(default_factory=dict)
     """Unweighted scores [samples] by reward function; NaN: the function gave no score."""
     environment_scores: NDArray[np.float64] | None = None
-    """[samples]: sum of the turn rewards that the environment gave; NaN if it gave none. None: no sample has any."""
+    """[samples]: sum of the environment's turn rewards; NaN if it gave none. None: no sample has any."""
     model_scores: NDArray[np.float64] | None = None
     """[samples]: unweighted scores of the reward model. None: the run has none, or it has not yet scored."""
     entropies: NDArray[np.float32] | None = None
-    """[tokens]: entropies of the trainer's distributions before the update, in nats; 0 if not sampled. None: not
-    computed.
-    """
+    """[tokens]: entropies of the trainer's distributions before the update, in nats; 0 if not sampled."""
 
     @classmethod
     def from_groups(
@@ -61,8 +57,8 @@ class RLBatch(TokenBatch):
     ) -> RLBatch:
         """Return the batch made of these groups (one group per prompt).
 
-        `mask_truncated` excludes trajectories that a length or time limit ended from training; `needs_rewards` excludes
-        unscored ones. `old_logprobs` exist if any segment has them; sampled tokens of other segments have NaN.
+        `mask_truncated` excludes trajectories that a limit ended from training; `needs_rewards` excludes unscored ones.
+        `old_logprobs` exist if any segment has them; sampled tokens of other segments have NaN.
         """
         trajectories = [trajectory for group in groups for trajectory in group]
         segments = [segment for trajectory in trajectories for segment in trajectory.segments]
@@ -85,7 +81,7 @@ class RLBatch(TokenBatch):
             samples=np.repeat(np.arange(len(trajectories)), num_segments),
             per_token=per_token,
             experts=_experts(segments),
-            expert_digests=_joined([segment.expert_digests for segment in segments]),
+            expert_digests=_concatenate_all([segment.expert_digests for segment in segments]),
             retained_sets=join_retained([(len(segment), segment.retained_sets) for segment in segments]),
             temperatures=np.repeat([trajectory.temperature for trajectory in trajectories], num_segments),
             weight_versions=np.concatenate([segment.weight_versions for segment in segments]),
@@ -100,7 +96,7 @@ class RLBatch(TokenBatch):
             environments=tuple(trajectory.environment for trajectory in trajectories),
             scores=_scores_by_function(trajectories),
             environment_scores=_environment_scores(trajectories),
-            entropies=_joined([segment.entropies for segment in segments]),
+            entropies=_concatenate_all([segment.entropies for segment in segments]),
         )
 
     @property
@@ -114,11 +110,7 @@ class RLBatch(TokenBatch):
         return counts.max(axis=1)
 
     def start_from_rollout(self, weight_version: int) -> None:
-        """Use the engine's log-probs as the old log-probs of the importance ratio, for all weight versions.
-
-        `weight_version` is the trainer's version before the update. `rollout_logprobs` of tokens sampled with other
-        versions become NaN, so the mismatch between engine and trainer is measured for equal weights only.
-        """
+        """Use the engine's log-probs as the old log-probs of the importance ratio, for all weight versions."""
         self.per_token["old_logprobs"] = self.per_token["rollout_logprobs"]
         self.forget_stale_logprobs(weight_version)
 
@@ -134,10 +126,10 @@ class RLBatch(TokenBatch):
     def minibatches(self, recipe: Recipe, step: int, conversations: TokenBatch | None = None) -> list[TokenBatch]:
         """Return the minibatch of each optimizer update of a step, with token weights set.
 
-        `train.epochs_per_step` passes visit all samples, each in `train.updates_per_step` updates. The first pass keeps
-        the given order. Later passes are shuffled with the seed, the step and the pass number. `conversations` are
-        supervised samples, distributed over the updates of a pass for an additional loss (`algorithm.ptx_coefficient`).
-        The result is empty for steps training only the critic (`critic.warmup_steps`).
+        `train.epochs_per_step` passes visit all samples, each in `train.updates_per_step` updates. The first keeps the
+        order. Later ones are shuffled with the seed, the step and the pass number. `conversations` are distributed over
+        the updates for an additional loss (`algorithm.ptx_coefficient`). Steps training only the critic have none
+        (`critic.warmup_steps`).
         """
         if step <= recipe.frozen_steps:
             return []
@@ -149,7 +141,7 @@ class RLBatch(TokenBatch):
                 assign_token_weights(minibatch, recipe.algorithm, longest)
                 if conversations is not None:
                     dealt = conversations.select_samples(np.arange(update, len(conversations.num_segments), updates))
-                    minibatch = _mixed(minibatch, dealt, recipe.algorithm.ptx_coefficient)
+                    minibatch = _add_conversations(minibatch, dealt, recipe.algorithm.ptx_coefficient)
                 minibatches.append(minibatch)
         if recipe.algorithm.old_logprobs == "rollout" or not recipe.has_advantages:
             # From the second update on the weights differ from the engine's, so a comparison would be meaningless.
@@ -172,7 +164,7 @@ class RLBatch(TokenBatch):
 def assign_token_weights(batch: TokenBatch, algorithm: AlgorithmConfig, constant_length: int | None = None) -> None:
     """Set a minibatch's `token_weights` [tokens]: the factor of each token's loss in the total loss.
 
-    The segments of one sample count as a single sequence. `algorithms.reduction.token_weights` computes the factors.
+    The segments of one sample count as a single sequence.
     """
     # For the whole minibatch at once, so the loss does not depend on its split into ranks and microbatches.
     weights = token_weights(
@@ -226,8 +218,7 @@ def _old_logprobs(segment: Segment) -> NDArray[np.float32]:
     return np.where(segment.loss_mask, np.float32(np.nan), np.float32(0))
 
 
-def _joined(arrays: Sequence[NDArray[Any] | None]) -> NDArray[Any] | None:
-    """Return one array [tokens of all segments] from one for each segment, [tokens]. None if a segment has none."""
+def _concatenate_all(arrays: Sequence[NDArray[Any] | None]) -> NDArray[Any] | None:
     present = [array for array in arrays if array is not None]
     return np.concatenate(present) if len(present) == len(arrays) else None
 
@@ -238,25 +229,22 @@ def _experts(segments: Sequence[Segment]) -> NDArray[np.int64] | None:
 
 
 def _order(count: int, seed: int, step: int, number: int) -> NDArray[np.int64]:
-    """Return the order in which one pass visits the samples: a permutation, int64 [count], seeded by step and pass
-    number.
-    """
     if number == 0:
         return np.arange(count)
     return np.random.default_rng([seed, step, number]).permutation(count)
 
 
-def _mixed(minibatch: TokenBatch, conversations: TokenBatch, share: float) -> TokenBatch:
-    """Return a policy minibatch joined with supervised conversations. These get the fraction `share` of the total
-    loss.
-    """
+def _add_conversations(minibatch: TokenBatch, conversations: TokenBatch, share: float) -> TokenBatch:
+    """Return a policy minibatch joined with conversations, which get the fraction `share` of the total loss."""
     policy = minibatch.with_arrays(minibatch.per_token)
     policy.per_token["token_weights"] = (1 - share) * policy.per_token["token_weights"]
     policy.per_token["supervised"] = np.zeros(len(policy.token_ids), np.float32)
     # `concatenate` needs equal sets of arrays: give the conversations zeros for all the policy's.
-    nothing = np.zeros(len(conversations.token_ids), np.float32)
-    learnt = conversations.with_arrays(dict.fromkeys(policy.per_token, nothing))
-    weights = token_weights(torch.from_numpy(learnt.cu_samples), torch.from_numpy(learnt.loss_mask), "token_mean")
-    learnt.per_token["token_weights"] = (share * weights).numpy()
-    learnt.per_token["supervised"] = np.ones(len(conversations.token_ids), np.float32)
-    return concatenate([policy, learnt])
+    zeros = np.zeros(len(conversations.token_ids), np.float32)
+    supervised = conversations.with_arrays(dict.fromkeys(policy.per_token, zeros))
+    weights = token_weights(
+        torch.from_numpy(supervised.cu_samples), torch.from_numpy(supervised.loss_mask), "token_mean"
+    )
+    supervised.per_token["token_weights"] = (share * weights).numpy()
+    supervised.per_token["supervised"] = np.ones(len(conversations.token_ids), np.float32)
+    return concatenate([policy, supervised])

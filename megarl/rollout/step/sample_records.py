@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 MOST_TOKENS = 512
-"""Maximum number of recorded tokens of a sample. Longer samples are cut in the middle."""
+"""Maximum number of recorded tokens of a sample. Longer ones are cut in the middle."""
 _BYTES_OF_CHARACTER = 4
-"""Maximum bytes of a UTF-8 character, and so the maximum number of tokens sharing one character."""
+"""Maximum bytes of a UTF-8 character, and so the maximum number of tokens sharing one."""
 
 
 def with_rendered_prompts(
@@ -27,8 +27,7 @@ def with_rendered_prompts(
 ) -> Iterator[dict[str, Any]]:
     """Yield the records of these trajectories with `rendered_prompt` added: the text of the first prompt's tokens.
 
-    The text includes everything that the chat template adds: tools, control tokens, and the opening of the assistant's
-    turn. A trajectory without sampled tokens has no `rendered_prompt`.
+    It includes all that the chat template adds. A trajectory without sampled tokens has none.
     """
     text_by_prompt: dict[bytes, str] = {}  # Attempts at one problem share their prompt: decode it once.
     for record, trajectory in zip(records, trajectories, strict=True):
@@ -56,11 +55,9 @@ async def token_records(
     """Return token-by-token records of `count` trajectories: half with the highest advantages, half with the lowest.
 
     `batch` is built from `groups` and has advantages. A record has the fields of `Trajectory.record` except the
-    completion. Its `columns` have one entry per token of the last segment, from the first sampled token on:
-
-    `text`; `advantage`; `rollout_logprob` and `trainer_logprob` in nats; `logprob_gap`, trainer minus engine, only for
-    tokens sampled by `weight_version`, the trainer's current weights; `weight_version`; `turn`. Entries are null for
-    tokens not sampled. `cut` is the number of tokens omitted in the middle.
+    completion. Its `columns` have one entry per token of the last segment, from the first sampled token on; null for
+    tokens not sampled. Log-probs are in nats. `logprob_gap`, trainer minus engine, is given only for tokens sampled by
+    `weight_version`, the trainer's current weights. `cut` is the number of tokens omitted in the middle.
 
     `forward` computes the trainer's log-probs, float32 [tokens], if the batch lacks them. `starts_from_rollout`: the
     batch's old log-probs are the engine's. Call it before the update.
@@ -126,32 +123,31 @@ def token_texts(tokenizer: Tokenizer, token_ids: NDArray[np.int64]) -> list[str]
 
 
 def selected_texts(tokenizer: Tokenizer, token_ids: NDArray[np.int64], selected: NDArray[np.int64]) -> list[str]:
-    """Return the texts of the tokens at the indices `selected`.
+    """Return the texts of the tokens at the indices `selected` [selected].
 
-    Only these, and neighbours sharing a character with them, are decoded: a whole segment of 32k tokens takes seconds.
+    Only these, and neighbours sharing a character with them, are decoded: a segment of 32k tokens takes seconds.
     """
     texts: list[str] = []
     for run in np.split(selected, 1 + (np.diff(selected) > 1).nonzero()[0]):
         begin, end = int(run[0]), int(run[-1]) + 1
         earliest = max(0, begin - _BYTES_OF_CHARACTER + 1)
         start = next((s for s in range(begin, earliest - 1, -1) if _begins_character(tokenizer, token_ids[s:])), begin)
-        found = token_texts(tokenizer, token_ids[start : end + _BYTES_OF_CHARACTER - 1])
-        texts += found[begin - start : end - start]
+        run_texts = token_texts(tokenizer, token_ids[start : end + _BYTES_OF_CHARACTER - 1])
+        texts += run_texts[begin - start : end - start]
     return texts
 
 
 def _begins_character(tokenizer: Tokenizer, token_ids: NDArray[np.int64]) -> bool:
-    """Return whether the first of these tokens begins a new character of the text."""
     start = token_ids[:_BYTES_OF_CHARACTER].tolist()
     text = str(tokenizer.decode(start, skip_special_tokens=False, clean_up_tokenization_spaces=False))
     return not text.startswith("\ufffd")
 
 
 def _extremes(batch: RLBatch, count: int) -> NDArray[np.int64]:
-    """Return the indices of `count` samples: half with the highest mean advantages, then half with the lowest."""
     sums = np.add.reduceat(np.where(batch.loss_mask, batch.per_token["advantages"], 0.0), batch.cu_samples[:-1])
     # Per token, because a sum would prefer long trajectories.
     means = sums / np.maximum(batch.num_sampled, 1)
+    # Half with the highest mean advantages, then half with the lowest.
     order = np.argsort(-means, kind="stable")
     order = order[batch.num_sampled[order] > 0]
     count = min(count, len(order))
@@ -161,7 +157,7 @@ def _extremes(batch: RLBatch, count: int) -> NDArray[np.int64]:
 def _numbers(
     values: NDArray[Any], is_known: NDArray[np.bool_], selected: NDArray[np.int64]
 ) -> list[float | int | None]:
-    """Return the values of the selected tokens, rounded to six digits; None where a value is unknown or not finite."""
+    """Return the values of the selected tokens, to six digits; None where a value is unknown or not finite."""
     is_shown = is_known & np.isfinite(values)
     return [
         (value if isinstance(value, int) else float(f"{value:.6g}")) if is_finite else None

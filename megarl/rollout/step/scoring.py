@@ -1,4 +1,4 @@
-"""Scores of a step's groups by the run's models, computed with the weights before the step's update.
+"""Scores of a step's groups by the run's models, with the weights before the step's update.
 
 They are log-probs of policy and reference, entropies, the critic's values and the reward model's scores.
 """
@@ -33,7 +33,6 @@ Forward = Callable[[TokenBatch], Awaitable[np.ndarray]]
 
 
 def forward_of(policy: RankModel, recipe: Recipe) -> Forward:
-    """Return the policy's function for log-probs; with algorithm.entropy_top_share it also returns entropies."""
     return policy.forward if recipe.algorithm.entropy_top_share is None else policy.forward_with_entropies
 
 
@@ -42,8 +41,7 @@ async def score(
 ) -> tuple[list[Group], RLBatch, dict[str, float]]:
     """Return a step's groups, their batch with the scores of all models, and the metrics (METRICS).
 
-    `weight_version` is the version of the trainer's weights before the update. With a reward model, the rewards of the
-    returned groups include its scores.
+    With a reward model, the rewards of the returned groups include its scores.
     """
     batch = RLBatch.from_groups(groups, mask_truncated=recipe.algorithm.mask_truncated)
     await score_tokens(batch, models, recipe, weight_version)
@@ -56,8 +54,8 @@ async def score(
 async def score_tokens(batch: RLBatch, models: Mapping[str, RankModel], recipe: Recipe, weight_version: int) -> None:
     """Compute the batch's `reference_logprobs` and critic `values` [tokens], if the run has these models.
 
-    With algorithm.old_logprobs = rollout, the engine's log-probs also become the old log-probs of the importance ratio.
-    `weight_version` is the version of the trainer's weights before the update.
+    With algorithm.old_logprobs = rollout, the engine's log-probs also become the old log-probs. `weight_version` is the
+    version of the trainer's weights before the update.
     """
     if recipe.algorithm.old_logprobs == "rollout":
         batch.start_from_rollout(weight_version)
@@ -70,15 +68,14 @@ async def score_tokens(batch: RLBatch, models: Mapping[str, RankModel], recipe: 
 async def add_model_scores(
     groups: Sequence[Group], batch: RLBatch, reward_model: RankModel, config: RewardConfig
 ) -> tuple[list[Group], dict[str, float]]:
-    """Add a reward model's scores to the rewards of `groups`, and to the batch built from them.
-
-    Returns the groups with new rewards, and the metrics `reward/model` and `reward/model_std` of the raw scores.
+    """Add a reward model's scores to the rewards of `groups`, and of the batch built from them. Return groups and
+    metrics.
     """
     # The last segment of a trajectory ends with its final answer.
     ends = with_score_masks(batch.select(batch.last_segments))
-    found = await reward_model.forward(ends)
+    values = await reward_model.forward(ends)
     # `with_score_masks` appended a place to each sequence: the value there covers all of its tokens.
-    scores = found[ends.cu_seqlens[1:] - 1].astype(np.float64)
+    scores = values[ends.cu_seqlens[1:] - 1].astype(np.float64)
     clipped = scores if config.model_clip is None else scores.clip(-config.model_clip, config.model_clip)
     added = iter((config.model_weight * clipped).tolist())
     rescored = [[_with_score(t, next(added), config.function_weight) for t in group] for group in groups]
@@ -102,9 +99,9 @@ async def complete_logprobs(
 ) -> tuple[list[Group], list[Group]]:
     """Add the trainer's `old_logprobs` to a step's groups, and to `waiting` groups of a later step, where needed.
 
-    New trajectories of the step's first update need no extra pass: the update's own forward pass computes them. Waiting
-    ones always need one. With algorithm.entropy_top_share all get `entropies` too. `forward` is called at most once.
-    Returns both lists.
+    New trajectories of the step's first update need no extra pass: its own forward pass computes them. Waiting ones
+    always need one. With algorithm.entropy_top_share all get `entropies` too. `forward` is called at most once. Returns
+    both lists.
     """
     if recipe.algorithm.old_logprobs == "rollout":
         return list(groups), list(waiting)
@@ -127,12 +124,14 @@ async def complete_logprobs(
                 everything[place] = _with_entropies(everything[place], *entropies)
     # `everything` was flat; restore the groups in the same order.
     completed = iter(everything)
-    taken, waited = ([[next(completed) for _ in group] for group in group_list] for group_list in (groups, waiting))
-    return taken, waited
+    completed_groups, completed_waiting = (
+        [[next(completed) for _ in group] for group in group_list] for group_list in (groups, waiting)
+    )
+    return completed_groups, completed_waiting
 
 
 def _first_needing(recipe: Recipe, count: int) -> int:
-    """Return the number of a step's first trajectories, of `count`, without need for log-probs before the updates."""
+    """Return how many of a step's `count` trajectories come before the first that needs log-probs."""
     train = recipe.train
     if _needs_logprobs(recipe) or train.epochs_per_step > 1:
         # A later pass over the samples trains the first minibatch again, with other weights.
@@ -157,9 +156,8 @@ def _needs_logprobs(recipe: Recipe) -> bool:
 def corrects_in_update(recipe: Recipe) -> bool:
     """Return whether updates compute the weights of algorithm.importance_sampling from their own forward pass.
 
-    This saves a pass before the update. Four things need the weights, or the log-probs, beforehand: distillation, the
-    entropy filter, metrics of stale groups, and a product over the segments of a trajectory. Segments may be in
-    different microbatches.
+    This saves a pass. Four things need the weights, or the log-probs, beforehand: distillation, the entropy filter,
+    metrics of stale groups, and a product over the segments of a trajectory, which may be in different microbatches.
     """
     algorithm = recipe.algorithm
     if recipe.loop != "rl" or (name := algorithm.importance_sampling) is None or algorithm.old_logprobs != "trainer":
@@ -171,7 +169,6 @@ def corrects_in_update(recipe: Recipe) -> bool:
 
 
 def lacks_logprobs(trajectory: Trajectory) -> bool:
-    """Return whether a segment of the trajectory has no log-probs of the trainer."""
     return any(segment.old_logprobs is None for segment in trajectory.segments)
 
 
@@ -180,16 +177,14 @@ def _lacks_entropies(trajectory: Trajectory) -> bool:
 
 
 def with_logprobs(trajectory: Trajectory, logprobs: Sequence[np.ndarray]) -> Trajectory:
-    """Return the trajectory with `logprobs`, one array [tokens] per segment, as `old_logprobs`; zero on tokens not
-    sampled.
-    """
+    """Return the trajectory with `logprobs`, one array [tokens] per segment, as `old_logprobs`; zero if not sampled."""
     pairs = zip(trajectory.segments, logprobs, strict=True)
-    return replace(trajectory, segments=tuple(replace(s, old_logprobs=_sampled_only(s, own)) for s, own in pairs))
+    return replace(trajectory, segments=tuple(replace(s, old_logprobs=_sampled_only(s, values)) for s, values in pairs))
 
 
 def _with_entropies(trajectory: Trajectory, entropies: Sequence[np.ndarray]) -> Trajectory:
     pairs = zip(trajectory.segments, entropies, strict=True)
-    return replace(trajectory, segments=tuple(replace(s, entropies=_sampled_only(s, own)) for s, own in pairs))
+    return replace(trajectory, segments=tuple(replace(s, entropies=_sampled_only(s, values)) for s, values in pairs))
 
 
 def _sampled_only(segment: Segment, values: np.ndarray) -> np.ndarray:

@@ -87,7 +87,7 @@ METRICS = (
 )
 
 OLDEST = 8
-"""Largest staleness, in weight versions, with a metric of its own. Older tokens are counted there too."""
+"""Largest staleness, in weight versions, with a metric of its own. Older tokens count there too."""
 
 
 def step_metrics(
@@ -111,19 +111,22 @@ def step_metrics(
 def environment_metrics(name: str, trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Return the metrics of one source of a mixture, computed from its own trajectories.
 
-    Names are `environment/SOURCE/` and the usual name, as in `environment/SOURCE/reward/mean`. Prefixes `rollout/` and
-    `environment/` of the usual name are removed: `environment/SOURCE/observed_tokens/mean`.
+    Names are `environment/SOURCE/` and the usual name without `rollout/` or `environment/`.
     """
     episodes = [t for t in trajectories if t.environment == name]
     metrics = {"share": len(episodes) / len(trajectories)}
     if episodes:
-        found = rollout_metrics(episodes) | (reward_metrics(episodes) if any(t.reward for t in episodes) else {})
-        metrics |= {key.removeprefix("rollout/").removeprefix("environment/"): value for key, value in found.items()}
+        episode_metrics = rollout_metrics(episodes) | (
+            reward_metrics(episodes) if any(t.reward for t in episodes) else {}
+        )
+        metrics |= {
+            key.removeprefix("rollout/").removeprefix("environment/"): value for key, value in episode_metrics.items()
+        }
     return {f"environment/{name}/{key}": value for key, value in metrics.items()}
 
 
 def by_data_source(trajectories: Sequence[Trajectory], field: str | None) -> dict[str, list[Trajectory]]:
-    """Group trajectories by data source, a text in the field `field` of their records. Others are omitted."""
+    """Group trajectories by data source, a text in this field of their records. Others are omitted."""
     if field is None:
         return {}
     named = ((value_at(t.problem.record, field), t) for t in trajectories if t.problem.record)
@@ -145,9 +148,6 @@ def data_source_metrics(trajectories: Sequence[Trajectory], field: str | None) -
 
 
 def staleness_metrics(trajectories: Sequence[Trajectory], weight_version: int) -> dict[str, float]:
-    """Return `staleness/` metrics: how many weight versions the tokens of these trajectories lag behind
-    `weight_version`.
-    """
     staleness = [weight_version - t.oldest_version for t in trajectories if t.num_sampled]
     return {"staleness/mean": float(np.mean(staleness)), "staleness/max": float(max(staleness))}
 
@@ -155,8 +155,8 @@ def staleness_metrics(trajectories: Sequence[Trajectory], weight_version: int) -
 def reward_metrics(trajectories: Sequence[Trajectory], trained: Sequence[Trajectory] | None = None) -> dict[str, float]:
     """Return reward metrics of a step's completions, in total and per reward function.
 
-    Unscored attempts do not count. Metrics describe all attempts of the step (`trajectories`). A reward model scores
-    only the `trained` ones, so with one the total reward describes only these.
+    Unscored attempts do not count. A reward model scores only the `trained` ones, so with one the total reward
+    describes only these.
     """
     judged = [t.reward for t in trajectories if t.reward is not None]
     scored = [(t, t.reward) for t in (trajectories if trained is None else trained) if t.reward is not None]
@@ -184,9 +184,8 @@ def reward_metrics(trajectories: Sequence[Trajectory], trained: Sequence[Traject
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Return rollout metrics of a step's attempts: lengths, turns, times, and the environment's own metrics.
-
-    A metric OWN of the environment is named `environment/OWN`. Names beginning with `tools/` are unchanged.
+    """Return rollout metrics of a step's attempts. A metric OWN of the environment is named `environment/OWN`, except
+    `tools/`.
     """
     count = len(trajectories)
     prompts = [_first_prompt_tokens(t) for t in trajectories]
@@ -210,26 +209,26 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "rollout/segments/mean": sum(segments) / count,
         "rollout/forks": float(sum(number - 1 for number in segments if number)),
     }
-    for name, found in by_attempt.items():
-        metrics |= {f"{name}/mean": sum(found) / count, f"{name}/max": float(max(found))}
+    for name, amounts in by_attempt.items():
+        metrics |= {f"{name}/mean": sum(amounts) / count, f"{name}/max": float(max(amounts))}
     # All reasons, zeros too: a curve without gaps can be plotted.
     for why in get_args(Ended):
         metrics[f"rollout/ended/{why}"] = sum(t.ended == why for t in trajectories) / count
     retained_sets = [s.retained_sets for t in trajectories for s in t.segments if s.retained_sets is not None]
     if retained_sets:
         # Count 0: nothing was cut off at this position, or nothing was sampled.
-        sizes = np.concatenate([kept.counts[kept.counts > 0] for kept in retained_sets])
+        sizes = np.concatenate([sets.counts[sets.counts > 0] for sets in retained_sets])
         metrics["rollout/candidates_left/mean"] = float(sizes.mean())
         metrics["rollout/candidates_left/max"] = float(sizes.max())
-        metrics["rollout/candidates_left_bytes"] = float(sum(kept.nbytes for kept in retained_sets))
+        metrics["rollout/candidates_left_bytes"] = float(sum(sets.nbytes for sets in retained_sets))
     for trajectory in trajectories:
         if trajectory.ended == "error" and trajectory.failure is not None:
             # A failure is "Kind: reason"; only the kind makes a bounded number of metrics.
             name = f"rollout/errors/{trajectory.failure.partition(':')[0]}"
             metrics[name] = metrics.get(name, 0.0) + 1
     for name in dict.fromkeys(name for t in trajectories for name in t.metrics):
-        found = [t.metrics[name] for t in trajectories if name in t.metrics]
-        metrics[name if name.startswith("tools/") else f"environment/{name}"] = sum(found) / len(found)
+        values = [t.metrics[name] for t in trajectories if name in t.metrics]
+        metrics[name if name.startswith("tools/") else f"environment/{name}"] = sum(values) / len(values)
     return metrics
 
 
@@ -242,9 +241,8 @@ def _first_prompt_tokens(trajectory: Trajectory) -> int:
 def metrics_by_version(batch: RLBatch, weight_version: int, *, is_trainers: bool = True) -> dict[str, float]:
     """Return metrics of the trained tokens before the update, for each age (weight versions since sampling).
 
-    `weight_version` is the trainer's version. Only shares of tokens are returned if some log-probs of the trainer are
-    missing. `is_trainers` says whether `old_logprobs` come from the trainer. Call this before stale log-probs become
-    NaN.
+    `is_trainers`: `old_logprobs` come from the trainer. If some are missing, only shares of tokens are returned. Call
+    this before stale log-probs become NaN.
     """
     mask = batch.loss_mask
     if not mask.any():

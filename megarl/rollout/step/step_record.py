@@ -1,7 +1,7 @@
 """Records of training steps (`train.record`), their files, and the comparison of a step with its record.
 
-A record holds what the step received (trajectories, KL coefficient) and what it computed: arrays of its batch, metrics
-of its updates, fingerprints of the trainer's state after it.
+A record holds what the step received and what it computed: arrays of its batch, metrics of its updates, fingerprints of
+the trainer's state after it.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ RECORD, ARRAYS, RECIPE, CHAIN = "record.json", "record.safetensors", "recipe.yam
 """Files of a record in `records/step_NNNNNN/` of the run folder."""
 
 LOSSES = ("critic/loss", "train/loss")
-"""Metrics of a step's updates that a record holds, computed before the gradients."""
+"""Recorded metrics that updates compute before the gradients."""
 NORMS = ("critic/grad_norm", "train/grad_norm", "train/learning_rate")
-"""Metrics of a step's updates that a record holds, computed after the gradients."""
+"""Recorded metrics that updates compute after the gradients."""
 COMPARED_METRICS = (*LOSSES, *NORMS)
 
 _FIRST_ARRAYS = (
@@ -64,10 +64,10 @@ StateParts = Mapping[str, Mapping[int, Fingerprint]]
 class StepRecord:
     """Inputs and results of a training step.
 
-    `groups` are the trajectories as sampled, before the step computes log-probs. `waiting` are those of later steps,
-    whose log-probs it computes in the same batch. `arrays` are those of the step's batch,
-    [tokens] or [samples]; empty with train.record = tokens. `digests` [samples] are CRC-32 numbers of each sample's
-    part of an array. `borders` int64 [samples + 1] are the samples' first tokens.
+    `groups` are the trajectories as sampled, before the step computes log-probs. `waiting` are those of later steps in
+    the same batch. `arrays` are those of the step's batch, [tokens] or [samples]; empty with train.record = tokens.
+    `digests` [samples] are CRC-32 numbers of each sample's part of an array. `borders` int64 [samples + 1] are the
+    samples' first tokens.
     """
 
     step: int
@@ -88,14 +88,12 @@ class StepRecord:
 
     @property
     def num_tokens(self) -> int:
-        """Return the number of tokens of all samples."""
         return int(self.borders[-1])
 
     def save(self, records: Path) -> int:
         """Write the record to `step_NNNNNN/` in the folder of all records. Returns the bytes written.
 
-        An existing record of the step is replaced: a resumed run repeats steps after its checkpoint. Raises
-        StorageError.
+        An existing record of the step is replaced: a resumed run repeats steps. Raises StorageError.
         """
         archive = Archive()
         everything = flatten([*self.groups, *self.waiting])
@@ -139,7 +137,6 @@ class StepRecord:
         return sum(map(len, contents.values()))
 
     def _chain(self, previous: str) -> str:
-        """Return the sha256 of the previous step's chain and this step's results."""
         digest = hashlib.sha256(previous.encode())
         for name in sorted(self.digests):
             digest.update(f"{name} {self.digests[name].tolist()}".encode())
@@ -166,8 +163,8 @@ class StepRecord:
                 kl_coefficient=float(values["kl_coefficient"]),
                 groups=(),
                 waiting=(),
-                arrays=_named(arrays, "array."),
-                digests=_named(arrays, "digest."),
+                arrays=_select_by_prefix(arrays, "array."),
+                digests=_select_by_prefix(arrays, "digest."),
                 borders=arrays["borders"],
                 metrics={name: float(value) for name, value in values["metrics"].items()},
                 state=_state_of(values["state"]),
@@ -176,7 +173,7 @@ class StepRecord:
             record._check_sizes(step)
             if find_problem is None:
                 return record
-            archive = Archive(_named(arrays, "sampled."), values["times"])
+            archive = Archive(_select_by_prefix(arrays, "sampled."), values["times"])
             trajectories = iter(
                 [
                     Trajectory.from_json(entry, archive, f"{place}.", find_problem)
@@ -206,12 +203,10 @@ class StepRecord:
 
 
 def record_folder(records: Path, step: int) -> Path:
-    """Return the folder of a step's record."""
     return records / f"step_{step:06d}"
 
 
 def recorded_steps(records: Path) -> set[int]:
-    """Return the numbers of the recorded steps."""
     names = [re.fullmatch(r"step_(\d+)", folder.name) for folder in records.glob("step_*") if folder.is_dir()]
     return {int(name[1]) for name in names if name}
 
@@ -238,13 +233,11 @@ def chain_of(records: Path, step: int) -> str:
         return ""
 
 
-def _named(arrays: Mapping[str, NDArray[Any]], prefix: str) -> dict[str, NDArray[Any]]:
-    """Return the arrays whose names begin with a prefix, by the rest of the name."""
+def _select_by_prefix(arrays: Mapping[str, NDArray[Any]], prefix: str) -> dict[str, NDArray[Any]]:
     return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
 
 
 def _plain(fingerprint: Fingerprint) -> list[Any]:
-    """Return a fingerprint's fields as JSON values."""
     # JSON readers of other languages hold integers of 53 bits only.
     return [f"{fingerprint.checksum:016x}", fingerprint.squares, fingerprint.numel, *fingerprint.sketch]
 
@@ -287,7 +280,7 @@ class Difference:
     """A difference of a step and its record.
 
     `tensor` is the array, metric or state tensor, `place` where it differs, `amount` by how much. `samples` int64
-    [differing] are the samples with another value.
+    [differing] have another value.
     """
 
     tensor: str
@@ -298,16 +291,15 @@ class Difference:
     """Relative distance of a state tensor, estimated."""
 
     def __str__(self) -> str:
-        """Return a text for the terminal."""
         return ": ".join(part for part in (" ".join(filter(None, (self.tensor, self.place))), self.amount) if part)
 
 
 def differences(recorded: StepRecord, replayed: StepRecord, tolerance: float) -> Iterator[Difference]:
-    """Yield the differences between two executions of a step, in the order in which the step computes the values.
+    """Yield the differences between two executions of a step, in the order in which it computes the values.
 
-    A value may differ by tolerance * max(1, |value|). A state tensor (weights, moments) may differ by STATE_FACTOR *
-    tolerance * its norm. With tolerance 0 all must be bit-equal, and state tensors are compared rank by rank, otherwise
-    as whole tensors. With another tolerance, arrays of the batch are compared only if both records hold their values.
+    A value may differ by tolerance * max(1, |value|), a state tensor by STATE_FACTOR * tolerance * its norm. With
+    tolerance 0 all must be bit-equal, and state tensors are compared rank by rank, otherwise as a whole. With another
+    tolerance, arrays are compared only if both records hold their values.
     """
     yield from _array_differences(recorded, replayed, tolerance)
     yield from _metric_differences(LOSSES, recorded.metrics, replayed.metrics, tolerance)
@@ -383,7 +375,6 @@ def _array_differences(recorded: StepRecord, replayed: StepRecord, tolerance: fl
 
 
 def _is_close(before: NDArray[Any], now: NDArray[Any], tolerance: float) -> NDArray[np.bool_]:
-    """Return where two arrays of one shape agree; NaN agrees with NaN."""
     if tolerance == 0:
         return (before == now) | (np.isnan(before) & np.isnan(now))
     return np.isclose(now, before, rtol=tolerance, atol=tolerance, equal_nan=True)

@@ -48,8 +48,7 @@ class Teachers:
         batch.target_keys = np.column_stack([of_sample[batch.samples], numbers])
 
     def leave_out_unknown(self, batch: RLBatch) -> dict[str, float]:
-        """Exclude tokens from the loss that are not in their teacher's vocabulary, like padding ids sampled by the
-        policy.
+        """Exclude tokens missing in their teacher's vocabulary from the loss, like padding ids sampled by the policy.
 
         Returns the metric `distillation/unknown`, the share of these tokens.
         """
@@ -63,13 +62,15 @@ class Teachers:
         """Return the teachers' log-probs of the batch, float32 [tokens]; zero on the first token of each sequence."""
         logprobs = np.zeros(len(batch.token_ids), np.float32)
         for model, sequences in self._parts(batch):
-            logprobs[batch.tokens_of(sequences)] = await model.forward(_known(batch.select(sequences), model))
+            logprobs[batch.tokens_of(sequences)] = await model.forward(
+                _replace_unknown_tokens(batch.select(sequences), model)
+            )
         return logprobs
 
     async def teach(self, minibatch: TokenBatch) -> None:
         """Let the teachers store their distributions over this minibatch, for the policy's next update on it."""
         for model, sequences in self._parts(minibatch):
-            await model.teach(_known(minibatch.select(sequences), model))
+            await model.teach(_replace_unknown_tokens(minibatch.select(sequences), model))
 
     def _parts(self, batch: TokenBatch) -> Iterator[tuple[TeacherRankModel, NDArray[np.int64]]]:
         """Yield each teacher with the indices of its sequences in the batch [sequences of the teacher]."""
@@ -85,7 +86,7 @@ def _num_tokens(model: RankModel) -> int:
     return model.shape.vocab_size
 
 
-def _known(batch: TokenBatch, model: RankModel) -> TokenBatch:
+def _replace_unknown_tokens(batch: TokenBatch, model: RankModel) -> TokenBatch:
     """Replace tokens missing in the teacher's vocabulary by token 0, in place. Returns the batch."""
     # The teacher has no embedding for these ids. Their result is unused: `leave_out_unknown` masked them.
     batch.token_ids = np.where(batch.token_ids < _num_tokens(model), batch.token_ids, 0)
@@ -98,11 +99,7 @@ def compute_teacher_advantages(
     """Set the batch's `advantages` [tokens]: log-prob by the teacher minus log-prob by the policy, in nats.
 
     `teacher_logprobs` are [tokens]; the policy's are the batch's `old_logprobs`. With `gamma` above 0 an advantage
-    includes discounted differences of the sample's later tokens.
-
-    Returns metrics. `distillation/reverse_kl` is the mean over trained tokens of policy minus teacher log-prob, in
-    nats: an estimate of KL(policy || teacher). With `max_log_ratio`, `distillation/clipped` is the share of tokens
-    clipped.
+    includes discounted differences of the sample's later tokens. Returns metrics (METRICS).
     """
     mask = torch.from_numpy(batch.loss_mask)
     log_ratios = torch.from_numpy(teacher_logprobs - batch.per_token["old_logprobs"])
@@ -128,7 +125,7 @@ def compute_teacher_advantages(
 def add_reward_advantages(batch: RLBatch, recipe: Recipe) -> dict[str, float]:
     """Add advantages from rewards to the batch's `advantages` [tokens] from teachers. Returns the estimator's metrics.
 
-    The sum is A + distillation.kl_coefficient * (log-ratio of teacher to policy). A is the rewards' advantage. Policy
+    The sum is A + distillation.kl_coefficient * (log-ratio of teacher to policy), with the rewards' advantage A. Policy
     gradients are linear in advantages, so both objectives are maximised together.
     """
     taught = batch.per_token["advantages"]

@@ -27,8 +27,7 @@ METRICS = (MetricRow("critic/NAME", "as train/NAME", "the training metric NAME o
 class PolicyUpdates:
     """Updates of the policy in one step. Callers iterate over it for the minibatches, and `add` each update.
 
-    The remaining minibatches are left out once the policy's log-probs are too far from the engine's
-    (train.max_logprob_gap).
+    It stops once the policy's log-probs are too far from the engine's (train.max_logprob_gap).
     """
 
     def __init__(self, batch: RLBatch, recipe: Recipe, step: int, conversations: TokenBatch | None = None) -> None:
@@ -46,11 +45,9 @@ class PolicyUpdates:
                 return
 
     def add(self, update: Update) -> None:
-        """Add the update of the newest minibatch."""
         self._updates.append(update)
 
     def add_to(self, outcome: StepOutcome) -> None:
-        """Add the updates to their step's outcome."""
         outcome.add("policy", [update.outcome for update in self._updates])
         if self._excess is not None:
             outcome.excess_mismatch = self._excess.mean
@@ -63,11 +60,7 @@ class PolicyUpdates:
 
 
 async def update_critic(batch: RLBatch, critic: RankModel, recipe: Recipe, outcome: StepOutcome) -> dict[str, float]:
-    """Update the critic on the batch's `returns`, in as many optimizer steps as the recipe demands.
-
-    Adds the updates to `outcome`. Returns metrics `critic/loss`, `critic/grad_norm`, `critic/clipped` and
-    others.
-    """
+    """Update the critic on the batch's `returns`, and add the updates to `outcome`. Return metrics `critic/...`."""
     updates = [await critic.update(minibatch) for minibatch in batch.critic_minibatches(recipe)]
     outcome.add("critic", [update.outcome for update in updates])
     merged = values(merge_updates(update.metrics for update in updates))
@@ -90,8 +83,8 @@ def update_metrics(updates: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
     """Return the merged metrics of a step's updates, with `logprob_gap/`: the trainer's log-probs minus the engine's.
 
     Both are computed with the weights that sampled the token. For later updates of a step, and for trajectories from an
-    earlier step, the trainer's side is `old_logprobs`. `logprob_gap/measured` is the compared share of tokens. It is 1,
-    except under algorithm.old_logprobs = rollout: then only tokens sampled in this step are compared.
+    earlier step, the trainer's side is `old_logprobs`. `logprob_gap/measured` is the compared share of tokens: 1,
+    except under algorithm.old_logprobs = rollout, where only tokens sampled in this step are compared.
     """
     metrics = values(merge_updates(updates))
     if len(updates) == 1:
@@ -109,9 +102,9 @@ def update_metrics(updates: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
 
 
 def mismatch_before_update(batch: RLBatch) -> NDArray[np.float64] | None:
-    """Return the absolute difference, in nats, of the trainer's and the engine's log-prob of each trained token.
+    """Return the distances of the trainer's and the engine's log-probs, in nats [trained tokens].
 
-    Shape: [trained tokens]. None if some log-probs of the trainer are computed only in the update.
+    None if some log-probs of the trainer are computed only in the update.
     """
     old_logprobs = batch.per_token.get("old_logprobs")
     if old_logprobs is None:
@@ -130,7 +123,6 @@ class ExcessMismatch(NamedTuple):
     """Share of equal log-probs."""
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics of the mismatch, and of the skipped updates."""
         return {
             "train/gap_exceeded": 1.0,
             "logprob_gap/mean": self.mean,
@@ -142,7 +134,7 @@ class ExcessMismatch(NamedTuple):
 def excess_mismatch(batch: RLBatch, limit: float | None) -> ExcessMismatch | None:
     """Return the mismatch of engine and trainer if it forbids an update.
 
-    None: the mismatch is at most `limit`, in nats, or not yet known.
+    None: it is at most `limit`, in nats, or not yet known.
     """
     if limit is None:
         return None
@@ -153,9 +145,9 @@ def excess_mismatch(batch: RLBatch, limit: float | None) -> ExcessMismatch | Non
 
 
 def mismatch_exceeded_message(mismatch: float | None, limit: float | None, step: int) -> str | None:
-    """Return the message for a step with too different log-probs of engine and trainer; None for any other step.
+    """Return the message for a step with too different log-probs of engine and trainer; None for others.
 
-    `mismatch` is `StepOutcome.excess_mismatch`, `limit` the recipe's; both are in nats.
+    `mismatch` is `StepOutcome.excess_mismatch`, `limit` the recipe's, both in nats.
     """
     # The limit may be missing although the step exceeded it: a resume can remove it before the step is logged.
     if limit is None or mismatch is None:
