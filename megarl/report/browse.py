@@ -21,19 +21,18 @@ from megarl.types import ConfigError
 Order = Literal["file", "best", "worst"]
 
 TRAINING = "train"
-"""Name under which training samples are selected, as they belong to no validation set."""
+"""Name under which training samples are selected: they belong to no validation set."""
 
 _EVALUATION = -1
-"""Number used as the step of an evaluation's answers, which have no step."""
+"""Step of an evaluation's answers, which have none."""
 _MOST_FOUND = 200
-"""Number of found samples at which a search over all steps stops."""
+"""Number of samples at which a search over all steps stops."""
 
 HELP = (
     "Enter or n: next, p: previous, > and <: next and previous step, NUMBER: that step, b: best first, w: worst first, "
     "f: as recorded, set NAME: that validation set (train: training, all: every), /TEXT: search in all steps "
     "(/ alone: none), q: end"
 )
-"""Help text with the browser's commands."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +51,7 @@ def browse(
     """Show samples of a run folder, or answers of an evaluation folder.
 
     With `ask`, the user moves through them with commands; otherwise the first `limit` are printed. `ask` takes a prompt
-    and returns a line, or raises EOFError at the end. Raises ConfigError if the folder is not a run, has no samples, or
-    none for this step or set.
+    and returns a line, or raises EOFError. Raises ConfigError for other folders, and if there are no such samples.
     """
     if is_evaluation(path):
         if selection.step is not None:
@@ -75,36 +73,32 @@ def browse(
 
 
 def select(files: Mapping[int, Path], selection: Selection) -> list[dict[str, Any]]:
-    """Return the samples of a selection. Without a step number: those of the newest step.
-
-    A search without a step number covers all steps, newest first.
-    """
+    """Return the samples of a selection. Without a step: of the newest; with a search, of all steps, newest first."""
     if selection.step is None and selection.text:
         steps: Sequence[int] = sorted(files, reverse=True)
     else:
         steps = [max(files) if selection.step is None else selection.step]
-    found: list[dict[str, Any]] = []
+    selected: list[dict[str, Any]] = []
     for step in steps:
         with storage_faults_named(files[step]):
             records = [record for record in read_records(files[step], step) if _is_selected(record, selection)]
         if selection.order != "file":
             records = extreme(records, len(records), sign=1 if selection.order == "worst" else -1)
-        found += records
+        selected += records
         # A search over a long run may read gigabytes; one step is always read completely.
-        if len(found) >= _MOST_FOUND and len(steps) > 1:
-            return found[:_MOST_FOUND]
-    return found
+        if len(selected) >= _MOST_FOUND and len(steps) > 1:
+            return selected[:_MOST_FOUND]
+    return selected
 
 
 def sample_text(record: Mapping[str, Any], search: str = "") -> Text:
-    """Return a sample as text: step and reward, prompt, completion or turns, right answer. Hidden characters are
-    visible."""
+    """Return a sample as text: step and reward, prompt, completion or turns, right answer."""
     text = Text()
     # Text objects, not markup: brackets in a sample must not be read as styles of rich.
     text.append(_facts(record) + "\n", "bold")
-    for role, said in _said(record):
+    for role, content in _sections(record):
         text.append(f"{make_visible(role)}\n", "cyan")
-        text.append(make_visible(said).rstrip("\n") + "\n")
+        text.append(make_visible(content).rstrip("\n") + "\n")
     if search:
         text.highlight_words([search], "black on yellow", case_sensitive=False)
     return text
@@ -130,7 +124,7 @@ def _facts(record: Mapping[str, Any]) -> str:
     return make_visible("  ".join(filter(None, parts)))
 
 
-def _said(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _sections(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield role and text of the prompt, of each turn or the completion, and of the right answer."""
     if record.get("rendered_prompt"):
         yield "prompt, as the policy was shown it", _plain(record["rendered_prompt"])
@@ -150,7 +144,6 @@ def _said(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _messages(value: Any) -> Iterator[tuple[str, str]]:
-    """Yield role and text of each message in a list."""
     for message in value if isinstance(value, list) else [] if value is None else [value]:
         if isinstance(message, Mapping):
             rest = {name: item for name, item in message.items() if name not in ("role", "content") and item}
@@ -161,22 +154,20 @@ def _messages(value: Any) -> Iterator[tuple[str, str]]:
 
 
 def _plain(value: Any) -> str:
-    """Return a text unchanged, and any other value as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _is_selected(record: Mapping[str, Any], selection: Selection) -> bool:
-    """Return whether a record belongs to the selected set and contains the searched text."""
     if selection.set is not None and record.get("set", TRAINING) != selection.set:
         return False
-    wanted = selection.text.lower()
-    return not wanted or any(wanted in said.lower() for _, said in _said(record))
+    search = selection.text.lower()
+    return not search or any(search in content.lower() for _, content in _sections(record))
 
 
 def _refuse_step(path: Path, files: Mapping[int, Path], step: int) -> None:
     """Raise ConfigError if a step has no samples. It names the nearest step with samples."""
     if step not in files:
-        near = min(files, key=lambda known: abs(known - step))
+        near = min(files, key=lambda number: abs(number - step))
         raise ConfigError(
             f"--step {step}: {path} has no samples of this step; the nearest step with samples is {near}. There are "
             f"{len(files)} such steps, from {min(files)} to {max(files)}"
@@ -185,17 +176,17 @@ def _refuse_step(path: Path, files: Mapping[int, Path], step: int) -> None:
 
 def _print_all(files: Mapping[int, Path], selection: Selection, console: Console, path: Path, limit: int) -> None:
     """Print the first `limit` selected samples. Raises ConfigError if there are none."""
-    found = select(files, selection)
-    if not found:
-        wanted = [f"set {selection.set}"] if selection.set else []
-        wanted += [f"text {selection.text!r}"] if selection.text else []
+    records = select(files, selection)
+    if not records:
+        criteria = [f"set {selection.set}"] if selection.set else []
+        criteria += [f"text {selection.text!r}"] if selection.text else []
         raise ConfigError(
-            f"{path}: no sample matches {' with '.join(wanted) or 'that step'}; `megarl samples {path}` shows all"
+            f"{path}: no sample matches {' with '.join(criteria) or 'that step'}; `megarl samples {path}` shows all"
         )
-    for record in found[:limit]:
+    for record in records[:limit]:
         console.print(sample_text(record, selection.text))
-    if len(found) > limit:
-        console.print(f"{len(found) - limit} more samples; raise --limit to print them", style="dim")
+    if len(records) > limit:
+        console.print(f"{len(records) - limit} more samples; raise --limit to print them", style="dim")
 
 
 class _Browser:
@@ -205,11 +196,10 @@ class _Browser:
         self._files, self._console = files, console
         self._steps = sorted(files)
         self._selection = selection
-        self._found = select(files, selection)
+        self._records = select(files, selection)
         self._place = 0
 
     def run(self, ask: Callable[[str], str]) -> None:
-        """Show samples until the user quits."""
         self._console.print(HELP, style="dim")
         self._show()
         while True:
@@ -223,15 +213,14 @@ class _Browser:
             self._do(command)
 
     def _do(self, command: str) -> None:
-        """Carry out one command of the user."""
         order: dict[str, Order] = {"b": "best", "w": "worst", "f": "file"}
         if command in ("", "n", "p"):
             self._move(-1 if command == "p" else 1)
         elif command in order:
             self._choose(replace(self._selection, order=order[command]))
         elif command in ("<", ">"):
-            at = self._steps.index(self._step) + (1 if command == ">" else -1)
-            self._choose(replace(self._selection, step=self._steps[max(0, min(at, len(self._steps) - 1))], text=""))
+            place = self._steps.index(self._step) + (1 if command == ">" else -1)
+            self._choose(replace(self._selection, step=self._steps[max(0, min(place, len(self._steps) - 1))], text=""))
         # The nearest step, because samples may be written only every few steps.
         elif command.isdecimal():
             near = min(self._steps, key=lambda step: abs(step - int(command)))
@@ -249,12 +238,11 @@ class _Browser:
         """Step of the shown sample, or the newest step if there is none."""
         if self._selection.step is not None:
             return self._selection.step
-        return int(self._found[self._place]["step"]) if self._found else self._steps[-1]
+        return int(self._records[self._place]["step"]) if self._records else self._steps[-1]
 
     def _move(self, by: int) -> None:
-        """Show the next or the previous sample."""
         place = self._place + by
-        if not 0 <= place < len(self._found):
+        if not 0 <= place < len(self._records):
             self._console.print("the first" if by < 0 else "the last", style="dim")
             return
         self._place = place
@@ -262,21 +250,20 @@ class _Browser:
 
     def _choose(self, selection: Selection) -> None:
         """Show the first sample of a new selection. If it is empty, say so and keep the old one."""
-        found = select(self._files, selection)
-        if not found:
+        records = select(self._files, selection)
+        if not records:
             self._console.print("no sample matches; the previous selection stays", style="dim")
             return
-        self._selection, self._found, self._place = selection, found, 0
+        self._selection, self._records, self._place = selection, records, 0
         self._show()
 
     def _show(self) -> None:
-        """Print the current sample."""
-        if not self._found:
+        if not self._records:
             self._console.print("no sample matches the selection", style="dim")
             return
-        chosen = self._selection
-        position = f"{self._place + 1} of {len(self._found)}" + (
-            "" if chosen.order == "file" else f", {chosen.order} first"
+        selection = self._selection
+        position = f"{self._place + 1} of {len(self._records)}" + (
+            "" if selection.order == "file" else f", {selection.order} first"
         )
         self._console.print(f"\n{position}", style="dim")
-        self._console.print(sample_text(self._found[self._place], chosen.text))
+        self._console.print(sample_text(self._records[self._place], selection.text))

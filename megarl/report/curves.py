@@ -27,7 +27,7 @@ class Chart(NamedTuple):
     """An important chart: its title, its meaning, and regular expressions for its metrics.
 
     The first expression that matches any metric is used, with one chart for each match. `spread` names a metric with
-    half the width of a band around the curve. `upper` names a metric drawn as a thin line.
+    half the width of a band around the curve, `upper` one drawn as a thin line.
     """
 
     title: str
@@ -63,11 +63,10 @@ CHARTS = (
     Chart("Turns", "completions of an attempt", ("rollout/turns/mean",), upper="rollout/turns/max"),
     Chart("Step time", "seconds, without the first step", ("derived/later_step_seconds",)),
 )  # fmt: skip
-"""Important charts, the most informative first. A chart is left out if no run has its metric, or if it is uninformative
-(`_QUIET`)."""
+"""Important charts, the most informative first. A chart without data, or with an uninformative curve, is left out."""
 
 _QUIET = {"Truncated": 0.0, "Staleness": 0.0, "Turns": 1.0, "Clipped": 0.0}
-"""Metrics with an uninformative value: if the metric always has it, its chart is left out."""
+"""Values that make a chart uninformative, if its metric always has them."""
 
 GROUPS = ("reward", "val", "rollout", "environment", "tools", "train", "kl", "distillation", "logprob_gap",
           "importance", "critic", "staleness", "partial", "curriculum", "perf", "time", "memory",
@@ -84,30 +83,27 @@ FAULTS = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Bins:
-    """Groups of consecutive steps, called bins, each drawn as one point. Bin `i` has rows `edges[i]` to `edges[i +
-    1]`."""
+    """Groups of consecutive steps, each drawn as one point. Bin `i` has rows `edges[i]` to `edges[i + 1]`."""
 
     edges: tuple[int, ...]
 
     @classmethod
-    def of(cls, num_rows: int, most: int) -> Bins:
-        """Return at most `most` bins of equal size for `num_rows` steps."""
-        count = min(num_rows, most)
+    def of(cls, num_rows: int, max_bins: int) -> Bins:
+        """Return at most `max_bins` bins of equal size for `num_rows` steps."""
+        count = min(num_rows, max_bins)
         return cls(tuple(num_rows * number // count for number in range(count + 1)) if count else (0,))
 
     def parts(self, values: Sequence[float]) -> Iterator[Sequence[float]]:
-        """Yield the values of each bin."""
         for start, end in zip(self.edges, self.edges[1:], strict=False):
             yield values[start:end]
 
 
 def with_derived(rows: Rows) -> list[tuple[int, dict[str, float]]]:
-    """Return the steps with computed metrics: `derived/later_step_seconds`, and `derived/tokens_per_second` if no
-    throughput was measured.
+    """Return the steps with computed metrics: `derived/later_step_seconds` and `derived/tokens_per_second`.
 
-    The first is the time of each step after the first training step, which includes the start of ranks and engines. It
-    would make the differences between the others invisible. The second is the number of trained tokens divided by the
-    step's time in seconds.
+    The first leaves out the first training step: it includes the start of ranks and engines, and would make the
+    differences between the others invisible. The second divides trained tokens by seconds, if no throughput was
+    measured.
     """
     has_speed = any(name == "perf/tokens_per_second_per_rank" for _, row in rows for name in row)
     # Step 0 is an evaluation before training.
@@ -156,9 +152,8 @@ def series(rows: Rows, most_points: int) -> dict[str, Any]:
     """Return the reduced curves of a run, as JSON values.
 
     `x` has the last step of each bin, `seconds` the training time up to it. `of` has for each metric its values `y`:
-    the mean of the finite values in each bin, None if there are none. A metric with values in few bins has `i`, the
-    numbers of its bins. `is_thinned`: a bin has more than one step. Important metrics then also have `low` and `high`,
-    the smallest and the largest value in each bin.
+    the mean of the finite values in each bin, or None. A metric with values in few bins has their numbers `i`.
+    `is_thinned`: a bin has more than one step. Important metrics then have the extremes `low` and `high` of each bin.
     """
     bins = Bins.of(len(rows), most_points)
     is_thinned = len(rows) > most_points
@@ -178,7 +173,7 @@ def series(rows: Rows, most_points: int) -> dict[str, Any]:
         of[name] = _curve(bins, values, with_range=name in with_range)
     return {
         "x": [part[-1] for part in bins.parts(steps)],
-        "seconds": [rounded(part[-1]) for part in bins.parts(elapsed)],
+        "seconds": [round_for_page(part[-1]) for part in bins.parts(elapsed)],
         "of": of,
         "is_thinned": is_thinned,
     }
@@ -187,9 +182,8 @@ def series(rows: Rows, most_points: int) -> dict[str, Any]:
 def over_seeds(runs: Sequence[Rows], most_points: int) -> dict[str, Any]:
     """Return the mean curves of runs differing only in their seed, in the form of `series`.
 
-    A point is the mean over the runs with the step. `low` and `high` are one standard deviation below and above
-    it; they equal the mean if only one run has the step. `final` has mean, deviation and number of runs for each
-    metric's last values.
+    A point is the mean over the runs with the step. `low` and `high` are one standard deviation below and above it.
+    `final` has mean, deviation and number of runs for each metric's last values.
     """
     by_step: dict[int, dict[str, list[float]]] = {}
     last: list[dict[str, float]] = []
@@ -202,16 +196,18 @@ def over_seeds(runs: Sequence[Rows], most_points: int) -> dict[str, Any]:
     steps = sorted(by_step)
     # Runs may have logged different steps. Each mean covers the runs with the step.
     means = [(step, {name: _moments(values)[0] for name, values in by_step[step].items()}) for step in steps]
-    found = series(means, most_points)
+    mean_series = series(means, most_points)
     bins = Bins.of(len(means), most_points)
-    for name, curve in found["of"].items():
+    for name, curve in mean_series["of"].items():
         for bound, sign in (("low", -1), ("high", 1)):
-            edges = [_bound(by_step[step].get(name), sign) for step in steps]
+            edges = [_band_edge(by_step[step].get(name), sign) for step in steps]
             curve[bound] = _curve(bins, edges, with_range=False)["y"]
-    finals = {name: [row[name] for row in last if name in row] for name in found["of"]}
+    finals = {name: [row[name] for row in last if name in row] for name in mean_series["of"]}
     moments = {name: (*_moments(values), len(values)) for name, values in finals.items() if values}
-    found["final"] = {name: [rounded(mean), rounded(spread), count] for name, (mean, spread, count) in moments.items()}
-    return found
+    mean_series["final"] = {
+        name: [round_for_page(mean), round_for_page(spread), count] for name, (mean, spread, count) in moments.items()
+    }
+    return mean_series
 
 
 def _moments(values: Sequence[float]) -> tuple[float, float]:
@@ -221,8 +217,8 @@ def _moments(values: Sequence[float]) -> tuple[float, float]:
     return mean, math.sqrt(squares / (len(values) - 1)) if len(values) > 1 else 0.0
 
 
-def _bound(values: Sequence[float] | None, sign: int) -> float:
-    """Return the mean of `values` plus `sign` times their standard deviation. NaN if there are no values."""
+def _band_edge(values: Sequence[float] | None, sign: int) -> float:
+    """Return the mean plus `sign` times the standard deviation, NaN without values."""
     if not values:
         return math.nan
     mean, spread = _moments(values)
@@ -238,9 +234,9 @@ def points_for(runs: Sequence[Rows]) -> int:
 def phase_times(rows: Rows) -> dict[str, Any]:
     """Return the time of each phase over the run, as JSON values.
 
-    `x` has the last step of each column. `of` has for each phase the mean seconds per step in each column. `other` is
-    the step's time outside of all phases. Parts of a phase, like reshard_wire, are left out. `total` has the seconds
-    over all steps, `per_column` the maximum number of steps in a column.
+    `x` has the last step of each column, `of` for each phase the mean seconds per step in each column. `other` is the
+    time outside of all phases. Parts of a phase, like reshard_wire, are left out. `total` has the seconds over all
+    steps, `per_column` the maximum number of steps in a column.
     """
     names = [name for name in metric_names(rows) if re.fullmatch(r"time/[^/]+_seconds", name)]
     phases = {
@@ -254,50 +250,54 @@ def phase_times(rows: Rows) -> dict[str, Any]:
     columns: dict[str, list[float]] = {
         phase: [_finite(row.get(name)) for _, row in timed] for phase, name in phases.items()
     }
-    whole = [_finite(row["time/step_seconds"]) for _, row in timed]
-    known_totals = [sum(values[index] for values in columns.values()) for index in range(len(timed))]
+    step_seconds = [_finite(row["time/step_seconds"]) for _, row in timed]
+    phase_totals = [sum(values[index] for values in columns.values()) for index in range(len(timed))]
     # The phases may add up to slightly more than the step's time, and a negative time cannot be drawn.
-    columns["other"] = [max(0.0, all_of - known) for all_of, known in zip(whole, known_totals, strict=True)]
+    columns["other"] = [
+        max(0.0, seconds - in_phases) for seconds, in_phases in zip(step_seconds, phase_totals, strict=True)
+    ]
     total = {phase: sum(values) for phase, values in columns.items() if any(values)}
     order = sorted(total, key=lambda phase: (phase == "other", -total[phase]))
     bins = Bins.of(len(timed), _NUM_COLUMNS)
     return {
         "x": [part[-1] for part in bins.parts([step for step, _ in timed])],
-        "of": {phase: [rounded(sum(part) / len(part)) for part in bins.parts(columns[phase])] for phase in order},
-        "total": {phase: rounded(total[phase]) for phase in order},
-        "per_column": max(len(part) for part in bins.parts(whole)),
+        "of": {
+            phase: [round_for_page(sum(part) / len(part)) for part in bins.parts(columns[phase])] for phase in order
+        },
+        "total": {phase: round_for_page(total[phase]) for phase in order},
+        "per_column": max(len(part) for part in bins.parts(step_seconds)),
     }
 
 
 def fault_counts(rows: Rows) -> list[dict[str, Any]]:
-    """Return the non-zero error counts: the sum over the run, the number of steps with errors, the first and the last
-    one."""
-    found = []
+    """Return the non-zero error counts: their sum, the number of steps with errors, the first and the last one."""
+    counts = []
     for name in metric_names(rows):
         if not FAULTS.fullmatch(name):
             continue
         steps = [(step, row[name]) for step, row in rows if row.get(name) and not math.isnan(row[name])]
         if steps:
-            total = rounded(sum(count for _, count in steps))
-            found.append(
+            total = round_for_page(sum(count for _, count in steps))
+            counts.append(
                 {"metric": name, "sum": total, "steps": len(steps), "first": steps[0][0], "last": steps[-1][0]}
             )
-    return found
+    return counts
 
 
 def not_finite(rows: Rows) -> list[dict[str, Any]]:
     """Return the metrics with values that were not finite: the number of such steps, the first and the last one."""
-    found: dict[str, list[int]] = {}
+    steps_by_name: dict[str, list[int]] = {}
     for step, row in rows:
         for name, value in row.items():
             if math.isnan(value):
-                found.setdefault(name, []).append(step)
+                steps_by_name.setdefault(name, []).append(step)
     return [
-        {"metric": name, "steps": len(steps), "first": steps[0], "last": steps[-1]} for name, steps in found.items()
+        {"metric": name, "steps": len(steps), "first": steps[0], "last": steps[-1]}
+        for name, steps in steps_by_name.items()
     ]
 
 
-def rounded(value: float) -> float | int | None:
+def round_for_page(value: float) -> float | int | None:
     """Return a number with five significant digits, in its shortest JSON form. None if it is not finite."""
     # Five digits are finer than a pixel and keep the page small.
     short = float(f"{value:.5g}")
@@ -310,28 +310,26 @@ def rounded(value: float) -> float | int | None:
 def _curve(bins: Bins, values: Sequence[float], *, with_range: bool) -> dict[str, Any]:
     """Return the values of a metric by bin, in the form used by `series`."""
     parts = [[value for value in part if not math.isnan(value)] for part in bins.parts(values)]
-    kept = [index for index, part in enumerate(parts) if part]
+    filled = [index for index, part in enumerate(parts) if part]
     # Evaluations happen every few steps; a list of bins is then shorter than many nulls.
-    is_sparse = len(kept) < len(parts) / 2
-    shown = kept if is_sparse else range(len(parts))
-    curve: dict[str, Any] = {"i": kept} if is_sparse else {}
-    curve["y"] = [rounded(sum(parts[i]) / len(parts[i])) if parts[i] else None for i in shown]
+    is_sparse = len(filled) < len(parts) / 2
+    indices = filled if is_sparse else range(len(parts))
+    curve: dict[str, Any] = {"i": filled} if is_sparse else {}
+    curve["y"] = [round_for_page(sum(parts[i]) / len(parts[i])) if parts[i] else None for i in indices]
     if with_range:
-        curve["low"] = [rounded(min(parts[i])) if parts[i] else None for i in shown]
-        curve["high"] = [rounded(max(parts[i])) if parts[i] else None for i in shown]
+        curve["low"] = [round_for_page(min(parts[i])) if parts[i] else None for i in indices]
+        curve["high"] = [round_for_page(max(parts[i])) if parts[i] else None for i in indices]
     # Logged but never finite: the page shows an empty curve, so that the metric is not overlooked.
-    if any(map(math.isnan, values)) and not kept:
+    if any(map(math.isnan, values)) and not filled:
         curve["y"] = []
     return curve
 
 
 def _finite(value: float | None) -> float:
-    """Return a step's value of a metric, 0 if it is missing or NaN."""
     return 0.0 if value is None or math.isnan(value) else value
 
 
 def _is_always(runs: Sequence[Rows], name: str, value: float) -> bool:
-    """Return whether a metric has this value in all steps that have it."""
     return all(row.get(name, value) == value for rows in runs for _, row in rows)
 
 
@@ -342,6 +340,5 @@ def _short(name: str) -> str:
 
 
 def _place(name: str) -> int:
-    """Return the position of a metric's group on the page, as a sort key."""
     group = name.split("/")[0]
     return GROUPS.index(group) if group in GROUPS else len(GROUPS)

@@ -20,24 +20,23 @@ _NUM_ANSWERS = 40
 
 def evaluation_content(evaluations: Sequence[RecordedEvaluation], labels: Sequence[str]) -> dict[str, Any]:
     """Return the page's content as JSON values. The first evaluation is compared with each later one."""
-    first, *others = evaluations
+    first, *later = evaluations
     content = {
         "made": now_text(),
-        "evaluations": [_evaluation(one, label) for one, label in zip(evaluations, labels, strict=True)],
+        "evaluations": [_evaluation(evaluation, label) for evaluation, label in zip(evaluations, labels, strict=True)],
         "comparisons": [
             {
                 "other": number,
-                "sets": [_set_difference(of_set) for of_set in differences(first, other)],
-                "changed": changed_between(first.path / ANSWERS, other.path / ANSWERS, _NUM_CHANGED),
+                "sets": [_set_difference(of_set) for of_set in differences(first, evaluation)],
+                "changed": changed_between(first.path / ANSWERS, evaluation.path / ANSWERS, _NUM_CHANGED),
             }
-            for number, other in enumerate(others, 1)
+            for number, evaluation in enumerate(later, 1)
         ],
     }
-    return content if others else {**content, "answers": _answers(first.path / ANSWERS)}
+    return content if later else {**content, "answers": _answers(first.path / ANSWERS)}
 
 
 def _evaluation(evaluation: RecordedEvaluation, label: str) -> dict[str, Any]:
-    """Return an evaluation's labels, notes and measures (accuracy, pass@k, rewards) for the page."""
     return {
         "label": shortened_text(label, 120),
         "path": shortened_text(str(evaluation.path.resolve()), 400),
@@ -55,7 +54,6 @@ def _evaluation(evaluation: RecordedEvaluation, label: str) -> dict[str, Any]:
 
 
 def _set_difference(of_set: SetDifference) -> dict[str, Any]:
-    """Return the comparison of two evaluations on one validation set, as JSON values."""
     return {
         "set": shortened_text(of_set.name, 120),
         "measure": of_set.measure,
@@ -68,23 +66,21 @@ def _set_difference(of_set: SetDifference) -> dict[str, Any]:
 
 
 def _measure(measure: Measure) -> dict[str, Any]:
-    """Return a measure and the ends of its confidence interval, as JSON values."""
     return {"value": measure.value, "low": measure.low, "high": measure.high}
 
 
 def _answers(path: Path) -> dict[str, Any]:
-    """Return the first wrong and the first right answers of an evaluation."""
-    found: dict[str, list[dict[str, Any]]] = {"wrong": [], "right": []}
+    answers: dict[str, list[dict[str, Any]]] = {"wrong": [], "right": []}
     for record in read_records(path, 0):
         verdict = record.get("answer_correct")
         # An answer without a verdict is neither right nor wrong.
         if verdict is None:
             continue
-        kind = found["right" if verdict is True else "wrong"]
+        kind = answers["right" if verdict is True else "wrong"]
         if len(kind) < _NUM_ANSWERS:
             # An evaluation has no steps, so the step given to `read_records` must not be shown.
             kind.append({name: value for name, value in compact(record).items() if name != "step"})
         # Stop early: answer files may have gigabytes.
-        if all(len(of_kind) == _NUM_ANSWERS for of_kind in found.values()):
+        if all(len(of_kind) == _NUM_ANSWERS for of_kind in answers.values()):
             break
-    return found
+    return answers

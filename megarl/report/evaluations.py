@@ -22,9 +22,7 @@ ANSWERS = "answers.jsonl"
 
 @dataclass(slots=True)
 class Answered:
-    """All attempts at one problem: whether each is right, its reward, and a hash of the problem's prompt and gold
-    answer.
-    """
+    """All attempts at one problem: whether each is right, its reward, and a hash of prompt and gold answer."""
 
     identity: bytes
     is_right: list[bool] = field(default_factory=list)
@@ -35,7 +33,6 @@ class Answered:
 
     @property
     def accuracy(self) -> float:
-        """Share of the attempts that are right."""
         return sum(self.is_right) / len(self.is_right)
 
 
@@ -54,8 +51,7 @@ class RecordedEvaluation:
     """Fields of the evaluation's recipe, keyed by dotted name."""
     sets: Mapping[str, Mapping[Key, Answered]]
     measures: Mapping[str, Mapping[str, Measure]]
-    """Measures in metrics.json (accuracy, pass_at_K, majority_at_K, reward/mean, reward/FUNCTION/mean) by validation
-    set. Without the file: accuracy and reward/mean only."""
+    """Measures in metrics.json by validation set. Without the file: accuracy and reward/mean only."""
     notes: tuple[str, ...] = ()
 
 
@@ -68,7 +64,7 @@ class SetDifference:
     """The reward is compared if it is unknown of some attempt whether it is right."""
     problems: int
     left_out: int
-    """Number of problems that are in only one evaluation, or whose prompt or gold answer changed."""
+    """Number of problems in only one evaluation, or with a changed prompt or gold answer."""
     gained: int
     lost: int
     """Number of problems whose measure rose or fell."""
@@ -122,7 +118,6 @@ def read_evaluation(path: Path) -> RecordedEvaluation:
 
 
 def accuracy_of(problems: Mapping[Key, Answered]) -> Measure:
-    """Return the mean accuracy over problems, with its 95 % interval."""
     return mean_with_interval([answered.accuracy for answered in problems.values()])
 
 
@@ -134,31 +129,27 @@ def _measures_of(problems: Mapping[Key, Answered]) -> dict[str, Measure]:
 
 
 def is_judged(problems: Mapping[Key, Answered]) -> bool:
-    """Return whether it is known of every attempt whether it is right."""
     return all(answered.is_judged for answered in problems.values())
 
 
 def differences(before: RecordedEvaluation, after: RecordedEvaluation) -> list[SetDifference]:
-    """Return the comparison of each validation set in both evaluations, keyed by name. Equal names mean the same
-    set."""
+    """Return the comparison of each validation set in both evaluations. Equal names mean the same set."""
     return [
         _difference(name, problems, after.sets[name]) for name, problems in before.sets.items() if name in after.sets
     ]
 
 
 def refuse_mixed(paths: Sequence[Path]) -> None:
-    """Raise ConfigError if some folders are evaluations and others are runs."""
     evaluations = [path for path in paths if is_evaluation(path)]
     if evaluations and len(evaluations) < len(paths):
-        other = next(path for path in paths if not is_evaluation(path))
+        mismatch = next(path for path in paths if not is_evaluation(path))
         raise ConfigError(
-            f"{evaluations[0]} is an evaluation, but {other} is not; give only folders of evaluations, or only folders "
-            "of runs"
+            f"{evaluations[0]} is an evaluation, but {mismatch} is not; give only folders of evaluations, or only "
+            "folders of runs"
         )
 
 
 def _difference(name: str, before: Mapping[Key, Answered], after: Mapping[Key, Answered]) -> SetDifference:
-    """Return the comparison of a validation set over the problems in both evaluations."""
     # A paired comparison removes the variance between problems, so its interval is narrower.
     shared = [key for key in before if key in after and before[key].identity == after[key].identity]
     if is_judged(before) and is_judged(after):
@@ -182,5 +173,5 @@ def _difference(name: str, before: Mapping[Key, Answered], after: Mapping[Key, A
 
 def _measure(fields: Mapping[str, Any]) -> Measure:
     """Return a measure read from JSON. Raises TypeError or ValueError for other fields."""
-    found = Measure(**fields)
-    return Measure(float(found.value), float(found.low), float(found.high), found.interval)
+    measure = Measure(**fields)
+    return Measure(float(measure.value), float(measure.low), float(measure.high), measure.interval)

@@ -44,14 +44,13 @@ _METHODS = {
     "reward_model": "pairwise comparison, as a reward model,",
     "distillation": "on-policy distillation",
 }
-"""Name of each loop's method."""
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
     """A measure of a model on a validation set, with its 95 % interval (None: it has none).
 
-    `before` is the same measure before training, `sampling` the number of attempts and the temperature, if known.
+    `before` is the same measure before training, `sampling` the number of attempts and the temperature.
     """
 
     set_name: str
@@ -63,15 +62,13 @@ class Result:
 
     @property
     def interval_text(self) -> str:
-        """Text of the interval, empty without one."""
         return "" if self.interval is None else f"{self.interval[0]:.4g} to {self.interval[1]:.4g}"
 
 
 def write_card(run: Path, model: Path, step: int, name: str | None = None) -> None:
     """Write the model card of a run's model after a step to README.md in the model's folder.
 
-    `name` is the model's name on the Hub. Default: the one of the run. Raises StorageError if a file cannot be read or
-    written.
+    `name` is the model's name on the Hub. Default: the one of the run. Raises StorageError.
     """
     text = str(model_card(read_run(run), model, step, name))
     with storage_faults_named(model / CARD):
@@ -88,15 +85,15 @@ def model_card(run: RecordedRun, model: Path, step: int, name: str | None = None
 
 
 def _results_of_step(run: RecordedRun, step: int) -> Iterator[Result]:
-    """Yield the measures of the run's own evaluation of a step. There are none if it did not evaluate this step."""
+    """Yield the measures of the run's own evaluation of a step, if it evaluated this step."""
     rows = dict(run.rows)
-    found, before = rows.get(step, {}), rows.get(0, {}) if step else {}
-    for name, value in found.items():
+    row, before = rows.get(step, {}), rows.get(0, {}) if step else {}
+    for name, value in row.items():
         if not math.isfinite(value):
             continue
-        if f"{name}/low" in found and (match := _MEASURE.fullmatch(name)):
+        if f"{name}/low" in row and (match := _MEASURE.fullmatch(name)):
             set_name, measure = match.groups()
-            interval = found[f"{name}/low"], found[f"{name}/high"]
+            interval = row[f"{name}/low"], row[f"{name}/high"]
             yield Result(set_name, measure, value, interval, before.get(name))
         elif name.startswith("val/") and name.endswith("/loss"):
             yield Result(name.split("/")[1], "loss", value, None, before.get(name))
@@ -118,24 +115,24 @@ def _results_of_evaluations(run: RecordedRun, model: Path) -> Iterator[Result]:
         if not evaluation.model or Path(evaluation.model).resolve() != model.resolve():
             continue
         for set_name, measures in evaluation.measures.items():
-            for measure, found in measures.items():
-                yield _result_of(set_name, measure, found, evaluation.config)
+            for name, measure in measures.items():
+                yield _result_of(set_name, name, measure, evaluation.config)
 
 
-def _result_of(set_name: str, measure: str, found: Measure, config: Mapping[str, Any]) -> Result:
-    """Return a measure of `megarl eval` as a result. `config` is the evaluation's recipe."""
-    names = {"evaluation.samples_per_prompt": "attempts", "evaluation.sampling.temperature": "temperature"}
-    sampling = ", ".join(f"{word} {config[name]}" for name, word in names.items() if config.get(name) is not None)
-    return Result(set_name, measure, found.value, (found.low, found.high), None, sampling)
+def _result_of(set_name: str, name: str, measure: Measure, config: Mapping[str, Any]) -> Result:
+    words = {"evaluation.samples_per_prompt": "attempts", "evaluation.sampling.temperature": "temperature"}
+    sampling = ", ".join(f"{word} {config[field]}" for field, word in words.items() if config.get(field) is not None)
+    return Result(set_name, name, measure.value, (measure.low, measure.high), None, sampling)
 
 
 def _metadata(run: RecordedRun, model: Path, results: Sequence[Result], name: str) -> ModelCardData:
-    """Return the card's metadata."""
     from huggingface_hub import ModelCardData
 
     base, inherited = _base_model(run)
     sources = {field: hub_data_set(source) for field, source in _data_sources(run.config).items()}
-    trained_on = dict.fromkeys(found for field, found in sources.items() if found and ".validation" not in field)
+    trained_on = dict.fromkeys(
+        data_set for field, data_set in sources.items() if data_set and ".validation" not in field
+    )
     tags = ("megarl", run.config.get("loop"), run.config.get("algorithm.preset"))
     return ModelCardData(
         base_model=base,
@@ -168,10 +165,10 @@ def _base_model(run: RecordedRun) -> tuple[str | None, dict[str, Any]]:
     earlier = of_base.get("base_model")
     if "megarl" in (of_base.get("tags") or ()) and isinstance(earlier, str):
         return earlier, inherited
-    return _published(folder), inherited
+    return _recognise_published(folder), inherited
 
 
-def _published(folder: Path) -> str | None:
+def _recognise_published(folder: Path) -> str | None:
     """Return the Hub's name of a local copy of a published model, None for other folders."""
     if (name := published_name(folder)) is None:
         return None
@@ -183,17 +180,16 @@ def _published(folder: Path) -> str | None:
 
 
 def _data_sources(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the recipe's data sources by field, with the split if one is named."""
-    found = {match[1]: value for field, value in config.items() if (match := _DATA_FIELD.fullmatch(field))}
-    return {field: value for field, value in found.items() if isinstance(value, str)}
+    values = {match[1]: value for field, value in config.items() if (match := _DATA_FIELD.fullmatch(field))}
+    return {field: value for field, value in values.items() if isinstance(value, str)}
 
 
 def _eval_result(result: Result, sources: Mapping[str, str | None]) -> EvalResult:
-    """Return a result as an entry of the card's metadata. `sources` has the data sets' names on the Hub by field."""
+    """Return a result as an entry of the metadata. `sources` has the data sets' names on the Hub by field."""
     from huggingface_hub import EvalResult
 
     name = result.set_name.partition("/")[0]
-    on_hub = next((found for field, found in sources.items() if found and field.endswith(f".{name}")), None)
+    on_hub = next((data_set for field, data_set in sources.items() if data_set and field.endswith(f".{name}")), None)
     text = f"{result.measure} (95 % interval {result.interval_text})" if result.interval else result.measure
     bounds = {} if result.interval is None else dict(zip(("low", "high"), result.interval, strict=True))
     return EvalResult(
@@ -244,7 +240,6 @@ def _usage(place: str, *, is_classifier: bool) -> str:
 
 
 def _results_text(results: Sequence[Result], step: int) -> str:
-    """Return the table of results."""
     if not results:
         return f"This model, of step {step}, was not evaluated."
     rows = [
@@ -262,15 +257,13 @@ def _results_text(results: Sequence[Result], step: int) -> str:
 
 
 def _versions_text(run: RecordedRun) -> str:
-    """Return the versions of the libraries at the newest start, one per line."""
-    found = next((a.record["versions"] for a in reversed(run.attempts) if a.record.get("versions")), None)
-    if not isinstance(found, Mapping):
+    versions = next((a.record["versions"] for a in reversed(run.attempts) if a.record.get("versions")), None)
+    if not isinstance(versions, Mapping):
         return "The run did not record them."
-    return "\n".join(f"- {package} {version}" for package, version in found.items())
+    return "\n".join(f"- {package} {version}" for package, version in versions.items())
 
 
 def _recipe_text(run: Path) -> str:
-    """Return the text of the run's recipe, in which secrets are hidden; a comment if there is none."""
     try:
         content = (run / "config.yaml").read_bytes()
         return "# The run's config.yaml is too large." if is_too_large(content) else content.decode()
@@ -284,7 +277,6 @@ def _fence(text: str) -> str:
 
 
 def _is_classifier(model: Path) -> bool:
-    """Return whether a model folder has a reward model or a critic."""
     try:
         names = read_object(model / "config.json").get("architectures")
     except DataError:

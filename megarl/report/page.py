@@ -50,11 +50,10 @@ _VALUE = 400
 def write_report(
     paths: Sequence[Path], out: Path | None = None
 ) -> tuple[Path, int, list[RecordedRun] | list[RecordedEvaluation]]:
-    """Write the HTML page about run folders or evaluation folders. Return its path, its size in bytes, and the data
-    read.
+    """Write the HTML page about run folders or evaluation folders. Return its path, its size, and the data read.
 
     Default of `out`: `report.html` in the folder, or in the current folder for several. Raises ConfigError for other
-    folders, and for runs mixed with evaluations. Raises StorageError for failed reads or writes.
+    folders, and for runs mixed with evaluations. Raises StorageError.
     """
     # A folder named twice, perhaps by a link, counts once.
     different = list({path.resolve(): path for path in paths}.values())
@@ -62,14 +61,14 @@ def write_report(
     refuse_mixed(different)
     _refuse_other_files(target)
     if is_evaluation(different[0]):
-        found = [read_evaluation(path) for path in different]
-        content = render_evaluations(found)
+        entries = [read_evaluation(path) for path in different]
+        content = render_evaluations(entries)
     else:
-        found = [read_run(path) for path in different]
-        content = render(found)
+        entries = [read_run(path) for path in different]
+        content = render(entries)
     with storage_faults_named(target):
         replace_bytes(target, content)
-    return target, len(content), found
+    return target, len(content), entries
 
 
 def _refuse_other_files(target: Path) -> None:
@@ -87,7 +86,6 @@ def _refuse_other_files(target: Path) -> None:
 
 
 def render(runs: Sequence[RecordedRun]) -> bytes:
-    """Return the HTML page about these runs."""
     labels = distinct_labels(runs)
     return _page(labels, content_of(runs, labels))
 
@@ -95,7 +93,10 @@ def render(runs: Sequence[RecordedRun]) -> bytes:
 def render_evaluations(evaluations: Sequence[RecordedEvaluation]) -> bytes:
     """Return the HTML page about these evaluations. Later ones are compared with the first."""
     labels = distinct_labels(evaluations)
-    configs = [[[shortened_text(name, 120), _value(one.config, name)] for name in one.config] for one in evaluations]
+    configs = [
+        [[shortened_text(name, 120), _value(evaluation.config, name)] for name in evaluation.config]
+        for evaluation in evaluations
+    ]
     # The page's script shows recipes of runs only, so each evaluation is passed as one.
     runs = [{"label": label, "config": config} for label, config in zip(labels, configs, strict=True)]
     content = {**evaluation_content(evaluations, labels), "runs": runs, "config": config_differences(evaluations)}
@@ -103,7 +104,6 @@ def render_evaluations(evaluations: Sequence[RecordedEvaluation]) -> bytes:
 
 
 def _page(labels: Sequence[str], content: Mapping[str, Any]) -> bytes:
-    """Return the HTML with its script, style and data."""
     script, style = (files("megarl.report").joinpath(f"page.{kind}").read_text("utf-8") for kind in ("js", "css"))
     # Only the script and style with these hashes run, so injected text cannot execute even if escaping failed.
     policy = (
@@ -111,13 +111,12 @@ def _page(labels: Sequence[str], content: Mapping[str, Any]) -> bytes:
         "form-action 'none'"
     )
     title = f"megarl: {', '.join(labels)}"
-    page = _PAGE.format(policy=policy, title=html.escape(title), style=style, script=script, data=embedded(content))
+    page = _PAGE.format(policy=policy, title=html.escape(title), style=style, script=script, data=embed_json(content))
     # Lone surrogates in a folder's name cannot be encoded.
     return page.encode("utf-8", "replace")
 
 
 def content_of(runs: Sequence[RecordedRun], labels: Sequence[str]) -> dict[str, Any]:
-    """Return the page's content about runs as JSON values."""
     all_rows = [curves.with_derived(run.rows) for run in runs]
     points = curves.points_for(all_rows)
     return {
@@ -153,8 +152,7 @@ def _seeds(
 
 
 def _seeds_label(seeds: Mapping[str, Any]) -> str:
-    """Return a common label for runs that differ only in their seed: the common beginning of their labels, and the
-    seeds (`grpo, seeds 0, 1, 2`)."""
+    """Return the common beginning of the labels, and the seeds: `grpo, seeds 0, 1, 2`."""
     columns = itertools.takewhile(lambda letters: len(set(letters)) == 1, zip(*seeds, strict=False))
     shared = "".join(letters[0] for letters in columns).rstrip("-_./ ")
     return shortened_text(f"{shared or 'runs'}, seeds {', '.join(map(str, seeds.values()))}", 120)
@@ -167,7 +165,7 @@ def config_differences(runs: Sequence[RecordedRun] | Sequence[RecordedEvaluation
     return [row for row in rows if row["field"] not in _NOT_SAME and len(set(row["values"])) > 1]
 
 
-def embedded(value: Any) -> str:
+def embed_json(value: Any) -> str:
     """Return JSON safe inside a script element of HTML: no text in it can end the element."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     # Escapes of JSON: `</script>` would end the element, and U+2028/2029 were line ends in older JavaScript.
@@ -178,17 +176,18 @@ def embedded(value: Any) -> str:
 
 def _health(findings: Any) -> list[str]:
     """Return the broken health rules in status.json, one line each."""
-    found = [one for one in findings if isinstance(one, Mapping)] if isinstance(findings, list) else []
-    shown = [
-        f"{one.get('rule')} after step {one.get('step')}: {one.get('metric')} is {one.get('value')} "
-        f"{one.get('problem')}. Try this: {one.get('remedy')}."
-        for one in found
+    broken_rules = (
+        [finding for finding in findings if isinstance(finding, Mapping)] if isinstance(findings, list) else []
+    )
+    lines = [
+        f"{finding.get('rule')} after step {finding.get('step')}: {finding.get('metric')} is {finding.get('value')} "
+        f"{finding.get('problem')}. Try this: {finding.get('remedy')}."
+        for finding in broken_rules
     ]
-    return [shortened_text(line, 1000) for line in shown]
+    return [shortened_text(line, 1000) for line in lines]
 
 
 def _run(run: RecordedRun, label: str, rows: curves.Rows, points: int) -> dict[str, Any]:
-    """Return the page's content about one run."""
     return {
         "label": shortened_text(label, 120),
         "path": shortened_text(str(run.path.resolve()), _VALUE),
@@ -219,8 +218,7 @@ def _run(run: RecordedRun, label: str, rows: curves.Rows, points: int) -> dict[s
 
 
 def _attempt(run: RecordedRun, place: int) -> dict[str, Any]:
-    """Return the page's content about one attempt (start of a run): its recorded facts, and the recipe fields it
-    changed."""
+    """Return the content about one start of a run: its recorded facts, and the recipe fields it changed."""
     attempt = run.attempts[place]
     record = attempt.record
     environment = {
@@ -247,7 +245,6 @@ def _attempt(run: RecordedRun, place: int) -> dict[str, Any]:
 
 
 def _changes(before: Attempt, after: Attempt) -> list[list[str | None]]:
-    """Return the recipe fields in which two attempts differ, with both values."""
     # If one recipe is missing, every field would look changed.
     names = dict.fromkeys([*before.config, *after.config]) if before.config and after.config else {}
     rows = [[name, _value(before.config, name), _value(after.config, name)] for name in names]
@@ -255,7 +252,6 @@ def _changes(before: Attempt, after: Attempt) -> list[list[str | None]]:
 
 
 def _value(config: Mapping[str, Any], name: str) -> str | None:
-    """Return a recipe value as a short text, None if the field is missing."""
     if name not in config:
         return None
     value = config[name]

@@ -21,18 +21,17 @@ from megarl.tracking.renamed_metrics import current_metrics
 from megarl.types import ConfigError
 
 _MARKS = ("config.yaml", "status.json", "metrics.jsonl")
-"""Files by which a run folder is recognised: it has at least one of them."""
+"""A run folder has at least one of these files."""
 _MOST_NOTICES = 50
 """Maximum number of warnings read from an attempt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One attempt, that is one start of a run: its number, its recorded facts and its recipe.
+    """One start of a run: its number, its recorded facts and its recipe.
 
     `record` has the contents of attempt.json; versions of megarl without the file leave it empty. `config` has the
-    recipe fields by dotted name. `stacks` are files with stacks that a user requested. `notices` are the first
-    warnings.
+    recipe fields by dotted name. `stacks` are files with stacks that a user requested.
     """
 
     number: int
@@ -67,13 +66,11 @@ class RecordedRun:
 
     @property
     def state(self) -> str:
-        """State of the run in status.json. `ended unseen`: the file says that the run is active, but its process is
-        gone."""
+        """State of the run in status.json. `ended unseen`: it is active by the file, but its process is gone."""
         return run_state(self.path, self.status)
 
     @property
     def step(self) -> int:
-        """Number of the last trained step."""
         logged = self.rows[-1][0] if self.rows else 0
         # status.json may be missing or older than the last logged step.
         return max(whole_number(self.status.get("step")), logged)
@@ -82,17 +79,15 @@ class RecordedRun:
     def steps(self) -> int | None:
         """Planned number of steps, from the newest attempt or else the recipe. None: not known."""
         planned = [attempt.record.get("steps") for attempt in reversed(self.attempts)]
-        known = [steps for steps in [*planned, self.config.get("train.steps")] if type(steps) is int and steps > 0]
-        return known[0] if known else None
+        numbers = [steps for steps in [*planned, self.config.get("train.steps")] if type(steps) is int and steps > 0]
+        return numbers[0] if numbers else None
 
     @property
     def sample_files(self) -> list[tuple[int, Path]]:
-        """Files in samples/ with their step numbers, in order."""
         return step_files(self.path / "samples")
 
     @property
     def token_files(self) -> list[tuple[int, Path]]:
-        """Files in tokens/ with their step numbers, in order."""
         return step_files(self.path / "tokens")
 
 
@@ -140,13 +135,12 @@ def refuse_other_folders(path: Path) -> None:
 
 
 def _parent_text(earlier: EarlierRun) -> str:
-    """Return the run and the step from which a run was forked, as text. Empty: it is not a fork."""
     parent = earlier.parent()
     return f"{parent.get('name')} at step {parent.get('step')} ({parent.get('run')})" if parent else ""
 
 
 def run_state(path: Path, status: Mapping[str, Any]) -> str:
-    """Return the state of a run from its status.json; see `RecordedRun.state`."""
+    """Return the state of a run; see `RecordedRun.state`."""
     state = str(status.get("state") or "unknown")
     return "ended unseen" if state in ("starting", "running") and owner_is_gone(path) else state
 
@@ -161,17 +155,17 @@ def json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return the fields of nested sections, keyed by dotted name. Lists and empty sections count as values."""
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
-            found |= flat(value, f"{prefix}{name}.")
+            fields |= flat(value, f"{prefix}{name}.")
         else:
-            found[f"{prefix}{name}"] = value
-    return found
+            fields[f"{prefix}{name}"] = value
+    return fields
 
 
 class Named(Protocol):
-    """Protocol of something read from a folder with a name: a run or an evaluation."""
+    """A run or an evaluation, read from a folder with a name."""
 
     @property
     def name(self) -> str: ...
@@ -195,7 +189,7 @@ def distinct_labels(runs: Sequence[Named]) -> list[str]:
 
 
 def parsed_line(line: bytes, max_values: int = SMALL) -> Any:
-    """Return the JSON value of a line, None if the line is not valid JSON or has more than `max_values` values."""
+    """Return the JSON value of a line, None if it is not valid JSON or has more than `max_values` values."""
     try:
         return loads(line, max_values)
     except ValueError:
@@ -209,9 +203,9 @@ def _rows(path: Path, notes: list[str]) -> list[tuple[int, dict[str, float]]]:
     try:
         with path.open("rb") as file:
             for line in filter(bytes.strip, file):
-                if found := metrics_row(line):
+                if row := metrics_row(line):
                     # If a step occurs twice, it was trained again, so the last line counts.
-                    step, rows[step] = found
+                    step, rows[step] = row
                 elif line.endswith(b"\n") or parsed_line(line) is not None:
                     unreadable += 1
                 else:
@@ -236,7 +230,6 @@ def metrics_row(line: bytes) -> tuple[int, dict[str, float]] | None:
 
 
 def _is_number(value: Any) -> bool:
-    """Return whether a logged value is a number or null."""
     # bool is excluded, because Python counts it as an int.
     return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
 
@@ -251,17 +244,15 @@ def _number(value: float | None) -> float:
 
 
 def _attempts(logs: Path) -> list[Attempt]:
-    """Return all attempts (starts) of a run, in order."""
-    found = []
+    attempts = []
     for number, folder in attempt_folders(logs):
         stacks = tuple(file for file in _names(folder) if "stack" in file)
         config = flat(mapping_or_empty(folder / "config.yaml"))
-        found.append(Attempt(number, object_or_empty(folder / "attempt.json"), config, stacks, _notices(folder)))
-    return found
+        attempts.append(Attempt(number, object_or_empty(folder / "attempt.json"), config, stacks, _notices(folder)))
+    return attempts
 
 
 def _notices(folder: Path) -> tuple[Mapping[str, Any], ...]:
-    """Return the first warnings of an attempt."""
     try:
         return tuple(itertools.islice(json_lines(folder / "notices.jsonl"), _MOST_NOTICES))
     except OSError:
@@ -286,7 +277,6 @@ def mapping_or_empty(path: Path) -> dict[str, Any]:
 
 
 def _names(folder: Path) -> tuple[str, ...]:
-    """Return the sorted names in a folder, () if it is missing."""
     try:
         return tuple(sorted(os.listdir(folder)))
     except (FileNotFoundError, NotADirectoryError):
@@ -295,10 +285,9 @@ def _names(folder: Path) -> tuple[str, ...]:
 
 def step_files(folder: Path) -> list[tuple[int, Path]]:
     """Return the files step_N.jsonl of a folder with their steps, in order."""
-    found = [(re.fullmatch(r"step_(\d+)\.jsonl", name), name) for name in _names(folder)]
-    return sorted((int(match[1]), folder / name) for match, name in found if match)
+    matches = [(re.fullmatch(r"step_(\d+)\.jsonl", name), name) for name in _names(folder)]
+    return sorted((int(match[1]), folder / name) for match, name in matches if match)
 
 
 def now_text() -> str:
-    """Return the local time and its zone, to the second."""
     return datetime.now().astimezone().isoformat(" ", "seconds")

@@ -15,16 +15,12 @@ from megarl.report.recorded import now_text
 from megarl.report.sample_text import shortened_text
 
 REPLAYS = "replays"
-"""Folder of the replays' results in a run folder."""
 
 _MOST = 20
 """Maximum number of replays on a page. Later steps are shown first."""
 _MOST_SAMPLES = 512
-"""Maximum number of samples of a replay on a page."""
 _MOST_LINES = 200
-"""Maximum number of lines about executed steps on a page."""
 _LINE = 400
-"""Maximum number of characters of a line on the page."""
 
 
 def write_replay(
@@ -56,14 +52,14 @@ def write_replay(
 
 def replay_contents(run: Path) -> list[dict[str, Any]]:
     """Return the page's content about a run's replays, later steps first. Unreadable files are left out."""
-    found = []
+    contents = []
     for file in sorted((run / REPLAYS).glob("step_*.json"), reverse=True)[:_MOST]:
         try:
-            found.append(_content(loads(file.read_bytes(), MEDIUM)))
+            contents.append(_content(loads(file.read_bytes(), MEDIUM)))
         # Anybody may have written the file: infinite numbers and deep nesting are refused too.
         except (OSError, ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError):
             continue
-    return found
+    return contents
 
 
 def _content(recorded: Mapping[str, Any]) -> dict[str, Any]:
@@ -85,7 +81,6 @@ def _content(recorded: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text(value: Any) -> str:
-    """Return a number, or a pair of numbers before and after a change, as text."""
     if isinstance(value, list):
         first, second = value
         return _text(first) if first == second else f"{_text(first)} → {_text(second)}"
@@ -95,5 +90,5 @@ def _text(value: Any) -> str:
 def _finite(value: Any) -> Any:
     """Return numbers unchanged, and None for those that JSON does not have."""
     if isinstance(value, tuple | list):
-        return [_finite(one) for one in value]
+        return [_finite(number) for number in value]
     return value if math.isfinite(value) else None

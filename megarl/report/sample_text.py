@@ -14,11 +14,11 @@ _MESSAGE = 1_500
 _TOKENS = 600
 """Maximum number of tokens shown of a sample written token by token."""
 _TURNS_OF_END = 20
-"""Number of turns shown at the beginning and at the end of an attempt. Also the number of messages of a prompt."""
+"""Number of turns shown at the beginning and at the end of an attempt, and of messages of a prompt."""
 _MESSAGES_OF_END = 3
 """Number of messages shown at the beginning and at the end of the replies to one turn."""
 _TEXT_OF_TURNS = 60_000
-"""Maximum number of characters shown of all turns of an attempt. If there are many turns, each is cut shorter."""
+"""Maximum number of characters shown of all turns of an attempt. Of many, each is cut shorter."""
 _TEXT_OF_PROMPT = 30_000
 """Maximum number of characters shown of all messages of a prompt."""
 _LEAST_TEXT = 200
@@ -27,28 +27,28 @@ _HIDDEN_CHARACTERS = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff\ud800-\udfff]"
 )
 """Invisible characters that can change how a text is displayed: control characters except tab and line feed,
-bidirectional controls, zero-width characters, lone surrogates."""
+bidirectional controls, zero-width characters, lone surrogates.
+"""
 
 
 def make_visible(text: str) -> str:
-    """Return the text with hidden characters made visible: control characters as pictures, others as `<U+202E>`."""
+    """Return the text with control characters as pictures, and other hidden ones as `<U+202E>`."""
     # Windows line ends are shown as line ends, not as pictures of a carriage return.
     return _HIDDEN_CHARACTERS.sub(_visible_replacement, text.replace("\r\n", "\n"))
 
 
-def shortened_text(text: str, most: int) -> str:
-    """Return a text cut to about `most` characters, with hidden characters made visible.
+def shortened_text(text: str, max_characters: int) -> str:
+    """Return a text cut to about `max_characters` characters, with hidden characters made visible.
 
     The beginning and the end remain, with the number of omitted characters between them.
     """
-    if len(text) <= most:
+    if len(text) <= max_characters:
         return make_visible(text)
-    head = most * 2 // 3
-    tail = most - head
+    head = max_characters * 2 // 3
+    tail = max_characters - head
+    num_omitted = len(text) - max_characters
     # Only the shown parts are converted, because a text may have megabytes.
-    return (
-        f"{make_visible(text[:head])}\n[... {len(text) - most} characters left out ...]\n{make_visible(text[-tail:])}"
-    )
+    return f"{make_visible(text[:head])}\n[... {num_omitted} characters left out ...]\n{make_visible(text[-tail:])}"
 
 
 def compact(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -56,56 +56,58 @@ def compact(record: Mapping[str, Any]) -> dict[str, Any]:
     names = ("set", "source", "reward_failure", "finish_reason")
     texts = {name: shortened_text(str(record[name]), _MESSAGE) for name in names if record.get(name) is not None}
     prompt_text = _TEXT_OF_PROMPT // max(1, min(len(as_list(record.get("prompt"))), 2 * _TURNS_OF_END))
-    prompt = _messages(record.get("prompt"), ends=_TURNS_OF_END, most=min(_MESSAGE, prompt_text))
+    prompt = _messages(record.get("prompt"), ends=_TURNS_OF_END, max_characters=min(_MESSAGE, prompt_text))
     numbers = {
         name: short_number(record[name])
         for name in ("step", "line", "reward", "tokens")
         if is_finite_number(record.get(name))
     }
     flags = {name: record[name] for name in ("answer_correct", "format_valid") if isinstance(record.get(name), bool)}
-    found: dict[str, Any] = {**texts, **numbers, **flags, "prompt": prompt}
+    content: dict[str, Any] = {**texts, **numbers, **flags, "prompt": prompt}
     if record.get("answer") not in (None, ""):
-        found["answer"] = shortened_text(as_text(record["answer"]), _MESSAGE)
+        content["answer"] = shortened_text(as_text(record["answer"]), _MESSAGE)
     if several := _turns(record):
-        found["turns"] = several
+        content["turns"] = several
     else:
-        found["completion"] = shortened_text(as_text(record.get("completion", "")), _TEXT)
-    return found
+        content["completion"] = shortened_text(as_text(record.get("completion", "")), _TEXT)
+    return content
 
 
 def token_columns(columns: Mapping[str, Any]) -> dict[str, list[Any]]:
     """Return a sample's tokens as arrays of equal length: visible texts, and rounded numbers."""
     texts = [make_visible(str(text)) for text in as_list(columns.get("text"))][:_TOKENS]
-    found: dict[str, list[Any]] = {"text": texts}
+    arrays: dict[str, list[Any]] = {"text": texts}
     for name, values in columns.items():
         numbers = as_list(values)[: len(texts)]
         # A column of another length cannot be matched with the tokens, so it is dropped.
         if name != "text" and len(numbers) == len(texts):
-            found[str(name)] = [short_number(value) if is_finite_number(value) else None for value in numbers]
-    return found
+            arrays[str(name)] = [short_number(value) if is_finite_number(value) else None for value in numbers]
+    return arrays
 
 
 def _turns(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return an attempt's turns with their numbers. Of long attempts only the first and last turns remain."""
+    """Return an attempt's turns with their numbers. If it is long, only the first and last turns remain."""
     numbered = [
         (number, turn) for number, turn in enumerate(as_list(record.get("turns")), 1) if isinstance(turn, Mapping)
     ]
     if len(numbered) > 2 * _TURNS_OF_END:
         numbered = [*numbered[:_TURNS_OF_END], *numbered[-_TURNS_OF_END:]]
     texts = sum(1 + min(len(as_list(turn.get("observation"))), 2 * _MESSAGES_OF_END) for _, turn in numbered)
-    most = max(_LEAST_TEXT, _TEXT_OF_TURNS // max(1, texts))
+    max_characters = max(_LEAST_TEXT, _TEXT_OF_TURNS // max(1, texts))
     return [
         {
             "number": number,
-            "completion": shortened_text(as_text(turn.get("completion", "")), min(_TEXT, most)),
+            "completion": shortened_text(as_text(turn.get("completion", "")), min(_TEXT, max_characters)),
             **({"reward": short_number(turn["reward"])} if is_finite_number(turn.get("reward")) else {}),
-            "observation": _messages(turn.get("observation"), ends=_MESSAGES_OF_END, most=min(_MESSAGE, most)),
+            "observation": _messages(
+                turn.get("observation"), ends=_MESSAGES_OF_END, max_characters=min(_MESSAGE, max_characters)
+            ),
         }
         for number, turn in numbered
     ]
 
 
-def _messages(value: Any, *, ends: int, most: int) -> list[dict[str, str]]:
+def _messages(value: Any, *, ends: int, max_characters: int) -> list[dict[str, str]]:
     """Return messages as roles and texts. Tool calls and other fields become JSON.
 
     If there are more than 2 * `ends` messages, a note with the number of omitted ones replaces the middle.
@@ -113,19 +115,22 @@ def _messages(value: Any, *, ends: int, most: int) -> list[dict[str, str]]:
     messages = as_list(value) if not isinstance(value, Mapping | str) else [value]
     left_out = len(messages) - 2 * ends
     if left_out <= 0:
-        return [_message(message, most) for message in messages]
+        return [_message(message, max_characters) for message in messages]
     omitted = {"role": "", "text": f"[... {left_out} messages left out ...]"}
     head, tail = messages[:ends], messages[-ends:]
-    return [*(_message(message, most) for message in head), omitted, *(_message(message, most) for message in tail)]
+    return [
+        *(_message(message, max_characters) for message in head),
+        omitted,
+        *(_message(message, max_characters) for message in tail),
+    ]
 
 
-def _message(message: Any, most: int) -> dict[str, str]:
-    """Return a message as role and text."""
+def _message(message: Any, max_characters: int) -> dict[str, str]:
     if not isinstance(message, Mapping):
-        return {"role": "", "text": shortened_text(as_text(message), most)}
+        return {"role": "", "text": shortened_text(as_text(message), max_characters)}
     other_fields = {name: item for name, item in message.items() if name not in ("role", "content") and item}
     text = as_text(message.get("content") or "") + (f"\n{as_text(other_fields)}" if other_fields else "")
-    return {"role": shortened_text(str(message.get("role", "")), 40), "text": shortened_text(text, most)}
+    return {"role": shortened_text(str(message.get("role", "")), 40), "text": shortened_text(text, max_characters)}
 
 
 def is_finite_number(value: Any) -> bool:
@@ -146,13 +151,11 @@ def as_text(value: Any) -> str:
 
 
 def as_list(value: Any) -> list[Any]:
-    """Return a list, [] for other values."""
     return list(value) if isinstance(value, list | tuple) else []
 
 
-def _visible_replacement(found: re.Match[str]) -> str:
-    """Return the visible text replacing a hidden character."""
-    code = ord(found[0])
+def _visible_replacement(match: re.Match[str]) -> str:
+    code = ord(match[0])
     # Unicode has a picture for each control character, from U+2400 on.
     if code < 0x20:
         return chr(0x2400 + code)

@@ -17,14 +17,14 @@ from megarl.report.sample_text import as_list, compact, is_finite_number, short_
 STEPS_READ = 40
 """Maximum number of steps whose samples are read for a page, including the first and the last."""
 BYTES_READ = 2 << 30
-"""Maximum number of bytes of samples/ read for a page. With larger files, fewer steps are read, each completely."""
+"""Maximum number of bytes of samples/ read for a page. With larger files, fewer steps are read."""
 
 _NUM_EXTREME = 5
-"""Number of samples shown for a step with the highest rewards. As many are shown with the lowest rewards."""
+"""Number of samples shown for a step with the highest rewards, and with the lowest."""
 _NUM_CHANGED = 8
 """Number of held-out problems with changed answers shown in the report."""
 _NUM_TURNS = 4
-"""Number of multi-turn attempts shown in the report for each step."""
+"""Number of multi-turn attempts shown for each step."""
 _NUM_TOKEN_STEPS = 6
 """Number of steps for which the report shows samples token by token."""
 _NUM_RECORDS_WITH_TOKENS = 24
@@ -37,11 +37,11 @@ def read_records(path: Path, step: int) -> Iterator[dict[str, Any]]:
         yield {**record, "step": step, "line": line}
 
 
-def spread(items: Sequence[Any], most: int) -> list[Any]:
-    """Return at most `most` items, evenly spread, including the first and the last."""
-    if len(items) <= most:
+def spread(items: Sequence[Any], max_items: int) -> list[Any]:
+    """Return at most `max_items` items, evenly spread, including the first and the last."""
+    if len(items) <= max_items:
         return list(items)
-    return [items[round(number * (len(items) - 1) / (most - 1))] for number in range(most)]
+    return [items[round(number * (len(items) - 1) / (max_items - 1))] for number in range(max_items)]
 
 
 def summary(run: RecordedRun) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def summary(run: RecordedRun) -> dict[str, Any]:
         "lengths": histograms(by_step, "tokens"),
         "best": [compact(record) for record in _newest_first(best)],
         "worst": [compact(record) for record in _newest_first(worst)],
-        "changed": _changed(held_out, dict(files)),
+        "changed": _select_changed(held_out, dict(files)),
         "turns": [compact(record) for record in reversed(turns)],
         "tokens": _token_samples(run),
     }
@@ -101,20 +101,22 @@ def histograms(by_step: Sequence[tuple[int, Sequence[Mapping[str, Any]]]], name:
 
     With few distinct values, each has its own bin, and `values` replaces `edges`. Without numbers the result is {}.
     """
-    found = [(step, [float(r[name]) for r in records if is_finite_number(r.get(name))]) for step, records in by_step]
-    found = [(step, numbers) for step, numbers in found if numbers]
-    distinct = sorted({number for _, numbers in found for number in numbers})
+    numbers_by_step = [
+        (step, [float(r[name]) for r in records if is_finite_number(r.get(name))]) for step, records in by_step
+    ]
+    numbers_by_step = [(step, numbers) for step, numbers in numbers_by_step if numbers]
+    distinct = sorted({number for _, numbers in numbers_by_step for number in numbers})
     if not distinct:
         return {}
-    steps = [step for step, _ in found]
+    steps = [step for step, _ in numbers_by_step]
     # Rewards are often 0 or 1, and bins between them would be empty.
     if len(distinct) <= 8:
-        counts = [[numbers.count(value) for value in distinct] for _, numbers in found]
+        counts = [[numbers.count(value) for value in distinct] for _, numbers in numbers_by_step]
         return {"values": distinct, "steps": steps, "counts": counts}
     low, high = distinct[0], distinct[-1]
     width = (high - low) / bins
     counts = []
-    for _, numbers in found:
+    for _, numbers in numbers_by_step:
         row = [0] * bins
         for number in numbers:
             row[min(bins - 1, int((number - low) / width))] += 1
@@ -123,37 +125,35 @@ def histograms(by_step: Sequence[tuple[int, Sequence[Mapping[str, Any]]]], name:
 
 
 def _newest_first(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the records with the newest step first. Records of one step stay in order."""
     return sorted(records, key=lambda record: -record["step"])
 
 
 class _LowestKeys:
     """Collects a fixed number of records: the ones with the smallest keys. Keys must be unique."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
         self._records: list[tuple[tuple[float, ...], dict[str, Any]]] = []
 
     def add(self, key: tuple[float, ...], record: Mapping[str, Any]) -> None:
-        """Add a record with its key. It stays only if its key is among the smallest."""
+        """Add a record. It stays only if its key is among the smallest."""
         # Only a few records are retained: a step's file may have thousands of long ones.
-        if len(self._records) < self._most or (self._records and key < self._records[-1][0]):
+        if len(self._records) < self._capacity or (self._records and key < self._records[-1][0]):
             insort(self._records, (key, dict(record)), key=lambda item: item[0])
-            del self._records[self._most :]
+            del self._records[self._capacity :]
 
     @property
     def records(self) -> list[dict[str, Any]]:
-        """Collected records, smallest key first."""
         return [record for _, record in self._records]
 
 
 class _Extreme:
     """Collects the samples with the lowest (`sign` 1) or highest (-1) rewards. Among equal rewards, problems differ."""
 
-    def __init__(self, most: int, *, sign: int) -> None:
-        self._lowest = _LowestKeys(most)
+    def __init__(self, capacity: int, *, sign: int) -> None:
+        self._lowest = _LowestKeys(capacity)
         self._sign = sign
-        self._seen: Counter[tuple[str, float]] = Counter()
+        self._ties: Counter[tuple[str, float]] = Counter()
         self._number = 0
 
     def add(self, record: Mapping[str, Any]) -> None:
@@ -163,12 +163,11 @@ class _Extreme:
         kind = (_problem(record), float(record["reward"]))
         self._number += 1
         # The number of earlier ties comes second, so other problems are preferred; the last number makes keys unique.
-        self._lowest.add((self._sign * kind[1], self._seen[kind], record["line"], self._number), record)
-        self._seen[kind] += 1
+        self._lowest.add((self._sign * kind[1], self._ties[kind], record["line"], self._number), record)
+        self._ties[kind] += 1
 
     @property
     def records(self) -> list[dict[str, Any]]:
-        """Collected records, most extreme first."""
         return self._lowest.records
 
 
@@ -179,7 +178,6 @@ class _MultiTurnExtremes:
         self._high, self._low = _LowestKeys(_NUM_TURNS // 2), _LowestKeys(_NUM_TURNS // 2)
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Consider a sample's record. Attempts with a single turn are skipped."""
         if len(as_list(record.get("turns"))) < 2:
             return
         self._high.add((-_reward(record), record["line"]), record)
@@ -187,30 +185,27 @@ class _MultiTurnExtremes:
 
     @property
     def records(self) -> list[dict[str, Any]]:
-        """Collected records, highest rewards first."""
-        found = {record["line"]: record for record in [*self._high.records, *reversed(self._low.records)]}
-        return list(found.values())
+        by_line = {record["line"]: record for record in [*self._high.records, *reversed(self._low.records)]}
+        return list(by_line.values())
 
 
-def extreme(records: Iterable[Mapping[str, Any]], most: int, *, sign: int) -> list[dict[str, Any]]:
+def extreme(records: Iterable[Mapping[str, Any]], count: int, *, sign: int) -> list[dict[str, Any]]:
     """Return the records with the lowest (`sign` 1) or highest (-1) rewards. Among equal rewards, problems differ."""
-    found = _Extreme(most, sign=sign)
+    collector = _Extreme(count, sign=sign)
     for record in records:
-        found.add(record)
-    return found.records
+        collector.add(record)
+    return collector.records
 
 
 @dataclass(slots=True)
 class _EvaluatedProblem:
-    """Samples of a validation problem in one evaluation: for each its line in the file, reward and hash of its
-    completion."""
+    """A validation problem in one evaluation: line, reward and hash of the completion for each sample."""
 
     step: int
     samples: list[tuple[int, float, bytes]] = field(default_factory=list)
 
     @property
     def mean(self) -> float:
-        """Mean reward of the samples."""
         return sum(reward for _, reward, _ in self.samples) / len(self.samples)
 
     @property
@@ -220,8 +215,7 @@ class _EvaluatedProblem:
 
     @property
     def representative(self) -> tuple[int, int]:
-        """Place of the typical sample: step, and line in the step's file. Its reward is the one nearest to the samples'
-        mean."""
+        """Step and line of the typical sample: its reward is the one nearest to the mean."""
         mean = self.mean
         return self.step, min(self.samples, key=lambda sample: (abs(sample[1] - mean), sample[0]))[0]
 
@@ -245,7 +239,7 @@ class _FirstAndLastEvaluation:
             self.last.samples.append((record["line"], _reward(record), digest(_completions(record))))
 
 
-def changed_between(before: Path, after: Path, most: int) -> list[dict[str, Any]]:
+def changed_between(before: Path, after: Path, max_problems: int) -> list[dict[str, Any]]:
     """Return the problems whose answers differ between two evaluation files, in the form of `summary`."""
     problems: dict[str, _FirstAndLastEvaluation] = {}
     files = {0: before, 1: after}
@@ -258,34 +252,37 @@ def changed_between(before: Path, after: Path, most: int) -> list[dict[str, Any]
             # The number of a problem names another one if its data file changed, so the content counts too.
             identity = digest([record.get("prompt"), record.get("answer")]).hex()
             problems.setdefault(f"{_problem(record)} {identity}", _FirstAndLastEvaluation()).add(scored)
-    in_both = {name: one for name, one in problems.items() if one.first is not one.last}
-    found = _changed(in_both, files, most)
-    for pair in found:
+    in_both = {name: problem for name, problem in problems.items() if problem.first is not problem.last}
+    pairs = _select_changed(in_both, files, max_problems)
+    for pair in pairs:
         for side in ("before", "after"):
             pair[side].pop("step", None)
-    return found
+    return pairs
 
 
-def _changed(
-    problems: Mapping[str, _FirstAndLastEvaluation], files: Mapping[int, Path], most: int = _NUM_CHANGED
+def _select_changed(
+    problems: Mapping[str, _FirstAndLastEvaluation], files: Mapping[int, Path], max_problems: int = _NUM_CHANGED
 ) -> list[dict[str, Any]]:
     """Return the validation problems with the largest change of mean reward. At most half of them are losses."""
     pairs = [
-        (one.last.mean - one.first.mean, one.first, one.last)
-        for one in problems.values()
-        if one.first and one.last and one.last.step != one.first.step and one.last.completions != one.first.completions
+        (problem.last.mean - problem.first.mean, problem.first, problem.last)
+        for problem in problems.values()
+        if problem.first
+        and problem.last
+        and problem.last.step != problem.first.step
+        and problem.last.completions != problem.first.completions
     ]
     gained = sorted((pair for pair in pairs if pair[0] > 0), key=lambda pair: -pair[0])
     lost = sorted((pair for pair in pairs if pair[0] < 0), key=lambda pair: pair[0])
-    same = [pair for pair in pairs if pair[0] == 0]
+    unchanged = [pair for pair in pairs if pair[0] == 0]
     # Losses get up to half of the places, so that gains do not hide them.
-    half = most // 2
-    chosen = [*gained[: most - min(half, len(lost))], *lost[:half]]
-    chosen += same[: most - len(chosen)]
-    counts = {"gained": len(gained), "lost": len(lost), "same": len(same), "problems": len(problems)}
+    half = max_problems // 2
+    selected = [*gained[: max_problems - min(half, len(lost))], *lost[:half]]
+    selected += unchanged[: max_problems - len(selected)]
+    counts = {"gained": len(gained), "lost": len(lost), "same": len(unchanged), "problems": len(problems)}
     # Read again, because holding all texts in memory could take gigabytes.
     records = _read_at(
-        {place for _, *pair in chosen for place in (pair[0].representative, pair[1].representative)}, files
+        {place for _, *pair in selected for place in (pair[0].representative, pair[1].representative)}, files
     )
     return [
         {
@@ -294,55 +291,51 @@ def _changed(
             "change": short_number(change),
             **counts,
         }
-        for change, before, after in chosen
+        for change, before, after in selected
         if before.representative in records and after.representative in records
     ]
 
 
 def _compact_with_count(record: Mapping[str, Any], evaluated: _EvaluatedProblem) -> dict[str, Any]:
-    """Return a record as shown on a page. If its problem has several samples, their number and mean reward are
-    added."""
     count = len(evaluated.samples)
     several = {"samples": count, "mean": short_number(evaluated.mean)} if count > 1 else {}
     return {**compact(record), **several}
 
 
 def _read_at(places: Iterable[tuple[int, int]], files: Mapping[int, Path]) -> dict[tuple[int, int], dict[str, Any]]:
-    """Read and return the records at these steps and line numbers."""
     lines: dict[int, set[int]] = {}
     for step, line in places:
         lines.setdefault(step, set()).add(line)
     return {
         (step, record["line"]): record
-        for step, wanted in lines.items()
+        for step, numbers in lines.items()
         for record in read_records(files[step], step)
-        if record["line"] in wanted
+        if record["line"] in numbers
     }
 
 
 def _steps_to_read(files: Sequence[tuple[int, Path]]) -> list[tuple[int, Path]]:
     """Return the steps to read: evenly spread, with the first and the last. If files are large, they are fewer."""
     sizes = {path: path.stat().st_size for _, path in files}
-    most = min(STEPS_READ, len(files))
+    num_steps = min(STEPS_READ, len(files))
     # First and last step are always read, whatever their size.
-    while most > 2 and sum(sizes[path] for _, path in spread(files, most)) > BYTES_READ:
-        most -= 1
-    return spread(files, most)
+    while num_steps > 2 and sum(sizes[path] for _, path in spread(files, num_steps)) > BYTES_READ:
+        num_steps -= 1
+    return spread(files, num_steps)
 
 
 def _token_samples(run: RecordedRun) -> list[dict[str, Any]]:
-    """Return samples written token by token, newest first."""
-    found: list[dict[str, Any]] = []
+    samples: list[dict[str, Any]] = []
     for step, path in reversed(spread(run.token_files, _NUM_TOKEN_STEPS)):
         for record in read_records(path, step):
-            if len(found) == _NUM_RECORDS_WITH_TOKENS:
-                return found
+            if len(samples) == _NUM_RECORDS_WITH_TOKENS:
+                return samples
             columns = record.get("columns")
             if isinstance(columns, dict):
-                found.append({**compact(record), "columns": token_columns(columns), "cut": _count(record.get("cut"))})
+                samples.append({**compact(record), "columns": token_columns(columns), "cut": _count(record.get("cut"))})
                 # The tokens contain the completion. Storing it twice would enlarge the page.
-                found[-1].pop("completion", None)
-    return found
+                samples[-1].pop("completion", None)
+    return samples
 
 
 def _problem(record: Mapping[str, Any]) -> str:
@@ -353,7 +346,6 @@ def _problem(record: Mapping[str, Any]) -> str:
 
 
 def _completions(record: Mapping[str, Any]) -> Any:
-    """Return the completions of all turns, or the single completion of a record."""
     turns = [turn.get("completion") for turn in as_list(record.get("turns")) if isinstance(turn, Mapping)]
     return turns or record.get("completion")
 
@@ -365,15 +357,12 @@ def digest(value: Any) -> bytes:
 
 
 def _numbers(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return reward and length of a record."""
     return {name: record.get(name) for name in ("reward", "tokens")}
 
 
 def _reward(record: Mapping[str, Any]) -> float:
-    """Return the reward of a record, 0 if it has none."""
     return float(record["reward"]) if is_finite_number(record.get("reward")) else 0.0
 
 
 def _count(value: Any) -> int:
-    """Return an integer, 0 for other values."""
     return int(value) if is_finite_number(value) else 0

@@ -83,7 +83,6 @@ def watch(
 
 
 def end_line(run: WatchedRun) -> str:
-    """Return one line with the state of a run, its step, its exit code and the cause of its end."""
     code = "" if run.exit_code is None else f", exit code {run.exit_code}"
     cause = run.status.get("cause")
     return f"{run.name}: {run.state}, {_step(run)}{code}" + (f": {cause}" if isinstance(cause, str) else "")
@@ -92,10 +91,10 @@ def end_line(run: WatchedRun) -> str:
 def dashboard(run: WatchedRun, console: Console, *, most_lines: int | None = None) -> RenderableType:
     """Return a run's dashboard. Parts that would make it longer than `most_lines` are left out, the last ones first."""
     parts: list[RenderableType] = []
-    left = math.inf if most_lines is None else most_lines
+    lines_left = math.inf if most_lines is None else most_lines
     for part in _parts(run, console):
-        left -= len(console.render_lines(part, pad=False))
-        if left < 0:
+        lines_left -= len(console.render_lines(part, pad=False))
+        if lines_left < 0:
             break
         parts.append(part)
     return Group(*parts)
@@ -126,10 +125,9 @@ def _parts(run: WatchedRun, console: Console) -> Iterator[RenderableType]:
 
 
 def _head(run: WatchedRun) -> Text:
-    """Return the line with name, state, step, remaining time and age of the last step."""
     words = [Text(printable(run.name), style="bold"), Text(run.state, style=_style(run)), Text(_step(run))]
-    if (left := run.seconds_left) is not None:
-        words.append(Text(f"{left_text(left)} left"))
+    if (seconds := run.seconds_left) is not None:
+        words.append(Text(f"{left_text(seconds)} left"))
     if (age := run.seconds_since_step) is not None and not run.is_over:
         words.append(Text(f"last step {left_text(age)} ago", style="dim"))
     if run.attempt_number > 1:
@@ -148,10 +146,10 @@ def _style(run: WatchedRun) -> str:
 
 
 def _warnings(run: WatchedRun) -> list[str]:
-    """Return the newest warnings. Broken health rules are among them, because each was logged as a warning too."""
-    shown = run.notices[-_NUM_WARNINGS:]
-    hidden = len(run.notices) - len(shown)
-    return [*([f"{hidden} earlier ones in logs/latest/notices.jsonl"] if hidden else []), *shown]
+    """Return the newest warnings. Broken health rules are among them, because each was logged as one."""
+    newest = run.notices[-_NUM_WARNINGS:]
+    hidden = len(run.notices) - len(newest)
+    return [*([f"{hidden} earlier ones in logs/latest/notices.jsonl"] if hidden else []), *newest]
 
 
 def _metrics(run: WatchedRun, console: Console) -> Table:
@@ -185,10 +183,9 @@ def _phases(seconds: Mapping[str, float], console: Console) -> Table:
 
 
 def _facts(sample: Mapping[str, Any]) -> str:
-    """Return a title for a sample: its step, its validation set and its reward."""
     reward = sample.get("reward")
-    shown = f"reward {reward:.4g}" if isinstance(reward, int | float) else "not scored"
-    return f"sample of step {sample['step']}, {sample.get('set', 'train')}, {shown}"
+    reward_text = f"reward {reward:.4g}" if isinstance(reward, int | float) else "not scored"
+    return f"sample of step {sample['step']}, {sample.get('set', 'train')}, {reward_text}"
 
 
 def _sample(sample: Mapping[str, Any]) -> Text:
@@ -201,9 +198,9 @@ def _sample(sample: Mapping[str, Any]) -> Text:
     turns = sample.get("turns")
     if isinstance(turns, list) and turns:
         completions = [turn.get("completion") if isinstance(turn, Mapping) else turn for turn in turns]
-        shown = completions if len(completions) < 2 else [completions[0], completions[-1]]
+        selected = completions if len(completions) < 2 else [completions[0], completions[-1]]
         text.append(f"\n{len(turns)} turns: ", style="dim")
-        text.append("\n".join(map(_short, shown)))
+        text.append("\n".join(map(_short, selected)))
     else:
         text.append("\n" + _short(sample.get("completion")))
     return text
@@ -216,7 +213,6 @@ def _short(value: Any) -> str:
 
 
 def _print_steps(run: WatchedRun, new: list[int], table: StepTable, console: Console) -> None:
-    """Print a line for each of these steps, as the run's own screen does."""
     table.steps = run.steps
     for step in new:
         if "time/step_seconds" in (row := run.rows.get(step, {})):

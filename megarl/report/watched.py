@@ -34,16 +34,16 @@ _MOST_ROWS = 400
 _PACE_STEPS = 20
 """Number of newest steps whose mean time predicts the end."""
 _MOST_BYTES = 1 << 24
-"""Number of newest bytes read at once from metrics and warnings (16 MiB): about 700 steps with 500 metrics each."""
+"""Number of newest bytes read at once (16 MiB): about 700 steps with 500 metrics each."""
 _SAMPLE_BYTES = 1 << 18
 """Number of last bytes read from a file of samples. A file of a large step may have gigabytes."""
 
 
 @dataclass(slots=True)
 class GrowingFile:
-    """Reader of a file that another process appends to. Each read returns the whole lines added since the read before.
+    """Reader of a file that another process appends to. Each read returns the lines added since the read before.
 
-    The first read begins at the start of the file. If more than 16 MiB were added, older lines are skipped for good.
+    If more than 16 MiB were added, older lines are skipped for good.
     """
 
     path: Path
@@ -51,7 +51,7 @@ class GrowingFile:
     _inode: int = 0
 
     def read(self) -> tuple[list[bytes], bool]:
-        """Return the new whole lines, and whether the file was replaced: then they are its lines from the start.
+        """Return the new complete lines, and whether the file was replaced: then they are its lines from the start.
 
         A line without its end is left for a later read. A missing file has no lines. Raises OSError.
         """
@@ -69,14 +69,14 @@ class GrowingFile:
             return [], False
         # NFS may show the new size of a file before its new bytes: the missing ones are read as zeros.
         text = text.partition(b"\0")[0]
-        whole, end, _ = text.rpartition(b"\n")
+        complete, end, _ = text.rpartition(b"\n")
         if not end:
             return [], is_replaced
-        lines = whole.split(b"\n")
+        lines = complete.split(b"\n")
         if start > self._offset:
             # The first line lacks its beginning.
             del lines[0]
-        self._offset = start + len(whole) + len(end)
+        self._offset = start + len(complete) + len(end)
         return lines, is_replaced
 
 
@@ -98,29 +98,26 @@ class WatchedRun:
     trouble: str = ""
     """Why the last refresh could not read a file; empty if it could."""
     silence: str = ""
-    """Message about a suspended or silent driver; empty if the driver seems alive or the run has ended."""
+    """Message about a suspended or silent driver; empty if it seems alive or the run has ended."""
     _heartbeats: Heartbeats | None = None
     _metrics: GrowingFile | None = None
     _warnings: GrowingFile | None = None
     _samples_step: int = -1
     _changed_at: float = 0.0
     _changed_seen: bool = False
-    """Whether a step was logged while this process watched. Then `_changed_at` is the time of this machine's clock."""
+    """Whether a step was logged while this process watched. Then `_changed_at` is this machine's time."""
 
     def __post_init__(self) -> None:
-        """Raise ConfigError if the path is not a run folder."""
         refuse_other_folders(self.path)
         self._heartbeats = Heartbeats(self.path)
         self._metrics = GrowingFile(self.path / "metrics.jsonl")
 
     @property
     def name(self) -> str:
-        """Name of the run's folder."""
         return self.path.resolve().name
 
     @property
     def state(self) -> str:
-        """State of the run, see `RecordedRun.state`."""
         return run_state(self.path, self.status)
 
     @property
@@ -130,18 +127,15 @@ class WatchedRun:
 
     @property
     def exit_code(self) -> int | None:
-        """Exit code of an ended run; None if status.json has none."""
         code = self.status.get("exit_code")
         return code if isinstance(code, int) else None
 
     @property
     def step(self) -> int:
-        """Number of the last logged step."""
         return max(whole_number(self.status.get("step")), max(self.rows, default=0))
 
     @property
     def steps(self) -> int | None:
-        """Planned number of steps; None if it is not known."""
         planned = self.attempt.get("steps")
         return planned if isinstance(planned, int) and planned > 0 else None
 
@@ -163,10 +157,10 @@ class WatchedRun:
         waited = self.seconds_since_step if self._changed_seen else 0.0
         return max(0.0, fmean(seconds) * (self.steps - self.step) - (waited or 0.0))
 
-    def values(self, metric: str, most: int) -> list[float]:
-        """Return the newest values of a metric, at most `most`, in the order of their steps."""
-        found = [row[metric] for row in self.rows.values() if metric in row]
-        return found[-most:]
+    def values(self, metric: str, max_values: int) -> list[float]:
+        """Return the newest values of a metric in the order of their steps."""
+        values = [row[metric] for row in self.rows.values() if metric in row]
+        return values[-max_values:]
 
     def phase_seconds(self) -> dict[str, float]:
         """Return the mean seconds by phase of the newest steps, the longest first. `other` is time outside phases."""
@@ -192,8 +186,8 @@ class WatchedRun:
         self._read_heartbeats()
         return new
 
-    def _newest(self, most: int) -> list[dict[str, float]]:
-        return list(self.rows.values())[-most:]
+    def _newest(self, count: int) -> list[dict[str, float]]:
+        return list(self.rows.values())[-count:]
 
     def _read_heartbeats(self) -> None:
         assert self._heartbeats is not None
@@ -208,12 +202,12 @@ class WatchedRun:
 
     def _read_status(self) -> None:
         try:
-            found = parsed_line((self.path / "status.json").read_bytes())
+            status = parsed_line((self.path / "status.json").read_bytes())
         except FileNotFoundError:
             return
         # On a full disk the file is overwritten in place, so a reader may find half of it.
-        if isinstance(found, dict):
-            self.status = found
+        if isinstance(status, dict):
+            self.status = status
 
     def _read_attempt(self) -> None:
         folders = attempt_folders(self.path / "logs")
@@ -224,11 +218,11 @@ class WatchedRun:
             self.attempt_number, self.attempt, self.notices = number, {}, []
             self._warnings = GrowingFile(folder / "notices.jsonl")
         try:
-            found = parsed_line((folder / "attempt.json").read_bytes())
+            facts = parsed_line((folder / "attempt.json").read_bytes())
         except FileNotFoundError:
-            found = None
-        if isinstance(found, dict):
-            self.attempt = found
+            facts = None
+        if isinstance(facts, dict):
+            self.attempt = facts
         lines, is_replaced = self._warnings.read()
         if is_replaced:
             self.notices = []
@@ -269,5 +263,5 @@ class WatchedRun:
             file.seek(max(0, size - _SAMPLE_BYTES))
             lines = file.read().split(b"\n")
         # The first line may lack its begin, the last one its end; neither is then valid JSON.
-        found = [value for line in lines if line and isinstance(value := parsed_line(line, MEDIUM), dict)]
-        self._samples_step, self.samples = self.step, [{**record, "step": step} for record in found[-2:]]
+        records = [value for line in lines if line and isinstance(value := parsed_line(line, MEDIUM), dict)]
+        self._samples_step, self.samples = self.step, [{**record, "step": step} for record in records[-2:]]

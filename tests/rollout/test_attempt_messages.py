@@ -142,14 +142,14 @@ def test_a_reply_of_too_many_tokens_loses_its_middle_and_says_so(reply: str) -> 
     assert 80 <= Dialogue(policy.tokenizer).num_tokens(content) <= 100 and message["name"] == "f"
     shown = policy.tokenizer.decode(policy.sent[1].prompt_token_ids)
     assert f"<tool_response>\n{content}\n</tool_response>" in shown
-    assert trajectory.metrics == {"tools/shorten_to_fit": 1.0} and trajectory.num_observed > 80
+    assert trajectory.metrics == {"tools/shortened": 1.0} and trajectory.num_observed > 80
 
 
 def test_a_reply_that_fits_is_as_it_was() -> None:
     reply = "some words " * 5
     trajectory, _ = attempted([GOOD, GOOD, "done"], reply=reply, reply_tokens=100)
     assert [message["content"] for new in trajectory.messages[1:] for message in new] == [reply] * 2
-    assert trajectory.metrics == {"tools/shorten_to_fit": 0.0}
+    assert trajectory.metrics == {"tools/shortened": 0.0}
     assert attempted([GOOD, "done"], reply="some words " * 400)[0].metrics == {}
 
 
