@@ -21,12 +21,12 @@ from megarl.types import ConfigError
 Order = Literal["file", "best", "worst"]
 
 TRAINING = "train"
-"""Name under which training samples are selected: they belong to no validation set."""
+"""Name for selecting training samples: they belong to no validation set."""
 
 _EVALUATION = -1
-"""Step of an evaluation's answers, which have none."""
+"""Step of an evaluation's answers: they have none."""
 _MOST_FOUND = 200
-"""Number of samples at which a search over all steps stops."""
+"""Number of samples at the end of a search over all steps."""
 
 HELP = (
     "Enter or n: next, p: previous, > and <: next and previous step, NUMBER: that step, b: best first, w: worst first, "

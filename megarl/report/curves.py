@@ -66,7 +66,7 @@ CHARTS = (
 """Important charts, the most informative first. A chart without data, or with an uninformative curve, is left out."""
 
 _QUIET = {"Truncated": 0.0, "Staleness": 0.0, "Turns": 1.0, "Clipped": 0.0}
-"""Values that make a chart uninformative, if its metric always has them."""
+"""Values making a chart uninformative, if its metric always has them."""
 
 GROUPS = ("reward", "val", "rollout", "environment", "tools", "train", "kl", "distillation", "logprob_gap",
           "importance", "critic", "staleness", "partial", "curriculum", "perf", "time", "memory",
@@ -130,7 +130,7 @@ def metric_names(rows: Rows) -> list[str]:
 
 
 def important(runs: Sequence[Rows]) -> list[dict[str, Any]]:
-    """Return the important charts for which these runs have data."""
+    """Return the important charts with data of these runs."""
     names = sorted({name for rows in runs for name in metric_names(rows)})
     charts = []
     for chart in CHARTS:
@@ -226,7 +226,7 @@ def _band_edge(values: Sequence[float] | None, sign: int) -> float:
 
 
 def points_for(runs: Sequence[Rows]) -> int:
-    """Return the number of points per curve with which all curves of these runs fit on the page."""
+    """Return the number of points per curve, so all curves of these runs fit on the page."""
     curves = sum(len(metric_names(rows)) for rows in runs) or 1
     return max(FEWEST_POINTS, min(MOST_POINTS, _VALUES_OF_PAGE // curves))
 
@@ -285,7 +285,7 @@ def fault_counts(rows: Rows) -> list[dict[str, Any]]:
 
 
 def not_finite(rows: Rows) -> list[dict[str, Any]]:
-    """Return the metrics with values that were not finite: the number of such steps, the first and the last one."""
+    """Return the metrics with NaN or infinite values: the number of steps, the first and the last one."""
     steps_by_name: dict[str, list[int]] = {}
     for step, row in rows:
         for name, value in row.items():
@@ -334,7 +334,7 @@ def _is_always(runs: Sequence[Rows], name: str, value: float) -> bool:
 
 
 def _short(name: str) -> str:
-    """Return the part of a metric's name that distinguishes its chart, for example SET in `val/SET/accuracy`."""
+    """Return the distinguishing part of a metric's name, for example SET in `val/SET/accuracy`."""
     parts = name.split("/")
     return "/".join(parts[1:-1]) if parts[0] == "val" else "/".join(parts[1:])
 

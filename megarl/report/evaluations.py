@@ -67,7 +67,7 @@ class SetDifference:
     """Number of problems in only one evaluation, or with a changed prompt or gold answer."""
     gained: int
     lost: int
-    """Number of problems whose measure rose or fell."""
+    """Number of problems with a better or a worse measure."""
     difference: Measure | None
     """None: no problem was measured in both."""
 

@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 _DATA_FIELD = re.compile(r"((mixture\.[^.]+\.)?data\.(train|ptx|validation(_conversations)?\.[^.]+))(\.path)?")
 """Recipe fields with a data set: its source as text, or as the field `path` of a mapping."""
 _INHERITED = ("license", "license_name", "license_link", "language")
-"""Metadata of the base model's card that are true of the trained model too."""
+"""Metadata of the base model's card, true of the trained model too."""
 _IDENTIFYING = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
-"""Fields of config.json by which a local folder is recognised as a published model of the same name."""
+"""Fields of config.json identifying a local folder as a published model of the same name."""
 _METHODS = {
     "rl": "reinforcement learning",
     "sft": "supervised fine-tuning",
@@ -147,7 +147,7 @@ def _metadata(run: RecordedRun, model: Path, results: Sequence[Result], name: st
 
 
 def _base_model(run: RecordedRun) -> tuple[str | None, dict[str, Any]]:
-    """Return the Hub's name of the model that was trained, None if unknown, and the metadata taken from its card."""
+    """Return the trained model's name on the Hub, None if unknown, and the metadata taken from its card."""
     from huggingface_hub import ModelCard
 
     path = str(run.config.get("model.path", ""))
@@ -229,7 +229,7 @@ def _body(
 
 
 def _usage(place: str, *, is_classifier: bool) -> str:
-    """Return the code that loads the model, from its name on the Hub or its folder."""
+    """Return the code to load the model, from its name on the Hub or its folder."""
     kind = "AutoModelForSequenceClassification" if is_classifier else "AutoModelForCausalLM"
     code = (
         f"from transformers import {kind}, AutoTokenizer\n\n"
@@ -272,7 +272,7 @@ def _recipe_text(run: Path) -> str:
 
 
 def _fence(text: str) -> str:
-    """Return a Markdown fence that the text does not contain."""
+    """Return a Markdown fence absent from the text."""
     return "`" * max(3, 1 + max((len(ticks) for ticks in re.findall("`+", text)), default=0))
 
 

@@ -1,4 +1,4 @@
-"""HTML page of a report: a single file that needs no network and runs only its own script."""
+"""HTML page of a report: a single file without need for a network, running only its own script."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def _seeds_label(seeds: Mapping[str, Any]) -> str:
 
 
 def config_differences(runs: Sequence[RecordedRun] | Sequence[RecordedEvaluation]) -> list[dict[str, Any]]:
-    """Return the recipe fields in which runs differ, with each run's value. None: the recipe has no such field."""
+    """Return the recipe fields with different values in these runs. None: the recipe lacks the field."""
     fields = dict.fromkeys(name for run in runs for name in run.config)
     rows = [{"field": name, "values": [_value(run.config, name) for run in runs]} for name in fields]
     return [row for row in rows if row["field"] not in _NOT_SAME and len(set(row["values"])) > 1]

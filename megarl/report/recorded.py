@@ -62,7 +62,7 @@ class RecordedRun:
     earlier: tuple[str, ...] = ()
     """Names of the folders in `earlier/`: runs moved aside by --restart."""
     parent: str = ""
-    """Run and step from which this run was forked, as text. Empty: it is not a fork."""
+    """Origin of a forked run: its run and step, as text. Empty: it is not a fork."""
 
     @property
     def state(self) -> str:

@@ -88,7 +88,7 @@ def _text(value: Any) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """Return numbers unchanged, and None for those that JSON does not have."""
+    """Return numbers unchanged, and None for infinities and NaN."""
     if isinstance(value, tuple | list):
         return [_finite(number) for number in value]
     return value if math.isfinite(value) else None

@@ -15,7 +15,7 @@ from megarl.report.recorded import RecordedRun, json_lines
 from megarl.report.sample_text import as_list, compact, is_finite_number, short_number, token_columns
 
 STEPS_READ = 40
-"""Maximum number of steps whose samples are read for a page, including the first and the last."""
+"""Maximum number of steps with samples read for a page, including the first and the last."""
 BYTES_READ = 2 << 30
 """Maximum number of bytes of samples/ read for a page. With larger files, fewer steps are read."""
 
@@ -26,7 +26,7 @@ _NUM_CHANGED = 8
 _NUM_TURNS = 4
 """Number of multi-turn attempts shown for each step."""
 _NUM_TOKEN_STEPS = 6
-"""Number of steps for which the report shows samples token by token."""
+"""Number of steps with samples token by token."""
 _NUM_RECORDS_WITH_TOKENS = 24
 """Token-by-token samples shown in total."""
 
@@ -172,7 +172,7 @@ class _Extreme:
 
 
 class _MultiTurnExtremes:
-    """Collects at most four multi-turn attempts: those with the highest and the lowest rewards."""
+    """Collects at most four multi-turn attempts, with the highest and the lowest rewards."""
 
     def __init__(self) -> None:
         self._high, self._low = _LowestKeys(_NUM_TURNS // 2), _LowestKeys(_NUM_TURNS // 2)
@@ -240,7 +240,7 @@ class _FirstAndLastEvaluation:
 
 
 def changed_between(before: Path, after: Path, max_problems: int) -> list[dict[str, Any]]:
-    """Return the problems whose answers differ between two evaluation files, in the form of `summary`."""
+    """Return the problems with different answers in two evaluation files, in the form of `summary`."""
     problems: dict[str, _FirstAndLastEvaluation] = {}
     files = {0: before, 1: after}
     for number, path in files.items():
@@ -339,7 +339,7 @@ def _token_samples(run: RecordedRun) -> list[dict[str, Any]]:
 
 
 def _problem(record: Mapping[str, Any]) -> str:
-    """Return a hash that identifies a record's problem: of set, source and index, or without an index of the prompt."""
+    """Return a hash identifying a record's problem: of set, source and index, or without an index of the prompt."""
     index = record.get("problem")
     prompt = record.get("prompt") if index is None else None
     return digest([record.get("set"), record.get("source"), index, prompt]).hex()

@@ -28,11 +28,11 @@ from megarl.report.recorded import (
 from megarl.tracking.earlier_run import attempt_folders, whole_number
 
 ACTIVE = ("starting", "running")
-"""States of status.json in which a run goes on."""
+"""States of a running run in status.json."""
 _MOST_ROWS = 400
 """Number of newest steps held in memory. A dashboard shows fewer, and a run may have a million."""
 _PACE_STEPS = 20
-"""Number of newest steps whose mean time predicts the end."""
+"""Number of newest steps to predict the end from."""
 _MOST_BYTES = 1 << 24
 """Number of newest bytes read at once (16 MiB): about 700 steps with 500 metrics each."""
 _SAMPLE_BYTES = 1 << 18
@@ -122,7 +122,7 @@ class WatchedRun:
 
     @property
     def is_over(self) -> bool:
-        """Whether the run has ended. A folder without a readable status.json counts as a run that starts."""
+        """Whether the run has ended. Without a readable status.json it counts as starting."""
         return self.state not in (*ACTIVE, "unknown")
 
     @property

@@ -47,7 +47,7 @@ class Answers:
 
 
 def unjudged_text(recipe: Recipe, source: str) -> str | None:
-    """Return the notice for a source whose answers no reward function judges; None if one does."""
+    """Return the notice for a source without a reward function judging answers; None if it has one."""
     if judges_answers(recipe) != "none":
         return None
     is_filtered = recipe.trains_rewards and recipe.algorithm.dynamic_sampling is not None

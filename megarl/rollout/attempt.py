@@ -84,7 +84,7 @@ class Task:
 
 
 _UNANSWERED = Completion("", np.zeros(0, np.int64), np.zeros(0, np.float32), "error", np.zeros(0, np.int32))
-"""Completion of an attempt that ended before its first model call."""
+"""Completion of an attempt ended before its first model call."""
 
 
 class _AttemptError(Exception):
@@ -99,9 +99,9 @@ class _Clock:
     now: Callable[[], float]
     started: float
     seconds_paused: Callable[[], float] = lambda: 0.0
-    """Returns the seconds for which the engines have been paused since the attempt began."""
+    """Returns the seconds of pauses of the engines since the attempt began."""
     step_started: float | None = None
-    """Time at which the current call of the environment began; None between calls."""
+    """Begin of the current call of the environment; None between calls."""
     answered_seconds: float = 0.0
     """Seconds spent in finished calls of the environment."""
     is_stopped: bool = False
@@ -123,7 +123,6 @@ class _Clock:
 
     @property
     def exceeded_limit(self) -> Literal["attempt", "step"] | None:
-        """The exceeded time limit: that of the attempt or of an environment's step."""
         now = self.now()
         if self._attempt_ends is not None and now >= self._attempt_ends:
             return "attempt"
@@ -367,7 +366,7 @@ def _call_with_data(method: Callable[..., Result], *data: Any) -> Result:
 
 
 def empty_call(problem: Problem) -> ModelCall:
-    """Return a model call with an empty completion, for an attempt that never sampled."""
+    """Return a model call with an empty completion, for an attempt without samples."""
     return ModelCall(np.array(problem.prompt_token_ids, np.int32), _UNANSWERED)
 
 

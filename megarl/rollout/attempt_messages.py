@@ -41,7 +41,7 @@ class AttemptConversation:
     reply_tokens: int | None = None
     """Maximum tokens of a tool's reply; None: no limit."""
     tools: tuple[Mapping[str, Any], ...] = ()
-    """Tools that the environment offers. Calls of them are parsed."""
+    """Tools of the environment. Calls of them are parsed."""
     prompt_tools: tuple[Mapping[str, Any], ...] = ()
     """Tools in the prompt: those of the environment, else those of the record."""
     prompt: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
@@ -51,7 +51,7 @@ class AttemptConversation:
     is_in_thoughts: bool = False
     """Whether the last completion ended before its thoughts were closed."""
     _rendered: str = ""
-    """The rendered text of which `prompt` holds the tokens. Empty with `history` = append."""
+    """The text of the tokens in `prompt`. Empty with `history` = append."""
 
     def start(self, start: object, problem: Problem) -> None:
         """Set the first prompt from `start`, the value returned by the environment's reset.
@@ -157,7 +157,7 @@ class AttemptConversation:
 def shorten_to_fit(text: str, fits: Callable[[str], bool], guess: int) -> str:
     """Cut a text in its middle, around a marker, until `fits(text)` is True; unchanged if it fits at once.
 
-    The result is at most about 2 % shorter than necessary. The search starts at `guess` characters, so that very long
+    The result is at most about 2 % shorter than necessary. The search starts at `guess` characters, so very long
     texts are not read as a whole.
     """
     size = guess

@@ -1,6 +1,6 @@
 """The buffer between sampling and training. It draws prompts, samples a group of answers each, and feeds the steps.
 
-The life of a group, with the functions that move it:
+The life of a group, with the functions moving it:
 
     problem --_start_new--> drawn and started --_sample--> complete --_collect--> waiting --take--> taken, to train on
                                      |                         |                     |  ^                  |
@@ -10,8 +10,8 @@ The life of a group, with the functions that move it:
 `state.started` holds the groups in flight, `state.waiting` the complete ones for a later step. Both are saved.
 The loop calls `load` before its first step. In each step it calls `take`, then `metrics`, and `add_old_logprobs` before
 the update. It calls `state.forget_step` only after `take` raised AbandonedError, and `aclose` at the end.
-Groups start and complete within `take`, and with sampling ahead between two calls too: `_note_end` replaces a group
-that was filtered out. Only `take` drops stale or surplus groups.
+Groups start and complete within `take`, and with sampling ahead between two calls too: `_note_end` replaces a
+filtered-out group. Only `take` drops stale or surplus groups.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class GroupBuffer:
         self._is_refilled = False
         """Whether a filtered-out group is replaced at once: between two `take` calls, until an attempt fails."""
         self._sampling: set[tuple[int, int]] = set()
-        """Attempts of a synchronous step that may still request completions: (group, attempt) numbers."""
+        """Attempts of a synchronous step with completions still to request: (group, attempt) numbers."""
         self._sleep: asyncio.Future[None] | None = None
         self._sampled_at = self._late_seconds = 0.0
 
@@ -306,7 +306,7 @@ class GroupBuffer:
         group.finish(replace(trajectory, restarts=trajectory.restarts + pool.is_restarted))
 
     def _end_sampling(self, draw: int, number: int) -> None:
-        """Record that an attempt requests no more completions. After a batch's last one the engines go to sleep."""
+        """Record the last completion of an attempt. After a batch's last one the engines go to sleep."""
         if (draw, number) not in self._sampling:
             return
         self._sampling.remove((draw, number))
@@ -330,13 +330,13 @@ class GroupBuffer:
             self._start_more(self._demand.num_live - self._demand.num_groups)
 
     async def _wait_for_a_group(self) -> None:
-        """Wait until a group completes or fails, for at most 1 second, so that the caller can check for a stop."""
+        """Wait until a group completes or fails, for at most 1 second, to check for a stop."""
         self._wakes = asyncio.Event()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._wakes.wait(), BUDGET_SECONDS)
 
     def _collect(self) -> None:
-        """Move complete groups that pass the filter to the waiting ones. Raises the error of a failed attempt."""
+        """Move complete groups passing the filter to the waiting ones. Raises the error of a failed attempt."""
         state, recipe = self.state, self._recipe
         if self._sleep is not None and self._sleep.done():
             self._sleep.result()
@@ -400,7 +400,7 @@ class GroupBuffer:
         state.waiting = [group for group in state.waiting if draw_of(group) not in stale]
 
     def _abort_all(self) -> None:
-        """Drop all groups not used by the step, both complete ones and those still being sampled."""
+        """Drop all groups not used by the step, complete or still being sampled."""
         state = self.state
         surplus = [*(group.problem for group in state.started.values()), *(group[0].problem for group in state.waiting)]
         self._counts["rollout/aborted"] += len(surplus)

@@ -23,7 +23,7 @@ class BufferPolicy:
 
     stragglers: Literal["finish", "continue", "abort"] = "finish"
     steps_ahead: int = 0
-    """Steps after the current one for which groups are sampled while it trains. Above 0, groups are used in order."""
+    """Number of later steps for groups sampled while the current one trains. Above 0, groups are used in order."""
 
     @classmethod
     def from_recipe(cls, recipe: Recipe) -> BufferPolicy:
@@ -72,7 +72,7 @@ class StepDemand:
         return self.num_groups * min(1 + self.policy.steps_ahead - lag, steps_left)
 
     def choose_groups(self, state: RLState) -> list[Group] | None:
-        """Return the groups that a step trains on, in the order of drawing; None while too few are complete."""
+        """Return the groups for a step, in the order of drawing; None while too few are complete."""
         if self.policy.is_synchronous or self.policy.steps_ahead:
             # The groups drawn first, once no earlier group is in flight.
             first_in_flight = min(state.started, default=None)

@@ -35,7 +35,7 @@ class Generates(Protocol):
 
     @property
     def seconds_paused(self) -> float:
-        """Total seconds for which the engine pool has been paused."""
+        """Total seconds of the engine pool's pauses."""
         ...
 
 
@@ -54,7 +54,7 @@ class PendingRequest:
 
 
 class Replica:
-    """State of one engine replica: running requests, waiting requests, and the task that steps its engine."""
+    """State of one engine replica: running requests, waiting requests, and the task stepping its engine."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks = ranks
@@ -83,7 +83,7 @@ class WaitMeasuringPool:
     """The engines for one attempt, measuring how long it waits for completions. Concurrent ones count once.
 
     `seconds` excludes pauses of the engines, `seconds_by_clock` includes them. `is_followed`: another attempt waits for
-    the end of this one, so that no request counts as the last one.
+    the end of this one. Then no request counts as the last one.
     """
 
     def __init__(self, pool: Generates, *, is_followed: bool = False) -> None:

@@ -208,9 +208,9 @@ def _scalars(measures: Mapping[str, Measure]) -> dict[str, float]:
 
 
 def failure_metrics(trajectories: Sequence[Trajectory], max_failed_fraction: float, prefix: str) -> dict[str, float]:
-    """Return the counts of completions that could not be scored, by kind, with `prefix`.
+    """Return the counts of completions with failed scoring, by kind, with `prefix`.
 
-    Raises MegarlError if these and attempts that ended with an error are more than `max_failed_fraction` of all.
+    Raises MegarlError if these and failed attempts are more than `max_failed_fraction` of all.
     """
     failures = [t.failure for t in trajectories]
     metrics = {

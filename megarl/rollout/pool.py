@@ -16,10 +16,10 @@ from megarl.rollout.stragglers import Pace, StragglerDetector
 from megarl.types import Completion, PeerLostError, Request
 
 BUDGET_SECONDS = 1.0
-"""Seconds for which an engine samples before it reports to the driver again (limit of one `advance` call)."""
+"""Seconds of sampling before an engine reports to the driver again (limit of one `advance` call)."""
 _MARGIN = 2
-"""A trajectory's next request goes to the replica with its prefix cached, unless that has this many requests more than
-the least loaded one.
+"""A trajectory's next request goes to the replica with its prefix cached. If this has so many requests more than the
+least loaded one, the request goes to the common queue.
 """
 Result = TypeVar("Result")
 
@@ -45,7 +45,7 @@ class AbandonedError(Exception):
 
 
 class Asks(Protocol):
-    """Calls to ranks that have engines, addressed by rank number. `WorkerGroup` and `RunRanks` implement it."""
+    """Calls to ranks with engines, addressed by rank number. `WorkerGroup` and `RunRanks` implement it."""
 
     async def ask(
         self, ranks: Sequence[int], method: str, per_rank: Sequence[Any], *args: Any, budget_seconds: float = 0.0
@@ -57,10 +57,10 @@ class Asks(Protocol):
 
 
 class EnginePool:
-    """Engine replicas shared by many coroutines, with one task per replica (its pump) that steps the engine.
+    """Engine replicas shared by many coroutines, with one task per replica (its pump) stepping the engine.
 
     Requests are admitted in the order of their arrival, at most `max_running` per replica. So samples of one prompt
-    share a replica's prefix cache, and a replica that finishes early gets more requests.
+    share a replica's prefix cache, and an early replica gets more requests.
 
     The pump lets the engine run until an eighth of its requests have finished, for at most `budget_seconds`. If no
     further request can come (`is_last`), it runs until all have finished. Other tasks of the driver, for example
@@ -93,7 +93,7 @@ class EnginePool:
         self._pending: dict[str, PendingRequest] = {}
         self._homes: dict[str, Replica] = {}
         self._open: set[str] = set()
-        """Trajectories (their `affinity`, else the request id) that may send another request after the current one."""
+        """Trajectories (their `affinity`, else the request id) with possibly another request after the current one."""
         self._failure: Exception | None = None
         self._is_paused = False
         self._advanced = asyncio.Event()
@@ -202,7 +202,7 @@ class EnginePool:
 
     @property
     def seconds_paused(self) -> float:
-        """Total seconds for which the pool has been paused. Time limits of attempts exclude this time."""
+        """Total seconds of the pool's pauses. Time limits of attempts exclude them."""
         return self._meter.seconds_paused
 
     def load(self) -> PoolLoad:
@@ -235,7 +235,7 @@ class EnginePool:
         return metrics
 
     def evaluation_metrics(self) -> dict[str, float]:
-        """Return the token counts of an evaluation that just ended, and restart the counts of `metrics`."""
+        """Return the token counts of an ended evaluation, and restart the counts of `metrics`."""
         metrics = self._meter.evaluation_metrics()
         self.metrics()
         return metrics
@@ -367,7 +367,7 @@ class EnginePool:
     async def _ask(
         self, replica: Replica, new: tuple[Request, ...], aborts: tuple[str, ...], budget_seconds: float
     ) -> list[Completion]:
-        """Send new requests and aborts to a replica, let it sample, and return the completions that finished."""
+        """Send new requests and aborts to a replica, let it sample, and return the finished completions."""
         work: tuple[tuple[Request, ...], tuple[str, ...]] = (new, aborts)
         # Only the leader has vLLM's scheduler; the other ranks of the replica follow it.
         per_rank = [work, *[((), ())] * (len(replica.ranks) - 1)]
@@ -382,7 +382,7 @@ class EnginePool:
         return completions
 
     def _leave_after(self, replica: Replica) -> int | None:
-        """Return the number of finished completions after which the engine reports. None: at the time limit.
+        """Return the number of finished completions for the engine's next report. None: at the time limit.
 
         A report costs driver and engine as much time as some sampled tokens.
         """

@@ -48,7 +48,7 @@ class PoolMeter:
         self._num_sampled: Counter[str] = Counter()
         """Number of sampled tokens, by purpose: training or evaluation."""
         self._num_counted: dict[str, int] = {}
-        """Tokens already counted, by request id, of requests that stayed in their engine during a pause."""
+        """Tokens already counted, by request id, of requests left in their engine during a pause."""
         self._paused_at: float | None = None
         self._measured_at = time.monotonic()
         self._seconds_paused = self._paused_before = self._seconds_waited = 0.0
@@ -76,7 +76,7 @@ class PoolMeter:
         return self._seconds_paused + (0.0 if self._paused_at is None else time.monotonic() - self._paused_at)
 
     def count_tokens(self, request_id: str, num_tokens: int, purpose: str) -> int:
-        """Count the tokens of a request that are not yet counted, and return their number."""
+        """Count the uncounted tokens of a request, and return their number."""
         num_new = num_tokens - self._num_counted.pop(request_id, 0)
         self._num_sampled[purpose] += num_new
         self.total_sampled += num_new
@@ -87,13 +87,13 @@ class PoolMeter:
         self._num_counted |= counts
 
     def forget(self, request_id: str) -> None:
-        """Forget the counted tokens of a request that lost its replica."""
+        """Forget the counted tokens of a request without a replica."""
         self._num_counted.pop(request_id, None)
 
     def metrics(self, *, num_live: int, busy_seconds: float, requests_wait: bool) -> dict[str, float]:
         """Return the metrics (METRICS) since the last call, and restart the counts.
 
-        `busy_seconds` is the time that all replicas sampled. The prefix cache hits come from later samples of a group
+        `busy_seconds` is the sampling time of all replicas. The prefix cache hits come from later samples of a group
         (same prompt), and from earlier turns of an attempt.
         """
         self._count_pause(requests_wait=requests_wait)

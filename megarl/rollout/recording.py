@@ -132,7 +132,7 @@ class RecordedPool:
         return self._pool.seconds_paused
 
     def close(self) -> None:
-        """Fail all further requests, to end an attempt that ignores its cancellation."""
+        """Fail all further requests: the attempt may ignore its cancellation."""
         self._is_closed = True
 
     async def generate(self, request: Request, *, affinity: str | None = None, is_last: bool = False) -> Completion:

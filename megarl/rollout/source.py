@@ -57,7 +57,7 @@ def mixture_of(sources: Sequence[Source], seed: int) -> Mixture:
 
 
 def with_stop_tokens(recipe: Recipe, token_ids: Sequence[int]) -> Recipe:
-    """Return the recipe with more tokens that end completions, in training and in evaluations."""
+    """Return the recipe with more tokens ending completions, in training and in evaluations."""
     if not token_ids:
         return recipe
     rollout, evaluation = recipe.rollout, recipe.evaluation

@@ -28,7 +28,7 @@ METRICS = (MetricRow("kl/coefficient", "1", "coefficient of the KL in this step"
 
 STATE, ARRAYS = "collection.json", "collection.safetensors"
 TIMES = "collection_times.json"
-"""File with measured times of trajectories, which differ between two otherwise equal runs."""
+"""File with measured times of trajectories. They differ between two otherwise equal runs."""
 
 DAMAGE = (
     ValueError, TypeError, LookupError, AttributeError, OverflowError, StopIteration, RecursionError, SafetensorError
@@ -37,7 +37,7 @@ DAMAGE = (
 
 
 class RLState:
-    """State that an RL run carries from step to step. A run resumed from a saved state continues bit-equal.
+    """State of an RL run from step to step. A run resumed from a saved state continues bit-equal.
 
     `drawn` counts draws of prompts: batches in synchronous training, otherwise single ones. `positions` are the
     sources' positions in their data. `waiting` holds complete groups for a later step, `started` the groups in flight
@@ -68,7 +68,7 @@ class RLState:
         self._num_events = len(self.draws.pending)
 
     def start(self, group: StartedGroup, positions: Positions) -> None:
-        """Add a group whose prompt was just drawn. `positions` are those after the draw."""
+        """Add a group just drawn, with the `positions` after its draw."""
         source = group.problem.source
         before, after = self.positions.get(source, Position()), positions[source]
         if num_skipped := after.passed - before.passed:
@@ -107,7 +107,7 @@ class RLState:
 
     @property
     def waiting_experts(self) -> list[ExpertsHandle]:
-        """Handles of the stored routed experts (MoE) of all groups that are waiting or in flight."""
+        """Handles of the stored routed experts (MoE) of all groups waiting or in flight."""
         segments = [segment for group in self.waiting for trajectory in group for segment in trajectory.segments]
         started = [handle for group in self.started.values() for handle in group.experts]
         return [segment.routed_experts for segment in segments if segment.routed_experts is not None] + started
@@ -200,7 +200,7 @@ def problem_lookup(
 
 
 def draw_of(group: Group) -> int:
-    """Return a group's number, given in the order in which prompts were drawn."""
+    """Return a group's number: prompts are numbered in the order of their draws."""
     return group[0].group
 
 

@@ -65,7 +65,7 @@ def stitch(calls: Sequence[ModelCall]) -> tuple[Segment, ...]:
 
 
 def _longest_prefix(chains: Sequence[_Chain], prompt: NDArray[np.int64]) -> _Chain | None:
-    """Return the chain that is the longest prefix of a prompt, the first of equals; None: no chain.
+    """Return the chain forming the longest prefix of a prompt, the first of equals; None: no chain.
 
     The prompt is hashed once for all chains. Comparing it with each would read it once per chain.
     """

@@ -19,7 +19,7 @@ METRICS = (
 )
 
 WINDOW = 5
-"""Number of most recent steps over which a replica's speed is measured."""
+"""Number of most recent steps for measuring a replica's speed."""
 MIN_STEPS = 3
 """Measured steps required to call a replica slow. Its first step is excluded: it includes one-time work."""
 MIN_SECONDS = 10.0

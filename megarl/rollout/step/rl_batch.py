@@ -30,7 +30,7 @@ class RLBatch(TokenBatch):
     turns: NDArray[np.int16]
     """[tokens]: number of the completion containing the token, from 0; -1 if not sampled."""
     turn_rewards: NDArray[np.float64]
-    """[samples, turns]: rewards that the environment gave for single turns. `rewards` includes them."""
+    """[samples, turns]: rewards of the environment for single turns. `rewards` includes them."""
     rewards: NDArray[np.float64]
     groups: NDArray[np.int64]
     num_sampled: NDArray[np.int64]
@@ -235,7 +235,7 @@ def _order(count: int, seed: int, step: int, number: int) -> NDArray[np.int64]:
 
 
 def _add_conversations(minibatch: TokenBatch, conversations: TokenBatch, share: float) -> TokenBatch:
-    """Return a policy minibatch joined with conversations, which get the fraction `share` of the total loss."""
+    """Return a policy minibatch joined with conversations. They get the fraction `share` of the total loss."""
     policy = minibatch.with_arrays(minibatch.per_token)
     policy.per_token["token_weights"] = (1 - share) * policy.per_token["token_weights"]
     policy.per_token["supervised"] = np.zeros(len(policy.token_ids), np.float32)

@@ -131,7 +131,7 @@ async def complete_logprobs(
 
 
 def _first_needing(recipe: Recipe, count: int) -> int:
-    """Return how many of a step's `count` trajectories come before the first that needs log-probs."""
+    """Return the number of leading trajectories, of a step's `count`, without need for log-probs before the updates."""
     train = recipe.train
     if _needs_logprobs(recipe) or train.epochs_per_step > 1:
         # A later pass over the samples trains the first minibatch again, with other weights.

@@ -32,9 +32,9 @@ RECORD, ARRAYS, RECIPE, CHAIN = "record.json", "record.safetensors", "recipe.yam
 """Files of a record in `records/step_NNNNNN/` of the run folder."""
 
 LOSSES = ("critic/loss", "train/loss")
-"""Recorded metrics that updates compute before the gradients."""
+"""Recorded metrics of updates from before the gradients."""
 NORMS = ("critic/grad_norm", "train/grad_norm", "train/learning_rate")
-"""Recorded metrics that updates compute after the gradients."""
+"""Recorded metrics of updates from after the gradients."""
 COMPARED_METRICS = (*LOSSES, *NORMS)
 
 _FIRST_ARRAYS = (
@@ -47,7 +47,7 @@ _FIRST_ARRAYS = (
     "advantages",
     "returns",
 )
-"""Arrays of a batch in the order in which a step computes them. Others are compared after these."""
+"""Arrays of a batch in the order of their computation. Others are compared after these."""
 
 STATE_FACTOR = 10
 """Tolerance of state tensors, divided by that of all other values. Gradients of small tensors, such as norms, are sums
@@ -57,7 +57,7 @@ that cancel, and Adam divides by their size. Distances up to 2.2e-5 were measure
 _MISSING, _ADDED = "recorded, but not there now", "there now only"
 
 StateParts = Mapping[str, Mapping[int, Fingerprint]]
-"""Fingerprints of the trainer's state: by tensor name, then by the rank that stores the part."""
+"""Fingerprints of the trainer's state: by tensor name, then by the rank storing the part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +187,7 @@ class StepRecord:
             return replace(record, groups=groups, waiting=waiting)
 
     def _check_sizes(self, step: int) -> None:
-        """Raise ValueError if the arrays do not fit together, or if the record is that of another step."""
+        """Raise ValueError if the arrays do not fit together, or the record has another step."""
         if self.step != step:
             raise ValueError(f"it is the record of step {self.step}")
         num_samples = len(self.borders) - 1
@@ -213,7 +213,7 @@ def recorded_steps(records: Path) -> set[int]:
 
 @contextmanager
 def _damage_named(folder: Path) -> Iterator[None]:
-    """Context whose errors of reading become a DataError with the record's folder."""
+    """Context turning errors of reading into a DataError with the record's folder."""
     if not (folder / RECORD).is_file():
         raise DataError(
             f"{folder}: there is no record of this step; records are written by runs with train.record=tokens or all"

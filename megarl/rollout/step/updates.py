@@ -115,7 +115,7 @@ def mismatch_before_update(batch: RLBatch) -> NDArray[np.float64] | None:
 
 
 class ExcessMismatch(NamedTuple):
-    """Differences of trainer and engine log-probs, in nats, that forbid a step's updates."""
+    """Differences of trainer and engine log-probs, in nats, too large for a step's updates."""
 
     mean: float
     max: float
