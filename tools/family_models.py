@@ -89,7 +89,7 @@ def routed_logprobs(folder: str, dtype: str, replayed: np.ndarray | None) -> tup
     """
     from megatron.core.transformer.moe.router import TopKRouter
 
-    from megarl.models.router_replay import expert_layers
+    from megarl.models.experts.replay import expert_layers
     from megarl.training.model_parts import ModelParts
     from megarl.training.routed_experts import StoredExperts, make_route_feed
 
@@ -269,7 +269,7 @@ def replay(
     import torch.distributed as dist
     from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
-    from megarl.models.router_replay import expert_layers
+    from megarl.models.experts.replay import expert_layers
     from megarl.training.routed_experts import StoredExperts, make_route_feed
 
     recipe = invariance.recipe_of(Path(folder), {"router_replay": True})

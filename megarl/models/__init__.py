@@ -1,8 +1,8 @@
 """Models that Megatron-Core builds from a Hugging Face model's sizes, with log-probs as output.
 
-`configuration` makes Megatron's config, `policy` the model. It uses Transformer Engine's layers if installed. Otherwise
-it uses Megatron's local layers with `norm` and `attention` of this package. The output is log-probs of given tokens
-instead of logits. `logprobs` computes them chunk by chunk, over a vocabulary split across ranks.
+`configuration` makes Megatron's config, `policy` the model, `logprobs` its output, chunk by chunk over a vocabulary
+split across ranks. Layers are Transformer Engine's if installed, else Megatron's local ones with `norms` and
+`attention`.
 """
 
 from megarl.platform import libraries, transformer_engine

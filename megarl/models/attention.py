@@ -34,7 +34,7 @@ class Part:
 
     Shapes: `queries` [num_queries] indexes this rank's tokens. `keys` [num_keys] indexes all context-parallel ranks'
     tokens, rank after rank. None means all, in order. `num_queries` and `num_keys` [sequences] are lengths, on the
-    host. `cu_queries` and `cu_keys` [sequences + 1] are their cumulative sums. Tensors are on the model's device.
+    host; `cu_queries` and `cu_keys` [sequences + 1] their cumulative sums, on the device.
     """
 
     queries: Tensor | None
@@ -71,22 +71,21 @@ class Part:
 
     @cached_property
     def _masks(self) -> dict[int, Tensor]:
-        """Return the cached masks by window size. All layers share them."""
+        """Masks by window size. All layers share them."""
         return {}
 
     def _limits(self, window: int) -> bool:
         return 0 < window < self.longest_key
 
     def _new_mask(self, window: int) -> Tensor:
-        seen = (self.num_keys - self.num_queries)[:, None, None, None]
-        own = np.arange(self.longest_query)[:, None] + seen
+        num_earlier = (self.num_keys - self.num_queries)[:, None, None, None]
+        places = np.arange(self.longest_query)[:, None] + num_earlier
         keys = np.arange(self.longest_key)
         # Every query, padding included, attends to the key at its own place: a row without any key would be NaN.
-        attended = (keys <= own) & (keys > own - window) if self._limits(window) else keys <= own
+        attended = (keys <= places) & (keys > places - window) if self._limits(window) else keys <= places
         return torch.tensor(attended, device=self.cu_queries.device)
 
     def _padded_places(self, sizes: np.ndarray, longest: int) -> Tensor:
-        """Return the flat index of each token in [sequences, longest]: [tokens]."""
         is_token = np.arange(longest) < sizes[:, None]
         return torch.tensor(np.flatnonzero(is_token), device=self.cu_queries.device)
 
@@ -96,11 +95,10 @@ class PackedRow(PackedSeqParams):
     """The sequences of a packed row (Megatron's THD format), with indices for every layer's attention.
 
     With context parallelism each sequence is split into 2 * cp chunks. Rank r has chunks r and 2 * cp - 1 - r (zigzag),
-    so causal attention costs all ranks the same. Shapes: `local` [tokens], the row's indices of this rank's tokens, and
-    `host_local`, the same in host memory; `positions` [tokens], their positions in their sequences; `order` [tokens],
-    an index sorting the outputs of `parts` by token; `place` [tokens of all ranks], the index of the row's tokens in
-    the ranks' tokens, rank after rank. `longest_part` is the number of tokens that each rank pads its tokens to for
-    this index.
+    so causal attention costs all ranks the same. Shapes: `local` [tokens], the row's indices of this rank's tokens
+    (`host_local`: in host memory); `positions` [tokens] in their sequences; `order` [tokens], an index sorting the
+    outputs of `parts` by token; `place` [tokens of all ranks], the index of the row's tokens in the ranks' tokens, each
+    padded to `longest_part`.
     """
 
     positions: Tensor | None = None
@@ -115,7 +113,7 @@ class PackedRow(PackedSeqParams):
     def from_lengths(
         cls, lengths: list[int], device: torch.device, qkv_format: str, *, cp: int = 1, cp_rank: int = 0
     ) -> PackedRow:
-        """Create the row made of consecutive sequences with these lengths in tokens (multiples of 2 * cp if cp > 1)."""
+        """Create the row of consecutive sequences with these lengths in tokens (multiples of 2 * cp if cp > 1)."""
         # Index arithmetic runs on the host: on a GPU, each length read by Python would be a synchronisation.
         sizes = np.asarray(lengths, dtype=np.int64)
         starts, longest = sizes.cumsum() - sizes, int(sizes.max())
@@ -159,9 +157,8 @@ class PackedRow(PackedSeqParams):
         )
 
     def prediction_states(self, hidden: Tensor) -> Tensor:
-        """Return the hidden states [predictions, hidden_size] that the head predicts from.
-
-        `hidden` [tokens, hidden_size] belongs to the tokens that the layers saw.
+        """Return the states [predictions, hidden_size] that the head predicts from, of `hidden` [tokens,
+        hidden_size].
         """
         return hidden
 
@@ -170,21 +167,18 @@ class PackedRow(PackedSeqParams):
         return outputs
 
     def spread_states(self, values: Tensor) -> Tensor:
-        """Copy values of computed tokens to every token of the sequences: [kinds, tokens].
-
-        `values` is [kinds, computed tokens]. A row may compute equal tokens of several sequences once.
-        """
+        """Copy values [kinds, computed tokens] to every token of the sequences: [kinds, tokens]."""
         return values
 
     def states_at(self, hidden: Tensor, places: Tensor) -> Tensor:
-        """Return the hidden states [places, hidden_size] at these places among the sequences' tokens on this rank."""
+        """Return the hidden states [places, hidden_size] at these places among the rank's tokens."""
         return hidden[places]
 
 
 def _zigzag(starts: np.ndarray, chunk: np.ndarray, cp: int, rank: int) -> np.ndarray:
     """Return the row's indices of one rank's tokens in zigzag order: [tokens].
 
-    `starts` and `chunk` [sequences] are the beginning of each sequence and the length of its chunks.
+    `starts` and `chunk` [sequences] are the start of each sequence and the length of its chunks.
     """
     firsts = np.stack([starts + chunk * rank, starts + chunk * (2 * cp - 1 - rank)], axis=1)
     return ranges(firsts.flatten(), chunk.repeat(2))
@@ -212,10 +206,9 @@ def _part(
 class PackedAttention(nn.Module):
     """Core attention of the local spec, for packed rows and context parallelism. Models with sinks always use it.
 
-    On CUDA in float16 and bfloat16 it uses torch's variable-length flash kernel. Otherwise it uses SDPA on padded
-    sequences, also in float32. Megatron-Core 0.16.1's own local attention supports neither packed rows nor context
-    parallelism, and expands grouped heads. Here keys and values are all-gathered over the context-parallel ranks, and
-    their gradients are reduce-scattered.
+    It uses torch's variable-length flash kernel on CUDA in float16 and bfloat16, else SDPA on padded sequences.
+    Megatron-Core 0.16.1's own local attention supports neither packed rows nor context parallelism. Here keys and
+    values are all-gathered over the context-parallel ranks, and their gradients are reduce-scattered.
     """
 
     def __init__(
@@ -239,16 +232,16 @@ class PackedAttention(nn.Module):
 
     def _new_sinks(self, config: TransformerConfig) -> nn.Parameter:
         num_heads = config.num_attention_heads // config.tensor_model_parallel_size
-        made = nn.Parameter(torch.empty(num_heads, dtype=config.params_dtype))
+        offset = nn.Parameter(torch.empty(num_heads, dtype=config.params_dtype))
         if config.perform_initialization:
             assert config.init_method is not None
-            config.init_method(made)
+            config.init_method(offset)
         # Otherwise Megatron's gradient norm would count the first tensor-parallel rank's sinks only.
-        set_tensor_model_parallel_attributes(made, is_parallel=True, dim=0, stride=1)
-        return made
+        set_tensor_model_parallel_attributes(offset, is_parallel=True, dim=0, stride=1)
+        return offset
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
-        """Return the state of a checkpoint: the sinks, split over the tensor-parallel ranks."""
+        """Return a checkpoint's state: the sinks, split over the tensor-parallel ranks."""
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
             prefix,
@@ -271,8 +264,7 @@ class PackedAttention(nn.Module):
         """Attend within each sequence.
 
         Shapes: query [tokens, 1, heads, head_dim], key [tokens, 1, groups, head_dim], value [tokens, 1, groups, v];
-        returns [tokens, 1, heads * v]. `v` is the size of a value head. Megatron's latent attention gives inputs
-        without the second dimension.
+        returns [tokens, 1, heads * v]. Megatron's latent attention gives inputs without the second dimension.
         """
         row = packed_seq_params
         q, k, v = (x.flatten(0, -3) for x in (query, key, value))
@@ -285,20 +277,18 @@ class PackedAttention(nn.Module):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> Tensor:
         """Return the attention of one part of a row: [part's queries, heads, v].
 
-        `q` [tokens, heads, head_dim] belongs to this rank. `k` [tokens, groups, head_dim] and `v` [tokens, groups, v]
-        belong to all context-parallel ranks.
+        `q` [tokens, heads, head_dim] belongs to this rank, `k` [tokens, groups, head_dim] and `v` [tokens, groups, v]
+        to all context-parallel ranks.
         """
         has_varlen = q.is_cuda and q.dtype in _VARLEN_DTYPES
         if self.softmax_offset is not None:
             kernel = self._varlen_with_sinks if has_varlen else self._with_sinks
         else:
-            kernel = self._varlen if has_varlen else self._padded
+            kernel = self._varlen if has_varlen else self._attend_padded
         return kernel(_gather_rows(q, part.queries), _gather_rows(k, part.keys), _gather_rows(v, part.keys), part)
 
     def _varlen(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> Tensor:
-        """Compute the attention of one part of a row with torch's variable-length flash kernel. Shapes as in
-        `attend`.
-        """
+        """Compute `attend` with torch's variable-length flash kernel."""
         from torch.nn.attention.varlen import varlen_attn
 
         grouped: dict[str, Any] = {}
@@ -325,30 +315,30 @@ class PackedAttention(nn.Module):
         assert isinstance(out, Tensor)
         return out.narrow(-1, 0, width)
 
-    def _padded(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> Tensor:
-        """Return the result of `attend`, computed by torch's SDPA on sequences padded to the longest one."""
+    def _attend_padded(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> Tensor:
+        """Compute `attend` with torch's SDPA on sequences padded to the longest one."""
         mask = None if part.is_plain(self.window) else part.mask(self.window)
         # Padding follows the tokens of its sequence, so the causal mask alone excludes it.
-        q, k, v = _all_padded(q, k, v, part)
+        q, k, v = _pad_all(q, k, v, part)
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=q.size(1) != k.size(1)
         )
         return _from_padded(out, part)
 
     def _varlen_with_sinks(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> Tensor:
-        """Return the result of `attend` for a model with attention sinks, computed by torch's flash kernel."""
+        """Compute `attend` with sinks by torch's flash kernel."""
         assert self.softmax_offset is not None
         lengths = part.cu_queries, part.cu_keys, part.longest_query, part.longest_key
         return sinks.attend(q, k, v, self.softmax_offset, sinks.FlashKernel(lengths, self.scale, self.window))
 
     def _with_sinks(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> Tensor:
-        """Return the result of `attend` for a model with attention sinks, with the softmax in at least float32.
+        """Compute `attend` with sinks, with the softmax in at least float32.
 
         All scores exist at once: [sequences, heads, longest_query, longest_key].
         """
         assert self.softmax_offset is not None
         k, v = (x.repeat_interleave(q.size(1) // k.size(1), dim=1) for x in (k, v))
-        q, k, v = _all_padded(q, k, v, part)
+        q, k, v = _pad_all(q, k, v, part)
         scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) * self.scale
         scores = torch.where(part.mask(self.window), scores, -torch.inf)
         to_sinks = self.softmax_offset.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
@@ -357,10 +347,7 @@ class PackedAttention(nn.Module):
 
 
 def gather_keys(k: Tensor, v: Tensor, cp_group: Any) -> tuple[Tensor, Tensor]:
-    """Return keys and values [tokens of all ranks, groups, ...] from those of this rank's tokens [tokens, groups, ...].
-
-    The ranks' tokens follow each other.
-    """
+    """Return keys and values [tokens of all ranks, groups, ...], rank after rank, from those of this rank's tokens."""
     # Megatron's sequence-parallel gather is used on the context-parallel group: its backward pass is a reduce-scatter.
     both = gather_from_sequence_parallel_region(torch.cat([k, v], dim=-1), group=cp_group)
     k, v = both.split([k.size(-1), v.size(-1)], dim=-1)
@@ -391,16 +378,15 @@ def _takes_grouped_heads(kernel: Callable[..., Any]) -> bool:
     return "enable_gqa" in inspect.signature(kernel).parameters
 
 
-def _all_padded(q: Tensor, k: Tensor, v: Tensor, part: Part) -> tuple[Tensor, Tensor, Tensor]:
-    """Reshape queries, keys and values [tokens, heads, head_dim] to [sequences, heads, longest, head_dim], padded with
-    zeros."""
+def _pad_all(q: Tensor, k: Tensor, v: Tensor, part: Part) -> tuple[Tensor, Tensor, Tensor]:
+    """Reshape [tokens, heads, head_dim] to [sequences, heads, longest, head_dim], padded with zeros."""
     q = _to_padded(q, part.padded_queries, len(part.num_queries), part.longest_query)
     k, v = (_to_padded(x, part.padded_keys, len(part.num_keys), part.longest_key) for x in (k, v))
     return q, k, v
 
 
 def _from_padded(out: Tensor, part: Part) -> Tensor:
-    """Return outputs [sequences, heads, longest_query, head_dim] without padding: [queries, heads, head_dim]."""
+    """Return [sequences, heads, longest_query, head_dim] without padding: [queries, heads, head_dim]."""
     return out.transpose(1, 2).flatten(0, 1).index_select(0, part.padded_queries)
 
 

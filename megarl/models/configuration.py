@@ -26,7 +26,7 @@ from megarl.platform import transformer_engine
 from megarl.types import ConfigError
 
 _ACTIVATIONS = {"quick_gelu": quick_gelu}
-"""Activation functions by the names that model families use. Families import no Megatron, so they use names."""
+"""Activation functions by the names that families use, because these import no Megatron."""
 
 
 def transformer_engine_problem() -> str | None:
@@ -39,7 +39,7 @@ def transformer_engine_problem() -> str | None:
 
 
 def uses_transformer_engine() -> bool:
-    """Return whether Transformer Engine's layers are used: always, if it is installed and CUDA is available."""
+    """Return whether Transformer Engine's layers are used: if it is installed and CUDA is available."""
     return transformer_engine_problem() is None
 
 
@@ -60,13 +60,12 @@ def transformer_config(
     """Return the TransformerConfig of a rank's model.
 
     `exact` models pass float32 hidden states from layer to layer. Experts all on one rank always use the dispatcher
-    `alltoall`. Raises ConfigError for an unknown override, an override without effect, and an override determined by
-    another field of the recipe.
+    `alltoall`. Raises ConfigError for an override that is unknown, without effect, or determined by another field.
     """
     kind = MLATransformerConfig if isinstance(shape.attention, Latent) else TransformerConfig
-    known = {field.name for field in dataclasses.fields(kind)}
-    for name in sorted(overrides.keys() - known):
-        near = nearest(name, known)
+    field_names = {field.name for field in dataclasses.fields(kind)}
+    for name in sorted(overrides.keys() - field_names):
+        near = nearest(name, field_names)
         hint = f" Did you mean {near}?" if near else ""
         raise ConfigError(f"trainer.megatron.{name}: Megatron-Core's TransformerConfig has no such field.{hint}")
     for problem in without_effect(overrides, has_experts=bool(shape.num_experts)):
@@ -109,7 +108,7 @@ def transformer_config(
 
 @contextmanager
 def refusals_named(overrides: Mapping[str, Any]) -> Iterator[None]:
-    """Context converting Megatron-Core's errors while a model is built to a ConfigError naming `trainer.megatron`.
+    """Context that turns Megatron-Core's errors into a ConfigError naming `trainer.megatron`.
 
     Without `overrides`, errors pass unchanged, because the recipe is not their cause.
     """
@@ -128,8 +127,8 @@ def accumulates_in_transformer_engine(config: TransformerConfig, overrides: Mapp
     Megatron's own flag `gradient_accumulation_fusion` also requires apex's kernel for its own layers. Without apex,
     only Transformer Engine's layers are switched to it.
     """
-    wanted = overrides.get("gradient_accumulation_fusion", True)
-    return uses_transformer_engine() and wanted and not config.gradient_accumulation_fusion
+    is_fused = overrides.get("gradient_accumulation_fusion", True)
+    return uses_transformer_engine() and is_fused and not config.gradient_accumulation_fusion
 
 
 def _without_apex(overrides: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -149,9 +148,7 @@ def _without_apex(overrides: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _fused_kernels() -> dict[str, bool]:
-    """Return Megatron's settings for fused kernels that do not change results. Those of Megatron's own layers need
-    apex.
-    """
+    """Return Megatron's settings for fused kernels that do not change results."""
     return {
         # Without this fusion, Megatron-Core 0.16.1 reads every sequence's length from the GPU, in each layer, twice.
         "apply_rope_fusion": uses_transformer_engine(),
@@ -198,7 +195,7 @@ def _model_settings(shape: ModelShape) -> dict[str, Any]:
             "activation_func": F.silu,
         }
         | (_latent_settings(shape) if isinstance(shape.attention, Latent) else {})
-        | _own_settings(shape)
+        | _family_settings(shape)
     )
 
 
@@ -206,9 +203,8 @@ def _score_scale(shape: ModelShape) -> dict[str, float]:
     """Return the setting for YaRN's attention factor, if it multiplies whole attention scores.
 
     YaRN multiplies the cosines and sines of queries and keys. Scaling the scores by the square is the same if all
-    channels rotate. Transformer Engine's fused kernel for packed rows ignores Megatron's own factor (Megatron-Core
-    0.16.1). `models.partial_rotary` handles models in which other channels do not rotate. Latent attention has a rotary
-    object of this package, and Megatron's own scale of the scores.
+    channels rotate (else see `partial_rotary`). Transformer Engine's fused kernel for packed rows ignores Megatron's
+    own factor (Megatron-Core 0.16.1). Latent attention scales by itself.
     """
     factor = shape.rotary.attention_factor
     if factor == 1.0 or isinstance(shape.attention, Latent) or scales_rotated_channels(shape):
@@ -216,12 +212,12 @@ def _score_scale(shape: ModelShape) -> dict[str, float]:
     return {"softmax_scale": shape.head_dim**-0.5 * factor**2}
 
 
-def _own_settings(shape: ModelShape) -> dict[str, Any]:
+def _family_settings(shape: ModelShape) -> dict[str, Any]:
     """Return the settings of the model's family, with the activation as a function."""
-    own = dict(FAMILIES[shape.family].settings(shape))
-    if "activation_func" in own:
-        own["activation_func"] = _ACTIVATIONS[own["activation_func"]]
-    return own
+    settings = dict(FAMILIES[shape.family].settings(shape))
+    if "activation_func" in settings:
+        settings["activation_func"] = _ACTIVATIONS[settings["activation_func"]]
+    return settings
 
 
 def _latent_settings(shape: ModelShape) -> dict[str, Any]:
@@ -234,7 +230,7 @@ def _latent_settings(shape: ModelShape) -> dict[str, Any]:
 
 
 def _uneven_stages(shape: ModelShape, parallel: ParallelConfig) -> list[list[str]] | None:
-    """Return Megatron's description of chunks with different numbers of layers, chunk by chunk; None if all are equal.
+    """Return Megatron's description of chunks with different numbers of layers, by chunk; None if all are equal.
 
     Equal chunks keep Megatron's default: its keys in checkpoints of other programs are the same either way.
     """

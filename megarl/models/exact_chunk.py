@@ -13,10 +13,7 @@ from megarl.models.rotary import frequencies
 
 
 def complete_exact_model(model: PolicyModel, shape: ModelShape, num_blocks: int) -> None:
-    """Make a chunk of exact layers round as the engine does.
-
-    `num_blocks` is the number of blocks, over all ranks, of a product split over ranks.
-    """
+    """Make a chunk of exact layers round as the engine does, with `num_blocks` of a product split over all ranks."""
     inv_freq = frequencies(shape.rotary, shape.rotary_channels)
     table = RotaryTable(inv_freq, shape.max_position_embeddings, model.config.params_dtype)
     decoder: Any = model.decoder

@@ -16,12 +16,12 @@ class GatedAttention(SelfAttention):
 
     def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
         """Return queries [tokens, 1, heads, head_dim], keys and values, and gates shaped like the queries."""
-        found = super().get_query_key_value_tensors(*args, **kwargs)
+        projections = super().get_query_key_value_tensors(*args, **kwargs)
         groups = self.config.num_query_groups
         assert groups is not None
-        if len(found) != 4 or groups >= self.world_size:
-            return found
-        query, key, value, gate = found
+        if len(projections) != 4 or groups >= self.world_size:
+            return projections
+        query, key, value, gate = projections
         # The ranks of a key-value head follow each other, and so do their query heads.
         first = self.pg_collection.tp.rank() % (self.world_size // groups) * query.size(2)
         return query, key, value, gate[:, :, first : first + query.size(2)]

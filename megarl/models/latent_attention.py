@@ -1,7 +1,7 @@
 """Multi-head latent attention (arXiv:2405.04434, section 2.1) over packed rows, with Megatron's module.
 
 Megatron-Core 0.16.1 computes rotary angles inside this attention, from a token's place in the row. `RowRotary` replaces
-them by the position in the sequence.
+it by the position in the sequence.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ class LatentAttention(multi_latent_attention.MLASelfAttention):
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
         """Return the classes of the spec, as Megatron-Core 0.16.1 does without this method.
 
-        The method of Megatron-Core 0.19 chooses others if queries have no low rank (Moonlight, GLM-4.7-Flash). Of local
-        layers it refuses all, and Transformer Engine's get a norm before the projection of queries.
+        The method of Megatron-Core 0.19 chooses others if queries have no low rank (Moonlight, GLM-4.7-Flash). It
+        refuses all local layers, and gives Transformer Engine's a norm before the projection of queries.
         """
         parts = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
         return {name: getattr(submodules, name) for name in parts}
 
 
 class RowRotary(nn.Module):
-    """Rotary angles of the tokens of a packed row, in place of Megatron's `YarnRotaryEmbedding`.
+    """Rotary angles of the tokens of a packed row, in place of Megatron's `YarnRotaryEmbedding`. Layers may share it.
 
-    All layers may share one object. `frequencies` is float32 [channels / 2], in radians per position. `scale` is the
-    factor of cosines and sines (YaRN's attention factor).
+    `frequencies` is float32 [channels / 2], in radians per position. `scale` is the factor of cosines and sines (YaRN's
+    attention factor).
     """
 
     def __init__(self, frequencies: Tensor, scale: float = 1.0) -> None:
@@ -59,7 +59,7 @@ class RowRotary(nn.Module):
     ) -> int:
         """Remember the row of the forward pass. Return the length of its longest sequence in tokens.
 
-        The other arguments are those of Megatron's method; they have no effect.
+        The other arguments of Megatron's method have no effect.
         """
         self._row = row
         assert row.max_seqlen_q is not None
@@ -69,7 +69,7 @@ class RowRotary(nn.Module):
         """Return angles in radians and the factor of their cosines and sines.
 
         Angles are float32 [tokens, 1, channels] for the tokens of the row. Rows in Transformer Engine's format get
-        those of all positions of a sequence, [length, 1, 1, channels]: Megatron picks from them.
+        those of all positions of a sequence, [length, 1, 1, channels].
         """
         if packed_seq:
             return self._table(length), self.scale
@@ -89,9 +89,7 @@ class RowRotary(nn.Module):
         return self._angles(torch.arange(length, device=self.frequencies.device))[:, None, None]
 
     def _angles(self, positions: Tensor) -> Tensor:
-        """Return the angle of each channel at positions [n]: float32 [n, channels]. Both halves of the channels are
-        equal.
-        """
+        """Return the angle of each channel at positions [n]: float32 [n, channels]. Both halves are equal."""
         angles = torch.outer(positions.float(), self.frequencies)
         return torch.cat([angles, angles], dim=-1)
 
@@ -118,7 +116,6 @@ def use_transformer_engine_modules(layer: Any) -> None:
 
 
 def share_rotary(layers: Iterable[Any], rotary: RowRotary) -> None:
-    """Set one rotary object in the attention of all layers."""
     for layer in layers:
         # A submodule of the same name can be replaced by a module only.
         layer.self_attention.rotary_pos_emb = rotary
@@ -137,7 +134,7 @@ def with_padded_values(attention: type[nn.Module]) -> type[nn.Module]:
 
         def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             """Attend. Shapes: query and key [tokens, heads, head_dim], value [tokens, heads, v]; returns [tokens, heads
-            * v], maybe with ones between.
+            * v].
             """
             width = key.size(-1)
             padded = F.pad(value, (0, width - self.value_channels))

@@ -1,4 +1,4 @@
-"""Megatron's layer specs: one for each kind of layer, and the sequence of layers in a model chunk."""
+"""Megatron's layer specs: one for each kind of layer, and the layers of a model chunk."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from megarl.families.shape import ModelShape
 from megarl.models import latent_attention
 from megarl.models.attention import PackedAttention
 from megarl.models.configuration import uses_transformer_engine
-from megarl.models.delta_net import with_delta_net
+from megarl.models.delta_net.layer import with_delta_net
 from megarl.models.exact.attention import ExactAttention
 from megarl.models.exact.experts import ExactExperts, ExactMoELayer, ExactRouter
 from megarl.models.exact.residual import wide_addition
 from megarl.models.exact.rotary import RotaryTable
 from megarl.models.exact.row_parallel import BlockRowParallelLinear
-from megarl.models.expert_balance import UpdateRouter, needs_update_router
-from megarl.models.expert_dispatch import ReplayedMoELayer, takes_known_counts
-from megarl.models.experts import OwnOutput
+from megarl.models.experts.balance import UpdateRouter, needs_update_router
+from megarl.models.experts.dispatch import ReplayedMoELayer, takes_known_counts
+from megarl.models.experts.layers import OwnOutput, has_router
 from megarl.models.gated_attention import GatedAttention
 from megarl.models.norms import RMSNorm
 from megarl.models.partial_rotary import scale_rotated_queries, scales_rotated_channels
@@ -34,15 +34,12 @@ from megarl.models.trees.core_attention import with_trees
 
 
 def block_spec(config: TransformerConfig, shape: ModelShape, vp_stage: int | None, *, exact: bool = False) -> Any:
-    """Return the spec of a chunk's layers: Transformer Engine's layers if usable, else Megatron's local ones.
-
-    `exact` layers round as the engine does.
-    """
+    """Return the spec of a chunk's layers. `exact` layers round as the engine does."""
     offset = get_transformer_layer_offset(config, vp_stage=vp_stage)
     kinds = shape.layers[offset : offset + get_num_layers_to_build(config, vp_stage=vp_stage)]
     # Windows differ by layer number, not by spec.
-    made = {kind: layer_spec(config, shape, kind, exact=exact) for kind in {kind._replace(window=0) for kind in kinds}}
-    layers = [made[kind._replace(window=0)] for kind in kinds]
+    specs = {kind: layer_spec(config, shape, kind, exact=exact) for kind in {kind._replace(window=0) for kind in kinds}}
+    layers = [specs[kind._replace(window=0)] for kind in kinds]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=final_norm())
 
 
@@ -51,13 +48,8 @@ def has_sinks(config: TransformerConfig) -> bool:
     return config.softmax_type != "vanilla"
 
 
-def has_router(layer: Any) -> bool:
-    """Return whether a layer of a live model has a router."""
-    return hasattr(layer.mlp, "router")
-
-
 def layer_spec(config: TransformerConfig, shape: ModelShape, kind: LayerKind, *, exact: bool = False) -> Any:
-    """Return the spec of one kind of layer.
+    """Return the spec of one kind of layer: Transformer Engine's if usable, else Megatron's local one.
 
     The local spec gets this package's norm and attention. Routers with balancing losses or noise are replaced by
     `UpdateRouter`. An `exact` layer has the local spec, and the operators of `models.exact`.
@@ -116,10 +108,7 @@ def layer_spec(config: TransformerConfig, shape: ModelShape, kind: LayerKind, *,
 
 
 def complete_exact(layers: Iterable[Any], config: TransformerConfig, rotary: RotaryTable, num_blocks: int) -> None:
-    """Give live exact layers their rotary table, and the number of blocks of a rank's row-parallel products.
-
-    `num_blocks` is the number over all ranks.
-    """
+    """Give live exact layers their rotary table, and `num_blocks` of a row-parallel product over all ranks."""
     own_blocks = num_blocks // config.tensor_model_parallel_size
     expert_blocks = num_blocks // (config.expert_tensor_parallel_size or 1)
     for layer in layers:
@@ -133,9 +122,7 @@ def complete_exact(layers: Iterable[Any], config: TransformerConfig, rotary: Rot
 
 
 def final_norm() -> Any:
-    """Return the norm after the last layer. Megatron's own specs pass a class too, but its declared type is
-    narrower.
-    """
+    """Return the norm after the last layer."""
     if not uses_transformer_engine():
         return RMSNorm
     # Only importable with Transformer Engine.

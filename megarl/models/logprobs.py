@@ -1,6 +1,4 @@
-"""Log-probs and entropies from hidden states, over a vocabulary split across ranks, chunk by chunk, without full
-logits.
-"""
+"""Log-probs and entropies from hidden states, over a vocabulary split across ranks, without full logits."""
 
 from __future__ import annotations
 
@@ -13,10 +11,9 @@ from torch import Tensor
 
 
 class Support(NamedTuple):
-    """For each token, the set of tokens over which its distribution is renormalised.
+    """For each token, the set of tokens over which its distribution is renormalised. It contains the target.
 
-    `token_ids` is int [sum of counts], `counts` int [tokens]. A count of 0 means the whole vocabulary. A set contains
-    the token's target.
+    `token_ids` is int [sum of counts], `counts` int [tokens]. A count of 0 means the whole vocabulary.
     """
 
     token_ids: Tensor
@@ -39,18 +36,17 @@ def vocab_parallel_logprobs(
     """Return the log-prob of each target, and the entropy of its distribution.
 
     The distribution is softmax(hidden @ weight.T / temperature). `temperature` is one for all, or float32 [tokens].
-    With `support`, the distribution is renormalised over each token's set, with the current weights. Tokens outside the
-    set have probability zero and no gradient.
+    With `support`, it is renormalised over each token's set, with the current weights. Other tokens have probability
+    zero and no gradient.
 
     Shapes: hidden [tokens, hidden_size]; weight [local_vocabulary, hidden_size], rows without padding, starting at
-    token `first_token_id`; targets [tokens], global ids. Returns two [tokens], in nats, equal on all ranks of
-    `group`: float32, or float64 if `hidden` is. The gradient of `hidden` is partial: the caller's tensor-parallel
-    mapping all-reduces it. A detached entropy and a frozen weight cost nothing in the backward pass.
+    token `first_token_id`; targets [tokens], global ids. Returns two [tokens], in nats, equal on all ranks of `group`:
+    float32, or float64 if `hidden` is. The gradient of `hidden` is partial: the caller's tensor-parallel mapping
+    all-reduces it. A detached entropy and a frozen weight cost nothing in the backward pass.
 
-    Forward and backward hold at most `chunk_tokens` * local_vocabulary logits at once. With `keeps_logits`, all logits
-    stay for the backward pass, which then does not compute them again: three matrix products of the head instead of
-    four. GPU kernels then use a single block. `function` rounds in its own way, may gather the logits of whole tokens,
-    and keeps none.
+    At most `chunk_tokens` * local_vocabulary logits exist at once. With `keeps_logits`, all logits stay for the
+    backward pass: three matrix products of the head instead of four, and a single block for GPU kernels. `function`
+    rounds in its own way, may gather the logits of whole tokens, and keeps none.
     """
     # Here, because a function's own `forward` always runs without gradients.
     keeps_logits &= torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
@@ -163,11 +159,11 @@ class VocabParallelLogprobs(torch.autograd.Function):
                 narrow = room[: grad_logits.numel()].view_as(grad_logits)
                 grad_logits = narrow.copy_(grad_logits)
             gradients.add(block, grad_logits)
-        return *gradients.found(), *(None,) * 7
+        return *gradients.collect(), *(None,) * 7
 
 
 def _kernels(hidden: Tensor, cut: Truncation | None) -> Any:
-    """Return the module of GPU kernels; None where torch's operations do the work: a CPU, float64, truncated sets."""
+    """Return the module of GPU kernels; None for torch's operations: on a CPU, in float64, for truncated sets."""
     if cut is not None or not _has_kernels(hidden):
         return None
     # Only importable with a GPU build of torch.
@@ -190,7 +186,7 @@ def _rooms(hidden: Tensor, blocks: Sequence[range], *, is_shared: bool) -> list[
 class HeadGradients:
     """Gradients of the hidden states [tokens, hidden_size] and of the head's weight [local_vocabulary, hidden_size].
 
-    `needs` lists in this order whether each gradient is needed. Unneeded ones cost nothing.
+    `needs` lists in this order whether each is needed. Unneeded ones cost nothing.
     """
 
     def __init__(self, hidden: Tensor, weight: Tensor, needs: Sequence[bool]) -> None:
@@ -200,8 +196,7 @@ class HeadGradients:
         self._of_weight = torch.empty_like(weight) if needs[1] else None
 
     def add(self, block: range, grad_logits: Tensor) -> None:
-        """Add the contribution of a block, given the gradient of its logits [tokens, block] in the weight's dtype. Call
-        it once for each block."""
+        """Add a block's contribution, from the gradient of its logits [tokens, block] in the weight's dtype, once."""
         rows = slice(block.start, block.stop)
         if self._needs_hidden:
             self._of_hidden = self._with_product(grad_logits, rows)
@@ -224,10 +219,9 @@ class HeadGradients:
         # torch 2.13 has no such product on CPUs.
         return total.add_(grad_logits @ weight)
 
-    def found(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return both gradients [*shape], each in its tensor's dtype; None for one that is not needed.
-
-        Call it after all blocks were added.
+    def collect(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return both gradients [*shape], each in its tensor's dtype; None if not needed. Call it after the last
+        block.
         """
         if not self._needs_hidden:
             return None, self._of_weight
@@ -236,7 +230,7 @@ class HeadGradients:
 
 
 class Truncation:
-    """Mask of tokens outside the sets that distributions are renormalised over, by block of this rank's vocabulary."""
+    """Mask of tokens outside the sets that distributions are renormalised over, by block."""
 
     def __init__(self, support: Support, first_token_id: int, blocks: list[range]) -> None:
         self._blocks = blocks
@@ -247,7 +241,7 @@ class Truncation:
         self._tokens = tokens.repeat_interleave(support.counts.long(), output_size=len(self._columns))
 
     def outside(self, index: int) -> Tensor:
-        """Return bool [tokens, tokens of the block]: True outside a token's set, False everywhere if it has no set."""
+        """Return bool [tokens, tokens of the block]: True outside a token's set, if it has one."""
         block = self._blocks[index]
         columns = self._columns - block.start
         # One column more takes the ids of other blocks. Selecting this block's ids would make the host wait.
@@ -274,9 +268,8 @@ def _retained_log_total(logits: Tensor, outside: Tensor) -> tuple[Tensor, Tensor
 
 
 def vocabulary_blocks(num_tokens: int, vocabulary: int, chunk: int) -> list[range]:
-    """Return ranges of the vocabulary with equal lengths (the last may be shorter).
-
-    Their length satisfies num_tokens * length <= chunk * vocabulary.
+    """Return ranges of the vocabulary with equal lengths (the last may be shorter): num_tokens * length <= chunk *
+    vocabulary.
     """
     size = max(1, min(vocabulary, vocabulary * chunk // max(num_tokens, 1)))
     # Matrix products on a GPU are faster if rows of logits begin at multiples of 128 bytes: 64 bfloat16 elements.

@@ -1,10 +1,8 @@
-"""LoRA (arXiv:2106.09685, section 4.1): low-rank adapters for Megatron's frozen linear layers, in every layout.
+"""LoRA (arXiv:2106.09685, section 4.1): low-rank adapters for Megatron's frozen linear layers, with any parallel sizes.
 
-y = W x + alpha / rank * B A dropout(x). A linear layer keeps its weight and its name. Its adapter is a submodule and
-adds to its output by a forward hook, in Megatron's local layers and in Transformer Engine's. (Transformer Engine's were
-not run yet.) The linear layer is split on its input or its output side. The matrix on this side, A or B, is split too;
-the other is replicated. Exact models multiply by the merged weights, which the engine receives too; A and B have the
-same gradients.
+y = W x + alpha / rank * B A dropout(x). An adapter is a submodule of its linear layer and adds to its output by a
+forward hook. (Transformer Engine's layers were not run yet.) The matrix on the split side, A or B, is split too; the
+other is replicated. Exact models multiply by the merged weights; A and B have the same gradients.
 """
 
 from __future__ import annotations
@@ -34,9 +32,7 @@ from megarl.models.policy import PackedModel
 from megarl.types import ConfigError
 
 _COLUMN = ("linear_qkv", "linear_fc1", "linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj")
-"""Names of column-parallel linear layers (split over output features). Others are row-parallel (over input
-features).
-"""
+"""Names of column-parallel linear layers (split over output features). Others are row-parallel."""
 _ALIKE, _APART = "adapters-alike", "adapters-apart"
 """Names of the dropout's random states: equal, and different, on the tensor-parallel ranks of a replica."""
 
@@ -112,7 +108,6 @@ class Adapter(nn.Module):
         return F.linear(self._exchange_inner(F.linear(x, a)) * self.scale, b)
 
     def _copy_to_region(self, x: Tensor) -> Tensor:
-        """Return `x` [*any], with its gradient all-reduced over the tensor-parallel ranks."""
         return copy_to_tensor_model_parallel_region(x, group=self.group)
 
     def _exchange_inner(self, inner: Tensor) -> Tensor:
@@ -161,10 +156,10 @@ def attach(
                     "lora.targets: Transformer Engine's grouped experts cannot have adapters; leave gate_up_proj and "
                     "down_proj out."
                 )
-            if (found := re.search(r"local_experts\.(\d+)", name)) is not None:
+            if (match := re.search(r"local_experts\.(\d+)", name)) is not None:
                 num_local = len(layer.mlp.experts.local_experts)
                 first_expert = parallel_state.get_expert_model_parallel_rank() * num_local
-                name = name.replace(found[0], str(first_expert + int(found[1])))
+                name = name.replace(match[0], str(first_expert + int(match[1])))
             key = f"decoder.layers.{layer.layer_number - 1}.{name}"
             linear.adapter = Adapter(linear, key, rank=rank, scale=scale, dropout=dropout, seed=seed).eval()
             if is_exact:
@@ -245,18 +240,13 @@ def _add_gradient(linear: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor,
 
 
 def _random_values(shape: tuple[int, int], name: str) -> Tensor:
-    """Return a full matrix, Kaiming-uniform like torch's linear layers.
-
-    It is seeded by its name, so it is the same in every layout.
-    """
+    """Return a full matrix, Kaiming-uniform like torch's linear layers, seeded by its name."""
     generator = torch.Generator().manual_seed(_seed_of(name))
     return torch.empty(shape, device="cpu").uniform_(-1, 1, generator=generator) * shape[1] ** -0.5
 
 
 def _seed_dropout(seed: int) -> None:
-    """Seed the random states of the adapters' dropout, differently per replica and stage. Megatron's tracker stores
-    them.
-    """
+    """Seed the random states of the adapters' dropout, differently per replica and stage."""
     tracker: Any = get_cuda_rng_tracker()
     tp = parallel_state.get_tensor_model_parallel_rank()
     replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)

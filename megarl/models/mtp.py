@@ -37,7 +37,7 @@ from megarl.models.policy import PolicyModel
 
 
 class MtpLayer(MultiTokenPredictionLayer):
-    """Megatron's layer with given embeddings of the next tokens. Its gradient ends at the layer's inputs."""
+    """Megatron's layer, called with embeddings of the next tokens. Its gradient ends at the layer's inputs."""
 
     def _get_embeddings(
         self,
@@ -51,23 +51,26 @@ class MtpLayer(MultiTokenPredictionLayer):
         return input_ids, position_ids, embedding(input_ids), hidden_states.detach().requires_grad_()
 
     def _checkpointed_forward(
-        self, forward_func: Callable[..., Tensor], *, hidden_states: Tensor, decoder_input: Tensor, **given: Any
+        self, forward_func: Callable[..., Tensor], *, hidden_states: Tensor, decoder_input: Tensor, **arguments: Any
     ) -> Tensor:
         # Megatron-Core 0.16.1 would save all arguments as tensors, and a packed row is none.
-        return checkpoint(partial(forward_func, **given), False, hidden_states, decoder_input)
+        return checkpoint(partial(forward_func, **arguments), False, hidden_states, decoder_input)
 
 
 class MtpHead:
-    """The MTP layers of a policy's last stage. They give log-probs to the tokens after the next ones."""
+    """The MTP layers of a policy's last stage. They give log-probs to the tokens after the next ones.
+
+    `sees_first`: the layers see the embedding at a sequence's first position too.
+    """
 
     def __init__(self, model: PolicyModel, *, sees_first: bool) -> None:
-        """`sees_first`: the layers see the embedding at a sequence's first position too."""
         self._model, self._sees_first = model, sees_first
         self.labels: Tensor | None = None
-        """[tokens]: for each position of the next forward pass, the token after the next one. None: a pass without
-        MTP layers."""
+        """[tokens]: the token after the next one, at each position of the next pass. None: a pass without MTP
+        layers.
+        """
         self.table: Tensor | None = None
-        """A copy of the embedding [local vocabulary, hidden_size], if another stage has the embedding."""
+        """A copy of the embedding [local vocabulary, hidden_size], if another stage has it."""
 
     def outputs(
         self, hidden_states: Tensor, next_tokens: Tensor, weight: Tensor, layer_arguments: Mapping[str, Any]
@@ -83,7 +86,7 @@ class MtpHead:
 
         def next_embeddings(tokens: Tensor) -> Tensor:
             positions = None if self._sees_first else row.positions
-            embeddings = embedded(tokens, positions, table.detach(), model.first_token_id, tp_group)
+            embeddings = embed_tokens(tokens, positions, table.detach(), model.first_token_id, tp_group)
             return scatter_to_sequence_parallel_region(embeddings) if model.config.sequence_parallel else embeddings
 
         names = ("attention_mask", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "packed_seq_params")
@@ -96,7 +99,7 @@ class MtpHead:
             **{name: layer_arguments[name] for name in names},
         )
         logprobs, _ = vocab_parallel_logprobs(
-            model.whole(predicted),
+            model.gather_states(predicted),
             weight,
             labels,
             first_token_id=model.first_token_id,
@@ -108,7 +111,6 @@ class MtpHead:
 
 
 def attach_mtp(model: PolicyModel, shape: ModelShape, vp_stage: int | None) -> None:
-    """Add new MTP layers to the last stage of a policy."""
     # Megatron's schedules look for this name, and expect layers in it.
     model.mtp = build_mtp(model.config, shape, vp_stage)
     if isinstance(shape.attention, Latent):
@@ -126,7 +128,7 @@ def mtp_head(chunk: Any) -> MtpHead | None:
 
 
 def build_mtp(config: TransformerConfig, shape: ModelShape, vp_stage: int | None) -> MultiTokenPredictionBlock:
-    """Return the trained MTP layers of a model, new ones. They are part of its last stage."""
+    """Return new MTP layers for the last stage of a model."""
     layer = layer_spec(config, shape, shape.layers[mtp_kind_number(shape)])
     if uses_transformer_engine():
         # Only importable with Transformer Engine.
@@ -144,19 +146,19 @@ def build_mtp(config: TransformerConfig, shape: ModelShape, vp_stage: int | None
 
 
 @torch.no_grad()
-def embedded(tokens: Tensor, positions: Tensor | None, table: Tensor, first_token_id: int, group: Any) -> Tensor:
+def embed_tokens(tokens: Tensor, positions: Tensor | None, table: Tensor, first_token_id: int, group: Any) -> Tensor:
     """Return the embeddings of these tokens without gradient: [tokens, 1, hidden_size], zero at position 0.
 
-    Shapes: tokens and positions [tokens]; table [local vocabulary, hidden_size], rows from `first_token_id` on. The
-    vocabulary is split over `group`. Without positions, no embedding is set to zero.
+    Shapes: tokens and positions [tokens] (None: no embedding is zero); table [local vocabulary, hidden_size], rows from
+    `first_token_id` on. The vocabulary is split over `group`.
     """
     local = tokens - first_token_id
     is_here = (local >= 0) & (local < len(table))
-    found = F.embedding(local.clamp(0, len(table) - 1), table) * is_here[:, None]
-    all_reduce(found, group, torch.distributed.ReduceOp.SUM)
+    embeddings = F.embedding(local.clamp(0, len(table) - 1), table) * is_here[:, None]
+    all_reduce(embeddings, group, torch.distributed.ReduceOp.SUM)
     if positions is not None:
-        found = found.masked_fill_(positions[:, None] == 0, 0.0)
-    return found[:, None]
+        embeddings = embeddings.masked_fill_(positions[:, None] == 0, 0.0)
+    return embeddings[:, None]
 
 
 @torch.no_grad()

@@ -20,16 +20,15 @@ def scales_rotated_channels(shape: ModelShape) -> bool:
 def scale_rotated_queries(attention: type[nn.Module], shape: ModelShape) -> type[nn.Module]:
     """Return a core attention that multiplies the rotated channels of queries by the squared attention factor.
 
-    transformers and vLLM multiply the rotated channels of queries and of keys by the factor, once each. The attention
-    scores are equal.
+    transformers and vLLM multiply those of queries and of keys by the factor, once each. The scores are equal.
     """
     channels, factor = shape.rotary_channels, shape.rotary.attention_factor**2
 
     # `policy.evaluating` finds core attention by this ending of its name.
     class ScaledDotProductAttention(attention):
-        def forward(self, query: Tensor, *others: Any, **named: Any) -> Tensor:
+        def forward(self, query: Tensor, *arguments: Any, **named: Any) -> Tensor:
             """Attend. The last dimension of `query` [tokens, ..., heads, head_dim] begins with the rotated channels."""
             rotated, plain = query.split([channels, query.size(-1) - channels], dim=-1)
-            return super().forward(torch.cat([rotated * factor, plain], dim=-1), *others, **named)
+            return super().forward(torch.cat([rotated * factor, plain], dim=-1), *arguments, **named)
 
     return ScaledDotProductAttention

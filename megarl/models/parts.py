@@ -1,4 +1,4 @@
-"""The one place that adds optional parts to a model chunk: exact arithmetic and layers for multi-token prediction."""
+"""The one place that adds optional parts to a model chunk."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def build_policy(
     """Build a chunk of a language model on all ranks together, with its optional parts.
 
     `kind` is the chunk's class, `settings` are its other arguments. With `exact_blocks` above 0 the chunk rounds as the
-    engine does (`models.exact`), with so many blocks, over all ranks, of a product split over ranks.
+    engine does (`models.exact`), with this many blocks of a product split over all ranks.
     """
     block = partial(block_spec, exact=True) if exact_blocks else block_spec
     model = kind(config, shape, block=block, vp_stage=vp_stage, **settings)

@@ -45,8 +45,8 @@ def evaluating(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
     # kernels of the training pass. Attention has no dropout, so its mode can stay. Its backends are modules of their
     # own (FusedAttention, FlashAttention), so all below it keep their mode too.
     attention = [module for module in modules if "DotProductAttention" in type(module).__name__]
-    kept = {id(below) for module in attention for below in module.modules()}
-    modes = [(module, module.training) for module in modules if id(module) not in kept]
+    unchanged = {id(below) for module in attention for below in module.modules()}
+    modes = [(module, module.training) for module in modules if id(module) not in unchanged]
     for module, _ in modes:
         module.training = False
     try:
@@ -67,7 +67,7 @@ class PackedModel(GPTModel):
         block: Callable[..., Any] = block_spec,
         vp_stage: int | None = None,
     ) -> None:
-        """Build the stage on all ranks together. `block` makes Megatron's spec of the stage's layers."""
+        """Build the stage on all ranks together. `block` makes Megatron's spec of its layers."""
         tp = parallel_state.get_tensor_model_parallel_world_size()
         super().__init__(
             config,
@@ -108,12 +108,12 @@ class PackedModel(GPTModel):
 
 
 class RowSettings(NamedTuple):
-    """How the engine sampled the tokens of a row: the distribution whose log-probs the model computes."""
+    """How the engine sampled the tokens of a row: the distribution of the computed log-probs."""
 
     temperature: float | Tensor = 1.0
     """One for all tokens, or [tokens]."""
     support: Support | None = None
-    """For each token, the set of tokens over which its log-prob is renormalised. None: the whole vocabulary."""
+    """Set of tokens over which each token's log-prob is renormalised. None: the whole vocabulary."""
 
 
 class ExtraHead(Protocol):
@@ -157,7 +157,7 @@ class PolicyModel(PackedModel):
         self.extra_heads: list[ExtraHead] = []
 
     def _postprocess(
-        self, hidden_states: Tensor, input_ids: Any, position_ids: Any, labels: Tensor, *_: Any, **given: Any
+        self, hidden_states: Tensor, input_ids: Any, position_ids: Any, labels: Tensor, *_: Any, **layer_arguments: Any
     ) -> Tensor:
         """Return log-probs and entropies, float32 [2, tokens], in nats, on the last stage; hidden states on the others.
 
@@ -172,13 +172,15 @@ class PolicyModel(PackedModel):
         assert weight is not None
         weight = weight[: self.num_local_tokens]
         next_tokens = labels.squeeze(0)
-        outputs = self._token_outputs(self.whole(hidden_states), weight, next_tokens, given["packed_seq_params"])
+        outputs = self._token_outputs(
+            self.gather_states(hidden_states), weight, next_tokens, layer_arguments["packed_seq_params"]
+        )
         for head in self.extra_heads:
-            if (row := head.outputs(hidden_states, next_tokens, weight.detach(), given)) is not None:
-                outputs = torch.cat([outputs, row[None]])
+            if (values := head.outputs(hidden_states, next_tokens, weight.detach(), layer_arguments)) is not None:
+                outputs = torch.cat([outputs, values[None]])
         return outputs
 
-    def whole(self, hidden_states: Tensor) -> Tensor:
+    def gather_states(self, hidden_states: Tensor) -> Tensor:
         """Return the hidden states [tokens, hidden_size] that each tensor-parallel rank multiplies by its head rows."""
         tp_group = self.pg_collection.tp
         if self.config.sequence_parallel:
@@ -190,8 +192,8 @@ class PolicyModel(PackedModel):
     def _token_outputs(self, hidden: Tensor, weight: Tensor, labels: Tensor, row: PackedRow) -> Tensor:
         """Return the last stage's output [2, tokens].
 
-        `hidden` [tokens that the layers saw, hidden_size] belongs to the packed row `row`. `weight` holds this rank's
-        head rows, `labels` is [predictions].
+        `hidden` [tokens that the layers saw, hidden_size] belongs to `row`. `weight` holds this rank's head rows,
+        `labels` is [predictions].
         """
         logprobs, entropies = vocab_parallel_logprobs(
             row.prediction_states(hidden),

@@ -1,5 +1,4 @@
-"""Attention with sinks, computed by kernels that do not support sinks. The kernels return lse, the log of each query's
-sum of exponentials.
+"""Attention with sinks, computed by kernels without them. They return lse, the log of each query's sum of exponentials.
 
 A sink adds exp(sink) to the sum of a query's exponentials. With lse' = log(exp(lse) + exp(sink)), the output is the
 kernel's, times exp(lse - lse'). The backward pass of flash attention (arXiv:2307.08691, algorithm 2) needs the output
@@ -22,8 +21,7 @@ class Kernel(Protocol):
     """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the attention's output [tokens, heads, head_dim] and lse [heads, tokens]: for each query, the log of
-        the sum of its exponentials."""
+        """Return the attention's output [tokens, heads, head_dim] and lse [heads, tokens]."""
         ...
 
     def backward(

@@ -14,8 +14,8 @@ from megarl.config.parallel import ParallelConfig
 from megarl.families.shape import ModelShape
 from megarl.models import parts
 from megarl.models.configuration import transformer_config
+from megarl.models.distillation.teacher_student import StudentModel
 from megarl.models.policy import PackedModel, PolicyModel, ValueModel
-from megarl.models.teacher_student import StudentModel
 
 Policy = TypeVar("Policy", bound=PolicyModel)
 

@@ -22,8 +22,8 @@ from safetensors.numpy import load_file, save
 from megarl.data.token_batch import TokenBatch
 from megarl.files.atomic import disk_full_named
 from megarl.groups import signed
-from megarl.models.expert_dispatch import ExpertCounts, takes_known_counts
-from megarl.models.router_replay import choose_routes, expert_layers, replay_routes
+from megarl.models.experts.dispatch import ExpertCounts, takes_known_counts
+from megarl.models.experts.replay import choose_routes, expert_layers, replay_routes
 from megarl.training.exchange import fetch_values, token_runs
 from megarl.training.rows.feeds import RowFeed
 from megarl.training.rows.microbatch import Microbatch

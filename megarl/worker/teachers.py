@@ -11,7 +11,7 @@ from torch import Tensor
 from megarl.checkpoint import safetensors
 from megarl.config.parallel import ParallelConfig
 from megarl.groups.megatron_ranks import RankGroups
-from megarl.models.teacher_student import StudentModel, target_bytes
+from megarl.models.distillation.teacher_student import StudentModel, target_bytes
 from megarl.training.distillation.targets import StoredTargets, TargetFetcher
 from megarl.training.distillation.teacher import ModelInOwnGroups, Teacher
 from megarl.training.model import FrozenModel

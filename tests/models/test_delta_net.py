@@ -57,7 +57,7 @@ def layer_on_ranks(parallel: ParallelConfig) -> tuple[torch.Tensor, dict[str, to
     from megatron.core.transformer.spec_utils import build_module
 
     from megarl.models.attention import PackedRow
-    from megarl.models.delta_net import delta_net_spec
+    from megarl.models.delta_net.layer import delta_net_spec
 
     parallel_state.initialize_model_parallel(
         parallel.tp, context_parallel_size=parallel.cp, create_gloo_process_groups=False

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from megarl.models.delta_rule import causal_convolution, gated_delta_rule
+from megarl.models.delta_net.rule import causal_convolution, gated_delta_rule
 
 HEADS, KEY, VALUE = 2, 8, 6
 

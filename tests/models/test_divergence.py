@@ -62,7 +62,7 @@ def ours(
     stop: int = VOCABULARY,
 ) -> dict[str, Tensor]:
     """The same from the vocabulary's rows `first` to `stop`; the hidden gradient summed over the ranks."""
-    from megarl.models.divergence import vocab_parallel_divergence, vocab_parallel_gathered
+    from megarl.models.distillation.divergence import vocab_parallel_divergence, vocab_parallel_gathered
 
     group = dist.group.WORLD if dist.is_initialized() else None
     hidden, weight = p["hidden"].clone().requires_grad_(), p["weight"][first:stop].clone().requires_grad_()
@@ -82,7 +82,7 @@ def ours(
 
 
 def top_k(p: dict[str, Tensor], temperature: float, chunk: int, first: int = 0, stop: int = VOCABULARY) -> Any:
-    from megarl.models.divergence import vocab_parallel_top_k
+    from megarl.models.distillation.divergence import vocab_parallel_top_k
 
     group = dist.group.WORLD if dist.is_initialized() else None
     weight = p["weight"][first:stop]
@@ -169,7 +169,7 @@ def test_no_tokens_have_no_gradient(divergence: str | None) -> None:
 
 @WHAT
 def test_frozen_parts_get_no_gradient(divergence: str | None) -> None:
-    from megarl.models.divergence import vocab_parallel_divergence, vocab_parallel_gathered
+    from megarl.models.distillation.divergence import vocab_parallel_divergence, vocab_parallel_gathered
 
     p = problem()
     hidden = p["hidden"].clone().requires_grad_()

@@ -66,7 +66,7 @@ TREES = [
 
 def inputs(tree: TokenTree, has_sinks: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     torch.manual_seed(3)
-    own, size = len(tree.own), len(tree.positions)
+    own, size = len(tree.own_tokens), len(tree.positions)
     shapes = (own, HEADS, WIDTH), (size, GROUPS, WIDTH), (size, GROUPS, VALUES), (HEADS,)
     q, k, v, sinks = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes)
     return q, k, v, sinks if has_sinks else None
@@ -75,7 +75,7 @@ def inputs(tree: TokenTree, has_sinks: bool) -> tuple[Tensor, Tensor, Tensor, Te
 def written_out(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, tree: TokenTree, window: int) -> Tensor:
     k, v = (x.repeat_interleave(HEADS // GROUPS, 1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) * SCALE
-    scores = scores.masked_fill(~tree.attended(window), -torch.inf)
+    scores = scores.masked_fill(~tree.attended_mask(window), -torch.inf)
     if sinks is not None:
         scores = torch.cat([scores, sinks[:, None, None].expand(-1, scores.size(1), 1)], -1)
     return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(k)], v)
@@ -104,7 +104,7 @@ def test_carriers_agree(tree: TokenTree, window: int, has_sinks: bool) -> None:
 @pytest.mark.parametrize("window", [0, 30])
 @pytest.mark.parametrize("tree", TREES)
 def test_blocks_of_the_mask_hold_what_is_attended(tree: TokenTree, window: int) -> None:
-    mask, attended = tree.block_mask(window), tree.attended(window)
+    mask, attended = tree.block_mask(window), tree.attended_mask(window)
     queries, keys = attended.shape
     blocks = F.pad(attended, (0, -keys % 128, 0, -queries % 128)).unflatten(1, (-1, 128)).unflatten(0, (-1, 128))
     some, full = blocks.any(3).any(1), blocks.all(3).all(1)

@@ -88,7 +88,7 @@ OF_THE_HOST = {
     "moe/experts.py:forward": "tokens per expert are in host memory with known counts",
     "moe/moe_utils.py:sort_chunks_by_idxs": "sizes of chunks are in host memory with known counts",
     "moe/moe_utils.py:permute": "only without Transformer Engine's fused permutation",
-    "models/expert_dispatch.py:preprocess": "known counts are in host memory",
+    "experts/dispatch.py:preprocess": "known counts are in host memory",
     "training/routed_experts.py:count_by_expert": "counts of all rows and layers are in host memory",
     "optimizer/optimizer.py:step_with_ready_grads": "torch's Adam counts steps in host memory",
     "tensor_parallel/random.py:fork": "checks the state of the CPU's random numbers",

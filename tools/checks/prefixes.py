@@ -90,7 +90,7 @@ def gradients(folder: Path, rows: Sequence[TokenBatch], shares_prefixes: bool) -
     from megarl.checkpoint import safetensors
     from megarl.families.shape import padded_vocab_size, read_model_shape
     from megarl.models.configuration import transformer_config
-    from megarl.models.expert_balance import ExpertBalance, routers_of
+    from megarl.models.experts.balance import ExpertBalance, routers_of
     from megarl.models.policy import PolicyModel
     from megarl.reshard.layouts.megatron import megatron_layouts
     from megarl.training.model import saved_buffers
@@ -137,7 +137,7 @@ def gradients(folder: Path, rows: Sequence[TokenBatch], shares_prefixes: bool) -
 
 def outputs(model: Any, batch: Any) -> Any:
     """The model's log-probs and entropies of a row's tokens, [2, tokens]."""
-    from megarl.models.expert_balance import routers_of
+    from megarl.models.experts.balance import routers_of
     from megarl.models.policy import RowSettings
 
     model.row_settings = RowSettings(batch.temperature, batch.support)

@@ -17,7 +17,7 @@ from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.data.token_batch import TokenBatch
 from megarl.families.shape import ModelShape, padded_vocab_size
-from megarl.models.router_replay import expert_layers
+from megarl.models.experts.replay import expert_layers
 from megarl.reshard.layouts.megatron import check_against, megatron_layouts, parameter_shapes
 from megarl.training.routed_experts import ExpertExchange, RouteFeed
 from megarl.training.training_engine import TrainingEngine

@@ -21,7 +21,7 @@ class ExactAttention(PackedAttention):
 
     rotary: RotaryTable
 
-    def forward(self, query: Tensor, key: Tensor, *others: Any, packed_seq_params: PackedRow, **named: Any) -> Tensor:
+    def forward(self, query: Tensor, key: Tensor, *values: Any, packed_seq_params: PackedRow, **named: Any) -> Tensor:
         """Rotate queries and keys, then attend within each sequence.
 
         Shapes: query [tokens, 1, heads, head_dim], key and value [tokens, 1, groups, head_dim]; returns [tokens, 1,
@@ -30,17 +30,16 @@ class ExactAttention(PackedAttention):
         positions = packed_seq_params.positions
         assert positions is not None
         query, key = (self.rotary.rotate(x.flatten(0, -3), positions).view_as(x) for x in (query, key))
-        return super().forward(query, key, *others, packed_seq_params=packed_seq_params, **named)
+        return super().forward(query, key, *values, packed_seq_params=packed_seq_params, **named)
 
-    def _padded(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> Tensor:
-        """Return the attention of one part of a row, computed by the engine's kernel. Shapes as in `attend`."""
+    def _attend_padded(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> Tensor:
 
         def kernel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             lengths = part.num_queries, part.num_keys
             return attention.attend(q, k, v, *lengths, scale=self.scale, window=self.window)
 
         def usual(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return PackedAttention._padded(self, q, k, v, part)
+            return PackedAttention._attend_padded(self, q, k, v, part)
 
         return _TwoKernels.apply(q, k, v, kernel, usual)
 
@@ -48,8 +47,7 @@ class ExactAttention(PackedAttention):
 class _TwoKernels(torch.autograd.Function):
     """Attention with the engine's kernel in the forward pass, and the gradient of the trainer's own kernel.
 
-    The engine's kernel has no backward pass. The backward pass computes attention again, with the trainer's kernel, and
-    differentiates that.
+    The engine's kernel has no backward pass, so it computes attention again, with the trainer's kernel.
     """
 
     @staticmethod

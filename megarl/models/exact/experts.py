@@ -21,7 +21,7 @@ from megarl.platform.exact.experts import weighted_sum
 
 
 class ExactRouter(TopKRouter):
-    """A router with softmax scores whose logits and weights are rounded to the model's dtype, as in vLLM 0.30 on a CPU.
+    """A router with softmax scores whose logits and weights are rounded as in vLLM 0.30 on a CPU.
 
     Its gradient is that of Megatron's router, which computes in float32.
     """
@@ -35,24 +35,24 @@ class ExactRouter(TopKRouter):
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return weights, float32, and choices, bool, both [tokens, experts], for logits [tokens, 1, experts].
 
-        Weights of experts not chosen are 0.
+        Weights of other experts are 0.
         """
         logits = logits.flatten(0, -2)
         rounded = logits.detach().to(self.weight.dtype)
         # The same call as in the engine, because equal logits are chosen and ordered by this function.
-        chosen_logits, chosen = torch.topk(rounded, k=self.topk, dim=-1, sorted=False)
+        chosen_logits, experts = torch.topk(rounded, k=self.topk, dim=-1, sorted=False)
         if self.config.moe_router_pre_softmax:
-            usual = logits.softmax(-1).gather(1, chosen)
+            usual = logits.softmax(-1).gather(1, experts)
             exact = (chosen_logits - rounded.logsumexp(-1, keepdim=True)).exp()
         else:
-            usual = logits.gather(1, chosen).softmax(-1)
+            usual = logits.gather(1, experts).softmax(-1)
             exact = chosen_logits.softmax(-1)
-        weights = torch.zeros_like(logits).scatter(1, chosen, with_gradient_of(usual, exact.float()))
-        return weights, torch.zeros_like(logits, dtype=torch.bool).scatter(1, chosen, True)
+        weights = torch.zeros_like(logits).scatter(1, experts, with_gradient_of(usual, exact.float()))
+        return weights, torch.zeros_like(logits, dtype=torch.bool).scatter(1, experts, True)
 
 
 class ExactExperts(SequentialMLP):
-    """Experts whose outputs are not yet weighted. Rows of an expert are padded, as in the engine."""
+    """Experts with outputs not yet weighted. Rows of an expert are padded, as in the engine."""
 
     def forward(
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor

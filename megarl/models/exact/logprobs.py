@@ -44,7 +44,7 @@ class ExactLogprobs(VocabParallelLogprobs):
             logits = _gather_vocabulary(row_product(hidden[rows], weight), widths, group).float()
             logits /= temperature[rows, None] if isinstance(temperature, Tensor) else temperature
             if support is not None:
-                logits.masked_fill_(_excluded(support, start, *logits.shape), -torch.inf)
+                logits.masked_fill_(_outside_mask(support, start, *logits.shape), -torch.inf)
             all_logprobs = logits.log_softmax(-1)
             columns = targets[rows, None]
             logprobs[rows] = all_logprobs.gather(1, columns).squeeze(1)
@@ -59,7 +59,7 @@ class ExactLogprobs(VocabParallelLogprobs):
 
 
 def _logits(hidden: Tensor, weight: Tensor, block: range, temperature: float | Tensor, room: Tensor) -> Tensor:
-    """Return the logits of the forward pass for a block of this rank's vocabulary, float32 [tokens, block].
+    """Return the logits of a block of this rank's vocabulary, float32 [tokens, block].
 
     Shapes: hidden [tokens, hidden_size], weight [local_vocabulary, hidden_size]. `room` has no effect.
     """
@@ -69,15 +69,15 @@ def _logits(hidden: Tensor, weight: Tensor, block: range, temperature: float | T
 
 
 def _widths(weight: Tensor, group: dist.ProcessGroup | None) -> list[int]:
-    """Return the number of tokens that each rank's part of the vocabulary has; `weight` is [local_vocabulary,
+    """Return the number of tokens in each rank's part of the vocabulary; `weight` is [local_vocabulary,
     hidden_size].
     """
     if group is None or group.size() == 1:
         return [weight.size(0)]
-    own = torch.tensor([weight.size(0)], device=weight.device)
-    found = [torch.empty_like(own) for _ in range(group.size())]
-    dist.all_gather(found, own, group=group)
-    return torch.cat(found).tolist()
+    width = torch.tensor([weight.size(0)], device=weight.device)
+    widths = [torch.empty_like(width) for _ in range(group.size())]
+    dist.all_gather(widths, width, group=group)
+    return torch.cat(widths).tolist()
 
 
 def _gather_vocabulary(logits: Tensor, widths: Sequence[int], group: dist.ProcessGroup | None) -> Tensor:
@@ -91,11 +91,8 @@ def _gather_vocabulary(logits: Tensor, widths: Sequence[int], group: dist.Proces
     return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1)
 
 
-def _excluded(support: Support, first: int, count: int, vocabulary: int) -> Tensor:
-    """Return bool [count, vocabulary] for the tokens from `first` on: True outside a token's set.
-
-    A token without a set has False everywhere.
-    """
+def _outside_mask(support: Support, first: int, count: int, vocabulary: int) -> Tensor:
+    """Return bool [count, vocabulary] for the tokens from `first` on: True outside a token's set, if it has one."""
     ends = support.counts.long().cumsum(0)
     counts = support.counts[first : first + count].long()
     stop = int(ends[first + count - 1])

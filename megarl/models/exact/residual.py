@@ -10,8 +10,8 @@ from torch import Tensor
 def wide_addition(training: bool, fused: bool) -> Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]:
     """Return the function adding a layer's output [tokens, 1, hidden_size] to its residual [tokens, 1, hidden_size].
 
-    Megatron calls this in each forward pass, as its own `get_bias_dropout_add`. The arguments have no effect, since
-    exact models have neither biases nor dropout.
+    Megatron calls this in each forward pass, as its own `get_bias_dropout_add`. The arguments have no effect: exact
+    models have neither biases nor dropout.
     """
     return _add
 
@@ -19,9 +19,8 @@ def wide_addition(training: bool, fused: bool) -> Callable[[tuple[Tensor, Tensor
 def _add(output: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
     """Round the residual to the output's dtype, and return its sum with a layer's output, in float32 and not rounded.
 
-    All three are [tokens, 1, hidden_size]. The residual is float32: an earlier sum, or the embedding. vLLM
-    normalises the unrounded sum, but keeps the rounded sum as the next residual. Here the norm gets the float32 sum. It
-    is rounded when it is passed in as the next residual.
+    All three are [tokens, 1, hidden_size]. vLLM normalises the unrounded sum, but keeps the rounded sum as the next
+    residual. Here the norm gets the float32 sum, which is rounded when it is passed in as the next residual.
     """
     values, bias = output
     assert bias is None, "exact models have no biases in their linear layers"

@@ -9,7 +9,7 @@ from megarl.platform.exact import rotary
 
 
 class RotaryTable:
-    """Cosines and sines of all positions, rounded to the model's dtype as vLLM rounds them.
+    """Cosines and sines of all positions, rounded to the model's dtype as vLLM does.
 
     `frequencies` is float32 [rotary_channels / 2], in radians per position.
     """
@@ -33,11 +33,11 @@ class RotaryTable:
         first, second = first.float(), second.float()
         rotated = torch.cat([first * cosines - second * sines, second * cosines + first * sines], dim=-1)
         if x.dtype == torch.bfloat16 and rotary.truncates():
-            rotated = _truncated(rotated)
+            rotated = _truncate(rotated)
         return torch.cat([rotated.to(x.dtype), unrotated], dim=-1)
 
 
-def _truncated(values: Tensor) -> Tensor:
+def _truncate(values: Tensor) -> Tensor:
     """Return float32 values [*shape] cut to the bits of bfloat16. The gradient passes unchanged."""
     cut = (values.detach().view(torch.int32) & -(1 << 16)).view(torch.float32)
     # Both differences are exact, because the values are so close to each other.

@@ -33,8 +33,6 @@ class BlockRowParallelLinear(RowParallelLinear):
 
 
 class _BlockProduct(torch.autograd.Function):
-    """`block_product` with the gradients of one matrix product."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, num_blocks: int) -> Tensor:
         ctx.save_for_backward(x, weight)

@@ -1,5 +1,5 @@
-"""Rows whose sequences share prefixes: each distinct prefix is stored once, and the row is a tree.
+"""Rows with sequences that share prefixes: each distinct prefix is stored once, and the row is a tree.
 
 `attention` attends over a tree, `core_attention` gives it to a model's layers, `row` describes the row to the model.
-The model's other modules know `PackedRow` only.
+Other modules know `PackedRow` only.
 """

@@ -1,9 +1,9 @@
 """Attention over a tree of prefixes: each token attends to itself and to the tokens before it in its sequences.
 
 In depth-first order, token q attends to token k if k <= q < reach[k], where `reach` is the end of the subtree below k's
-segment. Two carriers compute it. On a CPU, flash kernels compute each segment's attention to itself (causal) and its
-subtree's attention to the segment (full). The parts are merged by their sums of exponentials, as in
-Ring Attention (arXiv:2310.01889, section 3). On a GPU, FlexAttention reads a mask of blocks.
+segment. On a CPU, flash kernels compute each segment's attention to itself (causal) and its subtree's attention to the
+segment (full). The parts are merged by their sums of exponentials, as in Ring Attention (arXiv:2310.01889, section 3).
+On a GPU, FlexAttention reads a mask of blocks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MASK_BLOCK = 128
 _WASTED_SHARE = 0.25
 """Scores computed for padding, relative to the others, up to which parts of unequal sizes share a call."""
 _CALL_SCORES = 4096
-"""Scores for padding costing as much time as a further call of the kernel: 64 queries and keys of a few heads."""
+"""Scores for padding that cost as much time as a further call: 64 queries and keys of a few heads."""
 
 
 @dataclass(frozen=True)
@@ -38,16 +38,16 @@ class TokenTree:
     segment's first token, its end, and the end of its subtree. `positions` [stored tokens] are positions in sequences,
     on the host.
 
-    With context parallelism each segment is split into chunks, and a rank owns some of them. `own` [own tokens], on the
-    host and ascending, are this rank's stored tokens. `chunks` [own chunks, 3], on the host, are the first token of the
-    chunk's segment, the chunk's first token and its end. `place` [stored tokens] is the index of each stored token in
-    the ranks' tokens, rank after rank; None on a single rank.
+    With context parallelism each segment is split into chunks, and a rank owns some of them. `own_tokens` [own tokens],
+    on the host and ascending, are this rank's stored tokens. `chunks` [own chunks, 3], on the host, are the first token
+    of the chunk's segment, the chunk's first token and its end. `place` [stored tokens] is the index of each stored
+    token in the ranks' tokens, rank after rank; None on a single rank.
 
     All other fields are this rank's. `num_represented` [own tokens], on the host, are the tokens of sequences stored
     there: 0 for padding. `stored_of` [tokens] is the place among the own tokens of each token of the sequences that is
-    stored on this rank; `host_stored_of` is the same in host memory. A log-prob is an edge of the tree, from a token to
-    the next one. `edge_sources` [edges] are the places of the own tokens before it. `edges` [tokens] is the edge to the
-    token after each token; any edge where none follows.
+    stored on this rank (`host_stored_of`: in host memory). A log-prob is an edge of the tree, from a token to the next
+    one. `edge_sources` [edges] are the places of the own tokens before it. `edges` [tokens] is the edge to the token
+    after each token; any edge where none follows.
     """
 
     reach: Tensor
@@ -55,7 +55,7 @@ class TokenTree:
     ends: NDArray[np.int64]
     reaches: NDArray[np.int64]
     positions: NDArray[np.int64]
-    own: NDArray[np.int64]
+    own_tokens: NDArray[np.int64]
     chunks: NDArray[np.int64]
     place: Tensor | None
     num_represented: NDArray[np.int64]
@@ -66,49 +66,49 @@ class TokenTree:
 
     @cached_property
     def parts(self) -> tuple[TreePart, ...]:
-        """Return the calls of the kernel for one layer: queries are own tokens, keys are stored tokens.
+        """The calls of the kernel for one layer: queries are own tokens, keys are stored tokens.
 
         Own chunks come first, then the tokens before them in their segments, then ancestors from the root on.
         """
         device = self.reach.device
         segments, starts, ends = self.chunks.T
         queries = self._places(starts), self._places(ends)
-        found = _grouped(*queries, starts, ends, is_causal=True, device=device)
+        calls = _group_blocks(*queries, starts, ends, is_causal=True, device=device)
         is_second = np.diff(segments, prepend=-1) == 0
         # Both chunks of a segment attend to the same tokens. The keys of one call differ, so that gradients add up.
         for is_chosen in (~is_second, is_second):
             borders = (x[is_chosen & (starts > segments)] for x in (*queries, segments, starts))
-            found += _grouped(*borders, is_causal=False, device=device)
+            calls += _group_blocks(*borders, is_causal=False, device=device)
         level = self._levels()
         queries = self._places(self.ends), self._places(self.reaches)
         has_queries = queries[1] > queries[0]
         # Subtrees of one level are disjoint, so one call merges each query once.
         for depth in range(int(level.max(initial=0)) + 1):
-            chosen = has_queries & (level == depth)
-            borders = (x[chosen] for x in (*queries, self.starts, self.ends))
-            found += _grouped(*borders, is_causal=False, device=device)
-        return tuple(found)
+            is_of_level = has_queries & (level == depth)
+            borders = (x[is_of_level] for x in (*queries, self.starts, self.ends))
+            calls += _group_blocks(*borders, is_causal=False, device=device)
+        return tuple(calls)
 
     def windowed_parts(self, window: int) -> tuple[TreePart, ...]:
         """Return one call with a mask, for layers in which a query attends to `window` keys up to its own."""
-        if window not in self._windowed:
-            queries, keys = len(self.own), len(self.positions)
-            every = slice(0, queries), slice(0, keys)
-            mask = self.attended(window)[None, None]
-            self._windowed[window] = (TreePart(*every, (1, queries), (1, keys), False, mask, True),)
-        return self._windowed[window]
+        if window not in self._window_calls:
+            queries, keys = len(self.own_tokens), len(self.positions)
+            all_tokens = slice(0, queries), slice(0, keys)
+            mask = self.attended_mask(window)[None, None]
+            self._window_calls[window] = (TreePart(*all_tokens, (1, queries), (1, keys), False, mask, True),)
+        return self._window_calls[window]
 
-    def attended(self, window: int = 0) -> Tensor:
+    def attended_mask(self, window: int = 0) -> Tensor:
         """Return the mask of attended keys, bool [own tokens, stored tokens]; window 0 is none."""
-        token, own = torch.arange(len(self.reach), device=self.reach.device), self._own_on_device[:, None]
-        mask = (token <= own) & (own < self.reach)
+        token, own_tokens = torch.arange(len(self.reach), device=self.reach.device), self._own_on_device[:, None]
+        mask = (token <= own_tokens) & (own_tokens < self.reach)
         if window:
             position = self._positions_on_device
-            mask &= position[own] - position < window
+            mask &= position[own_tokens] - position < window
         return mask
 
     def block_mask(self, window: int = 0) -> BlockMask:
-        """Return FlexAttention's mask. It names the blocks of keys for each block of queries."""
+        """Return FlexAttention's mask: the blocks of keys for each block of queries."""
         if window not in self._block_masks:
             self._block_masks[window] = self._new_block_mask(window)
         return self._block_masks[window]
@@ -119,7 +119,7 @@ class TokenTree:
 
     @cached_property
     def _own_on_device(self) -> Tensor:
-        return torch.from_numpy(self.own).to(self.reach.device)
+        return torch.from_numpy(self.own_tokens).to(self.reach.device)
 
     @cached_property
     def _positions_on_device(self) -> Tensor:
@@ -127,15 +127,15 @@ class TokenTree:
 
     def _places(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the number of own tokens before each of these stored tokens, same shape."""
-        return np.searchsorted(self.own, tokens)
+        return np.searchsorted(self.own_tokens, tokens)
 
     @cached_property
-    def _windowed(self) -> dict[int, tuple[TreePart, ...]]:
+    def _window_calls(self) -> dict[int, tuple[TreePart, ...]]:
         return {}
 
     @cached_property
     def _block_masks(self) -> dict[int, BlockMask]:
-        """Return the masks made so far by window: all layers share them."""
+        """Masks by window: all layers share them."""
         return {}
 
     def _levels(self) -> NDArray[np.int64]:
@@ -150,31 +150,33 @@ class TokenTree:
         return levels
 
     def _new_block_mask(self, window: int) -> BlockMask:
-        device, sizes = self.reach.device, (len(self.own), len(self.positions))
+        device, sizes = self.reach.device, (len(self.own_tokens), len(self.positions))
         reach = np.repeat(self.reaches, self.ends - self.starts)
         (query_firsts, query_lasts), (firsts, lasts) = (_block_borders(size) for size in sizes)
         farthest, nearest = np.maximum.reduceat(reach, firsts), np.minimum.reduceat(reach, firsts)
         queries, keys = np.ix_(np.arange(len(query_firsts)), np.arange(len(firsts)))
-        first_query, last_query = (self.own[at][queries] for at in (query_firsts, query_lasts))
+        first_query, last_query = (self.own_tokens[places][queries] for places in (query_firsts, query_lasts))
         # Some key of the block may be attended to by some query: the mask's function decides for each pair.
         is_some = (firsts[keys] <= last_query) & (farthest[keys] > first_query)
         is_full = (lasts[keys] <= first_query) & (nearest[keys] > last_query)
         # FlexAttention reads whole blocks, so the row's incomplete last block needs the function.
         is_full &= (lasts - firsts == _MASK_BLOCK - 1)[keys] & (query_lasts - query_firsts == _MASK_BLOCK - 1)[queries]
         if window:
-            highest = np.maximum.reduceat(self.positions[self.own], query_firsts)
+            highest = np.maximum.reduceat(self.positions[self.own_tokens], query_firsts)
             lowest = np.minimum.reduceat(self.positions, firsts)
             is_full &= highest[queries] - lowest[keys] < window
-        own, positions, reaches = self._own_on_device, self._positions_on_device, self.reach
+        own_tokens, positions, reaches = self._own_on_device, self._positions_on_device, self.reach
 
         def is_attended(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             """Return whether a query attends to a key, bool [*any], from the numbers of both, [*any]."""
-            token = own[query]
+            token = own_tokens[query]
             mask = (key <= token) & (token < reaches[key])
             return mask & (positions[token] - positions[key] < window) if window else mask
 
-        some, full = (_block_lists(chosen, device) for chosen in (is_some & ~is_full, is_full))
-        return BlockMask.from_kv_blocks(*some, *full, BLOCK_SIZE=_MASK_BLOCK, mask_mod=is_attended, seq_lengths=sizes)
+        partial_lists, full_lists = (_block_lists(blocks, device) for blocks in (is_some & ~is_full, is_full))
+        return BlockMask.from_kv_blocks(
+            *partial_lists, *full_lists, BLOCK_SIZE=_MASK_BLOCK, mask_mod=is_attended, seq_lengths=sizes
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,29 +198,29 @@ class TreePart:
 
     @property
     def query_tokens(self) -> slice | Tensor:
-        """Return the own tokens of the queries: [queries], or a slice."""
+        """Own tokens of the queries: [queries], or a slice."""
         return self.queries if isinstance(self.queries, slice) else self.queries[1]
 
     @property
     def key_tokens(self) -> slice | Tensor:
-        """Return the stored tokens of the keys: [keys], or a slice."""
+        """Stored tokens of the keys: [keys], or a slice."""
         return self.keys if isinstance(self.keys, slice) else self.keys[1]
 
     def padded_queries(self, x: Tensor) -> Tensor:
         """Return the queries' entries of `x` [own tokens, ...] as [blocks, heads, length, ...], padded by zeros."""
-        return _padded(x, self.queries, self.query_shape)
+        return _pad(x, self.queries, self.query_shape)
 
     def padded_keys(self, x: Tensor) -> Tensor:
         """Return the keys' entries of `x` [stored tokens, ...] as [blocks, heads, length, ...], padded by zeros."""
-        return _padded(x, self.keys, self.key_shape)
+        return _pad(x, self.keys, self.key_shape)
 
     def of_queries(self, padded: Tensor) -> Tensor:
         """Return [queries, heads, ...] from `padded` [blocks, heads, length, ...]."""
-        return _unpadded(padded, self.queries)
+        return _unpad(padded, self.queries)
 
     def of_keys(self, padded: Tensor) -> Tensor:
         """Return [keys, heads, ...] from `padded` [blocks, heads, length, ...]."""
-        return _unpadded(padded, self.keys)
+        return _unpad(padded, self.keys)
 
     def bias(self, dtype: torch.dtype) -> Tensor | None:
         """Return the mask as a score to add, 0 or minus infinity: [blocks, 1, queries or 1, keys]; None without one."""
@@ -247,7 +249,7 @@ def attend(
 def gather(x: Tensor, index: Tensor, dim: int = 0) -> Tensor:
     """Return the entries of `x` [*shape] at `index` [n] along `dim`. Repeated entries have the sum of the gradients.
 
-    Equal inputs give equal bits: the sum has a fixed order.
+    The sum has a fixed order: equal inputs give equal bits.
     """
     # torch 2.13 adds gradients of repeated entries in any order for an index in brackets on several CPU threads, and
     # for `index_select` on CUDA. The other one of both has a fixed order.
@@ -276,11 +278,11 @@ def flex_attend(
     inputs = (x.transpose(0, 1)[None] for x in (q, k, v))
     grouped = q.size(1) != k.size(1)
     sums = AuxRequest(lse=True)
-    out, found = kernel(*inputs, block_mask=tree.block_mask(window), scale=scale, enable_gqa=grouped, return_aux=sums)
+    out, aux = kernel(*inputs, block_mask=tree.block_mask(window), scale=scale, enable_gqa=grouped, return_aux=sums)
     out = out[0].transpose(0, 1)
     if sinks is None:
         return out
-    lse = found.lse[0].T
+    lse = aux.lse[0].T
     # A sink adds its exponential to each query's sum.
     return (out * (lse - torch.logaddexp(lse, sinks.to(lse.dtype))).exp()[..., None]).to(q.dtype)
 
@@ -302,16 +304,16 @@ class _MergedAttention(torch.autograd.Function):
         lse = out.new_empty(q.shape[:2])
         for part in parts:
             inputs = part.padded_queries(q), part.padded_keys(k), part.padded_keys(v)
-            found, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            part_out, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 *inputs, 0.0, part.is_causal, attn_mask=part.bias(q.dtype), scale=scale
             )
-            found, sums, tokens = part.of_queries(found), part.of_queries(sums), part.query_tokens
+            part_out, sums, tokens = part.of_queries(part_out), part.of_queries(sums), part.query_tokens
             if part.is_first:
-                out[tokens], lse[tokens] = found.to(out.dtype), sums
+                out[tokens], lse[tokens] = part_out.to(out.dtype), sums
                 continue
             before = lse[tokens]
             merged = torch.logaddexp(before, sums)
-            out[tokens] = out[tokens] * (before - merged).exp()[..., None] + found * (sums - merged).exp()[..., None]
+            out[tokens] = out[tokens] * (before - merged).exp()[..., None] + part_out * (sums - merged).exp()[..., None]
             lse[tokens] = merged
         if sinks is not None:
             total = torch.logaddexp(lse, sinks.to(lse.dtype))
@@ -346,7 +348,7 @@ class _MergedAttention(torch.autograd.Function):
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), to_sinks, None, None
 
 
-def _grouped(
+def _group_blocks(
     query_starts: NDArray[np.int64],
     query_ends: NDArray[np.int64],
     key_starts: NDArray[np.int64],
@@ -355,22 +357,22 @@ def _grouped(
     is_causal: bool,
     device: torch.device,
 ) -> list[TreePart]:
-    """Return calls for blocks of queries and keys, all [blocks], so that blocks of similar sizes share one."""
+    """Return calls for blocks of queries and keys, all [blocks]. Blocks of similar sizes share one."""
     num_queries, num_keys = query_ends - query_starts, key_ends - key_starts
     order = np.lexsort((num_queries, num_keys))
     calls: list[list[int]] = []
     scores = 0
     for block in order.tolist():
-        own = int(num_queries[block] * num_keys[block])
+        num_scores = int(num_queries[block] * num_keys[block])
         if calls:
             members = [*calls[-1], block]
             padded = len(members) * int(num_queries[members].max()) * int(num_keys[block])
-            if padded <= (1 + _WASTED_SHARE) * (scores + own) + _CALL_SCORES:
+            if padded <= (1 + _WASTED_SHARE) * (scores + num_scores) + _CALL_SCORES:
                 calls[-1].append(block)
-                scores += own
+                scores += num_scores
                 continue
         calls.append([block])
-        scores = own
+        scores = num_scores
     return [
         _part(query_starts[call], num_queries[call], key_starts[call], num_keys[call], is_causal, device)
         for call in (np.sort(np.array(members)) for members in calls)
@@ -385,7 +387,6 @@ def _part(
     is_causal: bool,
     device: torch.device,
 ) -> TreePart:
-    """Return the call for these blocks, all [blocks]."""
     longest = int(num_keys.max())
     mask = None
     # Behind a causal mask, padding follows the keys of every query.
@@ -410,15 +411,15 @@ def _places(starts: NDArray[np.int64], sizes: NDArray[np.int64], device: torch.d
     return torch.from_numpy(places).to(device), torch.from_numpy(ranges(starts, sizes)).to(device)
 
 
-def _padded(x: Tensor, tokens: slice | tuple[Tensor, Tensor], shape: tuple[int, int]) -> Tensor:
+def _pad(x: Tensor, tokens: slice | tuple[Tensor, Tensor], shape: tuple[int, int]) -> Tensor:
     if isinstance(tokens, slice):
         return x[tokens].transpose(0, 1)[None]
-    places, chosen = tokens
-    block = x.new_zeros(shape[0] * shape[1], *x.shape[1:]).index_copy_(0, places, x.index_select(0, chosen))
+    places, indices = tokens
+    block = x.new_zeros(shape[0] * shape[1], *x.shape[1:]).index_copy_(0, places, x.index_select(0, indices))
     return block.view(*shape, *x.shape[1:]).transpose(1, 2)
 
 
-def _unpadded(padded: Tensor, tokens: slice | tuple[Tensor, Tensor]) -> Tensor:
+def _unpad(padded: Tensor, tokens: slice | tuple[Tensor, Tensor]) -> Tensor:
     if isinstance(tokens, slice):
         return padded[0].transpose(0, 1)
     return padded.transpose(1, 2).flatten(0, 1).index_select(0, tokens[0])
@@ -430,10 +431,10 @@ def _block_borders(size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     return firsts, np.minimum(firsts + _MASK_BLOCK, size) - 1
 
 
-def _block_lists(chosen: NDArray[np.bool_], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the number of chosen blocks in each row, and their columns before the others: [1, 1, rows], [1, 1, rows,
-    columns]. `chosen` is [rows, columns].
+def _block_lists(is_listed: NDArray[np.bool_], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the number of listed blocks in each row, and their columns before the others: [1, 1, rows], [1, 1, rows,
+    columns]. `is_listed` is [rows, columns].
     """
-    counts = chosen.sum(1).astype(np.int32)
-    columns = np.argsort(~chosen, axis=1, kind="stable").astype(np.int32)
+    counts = is_listed.sum(1).astype(np.int32)
+    columns = np.argsort(~is_listed, axis=1, kind="stable").astype(np.int32)
     return torch.from_numpy(counts).to(device)[None, None], torch.from_numpy(columns).to(device)[None, None]

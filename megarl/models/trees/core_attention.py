@@ -13,7 +13,7 @@ from megarl.models.trees.row import TreeRow
 
 
 def with_trees(attention: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass of a core attention. It also attends over rows that store shared prefixes once, as trees."""
+    """Return a subclass of a core attention that also attends over rows stored as trees of prefixes."""
 
     class TreeDotProductAttention(attention):
         def __init__(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megarl.data.token_batch import places_by_rank
 from megarl.models.attention import PackedRow
-from megarl.models.expert_balance import RowTokens
+from megarl.models.experts.balance import RowTokens
 from megarl.models.trees.attention import TokenTree, gather
 
 
@@ -29,10 +29,10 @@ class TreeRow(PackedRow):
     def from_tree(cls, tree: TokenTree, holders: NDArray[np.int64], longest: int, cp_rank: int = 0) -> TreeRow:
         """Return the row of sequences stored as a tree. `longest` is the longest sequence.
 
-        `holders` [tokens] is the context-parallel rank with the stored token of each token of the sequences.
+        `holders` [tokens] is the context-parallel rank storing each token of the sequences.
         """
         device = tree.reach.device
-        lengths = torch.tensor([0, len(tree.own)], dtype=torch.int32, device=device)
+        lengths = torch.tensor([0, len(tree.own_tokens)], dtype=torch.int32, device=device)
         local = np.flatnonzero(holders == cp_rank)
         place, longest_part = None, 0
         if tree.place is not None:
@@ -45,7 +45,7 @@ class TreeRow(PackedRow):
             cu_seqlens_kv=lengths,
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
-            positions=torch.from_numpy(tree.positions[tree.own]).to(device),
+            positions=torch.from_numpy(tree.positions[tree.own_tokens]).to(device),
             local=torch.from_numpy(local).to(device),
             host_local=local,
             place=place,
@@ -58,9 +58,8 @@ class TreeRow(PackedRow):
         return gather(hidden, self.tree.edge_sources)
 
     def spread_predictions(self, outputs: Tensor) -> Tensor:
-        """Return outputs [values, edges] for each token of the sequences.
-
-        The gradient of an edge is the sum of those of all tokens that it stands for.
+        """Return outputs [values, edges] for each token of the sequences. An edge's gradient is the sum over its
+        tokens.
         """
         return gather(outputs, self.tree.edges, dim=1)
 

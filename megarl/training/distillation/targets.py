@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megarl.data.token_batch import TokenBatch
 from megarl.groups import signed
-from megarl.models.teacher_student import StudentModel, TeacherTargets
+from megarl.models.distillation.teacher_student import StudentModel, TeacherTargets
 from megarl.training.exchange import fetch_values, token_runs
 from megarl.training.rows.feeds import RowFeed
 from megarl.training.rows.microbatch import Microbatch, is_predicted, places_in_row

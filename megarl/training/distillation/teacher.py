@@ -13,8 +13,8 @@ from torch import Tensor
 
 from megarl.data.token_batch import TokenBatch
 from megarl.groups.megatron_ranks import RankGroups
+from megarl.models.distillation.teacher_student import TeacherModel
 from megarl.models.policy import PackedModel
-from megarl.models.teacher_student import TeacherModel
 from megarl.training.distillation.targets import StoredTargets, TargetPositions
 from megarl.training.model import FrozenModel
 from megarl.training.rows.feeds import RowFeed

@@ -8,7 +8,7 @@ import torch
 from megatron.core import parallel_state
 
 from megarl.data.token_batch import TokenBatch
-from megarl.models.expert_balance import ExpertBalance
+from megarl.models.experts.balance import ExpertBalance
 from megarl.platform.spans import span
 from megarl.tracking.metrics import Mean, Metric
 from megarl.training.model import ModelShard

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megarl.config import Recipe
-from megarl.models.expert_balance import ExpertBalance
+from megarl.models.experts.balance import ExpertBalance
 from megarl.training.model import ModelShard
 from megarl.training.model_parts import ModelParts
 from megarl.training.parts.balance import BalancePart

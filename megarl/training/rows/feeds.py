@@ -9,7 +9,7 @@ import torch
 from megatron.core import parallel_state
 
 from megarl.data.token_batch import TokenBatch
-from megarl.models.expert_balance import RowTokens, routers_of
+from megarl.models.experts.balance import RowTokens, routers_of
 from megarl.models.policy import PolicyModel, RowSettings
 from megarl.training.rows.microbatch import Microbatch
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megarl.data.token_batch import borders, ranges
 from megarl.models.attention import PackedRow
-from megarl.models.expert_balance import RowTokens
+from megarl.models.experts.balance import RowTokens
 from megarl.models.logprobs import Support
 from megarl.types import RetainedSets
 

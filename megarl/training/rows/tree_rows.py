@@ -29,7 +29,7 @@ class TreeMicrobatch(Microbatch):
         assert isinstance(self.row, TreeRow) and self.row.host_local is not None
         tree = self.row.tree
         device = tree.reach.device
-        size = len(tree.own) // parts
+        size = len(tree.own_tokens) // parts
         stored = tree.host_stored_of - part * size
         is_own = (stored >= 0) & (stored < size)
         sequences = np.repeat(np.arange(len(self.lengths)), self.lengths)[self.row.host_local][is_own]
@@ -46,7 +46,7 @@ class TreeMicrobatch(Microbatch):
         If a place holds equal tokens of several sequences, it is the last one's. Padding places have -1.
         """
         assert isinstance(self.row, TreeRow) and self.row.host_local is not None
-        tokens = np.full(len(self.row.tree.own), -1)
+        tokens = np.full(len(self.row.tree.own_tokens), -1)
         tokens[self.row.tree.host_stored_of] = self.row.host_local
         return tokens
 
@@ -86,7 +86,7 @@ def pack_tree(batch: TokenBatch, *, multiple: int, device: torch.device, cp: int
     input_ids = np.append(batch.token_ids[tree.source], np.zeros(len(split.ranks) - len(tree.source), np.int64))
     own_tree = _token_tree(tree, split, cp_rank, device, local, edges, tree.parent[tree.stored_of[predicted]])
     return TreeMicrobatch(
-        input_ids=torch.from_numpy(input_ids[own_tree.own]).to(device)[None],
+        input_ids=torch.from_numpy(input_ids[own_tree.own_tokens]).to(device)[None],
         labels=torch.from_numpy(batch.token_ids[predicted]).to(device)[None],
         row=TreeRow.from_tree(own_tree, holders, int(batch.lengths.max()), cp_rank),
         mask=predictions(batch.loss_mask),
@@ -181,7 +181,7 @@ def _token_tree(
         ends=np.append(tree.ends, last_ends),
         reaches=np.append(tree.reach[tree.starts], last_ends),
         positions=np.append(tree.depth, ranges(np.zeros_like(last_starts), last_ends - last_starts)),
-        own=own_tokens,
+        own_tokens=own_tokens,
         chunks=split.chunks[split.ranks[split.chunks[:, 1]] == cp_rank],
         place=place,
         num_represented=num_represented[own_tokens],

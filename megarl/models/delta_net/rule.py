@@ -14,8 +14,7 @@ from torch import Tensor
 from megarl.data.token_batch import ranges
 
 _CHUNK_TOKENS = 64
-"""Chunk length in tokens, as in the paper. Work grows with the square of the length; the number of sequential steps
-shrinks with it."""
+"""Chunk length in tokens, as in the paper. Work grows with its square; the number of steps shrinks with it."""
 _NORM_EPSILON = 1e-6
 """Added to the squared norm of queries and keys, as in transformers 5 and FLA."""
 
@@ -23,8 +22,8 @@ _NORM_EPSILON = 1e-6
 class _Chunks(NamedTuple):
     """Chunks of the sequences of a row, sequence by sequence.
 
-    `places` [tokens] are the tokens' indices in the padded chunks, flattened. `steps` has, for each step, the chunks
-    [sequences] computed in it, longest sequence first. `order` [chunks] sorts the outputs of all steps by chunk.
+    `places` [tokens] are the tokens' indices in the padded chunks, flattened. `steps` has the chunks [sequences] of
+    each step, longest sequence first. `order` [chunks] sorts the outputs of all steps by chunk.
     """
 
     num_chunks: int
@@ -35,13 +34,13 @@ class _Chunks(NamedTuple):
 
 
 def causal_convolution(x: Tensor, weight: Tensor, positions: Tensor) -> Tensor:
-    """Convolve each channel over the tokens of its own sequence up to the current one, computed in float32 or wider.
+    """Convolve each channel over the tokens of its own sequence up to the current one, in float32 or wider.
 
     Shapes: x [tokens, channels], weight [channels, width] with the current token's factor last, positions [tokens] in
     their sequences from 0; returns [tokens, channels].
     """
-    wide = widened(x)
-    factors = widened(weight)
+    wide = widen(x)
+    factors = widen(weight)
     out = wide * factors[:, -1]
     for back in range(1, min(weight.size(1), len(x))):
         earlier = F.pad(wide[:-back], (0, 0, back, 0))
@@ -62,11 +61,11 @@ def gated_delta_rule(
     heads], the sequences one after another with these `lengths`; returns [tokens, heads, value_dim].
     """
     chunks = _chunks(tuple(lengths), value.device)
-    q = _in_chunks(_normalised(query) * query.size(-1) ** -0.5, chunks)
-    k = _in_chunks(_normalised(key), chunks)
-    v = _in_chunks(widened(value), chunks)
-    decay = _in_chunks(widened(log_decay).unsqueeze(-1), chunks).squeeze(-1).cumsum(-1)
-    rate = _in_chunks(widened(beta).unsqueeze(-1), chunks)
+    q = _in_chunks(_normalise(query) * query.size(-1) ** -0.5, chunks)
+    k = _in_chunks(_normalise(key), chunks)
+    v = _in_chunks(widen(value), chunks)
+    decay = _in_chunks(widen(log_decay).unsqueeze(-1), chunks).squeeze(-1).cumsum(-1)
+    rate = _in_chunks(widen(beta).unsqueeze(-1), chunks)
 
     ones = torch.ones(chunks.size, chunks.size, dtype=torch.bool, device=value.device)
     # Masked before the exponential: later tokens would overflow, and their gradient would be NaN.
@@ -96,14 +95,13 @@ def gated_delta_rule(
     return out[chunks.places].to(value.dtype)
 
 
-def widened(x: Tensor) -> Tensor:
+def widen(x: Tensor) -> Tensor:
     """Return `x` [*shape] in float32, or in its own type if that is wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _normalised(x: Tensor) -> Tensor:
-    """Return vectors [..., channels] divided by their norm."""
-    wide = widened(x)
+def _normalise(x: Tensor) -> Tensor:
+    wide = widen(x)
     return wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + _NORM_EPSILON)
 
 

@@ -1,8 +1,7 @@
-"""Gated delta-net (arXiv:2412.06464) with support for packed rows and context parallelism, as a module of Megatron's
-layers.
+"""Gated delta-net (arXiv:2412.06464) over packed rows and with context parallelism, as a module of Megatron's layers.
 
-Megatron-Core 0.16.1's own forward pass supports neither, and that of 0.19 has no kernel for CPUs. This module replaces
-it, and uses Megatron's parameters, tensor parallelism and checkpoint keys.
+Megatron-Core 0.16.1's own forward pass supports neither, and that of 0.19 has no kernel for CPUs. Parameters, tensor
+parallelism and checkpoint keys are Megatron's.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 from megarl.models.attention import PackedRow
-from megarl.models.delta_rule import causal_convolution, gated_delta_rule, widened
+from megarl.models.delta_net.rule import causal_convolution, gated_delta_rule, widen
 from megarl.models.norms import PlainRMSNorm
 
 
@@ -41,8 +40,7 @@ class DeltaNet(GatedDeltaNet):
     """A gated delta-net layer over packed rows.
 
     With context parallelism, an all-to-all gives each rank all tokens of some heads, in the order of the row. A second
-    one returns the outputs to the tokens' ranks. So no state is sent between ranks, and the results are the same as
-    without context parallelism.
+    one returns the outputs to the tokens' ranks. So the results are the same as without context parallelism.
     """
 
     # Megatron declares these sizes as optional.
@@ -60,7 +58,7 @@ class DeltaNet(GatedDeltaNet):
         self.cp_group: Any = self.pg_collection.cp
 
     def _setup_variant_attrs(self) -> None:
-        """Set sizes, and a kernel if FLA is missing. The constructor of Megatron-Core 0.19 refuses to have none."""
+        """Set sizes, and a kernel if FLA is missing: the constructor of Megatron-Core 0.19 needs one."""
         super()._setup_variant_attrs()  # pyright: ignore[reportAttributeAccessIssue]
         self.gated_delta_rule = self.gated_delta_rule or gated_delta_rule
 
@@ -77,18 +75,18 @@ class DeltaNet(GatedDeltaNet):
         order = row.place
         if order is not None:
             inputs = _Inputs(*self._by_heads(inputs, order))
-        out = self._mixed(inputs, row)
+        out = self._mix_heads(inputs, row)
         if order is not None:
             out = self._by_tokens(out, order)
         return self.out_proj(out.unsqueeze(1))
 
     @property
     def _widths(self) -> list[int]:
-        """Return the channels of the six parts of the projected input on a tensor-parallel rank."""
+        """Channels of the six parts of the projected input on a tensor-parallel rank."""
         heads = self.num_value_heads
         return [width // self.tp_size for width in (self.qk_dim, self.qk_dim, self.v_dim, self.v_dim, heads, heads)]
 
-    def _mixed(self, inputs: _Inputs, row: PackedRow) -> Tensor:
+    def _mix_heads(self, inputs: _Inputs, row: PackedRow) -> Tensor:
         """Return the gated and normalised outputs of this rank's heads: [tokens, heads * value_dim]."""
         lengths = _lengths(row, self.cp_group.size())
         qkv = torch.cat(inputs[:3], dim=-1)
@@ -97,8 +95,8 @@ class DeltaNet(GatedDeltaNet):
         query, key, value = convolved.split([part.size(-1) for part in inputs[:3]], dim=-1)
         repeats = self.num_value_heads // self.num_key_heads
         query, key = (x.unflatten(-1, (-1, self.key_head_dim)).repeat_interleave(repeats, dim=1) for x in (query, key))
-        decay = -widened(self._own_heads(self.A_log)).exp() * F.softplus(
-            widened(inputs.alpha) + self._own_heads(self.dt_bias)
+        decay = -widen(self._own_heads(self.A_log)).exp() * F.softplus(
+            widen(inputs.alpha) + self._own_heads(self.dt_bias)
         )
         out = delta_rule(
             query,
@@ -109,7 +107,7 @@ class DeltaNet(GatedDeltaNet):
             row.cu_seqlens_q,
             lengths,
         )
-        gate = widened(inputs.gate.unflatten(-1, (-1, self.value_head_dim)))
+        gate = widen(inputs.gate.unflatten(-1, (-1, self.value_head_dim)))
         return (self.out_norm(out) * F.silu(gate)).to(out.dtype).flatten(1)
 
     def _convolution_parts(self) -> Sequence[Tensor]:
@@ -117,7 +115,7 @@ class DeltaNet(GatedDeltaNet):
         return self.conv1d.weight.squeeze(1).split(self._widths[:3])
 
     def _own_heads(self, weight: Tensor) -> Tensor:
-        """Return the rows of a weight for the heads computed by this context-parallel rank.
+        """Return the rows of a weight for this context-parallel rank's heads.
 
         The other rows have no gradient here. The sum over ranks completes it.
         """
@@ -138,7 +136,7 @@ class DeltaNet(GatedDeltaNet):
 
 
 def convolution(x: Tensor, weight: Tensor, cu_seqlens: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Return the causal convolution of each sequence: by FLA's kernel on GPUs where installed, else by torch.
+    """Return the causal convolution of each sequence: by FLA's kernel on GPUs if installed, else by torch.
 
     Shapes: x [tokens, channels], weight [channels, width], cu_seqlens [sequences + 1]; returns [tokens, channels].
     """
@@ -159,7 +157,7 @@ def delta_rule(
     cu_seqlens: Tensor,
     lengths: Sequence[int],
 ) -> Tensor:
-    """Return the gated delta rule of each sequence: by FLA's kernel on GPUs where installed, else by torch.
+    """Return the gated delta rule of each sequence: by FLA's kernel on GPUs if installed, else by torch.
 
     Shapes: query and key [tokens, heads, key_dim], value [tokens, heads, value_dim], log_decay and beta [tokens,
     heads], cu_seqlens [sequences + 1]; returns [tokens, heads, value_dim].
@@ -181,7 +179,6 @@ class _Kernels(NamedTuple):
 
 @cache
 def _fla_kernels() -> _Kernels | None:
-    """Return FLA's kernels, or None if it is not installed."""
     try:
         from fla.modules.convolution import causal_conv1d  # pyright: ignore[reportMissingImports]
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # pyright: ignore[reportMissingImports]
@@ -198,7 +195,7 @@ def _lengths(row: PackedRow, cp: int) -> list[int]:
 
 
 def delta_net_spec(*, transformer_engine: bool) -> ModuleSpec:
-    """Return the spec of a delta-net layer. In Transformer Engine's, the input norm is part of the input projection."""
+    """Return the spec of a delta-net layer. Transformer Engine's input norm is part of the input projection."""
     linears = (ColumnParallelLinear, RowParallelLinear)
     if transformer_engine:
         # Only importable with Transformer Engine.

@@ -14,8 +14,7 @@ from megarl.models.logprobs import HeadGradients, all_reduce, columns_of, vocabu
 DivergenceFunction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """A divergence from `algorithms.divergences` with its keyword arguments set."""
 _BLOCK_SHARE = 3
-"""Memory needed for a block of the vocabulary, as a multiple of one model's log-probs: both models' log-probs, and
-results."""
+"""Memory of a block of the vocabulary, as a multiple of one model's log-probs: those of both, and results."""
 
 
 def vocab_parallel_divergence(
@@ -36,9 +35,8 @@ def vocab_parallel_divergence(
     teacher's hidden_size]; teacher_weight [local_vocabulary, teacher's hidden_size], the rows of the same tokens. The
     result is equal on all ranks of `group`.
 
-    Forward and backward need about the memory of log-probs with these `chunk_tokens`, with fewer logits at once.
-    Gradient flows to hidden and weight. The gradient of `hidden` is partial: the caller's tensor-parallel mapping
-    all-reduces it.
+    Forward and backward need about the memory of log-probs with these `chunk_tokens`. Gradient flows to hidden and
+    weight; that of `hidden` is partial, and the caller's tensor-parallel mapping all-reduces it.
     """
     return _VocabParallelDivergence.apply(
         hidden, weight, teacher_hidden, teacher_weight, divergence, group, temperature, chunk_tokens
@@ -90,7 +88,7 @@ class _VocabParallelDivergence(torch.autograd.Function):
             _, slopes = divergence(logprobs, of_teacher)
             grad_logits = torch.addcmul(slopes, logprobs.exp_(), slope[:, None], value=-1).mul_(scale).to(weight.dtype)
             gradients.add(block, grad_logits)
-        return *gradients.found(), *(None,) * 6
+        return *gradients.collect(), *(None,) * 6
 
 
 def vocab_parallel_gathered(
@@ -105,21 +103,18 @@ def vocab_parallel_gathered(
 ) -> tuple[Tensor, Tensor]:
     """Return log-probs of several tokens at each position, and the joint log-prob of all others.
 
-    The distribution is softmax(hidden @ weight.T / temperature). The joint log-prob is a sum over all other tokens. One
+    The distribution is softmax(hidden @ weight.T / temperature). The joint log-prob is a sum over all other tokens: one
     minus the sum of the several would lose all digits if these have nearly all probability.
 
     Shapes: hidden [tokens, hidden_size]; weight [local_vocabulary, hidden_size], rows without padding, starting at
     token `first_token_id`; token_ids int64 [tokens, k], global ids, distinct at each position. Returns float32 [tokens,
-    k] and [tokens], in nats, equal on all ranks of `group`. The second is minus infinity if there is no other token.
-    Forward and backward hold at most `chunk_tokens` * local_vocabulary logits at once. Gradients as in
-    `vocab_parallel_divergence`.
+    k] and [tokens], in nats, equal on all ranks of `group`; the second is minus infinity without other tokens. At most
+    `chunk_tokens` * local_vocabulary logits exist at once. Gradients as in `vocab_parallel_divergence`.
     """
     return _VocabParallelGathered.apply(hidden, weight, token_ids, first_token_id, group, temperature, chunk_tokens)
 
 
 class _VocabParallelGathered(torch.autograd.Function):
-    """One pass over the vocabulary for the log-probs, and one for the gradient."""
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -133,17 +128,17 @@ class _VocabParallelGathered(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         blocks = vocabulary_blocks(len(hidden), len(weight), chunk)
         local = token_ids - first_token_id
-        chosen = torch.zeros_like(local, dtype=torch.float32)
+        token_logits = torch.zeros_like(local, dtype=torch.float32)
         parts = _no_parts(hidden, blocks)
         for index, block in enumerate(blocks):
             columns, is_here = columns_of(local, block)
             logits = _logits(hidden, weight, block, temperature)
-            chosen += logits.gather(1, columns) * is_here
+            token_logits += logits.gather(1, columns) * is_here
             parts[index] = _others(logits, columns, is_here).logsumexp(-1)
-        all_reduce(chosen, group, dist.ReduceOp.SUM)
+        all_reduce(token_logits, group, dist.ReduceOp.SUM)
         others_log_total = _log_total(parts, group)
-        log_total = torch.logaddexp(chosen.logsumexp(-1), others_log_total)
-        logprobs, others_logprob = chosen - log_total[:, None], others_log_total - log_total
+        log_total = torch.logaddexp(token_logits.logsumexp(-1), others_log_total)
+        logprobs, others_logprob = token_logits - log_total[:, None], others_log_total - log_total
         ctx.save_for_backward(hidden, weight, local, logprobs, others_log_total, others_logprob)
         ctx.settings = temperature, blocks
         return logprobs, others_logprob
@@ -153,11 +148,11 @@ class _VocabParallelGathered(torch.autograd.Function):
         hidden, weight, local, logprobs, others_log_total, others_logprob = ctx.saved_tensors
         temperature, blocks = ctx.settings
         of_chosen, remainder = (grad / temperature for grad in grads)
-        whole = -of_chosen.sum(-1) - remainder
+        gradient_sum = -of_chosen.sum(-1) - remainder
         # With p the probabilities: a requested token's gradient is its own + whole * p. Another token's gradient is its
         # share among the others, times the total of all others.
-        of_chosen = of_chosen + logprobs.exp() * whole[:, None]
-        remainder = remainder + others_logprob.exp() * whole
+        of_chosen = of_chosen + logprobs.exp() * gradient_sum[:, None]
+        remainder = remainder + others_logprob.exp() * gradient_sum
         others_log_total = others_log_total.masked_fill(others_log_total == -torch.inf, 0.0)
         gradients = HeadGradients(hidden, weight, ctx.needs_input_grad)
         for block in blocks:
@@ -166,7 +161,7 @@ class _VocabParallelGathered(torch.autograd.Function):
             grad_logits = logits.sub_(others_log_total[:, None]).exp_().mul_(remainder[:, None])
             grad_logits = grad_logits.scatter_add_(1, columns, of_chosen * is_here).to(weight.dtype)
             gradients.add(block, grad_logits)
-        return *gradients.found(), *(None,) * 5
+        return *gradients.collect(), *(None,) * 5
 
 
 @torch.no_grad()
@@ -183,26 +178,26 @@ def vocab_parallel_top_k(
     """Return the k most likely tokens at each position, their log-probs, and the joint log-prob of all others.
 
     The most likely token comes first. Shapes as in `vocab_parallel_gathered`; returns int64 and float32 [tokens, k] and
-    float32 [tokens], without gradient. Among equally likely tokens any may be chosen, but the same on all ranks.
+    float32 [tokens], without gradient. Ranks agree on equally likely tokens.
     """
     blocks = vocabulary_blocks(len(hidden), len(weight), chunk_tokens)
     logits = hidden.new_full((len(hidden), k), -torch.inf, dtype=torch.float32)
     token_ids = torch.zeros_like(logits, dtype=torch.int64)
     others_log_total = logits.new_full((len(hidden),), -torch.inf)
     for block in blocks:
-        found = _logits(hidden, weight, block, temperature)
-        largest, places = found.topk(min(k, len(block)), dim=-1)
-        of_block = found.scatter_(-1, places, -torch.inf).logsumexp(-1)
+        block_logits = _logits(hidden, weight, block, temperature)
+        largest, places = block_logits.topk(min(k, len(block)), dim=-1)
+        of_block = block_logits.scatter_(-1, places, -torch.inf).logsumexp(-1)
         parts = (logits, token_ids), (largest, places + block.start + first_token_id)
-        logits, token_ids, left = _best(parts, k)
-        others_log_total = torch.logaddexp(others_log_total, torch.logaddexp(of_block, left))
+        logits, token_ids, remaining_total = _best(parts, k)
+        others_log_total = torch.logaddexp(others_log_total, torch.logaddexp(of_block, remaining_total))
     others_log_total = _log_total(others_log_total[None], group)
     if group is not None and group.size() > 1:
         of_ranks = [[torch.empty_like(part) for _ in range(group.size())] for part in (logits, token_ids)]
         dist.all_gather(of_ranks[0], logits, group=group)
         dist.all_gather(of_ranks[1], token_ids, group=group)
-        logits, token_ids, left = _best(list(zip(*of_ranks, strict=True)), k)
-        others_log_total = torch.logaddexp(others_log_total, left)
+        logits, token_ids, remaining_total = _best(list(zip(*of_ranks, strict=True)), k)
+        others_log_total = torch.logaddexp(others_log_total, remaining_total)
     log_total = torch.logaddexp(logits.logsumexp(-1), others_log_total)
     return token_ids, logits - log_total[:, None], others_log_total - log_total
 
@@ -231,19 +226,18 @@ def _log_totals(hidden: Tensor, weight: Tensor, blocks: list[range], temperature
 
 
 def _no_parts(hidden: Tensor, blocks: list[range]) -> Tensor:
-    """Return the initial normaliser (log of a sum over no tokens): minus infinity, float32 [blocks, tokens], at least
-    one block."""
+    """Return the log of a sum over no tokens for each block: minus infinity, float32 [blocks or 1, tokens]."""
     return hidden.new_full((max(len(blocks), 1), len(hidden)), -torch.inf, dtype=torch.float32)
 
 
 def _log_total(parts: Tensor, group: Any) -> Tensor:
     """Return the log of the sum of exponentials [tokens] over all blocks `parts` [parts, tokens] of all ranks."""
-    own = parts.logsumexp(0)
-    largest = own.clone()
+    rank_total = parts.logsumexp(0)
+    largest = rank_total.clone()
     all_reduce(largest, group, dist.ReduceOp.MAX)
     # Minus infinity minus itself would be NaN.
     largest.masked_fill_(largest == -torch.inf, 0.0)
-    total = (own - largest).exp()
+    total = (rank_total - largest).exp()
     all_reduce(total, group, dist.ReduceOp.SUM)
     return largest + total.log()
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class ExpertCounts(NamedTuple):
-    """Token counts of one row and one layer, int64 in host memory. A token counts once for each expert it is routed to.
+    """Token counts of one row and one layer, int64 in host memory. A token counts once for each of its experts.
 
     `sent` [experts]: the tokens that this rank sends to each expert. `received` [ranks of the expert group, own
     experts]: the tokens that each rank sends to each expert of this rank. The expert group has ep * etp ranks.
@@ -22,7 +22,7 @@ class ExpertCounts(NamedTuple):
 
 
 def takes_known_counts(config: TransformerConfig) -> bool:
-    """Return whether replayed experts determine all counts: no token is dropped, none is added as padding."""
+    """Return whether replayed experts determine all counts: no token is dropped or added."""
     return (
         config.moe_enable_routing_replay
         and config.moe_token_dispatcher_type == "alltoall"
@@ -34,9 +34,8 @@ def takes_known_counts(config: TransformerConfig) -> bool:
 class KnownCountsDispatcher(MoEAlltoAllTokenDispatcher):
     """Megatron's all-to-all dispatcher. If `counts` is set, the host does not wait for the device.
 
-    Megatron-Core 0.16.1 counts tokens on the device in each layer and pass. The host waits for these counts, because
-    they are the sizes of the exchange. With router replay the experts are known earlier, so `counts` is computed before
-    the pass. If `counts` is None, Megatron counts the tokens.
+    Megatron-Core 0.16.1 counts tokens on the device in each layer and pass, and the host waits for these sizes of the
+    exchange. With router replay the experts are known earlier, so `counts` is computed before the pass.
     """
 
     counts: ExpertCounts | None = None

@@ -8,8 +8,8 @@ from typing import Any
 from megatron.core.transformer.moe.router_replay import RouterReplayAction
 from torch import Tensor
 
-from megarl.models.expert_dispatch import ExpertCounts
-from megarl.models.layer_specs import has_router
+from megarl.models.experts.dispatch import ExpertCounts
+from megarl.models.experts.layers import has_router
 
 
 def routed_layers(chunk: Any) -> list[Any]:
@@ -18,7 +18,7 @@ def routed_layers(chunk: Any) -> list[Any]:
 
 
 def expert_layers(chunks: Sequence[Any]) -> list[int]:
-    """Return the numbers, from 0, of the layers with experts in a rank's model chunks."""
+    """Return the numbers, from 0, of the layers with experts in a rank's chunks."""
     return [layer.layer_number - 1 for chunk in chunks for layer in routed_layers(chunk)]
 
 
@@ -27,8 +27,8 @@ def replay_routes(
 ) -> None:
     """Set the experts that a chunk's next forward pass uses.
 
-    Shapes: routes int64 [tokens of this rank, layers, top_k]. layer_numbers [layers] are the rank's layers with experts
-    over all its chunks, numbered from 0. counts [layers] has the tokens per expert; None makes the layer count.
+    Shapes: routes int64 [tokens of this rank, layers, top_k]; layer_numbers [layers], the rank's layers with experts,
+    numbered from 0; counts [layers], the tokens per expert (None: the layer counts).
     """
     for layer in routed_layers(chunk):
         index = layer_numbers.index(layer.layer_number - 1)
@@ -39,7 +39,7 @@ def replay_routes(
 
 
 def choose_routes(chunk: Any) -> None:
-    """Let a chunk's routers choose the experts in the next forward pass, after passes with replayed ones."""
+    """Let a chunk's routers choose the experts in the next forward pass."""
     for layer in routed_layers(chunk):
         layer.mlp.router.router_replay.clear_router_replay_action()
         layer.mlp.token_dispatcher.counts = None

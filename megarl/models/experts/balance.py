@@ -42,7 +42,7 @@ _METRIC_NAMES = {
 """Metric of each balancing loss, by the loss's name in Megatron-Core's settings."""
 
 _WHOLE_BATCH = ("aux_loss", "global_aux_loss")
-"""Balancing losses needing the number of tokens per expert in the whole update."""
+"""Balancing losses needing the tokens per expert of the whole update."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class RowTokens:
     """The tokens of one row on one rank.
 
     Shapes: `sequences` int64 [tokens], each token's sequence in the row; `weights` [tokens], False or 0 on padding;
-    `lengths` float32 [sequences], tokens of each sequence without padding.
+    `lengths` float32 [sequences], without padding.
     """
 
     sequences: Tensor
@@ -70,8 +70,8 @@ class UpdateRouter(TopKRouter):
     """Megatron's router with losses averaged over the update's tokens, and with noise in training only.
 
     Megatron-Core 0.16.1 multiplies a row's loss by the row's tokens on this rank, and divides in
-    `finalize_model_grads`. That sum depends on tp, cp, padding, and on the sequences sharing a row. Here each rank's
-    part is divided by the update's tokens at once, so the sum over rows and ranks is the mean.
+    `finalize_model_grads`. That sum depends on tp, cp, padding, and the sequences sharing a row. Here each rank's part
+    is divided by the update's tokens at once, so the sum over rows and ranks is the mean.
     """
 
     def __init__(self, config: TransformerConfig, pg_collection: Any = None) -> None:
@@ -92,17 +92,13 @@ class UpdateRouter(TopKRouter):
         self._current: RowTokens | None = None
 
     def begin(self, num_tokens: int) -> None:
-        """Prepare for an update with this number of tokens."""
         self.num_tokens = num_tokens
         self.tokens_per_expert = None
         self.sums = {}
         self._recomputed.clear()
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> Any:
-        """Route with Megatron's router.
-
-        While `is_counting`, also count the tokens per expert; `logits` are [tokens, experts].
-        """
+        """Route logits [tokens, experts] with Megatron's router. While `is_counting`, also count tokens per expert."""
         if self.is_counting:
             self._count(logits.view(-1, self.expert_count))
         elif self.training:
@@ -163,9 +159,9 @@ class UpdateRouter(TopKRouter):
         if not coefficient:
             return probs
         tokens = self._tokens
-        chosen = (routing_map & (tokens.weights > 0)[:, None]).float()
-        chosen, scores = tokens.spread(chosen), tokens.spread(scores_for_aux_loss)
-        counts = chosen.new_zeros(len(tokens.lengths), self.expert_count).index_add_(0, tokens.sequences, chosen)
+        routes = (routing_map & (tokens.weights > 0)[:, None]).float()
+        routes, scores = tokens.spread(routes), tokens.spread(scores_for_aux_loss)
+        counts = routes.new_zeros(len(tokens.lengths), self.expert_count).index_add_(0, tokens.sequences, routes)
         # A sequence's tokens are split over the tensor- and context-parallel ranks.
         dist.all_reduce(counts, group=self.tp_cp_group)
         shares = (counts / tokens.lengths[:, None])[tokens.sequences]
@@ -180,10 +176,10 @@ class UpdateRouter(TopKRouter):
 
     def _count(self, logits: Tensor) -> None:
         assert self.row is not None
-        chosen, _ = compute_routing_scores_for_aux_loss(
+        routes, _ = compute_routing_scores_for_aux_loss(
             logits, self.topk, self.score_function, fused=self.config.moe_router_fusion
         )
-        counts = (chosen.bool() * self.row.weights[:, None]).sum(0)
+        counts = (routes.bool() * self.row.weights[:, None]).sum(0)
         self.tokens_per_expert = counts if self.tokens_per_expert is None else self.tokens_per_expert + counts
 
     @property
@@ -205,13 +201,12 @@ class UpdateRouter(TopKRouter):
 
 
 def needs_update_router(config: TransformerConfig) -> bool:
-    """Return whether a model's MoE routers have balancing losses or noise, and so need `UpdateRouter`."""
+    """Return whether a model's routers have balancing losses or noise."""
     return config.num_moe_experts is not None and bool(balance_losses(vars(config)) or config.moe_input_jitter_eps)
 
 
 class ExpertBalance:
-    """Controls the balancing losses of a rank's model chunks: prepares them for an update, and returns their
-    metrics."""
+    """Prepares the balancing losses of a rank's model chunks for an update, and returns their metrics."""
 
     def __init__(self, config: TransformerConfig, chunks: Sequence[nn.Module]) -> None:
         self._losses = balance_losses(vars(config)) if config.num_moe_experts is not None else {}
@@ -219,7 +214,6 @@ class ExpertBalance:
 
     @property
     def is_on(self) -> bool:
-        """Whether the model has a balancing loss."""
         return bool(self._losses)
 
     @property
@@ -234,9 +228,8 @@ class ExpertBalance:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Context whose forward passes count the tokens per expert.
-
-        At its end, counts are summed over the ranks.
+        """Context with forward passes that count the tokens per expert. At its end, counts are summed over the
+        ranks.
         """
         for router in self._routers:
             router.is_counting = True
@@ -252,10 +245,7 @@ class ExpertBalance:
             router.tokens_per_expert = router.tokens_per_expert.float()
 
     def metrics(self, num_stages: int, device: torch.device) -> dict[str, float]:
-        """Return the update's losses by metric, means over layers. A collective over all ranks.
-
-        `num_stages` is the number of pipeline stages.
-        """
+        """Return the update's losses by metric, means over layers. A collective over all ranks."""
         names = sorted(self._losses)
         # All ranks of a stage have the same layers, and each has a part of the tokens. Each thus counts a fraction of a
         # layer.
@@ -265,10 +255,10 @@ class ExpertBalance:
             parts = [router.sums[name].double() for name in names]
             total += torch.stack([*parts, parts[0].new_tensor(1 / ranks_per_stage)])
         dist.all_reduce(total)
-        *found, num_layers = total.tolist()
-        return {_METRIC_NAMES[name]: value / num_layers for name, value in zip(names, found, strict=True)}
+        *sums, num_layers = total.tolist()
+        return {_METRIC_NAMES[name]: value / num_layers for name, value in zip(names, sums, strict=True)}
 
 
 def routers_of(*chunks: nn.Module) -> list[UpdateRouter]:
-    """Return the MoE routers of model chunks that have balancing losses or noise."""
+    """Return the routers of model chunks that have balancing losses or noise."""
     return [module for chunk in chunks for module in chunk.modules() if isinstance(module, UpdateRouter)]

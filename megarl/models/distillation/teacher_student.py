@@ -1,8 +1,8 @@
 """The two models of distillation by distributions: a teacher computing targets, and a policy learning from them.
 
-A target is a row of bytes for each trained token. With full_vocabulary it is the teacher's hidden state before its
-head. With top_k it is the ids of the most likely tokens, their log-probs and the log-prob of all others. One byte
-tensor is easier to send and store than several kinds of tensors.
+A target is a row of bytes for each trained token, because one tensor is easier to send than several. With
+full_vocabulary it is the teacher's hidden state before its head. With top_k it is the ids of the most likely tokens,
+their log-probs and the log-prob of all others.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megarl.algorithms.divergences import DIVERGENCES, TAILS
 from megarl.algorithms.keywords import supported_kwargs
 from megarl.config import DistillationConfig
 from megarl.models.attention import PackedRow
-from megarl.models.divergence import (
+from megarl.models.distillation.divergence import (
     DivergenceFunction,
     vocab_parallel_divergence,
     vocab_parallel_gathered,
@@ -32,14 +32,14 @@ _OTHERS_BYTES = 4
 """Bytes for all other tokens: their joint log-prob, float32."""
 
 
-def bound_divergence(config: DistillationConfig) -> DivergenceFunction:
+def bind_divergence(config: DistillationConfig) -> DivergenceFunction:
     """Return the recipe's divergence function, with its keyword arguments set."""
     function = DIVERGENCES[config.divergence]
     return partial(function, **supported_kwargs(function, {"beta": config.jsd_beta}))
 
 
 def target_bytes(config: DistillationConfig, hidden_size: int, dtype: torch.dtype) -> int:
-    """Return the bytes of one token's target, computed by a teacher with this hidden size."""
+    """Return the bytes of one token's target, from a teacher with this hidden size."""
     top_k_bytes = config.top_k * _TOP_K_BYTES + _OTHERS_BYTES
     return top_k_bytes if config.loss == "top_k" else hidden_size * dtype.itemsize
 
@@ -62,7 +62,7 @@ class TeacherModel(PolicyModel):
         self._is_wanted = is_wanted
 
     def _token_outputs(self, hidden: Tensor, weight: Tensor, labels: Tensor, row: PackedRow) -> Tensor:
-        """Return the targets of all positions in order, with zeros at positions not requested."""
+        """Return the targets of all positions in order, zeros at positions not requested."""
         trained_hidden = row.states_at(hidden, self._is_wanted)
         if self._distillation.loss == "top_k":
             token_ids, *logprobs = vocab_parallel_top_k(
@@ -92,11 +92,9 @@ class TeacherTargets(NamedTuple):
     places: Tensor
     rows: Tensor
     num_local_tokens: int
-    """Number of leading rows of this rank's part of the policy's output layer whose tokens the teacher knows."""
+    """Number of leading rows of this rank's part of the policy's output layer with tokens known to the teacher."""
     head: Tensor | None
-    """The teacher's output-layer rows for these tokens, [local tokens, teacher's hidden_size] (full_vocabulary; else
-    None).
-    """
+    """The teacher's rows for these tokens, [local tokens, teacher's hidden_size] (full_vocabulary; else None)."""
 
 
 class StudentModel(PolicyModel):
@@ -108,11 +106,11 @@ class StudentModel(PolicyModel):
     def __init__(self, *args: Any, distillation: DistillationConfig, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._distillation = distillation
-        self._divergence = bound_divergence(distillation)
+        self._divergence = bind_divergence(distillation)
         self._targets: Sequence[TeacherTargets] = ()
 
     def set_targets(self, all_targets: Sequence[TeacherTargets]) -> None:
-        """Set the targets that the next forward pass is compared with. Their places must be disjoint."""
+        """Set the targets of the next forward pass. Their places must be disjoint."""
         self._targets = all_targets
 
     def _token_outputs(self, hidden: Tensor, weight: Tensor, labels: Tensor, row: PackedRow) -> Tensor:
@@ -128,7 +126,6 @@ class StudentModel(PolicyModel):
         return torch.stack([logprobs, entropies, divergences])
 
     def _full_vocabulary_divergence(self, hidden: Tensor, weight: Tensor, targets: TeacherTargets) -> Tensor:
-        """Return divergences [target tokens] over the whole vocabulary."""
         assert targets.head is not None
         return vocab_parallel_divergence(
             hidden,

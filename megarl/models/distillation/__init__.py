@@ -1,0 +1,1 @@
+"""Models of distillation by distributions, and the divergence of their distributions."""

@@ -1,0 +1,1 @@
+"""Layers with experts: their balancing losses, the dispatch of tokens to them, and the replay of routes."""
