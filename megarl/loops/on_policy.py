@@ -1,4 +1,4 @@
-"""Training on samples of the current policy: the parts that the loops `rl` and `distillation` share."""
+"""Training on samples of the current policy: the parts shared by on-policy loops."""
 
 from __future__ import annotations
 

@@ -109,6 +109,19 @@ class RankProcesses:
             self._engine_places = {number: group.places for number, group in enumerate(self._ranks.replicas)}
         return self._ranks
 
+    async def change(
+        self,
+        cause: PeerLostError | ResizeAskedError,
+        stop: StopRequest,
+        folder: RunFolder,
+        notify: Callable[[str], object],
+    ) -> None:
+        """Recover from a lost rank, or continue with other parallel sizes: see `recover` and `resize`."""
+        if isinstance(cause, ResizeAskedError):
+            await self.resize(cause, stop, folder, notify)
+        else:
+            await self.recover(cause, stop, folder, notify)
+
     async def recover(
         self, error: PeerLostError, stop: StopRequest, folder: RunFolder, notify: Callable[[str], object]
     ) -> None:

@@ -35,10 +35,11 @@ from megarl.files.temporary_folder import temporary_folder
 from megarl.loops.checkpointing import plain_recipe
 from megarl.loops.data_position import DataPosition
 from megarl.loops.models import models_of, move_reference
-from megarl.loops.recording import Sampled, layout_values, make_record
+from megarl.loops.observers.step_recorder import layout_values, make_record
 from megarl.loops.resume import read_driver
 from megarl.loops.rl import conversations_of
 from megarl.loops.sources import read_data, start_rewards
+from megarl.loops.step import StepSamples
 from megarl.loops.stopping import leaving_on_signals
 from megarl.preflight import Dropped, check, with_memory_defaults, with_steps
 from megarl.report.recorded import refuse_other_folders
@@ -303,7 +304,7 @@ async def _start_trainers(recipe: Recipe, parallel: ParallelConfig, logs: Path, 
     stack.push_async_callback(ranks.close)
     ranks.set_deadlines(lambda: run_deadlines(recipe.cluster))
     topology = ranks.trainers.topology
-    settings = {"recipe": recipe, "parallel": parallel, "topology": topology, "frozen_parallel": None}
+    settings = {"recipe": recipe, "parallel": parallel, "topology": topology}
     await ranks.trainers.construct("megarl.worker.trainer_worker:TrainerWorker", settings)
     return ranks.trainers
 
@@ -389,10 +390,10 @@ class _Steps:
         return batch, scored, metrics | updates.metrics()
 
     async def _compared(self, record: StepRecord, batch: RLBatch, metrics: Mapping[str, float]) -> StepComparison:
-        sampled = Sampled(record.groups, record.waiting, record.kl_coefficient)
+        samples = StepSamples(record.groups, record.waiting, record.kl_coefficient)
         prepared = self._prepared
         now = await make_record(
-            self._policy, prepared.recipe, prepared.parallel, record.step, sampled, batch, metrics,
+            self._policy, prepared.recipe, prepared.parallel, record.step, samples, batch, metrics,
             is_complete=bool(record.arrays),
         )  # fmt: skip
         is_same = now.layout == record.layout

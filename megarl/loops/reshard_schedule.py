@@ -11,8 +11,8 @@ from megarl.cluster.replacements import Replacements
 from megarl.cluster.reshard_calls import Reports, ReshardCalls
 from megarl.cluster.run_ranks import RunRanks
 from megarl.config import Recipe
+from megarl.loops.observers.weight_checks import WeightChecks
 from megarl.loops.performance import Performance
-from megarl.loops.weight_checks import WeightChecks
 from megarl.platform.spans import span
 from megarl.rollout.pool import EnginePool
 from megarl.tracking.metric_rows import ALL_RANKS, MetricRow
@@ -90,14 +90,16 @@ class ReshardSchedule:
             self._checks.refuse_changes(await self._ranks.trainers.call("sleep_engine"))
 
     async def check_last_version(self) -> None:
-        """Compare the weights of separate engines with their checksums, at the run's end. Raises MegarlError.
+        """Compare the weights of trainer and separate engines with their checksums, at the run's end.
 
-        Earlier versions are compared before the next one is written, and colocated engines before they sleep.
+        Earlier versions are compared before the next one is written, and colocated engines before they sleep. Raises
+        MegarlError if weights changed.
         """
         if self._ranks.is_separate and self._recipe.weights.check_every:
             await self._pool.pause()
             self._checks.refuse_changes(await self._ranks.call_engines("compare_weights"))
             self._pool.resume()
+        await self._checks.check_trainer()
 
     async def run(self, step: int) -> dict[str, float]:
         """Copy the weights and wait. Returns the slowest rank's seconds and the bytes of all ranks, as metrics.

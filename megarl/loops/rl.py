@@ -10,8 +10,8 @@ from megarl.data.token_batch import TokenBatch
 from megarl.loops.data_position import DataPosition
 from megarl.loops.models import move_reference, retain_experts
 from megarl.loops.on_policy import on_policy_run
-from megarl.loops.recording import Sampled
 from megarl.loops.session import Session
+from megarl.loops.step import StepSamples
 from megarl.preflight import Dropped, off_policy_notices, read_conversations
 from megarl.rollout.step.advantages import penalty_kl, weigh
 from megarl.rollout.step.scoring import forward_of, score
@@ -41,7 +41,7 @@ async def train(session: Session) -> None:
                 groups = await run.sample(step)
                 # Waiting groups of a synchronous step get their log-probs in the same batch.
                 waiting = list(run.state.waiting) if run.buffer.policy.is_synchronous else []
-                sampled = Sampled(groups, waiting, run.state.kl_coefficient)
+                samples = StepSamples(groups, waiting, run.state.kl_coefficient)
                 with phase("logprobs"):
                     groups = await run.buffer.add_old_logprobs(groups, forward)
                     groups, batch, scores = await score(groups, models, recipe, weight_version=number)
@@ -59,10 +59,10 @@ async def train(session: Session) -> None:
                         step.log(await update_critic(batch, models["critic"], recipe, step.outcome))
                     updates = PolicyUpdates(batch, recipe, number, conversations_at(number))
                     for minibatch in updates:
-                        updates.add(await policy.update(minibatch, sampled.kl_coefficient))
+                        updates.add(await policy.update(minibatch, samples.kl_coefficient))
                 updates.add_to(step.outcome)
                 step.log(updates.metrics())
-                step.log(await session.recorder.write(number, sampled, batch, step.metrics))
+                await session.steps.observers.observe_batch(step, samples, batch)
                 run.log_samples(step, groups)
                 step.log(run.state.adapt_kl(step.outcome.kl, num_samples=len(batch.rewards)))
                 # Before the save: the checkpoint contains the moved reference.

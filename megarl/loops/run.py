@@ -23,24 +23,23 @@ from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.data.chat import tokenizer_of
 from megarl.loops import distillation, preference, rl, sft
-from megarl.loops.canary import Canary
 from megarl.loops.checkpointing import Checkpoints
-from megarl.loops.instability import Instabilities, spike_detector
 from megarl.loops.models import export, models_of, sharing_notices
 from megarl.loops.monitoring import start_monitor
+from megarl.loops.observers.instabilities import spike_detector
+from megarl.loops.observers.selection import make_observers
+from megarl.loops.observers.step_checks import StepChecks
+from megarl.loops.observers.weight_checks import WeightChecks
 from megarl.loops.performance import Performance, Profiles
 from megarl.loops.rank_processes import RankProcesses
-from megarl.loops.recording import StepRecorder
 from megarl.loops.reshard_schedule import ReshardSchedule
 from megarl.loops.resizing import ResizeAskedError
 from megarl.loops.resume import Origin, Resume, begin_from_copy, find_origin
 from megarl.loops.sample_writer import SampleWriter
 from megarl.loops.session import Session
 from megarl.loops.sources import make_sources, read_data, start_rewards
-from megarl.loops.step_checks import StepChecks
 from megarl.loops.steps import Steps
 from megarl.loops.stopping import DRIVER_LOG, StackRequest, StopRequest, stacks_on_quit, stopping_at_once
-from megarl.loops.weight_checks import WeightChecks
 from megarl.platform import device
 from megarl.preflight import Dropped, Kept, parallel_of, planned_host_bytes, predicted_memory
 from megarl.report.model_card import write_card
@@ -92,18 +91,14 @@ async def run(
                     async with _attempt(folder, origin, processes, stop, display) as session:
                         await LOOPS[session.recipe.loop](session)
                     return
-                except PeerLostError as error:
-                    ended, stop = stop, StopRequest(has_progress=True)
-                    # A signal during the recovery is heeded by the next attempt: it saves after its first step.
+                except (PeerLostError, ResizeAskedError) as error:
+                    earlier_stop, stop = stop, StopRequest(has_progress=True)
+                    # A signal during the change is heeded by the next attempt: it saves after its first step.
                     with stop.listening(warn, folder.path):
-                        await processes.recover(error, ended, folder, warn)
+                        await processes.change(error, earlier_stop, folder, warn)
                     folder.end_attempt(error)
-                except ResizeAskedError as asked:
-                    ended, stop = stop, StopRequest(has_progress=True)
-                    with stop.listening(warn, folder.path):
-                        await processes.resize(asked, ended, folder, warn)
-                    folder.end_attempt(asked)
-                    folder.use_recipe(processes.recipe)
+                    if isinstance(error, ResizeAskedError):
+                        folder.use_recipe(processes.recipe)
                 copied = processes.copied_origin(origin, folder.earlier)
                 if copied is not None:
                     origin = begin_from_copy(copied, processes.recipe, folder)
@@ -138,7 +133,7 @@ async def _attempt(
             # Complete all background work before the export, which needs the engines' memory.
             await session.steps.complete_background_work()
             await _export(session, display)
-            session.steps.checks.report_unused_tools()
+            session.steps.observers.end_run()
             session.tracker.summary(_next_commands(folder), has_model=session.recipe.train.steps > 0)
 
 
@@ -149,7 +144,6 @@ async def _export(session: Session, display: Display) -> None:
     with display.phase("exporting the model", is_printed=True):
         await session.reshard_schedule.sleep_engines()
         await session.reshard_schedule.check_last_version()
-        await session.steps.weight_checks.check_trainer()
         await export(session.models, session.folder)
         write_card(session.folder.path, session.folder.model_folder, session.recipe.train.steps)
 
@@ -217,7 +211,7 @@ async def _started(
         for notice in sharing_notices(models):
             tracker.notice(notice)
         steps = start.steps(ranks, reshard_calls, replacements, pool, models, checks, dropped, spikes)
-        await steps.weight_checks.begin()
+        await steps.observers.begin_run()
         session = Session(
             recipe=recipe,
             folder=folder,
@@ -231,7 +225,6 @@ async def _started(
             reshard_schedule=steps.reshard_schedule,
             checkpoints=steps.checkpoints,
             samples=SampleWriter(recipe, tracker, tokenizer, models["policy"]),
-            recorder=StepRecorder(recipe, parallel, folder.path, models["policy"]),
             steps=steps,
         )
         if origin.checkpoint:
@@ -244,7 +237,7 @@ async def _started(
                     processes.note_received(sum(received))
                     # At once: until the next copy is due, another loss would cost the steps since a checkpoint.
                     await processes.copies.renew(ranks.trainers)
-                await steps.weight_checks.resume(folder.resumed_step, origin.checksum)
+                await steps.observers.resume_run(origin)
         # Last: until here a signal ends the run at once, because there is no progress to save.
         stop.steps_begin()
         yield session
@@ -410,10 +403,18 @@ class _Start:
             stop=self.stop,
             performance=performance,
             profiles=profiles,
-            checks=checks,
-            weight_checks=weight_checks,
-            canary=Canary(recipe, self.parallel, ranks, folder),
-            instabilities=Instabilities(recipe, folder, tracker, ranks, checkpoints, spikes),
+            observers=make_observers(
+                recipe,
+                self.parallel,
+                folder,
+                tracker,
+                ranks,
+                checkpoints,
+                models["policy"],
+                checks=checks,
+                weight_checks=weight_checks,
+                spikes=spikes,
+            ),
             dropped=dropped,
             recovery_metrics=self.processes.take_metrics,
             growth=self.processes.growth,

@@ -11,7 +11,6 @@ from megarl.config import Recipe
 from megarl.data.sampler import DataOrder
 from megarl.files.atomic import storage_faults_named
 from megarl.loops.checkpointing import Checkpoints
-from megarl.loops.recording import StepRecorder
 from megarl.loops.reshard_schedule import ReshardSchedule
 from megarl.loops.resume import Origin
 from megarl.loops.sample_writer import SampleWriter
@@ -48,7 +47,6 @@ class Session:
     reshard_schedule: ReshardSchedule
     checkpoints: Checkpoints
     samples: SampleWriter
-    recorder: StepRecorder
     steps: Steps
 
     async def evaluate(self, step: int) -> dict[str, float]:

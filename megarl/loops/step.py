@@ -1,12 +1,26 @@
-"""A step in progress: its number, its metrics, and the outcome of its updates."""
+"""A step in progress: its number, its samples, its metrics, and the outcome of its updates."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megarl.tracking.metrics import values
 from megarl.tracking.outcomes import StepOutcome, Update
+from megarl.types import Group
+
+
+@dataclass(frozen=True, slots=True)
+class StepSamples:
+    """Inputs of a step: its groups without the trainer's log-probs, the waiting groups, and the KL coefficient.
+
+    `waiting` are groups left for later steps. A synchronous step computes the log-probs of both in one batch, and the
+    rounding depends on the batch. Asynchronous steps have none here.
+    """
+
+    groups: Sequence[Group]
+    waiting: Sequence[Group]
+    kl_coefficient: float
 
 
 @dataclass

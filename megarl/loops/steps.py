@@ -8,16 +8,13 @@ from dataclasses import dataclass
 
 from megarl.cluster.run_ranks import RunRanks
 from megarl.config import Recipe
-from megarl.loops.canary import Canary
 from megarl.loops.checkpointing import Checkpoints
-from megarl.loops.instability import Instabilities
+from megarl.loops.observers.step_observer import StepObservers
 from megarl.loops.performance import Performance, Profiles
 from megarl.loops.reshard_schedule import ReshardSchedule
 from megarl.loops.resizing import ResizeAskedError, take_request
 from megarl.loops.step import Step
-from megarl.loops.step_checks import StepChecks
 from megarl.loops.stopping import StopRequest
-from megarl.loops.weight_checks import WeightChecks
 from megarl.platform.spans import span
 from megarl.preflight import Dropped
 from megarl.rollout.pool import AbandonedError
@@ -43,10 +40,7 @@ class Steps:
     stop: StopRequest
     performance: Performance
     profiles: Profiles
-    checks: StepChecks
-    weight_checks: WeightChecks
-    canary: Canary
-    instabilities: Instabilities
+    observers: StepObservers
     dropped: Dropped
     """Number of records dropped because they are too long, by data source."""
     recovery_metrics: Callable[[], Mapping[str, float]]
@@ -78,11 +72,10 @@ class Steps:
             async with self.saving_on_stop(step, state):
                 yield step
             with span("log"):
-                step.log(self.weight_checks.take_metrics())
+                await self.observers.observe(step)
                 step.log(self.checkpoints.copies.take_metrics())
-                step.log(await self.instabilities.report(number, step.outcome))
                 step.log(await self.performance.measure_step(self.tracker.seconds, step.metrics))
-                fault = self._log(step) or self.instabilities.take_fault()
+                fault = self._log(step)
                 self.folder.set_status(step=number)
             # An asynchronous save is published at the end of the first step after it was written.
             await self.checkpoints.complete()
@@ -97,13 +90,10 @@ class Steps:
     async def updating(self, step: Step) -> AsyncIterator[None]:
         """Enter a context for a step's updates. From then on a stop signal saves this step, not the previous one."""
         with self.tracker.phase("train"):
-            await self.weight_checks.check_trainer()
-            step.log(await self.canary.check(step.number))
+            await self.observers.before_updates(step)
             step.is_trained = True
             yield
-            # Before the checksums: a rollback changes the weights.
-            await self.instabilities.end_updates(step.number)
-            await self.weight_checks.end_update(step.number)
+            await self.observers.after_updates(step)
 
     def finish(self, step: Step) -> None:
         """Log a step made outside `step`, and end the run on its fault. A checkpoint of its state exists already."""
@@ -145,10 +135,10 @@ class Steps:
 
     def _log(self, step: Step) -> MegarlError | None:
         """Log a step's metrics, and keep its model if it is the best so far. Return the error that ends the run, if any
-        (`StepChecks.check`)."""
+        (`StepObserver.find_fault`)."""
         self.tracker.log(step.number, step.metrics)
         self.checkpoints.judge(step.number, step.metrics)
-        return self.checks.check(step.number, step.metrics, step.outcome)
+        return self.observers.find_fault(step)
 
     async def _stop_if_asked(self, step: int, state: RLState | None, unlogged: Step | None = None) -> None:
         """Save the state after `step` and raise StoppedError, if a signal asked the run to stop.

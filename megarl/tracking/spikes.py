@@ -50,7 +50,8 @@ class SpikeDetector:
         self._losses: deque[float] = deque(maxlen=window)
         self.rollbacks = 0
         """Number of rollbacks since the run began."""
-        self._spikes: list[Spike] = []
+        self.spikes: list[Spike] = []
+        """Spikes of the current step's updates."""
 
     def limits(self) -> UpdateLimits:
         """Return the limits of the next update."""
@@ -70,16 +71,15 @@ class SpikeDetector:
         """Add an update by its numbers. `is_spike` says that the ranks dropped it."""
         compared = loss if self._loss_factor is not None else None
         if is_spike:
-            self._spikes.append(Spike(grad_norm, compared, self.limits()))
+            self.spikes.append(Spike(grad_norm, compared, self.limits()))
         if math.isfinite(grad_norm) and grad_norm > 0:
             self._norms.append(grad_norm)
         if compared is not None and math.isfinite(compared) and compared > 0:
             self._losses.append(compared)
 
-    def take(self) -> list[Spike]:
-        """Return the spikes since the last call."""
-        taken, self._spikes = self._spikes, []
-        return taken
+    def begin_step(self) -> None:
+        """Forget the spikes of the previous step. The limits stay."""
+        self.spikes = []
 
     def as_json(self) -> dict[str, Any]:
         """Return the detector's memory as JSON values, for a checkpoint's driver.json."""

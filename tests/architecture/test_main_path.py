@@ -12,6 +12,9 @@ import megarl
 PACKAGE = Path(megarl.__file__).parent
 MAIN_PATH = [
     "loops/rl.py",
+    "loops/on_policy.py",
+    "loops/step.py",
+    "loops/steps.py",
     "training/training_engine.py",
     "training/model.py",
     "training/rows/packed_rows.py",
@@ -51,6 +54,16 @@ def named_features(text: str) -> list[str]:
 @pytest.mark.parametrize("module", MAIN_PATH)
 def test_the_main_path_names_no_optional_feature(module: str) -> None:
     assert named_features((PACKAGE / module).read_text()) == []
+
+
+def test_the_loops_name_no_observer_of_a_step() -> None:
+    """Observers are chosen in `loops/observers/selection`; a loop calls all of them through one interface."""
+    names = {path.stem for path in (PACKAGE / "loops/observers").glob("[!_]*.py")} - {"step_observer", "selection"}
+    assert {"canary", "instabilities", "step_checks", "step_recorder", "weight_checks"} <= names
+    words = re.compile("|".join(f"{name}|{name.title().replace('_', '')}" for name in names))
+    for module in ("rl", "on_policy", "sft", "preference", "distillation", "session", "step", "steps"):
+        text = (PACKAGE / f"loops/{module}.py").read_text()
+        assert words.findall(text) == [], module
 
 
 def test_a_named_feature_is_noticed() -> None:

@@ -13,8 +13,8 @@ import pytest
 
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
+from megarl.loops.observers.weight_checks import WeightChecks
 from megarl.loops.reshard_schedule import ReshardSchedule
-from megarl.loops.weight_checks import WeightChecks
 from megarl.rollout import pool_meter
 from megarl.rollout.pool import EnginePool
 from megarl.types import MegarlError, Request, SamplingSettings

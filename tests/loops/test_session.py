@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from megarl.config import Recipe
+from megarl.loops.observers.step_checks import StepChecks
+from megarl.loops.observers.weight_checks import WeightChecks
 from megarl.loops.reshard_schedule import ReshardSchedule
 from megarl.loops.sample_writer import SampleWriter
-from megarl.loops.step_checks import StepChecks
-from megarl.loops.weight_checks import WeightChecks
+from megarl.loops.step import Step
 from megarl.tracking.outcomes import StepOutcome, UpdateOutcome
 
 
@@ -145,17 +146,19 @@ def test_a_tool_that_is_never_called_is_reported_once() -> None:
     notices: dict[str, str] = {}
     ends: list[str] = []
     checks = checks_with(SimpleNamespace(notice_once=notices.setdefault, notice=ends.append))
-    checks.check(0, {"val/heldout/accuracy": 0.5}, StepOutcome())
-    checks.report_unused_tools()
+    checks.find_fault(Step(0, {"val/heldout/accuracy": 0.5}, StepOutcome()))
+    checks.end_run()
     assert notices == {} and ends == []
-    checks.check(1, {"tools/price/calls": 0.25, "tools/stock/calls": 0.0, "tools/stock/seconds": 0.0}, StepOutcome())
-    checks.check(2, {"tools/price/calls": 0.0, "tools/stock/calls": 0.0}, StepOutcome())
+    checks.find_fault(
+        Step(1, {"tools/price/calls": 0.25, "tools/stock/calls": 0.0, "tools/stock/seconds": 0.0}, StepOutcome())
+    )
+    checks.find_fault(Step(2, {"tools/price/calls": 0.0, "tools/stock/calls": 0.0}, StepOutcome()))
     [text] = notices.values()
     assert "up to step 1: stock;" in text and text.endswith("megarl samples runs/shop")
-    checks.report_unused_tools()
+    checks.end_run()
     assert len(ends) == 1 and "in this start of the run: stock;" in ends[0]
-    checks.check(3, {"tools/price/calls": 0.0, "tools/stock/calls": 1.0}, StepOutcome())
-    checks.report_unused_tools()
+    checks.find_fault(Step(3, {"tools/price/calls": 0.0, "tools/stock/calls": 1.0}, StepOutcome()))
+    checks.end_run()
     assert len(notices) == len(ends) == 1
 
 
@@ -163,11 +166,11 @@ def test_a_tool_that_is_never_called_is_reported_once() -> None:
 def test_an_update_without_a_trained_token_is_reported_once(model: str) -> None:
     notices: dict[str, str] = {}
     checks = checks_with(SimpleNamespace(notice_once=notices.setdefault))
-    assert checks.check(1, {}, StepOutcome()) is None and not notices
+    assert checks.find_fault(Step(1, {}, StepOutcome())) is None and not notices
     outcome = StepOutcome()
     outcome.add(model, [UpdateOutcome(True, 1.0, 0.1), UpdateOutcome(False, 0.0, 0.1, is_empty=True)])
     for step in (2, 3):
-        assert checks.check(step, {}, outcome) is None
+        assert checks.find_fault(Step(step, {}, outcome)) is None
     [text] = notices.values()
     assert text.startswith("step 2: an update was skipped") and "megarl samples runs/shop" in text
 
@@ -177,8 +180,8 @@ def test_a_mismatch_beyond_its_limit_ends_the_run_or_is_reported_once(action: st
     notices: list[str] = []
     tracker = SimpleNamespace(notice_once=lambda kind, text: notices.append(text))
     checks = checks_with(tracker, max_logprob_gap=0.1, on_logprob_gap=action)
-    assert checks.check(1, {}, StepOutcome()) is None and notices == []
-    fault = checks.check(2, {}, StepOutcome(excess_mismatch=0.3))
+    assert checks.find_fault(Step(1, {}, StepOutcome())) is None and notices == []
+    fault = checks.find_fault(Step(2, {}, StepOutcome(excess_mismatch=0.3)))
     found = [str(fault)] if is_last else notices
     assert len(found) == 1 and "step 2 were 0.3 nats" in found[0]
     assert (fault is not None) is is_last and len(notices) == (not is_last)
@@ -186,4 +189,4 @@ def test_a_mismatch_beyond_its_limit_ends_the_run_or_is_reported_once(action: st
 
 def test_a_limit_removed_by_a_resume_no_longer_counts() -> None:
     """The step of an evaluation that a signal interrupted was saved under the limit."""
-    assert checks_with(SimpleNamespace()).check(2, {}, StepOutcome(excess_mismatch=0.3)) is None
+    assert checks_with(SimpleNamespace()).find_fault(Step(2, {}, StepOutcome(excess_mismatch=0.3))) is None

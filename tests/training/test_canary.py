@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
-from megarl.loops.canary import Verdict, judge
+from megarl.loops.observers.canary import Verdict, judge
 from megarl.tracking.model_outputs import CanaryReport
 from tests.rank_pool import RankPool
 from tests.token_batches import row_batches

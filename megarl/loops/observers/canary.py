@@ -9,6 +9,8 @@ from typing import NamedTuple
 from megarl.cluster.run_ranks import RunRanks
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
+from megarl.loops.observers.step_observer import StepObserver
+from megarl.loops.step import Step
 from megarl.tracking.metric_rows import SLOWEST_RANK, MetricRow
 from megarl.tracking.model_outputs import CanaryReport, Place
 from megarl.tracking.run_folder import RunFolder
@@ -38,7 +40,7 @@ class Verdict(NamedTuple):
     is_decided: bool
 
 
-class Canary:
+class Canary(StepObserver):
     """Computes the canary before the updates of every n-th step. A wrong result ends the run and excludes the node."""
 
     def __init__(self, recipe: Recipe, parallel: ParallelConfig, ranks: RunRanks, folder: RunFolder) -> None:
@@ -46,16 +48,16 @@ class Canary:
         self._last_step = folder.resumed_step
         """The newest step before which the canary was right; until then, the step of the resumed checkpoint."""
 
-    async def check(self, step: int) -> dict[str, float]:
-        """Compute the canary if it is due at a step, and return its metric. Raises FaultyNodeError for a difference."""
-        if not self._every or step % self._every:
-            return {}
+    async def before_updates(self, step: Step) -> None:
+        """Compute the canary if it is due at a step, and add its metric. Raises FaultyNodeError for a difference."""
+        if not self._every or step.number % self._every:
+            return
         reports: list[CanaryReport] = await self._ranks.trainers.call("weight_checks.compute_canary")
         verdict = judge(reports, self._parallel)
         if verdict is not None:
-            raise self._error(verdict, step)
-        self._last_step = step
-        return {"time/canary_seconds": max(report.seconds for report in reports)}
+            raise self._error(verdict, step.number)
+        self._last_step = step.number
+        step.log({"time/canary_seconds": max(report.seconds for report in reports)})
 
     def _error(self, verdict: Verdict, step: int) -> FaultyNodeError:
         nodes = [self._ranks.topology[rank][0] for rank in verdict.ranks]

@@ -11,12 +11,13 @@ from typing import Any
 from megarl.cluster.run_ranks import RunRanks
 from megarl.config import Recipe
 from megarl.loops.checkpointing import Checkpoints, survey
+from megarl.loops.observers.step_observer import StepObserver
+from megarl.loops.step import Step
 from megarl.tracking.earlier_run import EarlierRun, checkpoint_step
 from megarl.tracking.metric_rows import SINCE_RUN_BEGAN, MetricRow
 from megarl.tracking.model_outputs import NotFinite
-from megarl.tracking.outcomes import StepOutcome
 from megarl.tracking.run_folder import RunFolder
-from megarl.tracking.spikes import Spike, SpikeDetector
+from megarl.tracking.spikes import SpikeDetector
 from megarl.tracking.tracker import Tracker
 from megarl.types import MegarlError, UnhealthyError
 
@@ -45,7 +46,7 @@ def spike_detector(recipe: Recipe, saved: Mapping[str, Any] | None) -> SpikeDete
     return detector
 
 
-class Instabilities:
+class Instabilities(StepObserver):
     """Reports and acts on unstable updates of a step. `spikes` is the policy's detector; None: spikes are ignored."""
 
     def __init__(
@@ -59,17 +60,19 @@ class Instabilities:
     ) -> None:
         self._train, self._folder, self._tracker, self._ranks = recipe.train, folder, tracker, ranks
         self._checkpoints, self._spikes = checkpoints, spikes
-        self._found: list[Spike] = []
         self._fault: str | None = None
 
-    async def end_updates(self, step: int) -> None:
-        """Act on the spikes of a step's updates, while the trainer is in memory. Rolls back if the recipe says so."""
-        if self._spikes is None:
+    async def before_updates(self, step: Step) -> None:
+        """Begin to collect the spikes of a step."""
+        if self._spikes is not None:
+            self._spikes.begin_step()
+
+    async def after_updates(self, step: Step) -> None:
+        """Act on the spikes of a step's updates. Rolls back if the recipe says so."""
+        if self._spikes is None or not self._spikes.spikes:
             return
-        self._found = self._spikes.take()
-        if not self._found:
-            return
-        text = f"step {step}: an update with {self._found[0]} was dropped (train.on_spike = {self._train.on_spike})"
+        first = self._spikes.spikes[0]
+        text = f"step {step.number}: an update with {first} was dropped (train.on_spike = {self._train.on_spike})"
         if self._train.on_spike == "skip":
             self._tracker.notice_once("spike", f"{text}; train/spikes counts such updates")
         elif self._train.on_spike == "stop":
@@ -95,22 +98,22 @@ class Instabilities:
         )
         await self._ranks.trainers.call("rollbacks.roll_back", checkpoint)
 
-    async def report(self, step: int, outcome: StepOutcome) -> dict[str, float]:
-        """Report the first tensor that was not finite in a step's updates. Returns the metrics of spikes."""
-        for model in outcome.not_finite:
+    async def observe(self, step: Step) -> None:
+        """Report the first tensor of a step's updates that is not finite. Add the metrics of spikes."""
+        for model in step.outcome.not_finite:
             tensors: list[NotFinite] = await self._ranks.trainers.call(f"{model}.last_not_finite")
             nodes = [self._ranks.topology[rank][0] for rank in tensors[0].ranks]
-            self._folder.set_not_finite({"step": step, "model": model, **tensors[0]._asdict(), "nodes": nodes})
+            self._folder.set_not_finite({"step": step.number, "model": model, **tensors[0]._asdict(), "nodes": nodes})
             self._tracker.notice(
-                f"step {step}: an update of the {model} was skipped, because its loss or gradient is not finite; "
-                f"{tensors[0]}"
+                f"step {step.number}: an update of the {model} was skipped, because its loss or gradient is not "
+                f"finite; {tensors[0]}"
             )
-        if self._spikes is None:
-            return {}
-        return {"train/spikes": float(len(self._found)), "train/rollbacks": float(self._spikes.rollbacks)}
+        if self._spikes is not None:
+            num_spikes, num_rollbacks = len(self._spikes.spikes), self._spikes.rollbacks
+            step.log({"train/spikes": float(num_spikes), "train/rollbacks": float(num_rollbacks)})
 
-    def take_fault(self) -> MegarlError | None:
-        """Return the error that must end the run once the step is saved; None: go on."""
+    def find_fault(self, step: Step) -> MegarlError | None:
+        """Return the error for a spike, if the run must end because of it."""
         fault, self._fault = self._fault, None
         if fault is None:
             return None

@@ -7,6 +7,9 @@ from typing import Any
 
 from megarl.cluster.run_ranks import RunRanks
 from megarl.config import Recipe
+from megarl.loops.observers.step_observer import StepObserver
+from megarl.loops.resume import Origin
+from megarl.loops.step import Step
 from megarl.reshard.boxes import Box
 from megarl.reshard.checks.ledger import RankChanges, RankChecksums
 from megarl.reshard.checks.version_checksums import Difference, by_tensor, engine_differences, merge, version_checksum
@@ -27,7 +30,7 @@ _MOST_NAMED = 3
 """Maximum number of tensors in a message. A flipped bit changes one; a lost device changes all."""
 
 
-class WeightChecks:
+class WeightChecks(StepObserver):
     """Checksums of the weights of a run's versions (weights.check_every), by which changed weights are found.
 
     Version n + 1 is made by the update of step n. Its checksums are taken after the update, on every trainer rank, and
@@ -49,19 +52,20 @@ class WeightChecks:
         """Return the checksum of the weights after a step, 16 hexadecimal digits. None if it was not computed."""
         return self._checksums.get(step + 1)
 
-    async def begin(self) -> None:
+    async def begin_run(self) -> None:
         """Fetch the checksums of the initial weights, which the trainer ranks took when they had built the model."""
         if self._weights.check_every:
             ranks = await self._ranks.trainers.call("weight_checks.newest_checksums")
             self._add(0, ranks, is_new=self._folder.resumed_step == 0)
 
-    async def resume(self, step: int, saved: str | None) -> None:
-        """Take the checksums of weights loaded from the checkpoint of a step. `saved` is the one it was saved with.
+    async def resume_run(self, origin: Origin) -> None:
+        """Take the checksums of the weights loaded from the checkpoint of `origin`.
 
-        Raises DataError if the loaded weights differ from the saved ones.
+        Raises DataError if they differ from the saved ones, whose checksum `origin` has.
         """
         if not self._weights.check_every:
             return
+        step, saved = self._folder.resumed_step, origin.checksum
         self._add(step, await self._ranks.trainers.call("weight_checks.take_checksums", step + 1), is_new=False)
         loaded = self._checksums[step + 1]
         # The checksum is of merged weights: a resume may change lora.alpha, and other processors merge otherwise.
@@ -77,12 +81,17 @@ class WeightChecks:
         if self._weights.check_every:
             self.refuse_changes(await self._ranks.trainers.call("weight_checks.compare_weights"))
 
-    async def end_update(self, step: int) -> None:
+    async def before_updates(self, step: Step) -> None:
+        """Compare the trainer's weights with those after the last update. Raises MegarlError if they changed."""
+        await self.check_trainer()
+
+    async def after_updates(self, step: Step) -> None:
         """Take the checksums of the weights made by a step's updates. Raises MegarlError if trainer ranks differ."""
         if not self._weights.check_every:
             return
-        if self._weights.is_checked(step + 1):
-            self._add(step, await self._ranks.trainers.call("weight_checks.take_checksums", step + 1))
+        version = step.number + 1
+        if self._weights.is_checked(version):
+            self._add(step.number, await self._ranks.trainers.call("weight_checks.take_checksums", version))
         else:
             await self._ranks.trainers.call("weight_checks.forget_checksums")
 
@@ -113,10 +122,11 @@ class WeightChecks:
                 await self.check_trainer()
                 raise self._error_of(version, "after the reshard", differences)
 
-    def take_metrics(self) -> dict[str, float]:
-        """Return the seconds of the checks since the last call, as metrics."""
-        seconds, self._seconds = self._seconds, 0.0
-        return {"time/weight_check_seconds": seconds} if self._weights.check_every else {}
+    async def observe(self, step: Step) -> None:
+        """Add the seconds of the checks since the previous step."""
+        if self._weights.check_every:
+            step.log({"time/weight_check_seconds": self._seconds})
+        self._seconds = 0.0
 
     def _add(self, step: int, ranks: Sequence[RankChecksums], *, is_new: bool = True) -> None:
         """Compare the trainer ranks' checksums of the version made by a step, and store them."""

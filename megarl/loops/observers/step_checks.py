@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from megarl.config import Recipe
+from megarl.loops.observers.step_observer import StepObserver
+from megarl.loops.step import Step
 from megarl.preflight.learning import learning_rate_finding, thresholds
 from megarl.rollout.step.updates import mismatch_exceeded_message
 from megarl.rollout.tool_use import ToolUse, uncalled_text
@@ -15,7 +17,7 @@ from megarl.tracking.tracker import Tracker
 from megarl.types import MegarlError, UnhealthyError
 
 
-class StepChecks:
+class StepChecks(StepObserver):
     """Checks of a run's steps. They warn, or end the run after a step."""
 
     def __init__(self, recipe: Recipe, folder: RunFolder, tracker: Tracker) -> None:
@@ -43,21 +45,17 @@ class StepChecks:
         if self._train.on_unhealthy == "stop":
             raise UnhealthyError(f"train.on_unhealthy = stop: {finding.text}")
 
-    def check(self, step: int, metrics: Mapping[str, float], outcome: StepOutcome) -> MegarlError | None:
-        """Warn of problems in a logged step. Return the error that must end the run once the step is saved.
-
-        None: go on. `outcome` is that of the step's updates.
-        """
-        self._tool_use.add(metrics)
+    def find_fault(self, step: Step) -> MegarlError | None:
+        self._tool_use.add(step.metrics)
         for tool in self._tool_use.never_called:
-            text = uncalled_text([tool], f"up to step {step}", self._look)
+            text = uncalled_text([tool], f"up to step {step.number}", self._look)
             self._tracker.notice_once(f"tool {tool} is not called", text)
-        if outcome.has_empty_update:
-            self._report_empty_update(step)
-        faults = self._check_mismatch(step, outcome), self._check_health(step, metrics)
+        if step.outcome.has_empty_update:
+            self._report_empty_update(step.number)
+        faults = self._check_mismatch(step.number, step.outcome), self._check_health(step.number, step.metrics)
         return next((fault for fault in faults if fault is not None), None)
 
-    def report_unused_tools(self) -> None:
+    def end_run(self) -> None:
         """Warn of tools never called since this start of the run."""
         if tools := self._tool_use.never_called:
             self._tracker.notice(uncalled_text(tools, "in this start of the run", self._look))

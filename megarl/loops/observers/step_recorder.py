@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,14 @@ from megarl.cluster.rank_model import RankModel
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.config.recipe import to_yaml
+from megarl.loops.observers.step_observer import StepObserver
+from megarl.loops.step import Step, StepSamples
 from megarl.platform.spans import span
 from megarl.reshard.checks.fingerprint import Fingerprint
 from megarl.rollout.step.rl_batch import RLBatch
 from megarl.rollout.step.step_record import COMPARED_METRICS, StepRecord, batch_arrays, digests_of
 from megarl.tracking.metric_rows import MetricRow
 from megarl.tracking.run_folder import RECORDS
-from megarl.types import Group
 
 METRICS = (
     MetricRow(
@@ -41,48 +41,38 @@ _LAYOUT_FIELDS = ("tp", "pp", "dp", "cp", "vpp", "ep", "etp", "order", "rank_per
 """Fields of a layout that place the trainer's parts on ranks."""
 
 
-class StepRecorder:
-    """Writes records of steps to `records/` in the run folder, as train.record says. `ranks` have the policy."""
+class StepRecorder(StepObserver):
+    """Writes records of steps to `records/` in the run folder, as train.record says. `policy` is on the ranks."""
 
     def __init__(self, recipe: Recipe, parallel: ParallelConfig, run: Path, policy: RankModel) -> None:
         self._recipe, self._parallel, self._policy = recipe, parallel, policy
         self._folder = run / RECORDS
 
-    async def write(
-        self,
-        step: int,
-        sampled: Sampled,
-        batch: RLBatch,
-        metrics: Mapping[str, float],
-    ) -> dict[str, float]:
-        """Record a step after its updates. Returns the metrics of this module; empty without train.record."""
+    async def observe_batch(self, step: Step, samples: StepSamples, batch: RLBatch) -> None:
+        """Record a step after its updates, and add the metrics of this module. Without train.record, do nothing."""
         if self._recipe.train.record is None:
-            return {}
+            return
         began = time.monotonic()
         with span("record"):
             is_complete = self._recipe.train.record == "all"
             record = await make_record(
-                self._policy, self._recipe, self._parallel, step, sampled, batch, metrics, is_complete=is_complete
+                self._policy,
+                self._recipe,
+                self._parallel,
+                step.number,
+                samples,
+                batch,
+                step.metrics,
+                is_complete=is_complete,
             )
             # A thread: the driver answers other calls while a large record is written.
             num_bytes = await asyncio.to_thread(record.save, self._folder)
-        return {
-            "record/seconds": time.monotonic() - began,
-            "record/bytes_per_token": num_bytes / max(record.num_tokens, 1),
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """Inputs of a step: its groups without the trainer's log-probs, the waiting groups, and the KL coefficient.
-
-    `waiting` are groups left for later steps. A synchronous step computes the log-probs of both in one batch, and the
-    rounding depends on the batch. Asynchronous steps have none here.
-    """
-
-    groups: Sequence[Group]
-    waiting: Sequence[Group]
-    kl_coefficient: float
+        step.log(
+            {
+                "record/seconds": time.monotonic() - began,
+                "record/bytes_per_token": num_bytes / max(record.num_tokens, 1),
+            }
+        )
 
 
 async def make_record(
@@ -90,7 +80,7 @@ async def make_record(
     recipe: Recipe,
     parallel: ParallelConfig,
     step: int,
-    sampled: Sampled,
+    samples: StepSamples,
     batch: RLBatch,
     metrics: Mapping[str, float],
     *,
@@ -111,9 +101,9 @@ async def make_record(
         step=step,
         recipe=to_yaml(recipe),
         layout=layout_values(recipe, parallel),
-        kl_coefficient=sampled.kl_coefficient,
-        groups=sampled.groups,
-        waiting=sampled.waiting,
+        kl_coefficient=samples.kl_coefficient,
+        groups=samples.groups,
+        waiting=samples.waiting,
         arrays=arrays if is_complete else {},
         digests=digests_of({"token_ids": batch.token_ids, **arrays}, borders),
         borders=borders,

@@ -1,0 +1,48 @@
+"""The observers of a run's steps, and their order."""
+
+from __future__ import annotations
+
+from megarl.cluster.rank_model import RankModel
+from megarl.cluster.run_ranks import RunRanks
+from megarl.config import Recipe
+from megarl.config.parallel import ParallelConfig
+from megarl.loops.checkpointing import Checkpoints
+from megarl.loops.observers.canary import Canary
+from megarl.loops.observers.instabilities import Instabilities
+from megarl.loops.observers.step_checks import StepChecks
+from megarl.loops.observers.step_observer import StepObservers
+from megarl.loops.observers.step_recorder import StepRecorder
+from megarl.loops.observers.weight_checks import WeightChecks
+from megarl.tracking.run_folder import RunFolder
+from megarl.tracking.spikes import SpikeDetector
+from megarl.tracking.tracker import Tracker
+
+
+def make_observers(
+    recipe: Recipe,
+    parallel: ParallelConfig,
+    folder: RunFolder,
+    tracker: Tracker,
+    ranks: RunRanks,
+    checkpoints: Checkpoints,
+    policy: RankModel,
+    *,
+    checks: StepChecks,
+    weight_checks: WeightChecks,
+    spikes: SpikeDetector | None,
+) -> StepObservers:
+    """Return the observers of a run's steps in their order.
+
+    The order matters in three places. An error of the step checks ends the run before one of a spike, because their
+    remedy is more exact. A spike rolls weights back before their checksums are taken. Changed weights are found before
+    the canary, which would report them as a wrong computation.
+    """
+    return StepObservers(
+        [
+            checks,
+            Instabilities(recipe, folder, tracker, ranks, checkpoints, spikes),
+            weight_checks,
+            Canary(recipe, parallel, ranks, folder),
+            StepRecorder(recipe, parallel, folder.path, policy),
+        ]
+    )
