@@ -1,4 +1,4 @@
-"""Settings of a run for TensorBoard's HPARAMS tab, stored as two summaries in addition to the scalars.
+"""Settings of a run for TensorBoard's HPARAMS tab, stored as two summaries by TensorBoard's own functions.
 
 The first summary declares the columns. They are the same for all loops, so all runs share one table. The second has the
 values of the run's recipe fields, except fields without effect. For a run resumed with changed settings, TensorBoard
@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, NoReturn, Union, get_args, get_origin
 
 from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
-from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
+from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2, summary_v2
 
 from megarl.config import Recipe, Section
 from megarl.config.effects import unmet
@@ -30,37 +31,48 @@ SECTIONS = (
 # protobuf creates the message classes at import, so type checkers do not know their fields.
 _api: Any = api_pb2
 _plugin: Any = plugin_data_pb2
-_TYPES = {bool: "DATA_TYPE_BOOL", int: "DATA_TYPE_FLOAT64", float: "DATA_TYPE_FLOAT64"}
+_TYPES = {bool: bool, int: float, float: float}
+
+
+class _Column(summary_v2.Domain):
+    """Type of a column without limits: TensorBoard's own domains need the smallest and the largest value."""
+
+    def __init__(self, dtype: type) -> None:
+        self._dtype = dtype
+
+    @property
+    def dtype(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self._dtype
+
+    def sample_uniform(self, rng: Any = None) -> NoReturn:
+        raise NotImplementedError
+
+    def update_hparam_info(self, hparam_info: Any) -> None:
+        types = {bool: _api.DATA_TYPE_BOOL, float: _api.DATA_TYPE_FLOAT64, str: _api.DATA_TYPE_STRING}
+        hparam_info.type = types[self._dtype]
 
 
 def summaries(recipe: Recipe) -> list[Any]:
     """Return the two summaries of a run: the columns with the metrics to compare, and the run's values."""
     fields = dict(_fields(Recipe))
-    experiment = _api.Experiment(
-        time_created_secs=time.time(),
-        hparam_infos=[
-            _api.HParamInfo(name=name, type=getattr(_api, _data_type(annotation)))
-            for name, annotation in fields.items()
-        ],
-        metric_infos=[_api.MetricInfo(name=_api.MetricName(tag=tag)) for tag in _metrics(recipe)],
-    )
-    session = _plugin.SessionStartInfo(start_time_secs=time.time())
-    for name in fields:
-        value = value_at(recipe, name)
-        if value is not None and unmet(recipe, name) is None:
-            # Numbers cannot be secrets, and their columns accept only numbers. Other values are written with secrets
-            # hidden.
-            _set(session.hparams[name], value if isinstance(value, int | float) else written_value(recipe, name))
+    columns = [summary_v2.HParam(name, _Column(_column_type(annotation))) for name, annotation in fields.items()]
+    metrics = [summary_v2.Metric(tag) for tag in _metrics(recipe)]
+    values = {name: value_at(recipe, name) for name in fields if unmet(recipe, name) is None}
+    written = {name: _scalar(recipe, name, value) for name, value in values.items() if value is not None}
+    run = str(Path(recipe.runs_folder, recipe.name))
     return [
-        _summary(metadata.EXPERIMENT_TAG, _plugin.HParamsPluginData(experiment=experiment)),
-        _summary(metadata.SESSION_START_INFO_TAG, _plugin.HParamsPluginData(session_start_info=session)),
+        summary_v2.hparams_config_pb(columns, metrics, time_created_secs=time.time()),
+        summary_v2.hparams_pb(written, trial_id=run),
     ]
 
 
 def ended() -> Any:
     """Return the summary marking the end of a run. The reason of the end is in `status.json`."""
+    # TensorBoard's function for it, `summary.session_end_pb`, needs TensorFlow.
     info = _plugin.SessionEndInfo(status=_api.STATUS_UNKNOWN, end_time_secs=time.time())
-    return _summary(metadata.SESSION_END_INFO_TAG, _plugin.HParamsPluginData(session_end_info=info))
+    content = metadata.create_summary_metadata(_plugin.HParamsPluginData(session_end_info=info))
+    value = Summary.Value(tag=metadata.SESSION_END_INFO_TAG, metadata=content, tensor=metadata.NULL_TENSOR)
+    return Summary(value=[value])
 
 
 def _fields(section: type[Section], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -84,11 +96,11 @@ def _metrics(recipe: Recipe) -> list[str]:
     return [*(f"val/{name}/{measure}" for name in sets for measure in measures), *of_loop]
 
 
-def _data_type(annotation: Any) -> str:
-    """Return TensorBoard's data type for a field's annotation."""
-    found = {_TYPES.get(kind, "DATA_TYPE_STRING") for kind in _kinds(annotation)}
+def _column_type(annotation: Any) -> type:
+    """Return the type of a field's column: bool, float or str."""
+    types = {_TYPES.get(kind, str) for kind in _kinds(annotation)}
     # A column with values of several types must be text.
-    return found.pop() if len(found) == 1 else "DATA_TYPE_STRING"
+    return types.pop() if len(types) == 1 else str
 
 
 def _kinds(annotation: Any) -> Iterator[Any]:
@@ -103,18 +115,10 @@ def _kinds(annotation: Any) -> Iterator[Any]:
         yield annotation
 
 
-def _set(target: Any, value: Any) -> None:
-    """Store a value in a protobuf field of its type."""
-    # bool first: Python counts it as an int.
-    if isinstance(value, bool):
-        target.bool_value = value
-    elif isinstance(value, int | float):
-        target.number_value = value
-    else:
-        target.string_value = value if isinstance(value, str) else json.dumps(value)
-
-
-def _summary(tag: str, content: Any) -> Any:
-    """Return a summary with `content` in its metadata, as the HPARAMS plugin expects."""
-    value = Summary.Value(tag=tag, metadata=metadata.create_summary_metadata(content), tensor=metadata.NULL_TENSOR)
-    return Summary(value=[value])
+def _scalar(recipe: Recipe, name: str, value: Any) -> bool | float | str:
+    """Return a field's value as TensorBoard takes it, with secrets hidden."""
+    # Numbers cannot be secrets, and their columns accept only numbers.
+    if isinstance(value, int | float):
+        return value
+    text = written_value(recipe, name)
+    return text if isinstance(text, str) else json.dumps(text)
