@@ -29,10 +29,11 @@ cpu() {
 }
 
 # With what launch/setup.sh builds Transformer Engine's extension with, and on torch's CUDA build wherever both are found.
-# With trackio, because it needs an older pillow: launch/setup.sh installs it, alone or with dev, under these versions.
+# With trackio and mlflow, because they need an older pillow and cachetools: launch/setup.sh installs them, alone or with
+# dev, under these versions.
 gpu() {
     compile "$@" pyproject.toml <(echo "torch!=$torch+cpu") --group engine-build --group engine-imports \
-        --extra "$1" --extra ray --extra kubernetes --extra reasoning-gym --extra trackio \
+        --extra "$1" --extra ray --extra kubernetes --extra reasoning-gym --extra trackio --extra mlflow \
         --excludes <(printf 'transformer-engine-cu12\ntransformer-engine-torch\n')
 }
 

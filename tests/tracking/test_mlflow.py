@@ -1,4 +1,4 @@
-"""The MLflow tracker and a server that speaks its interface; `tools/check.py mlflow` has a real one."""
+"""MLflow's client and a server that speaks its interface; `tools/check.py mlflow` has a real server."""
 
 from __future__ import annotations
 
@@ -33,15 +33,31 @@ class Server(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        if self.path.startswith("/api/2.0/mlflow/runs/get?"):
+            self.answer(200, {"run": {"info": {"run_id": "r1"}}})
+        else:
+            assert self.path.startswith("/api/2.0/mlflow/experiments/get-by-name?experiment_name=megarl")
+            self.answer(404, {"error_code": "RESOURCE_DOES_NOT_EXIST", "message": "no experiment"})
+
     def do_POST(self) -> None:
         assert isinstance(self.server, Server)
         call = self.path.removeprefix("/api/2.0/mlflow/")
         content = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.calls.append((call, {**content, "authorization": self.headers["Authorization"]}))
         answers = {"experiments/create": {"experiment_id": "7"}, "runs/create": {"run": {"info": {"run_id": "r1"}}}}
-        self.send_response(400 if call in self.server.refused else 200)
+        if call in self.server.refused:
+            self.answer(400, {"error_code": "BAD_REQUEST", "message": "the disk is full"})
+        else:
+            self.answer(200, answers.get(call, {}))
+
+    def answer(self, status: int, content: dict[str, Any]) -> None:
+        body = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(json.dumps(answers.get(call, {})).encode())
+        self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
         pass
@@ -95,7 +111,7 @@ def test_a_server_that_refuses_ends_the_tracker_and_not_the_run(
     server.refused = {"runs/log-batch"}
     tracker.log(1, {"reward/mean": 0.5})
     tracker.log(2, {"reward/mean": 0.5})
-    assert capsys.readouterr().out.count("the MLflow server refused the call runs/log-batch with HTTP status 400") == 1
+    assert capsys.readouterr().out.count("the disk is full") == 1
     assert len(folder.metrics_file.read_text().splitlines()) == 2
 
 
