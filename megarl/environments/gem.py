@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megarl.environments.foreign import ForeignEnvironment
+from megarl.environments.libraries.episodes import ForeignEnvironment
 
 
 class Gem(ForeignEnvironment):

@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from megarl.environments import EnvironmentUnavailableError, Message, Start, Step, Turn
-from megarl.environments.shared import close_shared, shared
+from megarl.environments.shared import run_alone, shared
 from megarl.processes.supervised_process import SupervisedProcess
 from megarl.types import ConfigError, Problem, ToolCall
 
@@ -115,17 +115,16 @@ class OpenEnv:
     def check(self) -> None:
         """Start a session, as a test before a run. Raises ConfigError if this fails."""
         try:
-            asyncio.run(self._tried())
+            run_alone(self._open_session)
         except Exception as error:
             place = self._key[0] or " ".join(self._key[1])
             raise ConfigError(f"openenv {place}: {type(error).__name__}: {error}") from error
 
-    async def _tried(self) -> None:
+    async def _open_session(self) -> None:
         try:
             await self.reset(Problem(0, ({"role": "user", "content": "."},), (), ""), 0)
         finally:
             await self.close()
-            await close_shared()
 
     async def _called(self, calls: Sequence[ToolCall]) -> Step:
         """Send a turn's tool calls to the server. Returns the replies in order, and the sum of their rewards."""

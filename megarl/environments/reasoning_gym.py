@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-from megarl.environments.foreign import ForeignEnvironment
+from megarl.environments.libraries.episodes import ForeignEnvironment
 
 Place = Literal["tags", "boxed", "text"]
 

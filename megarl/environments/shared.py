@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Coroutine, Hashable
 from typing import Any, Protocol, TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -13,6 +13,7 @@ class Closable(Protocol):
 
 
 Shared = TypeVar("Shared", bound=Closable)
+Result = TypeVar("Result")
 
 # By event loop: asyncio's processes and connections cannot be used in another loop.
 _SHARED: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Hashable, Any]] = WeakKeyDictionary()
@@ -30,3 +31,15 @@ async def close_shared() -> None:
     """Close all objects shared in this event loop."""
     for part in _SHARED.pop(asyncio.get_running_loop(), {}).values():
         await part.close()
+
+
+def run_alone(make: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
+    """Run the coroutine that `make` returns in an event loop of its own, then close what it shared."""
+
+    async def run() -> Result:
+        try:
+            return await make()
+        finally:
+            await close_shared()
+
+    return asyncio.run(run())

@@ -16,6 +16,8 @@ from contextlib import suppress
 from typing import Any
 
 _LENGTH = struct.Struct("!I")
+HEADER_BYTES = _LENGTH.size
+"""Bytes of the length that precedes a message."""
 _PART_BYTES = 1 << 20
 """Maximum bytes of one `recv`, which allocates its buffer before any data arrives."""
 
@@ -49,18 +51,23 @@ class UnsendableError(Exception):
     """Raised if a message contains a value that JSON cannot express."""
 
 
+def encode(message: dict[str, Any]) -> bytes:
+    """Return a message preceded by its length. Raises UnsendableError for a value without a JSON form."""
+    try:
+        payload = json.dumps(message, allow_nan=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UnsendableError(str(error)) from None
+    return _LENGTH.pack(len(payload)) + payload
+
+
 def send(connection: socket.socket, message: dict[str, Any], patience: Patience | None = None) -> None:
     """Send a message.
 
     Raises UnsendableError, before any byte is sent, for a value without a JSON form. Raises OSError if the other side
     is gone, and the errors of `patience`.
     """
-    try:
-        payload = json.dumps(message, allow_nan=False).encode()
-    except (TypeError, ValueError, RecursionError) as error:
-        raise UnsendableError(str(error)) from None
     # send() in parts, not sendall(): a full buffer must not outlast the timeout policy.
-    unsent = memoryview(_LENGTH.pack(len(payload)) + payload)
+    unsent = memoryview(encode(message))
     while unsent:
         if patience:
             connection.settimeout(patience())
@@ -77,10 +84,20 @@ def receive(connection: socket.socket, max_bytes: int | None, patience: Patience
     Raises EOFError if the other side is gone. Raises FrameError if the message exceeds `max_bytes` or is not a JSON
     object. Raises the errors of `patience`.
     """
-    (size,) = _LENGTH.unpack(_receive_exactly(connection, _LENGTH.size, patience))
+    size = payload_size(_receive_exactly(connection, HEADER_BYTES, patience), max_bytes)
+    return decode(_receive_exactly(connection, size, patience))
+
+
+def payload_size(header: bytes | bytearray, max_bytes: int | None) -> int:
+    """Return the number of bytes that follow a message's header. Raises FrameError if they exceed `max_bytes`."""
+    (size,) = _LENGTH.unpack(header)
     if max_bytes is not None and size > max_bytes:
         raise FrameError(f"a message of {size} bytes; at most {max_bytes} are allowed")
-    payload = _receive_exactly(connection, size, patience)
+    return size
+
+
+def decode(payload: bytes | bytearray) -> dict[str, Any]:
+    """Return the message in a payload. Raises FrameError if it is not a JSON object."""
     try:
         message = json.loads(payload)
     except (ValueError, RecursionError):
@@ -100,11 +117,19 @@ def receive_answer(
     """
     while True:
         answer = receive(connection, max_bytes, patience)
-        answered = answer.get("id")
-        if answered == number:
+        if answered_request(answer, number) == number:
             return answer
-        if not isinstance(answered, int) or answered > number:
-            raise FrameError(f"a reply to request {answered!r:.60}, which was never made")
+
+
+def answered_request(answer: dict[str, Any], newest: int) -> int:
+    """Return the number of the request that an answer belongs to.
+
+    `newest` is the number of the newest request. Raises FrameError if the answer belongs to a request never made.
+    """
+    number = answer.get("id")
+    if not isinstance(number, int) or number > newest:
+        raise FrameError(f"a reply to request {number!r:.60}, which was never made")
+    return number
 
 
 def within(seconds: float) -> Patience:
@@ -123,27 +148,39 @@ def within(seconds: float) -> Patience:
 def answer_requests(connection: socket.socket, start: Start) -> None:
     """Answer the driver's requests until it closes the connection: the main loop of a child process.
 
-    The first message has settings. Its answer is `ready` with the introduction of `start`, or `refused` with the
-    reason. Each later request has a number, the `id`, repeated in its answer.
+    Each request has a number, the `id`, repeated in its answer.
     """
     with suppress(EOFError, OSError):
-        try:
-            introduction, answer = start(receive(connection, None))
-        except RefusedError as error:
-            send(connection, {"refused": str(error)[:MAX_ERROR_CHARACTERS]})
-            return
-        send(connection, {"ready": True, **introduction})
-        process = os.getpid()
-        while True:
-            request = receive(connection, None)
-            reply = answer(request)
-            if os.getpid() != process:
-                # The code of a user forked, and this is the child. The connection belongs to the parent.
-                os._exit(0)
-            try:
-                send(connection, {"id": request["id"], **reply})
-            except UnsendableError as error:
-                send(connection, {"id": request["id"], "error": f"TypeError: its answer is not JSON: {error}"})
+        answer = introduce(connection, start)
+        while answer is not None:
+            answer_request(connection, receive(connection, None), answer)
+
+
+def introduce(connection: socket.socket, start: Start) -> Answer | None:
+    """Receive the driver's first message, call `start` with it, and send that this process is ready.
+
+    Returns the function answering requests; None: `start` refused, and the reason was sent.
+    """
+    try:
+        introduction, answer = start(receive(connection, None))
+    except RefusedError as error:
+        send(connection, {"refused": str(error)[:MAX_ERROR_CHARACTERS]})
+        return None
+    send(connection, {"ready": True, **introduction})
+    return answer
+
+
+def answer_request(connection: socket.socket, request: dict[str, Any], answer: Answer) -> None:
+    """Carry out one request by `answer`, and send the answer."""
+    process = os.getpid()
+    reply = answer(request)
+    if os.getpid() != process:
+        # The code of a user forked, and this is the child. The connection belongs to the parent.
+        os._exit(0)
+    try:
+        send(connection, {"id": request["id"], **reply})
+    except UnsendableError as error:
+        send(connection, {"id": request["id"], "error": f"TypeError: its answer is not JSON: {error}"})
 
 
 def _receive_exactly(connection: socket.socket, size: int, patience: Patience | None) -> bytearray:

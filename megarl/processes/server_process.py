@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -103,6 +104,11 @@ class ServerProcess:
         """Process id of the process's supervisor."""
         return self._process.pid
 
+    @property
+    def connection(self) -> socket.socket:
+        """This side of the socket to the process, for a caller that exchanges messages itself once it is ready."""
+        return self._process.connection
+
     def wait_until_ready(self) -> dict[str, Any]:
         """Wait until the process is ready, and return its introduction.
 
@@ -122,7 +128,7 @@ class ServerProcess:
             self.close()
             raise PeerLostError(f"the process of {settings.name} sent {error} while it started") from None
         except (EOFError, OSError):
-            ended = self._end()
+            ended = self.end()
             output = self._logged() or ended.stderr_tail()
             printed = f"; it printed:\n{output}" if output else ""
             raise PeerLostError(f"the process of {settings.name} {ended} while it started{printed}") from None
@@ -157,7 +163,7 @@ class ServerProcess:
             self.close()
             return {"violation": f"sent {error}"}
         except (EOFError, OSError):
-            ended = self._end()
+            ended = self.end()
             return {"ended": str(ended), "output": ended.stderr_tail()}
         return answer
 
@@ -166,7 +172,7 @@ class ServerProcess:
         with self._lock:
             self._ended = self._ended or self._process.kill()
 
-    def _end(self) -> Ended:
+    def end(self) -> Ended:
         """Wait until the process has ended, after it closed its connection, and return how it ended."""
         with self._lock:
             self._ended = self._ended or self._process.end()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megarl.environments import find_environment, is_agent
-from megarl.environments.foreign import ChildError, ForeignError, require
+from megarl.environments.libraries.library_process import ChildError, ForeignError, check_installed
 from megarl.environments.shared import close_shared
 from megarl.environments.verifiers import Verifiers, task_of
 from megarl.types import ConfigError
@@ -47,6 +47,12 @@ class Environment:
             print("noise on standard output", flush=True)
             os.kill(os.getppid(), 9)
             time.sleep(100)
+        if kind == 5:
+            for name in os.listdir("/proc/self/fd"):
+                place = f"/proc/self/fd/{name}"
+                if os.path.exists(place) and os.readlink(place).startswith("socket"):
+                    os.write(int(name), b"not json\\n")
+            time.sleep(100)
         print("noise on standard output")
         return Space(ok=True, errors=[], traces=[Space(errors=[], reward=kind / 10)])
 
@@ -66,9 +72,9 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         path.write_text(text)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    require.cache_clear()
+    check_installed.cache_clear()
     yield
-    require.cache_clear()
+    check_installed.cache_clear()
 
 
 async def played(play: Callable[[], Awaitable[Any]]) -> Any:
@@ -109,17 +115,27 @@ async def test_a_task_that_is_given_up_is_killed(toy: None, tmp_path: Path) -> N
 
 async def test_a_process_that_died_is_started_again(toy: None) -> None:
     async def play() -> None:
-        with pytest.raises(ChildError, match="the process that plays the tasks ended: noise on standard output"):
+        with pytest.raises(ChildError, match="noise on standard output"):
             await reward(4)
         assert await reward(7) == 0.7
 
     await played(play)
 
 
+async def test_a_process_with_an_invalid_answer_is_replaced(toy: None) -> None:
+    async def play() -> None:
+        outcomes = await asyncio.gather(reward(5), reward(3), return_exceptions=True)
+        assert [type(outcome) for outcome in outcomes] == [ChildError, ChildError]
+        assert "is not valid" in str(outcomes[1])
+        assert await reward(7) == 0.7
+
+    await played(play)
+
+
 def test_the_output_of_a_process_that_ends_at_its_start_is_shown(toy: None, tmp_path: Path) -> None:
-    ends = "import os, sys\nif 'verifiers_child' in str(sys.orig_argv): os.write(2, b'no licence'), os._exit(3)\n"
+    ends = "import os, sys\nif 'child.py' in str(sys.orig_argv): os.write(2, b'no licence'), os._exit(3)\n"
     (tmp_path / "sitecustomize.py").write_text(ends)
-    with pytest.raises(ConfigError, match=r"the process that loads the taskset .*: no licence"):
+    with pytest.raises(ConfigError, match="no licence"):
         Verifiers("toy", config={"size": 2}).check()
 
 

@@ -1,7 +1,7 @@
-"""Safety check of answers that reasoning-gym's scorers evaluate as Python code.
+"""Safe scoring by reasoning-gym's scorers, some of which evaluate an answer as Python code.
 
-Only literals and formulas, without calls and attribute look-ups, pass. This file uses only the standard library,
-because the process of environment `reasoning_gym` loads it too.
+Only literals and formulas, without calls and attribute look-ups, are evaluated. This file uses only the standard
+library, because the process of environment `reasoning_gym` loads it too.
 """
 
 from __future__ import annotations
@@ -25,6 +25,28 @@ FORMULAS = frozenset(
     ("countdown", "intermediate_integration", "polynomial_multiplication", "puzzle24", "simple_integration")
 )
 """Tasks of reasoning-gym whose scorer evaluates an answer as a formula."""
+
+
+CORRECT_FROM = 0.99
+"""Lowest score of a right answer. Scores are sums of floats, so a perfect one may be slightly below 1."""
+_NO_GOLD = ("null", "", "None")
+
+
+def score_safely(task: str, dataset: Any, answer: str | None, entry: Mapping[str, Any]) -> float:
+    """Return the score of an answer by the scorer of `dataset`. None: the completion has no answer.
+
+    `entry` is the problem of the reasoning-gym task. The score is 0 if the scorer raises an error on the answer but not
+    on the gold answer.
+    """
+    if task == "game_of_life_halting":
+        # Its scorer evaluates any text as True.
+        return float(answer is not None and answer.casefold() == entry["answer"].casefold())
+    try:
+        return float(dataset.score_answer(answer and harmless_answer(task, answer, entry), entry))
+    except Exception:
+        if entry["answer"] not in _NO_GOLD:
+            dataset.score_answer(entry["answer"], entry)  # Raises if the problem is faulty.
+        return 0.0
 
 
 def harmless_answer(task: str, answer: str, entry: Mapping[str, Any]) -> str:

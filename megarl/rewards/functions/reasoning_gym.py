@@ -13,13 +13,11 @@ from typing import Any, Literal
 
 from megarl.files.nearest import nearest
 from megarl.rewards.functions.final_answers import answering_text, last_boxed, last_tagged
-from megarl.rewards.functions.harmless import harmless_answer, is_formula, is_integer_arithmetic, is_literal
+from megarl.rewards.functions.harmless import CORRECT_FROM, is_formula, is_integer_arithmetic, is_literal, score_safely
 from megarl.types import ConfigError, Reward
 
 Place = Literal["tags", "boxed", "text"]
 
-# Scores are sums of floats, so a perfect one may be slightly below 1.
-_CORRECT_FROM = 0.99
 _MAX_CHARACTERS = 20_000
 """Maximum characters of an answer. Longer ones score zero, because the time of some scorers grows with a power of the
 length.
@@ -27,7 +25,6 @@ length.
 
 _BOARDS = ("arc_agi", "rearc")
 """Tasks whose scorers compare tuples. JSON stores tuples as lists, so they must be converted back."""
-_NO_GOLD = ("null", "", "None")
 
 
 def reasoning_gym(
@@ -193,21 +190,8 @@ def _score(
         }
         _refuse_evaluated(task, entry)
         dataset = _dataset(task, json.dumps(dict(config)))
-        raw = _raw_score(task, dataset, harmless_answer(task, prediction, entry), entry)
-    return Reward(raw * correct_score, prediction is not None, raw >= _CORRECT_FROM, metrics={"raw": raw})
-
-
-def _raw_score(task: str, dataset: Any, prediction: str, entry: Mapping[str, Any]) -> float:
-    """Return the scorer's value; 0 if the scorer raises an error on the answer but not on the gold answer."""
-    if task == "game_of_life_halting":
-        # Its scorer evaluates any text as True.
-        return float(prediction.casefold() == entry["answer"].casefold())
-    try:
-        return float(dataset.score_answer(prediction, entry))
-    except Exception:
-        if entry["answer"] not in _NO_GOLD:
-            dataset.score_answer(entry["answer"], entry)  # Raises if the record is faulty.
-        return 0.0
+        raw = score_safely(task, dataset, prediction, entry)
+    return Reward(raw * correct_score, prediction is not None, raw >= CORRECT_FROM, metrics={"raw": raw})
 
 
 def _refuse_evaluated(task: str, entry: Mapping[str, Any]) -> None:

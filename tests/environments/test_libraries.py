@@ -10,14 +10,9 @@ from typing import Any
 import pytest
 
 from megarl.environments import Step, Turn
-from megarl.environments.foreign import (
-    ChildError,
-    ForeignEnvironment,
-    ForeignError,
-    NotRepeatedError,
-    require,
-)
 from megarl.environments.gem import Gem
+from megarl.environments.libraries.episodes import ForeignEnvironment, NotRepeatedError
+from megarl.environments.libraries.library_process import ChildError, ForeignError, check_installed
 from megarl.environments.reasoning_gym import ReasoningGym
 from megarl.environments.shared import close_shared
 from megarl.types import ConfigError, Problem
@@ -44,6 +39,8 @@ class Walk:
                 if os.path.exists(place) and os.readlink(place).startswith("socket"):
                     os.write(int(name), b"not json\\n")
             time.sleep(60)
+        if text == "exit": raise SystemExit("done")
+        if text == "huge": return "x" * (17 << 20), 0.0, False, False, {}
         if text == "nan": return "", float("nan"), False, False, {}
         self.turns += 1
         self.place += random.randint(0, 10**9)
@@ -64,9 +61,9 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A library `gem` that the children find."""
     (tmp_path / "gem.py").write_text(TOY)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    require.cache_clear()
+    check_installed.cache_clear()
     yield
-    require.cache_clear()
+    check_installed.cache_clear()
 
 
 async def played(play: Callable[[], Awaitable[Any]]) -> Any:
@@ -117,6 +114,8 @@ async def test_episodes_of_a_child_do_not_share_random_numbers(toy: None) -> Non
     ("text", "error", "words"),
     [
         pytest.param("raise", ForeignError, "ValueError: no such move", id="raises"),
+        pytest.param("exit", ForeignError, "SystemExit: done", id="exits"),
+        pytest.param("huge", ChildError, "is not valid", id="too large"),
         pytest.param("nan", ForeignError, "ValueError", id="not a number"),
         pytest.param("die", ChildError, "ended with exit code 7: noise on", id="dies"),
         pytest.param("hang", TimeoutError, "within 2 s", id="hangs"),
@@ -191,7 +190,7 @@ def test_what_cannot_be_made_is_refused(toy: None, tmp_path: Path) -> None:
 
 
 def test_a_missing_package_is_named_with_its_installation() -> None:
-    require.cache_clear()
+    check_installed.cache_clear()
     with pytest.raises(ConfigError, match=r"gem-llm is missing.*uv pip install --python .* gem-llm"):
         Gem("walk")
 
@@ -237,7 +236,8 @@ async def test_what_a_scorer_of_reasoning_gym_would_run_is_not_run(tmp_path: Pat
     program = f"[open({str(made)!r}, 'w')]"
 
     async def play() -> None:
-        for task in ("spiral_matrix", "countdown"):
+        # The scorer of game_of_life_halting evaluates any text as True.
+        for task in ("spiral_matrix", "countdown", "game_of_life_halting"):
             environment = ReasoningGym(task)
             await environment.reset(problem(3), 0)
             assert (await said(environment, f"<answer>{program}</answer>"))[0].answer_correct is False

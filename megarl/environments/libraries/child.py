@@ -1,0 +1,216 @@
+"""The program of a child process of an environment library, run in the library's own interpreter.
+
+The file is started by its path. It imports nothing from megarl except a few files, also by path.
+
+    python child.py ADAPTER DESCRIPTOR
+
+The descriptor is a socket with messages of `processes/frames.py`. The first one has the adapter's settings and
+`memory_bytes`, the limit of the address space or null. `ADAPTER_adapter.py`, next to this file, has a class
+`Library(settings, load_file)` that loads the library. `load_file` imports a file of megarl by its path in the package.
+The `introduction` of the object, a dictionary, is sent to the driver.
+
+If the library's `is_forked` is False, requests are steps of episodes, carried out one after the other. The method
+`make_episode(settings)` returns an object with the methods of the requests. Requests and their answers:
+
+    {"id": 1, "session": "a", "closed": [], "do": "reset", "settings": {...}, "index": 7, "is_heldout": null}
+    {"id": 1, "value": {"text": "...", "system": null}}
+    {"id": 2, "session": "a", "closed": [], "do": "step", "text": "..."}
+    {"id": 2, "value": {"text": "...", "reward": 0.5, "done": true, "correct": false}}
+
+Sessions in `closed` are closed before the request.
+
+If `is_forked` is True, the method `play(request)` carries out each request in a fork of this process. Answers come in
+any order, each shorter than 32 KiB. {"cancel": 1} kills the fork of request 1.
+
+An exception of the library is the `error` of an answer.
+"""
+
+import contextlib
+import functools
+import importlib.util
+import json
+import os
+import pathlib
+import random
+import resource
+import select
+import signal
+import socket
+import sys
+
+MAX_ERROR_CHARACTERS = 2000
+"""Maximum characters of an error's text. Linux writes an answer of a fork to the socket in one piece up to 32 KiB."""
+MAX_SEED = 1 << 32
+
+
+def load_file(path):
+    """Import a file of megarl by its path in the package, because this interpreter need not have megarl."""
+    file = pathlib.Path(__file__).parents[2] / path
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Session:
+    """An episode with its own state of the global random generators. Libraries use these, so episodes would
+    interfere.
+    """
+
+    def __init__(self, episode):
+        self.episode = episode
+        self.states = None
+
+    def call(self, method, *arguments):
+        if self.states is not None:
+            set_random_states(self.states)
+        value = getattr(self.episode, method)(*arguments)
+        self.states = random_states()
+        return value
+
+
+def random_states():
+    numpy = sys.modules.get("numpy")
+    return random.getstate(), numpy.random.get_state() if numpy else None
+
+
+def set_random_states(states):
+    random.setstate(states[0])
+    if states[1] is not None:
+        sys.modules["numpy"].random.set_state(states[1])
+
+
+class Episodes:
+    """Episodes in progress, by session name."""
+
+    def __init__(self, make_episode):
+        self.make_episode = make_episode
+        self.sessions = {}
+
+    def play(self, request):
+        """Carry out a request, and return its value."""
+        for name in request["closed"]:
+            session = self.sessions.pop(name, None)
+            # An episode that cannot be closed must not fail the request of another one.
+            with contextlib.suppress(Exception):
+                if session is not None:
+                    session.call("close")
+        if request["do"] == "step":
+            return self.sessions[request["session"]].call("step", request["text"])
+        # Libraries may draw from global generators while they make an episode, so seed them by the problem.
+        random.seed(request["index"])
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(request["index"] % MAX_SEED)
+        session = self.sessions[request["session"]] = Session(self.make_episode(request["settings"]))
+        return session.call("reset", request["index"], request["is_heldout"])
+
+
+def answer(play, request):
+    """Return the answer to a request, with the value of `play(request)` or with its error."""
+    try:
+        value = play(request)
+        json.dumps(value, allow_nan=False)
+    # SystemExit and timeouts of some libraries are not Exceptions.
+    except BaseException as error:
+        return {"error": f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARACTERS]}
+    return {"value": value}
+
+
+def answer_in_forks(connection, answer, frames):
+    """Fork a process for each request, until the driver closes the connection."""
+    process_tree = load_file("processes/process_tree.py")
+    # `select` also wakes for SIGCHLD through this pipe, so ended forks are noticed at once.
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+
+    def answer_in_fork(request):
+        # The fork must not wake the parent's loop.
+        signal.set_wakeup_fd(-1)
+        frames.answer_request(connection, request, answer)
+
+    running = {}
+    while True:
+        ready, _, _ = select.select([connection, woken], [], [])
+        if woken in ready:
+            os.read(woken, 512)
+            for number, status in reap_forks(running, process_tree.kill_tree):
+                error = f"ended with {os.waitstatus_to_exitcode(status)}"
+                frames.send(connection, {"id": number, "error": error})
+        if connection not in ready:
+            continue
+        request = frames.receive(connection, None)
+        if "cancel" not in request:
+            running[process_tree.fork_child(functools.partial(answer_in_fork, request))] = request["id"]
+            continue
+        for pid in [pid for pid, number in running.items() if number == request["cancel"]]:
+            process_tree.kill_tree(pid)
+
+
+def reap_forks(running, kill_tree):
+    """Collect ended forks and kill their remaining processes. Yields the request number and exit status of failed
+    ones.
+    """
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            kill_tree(pid)
+            number = running.pop(pid, None)
+            if number is not None and status != 0:
+                yield number, status
+
+
+def limit_address_space(limit):
+    """Limit the address space of this process, in bytes.
+
+    Raises MemoryError if the process already uses more: the limit would then hardly refuse any allocation.
+    """
+    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+    used = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    if used > limit:
+        raise MemoryError(
+            f"the Python process with the imported library alone already takes {used >> 20} MiB of address space; "
+            "raise the memory limit"
+        )
+
+
+def main():
+    # Error messages of the driver show standard error alone, so everything printed goes there.
+    os.dup2(2, 1)
+    name, descriptor = sys.argv[1:]
+    frames = load_file("processes/frames.py")
+    connection = socket.socket(fileno=int(descriptor))
+    # Programs started by the library must not get it.
+    connection.set_inheritable(False)
+    # Modules next to this file must not hide the user's own modules, which are in the current folder.
+    here = os.path.dirname(os.path.realpath(__file__))
+    sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry) != here] + [os.getcwd()]
+    adapter = load_file(f"environments/libraries/{name}_adapter.py").Library
+
+    def start(settings):
+        try:
+            library = adapter(settings, load_file)
+            if settings["memory_bytes"] is not None:
+                limit_address_space(settings["memory_bytes"])
+        # SystemExit of a user's module is not an Exception.
+        except BaseException as error:
+            text = f"{name} cannot be loaded: {type(error).__name__}: {error}"
+            raise frames.RefusedError(text) from error
+        play = library.play if library.is_forked else Episodes(library.make_episode).play
+        return {"is_forked": library.is_forked, **library.introduction}, functools.partial(answer, play)
+
+    if not adapter.is_forked:
+        frames.answer_requests(connection, start)
+        return
+    with contextlib.suppress(EOFError, OSError):
+        answer_request = frames.introduce(connection, start)
+        if answer_request is not None:
+            answer_in_forks(connection, answer_request, frames)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""Adapter of GEM (gem-llm) for `child.py`."""
+
+import importlib
+
+SEED_STEP = 1_000_003
+"""Prime stride that keeps the problems of neighbouring seeds apart."""
+MAX_SEED = 1 << 32
+
+
+class Library:
+    is_forked = False
+
+    def __init__(self, settings, load_file):
+        self.introduction = {}
+        importlib.import_module("gem")
+
+    def make_episode(self, settings):
+        return Gem(settings)
+
+
+class Gem:
+    """An environment of GEM, made by `gem.make`. Its seed is computed from the problem's number."""
+
+    def __init__(self, settings):
+        for module in settings["modules"]:
+            importlib.import_module(module)
+        self.seed = settings["seed"] * SEED_STEP
+        self.environment = importlib.import_module("gem").make(settings["name"], **settings["config"])
+
+    def reset(self, index, is_heldout):
+        observation, info = self.environment.reset(seed=(self.seed + index) % MAX_SEED)
+        return {"text": observed_text(observation, info), "system": None}
+
+    def step(self, text):
+        observation, reward, terminated, truncated, info = self.environment.step(text)
+        is_done = bool(terminated or truncated)
+        verdicts = [info[name] for name in ("correct", "is_correct", "success") if isinstance(info.get(name), bool)]
+        # GEM rewards a won game with 1. A lost one may get partial reward.
+        correct = verdicts[0] if verdicts else float(reward) >= 1.0 if is_done else None
+        return {
+            "text": observed_text(observation, info),
+            "reward": float(reward),
+            "done": is_done,
+            "correct": correct,
+        }
+
+    def close(self):
+        close = getattr(self.environment, "close", None)
+        if close is not None:
+            close()
+
+
+def observed_text(observation, info):
+    """Return an observation with the environment's prefix and suffix: the text that the policy sees."""
+    parts = [info.get("prefix"), observation, info.get("suffix")]
+    return "\n".join(str(part).strip("\n") for part in parts if part)

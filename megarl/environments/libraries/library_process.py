@@ -1,0 +1,235 @@
+"""Child processes of environment libraries: the driver's side of `child.py`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from megarl.platform.commands import run_command
+from megarl.processes.frames import (
+    HEADER_BYTES,
+    FrameError,
+    UnsendableError,
+    answered_request,
+    decode,
+    encode,
+    payload_size,
+)
+from megarl.processes.server_process import ServerProcess, ServerSettings
+from megarl.types import ConfigError, PeerLostError
+
+_SCRIPT = Path(__file__).with_name("child.py")
+# Importing a library for the first time can take minutes on a shared file system.
+_START_SECONDS = 300.0
+_GIB = 1 << 30
+
+
+class ChildError(Exception):
+    """Raised if a child process cannot be started, died or gave an invalid answer."""
+
+
+class ForeignError(Exception):
+    """Raised for an exception of the library in its child process."""
+
+
+def child_settings(
+    library: str, settings: Mapping[str, Any], *, python: str, memory_gib: float | None = None
+) -> ServerSettings:
+    """Return the settings of a child process: `child.py` with the adapter of `library`, run by `python`.
+
+    The adapter gets `settings`. `memory_gib` limits the address space of the process. None: no limit.
+    """
+    return ServerSettings(
+        (python, str(_SCRIPT), library),
+        library,
+        "rollout.environment",
+        settings,
+        (),
+        os.getcwd(),
+        memory_bytes=int(memory_gib * _GIB) if memory_gib else None,
+        start_seconds=_START_SECONDS,
+    )
+
+
+@lru_cache(maxsize=64)
+def check_installed(python: str, module: str, package: str) -> None:
+    """Raise ConfigError if the interpreter `python` does not have `module`. The module is not imported."""
+    command = [python, "-c", f"import importlib.util as u; raise SystemExit(u.find_spec({module!r}) is None)"]
+    try:
+        is_installed = run_command(command, seconds=_START_SECONDS).returncode == 0
+    except OSError as error:
+        raise ConfigError(
+            f"python = {python!r}: cannot be run ({error}); give the interpreter of an environment"
+        ) from None
+    if not is_installed:
+        where = "this environment" if python == sys.executable else python
+        raise ConfigError(
+            f"the package {package} is missing in {where}; install it there (`uv pip install --python {python} "
+            f"{package}`), or name the interpreter that has it in rollout.environment_kwargs.python"
+        )
+
+
+class LibraryChild:
+    """Child process of a library. It starts at its first use, and again if it ended."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self._settings = settings
+        self._lock = asyncio.Lock()
+        self._process: LibraryProcess | None = None
+
+    async def process(self) -> LibraryProcess:
+        """Return the running process. Starts one if needed. Raises ChildError if that fails."""
+        async with self._lock:
+            if self._process is None or self._process.has_ended:
+                self._process = await self._start()
+            return self._process
+
+    async def _start(self) -> LibraryProcess:
+        try:
+            try:
+                return await LibraryProcess.start(self._settings)
+            except PeerLostError:
+                # A process may be killed from outside, for lack of memory for example.
+                return await LibraryProcess.start(self._settings)
+        except (ConfigError, PeerLostError) as error:
+            raise ChildError(str(error)) from None
+
+    async def close(self) -> None:
+        """Kill the process, and wait for its end."""
+        if self._process is not None:
+            await self._process.close()
+
+
+class LibraryProcess:
+    """A running child process. Several requests may wait for their answers at the same time."""
+
+    def __init__(
+        self,
+        server: ServerProcess,
+        introduction: Mapping[str, Any],
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        *,
+        max_answer_bytes: int,
+    ) -> None:
+        self.introduction = introduction
+        """What the adapter says about the library."""
+        self.has_ended = False
+        """Whether the process has ended or was killed, so that it takes no request."""
+        self._server = server
+        self._writer = writer
+        self._max_answer_bytes = max_answer_bytes
+        self._num_requests = 0
+        self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        """Answers that a request waits for, by its number."""
+        self._reading = asyncio.create_task(self._read_answers(reader))
+
+    @classmethod
+    async def start(cls, settings: ServerSettings) -> LibraryProcess:
+        """Start a process and wait until it has loaded the library.
+
+        Raises ConfigError if the library cannot be loaded, PeerLostError if the process ends meanwhile.
+        """
+        server = ServerProcess(settings)
+        try:
+            introduction = await asyncio.to_thread(server.wait_until_ready)
+            # A copy, because asyncio closes the socket that it reads.
+            reader, writer = await asyncio.open_connection(sock=server.connection.dup())
+        except BaseException:
+            # In a thread, because a cancelled start must not block the event loop.
+            asyncio.get_running_loop().run_in_executor(None, server.close)
+            raise
+        return cls(server, introduction, reader, writer, max_answer_bytes=settings.max_answer_bytes)
+
+    async def request(self, message: Mapping[str, Any], seconds: float | None = None) -> dict[str, Any]:
+        """Send a request and return the value in its answer, within `seconds`. None: no limit.
+
+        Raises ForeignError for an error of the library, and ChildError if the process ended or gave an invalid answer.
+        Raises TimeoutError after `seconds`. A request that is overdue or cancelled ends its fork, else the process.
+        """
+        self._num_requests += 1
+        number = self._num_requests
+        answer = self._answers[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._write({"id": number, **message})
+            async with asyncio.timeout(seconds):
+                return _value(await answer)
+        except TimeoutError:
+            raise TimeoutError(f"the environment did not answer within {seconds or 0:g} s") from None
+        except FrameError as error:
+            self.kill()
+            raise ChildError(f"the answer of the environment's child process is not valid: it sent {error}") from None
+        finally:
+            del self._answers[number]
+            if answer.cancelled():
+                self._cancel(number)
+
+    def kill(self) -> None:
+        """Kill the process and all its descendants, without waiting."""
+        self.has_ended = True
+        asyncio.get_running_loop().run_in_executor(None, self._server.close)
+
+    async def close(self) -> None:
+        """Kill the process and all its descendants, and wait for their end."""
+        self.has_ended = True
+        await asyncio.to_thread(self._server.close)
+        await self._reading
+
+    def _write(self, message: Mapping[str, Any]) -> None:
+        if self._reading.done():
+            raise ChildError("the child process of the environment ended")
+        try:
+            self._writer.write(encode(dict(message)))
+        except UnsendableError as error:
+            raise ChildError(f"the request to the environment's child process is not JSON: {error}") from None
+
+    def _cancel(self, number: int) -> None:
+        """Free the resources of a request whose answer nobody waits for any more."""
+        if self.introduction.get("is_forked") is not True:
+            self.kill()
+        elif not self.has_ended:
+            self._writer.write(encode({"cancel": number}))
+
+    async def _read_answers(self, reader: asyncio.StreamReader) -> None:
+        """Pass answers to the requests waiting for them. When the process ends, let them fail."""
+        try:
+            while True:
+                message = await _receive(reader, self._max_answer_bytes)
+                answer = self._answers.get(answered_request(message, self._num_requests))
+                # A cancelled request may be answered nevertheless.
+                if answer is not None and not answer.done():
+                    answer.set_result(message)
+        except FrameError as error:
+            self.kill()
+            reason = f"the answer of the environment's child process is not valid: it sent {error}"
+        except (EOFError, OSError):
+            self.has_ended = True
+            ended = await asyncio.to_thread(self._server.end)
+            reason = f"the child process of the environment {ended}: {ended.stderr_tail()}"
+        finally:
+            self._writer.transport.abort()
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(ChildError(reason))
+
+
+async def _receive(reader: asyncio.StreamReader, max_bytes: int) -> dict[str, Any]:
+    """Receive a message. Raises EOFError at the end of the connection, FrameError for an invalid message."""
+    # IncompleteReadError is an EOFError.
+    size = payload_size(await reader.readexactly(HEADER_BYTES), max_bytes)
+    return decode(await reader.readexactly(size))
+
+
+def _value(answer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the value in an answer. Raises ForeignError for an error of the library, FrameError without a value."""
+    if "error" in answer:
+        raise ForeignError(str(answer["error"]))
+    value = answer.get("value")
+    if not isinstance(value, dict):
+        raise FrameError(f"a message without a value: {answer!r:.200}")
+    return value
