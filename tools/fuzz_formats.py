@@ -20,7 +20,7 @@ from megarl.checkpoint.torch_dist_reader import CheckpointReader, check_harmless
 from megarl.config import AlgorithmConfig
 from megarl.config.recipe import load
 from megarl.data.chat import load_tokenizer, template_text
-from megarl.data.records import read_records
+from megarl.data.reader import read_records
 from megarl.environments.search import _index_of_file
 from megarl.families.shape import read_model_shape
 from megarl.files.folder_lock import HOME, owner_is_gone
@@ -120,7 +120,7 @@ def _data() -> Iterator[Format]:
         for n in range(4)
     ]
     lines = "".join(json.dumps(row) + "\n" for row in rows)
-    reader = "data.records.read_records"
+    reader = "data.reader.read_records"
 
     def read(path: Path) -> None:
         for _ in read_records(path):

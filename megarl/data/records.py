@@ -1,12 +1,12 @@
-"""Records of data sources (lines or rows), checked one by one. Every error names the file and the line or row."""
+"""A record of a data source (line or row), and what its fields hold. Every error names the file and the line or row."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from megarl.data.chat_text import chat_in_text
 from megarl.data.formats import (
@@ -26,18 +26,14 @@ from megarl.data.messages import (
     is_blank,
     standard_messages,
 )
-from megarl.data.record_fields import unread_field
-from megarl.data.rows import Row, data_files, rows_of
 from megarl.data.tool_records import standard_tools
 from megarl.files.strict_json import shown
 from megarl.types import DataError
 
-_BY_FORMAT = FieldNames()
+BY_FORMAT = FieldNames()
 """Field names for a recipe without any: the format is recognised from the first record."""
 _LABEL = re.compile(r"[\w.-]{0,20}", re.ASCII)
 """Regular expression for a short word or nothing. ASCII, because other scripts write sentences without spaces."""
-
-Made = TypeVar("Made")
 
 
 class TooLongError(DataError):
@@ -54,7 +50,7 @@ class Record:
     format: RecordFormat = FORMATS["colossalrl"]
     unit: str = "line"
     """Word for what `line` counts: lines of a text file, rows of a table, or records of a JSON list."""
-    names: FieldNames = _BY_FORMAT
+    names: FieldNames = BY_FORMAT
     """Field names in the recipe, for the remedy in an error."""
 
     def error(self, problem: str, kind: type[DataError] = DataError) -> DataError:
@@ -255,60 +251,3 @@ class Record:
                 f"'{self.field(self.format.tools)}' is {shown(value)}: {error}; give a list of tools, each "
                 '{"type": "function", "function": {"name": "...", "parameters": {...}}}'
             ) from error
-
-
-def read_records(source: str | Path, names: FieldNames | None = None) -> Iterator[Record]:
-    """Yield the records of a data source in order. Blank lines are skipped.
-
-    `names` gives the field names. Without it, the format is recognised from the first record. Raises DataError if the
-    source is missing or empty, or if a row is not a JSON object.
-    """
-    format: RecordFormat | None = None
-    for path in data_files(source):
-        for row in rows_of(path):
-            record = make_record(path, row, names, format)
-            format = record.format
-            yield record
-    if format is None:
-        raise DataError(f"{source}: the file holds no records; write one JSON object per line")
-
-
-def make_record(path: Path, row: Row, names: FieldNames | None, format: RecordFormat | None) -> Record:
-    """Return the record in a row. Raises DataError for a row that is not a JSON object, and for a field that would be
-    ignored though it changes the training.
-
-    `format` is the format of the source's first record. None: the row is the first.
-    """
-    if isinstance(row.value, DataError):
-        raise row.value
-    if not isinstance(row.value, dict):
-        place = f"{path}, {row.unit} {row.number}"
-        raise DataError(
-            f"{place}: {shown(row.value)} is not a JSON object; each record must be an object with named fields"
-        )
-    # A field empty in this row may have values in other rows, so the columns count as field names too.
-    format = format or (names or _BY_FORMAT).format_of({**dict.fromkeys(row.columns), **row.value})
-    record = Record(path, row.number, row.value, format, row.unit, names or _BY_FORMAT)
-    if (fault := unread_field(row.value, format)) is not None:
-        raise record.error(fault)
-    return record
-
-
-def make_results(
-    records: Iterable[Record],
-    make: Callable[[int, Record], Made],
-    on_long: Callable[[TooLongError], object] | None = None,
-) -> Iterator[Made]:
-    """Yield the result of `make` for each record and its number, counted from 0.
-
-    `on_long`, if given, is called with the error of each record that is too long. Other errors of `make` are raised.
-    """
-    for index, record in enumerate(records):
-        try:
-            made = make(index, record)
-        except TooLongError as error:
-            if on_long is None:
-                raise
-            on_long(error)
-        else:
-            yield made

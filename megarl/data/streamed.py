@@ -7,37 +7,16 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, Generic, Protocol, TypeVar, overload
+from typing import Any, Generic, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.data.records import Record, TooLongError, make_results
+from megarl.data.reader import OnLong, make_results
+from megarl.data.records import Record
 from megarl.types import Problem
 
 Made = TypeVar("Made")
-OnLong = Callable[[TooLongError], object]
-
-
-class Collect(Protocol):
-    """Function that collects the results of records: in memory, on disk, or only their number."""
-
-    def __call__(
-        self, records: Iterable[Record], make: Callable[[int, Record], Any], on_long: OnLong | None
-    ) -> Sequence[Any]: ...
-
-
-def in_memory(records: Iterable[Record], make: Callable[[int, Record], Made], on_long: OnLong | None) -> Sequence[Made]:
-    """Return all results in a list. Raises the errors of `make_results`, which checks the records."""
-    return list(make_results(records, make, on_long))
-
-
-def collect_count(
-    records: Iterable[Record], make: Callable[[int, Record], object], on_long: OnLong | None
-) -> Sequence[int]:
-    """Return a sequence with the right length but without items, to count results. Raises the errors of
-    `make_results`."""
-    return range(sum(1 for _ in make_results(records, make, on_long)))
 
 
 class Streamed(Sequence[Made], Generic[Made]):

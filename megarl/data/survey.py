@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
-from itertools import pairwise
+from itertools import chain, pairwise, takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.data.conversations import conversation_messages, make_conversation, refuse_untrained
-from megarl.data.formats import FieldNames, RecordFormat, first_name_with_value, value_at
-from megarl.data.preferences import EQUAL_LABELS, judged_conversation, make_judged, make_pair, pair_conversations
-from megarl.data.problems import make_problem, problem_parts
-from megarl.data.records import Record, TooLongError, make_record
-from megarl.data.rows import data_files, rows_of
+from megarl.data.formats import FieldNames, RecordFormat
+from megarl.data.kinds import KINDS, AnyKind, KindName, kind_of
+from megarl.data.reader import equal_labels_text, label_of, make_results, read_records
+from megarl.data.records import Record, TooLongError
 from megarl.types import DataError, TrainingSequence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
-Kind = Literal["problems", "conversations", "pairs", "judged"]
-"""Kind of training examples. problems: loop rl. conversations: sft. pairs: preference and reward_model. judged:
-preference with the loss kto."""
 MAX_TOKENS = 1 << 17
 """Most tokens of a record that a survey measures if no recipe limits them. Encoding megabytes takes minutes."""
 MAX_LISTED_FAULTS = 20
@@ -59,7 +56,7 @@ class Survey:
     """Results of the survey of one data source."""
 
     source: str
-    kind: Kind
+    kind: KindName
     format: RecordFormat | None = None
     num_records: int = 0
     """Number of records without an error."""
@@ -87,25 +84,11 @@ class Survey:
         return self.num_records > 0 and self.num_faults == 0
 
 
-def kind_of(fields: Mapping[str, Any], format: RecordFormat) -> Kind:
-    """Return the kind of training examples that a record's fields can be used for."""
-    if first_name_with_value(fields, format.chosen) and first_name_with_value(fields, format.rejected):
-        return "pairs"
-    label = first_name_with_value(fields, format.label)
-    if label is not None and isinstance(value_at(fields, label), bool):
-        return "judged"
-    answer = first_name_with_value(fields, format.answer)
-    # A field with both roles (`output` of alpaca) is a response: the record is a conversation.
-    if answer and answer not in format.response:
-        return "problems"
-    return "conversations"
-
-
 def survey(
     source: str,
     *,
     names: FieldNames | None = None,
-    kind: Kind | None = None,
+    kind: KindName | None = None,
     tokenizer: Tokenizer | None = None,
     system_prompt: str | None = None,
     others: Mapping[str, FieldNames | None] | None = None,
@@ -120,50 +103,118 @@ def survey(
     answer. A record with more than `max_tokens` (None: MAX_TOKENS) is an error, or with `drops_long` only counted.
     Raises DataError for a missing source.
     """
-    prompts = {other: _prompts_of(other, own, system_prompt) for other, own in (others or {}).items()}
-    found: Survey | None = None
+    prompts = {other: _prompts_of(other, other_names, system_prompt) for other, other_names in (others or {}).items()}
+    faults: dict[str, Fault] = {}
+    on_fault = partial(_note_fault, faults)
+    records = read_records(source, names, on_fault)
+    first = next(records, None)
+    if first is None:
+        return _with_faults(Survey(source, kind or "problems"), faults)
+    result = Survey(source, kind or kind_of(first.fields, first.format), first.format)
+    result.num_overlaps = dict.fromkeys(prompts, 0)
+    read_record = _RecordReader(result.kind, tokenizer, system_prompt, has_answers, max_tokens)
+
+    def count_long(_: TooLongError) -> None:
+        result.num_long += 1
+
     lengths: list[int] = []
     seen: dict[bytes, str] = {}
-    faults: dict[str, Fault] = {}
     labels: set[bool] = set()
-    for record in _records(source, names, faults):
-        if found is None:
-            found = Survey(source, kind or kind_of(record.fields, record.format), record.format)
-            found.num_overlaps = dict.fromkeys(prompts, 0)
-        try:
-            messages = _trained_messages(record, found.kind, system_prompt, has_answers)
-            sequences = (
-                _sequences(record, found.kind, tokenizer, system_prompt, has_answers, max_tokens) if tokenizer else []
-            )
-            # Rendered before it is counted: a faulty record has no length and no duplicates.
-            prompt = _digest(_prompt_messages(record, found.kind, system_prompt))
-        except DataError as error:
-            if drops_long and isinstance(error, TooLongError):
-                found.num_long += 1
-            else:
-                _note(faults, record.path, record.unit, record.line, error)
-            continue
-        found.num_records += 1
-        labels.add(bool(record.value(record.format.label)))
-        lengths.append(sum(map(len, sequences)) if tokenizer else len(json.dumps(messages, ensure_ascii=False)))
+    all_records = chain([first], records)
+    for example in make_results(all_records, read_record, count_long if drops_long else None, on_fault):
+        record = example.record
+        result.num_records += 1
+        labels.add(label_of(record))
+        lengths.append(example.length)
         place = f"{record.unit} {record.line}"
-        if (earlier := seen.setdefault(_digest(messages), place)) != place:
-            found.num_duplicates += 1
-            found.duplicates += [f"{place} (as {earlier})"] * (len(found.duplicates) < MAX_LISTED_FAULTS)
-        for other, known in prompts.items():
-            if prompt in known:
-                found.num_overlaps[other] += 1
-                found.overlaps += [f"{place} ({other}, {known[prompt]})"] * (len(found.overlaps) < MAX_LISTED_FAULTS)
-        if tokenizer is not None and not found.first:
-            found.first = _shown(tokenizer, sequences[0])
-    found = found or Survey(source, kind or "problems")
-    if found.kind == "judged" and len(labels) == 1:
-        text = f"{source}: {EQUAL_LABELS}"
+        if (earlier := seen.setdefault(example.digest, place)) != place:
+            result.num_duplicates += 1
+            result.duplicates += [f"{place} (as {earlier})"] * (len(result.duplicates) < MAX_LISTED_FAULTS)
+        for other, places in prompts.items():
+            if example.prompt in places:
+                result.num_overlaps[other] += 1
+                overlap = f"{place} ({other}, {places[example.prompt]})"
+                result.overlaps += [overlap] * (len(result.overlaps) < MAX_LISTED_FAULTS)
+        if tokenizer is not None and not result.first:
+            result.first = _shown(tokenizer, example.sequences[0])
+    if read_record.is_judged and len(labels) == 1:
+        text = equal_labels_text(source)
         faults[text] = Fault(text, "")
-    found.num_faults = sum(fault.count for fault in faults.values())
-    found.num_different_faults, found.faults = len(faults), list(faults.values())[:MAX_LISTED_FAULTS]
-    found.lengths = np.array(lengths, np.int64)
-    return found
+    result.lengths = np.array(lengths, np.int64)
+    return _with_faults(result, faults)
+
+
+def _with_faults(result: Survey, faults: Mapping[str, Fault]) -> Survey:
+    result.num_faults = sum(fault.count for fault in faults.values())
+    result.num_different_faults, result.faults = len(faults), list(faults.values())[:MAX_LISTED_FAULTS]
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class _Surveyed:
+    """Counts and digests of a record without an error."""
+
+    record: Record
+    length: int
+    """Tokens in all sequences. Without a tokenizer: characters."""
+    digest: bytes
+    """Digest of everything used for training."""
+    prompt: bytes
+    """Digest of the messages before the assistant's first one."""
+    sequences: Sequence[TrainingSequence]
+    """Empty without a tokenizer."""
+
+
+class _RecordReader:
+    """Reads one record for the survey. Raises DataError for each record that a run would refuse.
+
+    Without a tokenizer, errors that only a tokenizer shows are not noticed.
+    """
+
+    def __init__(
+        self,
+        kind: KindName,
+        tokenizer: Tokenizer | None,
+        system_prompt: str | None,
+        has_answers: bool,
+        max_tokens: int | None,
+    ) -> None:
+        self._has_tokenizer = tokenizer is not None
+        self._has_limit = max_tokens is not None
+        self._max_tokens = max_tokens or MAX_TOKENS
+        self._kind = _make_kind(kind, tokenizer, system_prompt, has_answers, self._max_tokens)
+        self.is_judged = self._kind.is_judged
+
+    def __call__(self, index: int, record: Record) -> _Surveyed:
+        tools = record.tools()
+        parts = [*self._kind.parts(record), *tools]
+        sequences = self._sequences(index, record) if self._has_tokenizer else ()
+        # The prompt is read before the record is counted: a faulty record has no length and no duplicates.
+        prompt = _digest(_before_answer(self._kind.prompt(record)))
+        length = sum(map(len, sequences)) if self._has_tokenizer else len(json.dumps(parts, ensure_ascii=False))
+        return _Surveyed(record, length, _digest(parts), prompt, sequences)
+
+    def _sequences(self, index: int, record: Record) -> Sequence[TrainingSequence]:
+        kind: Any = self._kind
+        try:
+            return kind.sequences(kind.make(index, record))
+        except TooLongError as error:
+            if self._has_limit:
+                raise
+            raise record.error(
+                f"has more than {self._max_tokens} tokens; a check with --recipe measures as many as the recipe allows",
+                TooLongError,
+            ) from error
+
+
+def _make_kind(
+    name: KindName, tokenizer: Tokenizer | None, system_prompt: str | None, has_answers: bool, max_tokens: int
+) -> AnyKind:
+    options: dict[str, Any] = {"has_answers": has_answers} if name == "problems" else {}
+    # Without a tokenizer no example is made.
+    return KINDS[name](
+        tokenizer=cast("Tokenizer", tokenizer), system_prompt=system_prompt, max_tokens=max_tokens, **options
+    )
 
 
 def _shown(tokenizer: Tokenizer, sequence: TrainingSequence) -> list[tuple[str, bool]]:
@@ -176,106 +227,32 @@ def _shown(tokenizer: Tokenizer, sequence: TrainingSequence) -> list[tuple[str, 
     ]
 
 
-def _note(faults: dict[str, Fault], path: Path, unit: str, line: int, error: DataError) -> None:
-    """Count an error of a row under its message, without the row's place."""
-    place = f"{path}, {unit} {line}"
-    # Without the place, equal faults of many rows have equal messages and are counted together.
-    problem = str(error).removeprefix(f"{place}: ")
-    if (known := faults.setdefault(problem, Fault(problem, place))).place == place:
+def _note_fault(faults: dict[str, Fault], error: DataError, path: Path, place: str) -> None:
+    """Count an error under its message, without the place. An empty place is that of a whole file."""
+    if not place:
+        faults[str(error)] = Fault(str(error), "")
         return
-    known.count += 1
-    known.further += [f"{unit} {line}"] * (len(known.further) < MAX_LISTED_PLACES)
-
-
-def _records(source: str, names: FieldNames | None, faults: dict[str, Fault]) -> Iterator[Record]:
-    """Yield the records of a source. Invalid rows, and files unreadable before their end, are counted as
-    errors."""
-    format: RecordFormat | None = None
-    for path in data_files(source):
-        try:
-            for row in rows_of(path):
-                try:
-                    record = make_record(path, row, names, format)
-                except DataError as error:
-                    _note(faults, path, row.unit, row.number, error)
-                    continue
-                format = record.format
-                yield record
-        except DataError as error:
-            # The rows after this fault cannot be read, but the source's other files can.
-            faults[str(error)] = Fault(str(error), "")
+    # Without the place, equal faults of many rows have equal messages and are counted together.
+    problem = str(error).removeprefix(f"{path}, {place}: ")
+    fault = faults.setdefault(problem, Fault(problem, f"{path}, {place}"))
+    if fault.place == f"{path}, {place}":
+        return
+    fault.count += 1
+    fault.further += [place] * (len(fault.further) < MAX_LISTED_PLACES)
 
 
 def _prompts_of(source: str, names: FieldNames | None, system_prompt: str | None) -> dict[bytes, str]:
     """Return where each prompt of a source stands (file and line), keyed by the prompt's digest."""
-    found: dict[bytes, str] = {}
-    for record in _records(source, names, {}):
-        kind = kind_of(record.fields, record.format)
-        try:
-            found.setdefault(_digest(_prompt_messages(record, kind, system_prompt)), f"{record.unit} {record.line}")
-        except DataError:
-            continue
-    return found
+    places: dict[bytes, str] = {}
+    for record in read_records(source, names, lambda *_: None):
+        kind = _make_kind(kind_of(record.fields, record.format), None, system_prompt, True, MAX_TOKENS)
+        with suppress(DataError):
+            places.setdefault(_digest(_before_answer(kind.prompt(record))), f"{record.unit} {record.line}")
+    return places
 
 
-def _prompt_messages(record: Record, kind: Kind, system_prompt: str | None) -> list[Mapping[str, Any]]:
-    """Return the messages before the assistant's first one. For a pair they are the chosen answer's."""
-    messages = pair_conversations(record, system_prompt)[0] if kind == "pairs" else record.prompt(system_prompt)
-    first = next((place for place, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
-    return list(messages[:first])
-
-
-def _trained_messages(record: Record, kind: Kind, system_prompt: str | None, has_answers: bool) -> list[Any]:
-    """Return the parts of a record used for training, to recognise duplicates.
-
-    Raises DataError for each record that a run would refuse, except for what only a tokenizer shows.
-    """
-    tools = record.tools()
-    if kind == "problems":
-        messages, answer = problem_parts(record, system_prompt=system_prompt, has_answer=has_answers)
-        return [*messages, *([answer] if has_answers else []), *tools]
-    if kind == "pairs":
-        return [*map(list, pair_conversations(record, system_prompt)), *tools]
-    if kind == "judged":
-        messages, _ = judged_conversation(record, system_prompt)
-        first = len(messages) - 1
-    else:
-        messages, first = conversation_messages(record, system_prompt), 0
-    try:
-        refuse_untrained(messages, first=first)
-    except ValueError as error:
-        raise record.error(str(error)) from error
-    return [*messages, *tools]
-
-
-def _sequences(
-    record: Record,
-    kind: Kind,
-    tokenizer: Tokenizer,
-    system_prompt: str | None,
-    has_answers: bool,
-    max_tokens: int | None,
-) -> Sequence[TrainingSequence]:
-    """Return a record as tokens. Raises DataError, and TooLongError above `max_tokens` (None: MAX_TOKENS)."""
-    limit = max_tokens or MAX_TOKENS
-    settings: dict[str, Any] = {"system_prompt": system_prompt}
-    try:
-        if kind == "pairs":
-            return make_pair(record, tokenizer, max_tokens=limit, **settings)
-        if kind == "judged":
-            return make_judged(record, tokenizer, max_tokens=limit, **settings)
-        if kind == "conversations":
-            messages = conversation_messages(record, system_prompt)
-            return make_conversation(record, tokenizer, messages, max_tokens=limit)
-        problem = make_problem(record, 0, tokenizer, max_prompt_tokens=limit, has_answer=has_answers, **settings)
-    except TooLongError as error:
-        if max_tokens is not None:
-            raise
-        raise record.error(
-            f"has more than {limit} tokens; a check with --recipe measures as many as the recipe allows", TooLongError
-        ) from error
-    tokens = np.array(problem.prompt_token_ids, np.int64)
-    return [TrainingSequence(tokens, np.zeros(len(tokens), np.bool_))]
+def _before_answer(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return list(takewhile(lambda message: message["role"] != "assistant", messages))
 
 
 def _digest(value: Any) -> bytes:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.data.preferences import Answers
+from megarl.data.kinds.preferences import Answers
 from megarl.data.token_batch import TokenBatch
 from megarl.loops.models import move_reference
 from megarl.loops.session import Session

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from megarl.data.conversations import Conversation
+from megarl.data.kinds.conversations import Conversation
 from megarl.data.token_batch import TokenBatch
 from megarl.loops.session import Session
 from megarl.loops.start_comparison import compare_start

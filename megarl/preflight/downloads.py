@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megarl.config import Recipe
-from megarl.data.problems import num_made
+from megarl.data.kinds.problems import num_made
 from megarl.data.rows import missing_data_set
 from megarl.files.hub import Kind, Patterns, cached_folder, download, download_command, names_repository
 from megarl.files.model_folder import UNREAD, check_model_folder, download_commands

@@ -14,7 +14,7 @@ import numpy as np
 from megarl.config import Recipe
 from megarl.data.chat import tokenizer_of
 from megarl.data.dialogue import Dialogue
-from megarl.data.problems import MADE
+from megarl.data.kinds.problems import MADE
 from megarl.data.template_history import REFUSES, history_faults
 from megarl.data.tool_schemas import check_tools
 from megarl.preflight.environment_tools import environment_errors, environment_factory

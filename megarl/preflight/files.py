@@ -12,17 +12,30 @@ from functools import cache, partial
 from hashlib import blake2b
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megarl.config import DataConfig, Recipe
 from megarl.config.data_sets import DataSet, DataSetConfig, path_of
 from megarl.config.recipe import error_page
 from megarl.data.formats import FieldNames, first_name_with_value
-from megarl.data.problems import MADE, num_made
-from megarl.data.records import Record, TooLongError, read_records
+from megarl.data.kinds import KindName
+from megarl.data.kinds.conversations import Conversations
+from megarl.data.kinds.preferences import Judged, Pairs
+from megarl.data.kinds.problems import MADE, Problems, made_problems, num_made
+from megarl.data.reader import (
+    Collect,
+    Example,
+    Kind,
+    OnLong,
+    collect_count,
+    in_memory,
+    read_examples,
+    read_records,
+)
+from megarl.data.records import Record, TooLongError
 from megarl.data.rows import data_files as found_files
-from megarl.data.streamed import Collect, OnLong, Streamed, collect_count, in_memory
-from megarl.data.survey import Kind, Survey, survey
+from megarl.data.streamed import Streamed
+from megarl.data.survey import Survey, survey
 from megarl.preflight.environment_tools import tools_of_environment
 from megarl.preflight.registry import Cost, checks
 from megarl.preflight.sizes import row_multiple
@@ -32,8 +45,8 @@ from megarl.types import ConfigError, DataError, MegarlError, Problem
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
-    from megarl.data.conversations import Conversation
-    from megarl.data.preferences import Answers
+    from megarl.data.kinds.conversations import Conversation
+    from megarl.data.kinds.preferences import Answers
 
 
 Dropped = Counter[str]
@@ -189,32 +202,33 @@ def collect_for(recipe: Recipe, folder: Path) -> Collect:
     return partial(Streamed, folder=folder) if recipe.data.streaming else in_memory
 
 
-def _reading(recipe: Recipe, data_set: DataSet, dropped: Dropped | None, collect: Collect) -> dict[str, Any]:
-    """Return the keyword arguments common to all readers of data sets.
+def _read_examples(
+    recipe: Recipe, data_set: DataSet, kind: Kind[Example], dropped: Dropped | None, collect: Collect
+) -> Sequence[Example]:
+    """Return the training examples of a data set.
 
     A record that is too long raises an error. With `data.overlong` = drop, it is left out and counted in `dropped`.
+    Raises DataError if no record is left.
     """
+    source = path_of(data_set)
 
     def drop(_: TooLongError) -> None:
         if dropped is not None:
-            dropped[path_of(data_set)] += 1
+            dropped[source] += 1
 
-    return {
-        "system_prompt": system_prompt(recipe),
-        "names": field_names(recipe, data_set),
-        "on_long": drop if recipe.data.overlong == "drop" else None,
-        "collect": collect,
-    }
-
-
-def _some(found: Sequence[Any], source: str) -> Sequence[Any]:
-    """Return `found`, the records left after dropping long ones. Raises DataError if there are none."""
-    if not found:
+    examples = read_examples(
+        source,
+        kind,
+        names=field_names(recipe, data_set),
+        on_long=drop if recipe.data.overlong == "drop" else None,
+        collect=collect,
+    )
+    if not examples:
         raise DataError(
             f"{source}: every record is too long, so data.overlong = drop leaves none; raise data.max_prompt_tokens or "
             "trainer.max_tokens_per_microbatch"
         )
-    return found
+    return examples
 
 
 def read_problems(
@@ -233,30 +247,24 @@ def read_problems(
     `name` is the name of the source in messages. Prompts left out as too long are counted in `dropped`. DataError names
     a wrong line.
     """
-    from megarl.data import problems
-
     path = path_of(data_set)
-    if (count := problems.num_made(path)) is not None:
-        made = problems.made_problems(count, tokenizer, system_prompt=system_prompt(recipe), is_heldout=is_heldout)
+    if (count := num_made(path)) is not None:
+        made = made_problems(count, tokenizer, system_prompt=system_prompt(recipe), is_heldout=is_heldout)
         return [replace(problem, source=name) for problem in made] if name else made
     curriculum = recipe.data.curriculum
     # The curriculum groups training problems by this field, so each record must have it. Validation has none.
     by = curriculum.by if curriculum.band is not None and not is_heldout else None
-    found: Sequence[Problem] = _some(
-        problems.read_problems(
-            path,
-            tokenizer,
-            max_prompt_tokens=recipe.data.max_prompt_tokens,
-            name=name,
-            needed=by,
-            has_answers=bool(recipe.reward.functions),
-            # Once for all records: an environment may load much when it is made.
-            environment_tools=cache(partial(tools_of_environment, recipe)),
-            **_reading(recipe, data_set, dropped, collect),
-        ),
-        path,
+    kind = Problems(
+        tokenizer=tokenizer,
+        system_prompt=system_prompt(recipe),
+        max_tokens=_max_tokens(recipe, "problems"),
+        has_answers=bool(recipe.reward.functions),
+        source_name=name,
+        required_field=by,
+        # Once for all records: an environment may load much when it is made.
+        environment_tools=cache(partial(tools_of_environment, recipe)),
     )
-    return found
+    return _read_examples(recipe, data_set, kind, dropped, collect)
 
 
 def system_prompt(recipe: Recipe) -> str | None:
@@ -291,14 +299,13 @@ def read_conversations(
     collect: Collect = in_memory,
 ) -> Sequence[Conversation]:
     """Read the conversations of a data source for supervised training. Raises DataError if one exceeds a microbatch."""
-    from megarl.data import conversations
+    kind = Conversations(
+        tokenizer=tokenizer, system_prompt=system_prompt(recipe), max_tokens=_max_tokens(recipe, "conversations")
+    )
+    return _read_examples(recipe, data_set, kind, dropped, collect)
 
-    longest = _max_tokens(recipe, "conversations")
-    path, settings = path_of(data_set), _reading(recipe, data_set, dropped, collect)
-    return _some(conversations.read_conversations(path, tokenizer, max_tokens=longest, **settings), path)
 
-
-def _max_tokens(recipe: Recipe, kind: Kind) -> int:
+def _max_tokens(recipe: Recipe, kind: KindName) -> int:
     """Return the most tokens that a recipe allows in a record: in a prompt, a conversation, or a pair together."""
     if kind == "problems":
         return recipe.data.max_prompt_tokens
@@ -326,15 +333,14 @@ def read_preferences(
 
     In loop reward_model each answer is scored at its last token only (see `data.preferences.scored`).
     """
-    from megarl.data import preferences
-
-    longest = _max_tokens(recipe, "pairs")
-    path, settings = path_of(data_set), _reading(recipe, data_set, dropped, collect)
-    if recipe.loop == "reward_model":
-        found = preferences.read_preferences(path, tokenizer, max_tokens=longest, is_scored=True, **settings)
-        return _some(found, path)
-    read = preferences.read_judged if recipe.preference.loss == "kto" else preferences.read_preferences
-    return _some(read(path, tokenizer, max_tokens=longest, **settings), path)
+    longest, prompt = _max_tokens(recipe, "pairs"), system_prompt(recipe)
+    kind: Judged | Pairs
+    if recipe.loop == "preference" and recipe.preference.loss == "kto":
+        kind = Judged(tokenizer=tokenizer, system_prompt=prompt, max_tokens=longest)
+    else:
+        is_scored = recipe.loop == "reward_model"
+        kind = Pairs(tokenizer=tokenizer, system_prompt=prompt, max_tokens=longest, is_scored=is_scored)
+    return _read_examples(recipe, data_set, kind, dropped, collect)
 
 
 @checks("runs_folder", Cost.FILES)
@@ -377,7 +383,7 @@ def data_sets(recipe: Recipe) -> dict[str, DataSet]:
     return found | ({"data.ptx": data.ptx} if data.ptx else {})
 
 
-def kind_of_set(recipe: Recipe, field: str) -> Kind:
+def kind_of_set(recipe: Recipe, field: str) -> KindName:
     """Return the kind of training examples (problems, conversations, pairs) in a recipe field's data set."""
     if recipe.loop in ("preference", "reward_model"):
         return "judged" if recipe.loop == "preference" and recipe.preference.loss == "kto" else "pairs"

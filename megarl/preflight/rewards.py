@@ -15,8 +15,9 @@ from megarl.config.judges import REMEDY, accuracy_needs, judges_answers
 from megarl.config.recipe import error_page
 from megarl.config.rewards import RewardFunctionConfig
 from megarl.data.formats import value_at
-from megarl.data.problems import num_made
-from megarl.data.records import Record, read_records
+from megarl.data.kinds.problems import num_made
+from megarl.data.reader import read_records
+from megarl.data.records import Record
 from megarl.files.import_path import import_object
 from megarl.files.private_folder import PrivateFolder
 from megarl.preflight.files import field_names, system_prompt

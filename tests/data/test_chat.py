@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from megarl.data import chat
 from megarl.data.chat import encode, exceeds, load_tokenizer, render
-from megarl.data.conversations import train_on_assistant
+from megarl.data.kinds.conversations import train_on_assistant
 from megarl.types import ConfigError, DataError
 
 CHATML = (

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from megarl.data.chat import encode, load_tokenizer, render
-from megarl.data.conversations import read_conversations, train_on_assistant
+from megarl.data.kinds.conversations import Conversations, train_on_assistant
+from megarl.data.reader import read_examples
 from megarl.data.token_batch import TokenBatch
 from megarl.types import DataError, Problem, Trajectory
 from tests.data import templates
@@ -123,7 +124,7 @@ def test_a_template_without_an_end_token_keeps_its_white_space(tokenizer):
 def read(tmp_path, tokenizer, *conversations, max_tokens=100):
     path = tmp_path / "sft.jsonl"
     path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in conversations))
-    return read_conversations(path, tokenizer, system_prompt="Hi.", max_tokens=max_tokens)
+    return read_examples(path, Conversations(tokenizer=tokenizer, system_prompt="Hi.", max_tokens=max_tokens))
 
 
 def test_a_file_of_conversations(tmp_path, tokenizer):
@@ -154,7 +155,7 @@ CALLING = [
 def test_calls_are_trained_and_what_tools_reply_is_not(tokenizer, tmp_path):
     path = tmp_path / "calls.jsonl"
     path.write_text(json.dumps({"messages": CALLING, "tools": [TOOL]}))
-    ((sequence,),) = read_conversations(path, tokenizer, system_prompt=None, max_tokens=200)
+    ((sequence,),) = read_examples(path, Conversations(tokenizer=tokenizer, system_prompt=None, max_tokens=200))
     sampled = tokenizer.decode(sequence.token_ids[sequence.loss_mask])
     written = '<tool_call>\n{"name": "add", "arguments": {"a": 12, "b": 3}}\n</tool_call>'
     assert sampled == f"{written}<|im_end|>It is 15.<|im_end|>"
@@ -178,14 +179,16 @@ def test_faulty_calls_and_tools_are_named_with_their_line(tokenizer, tmp_path, c
     path = tmp_path / "calls.jsonl"
     path.write_text(json.dumps({"messages": CALLING, "tools": [TOOL]} | changed))
     with pytest.raises(DataError, match=f"line 1: .*{words}"):
-        read_conversations(path, tokenizer, system_prompt=None, max_tokens=200)
+        read_examples(path, Conversations(tokenizer=tokenizer, system_prompt=None, max_tokens=200))
 
 
 def test_samples_of_a_run_are_conversations_to_learn(tokenizer, tmp_path):
     problem = Problem(0, (said("system", "Be brief."), said("user", "12 + 3?")), (1, 2), "15")
     sampled = Trajectory("single_turn", problem, 0, 0, (), None, texts=("15",), messages=(problem.messages,))
     (tmp_path / "step_000000.jsonl").write_text(json.dumps({"set": "train"} | sampled.record()) + "\n")
-    [[found]] = read_conversations(str(tmp_path / "step_000000.jsonl"), tokenizer, system_prompt=None, max_tokens=64)
+    [[found]] = read_examples(
+        str(tmp_path / "step_000000.jsonl"), Conversations(tokenizer=tokenizer, system_prompt=None, max_tokens=64)
+    )
     (expected,) = train_on_assistant(tokenizer, [*problem.messages, said("assistant", "15")])
     assert found.token_ids.tolist() == expected.token_ids.tolist()
     assert found.loss_mask.tolist() == expected.loss_mask.tolist()

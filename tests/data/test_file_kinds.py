@@ -13,7 +13,7 @@ import pyarrow
 import pytest
 
 from megarl.data import compressed
-from megarl.data.records import read_records
+from megarl.data.reader import read_records
 from megarl.data.rows import data_files
 from megarl.types import DataError
 

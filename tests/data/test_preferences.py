@@ -4,8 +4,9 @@ from typing import Any
 import pytest
 
 from megarl.data.chat import load_tokenizer
-from megarl.data.conversations import read_conversations
-from megarl.data.preferences import read_judged, read_preferences
+from megarl.data.kinds.conversations import Conversations
+from megarl.data.kinds.preferences import Judged, Pairs
+from megarl.data.reader import read_examples
 from megarl.types import DataError
 
 USER = {"role": "user", "content": "2 + 3?"}
@@ -22,9 +23,8 @@ def tokenizer(tiny_model):
 
 def read(tmp_path, tokenizer, record: dict[str, Any], max_tokens: int = 200, **settings: Any):
     (tmp_path / "pairs.jsonl").write_text(json.dumps(record))
-    [pair] = read_preferences(
-        tmp_path / "pairs.jsonl", tokenizer, **({"system_prompt": None, "max_tokens": max_tokens} | settings)
-    )
+    settings = {"tokenizer": tokenizer, "system_prompt": None, "max_tokens": max_tokens} | settings
+    [pair] = read_examples(tmp_path / "pairs.jsonl", Pairs(**settings))
     return [(tokenizer.decode(s.token_ids[~s.loss_mask]), tokenizer.decode(s.token_ids[s.loss_mask])) for s in pair]
 
 
@@ -82,7 +82,9 @@ def test_faults_are_named(tmp_path, tokenizer, record, told):
 
 def judged(tmp_path, tokenizer, *records: dict[str, Any], max_tokens: int = 200):
     (tmp_path / "judged.jsonl").write_text("\n".join(map(json.dumps, records)))
-    return read_judged(tmp_path / "judged.jsonl", tokenizer, system_prompt=None, max_tokens=max_tokens)
+    return read_examples(
+        tmp_path / "judged.jsonl", Judged(tokenizer=tokenizer, system_prompt=None, max_tokens=max_tokens)
+    )
 
 
 GOOD, BAD = {"prompt": "2 + 3?", "response": "5", "label": True}, {"messages": USER, "completion": "6", "label": False}
@@ -114,7 +116,7 @@ def test_faults_of_judged_answers_are_named(tmp_path, tokenizer, records, told):
 def test_a_prompt_may_equal_an_answer(tmp_path, tokenizer):
     path = tmp_path / "pairs.jsonl"
     path.write_text(json.dumps({"prompt": "1", "chosen": "1", "rejected": "2"}) + "\n")
-    [(chosen, _)] = read_preferences(path, tokenizer, system_prompt=None, max_tokens=200)
+    [(chosen, _)] = read_examples(path, Pairs(tokenizer=tokenizer, system_prompt=None, max_tokens=200))
     assert tokenizer.decode(chosen.token_ids).count("1") == 2
 
 
@@ -125,11 +127,11 @@ def test_the_columns_of_ultrafeedback_binarized(tmp_path, tiny_model):
     columns = {"prompt": "2 + 2?", "prompt_id": "c3", "score_chosen": 8.0, "score_rejected": 6.5}
     path = tmp_path / "pairs.jsonl"
     path.write_text(json.dumps({**columns, "chosen": chosen, "rejected": rejected, "messages": chosen}) + "\n")
-    [pair] = read_preferences(path, tokenizer, system_prompt="Add.", max_tokens=200)
+    [pair] = read_examples(path, Pairs(tokenizer=tokenizer, system_prompt="Add.", max_tokens=200))
     path.write_text(json.dumps({"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}) + "\n")
-    [expected] = read_preferences(path, tokenizer, system_prompt="Add.", max_tokens=200)
+    [expected] = read_examples(path, Pairs(tokenizer=tokenizer, system_prompt="Add.", max_tokens=200))
     assert [sequence.token_ids.tolist() for sequence in pair] == [sequence.token_ids.tolist() for sequence in expected]
     # The same rows are conversations for fine-tuning.
     path.write_text(json.dumps({**columns, "chosen": chosen, "rejected": rejected, "messages": chosen}) + "\n")
-    ((sequence,),) = read_conversations(path, tokenizer, system_prompt="Add.", max_tokens=200)
+    ((sequence,),) = read_examples(path, Conversations(tokenizer=tokenizer, system_prompt="Add.", max_tokens=200))
     assert sequence.token_ids.tolist() == expected[0].token_ids.tolist()

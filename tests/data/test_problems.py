@@ -3,7 +3,8 @@ import json
 import pytest
 
 from megarl.data.chat import load_tokenizer
-from megarl.data.problems import made_problems, num_made, read_problems
+from megarl.data.kinds.problems import Problems, made_problems, num_made
+from megarl.data.reader import read_examples
 from megarl.types import DataError
 
 USER = {"role": "user", "content": "12 + 3?"}
@@ -17,8 +18,9 @@ def tokenizer(tiny_model):
 def read(tmp_path, tokenizer, *records, **options):
     path = tmp_path / "data.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    options = {"system_prompt": None, "max_prompt_tokens": 100} | options
-    return read_problems(path, tokenizer, **options)
+    on_long = options.pop("on_long", None)
+    settings = {"system_prompt": None, "max_tokens": 100} | options
+    return read_examples(path, Problems(tokenizer=tokenizer, **settings), on_long=on_long)
 
 
 def test_prompts_open_the_assistants_turn(tmp_path, tokenizer):
@@ -41,9 +43,9 @@ def test_tokens_are_those_of_transformers(tmp_path, tokenizer):
 def test_a_prompt_at_the_limit_passes_and_one_above_is_refused(tmp_path, tokenizer):
     record = {"messages": USER, "gt_answer": "15"}
     num_tokens = len(read(tmp_path, tokenizer, record)[0].prompt_token_ids)
-    assert read(tmp_path, tokenizer, record, max_prompt_tokens=num_tokens)
+    assert read(tmp_path, tokenizer, record, max_tokens=num_tokens)
     with pytest.raises(DataError, match=rf"line 1: .* {num_tokens} tokens.*max_prompt_tokens allows {num_tokens - 1}"):
-        read(tmp_path, tokenizer, record, max_prompt_tokens=num_tokens - 1)
+        read(tmp_path, tokenizer, record, max_tokens=num_tokens - 1)
 
 
 def test_a_prompt_that_is_answered_already(tmp_path, tokenizer):

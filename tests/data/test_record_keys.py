@@ -6,11 +6,11 @@ import pytest
 
 from megarl.data import written_texts
 from megarl.data.chat import render
-from megarl.data.conversations import read_conversations
 from megarl.data.formats import FieldNames
-from megarl.data.preferences import make_judged, make_pair, pair_conversations
-from megarl.data.problems import read_problems
-from megarl.data.records import read_records
+from megarl.data.kinds.conversations import Conversations
+from megarl.data.kinds.preferences import Judged, Pairs, pair_conversations
+from megarl.data.kinds.problems import Problems
+from megarl.data.reader import read_examples, read_records
 from megarl.data.survey import survey
 from megarl.types import DataError
 from tests.data.templates import tokenizer_of
@@ -40,18 +40,20 @@ def write(path, record):
 
 def texts_of(tmp_path, record, family="qwen", system_prompt=None, names=None):
     """Return the whole text that a record becomes, and the part of it that is trained."""
-    path, tokenizer = write(tmp_path / "data.jsonl", record), tokenizer_of(family)
-    if "answer" in record or "label" in record or "reward_model" in record:
-        settings = {"system_prompt": system_prompt, "max_prompt_tokens": 1000, "names": names}
-        if not isinstance(record.get("label"), bool):
-            [made] = read_problems(path, tokenizer, **settings)
-            return tokenizer.decode(made.prompt_token_ids), ""
-    settings = {"system_prompt": system_prompt, "max_tokens": 1000}
-    if "chosen" in record or "label" in record:
+    path = write(tmp_path / "data.jsonl", record)
+    tokenizer = tokenizer_of(family)
+    has_label = isinstance(record.get("label"), bool)
+    settings = {"tokenizer": tokenizer, "system_prompt": system_prompt, "max_tokens": 1000}
+    if ("answer" in record or "label" in record or "reward_model" in record) and not has_label:
+        [problem] = read_examples(path, Problems(**settings), names=names)
+        return tokenizer.decode(problem.prompt_token_ids), ""
+    if has_label:
+        # A source of one record lacks the other label.
         [read] = read_records(path, names)
-        sequences = (make_pair if "chosen" in record else make_judged)(read, tokenizer, **settings)
+        sequences = Judged(**settings).make(0, read)
     else:
-        [sequences] = read_conversations(path, tokenizer, names=names, **settings)
+        kind = Pairs(**settings) if "chosen" in record else Conversations(**settings)
+        [sequences] = read_examples(path, kind, names=names)
     trained = [sequence.token_ids[sequence.loss_mask] for sequence in sequences]
     return "".join(tokenizer.decode(s.token_ids) for s in sequences), "".join(map(tokenizer.decode, trained))
 
@@ -242,12 +244,13 @@ def test_tools_reach_the_prompt(tmp_path):
 
 def test_tools_of_the_record_and_of_the_environment_must_be_equal(tmp_path):
     path = write(tmp_path / "data.jsonl", problem(tools=[TOOL]))
-    settings = {"system_prompt": None, "max_prompt_tokens": 1000}
+    settings = {"tokenizer": tokenizer_of("qwen"), "system_prompt": None, "max_tokens": 1000}
     for offered in ((), (TOOL,)):
-        [made] = read_problems(path, tokenizer_of("qwen"), environment_tools=lambda: offered, **settings)  # noqa: B023
+        kind = Problems(environment_tools=lambda: offered, **settings)  # noqa: B023
+        [made] = read_examples(path, kind)
         assert made.tools == (TOOL,)
     with pytest.raises(DataError, match=r"line 1: .tools. is .* rollout.environment offers tools"):
-        read_problems(path, tokenizer_of("qwen"), environment_tools=lambda: (TOOL, TOOL), **settings)
+        read_examples(path, Problems(environment_tools=lambda: (TOOL, TOOL), **settings))
 
 
 @pytest.mark.parametrize(
@@ -280,10 +283,8 @@ def test_empty_keys_and_other_columns_change_nothing(tmp_path):
     columns |= {"apply_chat_template_kwargs": {"enable_thinking": None}}
     whole, _ = texts_of(tmp_path, problem(**columns))
     assert whole == texts_of(tmp_path, problem())[0]
-    [made] = read_problems(
-        write(tmp_path / "data.jsonl", problem(**columns)), tokenizer_of("qwen"), system_prompt=None,
-        max_prompt_tokens=100,
-    )  # fmt: skip
+    kind = Problems(tokenizer=tokenizer_of("qwen"), system_prompt=None, max_tokens=100)
+    [made] = read_examples(write(tmp_path / "data.jsonl", problem(**columns)), kind)
     assert made.record == problem(**columns)
 
 

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from megarl.data.records import read_records
+from megarl.data.reader import read_records
 from megarl.types import DataError
 
 USER = {"role": "user", "content": "2 + 3?"}

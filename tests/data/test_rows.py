@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.data.records import read_records
+from megarl.data.reader import read_records
 from megarl.data.rows import data_files
 from megarl.files import hub
 from megarl.types import DataError

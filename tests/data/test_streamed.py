@@ -12,11 +12,12 @@ import pytest
 from megarl.config.data_sets import CurriculumConfig
 from megarl.data.chat import load_tokenizer
 from megarl.data.curriculum import Curriculum
+from megarl.data.kinds.problems import Problems
 from megarl.data.mixture import Mixture, Positions, SourceStream
-from megarl.data.problems import read_problems
+from megarl.data.reader import collect_count, in_memory, read_examples
 from megarl.data.records import TooLongError
 from megarl.data.sampler import DataOrder
-from megarl.data.streamed import Places, Streamed, collect_count, in_memory, numbers_of
+from megarl.data.streamed import Places, Streamed, numbers_of
 from megarl.types import DataError, Problem
 
 PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)
@@ -38,9 +39,10 @@ def read(tiny_model: Callable[..., Path], tmp_path: Path) -> Callable[..., Any]:
         def on_disk(*arguments: Any) -> Streamed[Problem]:
             return Streamed(*arguments, folder=tmp_path)
 
-        settings = {"max_prompt_tokens": 100, "system_prompt": None, "on_long": long.append} | settings
-        collect = on_disk if streamed else in_memory
-        return read_problems(tmp_path, tokenizer, name="primes", collect=collect, **settings)
+        on_long = settings.pop("on_long", long.append)
+        settings = {"max_tokens": 100, "system_prompt": None} | settings
+        kind = Problems(tokenizer=tokenizer, source_name="primes", **settings)
+        return read_examples(tmp_path, kind, collect=on_disk if streamed else in_memory, on_long=on_long)
 
     made.long = long  # type: ignore[attr-defined]
     return made
@@ -66,11 +68,11 @@ def test_problems_are_the_same_in_any_order(read: Callable[..., Any], tmp_path: 
 
 
 def test_an_empty_source_and_faults(read: Callable[..., Any]) -> None:
-    assert len(read(streamed=True, max_prompt_tokens=1)) == 0
+    assert len(read(streamed=True, max_tokens=1)) == 0
     with pytest.raises(TooLongError, match="line 1: the prompt has"):
-        read(streamed=True, max_prompt_tokens=1, on_long=None)
+        read(streamed=True, max_tokens=1, on_long=None)
     with pytest.raises(DataError, match=r"line 1: has no field 'level', named by data\.curriculum\.by"):
-        read(streamed=True, needed="level")
+        read(streamed=True, required_field="level")
 
 
 def test_results_may_only_be_counted() -> None:

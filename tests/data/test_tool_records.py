@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from megarl.data.conversations import read_conversations
+from megarl.data.kinds.conversations import Conversations
+from megarl.data.reader import read_examples
 from megarl.data.tool_calls import parse
 from megarl.types import DataError
 from tests.data.templates import tokenizer_of
@@ -32,7 +33,7 @@ def trained_text(tmp_path, record, family="qwen"):
     path = tmp_path / "calls.jsonl"
     path.write_text(json.dumps(record))
     tokenizer = tokenizer_of(family)
-    ((sequence,),) = read_conversations(path, tokenizer, system_prompt=None, max_tokens=2000)
+    ((sequence,),) = read_examples(path, Conversations(tokenizer=tokenizer, system_prompt=None, max_tokens=2000))
     return tokenizer.decode(sequence.token_ids[sequence.loss_mask])
 
 
@@ -105,7 +106,7 @@ def rendered_tools(tmp_path, tools):
     path = tmp_path / "tools.jsonl"
     path.write_text(json.dumps(conversation(function_call(arguments=ARGUMENTS), tools=tools)))
     tokenizer = tokenizer_of("qwen")
-    ((sequence,),) = read_conversations(path, tokenizer, system_prompt=None, max_tokens=2000)
+    ((sequence,),) = read_examples(path, Conversations(tokenizer=tokenizer, system_prompt=None, max_tokens=2000))
     return tokenizer.decode(sequence.token_ids)
 
 
@@ -171,7 +172,7 @@ def test_columns_of_json_text_in_parquet(tmp_path):
     record = conversation(function_call(arguments=ARGUMENTS))
     texts = {"messages": [record["messages"]], "tools": pyarrow.array([json.dumps([TOOL])], pyarrow.json_())}
     pyarrow.parquet.write_table(pyarrow.table(texts), tmp_path / "calls.parquet")
-    ((sequence,),) = read_conversations(
-        tmp_path / "calls.parquet", tokenizer_of("qwen"), system_prompt=None, max_tokens=2000
+    ((sequence,),) = read_examples(
+        tmp_path / "calls.parquet", Conversations(tokenizer=tokenizer_of("qwen"), system_prompt=None, max_tokens=2000)
     )
     assert '"description": "d"' in tokenizer_of("qwen").decode(sequence.token_ids)

@@ -4,8 +4,9 @@ import random
 import pytest
 
 from megarl.data.chat import load_tokenizer
-from megarl.data.conversations import read_conversations
-from megarl.data.problems import read_problems
+from megarl.data.kinds.conversations import Conversations
+from megarl.data.kinds.problems import Problems
+from megarl.data.reader import read_examples
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # reasoning-gym's dependencies warn at import
 
@@ -35,8 +36,10 @@ def test_answers_are_right(dataset):
 
 def test_the_readers_take_the_files(dataset, tiny_model):
     tokenizer = load_tokenizer(tiny_model())
-    problems = read_problems(dataset / "train.jsonl", tokenizer, system_prompt=None, max_prompt_tokens=48)
-    conversations = read_conversations(dataset / "sft.jsonl", tokenizer, system_prompt=None, max_tokens=64)
+    problems = read_examples(dataset / "train.jsonl", Problems(tokenizer=tokenizer, system_prompt=None, max_tokens=48))
+    conversations = read_examples(
+        dataset / "sft.jsonl", Conversations(tokenizer=tokenizer, system_prompt=None, max_tokens=64)
+    )
     assert (len(problems), len(conversations)) == (70, 60)
     assert max(sequence.loss_mask.sum() for (sequence,) in conversations) <= 48
     for (sequence,) in conversations:

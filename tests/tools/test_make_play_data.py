@@ -10,7 +10,8 @@ from types import ModuleType
 from typing import Any
 
 from megarl.data.chat import load_tokenizer
-from megarl.data.conversations import read_conversations
+from megarl.data.kinds.conversations import Conversations
+from megarl.data.reader import read_examples
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -48,4 +49,11 @@ def test_games_and_searches_are_played_by_their_rules(
     assert kinds == {("user", "assistant"), ("user", *reply), ("user", "assistant", *reply)}
     tokenizer = load_tokenizer(tiny_model())
     for name in ("sft", "search_sft"):
-        assert len(read_conversations(made / f"{name}.jsonl", tokenizer, system_prompt=None, max_tokens=500)) == 60
+        assert (
+            len(
+                read_examples(
+                    made / f"{name}.jsonl", Conversations(tokenizer=tokenizer, system_prompt=None, max_tokens=500)
+                )
+            )
+            == 60
+        )

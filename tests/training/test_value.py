@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
+from megarl.data.kinds.preferences import with_score_masks
 from megarl.data.packing import pack
-from megarl.data.preferences import with_score_masks
 from megarl.data.token_batch import TokenBatch
 from megarl.tracking.metrics import merge, values
 from megarl.types import DataError, TrainingSequence

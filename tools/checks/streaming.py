@@ -57,7 +57,8 @@ def write(path: Path, num_bytes: int, row_bytes: int) -> None:
 
 def read(path: Path) -> dict[str, float]:
     """Read the source as a run does. Returns the peak memory above the start, and counts of the records."""
-    from megarl.data.records import Record, read_records
+    from megarl.data.reader import read_records
+    from megarl.data.records import Record
     from megarl.data.streamed import Streamed
 
     if path.suffix == ".parquet":

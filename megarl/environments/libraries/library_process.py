@@ -118,7 +118,7 @@ class LibraryProcess:
         max_answer_bytes: int,
     ) -> None:
         self.introduction = introduction
-        """What the adapter says about the library."""
+        """The adapter's description of the library."""
         self.has_ended = False
         """Whether the process has ended or was killed, so that it takes no request."""
         self._server = server

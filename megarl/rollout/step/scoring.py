@@ -14,7 +14,7 @@ import numpy as np
 from megarl.algorithms.importance import is_of_single_tokens
 from megarl.cluster.rank_model import RankModel
 from megarl.config import Recipe, RewardConfig
-from megarl.data.preferences import with_score_masks
+from megarl.data.kinds.preferences import with_score_masks
 from megarl.data.token_batch import TokenBatch
 from megarl.rollout.state import flatten
 from megarl.rollout.step.rl_batch import RLBatch

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from megarl.data.conversations import Conversation, encode_conversation, make_conversation
-from megarl.data.formats import FieldNames
+from megarl.data.kinds.conversations import Conversation, check_is_trained, encode_conversation, make_conversation
 from megarl.data.messages import have_same_texts
-from megarl.data.records import Record, TooLongError, read_records
-from megarl.data.streamed import Collect, in_memory
+from megarl.data.records import Record, TooLongError
 from megarl.data.token_batch import TokenBatch, borders
 from megarl.files.strict_json import shown
-from megarl.types import DataError, TrainingSequence
+from megarl.types import TrainingSequence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -26,72 +23,74 @@ Answers = tuple[TrainingSequence, ...]
 
 
 Messages = tuple[Mapping[str, Any], ...]
-EQUAL_LABELS = "all labels are the same; the loss kto needs good and bad answers, so add the other kind"
-"""Error of a source of judged answers."""
 
 
-def read_preferences(
-    source: str | Path,
-    tokenizer: Tokenizer,
-    *,
-    system_prompt: str | None,
-    max_tokens: int,
-    names: FieldNames | None = None,
-    on_long: Callable[[TooLongError], object] | None = None,
-    collect: Collect = in_memory,
-    is_scored: bool = False,
-) -> Sequence[Answers]:
-    """Return the preference pairs of a data source as tokens, with both answers marked for training.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pairs:
+    """Preference pairs as tokens, with both answers marked for training.
 
     A record has `chosen` and `rejected`, each a text or messages. The common prompt is in `messages`, `prompt` or
-    `context`, unless both answers begin with it (`data.formats` lists other names). With `is_scored`, only the last
-    position of each sequence counts (`scored`).
-
-    Raises DataError, with the line, for an invalid record and for two equal answers. A pair longer than `max_tokens` in
-    total is never split or truncated: `on_long` is called with the error, or without `on_long` it is raised.
+    `context`, unless both answers begin with it (`data.formats` lists other names). Two equal answers, and a pair
+    longer than `max_tokens` in total, are an error.
     """
 
-    def make(_: int, record: Record) -> Answers:
-        pair = make_pair(record, tokenizer, system_prompt=system_prompt, max_tokens=max_tokens)
-        if not is_scored:
+    tokenizer: Tokenizer
+    system_prompt: str | None
+    max_tokens: int
+    is_scored: bool = False
+    """Whether only the last position of each sequence counts (`with_score_mask`)."""
+    is_judged: ClassVar[bool] = False
+
+    def make(self, index: int, record: Record) -> Answers:
+        pair = _make_pair(record, self.tokenizer, system_prompt=self.system_prompt, max_tokens=self.max_tokens)
+        if not self.is_scored:
             return pair
         if not all(sequence.loss_mask[-1] for sequence in pair):
             raise record.error("an answer ends with weight 0, but its score is that of its end; remove the weight")
         return tuple(map(with_score_mask, pair))
 
-    return collect(read_records(source, names), make, on_long)
+    def parts(self, record: Record) -> list[Any]:
+        return list(map(list, pair_conversations(record, self.system_prompt)))
+
+    def prompt(self, record: Record) -> Messages:
+        return pair_conversations(record, self.system_prompt)[0]
+
+    def sequences(self, example: Answers) -> Answers:
+        return example
 
 
-def read_judged(
-    source: str | Path,
-    tokenizer: Tokenizer,
-    *,
-    system_prompt: str | None,
-    max_tokens: int,
-    names: FieldNames | None = None,
-    on_long: Callable[[TooLongError], object] | None = None,
-    collect: Collect = in_memory,
-) -> Sequence[Answers]:
-    """Return the labelled answers of a data source as tokens, with the answers marked for training.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """Labelled answers as tokens, with the answers marked for training.
 
     A record has `response` (or `completion`), a text or messages. Its prompt is in `messages`, `prompt` or `context`,
-    and `label` is true for a good answer (`data.formats` lists other names).
-
-    Raises DataError, with the line, for an invalid record, and for a source with only good or only bad answers. A
-    conversation longer than `max_tokens` is never truncated: `on_long` is called with the error, or without `on_long`
-    it is raised.
+    and `label` is true for a good answer (`data.formats` lists other names). A conversation longer than `max_tokens` is
+    an error.
     """
-    labels: set[bool] = set()
 
-    def make(_: int, record: Record) -> Answers:
-        judged = make_judged(record, tokenizer, system_prompt=system_prompt, max_tokens=max_tokens)
-        labels.add(bool(record.value(record.format.label)))
-        return judged
+    tokenizer: Tokenizer
+    system_prompt: str | None
+    max_tokens: int
+    is_judged: ClassVar[bool] = True
 
-    answers = collect(read_records(source, names), make, on_long)
-    if len(labels) < 2:
-        raise DataError(f"{source}: {EQUAL_LABELS}")
-    return answers
+    def make(self, index: int, record: Record) -> Answers:
+        messages, label = _judged_conversation(record, self.system_prompt)
+        first = len(messages) - 1
+        conversation = make_conversation(record, self.tokenizer, messages, max_tokens=self.max_tokens, first=first)
+        sequence = _only_sequence(record, conversation)
+        desirable = (sequence.loss_mask & label).astype(np.float32)
+        return (replace(sequence, desirable=desirable),)
+
+    def parts(self, record: Record) -> list[Any]:
+        messages, _ = _judged_conversation(record, self.system_prompt)
+        check_is_trained(record, messages, first=len(messages) - 1)
+        return list(messages)
+
+    def prompt(self, record: Record) -> Messages:
+        return record.prompt(self.system_prompt)
+
+    def sequences(self, example: Answers) -> Answers:
+        return example
 
 
 def pair_conversations(record: Record, system_prompt: str | None) -> tuple[Messages, Messages]:
@@ -115,7 +114,7 @@ def pair_conversations(record: Record, system_prompt: str | None) -> tuple[Messa
     return chosen, rejected
 
 
-def make_pair(record: Record, tokenizer: Tokenizer, *, system_prompt: str | None, max_tokens: int) -> Answers:
+def _make_pair(record: Record, tokenizer: Tokenizer, *, system_prompt: str | None, max_tokens: int) -> Answers:
     """Return a record's pair as tokens. Raises DataError, and TooLongError for a pair longer than `max_tokens`."""
     chosen, rejected = pair_conversations(record, system_prompt)
     # Messages common to both answers are context, so they are not trained in either.
@@ -136,7 +135,7 @@ def make_pair(record: Record, tokenizer: Tokenizer, *, system_prompt: str | None
     return pair[0], pair[1]
 
 
-def judged_conversation(record: Record, system_prompt: str | None) -> tuple[Messages, bool]:
+def _judged_conversation(record: Record, system_prompt: str | None) -> tuple[Messages, bool]:
     """Return the conversation of a labelled answer, and its label. Raises DataError for what no tokenizer could
     mend."""
     record.require("response", "label", also=("prompt",))
@@ -148,16 +147,6 @@ def judged_conversation(record: Record, system_prompt: str | None) -> tuple[Mess
     record.refuse_other_prompts(messages, answers=True)
     record.refuse_reasoning_field(messages)
     return messages, label
-
-
-def make_judged(record: Record, tokenizer: Tokenizer, *, system_prompt: str | None, max_tokens: int) -> Answers:
-    """Return a record's labelled answer as tokens. Raises DataError, and TooLongError if it exceeds `max_tokens`."""
-    messages, label = judged_conversation(record, system_prompt)
-    first = len(messages) - 1
-    conversation = make_conversation(record, tokenizer, messages, max_tokens=max_tokens, first=first)
-    sequence = _only_sequence(record, conversation)
-    desirable = (sequence.loss_mask & label).astype(np.float32)
-    return (replace(sequence, desirable=desirable),)
 
 
 def _only_sequence(record: Record, conversation: Conversation) -> TrainingSequence:

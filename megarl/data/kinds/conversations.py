@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from megarl.data.chat import encode, exceeds, render
-from megarl.data.formats import FieldNames, first_name_with_value
+from megarl.data.formats import first_name_with_value
 from megarl.data.messages import WEIGHT, have_same_texts, without_weights
-from megarl.data.records import Record, TooLongError, read_records
-from megarl.data.streamed import Collect, in_memory
+from megarl.data.records import Record, TooLongError
 from megarl.data.written_texts import check_answer_written, check_message_written, check_tools_written, has_texts
 from megarl.types import DataError, TrainingSequence
 
@@ -25,29 +23,34 @@ Conversation = tuple[TrainingSequence, ...]
 """The sequences of a record: one, or several if the chat template rewrites earlier turns."""
 
 
-def read_conversations(
-    source: str | Path,
-    tokenizer: Tokenizer,
-    *,
-    system_prompt: str | None,
-    max_tokens: int,
-    names: FieldNames | None = None,
-    on_long: Callable[[TooLongError], object] | None = None,
-    collect: Collect = in_memory,
-) -> Sequence[Conversation]:
-    """Return the conversations of a data source as tokens, with the assistant's tokens marked for training.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversations:
+    """Conversations as tokens, with the assistant's tokens marked for training.
 
     A record has a conversation, or a prompt and a response; each is a text or messages (`data.formats`). Assistant
-    messages may have `tool_calls`, and a record may list its `tools`.
-
-    Raises DataError, with the line, for an invalid record and for one without an assistant turn. A conversation longer
-    than `max_tokens` is never truncated: `on_long` is called with the error, or without `on_long` it is raised.
+    messages may have `tool_calls`, and a record may list its `tools`. One without an assistant turn, and one longer
+    than `max_tokens`, is an error.
     """
 
-    def make(_: int, record: Record) -> Conversation:
-        return make_conversation(record, tokenizer, conversation_messages(record, system_prompt), max_tokens=max_tokens)
+    tokenizer: Tokenizer
+    system_prompt: str | None
+    max_tokens: int
+    is_judged: ClassVar[bool] = False
 
-    return collect(read_records(source, names), make, on_long)
+    def make(self, index: int, record: Record) -> Conversation:
+        messages = conversation_messages(record, self.system_prompt)
+        return make_conversation(record, self.tokenizer, messages, max_tokens=self.max_tokens)
+
+    def parts(self, record: Record) -> list[Any]:
+        messages = conversation_messages(record, self.system_prompt)
+        check_is_trained(record, messages, first=0)
+        return list(messages)
+
+    def prompt(self, record: Record) -> Sequence[Mapping[str, Any]]:
+        return record.prompt(self.system_prompt)
+
+    def sequences(self, example: Conversation) -> Conversation:
+        return example
 
 
 def make_conversation(
@@ -175,6 +178,14 @@ def train_on_assistant(
     if not trained:
         raise ValueError("the assistant's messages have no tokens, so nothing is trained; remove the record")
     return trained
+
+
+def check_is_trained(record: Record, messages: Sequence[Mapping[str, Any]], *, first: int) -> None:
+    """Raise DataError if no assistant's message from number `first` on is to be trained."""
+    try:
+        refuse_untrained(messages, first=first)
+    except ValueError as error:
+        raise record.error(str(error)) from error
 
 
 def refuse_untrained(messages: Sequence[Mapping[str, Any]], *, first: int = 0) -> None:

@@ -1,0 +1,41 @@
+"""The kinds of training examples that records of data become. A kind is chosen by its name in `KINDS`.
+
+A kind has four functions of a record. `make` returns the example. `parts` returns everything that is used for training,
+and raises the errors that show without a tokenizer. `prompt` returns the messages to be answered; an answer may follow
+them. `sequences` returns an example's tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from megarl.data.formats import RecordFormat, first_name_with_value, value_at
+from megarl.data.kinds.conversations import Conversations
+from megarl.data.kinds.preferences import Judged, Pairs
+from megarl.data.kinds.problems import Problems
+
+KindName = Literal["problems", "conversations", "pairs", "judged"]
+"""Kind of training examples. problems: loop rl. conversations: sft. pairs: preference and reward_model. judged:
+preference with the loss kto."""
+AnyKind = Problems | Conversations | Pairs | Judged
+KINDS: dict[KindName, type[AnyKind]] = {
+    "problems": Problems,
+    "conversations": Conversations,
+    "pairs": Pairs,
+    "judged": Judged,
+}
+
+
+def kind_of(fields: Mapping[str, Any], format: RecordFormat) -> KindName:
+    """Return the kind of training examples that a record's fields can be used for."""
+    if first_name_with_value(fields, format.chosen) and first_name_with_value(fields, format.rejected):
+        return "pairs"
+    label = first_name_with_value(fields, format.label)
+    if label is not None and isinstance(value_at(fields, label), bool):
+        return "judged"
+    answer = first_name_with_value(fields, format.answer)
+    # A field with both roles (`output` of alpaca) is a response: the record is a conversation.
+    if answer and answer not in format.response:
+        return "problems"
+    return "conversations"

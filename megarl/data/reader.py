@@ -1,0 +1,173 @@
+"""The reader of all data sources: files to records, records to training examples.
+
+The kind of examples is chosen in `data.kinds`. Every error names the file and the line or row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, TypeVar
+
+from megarl.data.formats import FieldNames, RecordFormat
+from megarl.data.record_fields import unread_field
+from megarl.data.records import BY_FORMAT, Record, TooLongError
+from megarl.data.rows import Row, data_files, rows_of
+from megarl.files.strict_json import shown
+from megarl.types import DataError
+
+Made = TypeVar("Made")
+Example = TypeVar("Example", covariant=True)
+OnLong = Callable[[TooLongError], object]
+"""Called with the error of each record left out as too long."""
+OnFault = Callable[[DataError, Path, str], object]
+"""Called with an error, its file, and its place there, such as `line 7`. Empty: the rest of the file cannot be read."""
+
+
+class Kind(Protocol[Example]):
+    """A kind of training examples, with the settings for making them."""
+
+    is_judged: ClassVar[bool]
+    """Whether each record has a label, good or bad, so that a source needs both."""
+
+    def make(self, index: int, record: Record) -> Example:
+        """Return the training example of a record, the source's number `index` counted from 0.
+
+        Raises DataError, with the line, for an invalid record, and TooLongError for one with too many tokens.
+        """
+        ...
+
+
+class Collect(Protocol):
+    """Function that collects the results of records: in memory, on disk, or only their number."""
+
+    def __call__(
+        self, records: Iterable[Record], make: Callable[[int, Record], Any], on_long: OnLong | None
+    ) -> Sequence[Any]: ...
+
+
+def read_examples(
+    source: str | Path,
+    kind: Kind[Example],
+    *,
+    names: FieldNames | None = None,
+    on_long: OnLong | None = None,
+    collect: Collect | None = None,
+) -> Sequence[Example]:
+    """Return the training examples of a data source, collected by `collect`. None: in memory.
+
+    Raises DataError, with the line, for an invalid record, and for judged answers that are all good or all bad. A
+    record with too many tokens is never truncated: `on_long` is called with the error, or without `on_long` it is
+    raised.
+    """
+    labels: set[bool] = set()
+
+    def make(index: int, record: Record) -> Example:
+        example = kind.make(index, record)
+        if kind.is_judged:
+            labels.add(label_of(record))
+        return example
+
+    examples = (collect or in_memory)(read_records(source, names), make, on_long)
+    if kind.is_judged and len(labels) < 2:
+        raise DataError(equal_labels_text(source))
+    return examples
+
+
+def label_of(record: Record) -> bool:
+    return bool(record.value(record.format.label))
+
+
+def equal_labels_text(source: str | Path) -> str:
+    """Return the error of a source with only good or only bad answers."""
+    return f"{source}: all labels are the same; the loss kto needs good and bad answers, so add the other kind"
+
+
+def in_memory(records: Iterable[Record], make: Callable[[int, Record], Made], on_long: OnLong | None) -> Sequence[Made]:
+    """Return all results in a list. Raises the errors of `make_results`, which checks the records."""
+    return list(make_results(records, make, on_long))
+
+
+def collect_count(
+    records: Iterable[Record], make: Callable[[int, Record], object], on_long: OnLong | None
+) -> Sequence[int]:
+    """Return a sequence with the right length but without items, to count results. Raises the errors of
+    `make_results`."""
+    return range(sum(1 for _ in make_results(records, make, on_long)))
+
+
+def make_results(
+    records: Iterable[Record],
+    make: Callable[[int, Record], Made],
+    on_long: OnLong | None = None,
+    on_fault: OnFault | None = None,
+) -> Iterator[Made]:
+    """Yield the result of `make` for each record and its number, counted from 0.
+
+    `on_long`, if given, is called with the error of each record with too many tokens. `on_fault` is called with other
+    errors and their place. Without them the errors are raised.
+    """
+    for index, record in enumerate(records):
+        try:
+            made = make(index, record)
+        except DataError as error:
+            if on_long is not None and isinstance(error, TooLongError):
+                on_long(error)
+            elif on_fault is not None:
+                on_fault(error, record.path, f"{record.unit} {record.line}")
+            else:
+                raise
+        else:
+            yield made
+
+
+def read_records(
+    source: str | Path, names: FieldNames | None = None, on_fault: OnFault | None = None
+) -> Iterator[Record]:
+    """Yield the records of a data source in order. Blank lines are skipped.
+
+    `names` gives the field names. Without it, the format is recognised from the first record. Raises DataError if the
+    source is missing or empty, or if a row is not a JSON object. With `on_fault`, only a missing source is raised:
+    reading goes on with the next row or file.
+    """
+    format: RecordFormat | None = None
+    for path in data_files(source):
+        try:
+            for row in rows_of(path):
+                try:
+                    record = _make_record(path, row, names, format)
+                except DataError as error:
+                    if on_fault is None:
+                        raise
+                    on_fault(error, path, f"{row.unit} {row.number}")
+                    continue
+                format = record.format
+                yield record
+        except DataError as error:
+            if on_fault is None:
+                raise
+            # The rows after this fault cannot be read, but the source's other files can.
+            on_fault(error, path, "")
+    if format is None and on_fault is None:
+        raise DataError(f"{source}: the file holds no records; write one JSON object per line")
+
+
+def _make_record(path: Path, row: Row, names: FieldNames | None, format: RecordFormat | None) -> Record:
+    """Return the record in a row. Raises DataError for a row that is not a JSON object, and for a field that would be
+    ignored though it changes the training.
+
+    `format` is the format of the source's first record. None: the row is the first.
+    """
+    if isinstance(row.value, DataError):
+        raise row.value
+    if not isinstance(row.value, dict):
+        place = f"{path}, {row.unit} {row.number}"
+        raise DataError(
+            f"{place}: {shown(row.value)} is not a JSON object; each record must be an object with named fields"
+        )
+    # A field empty in this row may have values in other rows, so the columns count as field names too.
+    format = format or (names or BY_FORMAT).format_of({**dict.fromkeys(row.columns), **row.value})
+    record = Record(path, row.number, row.value, format, row.unit, names or BY_FORMAT)
+    if (fault := unread_field(row.value, format)) is not None:
+        raise record.error(fault)
+    return record
