@@ -366,7 +366,7 @@ def test_the_version() -> None:
     [(0, "0 bytes"), (999, "999 bytes"), (81_920, "81.9 KB"), (2e6, "2.0 MB"), (470_187_269_120, "470.2 GB")],
 )
 def test_sizes_have_a_fitting_unit(size: float, text: str) -> None:
-    from megarl.console import size_text
+    from megarl.console.lines import size_text
 
     assert size_text(size) == text
     assert size_text(-size or 1, "+").startswith("-" if size else "+")

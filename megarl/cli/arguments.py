@@ -20,11 +20,11 @@ def _complete_override(ctx: typer.Context, incomplete: str) -> list[tuple[str, s
     return override_candidates(list(ctx.params.get("overrides") or ()), incomplete)
 
 
-def recipe_file(given: str | None) -> str | None:
+def recipe_file(name_or_path: str | None) -> str | None:
     """Return the recipe file for a command-line value: a path, or the name of a delivered recipe. Typer's callback."""
     from megarl.files import shipped
 
-    return None if given is None else shipped.recipe_file(given)
+    return None if name_or_path is None else shipped.recipe_file(name_or_path)
 
 
 RecipePath = Annotated[
@@ -80,13 +80,13 @@ class RecipeCommand(TyperCommand):
         if ctx.resilient_parsing:
             return rest
         arguments = [parameter for parameter in self.params if parameter.param_type_name == "argument"]
-        texts = [text for argument in arguments for text in _given(ctx, argument)]
+        texts = [text for argument in arguments for text in _argument_texts(ctx, argument)]
         if unknown := list(_options(texts)):
             raise ConfigError("\n".join(_unknown_option(*option, self.params) for option in unknown))
         return rest
 
 
-def _given(ctx: Any, argument: Any) -> list[str]:
+def _argument_texts(ctx: Any, argument: Any) -> list[str]:
     """Return the texts given for a command-line argument."""
     value = ctx.params.get(argument.name)
     return [] if value is None else [str(item) for item in (value if isinstance(value, list | tuple) else [value])]
@@ -106,5 +106,5 @@ def _unknown_option(option: str, value: str | None, parameters: Sequence[Any]) -
     """Return the error about one unknown option: `--steps: unknown option; write train.steps=5`."""
     from megarl.config.explaining import option_hint
 
-    known = [name for parameter in parameters for name in parameter.opts if name.startswith("--")]
-    return f"{option}: unknown option; {option_hint(option, value, known)}"
+    options = [name for parameter in parameters for name in parameter.opts if name.startswith("--")]
+    return f"{option}: unknown option; {option_hint(option, value, options)}"

@@ -21,7 +21,7 @@ def checking(display: Display) -> Iterator[None]:
         yield
 
 
-def checked(
+def check_completely(
     recipe: Recipe, display: Display, *, is_start: bool
 ) -> tuple[ParallelConfig, dict[str, int], Dropped, Kept]:
     """Check a recipe completely and print its warnings.
@@ -35,16 +35,16 @@ def checked(
     # Before the checks: if one raises, the notices may explain its error.
     with_notices_shown(recipe)
     dropped: Dropped = Counter()
-    kept: Kept = {}
+    digests: Kept = {}
     with checking(display):
         parallel = check(recipe, is_start=is_start)
-        records = count_records(recipe, dropped, kept)
+        records = count_records(recipe, dropped, digests)
         check_rewards(recipe, is_start=is_start)
     # On stderr, so that stdout stays the command's result. Texts of a recipe are not rich markup.
     console = Terminal(stderr=True, soft_wrap=True, highlight=False, markup=False)
     for text in resource_warnings(recipe, parallel):
         console.print(f"warning: {text}", style="yellow")
-    return parallel, records, dropped, kept
+    return parallel, records, dropped, digests
 
 
 def with_notices_shown(recipe: Recipe) -> Recipe:

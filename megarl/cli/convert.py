@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from megarl.cli.arguments import command_group
-from megarl.console import print_conversion
+from megarl.console.results import print_conversion
 
 app = command_group(
     "convert", "Convert weights between Hugging Face folders and Megatron's torch_dist checkpoints, on the CPU."

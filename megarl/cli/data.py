@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from megarl.cli.arguments import command_group, recipe_file
-from megarl.console import print_survey
+from megarl.console.surveys import print_survey
 from megarl.types import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -89,12 +89,12 @@ def check_data(
     """Read a whole data source. Print its errors by line, lengths, duplicates, overlap with held-out data, and first
     record."""
     if recipe is not None:
-        given = {
+        options = {
             "--model": model, "--kind": kind, "--format": data_format, "--fields": fields,
             "--answer-field": answer_field, "--chat-template": chat_template, "--system-prompt": system_prompt,
         }  # fmt: skip
         _check_of_recipe(
-            recipe, source, heldout or [], [option for option, value in given.items() if value is not None]
+            recipe, source, heldout or [], [option for option, value in options.items() if value is not None]
         )
         return
     if source is None:
@@ -104,7 +104,7 @@ def check_data(
     from megarl.data.survey import survey
 
     names = _names(data_format, fields, answer_field)
-    found = survey(
+    survey_result = survey(
         source,
         names=names,
         kind=kind,
@@ -112,8 +112,8 @@ def check_data(
         system_prompt=system_prompt,
         others=dict.fromkeys(heldout or (), names),
     )
-    print_survey(found, unit="tokens" if model else "characters")
-    if not found.is_sound:
+    print_survey(survey_result, unit="tokens" if model else "characters")
+    if not survey_result.is_sound:
         raise typer.Exit(DataError.exit_code)
 
 
@@ -135,21 +135,21 @@ def _names(data_format: str | None, fields: str | None, answer_field: str | None
             f"--fields {fields}: is not a mapping of names; write '{{prompt: question, answer: solution}}'"
         )
     try:
-        given = {"format": data_format, "fields": by_name, "answer_field": answer_field}
-        made = DataSetConfig.model_validate({"path": "", **given})
+        values = {"format": data_format, "fields": by_name, "answer_field": answer_field}
+        config = DataSetConfig.model_validate({"path": "", **values})
     except ValidationError as error:
         # The first fault is enough here, unlike in a recipe: there are only three options.
         first = error.errors(include_url=False)[0]
         if not first["loc"]:
             raise ConfigError(f"--fields and --answer-field: {first['msg']}") from None
         option = f"--{str(first['loc'][0]).replace('_', '-')} "
-        known = first["msg"].replace("Input should be", "known are").replace("'", "")
-        raise ConfigError(f"{option}{first['input']}: {known}") from None
-    by_role = {str(role): name for role, name in made.fields.items()}
-    return FieldNames(made.format, by_role, made.answer_field, remedy="--fields '{}'")
+        remedy = first["msg"].replace("Input should be", "known are").replace("'", "")
+        raise ConfigError(f"{option}{first['input']}: {remedy}") from None
+    by_role = {str(role): name for role, name in config.fields.items()}
+    return FieldNames(config.format, by_role, config.answer_field, remedy="--fields '{}'")
 
 
-def _check_of_recipe(path: str, source: str | None, heldout: list[str], others: list[str]) -> None:
+def _check_of_recipe(path: str, source: str | None, heldout: list[str], conflicting: list[str]) -> None:
     """Check the data sets of a recipe, and exit with an error if one of them has errors.
 
     With `source`, check only this source, read like the recipe's training data, and compare its prompts with those of
@@ -159,8 +159,10 @@ def _check_of_recipe(path: str, source: str | None, heldout: list[str], others: 
     from megarl.preflight.files import survey_as_training, surveys
 
     # An option would silently contradict the recipe, so both together are refused.
-    if others:
-        raise ConfigError(f"{others[0]}: the recipe of --recipe already decides this; remove one of the two options")
+    if conflicting:
+        raise ConfigError(
+            f"{conflicting[0]}: the recipe of --recipe already decides this; remove one of the two options"
+        )
     if heldout and source is None:
         raise ConfigError(
             "--heldout: with --recipe and without SOURCE, training data are compared with data.validation; remove "
@@ -172,11 +174,11 @@ def _check_of_recipe(path: str, source: str | None, heldout: list[str], others: 
     sets = (
         surveys(recipe, tokenizer) if source is None else [("", survey_as_training(recipe, source, tokenizer, heldout))]
     )
-    for field, found in sets:
+    for field, survey_result in sets:
         if field:
             print(f"{field}:")
-        print_survey(found, unit="tokens" if tokenizer else "characters")
-        is_sound &= found.is_sound
+        print_survey(survey_result, unit="tokens" if tokenizer else "characters")
+        is_sound &= survey_result.is_sound
     if not is_sound:
         raise typer.Exit(DataError.exit_code)
 

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from megarl.console import print_conversion, print_lines
+from megarl.console.lines import print_lines
+from megarl.console.results import print_conversion
 from megarl.types import ConfigError
 
 
@@ -60,10 +61,10 @@ def export(
         check_push("--push-to-hub", push_to_hub)
     from megarl.loops import exporting
 
-    found = exporting.export(run, step=step, is_best=best, out=out)
-    if found.conversion is not None:
-        print_conversion(found.conversion)
-    print_lines([f"model of step {found.step}, with a new model card: {found.folder}"])
+    exported = exporting.export(run, step=step, is_best=best, out=out)
+    if exported.conversion is not None:
+        print_conversion(exported.conversion)
+    print_lines([f"model of step {exported.step}, with a new model card: {exported.folder}"])
     if push_to_hub is not None:
-        pushed = exporting.push(run, found, push_to_hub, is_private=private)
+        pushed = exporting.push(run, exported, push_to_hub, is_private=private)
         print_lines([f"pushed {pushed.name}: commit {pushed.commit}"])

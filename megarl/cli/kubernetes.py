@@ -106,10 +106,10 @@ def render(
     from megarl.files.atomic import replace_text
     from megarl.types import ConfigError
 
-    given = overrides or []
+    override_texts = overrides or []
     settings = ManifestSettings(image, volume, gpu, cpus, memory, tuple(env or ()), tuple(secret or ()), template)
-    loaded = with_notices_shown(load(recipe, [*given, *launch_overrides(to)]))
-    text = render_manifest(to, loaded, recipe, given, settings)
+    loaded = with_notices_shown(load(recipe, [*override_texts, *launch_overrides(to)]))
+    text = render_manifest(to, loaded, recipe, override_texts, settings)
     if output is None:
         print(text, end="")
         return

@@ -62,16 +62,16 @@ def refuse_search_options(context: typer.Context) -> None:
     sources = {name: context.get_parameter_source(name) for name in _SEARCH_OPTIONS}
     # typer has its own copy of click, so the kind of source is known by its name.
     names = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
-    given = [f"--{name.replace('_', '-')}" for name in names]
-    if given:
-        raise ConfigError(f"{', '.join(given)}: does nothing without --search; add it, or leave this out")
+    options = [f"--{name.replace('_', '-')}" for name in names]
+    if options:
+        raise ConfigError(f"{', '.join(options)}: does nothing without --search; add it, or leave this out")
 
 
 def search_layouts(
     recipe: Recipe,
     file: RecipeFile,
     *,
-    most: int,
+    count: int,
     run: Path | None,
     mean_tokens: int | None,
     max_staleness: int | None,
@@ -83,10 +83,10 @@ def search_layouts(
     `max_staleness`: limit for separate engines; default: the recipe's. Raises ConfigError if the recipe is not
     searchable, or its GPUs are unknown.
     """
-    from megarl.console import print_layouts
+    from megarl.console.predictions import print_layouts
     from megarl.layout_search.search import search_of
 
-    result = search_of(recipe, _lengths(recipe, run, mean_tokens), max_staleness, file).search(most)
+    result = search_of(recipe, _lengths(recipe, run, mean_tokens), max_staleness, file).search(count)
     if as_json:
         print(json.dumps({"recipe": recipe.name, "model": recipe.model.path, **result.as_json()}))
     else:

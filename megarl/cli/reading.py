@@ -31,7 +31,7 @@ def report(
 
     For evaluations: accuracies, differences from the first one with confidence intervals, changed answers.
     """
-    from megarl.console import print_report
+    from megarl.console.results import print_report
     from megarl.report.page import write_report
 
     print_report(*write_report(runs, out))
@@ -71,22 +71,24 @@ def metrics(
 ) -> None:
     """Print the table of all metrics: name, unit, meaning. With --json it also has the module that computes each
     metric."""
-    from megarl.console import print_metrics
+    from megarl.console.results import print_metrics
     from megarl.tracking.metric_table import find, metrics_markdown, rows
     from megarl.tracking.renamed_metrics import current_name
 
-    found = [row for row in rows() if name in row.name]
+    matches = [row for row in rows() if name in row.name]
     # An old run's metric is described by its current name.
-    if not found and (row := find(current_name(name))) is not None:
-        found = [row]
-    if not found:
+    if not matches and (row := find(current_name(name))) is not None:
+        matches = [row]
+    if not matches:
         raise ConfigError(f"{name}: no metric has this text in its name; `megarl metrics` prints all names")
     if as_json:
-        print(json.dumps({row.name: {"unit": row.unit, "meaning": row.meaning, "module": row.module} for row in found}))
+        print(
+            json.dumps({row.name: {"unit": row.unit, "meaning": row.meaning, "module": row.module} for row in matches})
+        )
     elif as_markdown:
-        print(metrics_markdown(found), end="")
+        print(metrics_markdown(matches), end="")
     else:
-        print_metrics(found)
+        print_metrics(matches)
 
 
 def samples(
@@ -122,15 +124,15 @@ def samples(
 ) -> None:
     """Show samples of a run, or answers of an evaluation: one at a time on a terminal, otherwise all."""
     if is_account:
-        from megarl.console import print_account
+        from megarl.console.results import print_account
         from megarl.report.recorded import refuse_other_folders
         from megarl.tracking.draws import account
 
         refuse_other_folders(run)
-        found = account(run)
-        print_account(found)
-        if found.faults:
-            raise DataError(f"{run}: not every prompt is accounted for: {'; '.join(found.faults[:8])}")
+        prompts = account(run)
+        print_account(prompts)
+        if prompts.faults:
+            raise DataError(f"{run}: not every prompt is accounted for: {'; '.join(prompts.faults[:8])}")
         return
     from megarl.report.browse import Selection, browse
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from megarl.console import print_lines
+from megarl.console.lines import print_lines
 from megarl.files import shipped
 from megarl.files.nearest import nearest
 from megarl.types import ConfigError
@@ -26,11 +26,11 @@ def recipes(
 
     Existing files are never overwritten: the command then copies nothing.
     """
-    known = shipped.recipes()
+    delivered = shipped.recipes()
     if names:
-        print_lines([f"wrote {path}" for path in _copied(known, names, to)])
+        print_lines([f"wrote {path}" for path in _copy_recipes(delivered, names, to)])
         return
-    for name, path in known.items():
+    for name, path in delivered.items():
         print(f"{name}\n    {_purpose(path)}")
 
 
@@ -43,16 +43,16 @@ def _purpose(recipe: Path) -> str:
     return comment.partition(". ")[0].removesuffix(".") + "."
 
 
-def _copied(known: Mapping[str, Path], names: Sequence[str], folder: Path) -> list[Path]:
+def _copy_recipes(delivered: Mapping[str, Path], names: Sequence[str], folder: Path) -> list[Path]:
     """Copy recipes into a folder and return the new files. Raises ConfigError for an unknown name or an existing file,
     before the first copy.
     """
-    wanted = [name.removesuffix(".yaml") for name in names]
-    for name in wanted:
-        if name not in known:
-            hint = f"did you mean {near}?" if (near := nearest(name, known)) else "`megarl recipes` lists them"
+    stems = [name.removesuffix(".yaml") for name in names]
+    for name in stems:
+        if name not in delivered:
+            hint = f"did you mean {near}?" if (near := nearest(name, delivered)) else "`megarl recipes` lists them"
             raise ConfigError(f"{name}: not a recipe of megarl; {hint}")
-    copies = {folder / known[name].name: known[name] for name in wanted}
+    copies = {folder / delivered[name].name: delivered[name] for name in stems}
     for copy in copies:
         if copy.exists():
             raise ConfigError(f"{copy}: exists already; name another folder with --to, or remove the file")

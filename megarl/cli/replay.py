@@ -9,7 +9,9 @@ from typing import Annotated
 import typer
 
 from megarl.cli.arguments import Overrides
-from megarl.console import comparison_lines, print_bisection, print_effect, print_lines, print_report
+from megarl.console.lines import print_lines
+from megarl.console.replays import comparison_lines, print_bisection, print_effect
+from megarl.console.results import print_report
 from megarl.types import ConfigError, MegarlError
 
 
@@ -26,7 +28,7 @@ def replay(
             "repeated.",
         ),
     ] = None,
-    other: Annotated[
+    second_run: Annotated[
         Path | None,
         typer.Option(
             "--bisect",
@@ -49,16 +51,16 @@ def replay(
     """
     from megarl.loops import replaying
 
-    if other is not None:
+    if second_run is not None:
         if step is not None or changes or overrides or html:
             raise ConfigError("--bisect: compares two runs' records; leave out --step, --set, --html and overrides")
-        print_bisection(replaying.bisect(run, other), (run, other))
+        print_bisection(replaying.bisect(run, second_run), (run, second_run))
         return
     if step is None:
         raise ConfigError("--step: is required; give the number of a recorded step, or compare runs with --bisect")
     prepared = replaying.prepare(run, step, overrides or (), changes or ())
-    found, effect = asyncio.run(replaying.replay(prepared, lambda text: print_lines([text])))
-    lines = comparison_lines(found)
+    comparisons, effect = asyncio.run(replaying.replay(prepared, lambda text: print_lines([text])))
+    lines = comparison_lines(comparisons)
     print_lines(lines)
     if effect is not None:
         print_effect(effect, prepared.changes)
@@ -69,7 +71,9 @@ def replay(
         if effect is None:
             write_replay(run, step, lines)
         else:
-            write_replay(run, step, lines, prepared.changes, effect.metrics, [one.row() for one in effect.samples])
+            write_replay(
+                run, step, lines, prepared.changes, effect.metrics, [sample.row() for sample in effect.samples]
+            )
         print_report(*write_report([run]))
-    if wrong := [one for one in found if one.differences]:
+    if wrong := [comparison for comparison in comparisons if comparison.differences]:
         raise MegarlError(f"{run}: step {wrong[0].step} differs from its record, first in {wrong[0].differences[0]}")

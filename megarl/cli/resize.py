@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from megarl.cli.arguments import Overrides
-from megarl.console import print_lines, size_text
+from megarl.console.lines import print_lines, size_text
 from megarl.types import ConfigError
 
 FromOption = Annotated[
@@ -90,9 +90,9 @@ def plan_resize(recipe: Path | str, overrides: Sequence[str], before: str, after
         raise ConfigError(f"--to: counts Adam's state; leave it out with optimizer.name={old.optimizer.name}")
     new = with_sizes(old, _sizes(recipe, first, after.split()))
     layouts = []
-    for one in (old, new):
-        shape, parallel = check_plan(one)
-        layouts.append(aligned(one, shape, parallel))
+    for sizes in (old, new):
+        shape, parallel = check_plan(sizes)
+        layouts.append(aligned(sizes, shape, parallel))
     shape = trained_shape(old, shape)
     settings = StateSettings(2 if old.model.dtype == "bfloat16" else 4, old.trainer.distributed_optimizer)
     ranks_per_node = old.cluster.ranks_per_node, new.cluster.ranks_per_node

@@ -26,13 +26,13 @@ def check_sandbox(
 
     Exit code 0: all layers are supported, 2: some are missing.
     """
-    from megarl.console import print_layers
+    from megarl.console.surveys import print_layers
     from megarl.sandbox.check import examine
 
-    found = examine()
+    examination = examine()
     if as_json:
-        print(json.dumps(found.as_json()))
+        print(json.dumps(examination.as_json()))
     else:
-        print_layers(found)
-    if not found.is_complete:
+        print_layers(examination)
+    if not examination.is_complete:
         raise typer.Exit(ConfigError.exit_code)

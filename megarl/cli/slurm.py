@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from megarl.cli.arguments import Overrides, RecipeCommand, RecipePath, command_group
-from megarl.cli.checking import checked
+from megarl.cli.checking import check_completely
 
 app = command_group("slurm", "Run a recipe as a Slurm batch job.")
 
@@ -40,13 +40,15 @@ def submit(recipe: RecipePath, overrides: Overrides = None, option: SbatchOption
     from megarl.preflight import load, with_memory_defaults, with_steps
     from megarl.tracking.display import Display
 
-    given = list(overrides or ())
+    override_texts = list(overrides or ())
     # Loaded twice: first to learn the launcher, then with the launcher set by the batch script.
-    loaded = load(recipe, given, is_start=False)
+    loaded = load(recipe, override_texts, is_start=False)
     # The batch script sets the launcher to slurm, unless the recipe uses ray. The checks must see the same.
     by_slurm = [] if loaded.cluster.launcher == "ray" else ["cluster.launcher=slurm"]
-    checked(with_memory_defaults(with_steps(load(recipe, [*given, *by_slurm]))), Display(), is_start=False)
-    print(submit(_batch_script(recipe, given, ()), option or ()))
+    check_completely(
+        with_memory_defaults(with_steps(load(recipe, [*override_texts, *by_slurm]))), Display(), is_start=False
+    )
+    print(submit(_batch_script(recipe, override_texts, ()), option or ()))
 
 
 def _batch_script(recipe: str, overrides: Sequence[str], options: Sequence[str]) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megarl.cli.checking import checked
+from megarl.cli.checking import check_completely
 from megarl.config import Recipe
 from megarl.config.effects import conditions, may_be_idle, unmet
 from megarl.config.idle import given_fields
@@ -368,7 +368,7 @@ def test_the_best_checkpoint_may_be_of_conversations_or_of_a_source(written: Wri
 def test_notices_are_printed_before_a_check_that_fails(written: Written, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = load(written("lora: {rank: 8, alpha: 16}"), ["lora.rank=0"])
     with pytest.raises(DataError):
-        checked(recipe, Display(), is_start=False)
+        check_completely(recipe, Display(), is_start=False)
     assert "lora.alpha = 16.0: dropped" in capsys.readouterr().err
 
 

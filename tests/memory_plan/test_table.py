@@ -177,7 +177,7 @@ def test_the_largest_table_takes_no_torch_and_no_second(large: Callable[..., Rec
     large("qwen3_235b_a22b_gspo")
     program = (
         "import sys, time; from megarl.config.recipe import load; from megarl.preflight import check_plan, table_of; "
-        "from megarl.console import print_memory; recipe = load(sys.argv[1]); began = time.process_time(); "
+        "from megarl.console.predictions import print_memory; recipe = load(sys.argv[1]); began = time.process_time(); "
         "print_memory(recipe, table_of(recipe, check_plan(recipe)[1])); "
         "print('took', time.process_time() - began, 'torch' in sys.modules)"
     )

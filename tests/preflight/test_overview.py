@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megarl.config import Recipe
-from megarl.console import print_sizes
+from megarl.console.predictions import print_sizes
 from megarl.preflight import check, overview, parallel_of
 
 Make = Callable[..., Recipe]

@@ -12,7 +12,7 @@ import pytest
 
 from megarl.algorithms.estimates import Measure, wilson
 from megarl.config import Recipe
-from megarl.console import print_evaluation
+from megarl.console.results import print_evaluation
 from megarl.rewards.scoring.reward_process import Failure
 from megarl.rollout.evaluate import EvaluatedSet, evaluate, failure_metrics, measures_of
 from megarl.rollout.source import Source

@@ -1,0 +1,127 @@
+"""`megarl plan`: predicts the memory and the reshards of a recipe, or searches its layouts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from megarl.cli.arguments import Overrides, RecipePath
+from megarl.cli.checking import with_notices_shown
+from megarl.cli.layouts import (
+    LengthsOption,
+    MeanTokensOption,
+    MostOption,
+    SearchOption,
+    StalenessOption,
+    refuse_search_options,
+    search_layouts,
+)
+from megarl.cli.resize import FromOption, ToOption, plan_resize
+from megarl.console.lines import print_lines
+from megarl.console.predictions import print_memory, print_plan, print_terms
+from megarl.types import ConfigError
+
+
+def plan(
+    context: typer.Context,
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for use by programs.")] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Also print the formula and the source of each term of the memory.")
+    ] = False,
+    search: SearchOption = False,
+    most: MostOption = 10,
+    lengths: LengthsOption = None,
+    mean_tokens: MeanTokensOption = None,
+    max_staleness: StalenessOption = None,
+    before: FromOption = None,
+    after: ToOption = None,
+) -> None:
+    """Predict memory by phase, whether it fits, and the bytes moved by a reshard. Reads config.json and starts nothing.
+
+    Exit code 2: it does not fit, or no layout of --search does. Models named by recipes in launch/recipes need no
+    download.
+    """
+    if before is not None and after is None:
+        raise ConfigError("--from: does nothing without --to; add it, or leave this out")
+    if after is not None:
+        plan_resize(recipe, overrides or (), before or "", after, as_json=as_json)
+        return
+    if search:
+        from megarl.config.recipe import load
+        from megarl.layout_search.overrides import RecipeFile
+
+        search_layouts(
+            with_notices_shown(load(recipe, overrides or ())),
+            RecipeFile(recipe, tuple(overrides or ())),
+            count=most,
+            run=lengths,
+            mean_tokens=mean_tokens,
+            max_staleness=max_staleness,
+            as_json=as_json,
+        )
+        return
+    refuse_search_options(context)
+    from megarl.config.recipe import load
+    from megarl.memory_plan.terms import explain_terms
+    from megarl.preflight import (
+        aligned,
+        check_plan,
+        gpu_kind,
+        memory_defaults,
+        not_downloaded,
+        slower_layout,
+        small_cache,
+        table_of,
+        verdict_of,
+        with_chunk_tokens,
+        with_memory_defaults,
+    )
+    from megarl.reshard.forecast.cost_model import forecast
+
+    loaded = with_notices_shown(load(recipe, overrides or ()))
+    shape, parallel = check_plan(loaded)
+    as_written, loaded = loaded, with_memory_defaults(loaded)
+    memory = table_of(loaded, parallel)
+    verdict, kind = verdict_of(loaded, parallel, memory), gpu_kind(loaded)
+    if not as_json:
+        print_memory(loaded, memory)
+        if explain:
+            print_terms(loaded, memory)
+        if defaults := list(memory_defaults(as_written, with_chunk_tokens(loaded))):
+            print_lines(defaults)
+    parallel = aligned(loaded, shape, parallel)
+    counted = forecast(
+        shape,
+        parallel,
+        ranks_per_node=loaded.cluster.ranks_per_node,
+        engine_ranks_per_node=engines.ranks_per_node if (engines := loaded.cluster.groups.engines) else None,
+        itemsize=2 if loaded.model.dtype == "bfloat16" else 4,
+        bucket_bytes=loaded.weights.bucket_mib << 20,
+        # Without a known kind the times are for an H200, and the output says "assumed".
+        gpu=kind or "h200",
+        adapter=loaded.lora if loaded.sends_adapter else None,
+    )
+    if as_json:
+        head = {"recipe": loaded.name, "model": loaded.model.path, **verdict.as_json()}
+        head["kv_cache_gib"] = loaded.rollout.kv_cache_gib if memory.cache else None
+        head["notices"] = [*not_downloaded(loaded), *small_cache(loaded, parallel, memory), *slower_layout(loaded)]
+        if explain:
+            head["terms"] = [asdict(term) for term in explain_terms(memory)]
+        print(json.dumps({**head, "memory": memory.as_json(), **counted}))
+    else:
+        print_plan(loaded, parallel, counted, is_assumed=kind is None)
+        print_lines(
+            [
+                *not_downloaded(loaded),
+                *(f"warning: {text}" for text in (*small_cache(loaded, parallel, memory), *slower_layout(loaded))),
+                *verdict.lines,
+            ]
+        )
+    # None: the GPUs' memory is unknown, and nothing is refused then.
+    if verdict.fits is False:
+        raise typer.Exit(ConfigError.exit_code)

@@ -1,0 +1,208 @@
+"""Printed tables of what a recipe leads to: its sizes, memory, reshards and layouts."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from megarl.console.lines import nodes_text, print_lines, size_text
+
+if TYPE_CHECKING:
+    from megarl.config import Recipe
+    from megarl.config.parallel import ParallelConfig
+    from megarl.layout_search.results import SearchResult
+    from megarl.memory_plan.memory_table import MemoryTable
+
+_MOST_REASONS = 8
+"""Most frequent reasons against layouts that are printed."""
+
+
+def print_sizes(recipe: Recipe, parallel: ParallelConfig, records: dict[str, int], dropped: Mapping[str, int]) -> None:
+    """Print the sizes following from a recipe, the recognised data formats, and the training settings."""
+    from rich.table import Table
+
+    from megarl.preflight import overview, recognised_formats, shortened_warmups, uncorrected
+    from megarl.preflight.learning import learning_rate_finding
+    from megarl.terminal import Console
+
+    settings = recipe.train
+    is_sampled = recipe.is_on_policy
+    per_step = settings.prompts_per_step * (settings.samples_per_prompt if is_sampled else 1)
+    updates, epochs = (settings.updates_per_step, settings.epochs_per_step) if is_sampled else (1, 1)
+    passes = f" ({epochs} passes of {updates})" if epochs > 1 else ""
+    nodes, size = recipe.cluster.nodes, recipe.cluster.ranks_per_node
+    engines = recipe.cluster.groups.engines or recipe.cluster
+    parts = (
+        ("trainer.tp", parallel.tp, nodes, size),
+        ("rollout.tp", parallel.rollout_tp, engines.nodes, engines.ranks_per_node),
+    )
+    # A tensor-parallel group crosses nodes if a node's ranks are not a multiple of its size.
+    spread = [f"{field} {tp}" for field, tp, nodes, size in parts if nodes > 1 and size % tp]
+    rows = {
+        "model": f"{recipe.model.path}, {recipe.model.dtype}",
+        "ranks": str(parallel),
+        "nodes": f"{nodes_text(recipe)}, launcher {recipe.cluster.launcher}"
+        + (f"; tensor-parallel groups cross nodes, which is slow: {', '.join(spread)}" if spread else ""),
+        "data": ", ".join(f"{name} {count}" for name, count in records.items()),
+        "format": "; ".join(dict.fromkeys(recognised_formats(recipe).values())) or "made by the environment",
+        "steps": f"{settings.steps}, {_epochs(recipe, records)} epochs",
+        "sequences": f"{per_step} a step, {per_step // updates} an update, "
+        f"{per_step // updates // parallel.dp} an update and data-parallel rank",
+        "updates": f"{epochs * updates} a step{passes}, {settings.steps * epochs * updates} in all",
+        "microbatch": f"at most {recipe.trainer.max_tokens_per_microbatch} tokens",
+        **overview(recipe),
+        "run folder": f"{recipe.runs_folder}/{recipe.name}",
+    }
+    if dropped:
+        rows["left out"] = ", ".join(f"{count} too long from {source}" for source, count in dropped.items())
+    unusual = learning_rate_finding(recipe)
+    if warnings := [*shortened_warmups(recipe), *uncorrected(recipe), *([unusual.text] if unusual else [])]:
+        rows["warning"] = "; ".join(warnings)
+    table = Table(title=f"{recipe.name} ({recipe.loop})", show_header=False, title_justify="left")
+    for row in rows.items():
+        table.add_row(*row)
+    Console(soft_wrap=True, highlight=False).print(table)
+
+
+def _epochs(recipe: Recipe, records: Mapping[str, int]) -> str:
+    """Return how many epochs of the training data a run takes. In a mixture: for each source, by its weight."""
+    drawn = recipe.train.steps * recipe.train.prompts_per_step
+    if not recipe.mixture:
+        return f"{drawn / records['train']:.2f}"
+    total = sum(source.weight for source in recipe.sources)
+    shares = {source.name: drawn * source.weight / total for source in recipe.sources}
+    return ", ".join(f"{name} {share / records[f'{name} train']:.2f}" for name, share in shares.items())
+
+
+def print_plan(recipe: Recipe, parallel: ParallelConfig, counted: dict[str, Any], *, is_assumed: bool) -> None:
+    """Print how many bytes a reshard moves, and its time on a GPU. `is_assumed`: the kind of GPU is unknown."""
+    from rich.table import Table
+
+    from megarl.terminal import Console
+
+    reshard, orders = counted["reshard"], counted["rank_orders"]
+
+    def size(over_ranks: dict[str, float]) -> list[str]:
+        return [size_text(over_ranks[key]) for key in ("mean", "max")]
+
+    suffix = " (LoRA adapter)" if recipe.sends_adapter else ""
+    table = Table(title=f"{recipe.name}: reshard of {size_text(counted['model_bytes'])}{suffix}", title_justify="left")
+    for heading in ("each rank", "mean", "max", "if full tensors were gathered, mean"):
+        table.add_column(heading, justify="left" if heading.startswith("each") else "right")
+    for link, name in (("local", "from itself"), ("same_node", "from its node"), ("other_node", "from other nodes")):
+        gathered = reshard["gathered_bytes"].get(link)
+        table.add_row(name, *size(reshard["received_bytes"][link]), size(gathered)[0] if gathered else "")
+    # The lower bound is what a rank lacks: no plan can receive less.
+    table.add_row("least from others", *size(reshard["lower_bound_bytes"]))
+    table.add_row("staged at once", *size(reshard["staging_bytes"]))
+    console = Console(soft_wrap=True, highlight=False)
+    # The times are lower bounds given by the hardware, so the kind of GPU must be visible.
+    gpu = counted["gpu"].upper() + " (assumed)" * is_assumed
+    console.print(f"ranks: {parallel}; nodes: {nodes_text(recipe)}")
+    console.print(table)
+    console.print(
+        f"bytes moved / minimum: {reshard['ratio_to_lower_bound']:.2f}; {reshard['buckets']} buckets, "
+        f"{reshard['messages']} messages, {reshard['copies']['mean']:.0f} copies per rank; computing the plan took "
+        f"{counted['plan_seconds']:.2f} s per rank"
+    )
+    console.print(
+        f"limits of {gpu}: with its bandwidths, a reshard takes at least {reshard['seconds'] * 1e3:.1f} ms (network "
+        f"{reshard['wire_seconds'] * 1e3:.1f} ms, GPU memory {reshard['memory_seconds'] * 1e3:.1f} ms); gathering full "
+        f"tensors on each rank would take at least {reshard['gathered_seconds'] * 1e3:.1f} ms"
+    )
+    for name, order in orders.items():
+        links = ("same_node", "other_node")
+        more = [order["received_bytes"][k]["mean"] - reshard["received_bytes"][k]["mean"] for k in links]
+        console.print(
+            f"with the rank order {name}: {size_text(sum(more), '+')} received from other ranks, "
+            f"{size_text(more[1], '+')} of it from other nodes, {order['seconds'] * 1e3:.1f} ms"
+        )
+
+
+def print_memory(recipe: Recipe, table: MemoryTable) -> None:
+    """Print the predicted GPU memory by phase and by use (weights, gradients, ...), in GiB. Host memory follows a +."""
+    from rich.table import Table
+
+    from megarl.memory_plan.node_bytes import node_terms
+    from megarl.terminal import Console
+
+    def gib_text(device_bytes: int, host_bytes: int) -> str:
+        host = f"{'+' if table.is_gpu else ''}{host_bytes / 2**30:.1f}" if host_bytes else ""
+        device = f"{device_bytes / 2**30:.1f}" if device_bytes else ""
+        return f"{device} {host}".strip()
+
+    title = (
+        f"{recipe.name}: GiB a {'GPU, + host memory a rank' if table.is_gpu else 'rank'}, fullest rank of each phase"
+    )
+    printed = Table(title=title, title_justify="left")
+    printed.add_column("")
+    for phase in table.phases:
+        printed.add_column(phase.name, justify="right")
+    for kind in table.kinds:
+        uses = [phase.use(kind) for phase in table.phases]
+        printed.add_row(kind, *(gib_text(use.device_bytes, use.host_bytes) for use in uses))
+    printed.add_section()
+    printed.add_row("sum", *(gib_text(phase.device_bytes, phase.host_bytes) for phase in table.phases))
+    printed.add_row("rank", *(f"{phase.part} {phase.rank}".strip() for phase in table.phases))
+    console = Console(soft_wrap=True, highlight=False)
+    if not console.is_terminal:
+        # Without a terminal rich assumes 80 columns and would break the rows. Files and pipes have no width.
+        console.width = max(
+            console.width, console.measure(printed, options=console.options.update(max_width=500)).maximum
+        )
+    console.print(printed)
+    parts = node_terms(recipe, table)
+    console.print(f"host memory of a node: up to {sum(parts.values()) / 2**30:.0f} GiB, {' and '.join(parts)}")
+    if table.cache is not None:
+        console.print(str(table.cache))
+
+
+def print_terms(recipe: Recipe, table: MemoryTable) -> None:
+    """Print each term of the predicted memory: most GiB in a phase (host memory after a +), formula, source. Then the
+    parts of a node's host memory."""
+    from megarl.memory_plan.node_bytes import node_terms
+    from megarl.memory_plan.terms import explain_terms
+
+    lines = []
+    for term in explain_terms(table):
+        sizes = [f"{term.device_bytes / 2**30:.2f}"] * bool(term.device_bytes or not term.host_bytes)
+        sizes += [f"{'+' if table.is_gpu else ''}{term.host_bytes / 2**30:.2f}"] * bool(term.host_bytes)
+        lines.append(f"{term.kind}: at most {' '.join(sizes)} GiB = {term.formula} (source: {term.source})")
+    parts = (f"{name} {size / 2**30:.1f}" for name, size in node_terms(recipe, table).items())
+    print_lines([*lines, f"host memory of the fullest node in GiB: {' + '.join(parts)}"])
+
+
+def print_layouts(recipe: Recipe, result: SearchResult) -> None:
+    """Print the layouts found by a search: seconds by phase, GiB of the fullest GPU, overrides, and refused choices."""
+    from rich.table import Table
+
+    from megarl.terminal import Console
+
+    table = Table(title=f"{recipe.name}: predicted seconds of a step, fastest layouts first", title_justify="left")
+    table.add_column("")
+    table.add_column("trainer")
+    table.add_column("engines")
+    phases = ("step", "rollout", "logprobs", "train", "reshard", "offload", "other")
+    for heading in (*phases, "GiB"):
+        table.add_column(heading, justify="right")
+    table.add_column("most time")
+    for number, layout in enumerate(result.layouts, start=1):
+        seconds = (f"{getattr(layout.seconds, phase):.1f}" for phase in phases)
+        gib = f"{max(layout.gib.values()):.0f}"
+        table.add_row(str(number), layout.trainer_text, layout.engine_text, *seconds, gib, layout.limit)
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    if not console.is_terminal:
+        console.width = max(
+            console.width, console.measure(table, options=console.options.update(max_width=500)).maximum
+        )
+    console.print(table)
+    for number, layout in enumerate(result.layouts, start=1):
+        console.print(f"{number}: {shlex.join(layout.overrides) or 'as in the recipe'}")
+    for reason, count in list(result.refused.items())[:_MOST_REASONS]:
+        console.print(f"refused {count:,} times: {reason}")
+    console.print(
+        f"{result.num_candidates:,} layouts ranked, memory of {result.num_planned:,} planned in "
+        f"{result.search_seconds:.1f} s{'' if result.is_complete else '; the ranking is not complete'}; lengths: "
+        f"{result.lengths}; median error of the cost model on held-out published steps: {result.held_out_error:.0%}"
+    )

@@ -1,0 +1,158 @@
+"""Printed results of runs: evaluations, reports, metrics, conversions, the account of prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megarl.console.lines import size_text
+from megarl.terminal import printable
+
+if TYPE_CHECKING:
+    from megarl.algorithms.estimates import Measure
+    from megarl.checkpoint.convert import Conversion
+    from megarl.report.evaluations import RecordedEvaluation
+    from megarl.report.recorded import RecordedRun
+    from megarl.rollout.evaluate import EvaluatedSet
+    from megarl.tracking.draws import Account
+    from megarl.tracking.metric_table import Row
+
+
+def print_evaluation(evaluated_sets: Sequence[EvaluatedSet], folder: Path) -> None:
+    """Print accuracy, rewards and other measures of each validation set and data source, with 95 % intervals."""
+    from rich.table import Table
+
+    from megarl.terminal import Console
+
+    table = Table(caption="95 % intervals; shares in per cent, rewards as they are", caption_justify="left")
+    # A long name of a set takes several lines, so that no measure is cut: two could begin with the same letters.
+    table.add_column("set", overflow="fold")
+    table.add_column("problems", no_wrap=True)
+    table.add_column("measure", no_wrap=True)
+    table.add_column("value (interval)", no_wrap=True, justify="right")
+
+    def add_rows(name: str, count: str, measures: Mapping[str, Measure]) -> None:
+        texts = {} if "accuracy" in measures else {"accuracy": "not judged"}
+        texts |= {measure: measure_text(measure, value) for measure, value in measures.items()}
+        for number, (measure, text) in enumerate(texts.items()):
+            first_cells = [name, count] if number == 0 else ["", ""]
+            table.add_row(*first_cells, measure, text)
+
+    for evaluated in evaluated_sets:
+        # Trajectories are attempts, so problems are trajectories / n.
+        n = evaluated.samples_per_prompt
+        count = f"{len(evaluated.trajectories) // n} x {n}, T {evaluated.temperature:g}"
+        add_rows(evaluated.name, count, evaluated.measures)
+        for name, measures in evaluated.by_data_source.items():
+            add_rows(f"  {name}", "", measures)
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    console.print(table)
+    console.print(f"wrote {folder}: answers.jsonl, metrics.json")
+
+
+def measure_text(name: str, measure: Measure, *, signed: bool = False) -> str:
+    """Return a measure with its 95 % interval: a share in per cent, a reward (`reward/...`) as it is."""
+    sign = "+" if signed else ""
+    if name.startswith("reward/"):
+        value, low, high = (f"{number:{sign}.4g}" for number in (measure.value, measure.low, measure.high))
+    else:
+        value, low, high = (f"{100 * number:{sign}.1f}" for number in (measure.value, measure.low, measure.high))
+    return f"{value} ({low} to {high})"
+
+
+def print_report(page: Path, num_bytes: int, entries: Sequence[RecordedRun] | Sequence[RecordedEvaluation]) -> None:
+    """Print the summary and the path of an HTML page about runs or evaluations."""
+    from megarl.report.evaluations import RecordedEvaluation
+
+    evaluations = [entry for entry in entries if isinstance(entry, RecordedEvaluation)]
+    for number, evaluation in enumerate(evaluations):
+        for line in _accuracies(evaluation, evaluations[0] if number else None):
+            print(printable(line))
+    names = [entry.name if isinstance(entry, RecordedEvaluation) else _run_text(entry) for entry in entries]
+    print(printable(f"wrote {page}: {size_text(num_bytes)}; {', '.join(names)}. Open it in a browser."))
+
+
+def _run_text(run: RecordedRun) -> str:
+    """Return a run's name, state and step, and its parent if it is a fork."""
+    parent = f", fork of {run.parent}" if run.parent else ""
+    return f"{run.name} ({run.state}, step {run.step}{parent})"
+
+
+def _accuracies(evaluation: RecordedEvaluation, first: RecordedEvaluation | None) -> Iterator[str]:
+    """Yield one line per validation set with 95 % intervals: accuracy, or mean reward if answers have no verdict, and
+    its difference from the first evaluation.
+    """
+    from megarl.report.evaluations import differences
+
+    compared = {} if first is None else {of_set.name: of_set for of_set in differences(first, evaluation)}
+    for name, measures in evaluation.measures.items():
+        measure = "accuracy" if "accuracy" in measures else "reward/mean"
+        line = f"{evaluation.name}: {name} "
+        line += f"{measure} {measure_text(measure, measures[measure])}" if measure in measures else "not measured"
+        if (of_set := compared.get(name)) is not None and of_set.difference is not None:
+            points = " points" if of_set.measure == "accuracy" else f" {of_set.measure}"
+            line += (
+                f"; {measure_text(of_set.measure, of_set.difference, signed=True)}{points} on {of_set.problems} "
+                f"problems of both, {of_set.gained} gained, {of_set.lost} lost"
+            )
+        if of_set is not None and of_set.left_out:
+            line += f"; {of_set.left_out} problems are not in both and left out"
+        yield line
+
+
+def print_metrics(rows: Sequence[Row]) -> None:
+    """Print the table of metrics. Without a terminal, columns are separated by tabs."""
+    from rich.table import Table
+
+    from megarl.terminal import Console
+
+    # Tabs without a terminal, so that cut and awk can read the table. rich would expand them.
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        for row in rows:
+            print(row.name, row.unit, row.meaning, sep="\t")
+        return
+    table = Table(title="words in capitals are placeholders", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    table.add_column("metric", no_wrap=True)
+    table.add_column("unit", no_wrap=True)
+    table.add_column("meaning")
+    for row in rows:
+        table.add_row(row.name, row.unit, row.meaning)
+    console.print(table)
+
+
+def print_account(account: Account) -> None:
+    """Print what became of a run's prompts: a row for each source and epoch."""
+    from rich.table import Table
+
+    from megarl.terminal import Console
+    from megarl.tracking.draws import ENDINGS
+
+    # Without borders ten columns fit in 80 characters.
+    table = Table(title=f"prompts up to step {account.last_step}", box=None)
+    endings = [name for name in ENDINGS if any(epoch.endings[name] for epoch in account.epochs)]
+    for name in ("source", "epoch", "prompts", "drawn", "skipped", *endings, "open", "never", "repeated"):
+        table.add_column(name, justify="left" if name == "source" else "right")
+    for epoch in account.epochs:
+        counts = [
+            epoch.number, epoch.size, epoch.draws.total(), epoch.skipped, *(epoch.endings[name] for name in endings),
+            epoch.num_open, epoch.missing, len(epoch.repeated),
+        ]  # fmt: skip
+        table.add_row(printable(epoch.source), *map(str, counts))
+    console = Console()
+    console.print(table)
+    for name in endings:
+        console.print(f"{name}: {ENDINGS[name]}", style="dim")
+    if account.too_long:
+        console.print(f"{account.too_long} records are too long and never drawn", style="dim")
+
+
+def print_conversion(done: Conversion) -> None:
+    """Print the result of a conversion: the written folder, its size, and the seconds taken."""
+    verified = ", verified" if done.is_verified else ""
+    untrained = f", {done.num_kept} untrained tensors copied" if done.num_kept else ""
+    print(
+        f"wrote {done.folder}: {done.num_tensors} tensors, {size_text(done.weight_bytes)} "
+        f"in {done.seconds:.1f} s{verified}{untrained}"
+    )
