@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from typing import Any
@@ -17,7 +17,9 @@ from typing import Any
 from megarl.cluster.reshard_states import MOST_ATTEMPTS, Command, Event, ReshardStates, State, TransitionError
 from megarl.cluster.run_ranks import RunRanks, together
 from megarl.cluster.worker_group import WorkerGroup
+from megarl.groups.peer_errors import LostPeer
 from megarl.groups.rendezvous import Meeting
+from megarl.reshard.reshard_report import ReshardReport
 from megarl.types import PeerLostError
 
 _LEAVE_SECONDS = 5.0
@@ -27,9 +29,8 @@ _SLACK_SECONDS = 20.0
 _MEET_SECONDS = 60.0
 """Seconds for the last ranks to join a new process group after the others. A rank absent by then counts as missing."""
 
-Reports = list[dict[str, Any]]
-"""Reports of a reshard, one mapping for each rank: seconds and bytes by metric name, and `checksums` and
-`changes` of an engine's weights."""
+Reports = list[ReshardReport]
+"""Reports of a reshard, one for each rank."""
 Calls = list[Coroutine[Any, Any, list[Any]]]
 """Calls of one attempt at a reshard: the trainers' first, then one for each replica."""
 
@@ -123,9 +124,10 @@ class ReshardCalls:
             return []
         reports = await self._ranks.trainers.call("finish_reshard")
         # A trainer may have lost an engine after the engine had received all weights.
-        for lost in (report["lost"] for report in reports if "lost" in report):
-            self._handle_loss(lost)
-        return [report for report in reports if "lost" not in report]
+        for report in reports:
+            if isinstance(report, LostPeer):
+                self._handle_loss(report.reason)
+        return [report for report in reports if isinstance(report, ReshardReport)]
 
     async def _attempt_until_delivered(self, command: Command, verify: bool, version: int) -> Reports:
         """Repeat attempts at a reshard, beginning with `command`, until all remaining engines have the weights."""
@@ -188,7 +190,7 @@ class ReshardCalls:
         The trainers continue without such a replica.
         """
         reports = await call
-        missing = {rank for report in reports for rank in report.get("missing", ())}
+        missing = {rank for report in reports if isinstance(report, LostPeer) for rank in report.missing}
         first, ending = 0, []
         for group in groups:
             absent = sorted(missing.intersection(range(first, first + group.world_size)))
@@ -263,18 +265,18 @@ class ReshardCalls:
             method, per_rank, *args, slack_seconds=slack, on_answer=partial(self._handle_report, group)
         )
 
-    def _handle_report(self, group: WorkerGroup, report: Mapping[str, Any]) -> None:
+    def _handle_report(self, group: WorkerGroup, report: ReshardReport | LostPeer) -> None:
         """Callback for a rank's answer: handle a report of a lost peer at once, while other ranks still wait for that
         peer."""
-        if "lost" not in report:
+        if not isinstance(report, LostPeer):
             return
         if self._first_to_leave is None and group in self._ranks.replicas:
             self._first_to_leave = group
         try:
-            if report.get("missing"):
+            if report.missing:
                 self._states.handle(Event.PEER_MISSING)
             else:
-                self._handle_loss(report["lost"])
+                self._handle_loss(report.reason)
         except TransitionError as error:
             self._report_error = error
 
@@ -294,11 +296,11 @@ class ReshardCalls:
         return f"cross_world_{meeting.world}_{self._num_groups}"
 
 
-def _losses(groups: Sequence[WorkerGroup], answers: Sequence[Sequence[Mapping[str, Any]]]) -> list[str]:
+def _losses(groups: Sequence[WorkerGroup], answers: Sequence[Sequence[ReshardReport | LostPeer]]) -> list[str]:
     """Return the losses of peers that ranks reported in an attempt, as texts naming the reporting rank."""
     return [
-        f"rank {rank}: {report['lost']}"
+        f"rank {rank}: {report.reason}"
         for group, reports in zip(groups, answers, strict=True)
         for rank, report in zip(group.part.ranks(group.world_size), reports, strict=False)
-        if "lost" in report
+        if isinstance(report, LostPeer)
     ]

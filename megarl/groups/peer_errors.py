@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
 
 # torch raises plain RuntimeErrors for lost peers. gloo and NCCL can be recognised only by these parts of the text.
 _TEXTS = ("gloo", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL")
@@ -42,15 +42,23 @@ def replica_collectives_marked() -> Iterator[None]:
         raise
 
 
-def loss_report(error: Exception) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class LostPeer:
+    """A rank's report that another rank left their cross-world process group."""
+
+    reason: str
+    missing: tuple[int, ...] = ()
+    """Ranks that never joined the group."""
+
+
+def report_loss(error: Exception) -> LostPeer:
     """Return a rank's report to the driver after a peer left a cross-world process group.
 
-    `lost` is the reason, `missing` the ranks that never joined. Errors of other kinds, and ReplicaCollectiveError, are
-    raised again.
+    Errors of other kinds, and ReplicaCollectiveError, are raised again.
     """
     if isinstance(error, ReplicaCollectiveError) or not is_peer_loss(error):
         raise error
-    return {"lost": str(error), "missing": getattr(error, "missing", ())}
+    return LostPeer(str(error), error.missing if isinstance(error, PeerGoneError) else ())
 
 
 def is_peer_loss(error: BaseException | None) -> bool:

@@ -90,7 +90,7 @@ class ReshardSchedule:
             self._checks.refuse_changes(await self._ranks.trainers.call("sleep_engine"))
 
     async def check_last_version(self) -> None:
-        """Compare the weights of trainer and separate engines with their checksums, at the run's end.
+        """Compare the weights of trainer and separate engines with those recorded, at the run's end.
 
         Earlier versions are compared before the next one is written, and colocated engines before they sleep. Raises
         MegarlError if weights changed.
@@ -116,7 +116,7 @@ class ReshardSchedule:
             reports, pause = await self._reshard_calls.run(self._is_verified(step), step + 1), {}
         await self._checks.check_engines(reports)
         self._pool.resume()
-        return _with_earlier(before, _measured(reports) | pause)
+        return _with_earlier(before, reshard_metrics(reports) | pause)
 
     async def begin(self, step: int) -> dict[str, float]:
         """Start a background reshard if the recipe allows it at this step; otherwise reshard and wait.
@@ -153,7 +153,7 @@ class ReshardSchedule:
         await self._checks.check_engines(self._reports)
         return (
             metrics
-            | _measured([*trainer_reports, *self._reports])
+            | reshard_metrics([*trainer_reports, *self._reports])
             | {"time/reshard_waited_seconds": time.monotonic() - began}
         )
 
@@ -181,7 +181,7 @@ class ReshardSchedule:
         self._pool.set_live_replicas(self._leaders)
         self._reshard_calls.add(self._replacements.take())
         reports = await self._reshard_calls.run(self._is_verified(step), step + 1)
-        return reports, self._settled(began)
+        return reports, self._resume_engines(began)
 
     async def _send(self, step: int, copied: asyncio.Future[None]) -> dict[str, float]:
         """Reshard from copies of the trainers' weights, and return the metrics.
@@ -210,7 +210,7 @@ class ReshardSchedule:
             self._reports = await self._reshard_calls.run_overlapping(
                 self._is_verified(step), step + 1, engines_paused, continue_training
             )
-            metrics = self._settled(began)
+            metrics = self._resume_engines(began)
         except Exception as error:
             # Fail pending completions, or their coroutines would wait forever.
             self._pool.fail(error)
@@ -221,7 +221,7 @@ class ReshardSchedule:
         self._pool.resume()
         return metrics | {"time/reshard_hidden_seconds": self._ranks.trainers.seconds_in_calls - worked_before}
 
-    def _settled(self, began: float) -> dict[str, float]:
+    def _resume_engines(self, began: float) -> dict[str, float]:
         """Let the engines with the new weights sample again, and return the metrics of the pause."""
         self._pool.set_live_replicas(self._leaders)
         return {
@@ -236,14 +236,19 @@ class ReshardSchedule:
         return {group.part.first_rank for group in self._ranks.replicas}
 
 
-def _measured(reports: Reports) -> dict[str, float]:
+def reshard_metrics(reports: Reports) -> dict[str, float]:
     """Return the metrics of a reshard: the slowest rank's seconds for each stage, and the bytes summed over ranks."""
     # Stages differ between ranks: sampling ranks have some that training ranks lack.
-    stages = dict.fromkeys(name for r in reports for name in r if name.endswith("_seconds"))
-    seconds = {f"time/reshard_{name}": max(r.get(name, 0.0) for r in reports) for name in stages}
-    moved = {f"reshard/{name}": float(sum(r[name] for r in reports)) for name in reports[0] if name.endswith("_bytes")}
-    gaps = {"reshard/probe_gap": max(r["probe_gap"] for r in reports)} if "probe_gap" in reports[0] else {}
-    return seconds | moved | gaps
+    stages = dict.fromkeys(stage for report in reports for stage in report.seconds)
+    seconds = {
+        f"time/reshard_{stage}_seconds": max(report.seconds.get(stage, 0.0) for report in reports) for stage in stages
+    }
+    moved = {
+        f"reshard/{kind}_bytes": float(sum(report.num_bytes[kind] for report in reports))
+        for kind in reports[0].num_bytes
+    }
+    gaps = [report.probe_gap for report in reports if report.probe_gap is not None]
+    return seconds | moved | ({"reshard/probe_gap": max(gaps)} if gaps else {})
 
 
 def _with_earlier(earlier: Mapping[str, float], metrics: Mapping[str, float]) -> dict[str, float]:

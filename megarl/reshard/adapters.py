@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megarl.reshard.boxes import Layout
 from megarl.reshard.layouts.vllm_slots import AdapterSlots
 from megarl.reshard.live import DirectReshard, all_or_none
+from megarl.reshard.transport import CopyReport
 
 
 class AdapterReshard:
@@ -19,6 +20,7 @@ class AdapterReshard:
     come before all other calls.
     """
 
+    is_probed = False
     _adapter: DirectReshard
 
     def __init__(self, base: DirectReshard, plan_adapter: Callable[[], DirectReshard]) -> None:
@@ -34,8 +36,8 @@ class AdapterReshard:
         """Bytes of this rank's staging memory for the adapter."""
         return self._adapter.staged_bytes
 
-    def run(self) -> dict[str, float]:
-        """Copy the adapter, together with the other ranks. Returns seconds and bytes by stage."""
+    def run(self) -> CopyReport:
+        """Copy the adapter, together with the other ranks."""
         return self._adapter.run()
 
     def verify(self) -> None:
@@ -46,18 +48,17 @@ class AdapterReshard:
         self._base.verify()
         self._adapter.verify()
 
-    def self_test(self) -> dict[str, float]:
-        """Fill base weights and slots with NaN, copy both, and compare. Returns the sums of seconds and bytes.
+    def self_test(self) -> CopyReport:
+        """Fill base weights and slots with NaN, copy both, and compare. The report adds up both.
 
         Base weights cannot be copied again afterwards: their staging memory is released. Raises MegarlError naming the
         first difference.
         """
-        first = self._base.self_test()
+        base_copies = self._base.self_test()
         # Before the adapter's staging memory is allocated: both together could exceed the device's memory.
         self._base.release()
         self._adapter = self._plan_adapter()
-        second = self._adapter.self_test()
-        return {name: first.get(name, 0.0) + second.get(name, 0.0) for name in first | second}
+        return base_copies + self._adapter.self_test()
 
 
 def record_slots(

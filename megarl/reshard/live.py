@@ -29,7 +29,7 @@ from megarl.reshard.layouts.vllm import DirectWriteError, record_layout, zero_pa
 from megarl.reshard.layouts.vllm_slots import live_parameters
 from megarl.reshard.plan import Plan, RankTopology, make_plan
 from megarl.reshard.staging import gathered
-from megarl.reshard.transport import Transport, device_of
+from megarl.reshard.transport import CopyReport, Transport, device_of
 from megarl.types import MegarlError
 
 LoadTensors = Callable[[Iterable[tuple[str, Tensor]]], None]
@@ -73,6 +73,27 @@ def float32_dtypes(shape: ModelShape) -> dict[str, torch.dtype]:
     return dict.fromkeys(float32_tensors(shape), torch.float32)
 
 
+class LiveReshard(Protocol):
+    """The copies of one rank from the trainer's live parameters into the engine's. All methods are collectives."""
+
+    @property
+    def is_probed(self) -> bool:
+        """Whether `verify` cannot compare the weights, so that the caller compares log-probs of a prompt."""
+        ...
+
+    def run(self) -> CopyReport:
+        """Copy all weights."""
+        ...
+
+    def verify(self) -> None:
+        """Compare the engine's weights with the trainer's. Raises MegarlError naming the first difference."""
+        ...
+
+    def self_test(self) -> CopyReport:
+        """Copy all weights for the first time, and compare. The seconds of `verify` are those of the comparison."""
+        ...
+
+
 class EngineSlots(Protocol):
     """Tensors written in place of the parameters of an engine's model, by name."""
 
@@ -93,6 +114,8 @@ class DirectReshard:
 
     The constructor is a collective. Raises RuntimeError if ranks make different plans.
     """
+
+    is_probed = False
 
     def __init__(
         self,
@@ -149,8 +172,8 @@ class DirectReshard:
             )
 
     @torch.no_grad()
-    def run(self) -> dict[str, float]:
-        """Copy all weights, together with the other ranks. Returns seconds and bytes by stage."""
+    def run(self) -> CopyReport:
+        """Copy all weights, together with the other ranks."""
         if self._engine is not None:
             zero_padding(self._engine)
         if self._slots is not None:
@@ -189,18 +212,16 @@ class DirectReshard:
         self._transport.reshard()
 
     @torch.no_grad()
-    def self_test(self) -> dict[str, float]:
+    def self_test(self) -> CopyReport:
         """Fill the engine's parameters with NaN, copy all weights, and compare. Raises MegarlError naming the first
         difference.
-
-        Returns the seconds and bytes of the copies, and the comparison's `verify_seconds`.
         """
         for parameter in self._live.values():
             fill_with_nan(parameter)
-        report = self.run()
+        copies = self.run()
         started = time.perf_counter()
         self.verify()
-        report["verify_seconds"] = time.perf_counter() - started
+        verify_seconds = time.perf_counter() - started
         # The comparison covers planned copies only. A NaN left behind reveals an element without any copy.
         for name, parameter in self._live.items():
             if has_nan(parameter):
@@ -208,7 +229,7 @@ class DirectReshard:
                     f"rank {rank_in(self._group)}: the reshard does not write all of the engine's parameter {name}. "
                     "Please report this with the recipe."
                 )
-        return report
+        return CopyReport({**copies.seconds, "verify": verify_seconds}, copies.num_bytes)
 
 
 class GatheredReshard:
@@ -217,6 +238,8 @@ class GatheredReshard:
     only sends. `sources` are the layouts of all ranks; ranks from `first_engine` on have engines. Memory in addition to
     the staging buffers: full tensors of `bucket_bytes`, at least one tensor.
     """
+
+    is_probed = True
 
     def __init__(
         self,
@@ -252,22 +275,25 @@ class GatheredReshard:
         self._groups = [(tensors, plan(tensors).for_rank(rank_in(group))) for tensors in groups]
 
     @torch.no_grad()
-    def run(self) -> dict[str, float]:
-        """Send and load all weights, together with the other ranks. Returns seconds and bytes by stage."""
-        report: dict[str, float] = {}
+    def run(self) -> CopyReport:
+        """Send and load all weights, together with the other ranks."""
+        reports: list[CopyReport] = []
         if self._load is not None:
-            self._load(self._gathered(report))
+            self._load(self._gather(reports))
         else:
             # A rank without an engine must still run the generator: its transports are collectives.
-            deque(self._gathered(report), maxlen=0)
-        return report
+            deque(self._gather(reports), maxlen=0)
+        return sum(reports, CopyReport())
 
-    def self_test(self) -> dict[str, float]:
-        """Send and load all weights once. Returns seconds and bytes by stage."""
+    def verify(self) -> None:
+        """Return at once: converted weights have no bytes to compare."""
+
+    def self_test(self) -> CopyReport:
+        """Send and load all weights once."""
         return self.run()
 
-    def _gathered(self, report: dict[str, float]) -> Iterator[tuple[str, Tensor]]:
-        """Yield every full tensor with its name, group by group; add seconds and bytes to `report`."""
+    def _gather(self, reports: list[CopyReport]) -> Iterator[tuple[str, Tensor]]:
+        """Yield every full tensor with its name, group by group; add a report for each group."""
         here = device_of(list(self._parameters.values()))
         for tensors, plan in self._groups:
             wanted = tensors if self._load is not None else {}
@@ -276,6 +302,5 @@ class GatheredReshard:
                 for name, size in wanted.items()
             }
             transport = Transport(plan, self._parameters, full, dtype=self._dtype, group=self._group)
-            for key, value in transport.reshard().items():
-                report[key] = report.get(key, 0.0) + value
+            reports.append(transport.reshard())
             yield from full.items()

@@ -81,8 +81,27 @@ class _Step:
     """Index of the bucket among the exchanges of a reshard; None if no rank sends anything."""
 
 
+@dataclass(frozen=True, slots=True)
+class CopyReport:
+    """Times and sizes of one rank's copies of all weights."""
+
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """Seconds by stage: `pack`, `wire` (waiting for data), `local` and `unpack`; `total` is the wall time."""
+    num_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Bytes by kind of copy: `local`, `sent` and `received`."""
+
+    def __add__(self, other: CopyReport) -> CopyReport:
+        """Return the report of two rounds of copies, one after the other."""
+        seconds, num_bytes = {**self.seconds}, {**self.num_bytes}
+        for stage, duration in other.seconds.items():
+            seconds[stage] = seconds.get(stage, 0.0) + duration
+        for kind, size in other.num_bytes.items():
+            num_bytes[kind] = num_bytes.get(kind, 0) + size
+        return CopyReport(seconds, num_bytes)
+
+
 class BucketStage(NamedTuple):
-    """Work after the arrival of a bucket. A report has its seconds as `NAME_seconds`."""
+    """Work after the arrival of a bucket. A report has its seconds under its name."""
 
     name: str
     run: Callable[[int], None]
@@ -133,17 +152,14 @@ class Transport:
             "sent": sum(t.numel for b in plan.buckets for t in b.sends),
             "received": sum(t.numel for b in plan.buckets for t in b.receives),
         }
-        self._bytes = {f"{kind}_bytes": float(numel * plan.itemsize) for kind, numel in count.items()}
+        self._num_bytes = {kind: numel * plan.itemsize for kind, numel in count.items()}
         self.staged_bytes = self._slots.num_bytes
         """Bytes of this rank's staging memory."""
 
     @torch.no_grad()
-    def reshard(self) -> dict[str, float]:
-        """Copy all weights, together with the other ranks.
-
-        Returns the seconds spent packing, waiting for data, copying locally and unpacking (`pack_seconds`,
-        `wire_seconds`, `local_seconds`, `unpack_seconds`). Also returns their wall time `total_seconds`, and the bytes
-        `local_bytes`, `sent_bytes` and `received_bytes`. With `on_arrival`, the seconds of its stage are added.
+    def reshard(self) -> CopyReport:
+        """Copy all weights, together with the other ranks. With `on_arrival`, the report has the seconds of its
+        stage.
         """
         clock = _Clock(self._device)
         travelling: _Step | None = None
@@ -165,7 +181,7 @@ class Transport:
         self._report_arrival(len(self._steps) - 1, clock)
         seconds = clock.seconds()
         cross_world.check(self._group)
-        return seconds | self._bytes
+        return CopyReport(seconds, self._num_bytes)
 
     def _report_arrival(self, bucket: int, clock: _Clock) -> None:
         """Run the stage after a bucket's arrival, and measure its time."""
@@ -305,5 +321,4 @@ class _Clock:
         for name, start, stop in self._events:
             self._host[name] += start.elapsed_time(stop) / 1000
         names = dict.fromkeys(("pack", "wire", "local", "unpack", *self._host))
-        stages = {f"{name}_seconds": self._host[name] for name in names}
-        return stages | {"total_seconds": time.perf_counter() - self._start}
+        return {name: self._host[name] for name in names} | {"total": time.perf_counter() - self._start}

@@ -179,7 +179,7 @@ class EnginePool:
         return self._is_paused
 
     def set_live_replicas(self, leaders: Collection[int]) -> None:
-        """Use exactly the replicas with these first ranks, lost ones too. Call it while the pool is paused.
+        """Use the replicas with these first ranks, lost ones too, and no others. Call it while the pool is paused.
 
         Requests still in the engine of an excluded replica move to the others.
         """

@@ -10,12 +10,12 @@ from megarl.engine.engine import RolloutEngine
 from megarl.models.configuration import uses_transformer_engine
 from megarl.reshard.checks.ledger import RankChanges
 from megarl.reshard.plan import RankTopology
+from megarl.reshard.reshard_report import ReshardReport
 from megarl.tracking.metrics import Metric
 from megarl.types import Completion, Request
-from megarl.worker.cross_world_reshard import Report
-from megarl.worker.engine_worker import build_engine
+from megarl.worker.engine_builder import build_engine
 from megarl.worker.rank_reshard import RankReshard
-from megarl.worker.replayed_experts import ReplayedExperts
+from megarl.worker.reshard_planning import ReshardEnds
 from megarl.worker.trainer_worker import TrainerWorker
 
 
@@ -41,28 +41,27 @@ class Worker(TrainerWorker):
         # building the models needs that memory.
         self.engine: RolloutEngine | None = None
         if recipe.has_engine:
-            self.engine = build_engine(recipe, self.find_part(ReplayedExperts).stored.keep)
+            self.engine = build_engine(recipe, self.state.parts)
             self.engine.sleep()
         self._build_models()
         self.rank_reshard: RankReshard | None = None
         """Object copying the policy's weights into the engine; None without an engine."""
         if self.engine is not None:
-            self.rank_reshard = RankReshard(
-                recipe,
-                parallel,
-                topology,
+            ends = ReshardEnds(
+                recipe=recipe,
+                parallel=parallel,
+                topology=topology,
                 policy=self.policy,
                 engine=self.engine,
                 transformer_engine=uses_transformer_engine(),
                 replica=self.engine.replica,
             )
+            self.rank_reshard = RankReshard(ends)
             self.state.weight_version = self.engine.weight_version
             self.state.report_version = self._set_engine_version
 
-    def reshard(self, verify: bool, version: int) -> Report:
-        """Copy the policy's weights into the engines. `verify` compares them afterwards. Returns seconds and bytes by
-        stage.
-        """
+    def reshard(self, verify: bool, version: int) -> ReshardReport:
+        """Copy the policy's weights into the engines. `verify` compares them afterwards."""
         assert self.rank_reshard is not None
         report = self.rank_reshard.run(verify=verify, version=version)
         self.state.weight_version = version
@@ -94,7 +93,7 @@ class Worker(TrainerWorker):
     def sleep_engine(self) -> RankChanges | None:
         """Free the engine's device memory for the trainer, until the next reshard.
 
-        Returns the changes of the engine's weights since the last reshard; None if they have no checksums.
+        Returns the changes of the engine's weights since the last reshard; None if they were not recorded.
         """
         changes = None
         if self.engine:

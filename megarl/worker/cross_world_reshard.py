@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Mapping
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.groups.cross_world import join_group, leave_group
-from megarl.groups.peer_errors import loss_report
+from megarl.groups.peer_errors import LostPeer, report_loss
 from megarl.groups.rendezvous import Meeting
 from megarl.platform import background
 from megarl.reshard.checks.ledger import RankChanges
 from megarl.reshard.plan import RankTopology
+from megarl.reshard.reshard_report import ReshardReport
 from megarl.worker.rank_reshard import RankReshard
+from megarl.worker.reshard_planning import ReshardEnds
 
 if TYPE_CHECKING:
     from megarl.engine.engine import RolloutEngine
     from megarl.training.training_engine import Snapshot, TrainingEngine
-
-Report = Mapping[str, Any]
-"""Report of a reshard: seconds and bytes by name, and `checksums` and `changes` of an engine's weights. If a
-peer was lost, it has instead `lost`, the reason, and `missing`, the ranks that never joined.
-"""
 
 
 class CrossWorldReshard:
@@ -53,23 +50,24 @@ class CrossWorldReshard:
         replica: int = 0,
     ) -> None:
         self._recipe, self._own_rank, self._snapshot = recipe, own_rank, snapshot
-        self._ends: dict[str, Any] = {
-            "recipe": recipe,
-            "parallel": parallel,
-            "policy": policy if snapshot is None else None,
-            "snapshot": snapshot,
-            "engine": engine,
-            "transformer_engine": transformer_engine,
-            "replica": replica,
-        }
+        self._ends = ReshardEnds(
+            recipe=recipe,
+            parallel=parallel,
+            topology=(),
+            policy=policy if snapshot is None else None,
+            snapshot=snapshot,
+            engine=engine,
+            transformer_engine=transformer_engine,
+            replica=replica,
+        )
         self._group: dist.ProcessGroup | None = None
         self.rank_reshard: RankReshard | None = None
         """Object executing this rank's share of the copies; None without a process group."""
-        self._sending: Future[dict[str, Any]] | None = None
+        self._sending: Future[ReshardReport] | None = None
         self._unreported: RankChanges | None = None
         """Changes of the engine's weights, found before a reshard that a lost peer ended."""
 
-    def join_and_reshard(self, meeting: Meeting, topology: RankTopology, version: int) -> Report:
+    def join_and_reshard(self, meeting: Meeting, topology: RankTopology, version: int) -> ReshardReport | LostPeer:
         """Join a process group of trainers and engines, and send or receive the weights of this version.
 
         `topology` places the group's ranks in the network. An earlier group is left first. A collective of all ranks in
@@ -81,15 +79,14 @@ class CrossWorldReshard:
             self._snapshot.take(version)
         try:
             self._group = join_group(meeting, self._own_rank, self._recipe.cluster.collective_timeout_seconds)
-            self.rank_reshard = RankReshard(topology=topology, group=self._group, version=version, **self._ends)
+            ends = replace(self._ends, topology=topology, group=self._group)
+            self.rank_reshard = RankReshard(ends, version=version)
         except Exception as error:
             return self._report_loss(error)
         return self._with_changes(self.rank_reshard.first_report)
 
-    def run(self, verify: bool, version: int) -> Report:
-        """Send or receive the weights of this version. With `verify` they are compared afterwards. Returns seconds and
-        bytes.
-        """
+    def run(self, verify: bool, version: int) -> ReshardReport | LostPeer:
+        """Send or receive the weights of this version. With `verify` they are compared afterwards."""
         assert self.rank_reshard is not None
         self._note_changes()
         if self._snapshot is not None:
@@ -107,7 +104,7 @@ class CrossWorldReshard:
         assert self.rank_reshard is not None and self._snapshot is not None and self._sending is None
         self._snapshot.take(version)
 
-        def send() -> dict[str, Any]:
+        def send() -> ReshardReport:
             assert self.rank_reshard is not None
             try:
                 return self.rank_reshard.run(verify=verify, version=version)
@@ -120,7 +117,7 @@ class CrossWorldReshard:
 
         self._sending = background.begin(send)
 
-    def finish(self) -> Report:
+    def finish(self) -> ReshardReport | LostPeer:
         """Wait until the sending that `start` began is complete, and return its report."""
         assert self._sending is not None
         sending, self._sending = self._sending, None
@@ -130,32 +127,32 @@ class CrossWorldReshard:
             return self._report_loss(error)
 
     def compare_weights(self) -> RankChanges | None:
-        """Return the changes of the engine's weights since the last reshard; None if they have no checksums."""
+        """Return the changes of the engine's weights since the last reshard; None if they were not recorded."""
         self._note_changes()
         changes, self._unreported = self._unreported, None
         return changes
 
     def _note_changes(self) -> None:
-        """Compare the engine's weights with their checksums before they are overwritten."""
+        """Compare the engine's weights with those recorded, before they are overwritten."""
         changes = self.rank_reshard.compare_weights() if self.rank_reshard is not None else None
         # Changes that were not reported yet are the earlier ones.
         if changes is not None and not (self._unreported and self._unreported.boxes):
             self._unreported = changes
 
-    def _with_changes(self, report: Report) -> Report:
+    def _with_changes(self, report: ReshardReport) -> ReshardReport:
         """Return the report of a complete reshard, with the changes of the engine's old weights, if compared."""
         changes, self._unreported = self._unreported, None
-        return report if changes is None else {**report, "changes": changes}
+        return replace(report, changes=changes)
 
     def leave(self) -> None:
         """Leave the process group of trainers and engines, if there is one."""
         leave_group(self._group)
         self.rank_reshard = self._group = None
 
-    def _report_loss(self, error: Exception) -> Report:
+    def _report_loss(self, error: Exception) -> LostPeer:
         """Leave the process group after a peer left it, so that peers waiting for this rank fail too. Returns the
         report.
         """
-        report = loss_report(error)
+        report = report_loss(error)
         self.leave()
         return report

@@ -6,17 +6,17 @@ from collections.abc import Sequence
 
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
-from megarl.engine.engine import RolloutEngine
-from megarl.engine.engine_parts import EngineFeatures
-from megarl.engine.routed_experts import KeepExperts
 from megarl.groups import world
+from megarl.groups.peer_errors import LostPeer
 from megarl.groups.rendezvous import Meeting
 from megarl.platform import numa
 from megarl.reshard.checks.ledger import RankChanges
 from megarl.reshard.plan import RankTopology
+from megarl.reshard.reshard_report import ReshardReport
 from megarl.tracking.metrics import Metric
 from megarl.types import Completion, Request
-from megarl.worker.cross_world_reshard import CrossWorldReshard, Report
+from megarl.worker.cross_world_reshard import CrossWorldReshard
+from megarl.worker.engine_builder import build_engine
 
 
 class EngineWorker:
@@ -28,8 +28,8 @@ class EngineWorker:
         self._engine = build_engine(recipe)
         self._cross_world_reshard = CrossWorldReshard(recipe, parallel, rank, engine=self._engine, replica=replica)
 
-    def join_and_reshard(self, meeting: Meeting, topology: RankTopology, version: int) -> Report:
-        """Join a process group with the trainers and receive their weights. Returns seconds and bytes.
+    def join_and_reshard(self, meeting: Meeting, topology: RankTopology, version: int) -> ReshardReport | LostPeer:
+        """Join a process group with the trainers and receive their weights.
 
         `meeting` says how to join the group, `topology` places its ranks in the network, `version` is the weights'
         version.
@@ -64,12 +64,12 @@ class EngineWorker:
         """Return the engine's metrics since the last call. Only for the first rank of a vLLM group."""
         return self._engine.metrics()
 
-    def reshard(self, verify: bool, version: int) -> Report:
+    def reshard(self, verify: bool, version: int) -> ReshardReport | LostPeer:
         """Receive the trainers' weights of this version. The engine is between two steps meanwhile."""
         return self._cross_world_reshard.run(verify, version)
 
     def compare_weights(self) -> RankChanges | None:
-        """Return the changes of the engine's weights since the last reshard; None if they have no checksums."""
+        """Return the changes of the engine's weights since the last reshard; None if they were not recorded."""
         return self._cross_world_reshard.compare_weights()
 
     def close(self) -> None:
@@ -78,33 +78,3 @@ class EngineWorker:
         self._cross_world_reshard.leave()
         self._engine.close()
         world.leave()
-
-
-def build_engine(recipe: Recipe, keep_experts: KeepExperts | None = None) -> RolloutEngine:
-    """Build this rank's shard of the recipe's vLLM engine. A collective over the world.
-
-    `keep_experts` stores the routed experts (MoE) of a completion and returns a handle for them.
-    """
-    rollout = recipe.rollout
-    samplings = [source.recipe.rollout.sampling for source in recipe.sources]
-    # One engine serves all sources. If any source truncates its distribution (top-p, top-k, min-p), the engine must be
-    # built to record the candidate sets.
-    if truncated := next((sampling for sampling in samplings if sampling.is_truncated), None):
-        rollout = rollout.model_copy(update={"sampling": truncated})
-    if recipe.trainer.router_replay:
-        # Router replay trains with the experts chosen at sampling; vLLM 0.30 returns them only with this option.
-        rollout = rollout.model_copy(update={"vllm": rollout.vllm | {"enable_return_routed_experts": True}})
-    return RolloutEngine(
-        recipe.model.folder,
-        rollout,
-        max_model_len=recipe.context_tokens,
-        dtype=recipe.model.dtype,
-        seed=recipe.seed,
-        override=recipe.model.override_config,
-        features=EngineFeatures(
-            keep_experts=keep_experts,
-            adapter=recipe.lora if recipe.sends_adapter else None,
-            exact_blocks=recipe.exact_blocks,
-        ),
-        stall_seconds=recipe.cluster.verb_timeout_seconds,
-    )

@@ -11,17 +11,19 @@ from megarl.config.parallel import ParallelConfig
 from megarl.data.turn_ends import own_files
 from megarl.groups import world
 from megarl.groups.megatron_ranks import forget_parallel_groups
+from megarl.groups.peer_errors import LostPeer
 from megarl.groups.rendezvous import Meeting
 from megarl.models.configuration import uses_transformer_engine
 from megarl.platform import device, numa
 from megarl.platform.memory.allocator import use_expandable_segments
 from megarl.reshard.plan import RankTopology
+from megarl.reshard.reshard_report import ReshardReport
 from megarl.training.replica import Replica
 from megarl.training.state import checkpoint
 from megarl.training.state.copies import StateCopies
 from megarl.training.training_engine import Snapshot, TrainingEngine
 from megarl.worker.arena_size import start_arena
-from megarl.worker.cross_world_reshard import CrossWorldReshard, Report
+from megarl.worker.cross_world_reshard import CrossWorldReshard
 from megarl.worker.model_builder import ModelBuilder
 from megarl.worker.model_export import export_model
 from megarl.worker.rank_state import RankState
@@ -124,15 +126,15 @@ class TrainerWorker:
         """Version of the engines' weights: the number of reshards so far."""
         return self.state.weight_version
 
-    def join_and_reshard(self, meeting: Meeting, topology: RankTopology, version: int) -> Report:
-        """Join a process group with separate engines and send them the weights. Returns seconds and bytes.
+    def join_and_reshard(self, meeting: Meeting, topology: RankTopology, version: int) -> ReshardReport | LostPeer:
+        """Join a process group with separate engines and send them the weights.
 
         `meeting` says how to join the group, `topology` places its ranks in the network, `version` is the weights'
         version.
         """
         return self._note_version(version, self.cross_world_reshard.join_and_reshard(meeting, topology, version))
 
-    def reshard(self, verify: bool, version: int) -> Report:
+    def reshard(self, verify: bool, version: int) -> ReshardReport | LostPeer:
         """Send the policy's weights of this version to the engines. With `verify` they are compared afterwards."""
         return self._note_version(version, self.cross_world_reshard.run(verify, version))
 
@@ -141,15 +143,15 @@ class TrainerWorker:
         self.cross_world_reshard.start(verify, version)
         self.state.weight_version = version
 
-    def finish_reshard(self) -> Report:
+    def finish_reshard(self) -> ReshardReport | LostPeer:
         """Wait until the sending that `start_reshard` began is complete, and return its report."""
         return self.cross_world_reshard.finish()
 
-    def _note_version(self, version: int, report: Report) -> Report:
+    def _note_version(self, version: int, report: ReshardReport | LostPeer) -> ReshardReport | LostPeer:
         """Record the version of the engines' weights after a reshard, unless a peer was lost. Returns the reshard's
         report.
         """
-        if "lost" not in report:
+        if isinstance(report, ReshardReport):
             self.state.weight_version = version
         return report
 

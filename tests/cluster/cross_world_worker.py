@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from megarl.groups import cancelled, cross_world, rendezvous, signed, world
 from megarl.groups.cross_world import join_group, leave_group, rank_in
-from megarl.groups.peer_errors import loss_report
+from megarl.groups.peer_errors import LostPeer, report_loss
+from megarl.reshard.reshard_report import ReshardReport
 
 _LONG_BYTES = 1 << 27
 
@@ -39,9 +40,9 @@ class CrossWorldWorker:
             self.group = join_group(meeting, self.rank, 60.0)
         except Exception as error:
             self.group = None
-            return loss_report(error)
+            return report_loss(error)
         self.version = version
-        return {"lost": "a fault of its own"} if self.is_faulty else {}
+        return LostPeer("a fault of its own") if self.is_faulty else ReshardReport()
 
     def stop_in_join(self):
         self.stops = True
@@ -68,11 +69,11 @@ class CrossWorldWorker:
             self._send_much()
             signed.gather(None, self.group, purpose="test")
         except Exception as error:
-            report = loss_report(error)
+            report = report_loss(error)
             self.group = leave_group(self.group)
             return report
         self.version = version
-        return {"lost": "nobody", "missing": [0]} if self.misreports else {}
+        return LostPeer("nobody", (0,)) if self.misreports else ReshardReport()
 
     def misreport(self):
         """From now on, a reshard names missing ranks, as only a new group may."""

@@ -25,6 +25,7 @@ from megarl.cluster.rank_errors import RankFailedError
 from megarl.cluster.reshard_calls import ReshardCalls
 from megarl.cluster.run_ranks import RunRanks
 from megarl.cluster.worker_group import PartOfRun, WorkerGroup
+from megarl.reshard.reshard_report import ReshardReport
 from megarl.types import ConfigError
 from tests.child_processes import is_alive
 
@@ -51,16 +52,16 @@ async def lose_engines(make: Make, logs: Path) -> None:
     lost: list[tuple[WorkerGroup, str]] = []
     ranks.on_lost = lambda group, error: lost.append((group, str(error)))
     try:
-        assert await reshard_calls.run(False, 1) == [{}] * 4
+        assert await reshard_calls.run(False, 1) == [ReshardReport()] * 4
         await replicas[1].call("signal_in_reshard", "in a message", signal.SIGKILL)
         began = time.monotonic()
-        assert await reshard_calls.run(False, 2) == [{}] * 3
+        assert await reshard_calls.run(False, 2) == [ReshardReport()] * 3
         assert time.monotonic() - began < 30.0
         assert [version for _, _, version in await ranks.call("exchange")] == [2] * 3
         await replicas[0].call("signal_in_reshard", "before a message", signal.SIGSTOP)
         ranks.set_deadlines(lambda: Deadlines.same(10.0))
         began = time.monotonic()
-        assert await reshard_calls.run(False, 3) == [{}] * 2
+        assert await reshard_calls.run(False, 3) == [ReshardReport()] * 2
         assert time.monotonic() - began < 50.0
         assert [version for _, _, version in await ranks.call("exchange")] == [3] * 2
         killed, stopped = lost

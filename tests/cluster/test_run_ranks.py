@@ -18,6 +18,7 @@ from megarl.cluster.reshard_calls import ReshardCalls
 from megarl.cluster.reshard_states import TransitionError
 from megarl.cluster.run_ranks import RunRanks, together
 from megarl.cluster.worker_group import PartOfRun, WorkerGroup
+from megarl.reshard.reshard_report import ReshardReport
 from megarl.types import PeerLostError
 from tests.cluster.started import shared_imports
 
@@ -169,7 +170,7 @@ async def test_a_replica_that_does_not_join_is_lost_not_the_run(
         else:
             os.kill((await absent.call("pid"))[0], signal.SIGKILL)
         began = time.monotonic()
-        assert await reshard_calls.run(False, 1) == [{}] * 3
+        assert await reshard_calls.run(False, 1) == [ReshardReport()] * 3
         assert time.monotonic() - began < 15.0
         told = "did not join the process group of the others" if how == "stopped" else "was killed by SIGKILL"
         [(group, error)] = lost
@@ -210,7 +211,7 @@ async def test_nobody_waits_in_a_cross_world_group_for_a_lost_rank(
         ranks.on_lost = lambda group, error: lost.append((group, str(error)))
         replicas = list(ranks.replicas)
         if "opening" not in moments:
-            assert await reshard_calls.run(False, 1) == [{}] * 4
+            assert await reshard_calls.run(False, 1) == [ReshardReport()] * 4
         for replica, moment, number in zip(replicas, moments, (signal.SIGKILL, signal.SIGSTOP), strict=True):
             if moment == "opening":
                 await replica.call("signal_when_all_have_come", number)
@@ -218,7 +219,7 @@ async def test_nobody_waits_in_a_cross_world_group_for_a_lost_rank(
                 await replica.call("signal_in_reshard", moment, number)
         began = time.monotonic()
         if len(told) == 1:
-            assert await reshard_calls.run(False, 2) == [{}] * 3
+            assert await reshard_calls.run(False, 2) == [ReshardReport()] * 3
             assert [version for _, _, version in await ranks.call("exchange")] == [2] * 3
         else:
             with pytest.raises(PeerLostError) as caught:
@@ -238,7 +239,7 @@ async def test_a_replica_that_leaves_every_cross_world_group_is_lost_before_the_
         ranks.on_lost = lambda group, error: lost.append((group, error))
         faulty, other = ranks.replicas
         await faulty.call("leave_every_group")
-        assert await reshard_calls.run(False, 1) == [{}] * 3
+        assert await reshard_calls.run(False, 1) == [ReshardReport()] * 3
         assert [group for group, _ in lost] == [faulty]
         assert "rank 2 of 4 left the reshard first, at attempt 2 of 3" in str(lost[0][1])
         await faulty.close()
@@ -254,7 +255,7 @@ async def test_a_report_that_does_not_fit_the_transfer_fails_it(tmp_path: Path) 
     ranks = RunRanks(trainers, [replica])
     try:
         reshard_calls = ReshardCalls(ranks)
-        assert await reshard_calls.run(False, 1) == [{}] * 2
+        assert await reshard_calls.run(False, 1) == [ReshardReport()] * 2
         await replica.call("misreport")
         with pytest.raises(TransitionError, match="SENDING cannot handle PEER_MISSING"):
             await reshard_calls.run(False, 2)

@@ -133,7 +133,7 @@ async def test_each_version_is_that_of_a_run_without_and_a_killed_replica_comes_
             lines = (tmp_path / "order").read_text().splitlines()
             assert sorted(lines[-4:-2]) == ["engine 0 paused", "engine 1 paused"]
             assert sorted(lines[-2:]) == ["trainer 0 sends", "trainer 1 sends"]
-            assert all(report["meet_seconds"] > 0 for report in reports)
+            assert all(report.seconds["meet"] > 0 for report in reports)
             assert await run.hashes() == [expected[version]] * 2
 
         lost: list[tuple[WorkerGroup, Exception]] = []

@@ -370,10 +370,10 @@ def probe_clean_and_spoiled(
     assert engine is not None and isinstance(resharding, GatheredReshard)
     assert engine.weight_version == 1
     update(worker, parallel)
-    clean = worker.reshard(True, worker.weight_version + 1)["probe_gap"]
+    clean = worker.reshard(True, worker.weight_version + 1).probe_gap
     run = resharding.run
 
-    def run_and_spoil() -> dict[str, float]:
+    def run_and_spoil() -> Any:
         report = run()
         if rank == spoiled_rank:
             with torch.no_grad():
@@ -387,7 +387,7 @@ def probe_clean_and_spoiled(
     except MegarlError as error:
         said = str(error)
     resharding.run = run
-    mended = worker.reshard(True, worker.weight_version + 1)["probe_gap"]
+    mended = worker.reshard(True, worker.weight_version + 1).probe_gap
     worker.close()
     return clean, said, mended
 

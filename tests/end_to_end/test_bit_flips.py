@@ -113,7 +113,9 @@ def test_a_flip_in_a_separate_engine_after_the_last_reshard_is_named(
     train: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
     flip = FLIP.format(
-        rank="self.rank", tensors="dict(self.rank_reshard._engine.model.named_parameters())", name="embed_tokens.weight"
+        rank="self.rank",
+        tensors="dict(self.rank_reshard._ends.engine.model.named_parameters())",
+        name="embed_tokens.weight",
     )
     flip = flip.replace("if self.weight_version == 2 and self.rank == self.rank", "if True")
     flip_in_copy(tmp_path, "worker/cross_world_reshard.py", "        self._note_changes()\n        changes, self", flip)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,12 +16,13 @@ from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.loops.observers.weight_checks import WeightChecks
 from megarl.loops.reshard_schedule import ReshardSchedule
+from megarl.reshard.reshard_report import ReshardReport
 from megarl.rollout import pool_meter
 from megarl.rollout.pool import EnginePool
 from megarl.types import MegarlError, Request, SamplingSettings
 
 LAYOUT = ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1, rollout_ranks=1)
-REPORT = {"wire_seconds": 0.5, "sent_bytes": 8.0}
+REPORT = ReshardReport(seconds={"wire": 0.5}, num_bytes={"sent": 8})
 
 
 class Clock:
@@ -49,7 +51,7 @@ class Ranks:
 
     async def run_overlapping(
         self, verify: bool, version: int, engines_paused: Awaitable[object], on_copied: Callable[[], object]
-    ) -> list[dict[str, float]]:
+    ) -> list[ReshardReport]:
         self.calls.append(("send", verify, version))
         on_copied()
         self.has_copies.set()
@@ -58,10 +60,10 @@ class Ranks:
         await self.sending
         return [REPORT]
 
-    async def collect_reports(self) -> list[dict[str, float]]:
-        return [REPORT | {"wire_seconds": 0.7}]
+    async def collect_reports(self) -> list[ReshardReport]:
+        return [replace(REPORT, seconds={"wire": 0.7})]
 
-    async def run(self, verify: bool, version: int) -> list[dict[str, float]]:
+    async def run(self, verify: bool, version: int) -> list[ReshardReport]:
         self.calls.append(("reshard", verify, version))
         return [REPORT] * 2
 

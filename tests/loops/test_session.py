@@ -17,6 +17,7 @@ from megarl.loops.observers.weight_checks import WeightChecks
 from megarl.loops.reshard_schedule import ReshardSchedule
 from megarl.loops.sample_writer import SampleWriter
 from megarl.loops.step import Step
+from megarl.reshard.reshard_report import ReshardReport
 from megarl.tracking.outcomes import StepOutcome, UpdateOutcome
 
 
@@ -111,9 +112,9 @@ class Engines:
         self.asked.append(method)
         return []
 
-    async def run(self, verify: bool, version: int) -> list[dict[str, float]]:
+    async def run(self, verify: bool, version: int) -> list[ReshardReport]:
         self.asked.append("reshard")
-        return [{"sent_bytes": 0.0}]
+        return [ReshardReport()]
 
 
 def test_engines_are_held_while_they_sleep() -> None:

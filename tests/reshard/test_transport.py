@@ -100,7 +100,7 @@ def round_trip(source: str, target: str, model: ModelShape, first: tuple, second
     moved = transport.reshard()
     assert addresses == [value.data_ptr() for value in other.values()]
     export(target, source, model, other_layouts, rank, other, dtype=dtype, bucket_bytes=4096, shard_bytes=30_000)
-    return moved | {"staging": plan.for_rank(rank).staging_numel * dtype.itemsize}
+    return {**moved.num_bytes, "staging": plan.for_rank(rank).staging_numel * dtype.itemsize}
 
 
 @pytest.mark.parametrize("first", LAYOUTS)
@@ -120,8 +120,8 @@ def test_round_trip_is_bit_equal(ranks: RankPool, tmp_path: Path, first: tuple[i
     assert stored_checksums(target) == {name: int(checksum(value).item()) & MASK for name, value in got.items()}
     assert [path.name for path in target.parent.iterdir()] == ["hf"]
     assert set(FolderReader(target, model).dtypes.values()) == {torch.float32}
-    assert sum(r["sent_bytes"] for r in results) == sum(r["received_bytes"] for r in results)
-    assert (results[0]["received_bytes"] > 0) is (tp > 1)
+    assert sum(r["sent"] for r in results) == sum(r["received"] for r in results)
+    assert (results[0]["received"] > 0) is (tp > 1)
     assert all(r["staging"] <= 4096 for r in results)
 
 
@@ -234,7 +234,12 @@ def between(model: ModelShape, holders: list[int], takers: list[int], shared_mem
             value.fill_(float("nan"))
         pieces = sides[1][rank]
         wrong += [(turn, p.box.name) for p in pieces if not torch.equal(box_of(p, destinations), part_of(p, tensors))]
-    return moved | {"wrong": wrong, "buckets": len(plan.exchanged), "wanted": 4 * sum(p.box.numel for p in pieces)}
+    return {
+        **moved.num_bytes,
+        "wrong": wrong,
+        "buckets": len(plan.exchanged),
+        "wanted": 4 * sum(p.box.numel for p in pieces),
+    }
 
 
 def box_of(piece: Piece, storages: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -264,8 +269,8 @@ def test_trainer_and_engines_may_be_other_ranks(
     assert [r["wrong"] for r in results] == [[]] * 4
     assert results[0]["buckets"] > 3
     for rank, result in enumerate(results):
-        assert result["local_bytes"] + result["received_bytes"] == (result["wanted"] if rank in takers else 0)
-        assert rank in holders or result["sent_bytes"] == 0
+        assert result["local"] + result["received"] == (result["wanted"] if rank in takers else 0)
+        assert rank in holders or result["sent"] == 0
 
 
 def held() -> list[str]:

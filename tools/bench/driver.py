@@ -36,6 +36,7 @@ from megarl.cluster.run_ranks import RunRanks
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.loops.performance import Performance
+from megarl.loops.reshard_schedule import reshard_metrics
 from megarl.rollout.attempt import Task
 from megarl.rollout.buffer import GroupBuffer
 from megarl.rollout.engine_requests import Generates, seed_of
@@ -219,7 +220,7 @@ class Driver:
             metrics |= await self.performance.measure_step(seconds, metrics)
         with measured("step.reshard"):
             reports = await self.group.call("reshard", verify=False)
-            metrics |= {name: max(report[name] for report in reports) for name in reports[0]}
+            metrics |= reshard_metrics(reports)
             self.pool.resume()
         return metrics
 

@@ -24,6 +24,7 @@ from megarl.cluster.topology import Introduction
 from megarl.config.parallel import ParallelConfig
 from megarl.data.token_batch import TokenBatch
 from megarl.processes.process_tree import die_with
+from megarl.reshard.reshard_report import ReshardReport
 from megarl.tracking.metrics import Max, Mean, Metric, Sum
 from megarl.tracking.outcomes import Update, UpdateOutcome
 from megarl.types import Completion, Request
@@ -96,9 +97,11 @@ class Idle:
     def engine_metrics(self) -> dict[str, Metric]:
         return {"rollout/preempted": Sum(0.0), "rollout/kv_cache": Max(0.5)} if self._is_leader else {}
 
-    def reshard(self, verify: bool = False) -> dict[str, float]:
+    def reshard(self, verify: bool = False) -> ReshardReport:
         self._version += 1
-        return {f"{stage}_seconds": 0.1 for stage in _STAGES} | {f"{kind}_bytes": 1e9 for kind in ("wire", "local")}
+        return ReshardReport(
+            seconds=dict.fromkeys(_STAGES, 0.1), num_bytes=dict.fromkeys(("local", "sent", "received"), 10**9)
+        )
 
     def plan_digest(self) -> str:
         """As ranks compare their plans."""

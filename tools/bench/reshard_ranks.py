@@ -21,9 +21,9 @@ from megarl.reshard.forecast.cost_model import align, count
 from megarl.reshard.layouts.megatron import MegatronLayouts, megatron_layouts, parameter_shapes
 from megarl.reshard.layouts.vllm_computed import VllmLayouts
 from megarl.reshard.plan import Plan, RankBucket, RankPlan, make_plan
-from megarl.reshard.transport import Transport
+from megarl.reshard.transport import CopyReport, Transport
 
-Method = Callable[[], dict[str, float] | None]
+Method = Callable[[], CopyReport | dict[str, float] | None]
 
 
 def to_vllm(model: ModelShape, parallel: ParallelConfig, rounds: int, bucket_bytes: int) -> dict[str, Any]:
@@ -129,11 +129,18 @@ def _timed(methods: dict[str, Method], rounds: int) -> list[dict[str, dict[str, 
             run = methods[name]
             dist.barrier()
             start = time.perf_counter()
-            stages = run() or {}
+            report = run()
             own = time.perf_counter() - start
+            stages = _named(report) if isinstance(report, CopyReport) else report or {}
             dist.barrier()
             measured[-1][name] = {**stages, "own_seconds": own, "seconds": time.perf_counter() - start}
     return measured
+
+
+def _named(report: CopyReport) -> dict[str, float]:
+    """A transport's seconds and bytes, by names that tell them apart."""
+    seconds = {f"{stage}_seconds": value for stage, value in report.seconds.items()}
+    return seconds | {f"{kind}_bytes": float(value) for kind, value in report.num_bytes.items()}
 
 
 def _traffic(plan: Plan) -> dict[str, Any]:

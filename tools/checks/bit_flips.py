@@ -183,7 +183,7 @@ def flipped(
     worker.finish_checkpoint(True)
     worker.export(Path(exported))
     outcomes = []
-    engine = worker.rank_reshard._ledger
+    engine = worker.rank_reshard.checks.ledger
     weight_checks = worker.find_part(WeightChecks)
     for place, at, *numbers in wanted:
         if place not in ("trainer", "engine"):

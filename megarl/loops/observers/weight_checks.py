@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from megarl.cluster.run_ranks import RunRanks
 from megarl.config import Recipe
@@ -13,6 +12,7 @@ from megarl.loops.step import Step
 from megarl.reshard.boxes import Box
 from megarl.reshard.checks.ledger import RankChanges, RankChecksums
 from megarl.reshard.checks.version_checksums import Difference, by_tensor, engine_differences, merge, version_checksum
+from megarl.reshard.reshard_report import ReshardReport
 from megarl.tracking.metric_rows import MetricRow
 from megarl.tracking.run_folder import RunFolder
 from megarl.types import DataError, MegarlError
@@ -108,10 +108,10 @@ class WeightChecks(StepObserver):
                     answer.boxes,
                 )
 
-    async def check_engines(self, reports: Sequence[Mapping[str, Any]]) -> None:
+    async def check_engines(self, reports: Sequence[ReshardReport]) -> None:
         """Compare the engines' weights before and after a reshard, from its reports. Raises MegarlError for changes."""
-        self.refuse_changes(report.get("changes") for report in reports)
-        engines: list[RankChecksums] = [report["checksums"] for report in reports if "checksums" in report]
+        self.refuse_changes(report.changes for report in reports)
+        engines = [report.ledger for report in reports if report.ledger is not None]
         self._seconds += max((engine.seconds for engine in engines), default=0.0)
         for version in {engine.version for engine in engines}.intersection(self._boxes):
             mine = [engine.of_dtypes(self._dtypes) for engine in engines if engine.version == version]

@@ -249,7 +249,7 @@ def _move(
     blocks = {_storage(copy.origin): copy.blocks[dtype].view(element) for copy in step_copies if dtype in copy.blocks}
     live = {_place(part): part.values for part in parts if _dtype(part) == dtype}
     report = Transport(plan.for_rank(dist.get_rank()), blocks, live, dtype=element).reshard()
-    return int(report["received_bytes"])
+    return report.num_bytes["received"]
 
 
 def _copy_parts(parts: Sequence[StatePart], spare: Mapping[str, Tensor] | None) -> tuple[Layouts, dict[str, Tensor]]:

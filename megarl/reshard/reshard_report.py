@@ -1,0 +1,27 @@
+"""A rank's report of a reshard."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+# Only for annotations: imitated ranks of benchmarks report without torch.
+if TYPE_CHECKING:
+    from megarl.reshard.checks.ledger import RankChanges, RankChecksums
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReshardReport:
+    """Times, sizes and checks of one rank's part in a reshard."""
+
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """Seconds by stage, such as `wire`. `meet` is the wait for the last rank, `verify` the comparison."""
+    num_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Bytes by kind of copy: `local`, `sent` and `received`."""
+    probe_gap: float | None = None
+    """Mean distance, in nats, between the log-probs of trainer and engine; None if they were not compared."""
+    ledger: RankChecksums | None = None
+    """Checksums of the engine's new weights; None if they are not due."""
+    changes: RankChanges | None = None
+    """Changes of the engine's old weights before they were overwritten; None if they were not compared."""

@@ -1,0 +1,44 @@
+"""The one place that chooses the optional features of a rank's engine from the recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from megarl.config import Recipe
+from megarl.engine.engine import RolloutEngine
+from megarl.engine.engine_parts import EngineFeatures
+from megarl.worker.replayed_experts import ReplayedExperts
+from megarl.worker.trainer_part import TrainerPart
+
+
+def build_engine(recipe: Recipe, trainer_parts: Mapping[str, TrainerPart] = MappingProxyType({})) -> RolloutEngine:
+    """Build this rank's shard of the recipe's vLLM engine. A collective over the world.
+
+    `trainer_parts` are the parts of the trainer on this rank. Its `ReplayedExperts` store the routed experts (MoE) of
+    completions.
+    """
+    rollout = recipe.rollout
+    samplings = [source.recipe.rollout.sampling for source in recipe.sources]
+    # One engine serves all sources. If any source truncates its distribution (top-p, top-k, min-p), the engine must be
+    # built to record the candidate sets.
+    if truncated := next((sampling for sampling in samplings if sampling.is_truncated), None):
+        rollout = rollout.model_copy(update={"sampling": truncated})
+    if recipe.trainer.router_replay:
+        # Router replay trains with the experts chosen at sampling; vLLM 0.30 returns them only with this option.
+        rollout = rollout.model_copy(update={"vllm": rollout.vllm | {"enable_return_routed_experts": True}})
+    replayed_experts = [part for part in trainer_parts.values() if isinstance(part, ReplayedExperts)]
+    return RolloutEngine(
+        recipe.model.folder,
+        rollout,
+        max_model_len=recipe.context_tokens,
+        dtype=recipe.model.dtype,
+        seed=recipe.seed,
+        override=recipe.model.override_config,
+        features=EngineFeatures(
+            keep_experts=replayed_experts[0].stored.keep if replayed_experts else None,
+            adapter=recipe.lora if recipe.sends_adapter else None,
+            exact_blocks=recipe.exact_blocks,
+        ),
+        stall_seconds=recipe.cluster.verb_timeout_seconds,
+    )

@@ -1,0 +1,135 @@
+"""Checks of the weights that one rank's reshards copied: by a probe prompt, by the model folder, by a ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from megarl.checkpoint.mapped import MappedFolder
+from megarl.data.token_batch import TokenBatch
+from megarl.engine.trained_adapter import TrainedAdapter
+from megarl.reshard.checks.file_rows import check_rows, sampled_names
+from megarl.reshard.checks.ledger import Ledger, RankChanges, RankChecksums
+from megarl.reshard.checks.probe import TOLERANCES, check_logprobs, probe_prompt
+from megarl.reshard.layouts.packed import checkpoint_names
+from megarl.reshard.layouts.vllm_slots import live_parameters, without_adapters
+from megarl.reshard.live import DirectReshard
+from megarl.reshard.staging import gathered
+from megarl.types import TrainingSequence
+from megarl.worker.reshard_planning import ReshardEnds, ReshardPlan
+
+
+class ReshardChecks:
+    """Checks of the engine's weights after the reshards of a `plan`, on one rank with one or both of the `ends`.
+
+    `mark_errors` returns a context for collectives of the engine's own ranks.
+    """
+
+    def __init__(
+        self, ends: ReshardEnds, plan: ReshardPlan, mark_errors: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        self._ends, self._plan, self._mark_errors = ends, plan, mark_errors
+        self.is_probed = plan.live_reshard.is_probed
+        """Whether copies are verified by log-probs of a probe prompt, because the engines convert their weights."""
+        self._trainer_logprobs: NDArray[np.float32] | None = None
+        self.ledger = self._make_ledger()
+        """Checksums of this rank's engine; None without an engine or without `weights.check_every`."""
+
+    def compare_with_folder(self) -> None:
+        """Compare rows of the engine with the model folder, whose weights the trainers still have. A collective.
+
+        Probed engines got their weights from vLLM's own loader by name: only their log-probs are compared.
+        """
+        if self.is_probed:
+            return
+        recipe, engine = self._ends.recipe, self._ends.engine
+        folder = MappedFolder(recipe.model.folder)
+        model: torch.nn.Module | None = None
+        names: list[str] = []
+        if engine is not None:
+            model, in_folder = engine.model, checkpoint_names(self._plan.engine_shape)
+            recorded = {in_folder[piece.box.name] for piece in self._plan.recorded}
+            # Tensors in MXFP4 have other names in the files, and are not compared.
+            names = sampled_names(recorded & folder.names, recipe.seed)
+        dtype = getattr(torch, recipe.model.dtype)
+        with without_adapters(model):
+            check_rows(model, names, folder.tensor, dtype=dtype, seed=recipe.seed, group=self._ends.group)
+
+    def take_ledger(self, version: int) -> RankChecksums | None:
+        """Return the checksums of this rank's engine; None if those of this version are not due."""
+        if self.ledger is None or not self._ends.recipe.weights.is_checked(version):
+            return None
+        return self.ledger.take(version)
+
+    def compare_weights(self) -> RankChanges | None:
+        """Return the changes of this rank's engine since the last copy, and drop its checksums.
+
+        None without checksums. The engine must be awake.
+        """
+        if self.ledger is None:
+            return None
+        changes = self.ledger.compare()
+        self.ledger.forget()
+        return changes
+
+    def start_probe(self) -> None:
+        """Compute the trainer's log-probs of the probe prompt, if copies are probed. A collective.
+
+        The trainer's weights must be in device memory.
+        """
+        if not self.is_probed:
+            return
+        # Synchronise first. If an engine left and some trainers noticed, the others must not start waiting for them.
+        gathered(None, self._ends.group)
+        policy = self._ends.policy
+        if policy is None:
+            return
+        prompt = self._probe_prompt()
+        row = TokenBatch.from_sequences([TrainingSequence(prompt, np.arange(len(prompt)) > 0)])
+        # A forward pass needs a multiple of this many rows; repeat the prompt to fill them.
+        logprobs = policy.forward([row] * self._ends.parallel.rows_multiple)
+        # Only the ranks reporting results have log-probs.
+        self._trainer_logprobs = logprobs[0] if logprobs else None
+
+    def finish_probe(self) -> float | None:
+        """Compare the engines' log-probs of the probe prompt with the trainer's, if copies are probed. A collective.
+
+        Returns the mean distance in nats. The engine needs its KV cache.
+        """
+        if not self.is_probed:
+            return None
+        recipe, engine = self._ends.recipe, self._ends.engine
+        tolerance = recipe.weights.probe_tolerance or TOLERANCES[recipe.model.dtype]
+        with self._mark_errors():
+            logprobs = None if engine is None else engine.prompt_logprobs(self._probe_prompt())
+        return check_logprobs(
+            self._trainer_logprobs,
+            logprobs,
+            replica=self._ends.replica,
+            tolerance=tolerance,
+            group=self._ends.group,
+        )
+
+    def _probe_prompt(self) -> NDArray[np.int64]:
+        """Return the token ids of the probe prompt: int64 [prompt]."""
+        # One token less: vLLM samples one token after a prompt even if only its log-probs are needed.
+        return probe_prompt(self._plan.engine_shape.vocab_size, self._ends.recipe.trained_tokens - 1)
+
+    def _make_ledger(self) -> Ledger | None:
+        ends, engine = self._ends, self._ends.engine
+        if engine is None or not ends.recipe.weights.check_every:
+            return None
+        first_rank = 0 if ends.group is None else ends.parallel.leaders()[ends.replica]
+        holder = f"engine rank {first_rank + dist.get_rank()}"
+        live = live_parameters(engine.model)
+        live_reshard = self._plan.live_reshard
+        if isinstance(live_reshard, DirectReshard) and not live_reshard.converts:
+            return Ledger(holder, self._plan.recorded, live)
+        adapter = engine.find_part(TrainedAdapter)
+        slots = adapter.slots.tensors if adapter is not None and adapter.slots is not None else {}
+        return Ledger.of_parameters(holder, {**live, **slots})

@@ -1,0 +1,220 @@
+"""Plans of one rank's copies from trainers to engines, and the refusal of recipes that the engine cannot serve."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megarl.config import Recipe
+from megarl.config.parallel import ParallelConfig
+from megarl.engine.trained_adapter import TrainedAdapter
+from megarl.families.lora_rules import adapter_shapes
+from megarl.families.shape import ModelShape, read_model_shape
+from megarl.reshard.adapters import AdapterReshard, record_slots
+from megarl.reshard.boxes import Layout
+from megarl.reshard.layouts.placed import Ends, reshard_ends
+from megarl.reshard.layouts.vllm_slots import AdapterSlots, without_adapters
+from megarl.reshard.live import DirectReshard, GatheredReshard, LiveReshard, LoadTensors, record
+from megarl.reshard.plan import RankTopology
+from megarl.reshard.staging import gathered
+from megarl.training.parts.lora import LoraPart
+from megarl.types import ConfigError
+
+if TYPE_CHECKING:
+    from megarl.engine.engine import RolloutEngine
+    from megarl.training.training_engine import Snapshot, TrainingEngine
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReshardEnds:
+    """Both ends of the copies on one rank: a `policy` or its `snapshot`, an `engine`, or both a policy and an engine.
+
+    `topology` lists all ranks taking part, trainers first: the world's, or the ranks of `group`. `replica` is the
+    number of the engine. `transformer_engine` says whether the trainer uses Transformer Engine's layers; None on ranks
+    without a trainer.
+    """
+
+    recipe: Recipe
+    parallel: ParallelConfig
+    topology: RankTopology
+    policy: TrainingEngine | None = None
+    snapshot: Snapshot | None = None
+    engine: RolloutEngine | None = None
+    transformer_engine: bool | None = None
+    replica: int = 0
+    group: dist.ProcessGroup | None = None
+
+    def open_sent_weights(self) -> AbstractContextManager[None]:
+        """Return a context in which the tensors to send exist: merged weights, or scaled adapters.
+
+        Only for ranks with a policy.
+        """
+        assert self.policy is not None
+        adapters = self.policy.find_part(LoraPart) if self.recipe.sends_adapter else None
+        return self.policy.merging() if adapters is None else adapters.scaled_adapters.valid()
+
+
+class ReshardPlan(NamedTuple):
+    """The copies of one rank. `engine_shape` is the shape of the engines' model.
+
+    `recorded` is the layout of this rank's engine as vLLM's loader fills it; empty if it cannot be written in place.
+    `notices` are texts for the user.
+    """
+
+    live_reshard: LiveReshard
+    engine_shape: ModelShape
+    recorded: Layout
+    notices: tuple[str, ...] = ()
+
+
+def plan_reshard(ends: ReshardEnds, load: LoadTensors | None) -> ReshardPlan:
+    """Plan copies into the engines in place, or full tensors passed to `load` if their weights cannot be written so.
+
+    `load` is the engine's own loader; None without an engine. A collective. Raises ConfigError for a recipe that needs
+    an engine written in place.
+    """
+    # Only ranks with a trainer know it, so ask all ranks and take the first answer.
+    answers = gathered(ends.transformer_engine, ends.group)
+    transformer_engine = next(answer for answer in answers if answer is not None)
+    planner = _Planner(ends, transformer_engine=transformer_engine)
+    return planner.plan_adapter() if ends.recipe.sends_adapter else planner.plan_weights(load)
+
+
+class _Planner:
+    def __init__(self, ends: ReshardEnds, *, transformer_engine: bool) -> None:
+        recipe = ends.recipe
+        self._ends, self._transformer_engine = ends, transformer_engine
+        shape = read_model_shape(recipe.model.folder, recipe.override_of(recipe.model.folder))
+        # Without drafts the engines have no MTP layers.
+        self._engine_shape = shape.with_mtp(recipe.drafts_with_mtp)
+        self._trainer_shape = shape.with_mtp(recipe.trains_mtp)
+        self._dtype: torch.dtype = getattr(torch, recipe.model.dtype)
+        self._bucket_bytes = recipe.weights.bucket_mib << 20
+
+    def plan_weights(self, load: LoadTensors | None) -> ReshardPlan:
+        """Plan the copies of all weights. Raises ConfigError if the recipe needs an engine written in place."""
+        ends, recipe = self._ends, self._ends.recipe
+        placed = reshard_ends(
+            self._trainer_shape,
+            ends.parallel,
+            len(ends.topology),
+            transformer_engine=self._transformer_engine,
+            engine=self._engine_shape,
+        )
+        source = ends.policy or ends.snapshot
+        parameters = source.weights if source is not None else {}
+        model = ends.engine.model if ends.engine is not None else None
+        recorded, refusal = record(model, self._engine_shape, self._dtype, ends.group)
+        if recorded is not None:
+            return ReshardPlan(self._plan_direct(placed, recorded, parameters, model), self._engine_shape, recorded)
+        refuse_full_tensors(recipe, refusal, is_separate=ends.group is not None)
+        gathering = GatheredReshard(
+            placed.sources,
+            self._engine_shape,
+            parameters,
+            load,
+            dtype=self._dtype,
+            bucket_bytes=self._bucket_bytes,
+            topology=ends.topology,
+            first_engine=placed.first_engine,
+            group=ends.group,
+        )
+        notice = (
+            "each reshard sends full tensors to the engine, which is slow, because the engine's weights cannot "
+            f"be written in place ({refusal})"
+        )
+        return ReshardPlan(gathering, self._engine_shape, (), (notice,))
+
+    def plan_adapter(self) -> ReshardPlan:
+        """Plan the one copy of the base weights, and the copies of the LoRA adapter into the engines' slots.
+
+        Raises ConfigError if either cannot be written in place.
+        """
+        ends, lora = self._ends, self._ends.recipe.lora
+        policy, engine = ends.policy, ends.engine
+        model = engine.model if engine is not None else None
+        in_engine = engine.find_part(TrainedAdapter) if engine is not None else None
+        slots = in_engine.slots if in_engine is not None else None
+        with without_adapters(model):
+            recorded, refusal = record(model, self._engine_shape, self._dtype, ends.group)
+        base, adapter = (
+            reshard_ends(
+                self._engine_shape,
+                ends.parallel,
+                len(ends.topology),
+                transformer_engine=self._transformer_engine,
+                adapter=part,
+            )
+            for part in (None, lora)
+        )
+        # The projections of a fused layer share one A, so the adapter has fewer matrices in the slots than in a folder.
+        shapes = adapter_shapes(self._engine_shape, lora.targets, lora.rank)
+        matrices = {tensor.name: shapes[tensor.name] for tensor in adapter.destinations.tensors}
+        in_slots, no_slots = record_slots(slots, matrices, self._dtype, ends.group)
+        if recorded is None or in_slots is None:
+            raise ConfigError(
+                f"lora.sync = adapter: this engine's tensors cannot be written in place ({refusal or no_slots}); set "
+                "lora.sync=merged"
+            )
+        weights = policy.tensors if policy is not None else {}
+        trained_adapters = policy.find_part(LoraPart) if policy is not None else None
+        matrices_sent = trained_adapters.scaled_adapters.weights if trained_adapters is not None else {}
+        live_reshard = AdapterReshard(
+            self._plan_direct(base, recorded, weights, model),
+            lambda: self._plan_direct(adapter, in_slots, matrices_sent, slots=slots),
+        )
+        return ReshardPlan(live_reshard, self._engine_shape, recorded)
+
+    def _plan_direct(
+        self,
+        placed: Ends,
+        recorded: Layout,
+        parameters: Mapping[str, Tensor],
+        model: torch.nn.Module | None = None,
+        slots: AdapterSlots | None = None,
+    ) -> DirectReshard:
+        """Plan copies into the live parameters of `model`, or into the `slots` of a LoRA adapter."""
+        return DirectReshard(
+            placed.sources,
+            placed.destinations,
+            recorded,
+            parameters,
+            model,
+            dtype=self._dtype,
+            bucket_bytes=self._bucket_bytes,
+            topology=self._ends.topology,
+            group=self._ends.group,
+            slots=slots,
+        )
+
+
+def refuse_full_tensors(recipe: Recipe, refusal: str, *, is_separate: bool) -> None:
+    """Raise ConfigError for a recipe that needs an engine written in place. `refusal` says why this one cannot be."""
+    if recipe.drafts_with_mtp:
+        raise ConfigError(
+            "rollout.vllm.speculative_config: the engine's weights, with those of its MTP layers, cannot be "
+            f"written in place, because of {refusal}; leave the field out"
+        )
+    if recipe.rollout.quantization != "none":
+        raise ConfigError(
+            f"rollout.quantization = {recipe.rollout.quantization}: a reshard cannot write this engine's "
+            f"weights in place ({refusal}). Change this, or set rollout.quantization=none"
+        )
+    if not recipe.rollout.recompute_kv:
+        raise ConfigError(
+            "rollout.recompute_kv = false: interrupted requests then stay in the engine during a reshard. But a "
+            f"reshard cannot write this engine's weights in place ({refusal}), so it is checked with a probe "
+            "prompt, which needs an engine without other requests; set rollout.recompute_kv=true"
+        )
+    if is_separate and recipe.weights.overlap:
+        raise ConfigError(
+            f"weights.overlap = true: a reshard cannot write this engine's weights in place ({refusal}), so it is "
+            "checked by a forward pass of the trainer. With overlap, the trainer is training at that time; set "
+            "weights.overlap=false"
+        )
