@@ -57,7 +57,7 @@ def evaluate(
     options: dict[str, Any] = {"samples_per_prompt": n, "k": k and _numbers(k), "sampling.temperature": temperature}
     settings = {name: value for name, value in options.items() if value is not None}
     from megarl.console.results import print_evaluation
-    from megarl.loops.evaluation import prepare, run
+    from megarl.loops.commands.evaluation import prepare, run
 
     prepared = prepare(model, Path(recipe), overrides or (), options=settings, sets=of_set or (), out=out, is_best=best)
     with_notices_shown(prepared.recipe)

@@ -59,7 +59,7 @@ def export(
 
         # Before the conversion, which may take long.
         check_push("--push-to-hub", push_to_hub)
-    from megarl.loops import exporting
+    from megarl.loops.commands import exporting
 
     exported = exporting.export(run, step=step, is_best=best, out=out)
     if exported.conversion is not None:

@@ -151,7 +151,7 @@ def fork_run(
     state, step number and position in the data, as a resumed run does. To begin with the weights alone, use `megarl
     export RUN --step STEP` and set model.path to the result.
     """
-    from megarl.loops import forking
+    from megarl.loops.commands import forking
 
     folder = forking.make_fork(run, step, [*(overrides or ()), *(changes or ())])
     print_lines([f"fork of {run} at step {step}: {folder}"])

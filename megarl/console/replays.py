@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from megarl.console.lines import print_lines
 
 if TYPE_CHECKING:
-    from megarl.loops.replaying import Bisection, Effect, StepComparison
+    from megarl.loops.commands.bisection import Bisection
+    from megarl.loops.commands.replaying import Effect, StepComparison
 
 _SHOWN_DIFFERENCES = 8
 """Number of differences to print for a replayed step. The first one matters; the others follow from it."""
@@ -34,7 +35,7 @@ def print_effect(effect: Effect, changes: Sequence[str]) -> None:
     """Print the effect of a change on a replayed step: metrics of its updates, and a table of its samples."""
     from rich.table import Table
 
-    from megarl.loops.replaying import EFFECT_COLUMNS
+    from megarl.loops.commands.replaying import EFFECT_COLUMNS
     from megarl.terminal import Console
 
     print_lines([f"changed for this step: {', '.join(changes)}"])

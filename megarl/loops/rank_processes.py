@@ -19,8 +19,8 @@ from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.files.private_folder import PrivateFolder
 from megarl.loops.resizing import ResizeAskedError, shrunk
-from megarl.loops.resume import Origin
-from megarl.loops.state_replication import StateReplication
+from megarl.loops.saving.resume import Origin
+from megarl.loops.saving.state_replication import StateReplication
 from megarl.loops.stopping import StopRequest
 from megarl.reshard.state_holders import hand_overs
 from megarl.tracking.earlier_run import EarlierRun, checkpoint_step

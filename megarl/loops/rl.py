@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from megarl.config import Recipe
 from megarl.data.token_batch import TokenBatch
-from megarl.loops.data_position import DataPosition
 from megarl.loops.models import move_reference, retain_experts
 from megarl.loops.on_policy import on_policy_run
+from megarl.loops.saving.data_position import DataPosition
 from megarl.loops.session import Session
 from megarl.loops.step import StepSamples
 from megarl.preflight import Dropped, off_policy_notices, read_conversations

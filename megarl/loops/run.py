@@ -23,7 +23,6 @@ from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.data.chat import tokenizer_of
 from megarl.loops import distillation, preference, rl, sft
-from megarl.loops.checkpointing import Checkpoints
 from megarl.loops.models import export, models_of, sharing_notices
 from megarl.loops.monitoring import start_monitor
 from megarl.loops.observers.instabilities import spike_detector
@@ -34,8 +33,9 @@ from megarl.loops.performance import Performance, Profiles
 from megarl.loops.rank_processes import RankProcesses
 from megarl.loops.reshard_schedule import ReshardSchedule
 from megarl.loops.resizing import ResizeAskedError
-from megarl.loops.resume import Origin, Resume, begin_from_copy, find_origin
 from megarl.loops.sample_writer import SampleWriter
+from megarl.loops.saving.checkpointing import Checkpoints
+from megarl.loops.saving.resume import Origin, Resume, begin_from_copy, find_origin
 from megarl.loops.session import Session
 from megarl.loops.sources import make_sources, read_data, start_rewards
 from megarl.loops.steps import Steps

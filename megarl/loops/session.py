@@ -10,10 +10,10 @@ from megarl.cluster.rank_model import RankModel
 from megarl.config import Recipe
 from megarl.data.sampler import DataOrder
 from megarl.files.atomic import storage_faults_named
-from megarl.loops.checkpointing import Checkpoints
 from megarl.loops.reshard_schedule import ReshardSchedule
-from megarl.loops.resume import Origin
 from megarl.loops.sample_writer import SampleWriter
+from megarl.loops.saving.checkpointing import Checkpoints
+from megarl.loops.saving.resume import Origin
 from megarl.loops.steps import Steps
 from megarl.preflight import Dropped
 from megarl.rollout.evaluate import EvaluatedSet, evaluate

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from megarl.cluster.run_ranks import RunRanks
 from megarl.config import Recipe
-from megarl.loops.checkpointing import Checkpoints
 from megarl.loops.observers.step_observer import StepObservers
 from megarl.loops.performance import Performance, Profiles
 from megarl.loops.reshard_schedule import ReshardSchedule
 from megarl.loops.resizing import ResizeAskedError, take_request
+from megarl.loops.saving.checkpointing import Checkpoints
 from megarl.loops.step import Step
 from megarl.loops.stopping import StopRequest
 from megarl.platform.spans import span

@@ -96,7 +96,7 @@ LINES = {
     "ADVANTAGES": ("toy", "toy"),
     "ENVIRONMENTS": ("toy", '"megarl.environments.toy:Toy"'),
     "REWARDS": ("toy", '"megarl.rewards.functions.toy:toy"'),
-    "TRACKERS": ("toy", '"megarl.tracking.toy:Toy"'),
+    "TRACKERS": ("toy", '"megarl.tracking.trackers.toy:Toy"'),
 }
 USE = """
 import json

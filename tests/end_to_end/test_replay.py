@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from megarl.loops import replaying
+from megarl.loops.commands import bisection, replaying
 from megarl.rollout.step.step_record import record_folder
 from megarl.types import ConfigError
 from tests.end_to_end.test_layouts import RECIPE, REWARD
@@ -62,7 +62,7 @@ def test_a_step_is_bit_equal_and_a_changed_record_is_named(folder: Path) -> None
     assert f"step 3: differs from its record, first in {moment}" in done.stdout
     assert f"{moment} on rank {part[0]}" in done.stdout and done.stdout.count("relative distance") == 1
 
-    found = replaying.bisect(folder / "runs/run", folder / "runs/changed")
+    found = bisection.bisect(folder / "runs/run", folder / "runs/changed")
     assert (found.step, found.last_step) == (3, 3)
     assert [(one.tensor, one.place) for one in found.differences] == [(moment, f"on rank {part[0]}")]
 

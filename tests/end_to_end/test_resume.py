@@ -414,7 +414,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
 ) -> None:
     import re
 
-    from megarl.loops.checkpointing import survey
+    from megarl.loops.saving.checkpointing import survey
     from megarl.tracking.earlier_run import EarlierRun
     from megarl.types import DataError
 

@@ -233,10 +233,10 @@ WALL_CLOCK = {
     "megarl/processes/fork_server.py": "times of ended processes, to tell the first cause",
     "megarl/report/watched.py": "age of files",
     "megarl/serving/protocol.py": "dates of answers",
-    "megarl/tracking/hparams.py": "dates of records",
-    "megarl/tracking/mlflow.py": "dates of records",
+    "megarl/tracking/trackers/hparams.py": "dates of records",
+    "megarl/tracking/trackers/mlflow.py": "dates of records",
     "megarl/tracking/prometheus.py": "dates of records",
-    "megarl/tracking/tensorboard.py": "dates of records",
+    "megarl/tracking/trackers/tensorboard.py": "dates of records",
 }
 """Modules that read the wall clock, and for what. None of them waits by it."""
 

@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 
 from megarl.config import Recipe
-from megarl.loops.checkpointing import BestModel
+from megarl.loops.saving.checkpointing import BestModel
 
 
 class Ranks:

@@ -13,7 +13,7 @@ import pytest
 
 from megarl.config import Recipe
 from megarl.data.sampler import DataOrder
-from megarl.loops.data_position import DataPosition
+from megarl.loops.saving.data_position import DataPosition
 from megarl.loops.session import Session
 from megarl.tracking.draws import LEDGER, account
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megarl.loops.evaluation import prepare
+from megarl.loops.commands.evaluation import prepare
 from megarl.types import ConfigError, MegarlError
 
 

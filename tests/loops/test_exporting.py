@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 
 from megarl.checkpoint.convert import to_megatron
 from megarl.cli import main
-from megarl.loops.exporting import export
-from megarl.loops.forking import make_fork
+from megarl.loops.commands.exporting import export
+from megarl.loops.commands.forking import make_fork
 from megarl.report.recorded import read_run
 from megarl.tracking.earlier_run import SCHEMA
 from megarl.types import ConfigError, DataError

@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from megarl.checkpoint.manifest import file_record, write_manifest
 from megarl.config import Recipe
-from megarl.loops.checkpointing import plain_recipe, survey
-from megarl.loops.data_position import DataPosition
-from megarl.loops.resume import Inputs, Origin, begin_from_copy, find_origin, read_driver
+from megarl.loops.saving.checkpointing import plain_recipe, survey
+from megarl.loops.saving.data_position import DataPosition
+from megarl.loops.saving.resume import Inputs, Origin, begin_from_copy, find_origin, read_driver
 from megarl.loops.step import Step
 from megarl.tracking.earlier_run import DRIVER, SCHEMA, EarlierRun
 from megarl.tracking.outcomes import StepOutcome

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from megarl.cluster.worker_group import WorkerGroup
-from megarl.loops.state_replication import StateReplication
+from megarl.loops.saving.state_replication import StateReplication
 
 pytestmark = pytest.mark.anyio
 

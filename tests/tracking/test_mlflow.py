@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from megarl.config import Recipe
-from megarl.tracking.mlflow import MLflow
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.tracker import Tracker
+from megarl.tracking.trackers.mlflow import MLflow
 from megarl.types import ConfigError
 
 Call = tuple[str, dict[str, Any]]

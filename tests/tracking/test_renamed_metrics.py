@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megarl.config import Recipe
-from megarl.loops.resume import _unlogged_step
+from megarl.loops.saving.resume import _unlogged_step
 from megarl.report.recorded import metrics_row
 from megarl.tracking.metric_table import find, rows
 from megarl.tracking.renamed_metrics import RENAMED, current_metrics, current_name, renamed_error

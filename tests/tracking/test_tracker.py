@@ -16,8 +16,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megarl.config import Recipe
 from megarl.tracking.display import Display
 from megarl.tracking.run_folder import RunFolder
-from megarl.tracking.tensorboard import TensorBoard
 from megarl.tracking.tracker import Tracker
+from megarl.tracking.trackers.tensorboard import TensorBoard
 from megarl.types import ConfigError
 
 

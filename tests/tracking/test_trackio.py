@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.tracking.trackio import Trackio
+from megarl.tracking.trackers.trackio import Trackio
 from megarl.types import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -48,7 +48,7 @@ metadata: {{version: 1}}
 
 def by_megarl(model: Path, recipe: Path, name: str, limit: int, out: Path) -> tuple[Any, list[dict[str, Any]]]:
     """The evaluation, and a record for each greedy answer of a set."""
-    from megarl.loops.evaluation import prepare, run
+    from megarl.loops.commands.evaluation import prepare, run
 
     overrides = [f"evaluation.max_problems={limit}"]
     options = {"samples_per_prompt": 1, "k": [], "sampling.temperature": 0.0}

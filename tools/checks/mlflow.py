@@ -23,7 +23,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from megarl.config import Recipe
-from megarl.tracking.mlflow import MLflow
+from megarl.tracking.trackers.mlflow import MLflow
 from tools.runs import make_environment
 
 DURATION = {"full": "minutes, mostly for a download (not timed)"}

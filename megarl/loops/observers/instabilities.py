@@ -10,8 +10,8 @@ from typing import Any
 
 from megarl.cluster.run_ranks import RunRanks
 from megarl.config import Recipe
-from megarl.loops.checkpointing import Checkpoints, survey
 from megarl.loops.observers.step_observer import StepObserver
+from megarl.loops.saving.checkpointing import Checkpoints, survey
 from megarl.loops.step import Step
 from megarl.tracking.earlier_run import EarlierRun, checkpoint_step
 from megarl.tracking.metric_rows import SINCE_RUN_BEGAN, MetricRow

@@ -6,13 +6,13 @@ from megarl.cluster.rank_model import RankModel
 from megarl.cluster.run_ranks import RunRanks
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
-from megarl.loops.checkpointing import Checkpoints
 from megarl.loops.observers.canary import Canary
 from megarl.loops.observers.instabilities import Instabilities
 from megarl.loops.observers.step_checks import StepChecks
 from megarl.loops.observers.step_observer import StepObservers
 from megarl.loops.observers.step_recorder import StepRecorder
 from megarl.loops.observers.weight_checks import WeightChecks
+from megarl.loops.saving.checkpointing import Checkpoints
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.spikes import SpikeDetector
 from megarl.tracking.tracker import Tracker

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megarl.loops.resume import Origin
+from megarl.loops.saving.resume import Origin
 from megarl.loops.step import Step, StepSamples
 from megarl.rollout.step.rl_batch import RLBatch
 from megarl.types import MegarlError

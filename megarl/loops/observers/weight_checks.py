@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from megarl.cluster.run_ranks import RunRanks
 from megarl.config import Recipe
 from megarl.loops.observers.step_observer import StepObserver
-from megarl.loops.resume import Origin
+from megarl.loops.saving.resume import Origin
 from megarl.loops.step import Step
 from megarl.reshard.boxes import Box
 from megarl.reshard.checks.ledger import RankChanges, RankChecksums

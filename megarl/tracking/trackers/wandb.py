@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, cast, get_args
 import yaml
 
 from megarl.files.atomic import replace_text
-from megarl.tracking.sample_tables import sample_tables
+from megarl.tracking.trackers.sample_tables import sample_tables
 from megarl.types import ConfigError
 
 Mode = Literal["online", "offline", "shared", "disabled"]

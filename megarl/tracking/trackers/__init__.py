@@ -15,10 +15,10 @@ from megarl.files.import_path import Choices
 from megarl.types import ConfigError
 
 TRACKERS = {
-    "tensorboard": "megarl.tracking.tensorboard:TensorBoard",
-    "wandb": "megarl.tracking.wandb:WandB",
-    "mlflow": "megarl.tracking.mlflow:MLflow",
-    "trackio": "megarl.tracking.trackio:Trackio",
+    "tensorboard": "megarl.tracking.trackers.tensorboard:TensorBoard",
+    "wandb": "megarl.tracking.trackers.wandb:WandB",
+    "mlflow": "megarl.tracking.trackers.mlflow:MLflow",
+    "trackio": "megarl.tracking.trackers.trackio:Trackio",
 }
 """Built-in trackers: name in a recipe -> `package.module:Class`, imported when a run begins."""
 

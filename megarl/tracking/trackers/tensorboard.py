@@ -17,7 +17,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[repo
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from megarl.config.recipe import read
-from megarl.tracking import hparams
+from megarl.tracking.trackers import hparams
 
 _numbers = itertools.count()
 

@@ -24,8 +24,8 @@ from megarl.config import Recipe
 from megarl.config.recipe import to_yaml
 from megarl.files.atomic import disk_full_named, replace_text, storage_faults_named, sync
 from megarl.files.model_folder import read_object
-from megarl.loops.data_position import DataPosition
-from megarl.loops.state_replication import StateReplication
+from megarl.loops.saving.data_position import DataPosition
+from megarl.loops.saving.state_replication import StateReplication
 from megarl.loops.step import Step
 from megarl.report.model_card import write_card
 from megarl.tracking.earlier_run import DRIVER, SCHEMA, EarlierRun, checkpoint_step

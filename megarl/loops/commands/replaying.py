@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -32,12 +31,12 @@ from megarl.config.recipe import load, recipe_changes
 from megarl.data.chat import tokenizer_of
 from megarl.data.token_batch import TokenBatch
 from megarl.files.temporary_folder import temporary_folder
-from megarl.loops.checkpointing import plain_recipe
-from megarl.loops.data_position import DataPosition
 from megarl.loops.models import models_of, move_reference
 from megarl.loops.observers.step_recorder import layout_values, make_record
-from megarl.loops.resume import read_driver
 from megarl.loops.rl import conversations_of
+from megarl.loops.saving.checkpointing import plain_recipe
+from megarl.loops.saving.data_position import DataPosition
+from megarl.loops.saving.resume import read_driver
 from megarl.loops.sources import read_data, start_rewards
 from megarl.loops.step import StepSamples
 from megarl.loops.stopping import leaving_on_signals
@@ -54,7 +53,6 @@ from megarl.rollout.step.step_record import (
     RECIPE,
     Difference,
     StepRecord,
-    chain_of,
     differences,
     record_folder,
     recorded_steps,
@@ -460,62 +458,3 @@ def _sample_effects(
 
 def _score(trajectory: Trajectory) -> float:
     return float("nan") if trajectory.reward is None else trajectory.reward.score
-
-
-@dataclass(frozen=True, slots=True)
-class Bisection:
-    """First recorded step in which two runs differ, None if they are equal. `num_read` records of each were read."""
-
-    step: int | None
-    differences: tuple[Difference, ...]
-    last_step: int
-    num_read: int
-
-
-def bisect(first: Path, second: Path) -> Bisection:
-    """Return the first recorded step in which two runs differ; its `step` is None if they are equal.
-
-    If both have the same parallel layout, a binary search reads about log2(steps) records: each record has a checksum
-    of all earlier ones (`StepRecord.chain`). Otherwise all records are compared. Raises ConfigError if the runs cannot
-    be compared, DataError for a damaged record.
-    """
-    for run in (first, second):
-        refuse_other_folders(run)
-        EarlierRun.read(run).refuse_newer_version()
-    common = sorted(recorded_steps(first / RECORDS) & recorded_steps(second / RECORDS))
-    if not common:
-        raise ConfigError(f"{first} and {second}: have no recorded step in common; record both with train.record")
-    read: dict[int, tuple[StepRecord, StepRecord]] = {}
-
-    def records_of(number: int) -> tuple[StepRecord, StepRecord]:
-        if number not in read:
-            read[number] = StepRecord.load(first / RECORDS, number), StepRecord.load(second / RECORDS, number)
-        return read[number]
-
-    def compare(number: int) -> tuple[Difference, ...]:
-        one, other = records_of(number)
-        is_same = one.layout == other.layout
-        if not is_same and one.layout.get("dtype") != "float32":
-            raise ConfigError(
-                f"{first} and {second}: have different layouts, and only runs in float32 can be compared then"
-            )
-        return tuple(differences(one, other, 0.0 if is_same else OTHER_LAYOUT_TOLERANCE))
-
-    looked_at: set[int] = set()
-
-    def has_parted(number: int) -> bool:
-        looked_at.add(number)
-        return chain_of(first / RECORDS, number) != chain_of(second / RECORDS, number)
-
-    one, other = records_of(common[-1])
-    if one.layout == other.layout:
-        place = bisect_left(common, True, key=has_parted)
-        if place == len(common):
-            return Bisection(None, (), common[-1], len(read.keys() | looked_at))
-        if found := compare(common[place]):
-            return Bisection(common[place], found, common[-1], len(read.keys() | looked_at))
-    # Chains also differ if one run began to record later, or records other contents.
-    for number in common:
-        if found := compare(number):
-            return Bisection(number, found, common[-1], len(read.keys() | looked_at))
-    return Bisection(None, (), common[-1], len(read.keys() | looked_at))

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import yaml
 
-from megarl.tracking.sample_tables import sample_tables
+from megarl.tracking.trackers.sample_tables import sample_tables
 from megarl.types import ConfigError
 
 

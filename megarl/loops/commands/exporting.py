@@ -15,7 +15,7 @@ from megarl.config.recipe import load
 from megarl.data.turn_ends import own_files
 from megarl.files import hub
 from megarl.files.model_folder import CARD, check_model_folder, read_object
-from megarl.loops.checkpointing import BEST
+from megarl.loops.saving.checkpointing import BEST
 from megarl.report.model_card import write_card
 from megarl.report.recorded import refuse_other_folders
 from megarl.tracking.earlier_run import EarlierRun, checkpoint_step

@@ -19,8 +19,8 @@ from megarl.data.kinds.problems import num_made
 from megarl.data.rows import data_files
 from megarl.files.atomic import storage_faults_named
 from megarl.files.model_folder import read_object
-from megarl.loops.checkpointing import Survey, plain_recipe, remove_incomplete_saves, survey
-from megarl.loops.data_position import DataPosition
+from megarl.loops.saving.checkpointing import Survey, plain_recipe, remove_incomplete_saves, survey
+from megarl.loops.saving.data_position import DataPosition
 from megarl.loops.step import Step
 from megarl.preflight.files import Kept, data_paths
 from megarl.terminal import Console

@@ -1,0 +1,1 @@
+"""Commands on models and on finished or stopped runs: evaluate, export, fork, replay."""

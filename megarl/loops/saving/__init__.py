@@ -1,0 +1,1 @@
+"""Saving and resuming of runs: checkpoints, copies of the state in host memory, and positions in the data."""
