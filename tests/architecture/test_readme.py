@@ -458,3 +458,15 @@ def test_diagrams_name_their_participants(source: str) -> None:
     arrows = [re.fullmatch(r"(\w+)-?->>(\w+): .+", line) for line in lines if not line.startswith("participant")]
     assert kind == "sequenceDiagram" and len(arrows) > 5
     assert {end for arrow in arrows for end in (arrow.groups() if arrow else ("?",))} == participants
+
+
+def test_places_of_the_gpu_guide_are_in_the_code() -> None:
+    """A row names files of the package, or a name in one: `training/offload.py`, `platform/device.cuda_toolkit`."""
+    guide = (ROOT / "tests/gpu/README.md").read_text(encoding="utf-8").partition("## What to look at first")[2]
+    cells = re.findall(r"^\| (`.*?) \|", guide, re.MULTILINE)
+    assert len(cells) > 20
+    for place in (place for cell in cells for place in re.findall(r"`([^`]+)`", cell)):
+        module, _, name = place.partition(".")
+        file = ROOT / "megarl" / f"{module}.py"
+        assert file.is_file(), place
+        assert name == "py" or re.search(rf"\b{name.rpartition('.')[2]}\b", file.read_text(encoding="utf-8")), place
