@@ -44,7 +44,7 @@ def run_ranks(tmp_path: Path) -> Callable[..., list[str]]:
             for rank in range(size)
         ]
         try:
-            return [rank.communicate(timeout=200)[0] for rank in started]
+            return [rank.communicate(timeout=500)[0] for rank in started]
         finally:
             for rank in started:
                 rank.kill()

@@ -17,11 +17,13 @@ import torch
 
 from megarl.platform import transformer_engine
 from megarl.platform.cuda_extensions import MODULES, faults_of
+from megarl.processes.process_tree import cpu_seconds_below
 from tests.child_processes import rank_processes
 from tests.guards.test_gpu_environment import WITHOUT_DRIVER
 from tests.standin_gpu import engine
 
-pytestmark = [pytest.mark.standin_gpu, pytest.mark.timeout(600)]
+# Seconds of a wall clock, for a run that hangs: on a busy machine a run takes ten times as long as on a quiet one.
+pytestmark = [pytest.mark.standin_gpu, pytest.mark.timeout(3600)]
 ROOT = Path(__file__).resolve().parents[2]
 # launch/setup.sh leaves it out where its extension was not built, which takes an hour on two cores.
 HAS_ENGINE = transformer_engine.is_installed()
@@ -114,14 +116,20 @@ def start(model: Path, tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
     return begin
 
 
-def finished(run: subprocess.Popen[str], seconds: float = 500) -> str:
-    """Wait for the end of a run. Returns its output. A run that takes longer is ended."""
-    try:
-        output, _ = run.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        run.terminate()
-        output, _ = run.communicate(timeout=60)
-        raise AssertionError(f"the run took more than {seconds:g} s:\n{output[-9000:]}") from None
+def finished(run: subprocess.Popen[str], cpu_seconds: float = 400) -> str:
+    """Wait for the end of a run. Returns its output. A run that takes more CPU time is ended.
+
+    A run that waits for nothing is ended by its own limits, or by pytest's.
+    """
+    while True:
+        try:
+            output, _ = run.communicate(timeout=5)
+            break
+        except subprocess.TimeoutExpired:
+            if cpu_seconds_below(run.pid) > cpu_seconds:
+                run.terminate()
+                output, _ = run.communicate(timeout=600)
+                raise AssertionError(f"the run took more than {cpu_seconds:g} CPU s:\n{output[-9000:]}") from None
     assert run.returncode == 0, output[-9000:]
     return output
 
@@ -163,13 +171,12 @@ def test_megarl_trains(start: Callable[..., subprocess.Popen[str]], tmp_path: Pa
     assert_trained(tmp_path, 1)
 
 
-@pytest.mark.timeout(1200)
 def test_megarl_trains_on_four_devices(start: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
     """Two data-parallel ranks of tp 2, and two engines of tp 2."""
     settings = (
         "cluster.ranks_per_node=4", "trainer.tp=2", "rollout.tp=2", "rollout.vllm.disable_custom_all_reduce=true",
     )  # fmt: skip
-    finished(start(*settings, num_devices=4), seconds=1100)
+    finished(start(*settings, num_devices=4), cpu_seconds=800)
     assert_trained(tmp_path, 1)
 
 
@@ -207,7 +214,6 @@ def test_a_killed_run_with_separate_engines_goes_on(
         assert after[name] == before[name] != 0, name
 
 
-@pytest.mark.timeout(1200)
 def test_a_rank_that_stays_builds_its_engine_again(start: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
     """One of two ranks is killed. The other one continues in its process, with a new model and a new engine."""
     settings = (
@@ -225,7 +231,7 @@ def test_a_rank_that_stays_builds_its_engine_again(start: Callable[..., subproce
             assert run.poll() is None, run.communicate()[0][-9000:]
             time.sleep(0.05)
         second = rank_processes(run.pid)
-        finished(run, seconds=1000)
+        finished(run)
     finally:
         run.kill()
     assert second[0] == first[0] and second[1] != first[1]

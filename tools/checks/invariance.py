@@ -27,10 +27,10 @@ from tests.rank_pool import RankPool
 from tools.make_tiny_model import make_tiny_model
 
 DURATION = {
-    "small": "50 s (three layouts of two models)",
-    "full": "minutes: 42 layouts with up to 17 losses each (not timed)",
+    "small": "60 s (four layouts of two models)",
+    "full": "minutes: 44 layouts with up to 17 losses each (not timed)",
 }
-SMALL = {"only": ["tp2 cp2", "tp2", "etp2 dp2"], "ranks": 4}
+SMALL = {"only": ["tp2 cp2", "tp2", "tp2 logits kept", "etp2 dp2"], "ranks": 4}
 
 LOSS_LIMIT, PARAMETER_LIMIT = 1e-5, 1e-4
 NUM_STEPS, NUM_SEQUENCES, LONGEST = 3, 24, 40
@@ -78,7 +78,9 @@ CASES: dict[str, tuple[Case, ...]] = {
         ("recompute selective", {}, {"recompute": "selective"}),
         ("recompute modules", {}, {"recompute": "selective", "recompute_modules": ("mlp", "core_attn")}),
         ("recompute full", {}, {"recompute": "full"}),
+        ("logits kept", {}, {"keep_logits": True}),
         ("tp2", {"tp": 2}, {}),
+        ("tp2 logits kept", {"tp": 2}, {"keep_logits": True}),
         ("tp2 without sp", {"tp": 2}, {"sequence_parallel": False}),
         ("tp4", {"tp": 4}, {}),
         ("pp2", {"pp": 2}, {}),
