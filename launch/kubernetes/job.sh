@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Trains a recipe on the Ray cluster of a RayJob, in the head's pod. `job.sh stop` makes the run save and end.
-# `megarl kubernetes render` fills in the arguments of `megarl train`, and puts this file next to the recipe.
+# MEGARL_OVERRIDES has overrides of the recipe, separated by blanks.
 set -uo pipefail
 process="${TMPDIR:-/tmp}/megarl-driver.pid"
 
@@ -14,7 +14,8 @@ if [ "${1-}" = stop ]; then
     exit 0
 fi
 
-set -- recipe.yaml
+read -ra overrides <<<"${MEGARL_OVERRIDES-}"
+set -- /etc/megarl/recipe.yaml "${overrides[@]}" cluster.launcher=ray cluster.ray_address=auto
 cd "${MEGARL_WORKSPACE:-/workspace}" || exit 2
 # A trace of the collectives shows where each rank was when one of them hung.
 export TORCH_FR_BUFFER_SIZE="${TORCH_FR_BUFFER_SIZE:-20000}" TORCH_NCCL_DUMP_ON_TIMEOUT=1 PYTHONFAULTHANDLER=1

@@ -16,7 +16,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from megarl import faults
-from megarl.cli import convert, data, kubernetes, sandbox, slurm
+from megarl.cli import convert, data, sandbox, slurm
 from megarl.cli.arguments import CommandGroup, Overrides, RecipeCommand, recipe_file
 from megarl.cli.checking import with_notices_shown
 from megarl.cli.evaluate import evaluate
@@ -26,6 +26,7 @@ from megarl.cli.plan import plan
 from megarl.cli.quickstart import MakeCommand, make, quickstart
 from megarl.cli.reading import metrics, report, samples, watch
 from megarl.cli.recipes import recipes
+from megarl.cli.removed import add_removed_commands
 from megarl.cli.replay import replay
 from megarl.cli.resize import resize
 from megarl.cli.train import TrainCommand, fork_run, train
@@ -44,8 +45,9 @@ app = typer.Typer(
     # `main` prints tracebacks itself, without escape sequences.
     pretty_exceptions_enable=False,
 )
-for group in (sandbox, data, slurm, kubernetes, convert):
+for group in (sandbox, data, slurm, convert):
     app.add_typer(group.app)
+add_removed_commands(app)
 app.command()(recipes)
 app.command(cls=RecipeCommand)(quickstart)
 app.command(cls=MakeCommand)(make)

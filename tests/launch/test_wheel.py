@@ -96,7 +96,6 @@ def test_its_commands_need_no_clone(installed: Callable[..., str], tmp_path: Pat
     assert Path(home, "launch/slurm/job.sh").is_file() and not Path(home).is_relative_to(ROOT)
     # A folder with a blank is quoted.
     assert f"MEGARL_VENV=${{MEGARL_VENV:-{shlex.quote(sys.prefix)}}}\n" in script
-    assert "\nkind: RayJob\n" in installed("kubernetes", "render", recipe, "--image", "megarl:gpu")
 
 
 @pytest.mark.long

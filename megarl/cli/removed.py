@@ -1,0 +1,28 @@
+"""Commands of earlier versions of megarl that were removed. Each is an error that names its replacement."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import typer
+
+from megarl.types import ConfigError
+
+REMOVED = {
+    "kubernetes": "fill launch/kubernetes/rayjob.yaml or skypilot.yaml by envsubst, see launch/container/README.md",
+}
+"""What to use instead of each removed command."""
+_ANY_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+def add_removed_commands(app: typer.Typer) -> None:
+    """Add the removed commands, hidden from help and completion."""
+    for name in REMOVED:
+        app.command(name, hidden=True, context_settings=_ANY_ARGUMENTS, add_help_option=False)(_refuse(name))
+
+
+def _refuse(name: str) -> Callable[[], None]:
+    def command() -> None:
+        raise ConfigError(f"megarl {name}: the command was removed; {REMOVED[name]}")
+
+    return command
