@@ -110,7 +110,7 @@ def check_data(
         kind=kind,
         tokenizer=tokenizer_of(ModelConfig(path=model, chat_template=chat_template)) if model else None,
         system_prompt=system_prompt,
-        others=dict.fromkeys(heldout or (), names),
+        other_sources=dict.fromkeys(heldout or (), names),
     )
     print_survey(survey_result, unit="tokens" if model else "characters")
     if not survey_result.is_sound:

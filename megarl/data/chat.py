@@ -146,13 +146,13 @@ def _text_start(tokenizer: Tokenizer) -> str:
     """Return what a template writes first so that texts begin as in pretraining: with the tokens that the tokenizer
     adds, such as BOS. Empty if it adds none."""
     text = "a"
-    wanted = tokenizer.encode(text)
+    tokens = tokenizer.encode(text)
     bare = tokenizer.encode(text, add_special_tokens=False)
-    num_added = next((n for n in range(1, len(wanted)) if wanted[n : n + len(bare)] == bare), 0)
+    num_added = next((n for n in range(1, len(tokens)) if tokens[n : n + len(bare)] == bare), 0)
     if not num_added:
         return ""
-    added = "".join(map(str, tokenizer.convert_ids_to_tokens(wanted[:num_added])))
-    begun = wanted[: num_added + len(bare)]
+    added = "".join(map(str, tokenizer.convert_ids_to_tokens(tokens[:num_added])))
+    begun = tokens[: num_added + len(bare)]
     # After a special token, some tokenizers do not add the space with which they begin a text.
     space = "" if tokenizer.encode(added + text, add_special_tokens=False) == begun else " "
     return f"{{{{ {_jinja(added + space)} }}}}"
@@ -168,12 +168,12 @@ def _with_defaults(template: Any, defaults: Mapping[str, Any]) -> str:
         )
     try:
         # Only the names are wanted. Plain Jinja cannot parse `generation` blocks, an extension of transformers.
-        known = meta.find_undeclared_variables(Environment().parse(_GENERATION.sub("", template)))
+        variables = meta.find_undeclared_variables(Environment().parse(_GENERATION.sub("", template)))
     except TemplateSyntaxError:
-        known = None  # `_check_template` reports the template's syntax error
+        variables = None  # `_check_template` reports the template's syntax error
     for name in defaults:
-        if not name.isidentifier() or (known is not None and name not in known):
-            read = ", ".join(sorted((known or set()) - _GIVEN_VARIABLES)) or "none of its own"
+        if not name.isidentifier() or (variables is not None and name not in variables):
+            read = ", ".join(sorted((variables or set()) - _GIVEN_VARIABLES)) or "none of its own"
             raise ConfigError(
                 f"model.chat_template_kwargs.{name}: the chat template has no such variable; it has {read}. Use one of "
                 "these, or remove the field"
@@ -223,8 +223,8 @@ def render(
     fitting = fit_call_arguments(tokenizer, messages)
     try:
         text = tokenizer.apply_chat_template(
-            [_marked(message, special) for message in with_reasoning_key(tokenizer, fitting)],
-            tools=[_marked(tool, special) for tool in tools] or None,
+            [_add_marks(message, special) for message in with_reasoning_key(tokenizer, fitting)],
+            tools=[_add_marks(tool, special) for tool in tools] or None,
             add_generation_prompt=generation_prompt,
             # Text instead of ids: `encode` must see the marks before any special token is recognised.
             tokenize=False,
@@ -267,7 +267,7 @@ def _panics_named(tokenizer: Tokenizer) -> Iterator[None]:
 
 def num_tokens(tokenizer: Tokenizer, text: str) -> int:
     """Return the number of tokens of a text inside a message. Raises ValueError like `render` and `encode`."""
-    return len(encode(tokenizer, _marked(text, special_tokens(tokenizer))))
+    return len(encode(tokenizer, _add_marks(text, special_tokens(tokenizer))))
 
 
 def exceeds(tokenizer: Tokenizer, text: str, max_tokens: int) -> bool:
@@ -302,40 +302,40 @@ class _LiteralEncoder:
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of rendered text."""
-        found = self.backend.encode(self._exchanged(text), add_special_tokens=False).ids
+        tokens = self.backend.encode(self._move_marks(text), add_special_tokens=False).ids
         # Some tokenizers have the special token's name in their ordinary vocabulary too. Then text would become a
         # control token.
-        if forged := self.special_ids.intersection(found) - self.ids.keys():
+        if forged := self.special_ids.intersection(tokens) - self.ids.keys():
             raise ValueError(
                 f"a message contains the special token {self.backend.id_to_token(min(forged))!r}, which this tokenizer "
                 "cannot write as text; remove it from the message"
             )
-        return [self.ids.get(token, token) for token in found]
+        return [self.ids.get(token, token) for token in tokens]
 
-    def _exchanged(self, text: str) -> str:
+    def _move_marks(self, text: str) -> str:
         """Return a text with the marks moved: from the special tokens of messages to those of the template."""
         opening, closing = MARKS
         pieces, start = [], 0
         for match in re.finditer(f"{opening}(?:{self.special.pattern}){closing}|{self.special.pattern}", text):
             written = match.group().startswith(opening)
-            pieces.append(unmarked(text[start : match.start()]))
-            pieces.append(unmarked(match.group()) if written else opening + match.group() + closing)
+            pieces.append(remove_marks(text[start : match.start()]))
+            pieces.append(remove_marks(match.group()) if written else opening + match.group() + closing)
             start = match.end()
-        return "".join([*pieces, unmarked(text[start:])])
+        return "".join([*pieces, remove_marks(text[start:])])
 
 
-def unmarked(text: str) -> str:
+def remove_marks(text: str) -> str:
     """Return the text without marks, including single marks from templates that cut a message."""
     return text.replace(MARKS[0], "").replace(MARKS[1], "")
 
 
-def _marked(value: Any, special: re.Pattern[str] | None) -> Any:
+def _add_marks(value: Any, special: re.Pattern[str] | None) -> Any:
     """Return a message with marks around the special tokens in its texts and names. Raises ValueError if it has marks
     already."""
     if isinstance(value, Mapping):
-        return {_marked(name, special): _marked(item, special) for name, item in value.items()}
+        return {_add_marks(name, special): _add_marks(item, special) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_marked(item, special) for item in value]
+        return [_add_marks(item, special) for item in value]
     if not isinstance(value, str):
         return value
     if any(mark in value for mark in MARKS):

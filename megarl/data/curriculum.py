@@ -58,7 +58,7 @@ class Curriculum:
         # Each draw has its own generator: a resumed run repeats it without replaying earlier draws.
         return bool(np.random.default_rng(seed).random() < self.config.outside)
 
-    def observed(self, rates: Rates, place: int, solve_rate: float) -> Rates:
+    def update_rates(self, rates: Rates, place: int, solve_rate: float) -> Rates:
         """Return the solve rates after a group of attempts at the problem at this position. `solve_rate` is the share
         solved.
 
@@ -72,14 +72,14 @@ class Curriculum:
         """Return the curriculum's metrics for these solve rates. Names lack the prefix `curriculum/`."""
         if self.config.band is None:
             return {}
-        known = np.array([rates[bucket] for bucket in self.buckets if bucket in rates])
+        known_rates = np.array([rates[bucket] for bucket in self.buckets if bucket in rates])
         low, high = self.config.band
-        if not len(known):
+        if not len(known_rates):
             return {"known": 0.0}
         return {
-            "known": len(known) / len(self.buckets),
-            "below": float((known < low).mean()),
-            "in_band": float(((known >= low) & (known <= high)).mean()),
-            "above": float((known > high).mean()),
-            "solve_rate": float(known.mean()),
+            "known": len(known_rates) / len(self.buckets),
+            "below": float((known_rates < low).mean()),
+            "in_band": float(((known_rates >= low) & (known_rates <= high)).mean()),
+            "above": float((known_rates > high).mean()),
+            "solve_rate": float(known_rates.mean()),
         }

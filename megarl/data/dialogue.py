@@ -49,15 +49,15 @@ class Dialogue:
 
         Raises ValueError if the template fails on them.
         """
-        return self.encoded(self.rendered(messages, tools))
+        return self.encode_text(self.render_opening(messages, tools))
 
-    def rendered(self, messages: Messages, tools: Tools = ()) -> str:
+    def render_opening(self, messages: Messages, tools: Tools = ()) -> str:
         """Return the text of messages and tools, up to the opening of the assistant's turn. Raises ValueError like
         `opening`.
         """
         return render(self.tokenizer, messages, generation_prompt=True, tools=tools)
 
-    def encoded(self, text: str) -> NDArray[np.int32]:
+    def encode_text(self, text: str) -> NDArray[np.int32]:
         """Return the token ids of rendered text: [tokens]."""
         return np.array(encode(self.tokenizer, text), np.int32)
 
@@ -67,7 +67,7 @@ class Dialogue:
         """
         return num_tokens(self.tokenizer, text)
 
-    def written(self, token_ids: NDArray[np.int64]) -> str:
+    def text_as_written(self, token_ids: NDArray[np.int64]) -> str:
         """Return the text of a sampled turn [tokens] as the template writes it: with special tokens, without a final
         one.
         """
@@ -100,7 +100,7 @@ class Dialogue:
         assert isinstance(decoded, str)
         return decoded
 
-    def parsed(
+    def parse_turn(
         self, prompt_token_ids: NDArray[np.int32], token_ids: NDArray[np.int64], tools: Tools, *, turn: int
     ) -> ParsedTurn:
         """Return text, reasoning and tool calls of sampled tokens [new_tokens] that follow the prompt's tokens
@@ -137,13 +137,13 @@ class Dialogue:
     def call_format(self) -> str:
         """Return the format of tool calls. Raises ConfigError if none is configured and the template does not show
         one."""
-        found = self.tool_parser or parser_of_template(str(self.tokenizer.chat_template))
-        if found is None:
+        name = self.tool_parser or parser_of_template(str(self.tokenizer.chat_template))
+        if name is None:
             raise ConfigError(
                 "rollout.tool_parser: the chat template does not reveal its format of tool calls; give one of "
                 + ", ".join(PARSERS)
             )
-        return found
+        return name
 
     def text_with_special_tokens(self, token_ids: NDArray[Any]) -> str:
         """Return the text of token ids [tokens], with the names of special tokens."""
@@ -156,8 +156,8 @@ class Dialogue:
         token."""
         turn = (_QUESTION, {"role": "assistant", "content": _TURN})
         text = render(self.tokenizer, (*turn, *messages), generation_prompt=True, tools=tools)
-        _, found, following = text.partition(_TURN)
-        if not found or _TURN in following:
+        _, separator, following = text.partition(_TURN)
+        if not separator or _TURN in following:
             raise ValueError("the chat template does not write an assistant's turn exactly once and unchanged")
         return following
 
@@ -170,12 +170,14 @@ class Dialogue:
         for turn in _turns_with_calls(answers):
             try:
                 alone = render(self.tokenizer, (_QUESTION, turn), generation_prompt=False, tools=tools)
-                whole = render(self.tokenizer, (_QUESTION, turn, *messages), generation_prompt=True, tools=tools)
+                text_with_messages = render(
+                    self.tokenizer, (_QUESTION, turn, *messages), generation_prompt=True, tools=tools
+                )
             except ValueError as error:
                 refusal = refusal or error
                 continue
-            _, found, following = whole.partition(_TURN)
-            if not found:
+            _, separator, following = text_with_messages.partition(_TURN)
+            if not separator:
                 return None
             if _TURN in following:
                 raise ValueError("the chat template writes the calls of an assistant's turn more than once")

@@ -52,26 +52,26 @@ class RecordFormat:
 
     def with_fields(self, fields: Mapping[str, str], answer_field: str | None = None) -> RecordFormat:
         """Return a copy of the format with a user's own field names. A field so named loses its usual role."""
-        own: dict[str, tuple[str, ...]] = {role: (name,) for role, name in fields.items()}
-        if "prompt" in own:
+        user_names: dict[str, tuple[str, ...]] = {role: (name,) for role, name in fields.items()}
+        if "prompt" in user_names:
             # `input` belongs to the format's own prompt field. Who names a prompt field has chosen between several.
-            own = {"input": (), "other_prompts": (), **own}
+            user_names = {"input": (), "other_prompts": (), **user_names}
         if answer_field:
-            own["answer"] = (answer_field,)
-        return replace(self, **self._without(own), **own)
+            user_names["answer"] = (answer_field,)
+        return replace(self, **self._without(user_names), **user_names)
 
-    def _without(self, own: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    def _without(self, user_names: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
         """Return the names of all roles that the user did not name, without the fields that the user named."""
-        named = {name for names in own.values() for name in names}
+        named = {name for names in user_names.values() for name in names}
         # An answer may also be the response (`output` of alpaca): no training reads both.
-        named_in_prompt = {name for role, names in own.items() if role in _PROMPT_ROLES for name in names}
+        named_in_prompt = {name for role, names in user_names.items() if role in _PROMPT_ROLES for name in names}
         usual: dict[str, tuple[str, ...]] = {}
         roles = [part.name for part in dataclass_fields(self) if part.name != "name"]
         for role in roles:
-            if role in own:
+            if role in user_names:
                 continue
-            taken = named if role in _PROMPT_ROLES else named_in_prompt
-            usual[role] = tuple(name for name in getattr(self, role) if name not in taken)
+            excluded_names = named if role in _PROMPT_ROLES else named_in_prompt
+            usual[role] = tuple(name for name in getattr(self, role) if name not in excluded_names)
         return usual
 
 
@@ -134,11 +134,11 @@ class FieldNames:
 
     def format_of(self, first: Mapping[str, Any]) -> RecordFormat:
         """Return the format of a source from its first record."""
-        found = FORMATS[self.format] if self.format else recognised(first)
-        return found.with_fields(self.fields, self.answer_field)
+        base = FORMATS[self.format] if self.format else recognise_format(first)
+        return base.with_fields(self.fields, self.answer_field)
 
 
-def recognised(fields: Mapping[str, Any]) -> RecordFormat:
+def recognise_format(fields: Mapping[str, Any]) -> RecordFormat:
     """Return the format whose field names a record has. If none matches, return megarl's own."""
     # Use the names alone: a value may be empty in the first record. The order matters: specific names come before
     # names shared by several formats.
@@ -174,17 +174,17 @@ def missing_roles(fields: Mapping[str, Any], format: RecordFormat, roles: Sequen
 
 def missing_text(record: Mapping[str, Any], format: RecordFormat, names: FieldNames, missing: Sequence[str]) -> str:
     """Return why a record cannot be read: the roles without a field, the names searched for, and a remedy to paste."""
-    own = {**names.fields, **({"answer": names.answer_field} if names.answer_field else {})}
+    user_names = {**names.fields, **({"answer": names.answer_field} if names.answer_field else {})}
     tried = " and ".join(f"{' or '.join(getattr(format, role)) or 'no other field'} ({role})" for role in missing)
-    if all(role in own for role in missing):
+    if all(role in user_names for role in missing):
         why = "the names given in the recipe"
     elif names.format is not None:
         why = f"the names of the format {format.name}, given in the recipe"
-    elif format.name == recognised({}).name and "gt_answer" not in record:
+    elif format.name == recognise_format({}).name and "gt_answer" not in record:
         why = f"the names of {format.name}, since the record fits none of {', '.join(FORMATS)}"
     else:
         why = f"the names of {format.name}, recognised from the first record's fields"
-    named = {role: name for role, name in own.items() if role not in missing}
+    named = {role: name for role, name in user_names.items() if role not in missing}
     named |= _guess_fields({name: value for name, value in record.items() if name not in named.values()}, missing)
     remedy = names.remedy.replace("{}", "{" + ", ".join(f"{role}: {name}" for role, name in named.items()) + "}")
     return (
@@ -196,17 +196,17 @@ def missing_text(record: Mapping[str, Any], format: RecordFormat, names: FieldNa
 def _guess_fields(record: Mapping[str, Any], roles: Sequence[str]) -> dict[str, str]:
     """Return a guessed field for each role: by common names, else the remaining texts in order, if their number is
     right."""
-    found: dict[str, str] = {}
+    guesses: dict[str, str] = {}
     for role in roles:
-        free = [name for name in _USUAL_NAMES.get(role, ()) if name in record and name not in found.values()]
+        free = [name for name in _USUAL_NAMES.get(role, ()) if name in record and name not in guesses.values()]
         if free:
-            found[role] = free[0]
-    open_roles = [role for role in roles if role not in found]
-    texts = [name for name, value in record.items() if isinstance(value, str) and name not in found.values()]
+            guesses[role] = free[0]
+    open_roles = [role for role in roles if role not in guesses]
+    texts = [name for name, value in record.items() if isinstance(value, str) and name not in guesses.values()]
     # With another number of texts any choice would be arbitrary, so the remedy shows placeholders.
     names = texts if len(texts) == len(open_roles) else [_UNKNOWN] * len(open_roles)
-    found |= zip(open_roles, names, strict=True)
-    return {role: found[role] for role in roles}
+    guesses |= zip(open_roles, names, strict=True)
+    return {role: guesses[role] for role in roles}
 
 
 def _first_names(fields: Mapping[str, Any]) -> str:

@@ -84,10 +84,10 @@ def without_weights(messages: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str,
 
 def have_same_texts(first: Sequence[Mapping[str, Any]], second: Sequence[Mapping[str, Any]]) -> bool:
     """Return whether messages are equal, apart from white space around their contents."""
-    return list(map(_stripped, first)) == list(map(_stripped, second))
+    return list(map(_strip_content, first)) == list(map(_strip_content, second))
 
 
-def _stripped(message: Mapping[str, Any]) -> Mapping[str, Any]:
+def _strip_content(message: Mapping[str, Any]) -> Mapping[str, Any]:
     content = message.get("content")
     return {**message, "content": content.strip()} if isinstance(content, str) else message
 
@@ -157,11 +157,11 @@ def _is_unsaid(name: str, value: Any) -> bool:
     return is_empty(value) or (name != "tool_calls" and not isinstance(value, str) and says_nothing(value))
 
 
-def _refuse_unread_keys(values: Mapping[str, Any], known: frozenset[str], place: str, of: str) -> None:
+def _refuse_unread_keys(values: Mapping[str, Any], read_keys: frozenset[str], place: str, of: str) -> None:
     for name in values:
-        if name not in known and not _is_unsaid(name, values[name]):
+        if name not in read_keys and not _is_unsaid(name, values[name]):
             remedy = _REMEDIES.get(name, "remove the key")
-            keys = ", ".join(sorted(known))
+            keys = ", ".join(sorted(read_keys))
             raise ValueError(
                 f"{place} has the key {shown(name)} = {shown(values[name])}, which is not read; {remedy}. Keys of "
                 f"{of}: {keys}"

@@ -86,38 +86,38 @@ class Mixture:
         Sources without a position start at their beginning. Positions of unknown sources stay unchanged. Raises
         MegarlError if the curriculum skips 10 million problems in one draw.
         """
-        found = {name: positions.get(name, Position()) for name in self._streams}
+        current_positions = {name: positions.get(name, Position()) for name in self._streams}
         credits = {
-            name: self._shares[name] + (self._first_credits[name] if at.credit is None else at.credit)
-            for name, at in found.items()
+            name: self._shares[name] + (self._first_credits[name] if position.credit is None else position.credit)
+            for name, position in current_positions.items()
         }
         name = max(credits, key=lambda name: credits[name])
         credits[name] -= 1
-        stream, at = self._streams[name], found[name]
-        taken, passed = at.taken, at.passed
+        stream, position = self._streams[name], current_positions[name]
+        number, passed = position.taken, position.passed
         # Each source counts its own draws, so equal numbers need the source's name.
         place = name.encode() if len(self._streams) > 1 else b""
-        while not stream.curriculum.draws(stream.place(taken), at.rates, [self._seed, 2, taken, *place]):
-            taken, passed = taken + 1, passed + 1
-            if taken - at.taken > _MAX_SKIPPED:
+        while not stream.curriculum.draws(stream.place(number), position.rates, [self._seed, 2, number, *place]):
+            number, passed = number + 1, passed + 1
+            if number - position.taken > _MAX_SKIPPED:
                 raise MegarlError(
                     f"data.curriculum: {_MAX_SKIPPED} consecutive problems of {name} were skipped, because their "
                     "solve rates are outside data.curriculum.band; widen the band, or raise data.curriculum.outside"
                 )
-        moved = {n: Position(a.taken, a.passed, credits[n], a.rates) for n, a in found.items()}
-        moved[name] = Position(taken + 1, passed, credits[name], at.rates)
-        return stream.problems[stream.place(taken)], {**positions, **moved}
+        moved = {n: Position(a.taken, a.passed, credits[n], a.rates) for n, a in current_positions.items()}
+        moved[name] = Position(number + 1, passed, credits[name], position.rates)
+        return stream.problems[stream.place(number)], {**positions, **moved}
 
     def observe(self, positions: Positions, problem: Problem, solve_rate: float) -> Positions:
         """Return the positions of all sources after a group of attempts at a problem. `solve_rate` is the share
         solved."""
-        stream, at = self._streams[problem.source], positions[problem.source]
+        stream, position = self._streams[problem.source], positions[problem.source]
         if stream.curriculum.config.band is None:
             return positions
         place = self._places[problem.source].get(problem.index)
         assert place is not None
-        rates = stream.curriculum.observed(at.rates, place, solve_rate)
-        return {**positions, problem.source: Position(at.taken, at.passed, at.credit, rates)}
+        rates = stream.curriculum.update_rates(position.rates, place, solve_rate)
+        return {**positions, problem.source: Position(position.taken, position.passed, position.credit, rates)}
 
     def epochs(self, positions: Positions) -> dict[str, float]:
         """Return for each source the number of its problems drawn or skipped so far, divided by its size."""
@@ -127,6 +127,12 @@ class Mixture:
 
     def metrics(self, positions: Positions) -> dict[str, dict[str, float]]:
         """Return for each source with a curriculum its metrics, and `skipped`, the number of skipped problems."""
-        found = {name: positions[name] for name in self._streams if name in positions}
-        made = {name: self._streams[name].curriculum.metrics(at.rates) for name, at in found.items()}
-        return {name: one | {"skipped": float(found[name].passed)} for name, one in made.items() if one}
+        source_positions = {name: positions[name] for name in self._streams if name in positions}
+        source_metrics = {
+            name: self._streams[name].curriculum.metrics(position.rates) for name, position in source_positions.items()
+        }
+        return {
+            name: curriculum_metrics | {"skipped": float(source_positions[name].passed)}
+            for name, curriculum_metrics in source_metrics.items()
+            if curriculum_metrics
+        }

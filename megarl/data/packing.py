@@ -56,17 +56,17 @@ def pack(
     Raises ValueError for a sequence longer than `max_tokens`. Raises ValueError if `rows_multiple` is above 1 and there
     are fewer sequences than microbatches.
     """
-    each = -(-np.asarray(lengths, dtype=np.int64) // multiple) * multiple
-    sizes = np.full(len(each) // together, together) if isinstance(together, int) else together
+    padded_lengths = -(-np.asarray(lengths, dtype=np.int64) // multiple) * multiple
+    sizes = np.full(len(padded_lengths) // together, together) if isinstance(together, int) else together
     starts = np.cumsum(sizes) - sizes
-    costs = np.add.reduceat(each * (1.0 + each / attention_ratio), starts)
-    tokens = np.add.reduceat(each, starts)
+    costs = np.add.reduceat(padded_lengths * (1.0 + padded_lengths / attention_ratio), starts)
+    tokens = np.add.reduceat(padded_lengths, starts)
     if tokens.size and tokens.max() > max_tokens:
         longest = int(tokens.argmax())
         first, last = int(starts[longest]), int(starts[longest] + sizes[longest]) - 1
-        what = f"sequence {first} takes" if first == last else f"sequences {first} to {last} take"
+        subject = f"sequence {first} takes" if first == last else f"sequences {first} to {last} take"
         raise ValueError(
-            f"{what} {tokens.max()} tokens, but a microbatch holds at most {max_tokens}; raise "
+            f"{subject} {tokens.max()} tokens, but a microbatch holds at most {max_tokens}; raise "
             "trainer.max_tokens_per_microbatch"
         )
     described = f"{len(lengths)} sequences{_order_key(together)}"
@@ -256,8 +256,10 @@ def _exchange_one(
     )
     # Within the row the costlier of the two bins counts. In another row, going below this row's mean gains little.
     after = np.maximum(top - moved, mean) + 1e-3 * moved
-    own = target // num_ranks == row
-    after[:, own] = np.maximum(after[:, own], loads.ravel()[target[own]] + moved[:, own])
+    is_same_row = target // num_ranks == row
+    after[:, is_same_row] = np.maximum(
+        after[:, is_same_row], loads.ravel()[target[is_same_row]] + moved[:, is_same_row]
+    )
     after[~fits] = np.inf
     if not after.size or not after.min() < (1 - 2e-4) * top:
         return False

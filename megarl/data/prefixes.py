@@ -70,10 +70,10 @@ def lexicographic_order(keys: NDArray[np.int64], cu_seqlens: NDArray[np.int64]) 
     return np.array(order, np.int64), shared
 
 
-def common_prefix(one: NDArray[np.int64], other: NDArray[np.int64]) -> int:
+def common_prefix(tokens: NDArray[np.int64], other_tokens: NDArray[np.int64]) -> int:
     """Return the number of tokens at which two sequences [tokens] begin alike."""
-    length = min(len(one), len(other))
-    differs = one[:length] != other[:length]
+    length = min(len(tokens), len(other_tokens))
+    differs = tokens[:length] != other_tokens[:length]
     first = int(differs.argmax()) if length else 0
     return first if length and differs[first] else length
 
@@ -148,10 +148,10 @@ def chunk_sizes(sizes: NDArray[np.int64], owners: NDArray[np.int64]) -> NDArray[
     count = len(owners)
     chunks = np.repeat(sizes[:, None] // count, count, axis=1)
     surplus = np.zeros(owners.max() + 1, np.int64)
-    for segment, left in enumerate((sizes % count).tolist()):
-        chosen = np.argsort(surplus[owners], kind="stable")[:left]
-        chunks[segment, chosen] += 1
-        surplus += np.bincount(owners[chosen], minlength=len(surplus))
+    for segment, remainder in enumerate((sizes % count).tolist()):
+        receivers = np.argsort(surplus[owners], kind="stable")[:remainder]
+        chunks[segment, receivers] += 1
+        surplus += np.bincount(owners[receivers], minlength=len(surplus))
     return chunks
 
 

@@ -109,7 +109,7 @@ def make_results(
     """
     for index, record in enumerate(records):
         try:
-            made = make(index, record)
+            result = make(index, record)
         except DataError as error:
             if on_long is not None and isinstance(error, TooLongError):
                 on_long(error)
@@ -118,7 +118,7 @@ def make_results(
             else:
                 raise
         else:
-            yield made
+            yield result
 
 
 def read_records(

@@ -59,7 +59,7 @@ class Record:
 
     def value(self, names: tuple[str, ...]) -> Any:
         """Return the value of the first of these fields in the record, or None."""
-        return next((found for name in names if (found := value_at(self.fields, name)) is not None), None)
+        return next((value for name in names if (value := value_at(self.fields, name)) is not None), None)
 
     def at(self, name: str) -> Any:
         """Return the value of a field, or None. A dot in the name selects a field of an inner object."""
@@ -159,14 +159,14 @@ class Record:
         # Most records have none of the fields.
         if not any(name in self.fields or "." in name for name in names):
             return ()
-        found = [self.messages(name, role="system") for name in names if not is_blank(self.at(name))]
-        for messages in found:
-            if len(messages) != 1 or messages[0]["role"] != "system" or not have_same_texts(messages, found[0]):
+        systems = [self.messages(name, role="system") for name in names if not is_blank(self.at(name))]
+        for messages in systems:
+            if len(messages) != 1 or messages[0]["role"] != "system" or not have_same_texts(messages, systems[0]):
                 raise self.error(
                     f"'{self.field(self.format.system)}' is {shown(self.value(self.format.system))}; give the text of "
                     "one system message, in one field"
                 )
-        return found[0] if found else ()
+        return systems[0] if systems else ()
 
     def _history(self) -> tuple[Mapping[str, Any], ...]:
         """Return the record's earlier turns."""

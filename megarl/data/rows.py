@@ -107,9 +107,9 @@ def rows_of(path: Path) -> Iterator[Row]:
 
 def _partition_source(source: str) -> tuple[str | None, str]:
     """Return the split (or None) and the path or Hub name of a data source `SPLIT@PATH`."""
-    split, at, place = source.partition("@")
+    split, separator, place = source.partition("@")
     # A path may contain an @ itself: an existing path is never split.
-    if not at or Path(source).exists() or not re.fullmatch(r"[\w.-]+", split):
+    if not separator or Path(source).exists() or not re.fullmatch(r"[\w.-]+", split):
         return None, source
     return split, place
 
@@ -123,16 +123,20 @@ class HubDataSet(NamedTuple):
 
 def missing_data_set(source: str) -> HubDataSet | None:
     """Return the data set of the Hub that a data source names, if the cache lacks some of its files. None otherwise."""
-    found = _on_hub(_partition_source(source)[1])
-    if found is None or not names_repository(found.name) or cached_folder(found.name, "dataset", found.only):
+    data_set = _on_hub(_partition_source(source)[1])
+    if (
+        data_set is None
+        or not names_repository(data_set.name)
+        or cached_folder(data_set.name, "dataset", data_set.only)
+    ):
         return None
-    return found
+    return data_set
 
 
 def hub_data_set(source: str) -> str | None:
     """Return the name on the Hub of a data source; None for a local one and for one that is not in the cache."""
-    found = _on_hub(_partition_source(source)[1])
-    return found.name if found is not None and cached_folder(found.name, "dataset", found.only) else None
+    data_set = _on_hub(_partition_source(source)[1])
+    return data_set.name if data_set is not None and cached_folder(data_set.name, "dataset", data_set.only) else None
 
 
 def _on_hub(place: str) -> HubDataSet | None:
@@ -185,19 +189,19 @@ def _files_of_split(source: str | Path, files: dict[Path, Path], split: str | No
     }
     if exact:
         return exact
-    found = {file: inside for file, inside in files.items() if split in _split_words_in_path(inside)}
-    if not found:
-        known = f"it has {', '.join(named)}" if named else "it has none that is named"
-        raise DataError(f"{source}: {_existing_place(place)} has no split {split!r}; {known}")
+    matches = {file: inside for file, inside in files.items() if split in _split_words_in_path(inside)}
+    if not matches:
+        available = f"it has {', '.join(named)}" if named else "it has none that is named"
+        raise DataError(f"{source}: {_existing_place(place)} has no split {split!r}; {available}")
     sets = sorted(
-        {next(name for name in _name_parts(inside) if split in _split_words(name)) for inside in found.values()}
+        {next(name for name in _name_parts(inside) if split in _split_words(name)) for inside in matches.values()}
     )
     if len(sets) > 1:
         raise DataError(
             f"{source}: the split {split} could mean several files or folders, {', '.join(sets)}; name one, for "
             f"example {sets[0]}@{place}"
         )
-    return found
+    return matches
 
 
 def _check_configurations(source: str | Path, files: dict[Path, Path], place: str, *, is_hub_data_set: bool) -> None:
@@ -212,21 +216,21 @@ def _check_configurations(source: str | Path, files: dict[Path, Path], place: st
     }
     if len(folders) < 2:
         return
-    known = sorted(f"{place.rstrip('/')}/{folder}".rstrip("/") for folder in folders)
+    choices = sorted(f"{place.rstrip('/')}/{folder}".rstrip("/") for folder in folders)
     raise DataError(
         f"{source}: files of one split are in several folders, as in a data set with several configurations: "
-        f"{', '.join(known)}; give one of the folders"
+        f"{', '.join(choices)}; give one of the folders"
     )
 
 
 def _check_shards(source: str | Path, files: dict[Path, Path]) -> None:
     """Raise DataError if shards are missing or doubled, judged by names like `-00000-of-00004`."""
-    found: dict[Path, dict[str, set[int]]] = {}
+    shards: dict[Path, dict[str, set[int]]] = {}
     for inside in files.values():
         if match := _SHARD.search(inside.name):
-            counts = found.setdefault(inside.parent / inside.name[: match.start()], {})
+            counts = shards.setdefault(inside.parent / inside.name[: match.start()], {})
             counts.setdefault(match[2], set()).add(int(match[1]))
-    for name, counts in found.items():
+    for name, counts in shards.items():
         if len(counts) > 1:
             several = ", ".join(f"-of-{count}" for count in counts)
             raise DataError(
@@ -361,8 +365,8 @@ class _WholeReads(io.BufferedReader):
     """
 
     def read(self, size: int | None = -1) -> bytes:
-        left = os.fstat(self.fileno()).st_size - self.tell()
-        return super().read(left if size is None or size < 0 else min(size, left))
+        bytes_left = os.fstat(self.fileno()).st_size - self.tell()
+        return super().read(bytes_left if size is None or size < 0 else min(size, bytes_left))
 
 
 def _batch_rows(batches: Any) -> Iterator[Row]:

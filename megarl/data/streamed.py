@@ -65,7 +65,7 @@ class Streamed(Sequence[Made], Generic[Made]):
     def __getitem__(self, place: slice) -> list[Made]: ...
     def __getitem__(self, place: int | slice) -> Made | list[Made]:
         if isinstance(place, slice):
-            return [self[one] for one in range(*place.indices(len(self)))]
+            return [self[number] for number in range(*place.indices(len(self)))]
         self._file.seek(self._starts[place])
         (path, line, unit), fields = json.loads(self._file.readline())
         assert self._format is not None
@@ -109,7 +109,7 @@ class Places:
 
     def get(self, index: int) -> int | None:
         """Return the position of the problem with this index in the sequence, or None."""
-        found = int(np.searchsorted(self._numbers, index, sorter=self._order))
-        if found == len(self._numbers) or self._numbers[self._order[found]] != index:
+        place = int(np.searchsorted(self._numbers, index, sorter=self._order))
+        if place == len(self._numbers) or self._numbers[self._order[place]] != index:
             return None
-        return int(self._order[found])
+        return int(self._order[place])

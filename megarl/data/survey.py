@@ -91,19 +91,22 @@ def survey(
     kind: KindName | None = None,
     tokenizer: Tokenizer | None = None,
     system_prompt: str | None = None,
-    others: Mapping[str, FieldNames | None] | None = None,
+    other_sources: Mapping[str, FieldNames | None] | None = None,
     has_answers: bool = True,
     max_tokens: int | None = None,
     drops_long: bool = False,
 ) -> Survey:
     """Return a survey of all records of a data source. Records with errors are counted, and the survey continues.
 
-    Without a tokenizer, records are only read, and lengths are in characters. `others` has sources whose prompts must
-    not occur here, for example held-out sets, with their field names. Without `has_answers`, problems need no gold
-    answer. A record with more than `max_tokens` (None: MAX_TOKENS) is an error, or with `drops_long` only counted.
+    Without a tokenizer, records are only read, and lengths are in characters. Prompts of `other_sources`, for example
+    held-out sets with their field names, must not occur here. Without `has_answers`, problems need no gold answer. A
+    record with more than `max_tokens` (None: MAX_TOKENS) is an error, or with `drops_long` only counted.
     Raises DataError for a missing source.
     """
-    prompts = {other: _prompts_of(other, other_names, system_prompt) for other, other_names in (others or {}).items()}
+    prompts = {
+        other_source: _prompts_of(other_source, other_names, system_prompt)
+        for other_source, other_names in (other_sources or {}).items()
+    }
     faults: dict[str, Fault] = {}
     on_fault = partial(_note_fault, faults)
     records = read_records(source, names, on_fault)
@@ -118,7 +121,7 @@ def survey(
         result.num_long += 1
 
     lengths: list[int] = []
-    seen: dict[bytes, str] = {}
+    first_places: dict[bytes, str] = {}
     labels: set[bool] = set()
     all_records = chain([first], records)
     for example in make_results(all_records, read_record, count_long if drops_long else None, on_fault):
@@ -127,16 +130,16 @@ def survey(
         labels.add(label_of(record))
         lengths.append(example.length)
         place = f"{record.unit} {record.line}"
-        if (earlier := seen.setdefault(example.digest, place)) != place:
+        if (earlier := first_places.setdefault(example.digest, place)) != place:
             result.num_duplicates += 1
             result.duplicates += [f"{place} (as {earlier})"] * (len(result.duplicates) < MAX_LISTED_FAULTS)
-        for other, places in prompts.items():
+        for other_source, places in prompts.items():
             if example.prompt in places:
-                result.num_overlaps[other] += 1
-                overlap = f"{place} ({other}, {places[example.prompt]})"
+                result.num_overlaps[other_source] += 1
+                overlap = f"{place} ({other_source}, {places[example.prompt]})"
                 result.overlaps += [overlap] * (len(result.overlaps) < MAX_LISTED_FAULTS)
         if tokenizer is not None and not result.first:
-            result.first = _shown(tokenizer, example.sequences[0])
+            result.first = _split_by_mask(tokenizer, example.sequences[0])
     if read_record.is_judged and len(labels) == 1:
         text = equal_labels_text(source)
         faults[text] = Fault(text, "")
@@ -217,7 +220,7 @@ def _make_kind(
     )
 
 
-def _shown(tokenizer: Tokenizer, sequence: TrainingSequence) -> list[tuple[str, bool]]:
+def _split_by_mask(tokenizer: Tokenizer, sequence: TrainingSequence) -> list[tuple[str, bool]]:
     """Return the text of a token sequence in pieces, each with whether it is trained."""
     borders = [0, *(np.flatnonzero(np.diff(sequence.loss_mask)) + 1).tolist(), len(sequence)]
     return [

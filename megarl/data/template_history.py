@@ -60,8 +60,8 @@ def history_faults(tokenizer: Tokenizer) -> dict[str, str]:
     later prompt does not begin with the text up to an earlier answer (trailing space ignored). "refuses": the template
     raises an error.
     """
-    found = {kind: _faults(tokenizer, messages) for kind, messages in CONVERSATIONS.items()}
-    return {kind: fault for kind, fault in found.items() if fault}
+    faults = {kind: _faults(tokenizer, messages) for kind, messages in CONVERSATIONS.items()}
+    return {kind: fault for kind, fault in faults.items() if fault}
 
 
 def _faults(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]) -> str:

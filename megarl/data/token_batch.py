@@ -115,34 +115,34 @@ class TokenBatch:
 
     def tokens_of(self, sequences: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the positions of these sequences' tokens, in the given order: [tokens of these sequences]."""
-        chosen = np.asarray(sequences, np.int64)
-        return ranges(self.cu_seqlens[chosen], self.lengths[chosen])
+        selection = np.asarray(sequences, np.int64)
+        return ranges(self.cu_seqlens[selection], self.lengths[selection])
 
     def select(self, sequences: Sequence[int] | NDArray[np.int64]) -> TokenBatch:
         """Return a batch of these sequences, in the given order. The segments of a sample must stay adjacent."""
-        chosen = np.asarray(sequences, np.int64)
-        places = self.tokens_of(chosen)
+        selection = np.asarray(sequences, np.int64)
+        places = self.tokens_of(selection)
         return TokenBatch(
             token_ids=self.token_ids[places],
             loss_mask=self.loss_mask[places],
-            cu_seqlens=borders(self.lengths[chosen]),
-            samples=self.samples[chosen],
+            cu_seqlens=borders(self.lengths[selection]),
+            samples=self.samples[selection],
             per_token={name: values[places] for name, values in self.per_token.items()},
-            experts=None if self.experts is None else self.experts[chosen],
+            experts=None if self.experts is None else self.experts[selection],
             expert_digests=None if self.expert_digests is None else self.expert_digests[places],
             retained_sets=None if self.retained_sets is None else select_retained(self.retained_sets, places),
-            temperatures=None if self.temperatures is None else self.temperatures[chosen],
-            target_keys=None if self.target_keys is None else self.target_keys[chosen],
+            temperatures=None if self.temperatures is None else self.temperatures[selection],
+            target_keys=None if self.target_keys is None else self.target_keys[selection],
         )
 
     def select_samples(self, samples: Sequence[int] | NDArray[np.int64]) -> TokenBatch:
         """Return a batch of these samples (numbered by position) with all their segments, in the given order."""
         counts = self.num_segments
         first_segments = np.cumsum(counts) - counts
-        chosen = np.asarray(samples, np.int64)
-        selected = self.select(ranges(first_segments[chosen], counts[chosen]))
+        selection = np.asarray(samples, np.int64)
+        selected = self.select(ranges(first_segments[selection], counts[selection]))
         # Renumber: in another order the old numbers could decrease, and adjacent equal numbers mark a sample.
-        selected.samples = np.repeat(np.arange(len(chosen)), counts[chosen])
+        selected.samples = np.repeat(np.arange(len(selection)), counts[selection])
         return selected
 
     def with_arrays(self, names: Mapping[str, NDArray[np.float32]]) -> TokenBatch:
@@ -181,20 +181,22 @@ def _join_temperatures(batches: Sequence[TokenBatch]) -> NDArray[np.float64] | N
         return None
     # A batch without temperatures was sampled at 1.
     ones = [np.ones(batch.num_sequences) for batch in batches]
-    found = [batch.temperatures for batch in batches]
-    return np.concatenate([one if own is None else own for own, one in zip(found, ones, strict=True)])
+    temperatures = [batch.temperatures for batch in batches]
+    return np.concatenate(
+        [unit_values if values is None else values for values, unit_values in zip(temperatures, ones, strict=True)]
+    )
 
 
-def select_retained(kept: RetainedSets, places: NDArray[np.int64]) -> RetainedSets:
+def select_retained(retained: RetainedSets, places: NDArray[np.int64]) -> RetainedSets:
     """Return the retained sets of the tokens at these positions, in the given order.
 
     `places` is [tokens]. Position -1 yields an empty set, which means that nothing was cut off.
     """
     # The appended entry of size 0 is what place -1 selects.
-    counts = np.append(kept.counts, np.int32(0))
+    counts = np.append(retained.counts, np.int32(0))
     starts = np.cumsum(counts, dtype=np.int64) - counts
-    chosen = counts[places]
-    return RetainedSets(chosen, kept.token_ids[ranges(starts[places], chosen.astype(np.int64))])
+    sizes = counts[places]
+    return RetainedSets(sizes, retained.token_ids[ranges(starts[places], sizes.astype(np.int64))])
 
 
 def join_retained(parts: Sequence[tuple[int, RetainedSets | None]]) -> RetainedSets | None:
@@ -202,11 +204,11 @@ def join_retained(parts: Sequence[tuple[int, RetainedSets | None]]) -> RetainedS
 
     A part is (number of tokens, sets). A part without sets gets an empty set for each token.
     """
-    if all(kept is None for _, kept in parts):
+    if all(sets is None for _, sets in parts):
         return None
-    found = [kept or RetainedSets(np.zeros(tokens, np.int32), np.zeros(0, np.int32)) for tokens, kept in parts]
+    all_sets = [sets or RetainedSets(np.zeros(tokens, np.int32), np.zeros(0, np.int32)) for tokens, sets in parts]
     return RetainedSets(
-        np.concatenate([kept.counts for kept in found]), np.concatenate([kept.token_ids for kept in found])
+        np.concatenate([sets.counts for sets in all_sets]), np.concatenate([sets.token_ids for sets in all_sets])
     )
 
 

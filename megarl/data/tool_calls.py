@@ -59,7 +59,7 @@ def parse(
         body, reasoning = harmony_reasoning(body)
     remainder, written = PARSERS[name](body, tools)
     calls = tuple(
-        _checked(f"call{_turn_digits(turn)}{place % 100:02}", call, tools) for place, call in enumerate(written)
+        _check_arguments(f"call{_turn_digits(turn)}{place % 100:02}", call, tools) for place, call in enumerate(written)
     )
     # White space around calls and reasoning belongs to the format; in a plain answer it belongs to the model.
     return ParsedTurn(remainder.strip() if written or reasoning is not None else remainder, reasoning, calls)
@@ -116,14 +116,14 @@ def _split_reasoning(text: str, opening: str, closing: str, in_reasoning: bool |
     return remainder.lstrip("\n"), reasoning.strip()
 
 
-def _checked(call_id: str, call: WrittenCall, tools: Sequence[ToolSchema]) -> ToolCall:
+def _check_arguments(call_id: str, call: WrittenCall, tools: Sequence[ToolSchema]) -> ToolCall:
     """Return the call with its arguments checked against the JSON schema of its tool."""
     if call.error is not None:
         return ToolCall(call_id, call.name, None, call.error)
     tool = tool_named(call.name, tools)
     if tool is None:
-        known = ", ".join(tool["function"]["name"] for tool in tools)
-        return ToolCall(call_id, call.name, None, f"there is no tool {call.name!r:.80}; tools: {known}")
+        names = ", ".join(tool["function"]["name"] for tool in tools)
+        return ToolCall(call_id, call.name, None, f"there is no tool {call.name!r:.80}; tools: {names}")
     arguments = call.arguments
     if isinstance(arguments, str):  # Some models write the arguments as JSON inside a JSON string.
         try:

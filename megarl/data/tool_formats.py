@@ -84,8 +84,8 @@ def _call_from_object(value: Any, *argument_fields: str) -> WrittenCall:
 
 def _find_name(text: str) -> str:
     """Return the tool's name in a possibly broken JSON text, or an empty text."""
-    found = re.search(r'"name"\s*:\s*"([^"\\]*)"', text)
-    return found.group(1) if found else ""
+    match = re.search(r'"name"\s*:\s*"([^"\\]*)"', text)
+    return match.group(1) if match else ""
 
 
 def _json_argument_text(name: str, text: str) -> WrittenCall:
@@ -120,9 +120,9 @@ def _hermes(text: str, tools: Sequence[ToolSchema]) -> _Read:
     """Read `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
     opening, closing = "<tool_call>", "</tool_call>"
     texts, calls, place = [], [], 0
-    while (found := text.find(opening, place)) >= 0:
-        texts.append(text[place:found])
-        start = found + len(opening)
+    while (opening_place := text.find(opening, place)) >= 0:
+        texts.append(text[place:opening_place])
+        start = opening_place + len(opening)
         try:
             value, place = _json_at(text, start)
             calls.append(_call_from_object(value, "arguments", "parameters"))
@@ -140,13 +140,13 @@ def _hermes(text: str, tools: Sequence[ToolSchema]) -> _Read:
     return "".join([*texts, text[place:]]), calls
 
 
-def _tagged(text: str, opening: str, closing: str) -> tuple[str, list[tuple[str, bool]]]:
+def _split_tags(text: str, opening: str, closing: str) -> tuple[str, list[tuple[str, bool]]]:
     """Return the text outside the tags, and a list of the texts inside. Each entry is (text, whether its closing tag
     was there)."""
     texts, bodies, place = [], [], 0
-    while (found := text.find(opening, place)) >= 0:
-        texts.append(text[place:found])
-        start = found + len(opening)
+    while (opening_place := text.find(opening, place)) >= 0:
+        texts.append(text[place:opening_place])
+        start = opening_place + len(opening)
         end = text.find(closing, start)
         bodies.append((text[start:] if end < 0 else text[start:end], end >= 0))
         place = len(text) if end < 0 else end + len(closing)
@@ -155,17 +155,17 @@ def _tagged(text: str, opening: str, closing: str) -> tuple[str, list[tuple[str,
 
 def _qwen3_coder(text: str, tools: Sequence[ToolSchema]) -> _Read:
     """Read `<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`."""
-    remainder, bodies = _tagged(text, "<function=", "</function>")
+    remainder, bodies = _split_tags(text, "<function=", "</function>")
     remainder = remainder.replace("<tool_call>", "").replace("</tool_call>", "")
     calls = []
     for body, is_closed in bodies:
-        name, found, inner = body.partition(">")
+        name, separator, inner = body.partition(">")
         name = name.strip()
-        if not found or not is_closed:
-            calls.append(WrittenCall(name if found else "", error="the call cannot be read: it is cut off"))
+        if not separator or not is_closed:
+            calls.append(WrittenCall(name if separator else "", error="the call cannot be read: it is cut off"))
             continue
         arguments = {}
-        _, parameters = _tagged(inner, "<parameter=", "</parameter>")
+        _, parameters = _split_tags(inner, "<parameter=", "</parameter>")
         for parameter, _ in parameters:
             key, _, value = parameter.partition(">")
             # The format puts one line break before and after each value; further ones belong to the value.
@@ -177,7 +177,7 @@ def _qwen3_coder(text: str, tools: Sequence[ToolSchema]) -> _Read:
 
 def _glm45(text: str, tools: Sequence[ToolSchema]) -> _Read:
     """Read `<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>`."""
-    remainder, bodies = _tagged(text, "<tool_call>", "</tool_call>")
+    remainder, bodies = _split_tags(text, "<tool_call>", "</tool_call>")
     calls = []
     for body, is_closed in bodies:
         name, _, _ = body.partition("<arg_key>")
@@ -330,7 +330,7 @@ def _deepseek_v3(text: str, tools: Sequence[ToolSchema]) -> _Read:
 
     V3 and R1 write the kind before the name, and put the arguments in a fenced block.
     """
-    remainder, bodies = _tagged(text, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
+    remainder, bodies = _split_tags(text, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
     remainder = remainder.replace("<｜tool▁calls▁begin｜>", "").replace("<｜tool▁calls▁end｜>", "")
     calls = []
     for body, _ in bodies:

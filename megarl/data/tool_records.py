@@ -64,7 +64,7 @@ def _arguments(value: Any) -> Mapping[str, Any]:
         raise ValueError("they are missing")
     if isinstance(value, str):
         # OpenAI's own form. Rendered as it is, templates would write the text once more as a JSON string.
-        value = _parsed(value)
+        value = _parse_json(value)
     if not isinstance(value, Mapping):
         raise ValueError("they are not an object")
     return value
@@ -78,12 +78,12 @@ def standard_tools(value: Any) -> tuple[ToolSchema, ...]:
     values that cannot be read, and the errors of `check_tools`.
     """
     if isinstance(value, str):
-        value = _parsed(value) if value.strip() else None
+        value = _parse_json(value) if value.strip() else None
     if value is None:
         return ()
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise ValueError("not a list of JSON schemas")
-    parsed = (_parsed(tool) if isinstance(tool, str) else tool for tool in value)
+    parsed = (_parse_json(tool) if isinstance(tool, str) else tool for tool in value)
     tools = tuple(_standard_tool(_without_nulls(tool)) for tool in parsed)
     check_tools(tools)
     return tools
@@ -109,7 +109,7 @@ def _standard_tool(tool: Any) -> Any:
     return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
 
 
-def _parsed(text: str) -> Any:
+def _parse_json(text: str) -> Any:
     """Return the value of a JSON text. Raises ValueError for broken text, repeated keys, NaN and deep nesting."""
     try:
         return parse(text.encode(), MEDIUM)

@@ -36,8 +36,8 @@ def saved_share(lengths: NDArray[np.int64], shared: NDArray[np.int64], attention
 
     Both are [sequences].
     """
-    whole = sequence_costs(lengths, attention_ratio).sum()
-    return float(sequence_costs(shared, attention_ratio).sum() / max(whole, 1.0))
+    full_cost = sequence_costs(lengths, attention_ratio).sum()
+    return float(sequence_costs(shared, attention_ratio).sum() / max(full_cost, 1.0))
 
 
 def pack_trees(
@@ -63,11 +63,11 @@ def pack_trees(
     sizes = np.full(len(lengths) // together, together) if isinstance(together, int) else together
     sets = np.split(np.arange(len(lengths)), np.cumsum(sizes)[:-1])
     prefixes = _Prefixes(lengths, *lexicographic_order(keys, cu_seqlens), attention_ratio)
-    whole = sum(prefixes.cost_of(members) for members in sets)
+    total_cost = sum(prefixes.cost_of(members) for members in sets)
     best: tuple[float, list[list[list[int]]]] | None = None
     tried: set[int] = set()
     for per_rank in _CLUSTERS_PER_RANK:
-        limit = whole / (per_rank * num_ranks * rows_multiple) if per_rank else np.inf
+        limit = total_cost / (per_rank * num_ranks * rows_multiple) if per_rank else np.inf
         clusters = _clusters(sets, prefixes, max_tokens, limit)
         tokens = np.array([cluster.tokens for cluster in clusters])
         if tokens.sum() == lengths.sum() or len(clusters) in tried:
@@ -135,11 +135,11 @@ class _Cluster:
         places, tokens, cost = list(self.places), self.tokens, self.cost
         for sequence in members.tolist():
             place, length = int(prefixes.rank[sequence]), int(prefixes.lengths[sequence])
-            at = bisect_left(places, place)
-            shared = prefixes.common(places[at - 1], place) if at else 0
-            if at < len(places):
-                shared = max(shared, prefixes.common(place, places[at]))
-            places.insert(at, place)
+            index = bisect_left(places, place)
+            shared = prefixes.common(places[index - 1], place) if index else 0
+            if index < len(places):
+                shared = max(shared, prefixes.common(place, places[index]))
+            places.insert(index, place)
             tokens += length - shared
             ratio = prefixes.attention_ratio
             cost += length * (1.0 + length / ratio) - shared * (1.0 + shared / ratio)

@@ -60,15 +60,15 @@ def turn_ends(tokenizer: Tokenizer) -> tuple[int, ...]:
 
 def added_turn_ends(folder: str | Path, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the tokens of `turn_ends` at which the engine of a model folder does not stop by itself."""
-    known = _engine_ends(Path(folder), tokenizer)
-    return tuple(token for token in turn_ends(tokenizer) if token not in known)
+    engine_ends = _engine_ends(Path(folder), tokenizer)
+    return tuple(token for token in turn_ends(tokenizer) if token not in engine_ends)
 
 
 def turn_ends_notice(added: Sequence[int], folder: str | Path, tokenizer: Tokenizer) -> str:
     """Return a line for the start of a run: which tokens of `added_turn_ends` end completions too."""
-    known = _names(_engine_ends(Path(folder), tokenizer), tokenizer)
+    names = _names(_engine_ends(Path(folder), tokenizer), tokenizer)
     return (
-        f"the chat template ends turns with {_names(added, tokenizer)}, the model with {known or 'no token'}: "
+        f"the chat template ends turns with {_names(added, tokenizer)}, the model with {names or 'no token'}: "
         f"completions end at both, and {_GENERATION_CONFIG} of exports lists both"
     )
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from megarl.data.chat import render, unmarked
+from megarl.data.chat import remove_marks, render
 from megarl.data.messages import REASONING, REASONING_KEYS
 
 if TYPE_CHECKING:
@@ -85,10 +85,10 @@ def check_tools_written(tools: Sequence[Mapping[str, Any]], rendered: str) -> No
             raise ValueError(_missing("the record's tool", name))
 
 
-def _missing(what: str, text: str) -> str:
+def _missing(subject: str, text: str) -> str:
     return (
-        f"the chat template does not write {what}, {text!r:.60}; remove it, or set model.chat_template to a template "
-        "that writes it"
+        f"the chat template does not write {subject}, {text!r:.60}; remove it, or set model.chat_template to a "
+        "template that writes it"
     )
 
 
@@ -135,4 +135,4 @@ class _WrittenText:
 
 
 def _without_space(text: str) -> str:
-    return "".join(unmarked(text).split())
+    return "".join(remove_marks(text).split())

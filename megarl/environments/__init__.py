@@ -161,42 +161,42 @@ def find_environment(name: str) -> Callable[..., Environment]:
     """
     from megarl.environments.interact import Interact, is_interact
 
-    found = _CHOICES.load(name)
-    if is_interact(found):
-        return partial(Interact, found)
-    if not inspect.isclass(found):
+    target = _CHOICES.load(name)
+    if is_interact(target):
+        return partial(Interact, target)
+    if not inspect.isclass(target):
         raise ConfigError(
             f"rollout.environment: {name!r}: is not a class; name a class with the methods "
             f"`async def` {', '.join(METHODS)}, or "
             "a function interact(messages)"
         )
-    if inspect.iscoroutinefunction(getattr(found, "run", None)):
-        return cast(Callable[..., Environment], found)  # It is an Agent, without the methods of an environment.
-    if wrong := [method for method in METHODS if not inspect.isfunction(getattr(found, method, None))]:
+    if inspect.iscoroutinefunction(getattr(target, "run", None)):
+        return cast(Callable[..., Environment], target)  # It is an Agent, without the methods of an environment.
+    if wrong := [method for method in METHODS if not inspect.isfunction(getattr(target, method, None))]:
         raise ConfigError(f"rollout.environment: {name!r}: the class lacks `async def` {', '.join(wrong)}")
-    return cast(Callable[..., Environment], found)
+    return cast(Callable[..., Environment], target)
 
 
-def num_processes(name: str, given: int | None) -> int:
+def num_processes(name: str, configured: int | None) -> int:
     """Return how many processes run the attempts of an environment. 0: attempts run in the driver, as do agents.
 
-    `given` is the recipe's `rollout.environment_processes`. Raises ConfigError if it is 0 and a method of the
+    `configured` is the recipe's `rollout.environment_processes`. Raises ConfigError if it is 0 and a method of the
     environment is not a coroutine, because the method would block the driver.
     """
     if is_agent(name):
         return 0
-    found = find_environment(name)
-    made, functions = (found.func, found.args) if isinstance(found, partial) else (found, ())
-    methods = [getattr(made, method) for method in METHODS]
-    members = [getattr(made, member, None) for member in dir(made)]
+    factory = find_environment(name)
+    environment_class, functions = (factory.func, factory.args) if isinstance(factory, partial) else (factory, ())
+    methods = [getattr(environment_class, method) for method in METHODS]
+    members = [getattr(environment_class, member, None) for member in dir(environment_class)]
     tools = [member for member in members if hasattr(member, TOOL_SCHEMA)]
-    if given == 0 and not all(map(inspect.iscoroutinefunction, methods)):
+    if configured == 0 and not all(map(inspect.iscoroutinefunction, methods)):
         raise ConfigError(
             f"rollout.environment_processes = 0: a method of {name} is not `async def` and would block the driver; "
             "leave the field out, or write reset, step and close as coroutines that do not block"
         )
-    if given is not None:
-        return given
+    if configured is not None:
+        return configured
     # Blocking tools run in threads of a process: in the driver they would compete with its event loop.
     may_block = not all(map(inspect.iscoroutinefunction, (*methods, *tools, *functions)))
     return min(PROCESSES_PER_CPU * (os.cpu_count() or 1), MAX_DEFAULT_PROCESSES) if may_block else 0
@@ -215,13 +215,13 @@ def environment_maker(name: str, settings: Mapping[str, Any]) -> Callable[[], En
 
     Raises ConfigError if the environment cannot be imported, or for unknown or missing settings.
     """
-    found = find_environment(name)
+    factory = find_environment(name)
     try:
-        inspect.signature(found).bind(**settings)
+        inspect.signature(factory).bind(**settings)
     except TypeError as error:
-        known = ", ".join(str(parameter) for parameter in inspect.signature(found).parameters.values())
+        parameters = ", ".join(str(parameter) for parameter in inspect.signature(factory).parameters.values())
         raise ConfigError(
             f"rollout.environment_kwargs = {dict(settings)}: the environment {name} does not take these settings: "
-            f"{error}; it takes: {known or 'none'}"
+            f"{error}; it takes: {parameters or 'none'}"
         ) from error
-    return partial(found, **settings)
+    return partial(factory, **settings)

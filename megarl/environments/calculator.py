@@ -94,26 +94,26 @@ def _value(node: ast.expr, depth: int) -> Number:
         raise ToolError("the expression is nested too deeply")
     # `type`, not `isinstance`: True and False are ints, too, but not numbers here.
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        found: Any = node.value
+        value: Any = node.value
     elif isinstance(node, ast.UnaryOp) and type(node.op) in _UNARY:
-        found = _UNARY[type(node.op)](_value(node.operand, depth + 1))
+        value = _UNARY[type(node.op)](_value(node.operand, depth + 1))
     elif isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
-        found = _binary(node, _value(node.left, depth + 1), _value(node.right, depth + 1))
+        value = _binary(node, _value(node.left, depth + 1), _value(node.right, depth + 1))
     elif isinstance(node, ast.Name) and node.id in _CONSTANTS:
-        found = _CONSTANTS[node.id]
+        value = _CONSTANTS[node.id]
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
         function = _FUNCTIONS.get(node.func.id)
         if function is None:
             raise ToolError(f"there is no function {node.func.id}; functions: {', '.join(_FUNCTIONS)}")
-        found = function(*(_value(argument, depth + 1) for argument in node.args))
+        value = function(*(_value(argument, depth + 1) for argument in node.args))
     else:
         raise ToolError("only numbers, + - * / // % **, brackets and functions are allowed")
     # Check every intermediate value: the next operation could be slow with a huge one.
-    if isinstance(found, int) and found.bit_length() > MAX_BITS:
+    if isinstance(value, int) and value.bit_length() > MAX_BITS:
         raise ToolError("the number is too large")
-    if isinstance(found, complex) or (isinstance(found, float) and not math.isfinite(found)):
+    if isinstance(value, complex) or (isinstance(value, float) and not math.isfinite(value)):
         raise ToolError("the result is a complex number, infinite or undefined; only finite real numbers are supported")
-    return found
+    return value
 
 
 def _binary(node: ast.BinOp, left: Number, right: Number) -> Any:

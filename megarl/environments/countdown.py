@@ -46,9 +46,9 @@ class Countdown:
         self.max_guesses = max_guesses
 
     async def reset(self, problem: Problem, seed: int) -> Start:
-        given = problem.record
-        if "numbers" in given and "target" in given:
-            self.numbers, self.target = [int(number) for number in given["numbers"]], int(given["target"])
+        record = problem.record
+        if "numbers" in record and "target" in record:
+            self.numbers, self.target = [int(number) for number in record["numbers"]], int(record["target"])
         else:
             self.numbers, self.target = draw(problem.index, self.num_numbers, self.max_number)
         numbers = ", ".join(map(str, self.numbers))
@@ -128,7 +128,7 @@ def guess_in(text: str) -> str | None:
         boxed = re.search(r"\\boxed\{(.*)\}", line)
         before = (boxed.group(1) if boxed else line).partition("=")[0].translate(_WRITTEN_OTHERWISE)
         runs = re.findall(r"[0-9(-][0-9\s+\-*/%().]*", before)
-        found = [run.strip(" .") for run in runs if re.search("[0-9]", run)]
-        if found:
-            return found[-1]
+        expressions = [run.strip(" .") for run in runs if re.search("[0-9]", run)]
+        if expressions:
+            return expressions[-1]
     return None

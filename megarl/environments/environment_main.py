@@ -49,32 +49,32 @@ class _Player:
     def _value(self, request: dict[str, Any]) -> dict[str, Any] | None:
         if request["do"] == "reset":
             self._environment = self._make()
-            given = request["problem"]
-            tuples = {name: tuple(given[name]) for name in ("messages", "prompt_token_ids", "tools")}
-            problem = Problem(**{**given, **tuples})
-            return _start(checked_start(self._called(self._environment.reset, problem, request["seed"])))
+            fields = request["problem"]
+            tuples = {name: tuple(fields[name]) for name in ("messages", "prompt_token_ids", "tools")}
+            problem = Problem(**{**fields, **tuples})
+            return _start(checked_start(self._call(self._environment.reset, problem, request["seed"])))
         if request["do"] == "step":
             assert self._environment is not None
             turn = request["turn"]
             calls = tuple(ToolCall(**call) for call in turn["calls"])
-            return _step(checked_step(self._called(self._environment.step, Turn(**{**turn, "calls": calls}))))
+            return _step(checked_step(self._call(self._environment.step, Turn(**{**turn, "calls": calls}))))
         # Forget the environment first, so that a failing `close` is not called again.
         environment, self._environment = self._environment, None
         if environment is not None:
-            self._called(environment.close)
+            self._call(environment.close)
         return None
 
-    def _called(self, method: Callable[..., Any], *given: object) -> Any:
-        found = method(*given)
-        return self._runner.run(_awaited(found)) if inspect.isawaitable(found) else found
+    def _call(self, method: Callable[..., Any], *arguments: object) -> Any:
+        result = method(*arguments)
+        return self._runner.run(_await_result(result)) if inspect.isawaitable(result) else result
 
     def _is_unfit(self) -> bool:
         """Whether a tool function of the last attempt hangs: it still runs in a thread of this process."""
         return self._environment is None and any(t.name.startswith(CALL_THREAD) for t in threading.enumerate())
 
 
-async def _awaited(found: Awaitable[Any]) -> Any:
-    return await found
+async def _await_result(awaitable: Awaitable[Any]) -> Any:
+    return await awaitable
 
 
 def _start(start: Start) -> dict[str, Any]:

@@ -20,16 +20,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megarl.environments import Message, Start, Step, Turn
-from megarl.environments.tools import begun
+from megarl.environments.tools import start_call
 from megarl.types import Problem
 
 KNOWN = ("messages", "answer", "record")
 """Parameters of `interact` filled with data of the attempt. Other parameters are set by the recipe."""
 
 
-def is_interact(found: object) -> bool:
+def is_interact(value: object) -> bool:
     """Return whether an object is a function with a parameter `messages`, as RL2's environments are."""
-    return inspect.isfunction(found) and "messages" in inspect.signature(found).parameters
+    return inspect.isfunction(value) and "messages" in inspect.signature(value).parameters
 
 
 class Interact:
@@ -47,8 +47,8 @@ class Interact:
         self._function, self._settings = function, settings
         self._filled = [name for name in KNOWN if name in parameters]
         inspect.signature(function).bind(**dict.fromkeys(self._filled), **settings)  # Raises TypeError.
-        given = getattr(sys.modules.get(function.__module__), "TOOL", None) or ()
-        self.tools = tuple(map(_schema, [given] if isinstance(given, Mapping) else given))
+        tools = getattr(sys.modules.get(function.__module__), "TOOL", None) or ()
+        self.tools = tuple(map(_schema, [tools] if isinstance(tools, Mapping) else tools))
 
     async def reset(self, problem: Problem, seed: int) -> Start:
         self._problem = problem
@@ -62,7 +62,7 @@ class Interact:
         problem = self._problem
         values = {"messages": self._messages, "answer": problem.answer, "record": dict(problem.record)}
         filled = copy.deepcopy({name: values[name] for name in self._filled})  # The function may change its arguments.
-        new = await begun(self._function, filled | self._settings)
+        new = await start_call(self._function, filled | self._settings)
         if not isinstance(new, Sequence) or isinstance(new, str):
             raise TypeError(f"{self._function.__name__} gave {new!r:.80}, not a list of messages")
         self._messages += new

@@ -61,5 +61,5 @@ class Mastermind:
 
 def marks(guess: str, secret: str) -> tuple[int, int]:
     """Return how many letters of a guess are in place, and how many others occur elsewhere in the secret word."""
-    right = sum(one == other for one, other in zip(guess, secret, strict=False))
+    right = sum(letter == secret_letter for letter, secret_letter in zip(guess, secret, strict=False))
     return right, (Counter(guess) & Counter(secret)).total() - right

@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from megarl.environments import EnvironmentUnavailableError, Message, Start, Step, Turn
-from megarl.environments.shared import run_alone, shared
+from megarl.environments.shared import get_shared, run_alone
 from megarl.processes.supervised_process import SupervisedProcess
 from megarl.types import ConfigError, Problem, ToolCall
 
@@ -80,28 +80,28 @@ class OpenEnv:
         self._has_place = False
 
     async def reset(self, problem: Problem, seed: int) -> Start:
-        self._server = shared(self._key, lambda: _Server(*self._key))
+        self._server = get_shared(self._key, lambda: _Server(*self._key))
         await self._server.places.acquire()
         self._has_place = True
         async with asyncio.timeout(_START_SECONDS):
             await self._server.start()
         self._field = self._action or (None if self._has_tools else await self._server.text_field())
         answer = await self._connect({"type": "reset", "data": {**self._reset, "seed": problem.index}})
-        question = {"role": "user", "content": self._shown(answer)}
+        question = {"role": "user", "content": self._read_observation(answer)}
         messages = (*problem.messages[:-1], question)
         if not self._has_tools:
             return Start(messages)
-        listed = (await self._stepped({"type": "list_tools"}))["observation"].get("tools")
+        listed = (await self._send_action({"type": "list_tools"}))["observation"].get("tools")
         if not isinstance(listed, list):
             raise ServerError("tools = true: the OpenEnv server lists no tools; set tools to false")
         return Start(messages, tuple(_schema(tool) for tool in listed))
 
     async def step(self, turn: Turn) -> Step:
         if self._has_tools:
-            return await self._called(turn.calls)
-        answer = await self._stepped({**self._action_fields, str(self._field): turn.text})
+            return await self._call_tools(turn.calls)
+        answer = await self._send_action({**self._action_fields, str(self._field): turn.text})
         is_done = bool(answer.get("done"))
-        messages = () if is_done else ({"role": "user", "content": self._shown(answer)},)
+        messages = () if is_done else ({"role": "user", "content": self._read_observation(answer)},)
         return Step(messages, _reward(answer), is_done)
 
     async def close(self) -> None:
@@ -126,7 +126,7 @@ class OpenEnv:
         finally:
             await self.close()
 
-    async def _called(self, calls: Sequence[ToolCall]) -> Step:
+    async def _call_tools(self, calls: Sequence[ToolCall]) -> Step:
         """Send a turn's tool calls to the server. Returns the replies in order, and the sum of their rewards."""
         messages: list[Message] = []
         rewards: list[float] = []
@@ -136,7 +136,7 @@ class OpenEnv:
             reply = f"error: {call.error}"
             if call.error is None and not is_done:
                 action = {"type": "call_tool", "tool_name": call.name, "arguments": dict(call.arguments or {})}
-                answer = await self._stepped(action)
+                answer = await self._send_action(action)
                 is_done = bool(answer.get("done"))
                 if (reward := _reward(answer)) is not None:
                     rewards.append(reward)
@@ -157,7 +157,7 @@ class OpenEnv:
                     await self._connection.close()
                     await asyncio.sleep(_CAPACITY_SECONDS)
 
-    async def _stepped(self, action: Mapping[str, Any]) -> dict[str, Any]:
+    async def _send_action(self, action: Mapping[str, Any]) -> dict[str, Any]:
         async with asyncio.timeout(self._seconds):
             return await self._answer({"type": "step", "data": action})
 
@@ -180,7 +180,7 @@ class OpenEnv:
             raise ServerError(f"the OpenEnv server's answer has no observation: {answer!r:.200}")
         return data
 
-    def _shown(self, answer: Mapping[str, Any]) -> str:
+    def _read_observation(self, answer: Mapping[str, Any]) -> str:
         """Return the part of a server's observation that the policy sees, as text."""
         observation = answer["observation"]
         if self._observation is not None:

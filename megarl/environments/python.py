@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 from megarl.environments import EnvironmentUnavailableError, Start
-from megarl.environments.tools import ToolEnvironment, ToolError, begun, tool
+from megarl.environments.tools import ToolEnvironment, ToolError, start_call, tool
 from megarl.sandbox.sandbox import Ran, SandboxError, SandboxSettings
 from megarl.sandbox.sandbox_fusion import AnySandbox, open_sandbox
 from megarl.types import ConfigError, Problem
@@ -23,10 +23,11 @@ class Python(ToolEnvironment):
 
     def __init__(self, *, sandbox: Mapping[str, Any] | None = None, **settings: Any) -> None:
         super().__init__(**settings)
-        given = SandboxSettings(**(sandbox or {}))
+        sandbox_settings = SandboxSettings(**(sandbox or {}))
         # End a program before the tool's own time limit, even if it gets no CPU: exceeding that would cost the process.
-        wall_seconds, longest_seconds = min(given.wall_seconds, 0.5 * self.tool_seconds), 0.8 * self.tool_seconds
-        self._settings = replace(given, wall_timeout_seconds=wall_seconds, longest_seconds=longest_seconds)
+        wall_seconds = min(sandbox_settings.wall_seconds, 0.5 * self.tool_seconds)
+        longest_seconds = 0.8 * self.tool_seconds
+        self._settings = replace(sandbox_settings, wall_timeout_seconds=wall_seconds, longest_seconds=longest_seconds)
 
     def check(self) -> None:
         """Run a trial program before a run. Raises ConfigError if the sandbox does not work."""
@@ -40,10 +41,10 @@ class Python(ToolEnvironment):
         """Start the attempt, and the sandbox if needed. Raises EnvironmentUnavailableError if the sandbox does not
         start.
         """
-        await begun(self._started, {})
+        await start_call(self._start_sandbox, {})
         return await super().reset(problem, seed)
 
-    def _started(self) -> AnySandbox:
+    def _start_sandbox(self) -> AnySandbox:
         """Return the running sandbox.
 
         Raises EnvironmentUnavailableError if it does not start, because the policy is not at fault.
@@ -60,7 +61,7 @@ class Python(ToolEnvironment):
         code: a whole program; nothing is kept from one call to the next
         """
         try:
-            ran = self._started().run(code)
+            ran = self._start_sandbox().run(code)
         except (SandboxError, ConfigError) as error:
             raise EnvironmentUnavailableError(f"the sandbox failed: {error}") from None
         if ran.outcome == "ok":
@@ -85,8 +86,8 @@ def _sandbox(settings: str) -> AnySandbox:
     ends.
     """
     # JSON serves as a hashable key for the cache. It turns tuples into lists.
-    given = json.loads(settings)
-    lists = {name: tuple(given[name]) for name in ("require", "packages")}
-    sandbox = open_sandbox(SandboxSettings(**{**given, **lists}))
+    fields = json.loads(settings)
+    lists = {name: tuple(fields[name]) for name in ("require", "packages")}
+    sandbox = open_sandbox(SandboxSettings(**{**fields, **lists}))
     sandbox.start()
     return sandbox

@@ -42,10 +42,10 @@ class Search(ToolEnvironment):
 
         query: a few words
         """
-        found = self.index.best(query, self.num_results)
-        if not found:
+        documents = self.index.best(query, self.num_results)
+        if not documents:
             return "nothing found"
-        return "\n\n".join(f"[{place}] {self.index.texts[number]}" for place, number in enumerate(found, start=1))
+        return "\n\n".join(f"[{place}] {self.index.texts[number]}" for place, number in enumerate(documents, start=1))
 
 
 class Index:
@@ -72,13 +72,13 @@ class Index:
         order.
         """
         scores = self.scores(query)
-        found = np.flatnonzero(scores)
-        if len(found) > count:
+        matches = np.flatnonzero(scores)
+        if len(matches) > count:
             # bm25s.retrieve takes ties in any order. All documents with the last score are kept here, then sorted.
-            least = np.partition(scores[found], -count)[-count]
-            found = np.flatnonzero(scores >= least)
-        order = np.argsort(-scores[found], kind="stable")[:count]
-        return found[order].tolist()
+            least = np.partition(scores[matches], -count)[-count]
+            matches = np.flatnonzero(scores >= least)
+        order = np.argsort(-scores[matches], kind="stable")[:count]
+        return matches[order].tolist()
 
 
 def terms(text: str) -> list[str]:

@@ -19,12 +19,12 @@ Result = TypeVar("Result")
 _SHARED: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Hashable, Any]] = WeakKeyDictionary()
 
 
-def shared(key: Hashable, make: Callable[[], Shared]) -> Shared:
+def get_shared(key: Hashable, make: Callable[[], Shared]) -> Shared:
     """Return the object stored under `key` for this event loop. The first call creates it with `make()`."""
-    known = _SHARED.setdefault(asyncio.get_running_loop(), {})
-    if key not in known:
-        known[key] = make()
-    return cast(Shared, known[key])
+    objects = _SHARED.setdefault(asyncio.get_running_loop(), {})
+    if key not in objects:
+        objects[key] = make()
+    return cast(Shared, objects[key])
 
 
 async def close_shared() -> None:

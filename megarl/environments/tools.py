@@ -84,7 +84,7 @@ def schema_of(function: Callable[..., Any], parameters: Mapping[str, Any] | None
     The docstring up to the first empty line describes the tool. A line `name: text` after it describes a parameter.
     Raises TypeError for a parameter without a type known to JSON.
     """
-    description, parameter_texts = _described(inspect.getdoc(function) or "")
+    description, parameter_texts = _split_docstring(inspect.getdoc(function) or "")
     if parameters is None:
         kinds = _parameter_types(function)
         for name, kind in kinds.items():
@@ -110,7 +110,7 @@ def schema_of(function: Callable[..., Any], parameters: Mapping[str, Any] | None
     return {"type": "function", "function": named}
 
 
-def _described(text: str) -> tuple[str, dict[str, str]]:
+def _split_docstring(text: str) -> tuple[str, dict[str, str]]:
     """Split a docstring into the description of the tool, and the descriptions of its parameters by name."""
     description, _, rest = text.partition("\n\n")
     parameter_texts = {}
@@ -127,17 +127,17 @@ def _parameter_types(function: Callable[..., Any]) -> dict[str, TypeAdapter[Any]
     Raises TypeError for a parameter without a type, or with one unknown to pydantic.
     """
     hints = get_type_hints(function, include_extras=True)
-    found = {}
+    types = {}
     for name, parameter in inspect.signature(function).parameters.items():
         if name == "self":
             continue
         if name not in hints or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             raise TypeError(f"tool {function.__name__}: parameter {name} needs a type, and may not be * or **")
         try:
-            found[name] = TypeAdapter(hints[name])
+            types[name] = TypeAdapter(hints[name])
         except PydanticUserError as error:
             raise _unknown_type(function, name, error) from None
-    return found
+    return types
 
 
 def _unknown_type(function: Callable[..., Any], name: str, error: PydanticUserError) -> TypeError:
@@ -176,7 +176,9 @@ class ToolEnvironment:
         return Start(problem.messages, self.tools)
 
     async def step(self, turn: Turn) -> Step:
-        metrics = {f"tools/{name}/{what}": 0.0 for name in self._functions for what in ("calls", "errors", "seconds")}
+        metrics = {
+            f"tools/{name}/{measure}": 0.0 for name in self._functions for measure in ("calls", "errors", "seconds")
+        }
         metrics |= {"tools/invalid": 0.0, "tools/shortened": 0.0}
         if not turn.calls:
             return Step(done=True, metrics=metrics)
@@ -191,12 +193,12 @@ class ToolEnvironment:
 
     async def _reply(self, call: ToolCall, metrics: dict[str, float]) -> Message:
         """Carry out a tool call and return its reply as a message."""
-        text = f"error: {call.error}" if call.error is not None else await self._called(call, metrics)
+        text = f"error: {call.error}" if call.error is not None else await self._run_tool(call, metrics)
         cut = cut_in_the_middle(text, self.max_reply_characters)
         metrics["tools/shortened"] += cut != text
         return {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": cut}
 
-    async def _called(self, call: ToolCall, metrics: dict[str, float]) -> str:
+    async def _run_tool(self, call: ToolCall, metrics: dict[str, float]) -> str:
         """Carry out a tool call and return the tool's result, or its error, as text."""
         function = self._functions[call.name]
         metrics[f"tools/{call.name}/calls"] += 1
@@ -210,8 +212,8 @@ class ToolEnvironment:
                     name: types[name].validate_python(value) if name in types else value
                     for name, value in (call.arguments or {}).items()
                 }
-                found = await asyncio.wait_for(begun(function, values), self.tool_seconds)
-            return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, default=str)
+                result = await asyncio.wait_for(start_call(function, values), self.tool_seconds)
+            return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
         except TimeoutError:
             metrics[f"tools/{call.name}/errors"] += 1
             return f"error: the tool took longer than {self.tool_seconds:g} seconds"
@@ -231,7 +233,7 @@ class ToolError(Exception):
     """Raised by a tool to send its text to the policy as the reply."""
 
 
-def begun(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Awaitable[Any]:
+def start_call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Awaitable[Any]:
     """Start a call of a function, and return an awaitable of its result.
 
     A blocking function runs in a daemon thread, so a hanging call does not prevent the process from exiting.

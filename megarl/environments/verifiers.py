@@ -16,7 +16,7 @@ from megarl.environments.libraries.library_process import (
     check_installed,
     child_settings,
 )
-from megarl.environments.shared import run_alone, shared
+from megarl.environments.shared import get_shared, run_alone
 from megarl.types import ConfigError
 
 
@@ -77,7 +77,7 @@ class Verifiers:
         """Return the process that has loaded the taskset. All attempts with equal settings share it."""
         key = "verifiers", self._python, json.dumps(self._settings)
         settings = child_settings("verifiers", self._settings, python=self._python)
-        return await shared(key, lambda: LibraryChild(settings)).process()
+        return await get_shared(key, lambda: LibraryChild(settings)).process()
 
 
 def _num_tasks(process: LibraryProcess) -> int:

@@ -462,7 +462,7 @@ def _survey(
         kind=kind,
         tokenizer=tokenizer,
         system_prompt=system_prompt(recipe),
-        others={path_of(other): field_names(recipe, other) for other in others},
+        other_sources={path_of(other): field_names(recipe, other) for other in others},
         has_answers=bool(recipe.reward.functions),
         max_tokens=_max_tokens(recipe, kind),
         drops_long=recipe.data.overlong == "drop",

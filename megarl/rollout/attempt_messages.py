@@ -68,7 +68,7 @@ class AttemptConversation:
             )
         self.prompt_tools = self.tools or problem.tools
         if self.history == "render":
-            self._rendered = self.dialogue.rendered(self.opening, self.prompt_tools)
+            self._rendered = self.dialogue.render_opening(self.opening, self.prompt_tools)
         if self.opening == tuple(problem.messages) and self.prompt_tools == problem.tools:
             self.prompt = np.array(problem.prompt_token_ids, np.int32)  # tokenised when the data were read
         else:
@@ -88,7 +88,7 @@ class AttemptConversation:
             # An environment must not judge an answer, or execute a call, that the policy only considered.
             turn = replace(turn, text="", reasoning=text)
         elif self.tools:
-            parsed = self.dialogue.parsed(self.prompt, token_ids, self.tools, turn=number)
+            parsed = self.dialogue.parse_turn(self.prompt, token_ids, self.tools, turn=number)
             turn = replace(turn, text=parsed.text, reasoning=parsed.reasoning or "", calls=parsed.calls)
         self.turns.append(turn)
         return turn
@@ -114,11 +114,13 @@ class AttemptConversation:
         """Append the environment's messages to the prompt. Raises ValueError if the chat template rejects them."""
         if self.history == "render":
             before = self._rendered
-            self._rendered = self.dialogue.rendered(self._messages(), self.prompt_tools)
+            self._rendered = self.dialogue.render_opening(self._messages(), self.prompt_tools)
             # A template may rewrite history, for example drop earlier reasoning. Then the sampled tokens are no longer
             # a prefix, and the whole text is tokenised again.
-            if not self._rendered.startswith(before + self.dialogue.written(self.calls[-1].completion.token_ids)):
-                self.prompt = self.dialogue.encoded(self._rendered)
+            if not self._rendered.startswith(
+                before + self.dialogue.text_as_written(self.calls[-1].completion.token_ids)
+            ):
+                self.prompt = self.dialogue.encode_text(self._rendered)
                 return
         token_ids = self.calls[-1].token_ids.astype(np.int32)
         self.prompt = np.concatenate(

@@ -83,7 +83,7 @@ class Codec:
             is_in_thoughts = self._dialogue.ends_in_thoughts(prompt, token_ids, whole)
             if not tools:
                 return Decoded(ParsedTurn(whole, None, ()), whole, is_in_thoughts)
-            return Decoded(self._dialogue.parsed(prompt, token_ids, tools, turn=turn), whole, is_in_thoughts)
+            return Decoded(self._dialogue.parse_turn(prompt, token_ids, tools, turn=turn), whole, is_in_thoughts)
 
         return await self._in_thread(parts)
 

@@ -132,20 +132,20 @@ def test_calls_are_read_from_the_tokens_in_the_template_s_format() -> None:
     prompt = np.array(ids(tokenizer, [QUESTION], tools=[CALCULATOR]), np.int32)
     written = '<tool_call>\n{"name": "calculator", "arguments": {"x": "<1"}}\n</tool_call><|im_end|>'
     sampled = np.array(tokenizer.encode(f"Hm.</think>\n{written}", add_special_tokens=False), np.int64)
-    parsed = Dialogue(tokenizer).parsed(prompt, sampled, [CALCULATOR], turn=3)
+    parsed = Dialogue(tokenizer).parse_turn(prompt, sampled, [CALCULATOR], turn=3)
     assert (parsed.reasoning, parsed.text) == ("Hm.", "")
     assert parsed.calls == (ToolCall("call00300", "calculator", {"x": "<1"}),)
 
     # A prompt that opens the reasoning: all is reasoning until it is closed.
     thinking = np.concatenate([prompt, tokenizer.encode("<think>\n", add_special_tokens=False)]).astype(np.int32)
     unclosed = np.array(tokenizer.encode(written, add_special_tokens=False), np.int64)
-    assert Dialogue(tokenizer).parsed(thinking, unclosed, [CALCULATOR], turn=0).calls == ()
-    assert len(Dialogue(tokenizer).parsed(prompt, unclosed, [CALCULATOR], turn=0).calls) == 1
+    assert Dialogue(tokenizer).parse_turn(thinking, unclosed, [CALCULATOR], turn=0).calls == ()
+    assert len(Dialogue(tokenizer).parse_turn(prompt, unclosed, [CALCULATOR], turn=0).calls) == 1
 
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    assert len(Dialogue(tokenizer, "hermes").parsed(prompt, unclosed, [CALCULATOR], turn=0).calls) == 1
+    assert len(Dialogue(tokenizer, "hermes").parse_turn(prompt, unclosed, [CALCULATOR], turn=0).calls) == 1
     with pytest.raises(ConfigError, match=r"rollout\.tool_parser: .* hermes"):
-        Dialogue(tokenizer).parsed(prompt, unclosed, [CALCULATOR], turn=0)
+        Dialogue(tokenizer).parse_turn(prompt, unclosed, [CALCULATOR], turn=0)
 
 
 def test_thoughts_are_open_by_tokens_that_the_text_does_not_show() -> None:

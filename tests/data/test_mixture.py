@@ -108,6 +108,6 @@ def test_epochs_are_counted_by_source() -> None:
 def test_a_rate_forgets_slowly() -> None:
     config = CurriculumConfig(band=(0.2, 0.8), memory=0.75)
     curriculum = Curriculum.of([Problem(0, (), (), "")], config)
-    rates = curriculum.observed(curriculum.observed({}, 0, 1.0), 0, 0.0)
+    rates = curriculum.update_rates(curriculum.update_rates({}, 0, 1.0), 0, 0.0)
     assert rates == {"0": 0.75}
-    assert curriculum.observed(rates, 0, 0.25) == {"0": 0.625}
+    assert curriculum.update_rates(rates, 0, 0.25) == {"0": 0.625}

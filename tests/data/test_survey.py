@@ -88,7 +88,7 @@ def test_the_command_takes_fields_or_a_recipe(
 def test_overlap_with_other_sources_is_that_of_prompts(source: str, tmp_path: Path) -> None:
     heldout = write(tmp_path / "heldout.jsonl", problem(9), problem(2, gt_answer="x"), "{broken")
     other = write(tmp_path / "other.jsonl", problem(10))
-    found = survey(source, others={heldout: None, other: None})
+    found = survey(source, other_sources={heldout: None, other: None})
     assert found.num_overlaps == {heldout: 2, other: 0}
     assert found.overlaps == [f"line 3 ({heldout}, line 2)", f"line 9 ({heldout}, line 2)"]
 

@@ -30,6 +30,6 @@ def test_the_prompt_has_the_tools_and_the_template_s_tokens(tiny_model: Callable
     trajectories = [*found, failed]
     first, second, third = with_rendered_prompts([t.record() for t in trajectories], trajectories, tokenizer)
     text = first["rendered_prompt"]
-    assert text == second["rendered_prompt"] == dialogue.rendered(question, Calculator().tools)
+    assert text == second["rendered_prompt"] == dialogue.render_opening(question, Calculator().tools)
     assert "Tools: calculator" in text and "<|im_start|>" in text and "What is 6 times 7?" in text
     assert "rendered_prompt" not in third and third["prompt"] == question

@@ -174,7 +174,7 @@ def train_on_assistant(
         sequences[-1].extend(tokenizer, prompt, is_trained=False)
         # Encoded apart, as in sampling: a token across the border would never have been sampled.
         sequences[-1].extend(tokenizer, turn, is_trained=is_trained[place])
-    trained = tuple(sequence.made() for sequence in sequences if any(sequence.mask))
+    trained = tuple(sequence.to_training() for sequence in sequences if any(sequence.mask))
     if not trained:
         raise ValueError("the assistant's messages have no tokens, so nothing is trained; remove the record")
     return trained
@@ -213,7 +213,7 @@ class _Sequence:
         self.mask += [is_trained] * len(piece)
         self.text = text
 
-    def made(self) -> TrainingSequence:
+    def to_training(self) -> TrainingSequence:
         return TrainingSequence(np.array(self.tokens, dtype=np.int64), np.array(self.mask, dtype=np.bool_))
 
 

@@ -151,8 +151,8 @@ def _judged_conversation(record: Record, system_prompt: str | None) -> tuple[Mes
 
 def _only_sequence(record: Record, conversation: Conversation) -> TrainingSequence:
     """Return the sequence of an answer. Raises DataError for one of several: a loss compares whole answers."""
-    sequence, *others = conversation
-    if others:
+    sequence, *further_sequences = conversation
+    if further_sequences:
         raise record.error(
             "the chat template rewrites earlier turns of an answer, so its turns do not fit into one sequence; give "
             "each assistant turn a record of its own, or use a template that only appends"

@@ -187,8 +187,8 @@ def main():
     # Programs started by the library must not get it.
     connection.set_inheritable(False)
     # Modules next to this file must not hide the user's own modules, which are in the current folder.
-    here = os.path.dirname(os.path.realpath(__file__))
-    sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry) != here] + [os.getcwd()]
+    folder = os.path.dirname(os.path.realpath(__file__))
+    sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry) != folder] + [os.getcwd()]
     adapter = load_file(f"environments/libraries/{name}_adapter.py").Library
 
     def start(settings):

@@ -23,7 +23,7 @@ from megarl.environments.libraries.library_process import (
     check_installed,
     child_settings,
 )
-from megarl.environments.shared import run_alone, shared
+from megarl.environments.shared import get_shared, run_alone
 from megarl.types import ConfigError, Problem
 
 _SESSION_NUMBERS = itertools.count()
@@ -69,7 +69,7 @@ class ForeignEnvironment:
     async def reset(self, problem: Problem, seed: int) -> Start:
         # Attempts at one problem share a child: it makes it once.
         key = (self._command, problem.index % self._processes)
-        self._child = shared(key, lambda: _EpisodeChild(*self._command))
+        self._child = get_shared(key, lambda: _EpisodeChild(*self._command))
         split = problem.record.get("split")
         request = {"do": "reset", "settings": self._settings, "index": problem.index}
         # Without a split (no `environment:COUNT` data) problems are not divided into training and validation.
