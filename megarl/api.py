@@ -84,8 +84,8 @@ class Run:
 
         files = dict(self._read().sample_files)
         if step is not None and step not in files:
-            known = ", ".join(map(str, sorted(files))) or "none"
-            raise ConfigError(f"step = {step}: {self.path} has no samples of this step; it has steps {known}")
+            recorded_steps = ", ".join(map(str, sorted(files))) or "none"
+            raise ConfigError(f"step = {step}: {self.path} has no samples of this step; it has steps {recorded_steps}")
         steps = sorted(files) if step is None else [step]
         return _table([record for number in steps for record in read_records(files[number], number)])
 
@@ -110,9 +110,9 @@ def train(
     """
     options = ["--resume=must"] if resume == "must" else ["--resume"] * resume
     with _recipe_file(recipe) as file:
-        given = _overrides(overrides)
-        folder = _run_path(file, given)
-        _megarl("train", file, *given, *options, *["--restart"] * restart)
+        override_texts = _overrides(overrides)
+        folder = _run_path(file, override_texts)
+        _megarl("train", file, *override_texts, *options, *["--restart"] * restart)
     return Run(folder)
 
 
@@ -186,8 +186,8 @@ def _recipe_file(recipe: RecipeSource) -> Iterator[str]:
         yield str(file)
 
 
-def _overrides(given: Overrides | None) -> list[str]:
-    return [override_text(name, _plain(value)) for name, value in (given or {}).items()]
+def _overrides(overrides: Overrides | None) -> list[str]:
+    return [override_text(name, _plain(value)) for name, value in (overrides or {}).items()]
 
 
 def _plain(value: Any) -> Any:
@@ -201,11 +201,11 @@ def _plain(value: Any) -> Any:
     return _import_path(value) if callable(value) else value
 
 
-def _import_path(given: Callable[..., Any]) -> str:
+def _import_path(function: Callable[..., Any]) -> str:
     """Return the import path of a function or class: `package.module:NAME` inside a package, else `FILE.py:NAME`."""
-    name = getattr(given, "__qualname__", repr(given))
+    name = getattr(function, "__qualname__", repr(function))
     try:
-        file = inspect.getsourcefile(given)
+        file = inspect.getsourcefile(function)
     except TypeError:
         file = None
     if file is None or not file.endswith(".py") or not Path(file).is_file() or not name.isidentifier():
@@ -214,7 +214,7 @@ def _import_path(given: Callable[..., Any]) -> str:
             "In a notebook, write its cell to a file: begin the cell with `%%writefile my_functions.py`, then run "
             "`from my_functions import NAME` in the next one"
         )
-    module = inspect.getmodule(given)
+    module = inspect.getmodule(function)
     # A module of a package may have relative imports, so it cannot be imported from its file alone.
     is_packed = module is not None and bool(module.__package__) and module.__name__ != "__main__"
     return f"{module.__name__}:{name}" if module is not None and is_packed else f"{Path(file).resolve()}:{name}"

@@ -45,7 +45,7 @@ class Console(rich.console.Console):
     def print(self, *objects: Any, **settings: Any) -> None:
         # Cleaned before rich highlights parts of a text: that would split an escape sequence, and the filter would
         # miss it.
-        super().print(*(printable(shown) if isinstance(shown, str) else shown for shown in objects), **settings)
+        super().print(*(printable(item) if isinstance(item, str) else item for item in objects), **settings)
 
 
 class Terminal(Console):
@@ -116,11 +116,11 @@ class _PrintableOnly(RenderHook):
 class _Printable:
     """A Rich renderable whose texts have no escape sequences."""
 
-    def __init__(self, shown: ConsoleRenderable) -> None:
-        self._shown = shown
+    def __init__(self, renderable: ConsoleRenderable) -> None:
+        self._renderable = renderable
 
     def __rich_console__(self, console: rich.console.Console, options: ConsoleOptions) -> RenderResult:
-        segments: Iterable[Segment] = console.render(self._shown, options)
+        segments: Iterable[Segment] = console.render(self._renderable, options)
         for segment in segments:
             # Control segments are rich's own, for a live line.
             yield segment if segment.control else Segment(printable(segment.text), segment.style)

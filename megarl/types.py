@@ -170,22 +170,22 @@ class Archive:
 
     def put(self, record: Segment | Completion, names: tuple[str, ...], prefix: str) -> None:
         """Add these array fields of a record, except None, and its sampling sets."""
-        found = {name: getattr(record, name) for name in names}
+        arrays = {name: getattr(record, name) for name in names}
         if (sets := record.retained_sets) is not None:
             # The key has an older name, so that checkpoints of earlier versions can be read.
-            found |= {"kept_sets.counts": sets.counts, "kept_sets.token_ids": sets.token_ids}
-        self.arrays.update({f"{prefix}{name}": array for name, array in found.items() if array is not None})
+            arrays |= {"kept_sets.counts": sets.counts, "kept_sets.token_ids": sets.token_ids}
+        self.arrays.update({f"{prefix}{name}": array for name, array in arrays.items() if array is not None})
 
     def fields(self, names: tuple[str, ...], prefix: str) -> dict[str, Any]:
         """Return the array fields of a record written by `put`."""
-        found = {name: self.arrays[prefix + name] for name in names if prefix + name in self.arrays}
+        fields = {name: self.arrays[prefix + name] for name in names if prefix + name in self.arrays}
         # A handle is a tuple of integers; it was stored as an array.
-        if "routed_experts" in found:
-            found["routed_experts"] = ExpertsHandle(*found["routed_experts"].tolist())
+        if "routed_experts" in fields:
+            fields["routed_experts"] = ExpertsHandle(*fields["routed_experts"].tolist())
         if f"{prefix}kept_sets.counts" in self.arrays:
             sets = (self.arrays[f"{prefix}kept_sets.{name}"] for name in ("counts", "token_ids"))
-            found["retained_sets"] = RetainedSets(*sets)
-        return found
+            fields["retained_sets"] = RetainedSets(*sets)
+        return fields
 
 
 # Routed experts are large, so only their reference travels over the control connection.
@@ -276,9 +276,9 @@ is no verdict.
 """
 
 
-def strongest(found: Iterable[Judging]) -> Judging:
+def strongest(judgings: Iterable[Judging]) -> Judging:
     """Return how several reward functions judge together. One with verdicts is enough."""
-    kinds = set(found)
+    kinds = set(judgings)
     return "declared" if "declared" in kinds else "by_value" if "by_value" in kinds else "none"
 
 
@@ -401,7 +401,7 @@ class Trajectory:
         Excludes each segment's prefix, because a fork cannot separate it from the history.
         """
         places = [segment.loss_mask.nonzero()[0] for segment in self.segments]
-        return sum(int(found[-1] - found[0]) + 1 - len(found) for found in places if len(found))
+        return sum(int(sampled[-1] - sampled[0]) + 1 - len(sampled) for sampled in places if len(sampled))
 
     @property
     def num_turns(self) -> int:

@@ -127,7 +127,7 @@ class _Lender:
 
     def _server(self, wanted: str, log: BinaryIO) -> ForkServerProcess:
         server = self.servers.pop(wanted, None)
-        if server is None or server.ended() is not None:
+        if server is None or server.exit_code() is not None:
             server = _server_process(json.loads(wanted), log)
         self.servers[wanted] = server
         while len(self.servers) > _MAX_SERVERS:
@@ -229,7 +229,7 @@ class LentServer:
             self.requests.close()
             raise ConfigError(f"{SHARED} = {address}: there are no shared fork servers ({error}); unset it") from None
 
-    def ended(self, seconds: float = 0.0) -> int | None:
+    def exit_code(self, seconds: float = 0.0) -> int | None:
         """Wait up to `seconds` for the server's end. Return -SIGKILL after its end, or None if it runs.
 
         The true exit code is unknown, because the server is not a child of this process.

@@ -70,10 +70,10 @@ class RunRanks:
         """For each rank, its number on its node (LOCAL_RANK)."""
         return [number for group in self.groups for number in group.local_ranks]
 
-    def kept(self, replica_sizes: Sequence[int]) -> dict[int, WorkerGroup]:
-        """Return the replicas kept by a change to these sizes, by their number.
+    def retained_replicas(self, replica_sizes: Sequence[int]) -> dict[int, WorkerGroup]:
+        """Return the replicas retained by a change to these sizes, by their number.
 
-        A replica is kept if it is alive and its number of ranks is `replica_sizes[number]`.
+        A replica is retained if it is alive and its number of ranks is `replica_sizes[number]`.
         """
         sizes, groups = dict(enumerate(replica_sizes)), {}
         for group in self.replicas:
@@ -85,7 +85,7 @@ class RunRanks:
 
     async def reserve(self, num_trainers: int, replica_sizes: Sequence[int]) -> None:
         """Check that the run's nodes have room for these numbers of ranks. Raises ConfigError if not."""
-        retained = self.kept(replica_sizes)
+        retained = self.retained_replicas(replica_sizes)
         leaving = [group for group in self.replicas if group not in retained.values()]
         num_further = sum(size for number, size in enumerate(replica_sizes) if number not in retained)
         # Engines on nodes of another kind keep their number of ranks.

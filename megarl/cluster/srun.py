@@ -174,7 +174,7 @@ class SrunGroup(ConnectedGroup):
         """Return whether a node of this job starts a process that can import megarl."""
         trial = self._on_node(node, *self._options, sys.executable, "-P", "-c", "import megarl")
         try:
-            return await asyncio.wait_for(trial.ended(), _ANSWER_SECONDS) == 0
+            return await asyncio.wait_for(trial.wait_for_end(), _ANSWER_SECONDS) == 0
         except TimeoutError:
             return False
         finally:
@@ -182,7 +182,7 @@ class SrunGroup(ConnectedGroup):
 
     async def await_end(self) -> str:
         assert self._srun is not None
-        return f"srun ended with {await self._srun.ended()}"
+        return f"srun ended with {await self._srun.wait_for_end()}"
 
     def show_stacks(self) -> None:
         for group in (*self._former, self):

@@ -215,7 +215,7 @@ class RankProcesses:
         """
         assert self._ranks is not None
         self._stop_search()
-        kept = self._ranks.kept(self.parallel.replica_sizes)
+        kept = self._ranks.retained_replicas(self.parallel.replica_sizes)
         # First, because the trainers may need the places of ended replicas.
         await asyncio.gather(*(g.close() for g in self._ranks.replicas if g not in kept.values()))
         ended = group

@@ -25,7 +25,7 @@ def run(server: str, descriptor: str) -> NoReturn:
         sys.stdout.reconfigure(line_buffering=True)
         _ignore_ending_signals()
         module, _, name = server.partition(":")
-        answer_requests(connection, _limited(getattr(importlib.import_module(module), name)))
+        answer_requests(connection, _limit_memory_after(getattr(importlib.import_module(module), name)))
         sys.stdout.flush()
     except BaseException:
         traceback.print_exc()
@@ -34,16 +34,16 @@ def run(server: str, descriptor: str) -> NoReturn:
     os._exit(0)
 
 
-def _limited(start: Start) -> Start:
+def _limit_memory_after(start: Start) -> Start:
     """Return a start function that also limits memory after `start`, so its imports do not count."""
 
-    def limited(message: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
+    def start_then_limit(message: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
         child_process = start(message)
         if message["memory_bytes"] is not None:
             limit_memory(message["memory_bytes"])
         return child_process
 
-    return limited
+    return start_then_limit
 
 
 def _ignore_ending_signals() -> None:

@@ -51,7 +51,7 @@ class ServerHandle(Protocol):
     requests: socket.socket
     pid: int | None
 
-    def ended(self, seconds: float = ...) -> int | None:
+    def exit_code(self, seconds: float = ...) -> int | None:
         """Wait up to `seconds` for the server's end. Return its exit code (negative: a signal), or None if it runs."""
         ...
 
@@ -89,7 +89,7 @@ class ForkServerProcess:
             )
         self.pid: int | None = self._program.pid
 
-    def ended(self, seconds: float = 0.0) -> int | None:
+    def exit_code(self, seconds: float = 0.0) -> int | None:
         return self._program.exit_code(seconds)
 
     def kill(self) -> None:
@@ -126,7 +126,7 @@ class ForkServer:
 
     @property
     def is_running(self) -> bool:
-        return self._process.ended() is None
+        return self._process.exit_code() is None
 
     @property
     def stopped_process(self) -> int | None:
@@ -142,7 +142,7 @@ class ForkServer:
     def exit_code(self) -> int:
         """Return the exit code of a server after its connections closed; negative: the signal that killed it."""
         # A server that has not exited within the limit hangs; `kill` follows.
-        code = self._process.ended(_EXIT_CODE_SECONDS)
+        code = self._process.exit_code(_EXIT_CODE_SECONDS)
         return -signal.SIGKILL if code is None else code
 
     def fork(self, name: str, function: str, environment: Mapping[str, str], log: BinaryIO) -> ForkedProcess:
@@ -203,7 +203,7 @@ class ForkServer:
         if self.is_ready and self.stopped_process is None:
             with suppress(OSError):
                 self._process.requests.shutdown(socket.SHUT_WR)
-            self._process.ended(_STOP_SECONDS)
+            self._process.exit_code(_STOP_SECONDS)
         self.kill()
 
     def _end_unused(self) -> None:

@@ -111,17 +111,22 @@ class _Server:
         while self.forked or self.requests in selector.get_map():
             for key, _ in selector.select():
                 if key.fileobj is self.requests:
-                    made = self._fork()
-                    if isinstance(made, _Request):
+                    forked = self._fork()
+                    if isinstance(forked, _Request):
                         # The fork must hold no socket of the server: an open copy would hide the server's end.
                         signal.set_wakeup_fd(-1)
-                        for own in (self.requests, woken, wake, *(forked.status for forked in self.forked.values())):
-                            own.close()
-                        return made
-                    if made is None:
+                        for inherited in (
+                            self.requests,
+                            woken,
+                            wake,
+                            *(process.status for process in self.forked.values()),
+                        ):
+                            inherited.close()
+                        return forked
+                    if forked is None:
                         self._stop(selector)
                         break
-                    selector.register(made.status, selectors.EVENT_READ, made)
+                    selector.register(forked.status, selectors.EVENT_READ, forked)
                 elif key.fileobj is woken:
                     woken.recv(4096)
                 else:
@@ -182,7 +187,7 @@ def _import(modules: Sequence[str]) -> None:
     Forked processes must not share them.
     """
     folder = PrivateFolder()
-    own = os.environ.get("TMPDIR")
+    before = os.environ.get("TMPDIR")
     os.environ["TMPDIR"] = str(folder.path)
     tempfile.tempdir = None
     try:
@@ -193,8 +198,8 @@ def _import(modules: Sequence[str]) -> None:
         for name, value in list(os.environ.items()):
             if str(folder.path) in value:
                 del os.environ[name]
-        if own is not None:
-            os.environ["TMPDIR"] = own
+        if before is not None:
+            os.environ["TMPDIR"] = before
         folder.remove()
 
 

@@ -102,7 +102,7 @@ class LaunchedProgram:
         """Wait for the end and return the exit code."""
         return self._process.wait()
 
-    async def ended(self) -> int:
+    async def wait_for_end(self) -> int:
         """Wait for the end without blocking the event loop. Return the exit code."""
         code = self._process.poll()
         if code is not None:

@@ -31,9 +31,9 @@ class RayServerProcess:
         # No actor may be placed after `close`, because nobody would kill it.
         self._lock = threading.Lock()
         self._nodes, self._settings, self._log_file = nodes, settings, log_file
-        self._actor = self._placed()
+        self._actor = self._place_actor()
 
-    def _placed(self) -> Any:
+    def _place_actor(self) -> Any:
         # It takes no CPU in Ray's count, because the ranks may take all of them. Ray 2.60 places an actor without any
         # resource at random, ignoring the strategy. So the actor asks for one byte of memory.
         strategy = NodeAffinitySchedulingStrategy(next(self._nodes), soft=True)
@@ -62,7 +62,7 @@ class RayServerProcess:
             with self._lock:
                 if self._is_closed:
                     raise PeerLostError("the process on Ray was closed while it started")
-                self._actor = self._placed()
+                self._actor = self._place_actor()
 
     def request(self, message: Mapping[str, Any], limits: RequestLimits = NO_LIMITS) -> dict[str, Any]:
         try:

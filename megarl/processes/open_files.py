@@ -22,17 +22,17 @@ def allow_open_files(number: int) -> int:
     return limit
 
 
-def provide_open_files(number: int, what: str) -> None:
+def provide_open_files(number: int, subject: str) -> None:
     """Raise this process's limit of open files so that `number` more can be opened.
 
-    Raises ConfigError if the hard limit is too low. `what` is the subject of its message, a plural noun.
+    Raises ConfigError if the hard limit is too low. `subject` is the subject of its message, a plural noun.
     """
     # The limit stays at about a million: some programs close all possible file descriptors one by one.
     is_open = len(os.listdir("/proc/self/fd"))
     allowed = allow_open_files(_MOST_OPEN_FILES)
     if allowed < is_open + number + _OTHER_FILES:
         raise ConfigError(
-            f"{what} need {number} open files of the driver, which has {is_open} open and reserves {_OTHER_FILES} for "
-            f"other uses: the hard limit of open files (RLIMIT_NOFILE, `ulimit -Hn`) is {allowed}; raise it to "
+            f"{subject} need {number} open files of the driver, which has {is_open} open and reserves {_OTHER_FILES} "
+            f"for other uses: the hard limit of open files (RLIMIT_NOFILE, `ulimit -Hn`) is {allowed}; raise it to "
             f"{is_open + number + _OTHER_FILES} before the driver starts, or start fewer ranks"
         )

@@ -129,7 +129,7 @@ class ServerProcess:
             raise PeerLostError(f"the process of {settings.name} sent {error} while it started") from None
         except (EOFError, OSError):
             ended = self.end()
-            output = self._logged() or ended.stderr_tail()
+            output = self._log_tail() or ended.stderr_tail()
             printed = f"; it printed:\n{output}" if output else ""
             raise PeerLostError(f"the process of {settings.name} {ended} while it started{printed}") from None
         if message.get("ready") is not True:
@@ -178,7 +178,7 @@ class ServerProcess:
             self._ended = self._ended or self._process.end()
             return self._ended
 
-    def _logged(self) -> str:
+    def _log_tail(self) -> str:
         """Return the end of the process's log, for an error message."""
         if self._log_file is None:
             return ""

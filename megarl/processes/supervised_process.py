@@ -140,7 +140,7 @@ class SupervisedProcess:
                 self._supervisor.kill()
         return self._finish()
 
-    async def ended(self) -> Ended:
+    async def wait_for_end(self) -> Ended:
         """Wait until the program and its descendants have ended. Returns how the program ended."""
         loop = asyncio.get_running_loop()
         self._control.setblocking(False)
@@ -154,7 +154,7 @@ class SupervisedProcess:
             self._ask_for_end()
             try:
                 async with asyncio.timeout(_END_SECONDS):
-                    return await self.ended()
+                    return await self.wait_for_end()
             except TimeoutError:
                 self._supervisor.kill()
         return self._finish()
@@ -179,11 +179,11 @@ class SupervisedProcess:
 
     def _finish(self) -> Ended:
         if self._ended is None:
-            self._ended = self._reported(self._supervisor.wait())
+            self._ended = self._read_report(self._supervisor.wait())
             self._close_sockets()
         return self._ended
 
-    def _reported(self, code: int) -> Ended:
+    def _read_report(self, code: int) -> Ended:
         """Return how the process ended, from the report of its supervisor and the supervisor's own exit code."""
         # A supervisor that was killed reports nothing; its child died with it.
         if code < 0:

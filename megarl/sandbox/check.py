@@ -66,9 +66,9 @@ def examine() -> Examination:
             sandbox.start()
             seconds = sum(sandbox.run("print(int(input()) + 1)", "1").cpu_seconds for _ in range(_RUNS)) / _RUNS
         except (ConfigError, SandboxError) as error:
-            layers = sandbox.found or Layers(frozenset(), {})
+            layers = sandbox.layers or Layers(frozenset(), {})
             return Examination(layers, False, f"programs do not run here: {error}", version)
-        assert sandbox.found is not None
+        assert sandbox.layers is not None
         return Examination(
-            sandbox.found, True, f"a program takes {1000 * seconds:.1f} ms of CPU time in addition to its own", version
+            sandbox.layers, True, f"a program takes {1000 * seconds:.1f} ms of CPU time in addition to its own", version
         )

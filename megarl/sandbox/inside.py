@@ -77,7 +77,7 @@ def confine(confinement: Confinement, limits: Mapping[str, Any]) -> None:
 def _limit(confinement: Confinement, limits: Mapping[str, Any]) -> None:
     # rlimits have whole seconds, and the kernel samples CPU time. `sandbox` therefore compares the exact time.
     cpu = math.floor(limits["cpu_seconds"]) + 1
-    most = {
+    limits_by_resource = {
         resource.RLIMIT_CPU: cpu + 1,
         # A limit on the address space includes the spawner's own, inherited by the fork.
         resource.RLIMIT_AS: confinement.used_bytes + limits["memory_bytes"],
@@ -89,8 +89,8 @@ def _limit(confinement: Confinement, limits: Mapping[str, Any]) -> None:
         resource.RLIMIT_MSGQUEUE: 0,
     }
     if confinement.counts_tasks:
-        most[resource.RLIMIT_NPROC] = _MAX_TASKS
-    for resource_name, number in most.items():
+        limits_by_resource[resource.RLIMIT_NPROC] = _MAX_TASKS
+    for resource_name, number in limits_by_resource.items():
         # Without rights a hard limit can only be lowered.
         hard = resource.getrlimit(resource_name)[1]
         allowed = number if hard == resource.RLIM_INFINITY else min(number, hard)

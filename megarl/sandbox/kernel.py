@@ -46,10 +46,10 @@ def machine() -> str:
     return name
 
 
-def _checked(result: int, what: str) -> int:
+def _check_result(result: int, call: str) -> int:
     if result < 0:
         error = ctypes.get_errno()
-        raise KernelError(error, f"{what}: {os.strerror(error)}")
+        raise KernelError(error, f"{call}: {os.strerror(error)}")
     return result
 
 
@@ -57,7 +57,7 @@ def syscall(name: str, *arguments: int | bytes | ctypes.Array[ctypes.c_char] | N
     """Make a system call by name. Raises KernelError."""
     number = _SINCE_5.get(name) or _NUMBERS[machine()][name]
     converted = [ctypes.c_long(value) if isinstance(value, int) else value for value in arguments]
-    return _checked(_LIBC.syscall(ctypes.c_long(number), *converted), name)
+    return _check_result(_LIBC.syscall(ctypes.c_long(number), *converted), name)
 
 
 def clone(flags: int) -> int:
@@ -67,21 +67,23 @@ def clone(flags: int) -> int:
     """
     zero = ctypes.c_long(0)
     number = ctypes.c_long(_NUMBERS[machine()]["clone"])
-    return _checked(_HOLDING_LIBC.syscall(number, ctypes.c_long(flags | _SIGCHLD), zero, zero, zero, zero), "clone")
+    return _check_result(
+        _HOLDING_LIBC.syscall(number, ctypes.c_long(flags | _SIGCHLD), zero, zero, zero, zero), "clone"
+    )
 
 
 def unshare(flags: int) -> None:
-    _checked(_LIBC.unshare(ctypes.c_int(flags)), "unshare")
+    _check_result(_LIBC.unshare(ctypes.c_int(flags)), "unshare")
 
 
 def prctl(option: int, value: int) -> None:
     zero = ctypes.c_ulong(0)
-    _checked(_LIBC.prctl(ctypes.c_int(option), ctypes.c_ulong(value), zero, zero, zero), f"prctl {option}")
+    _check_result(_LIBC.prctl(ctypes.c_int(option), ctypes.c_ulong(value), zero, zero, zero), f"prctl {option}")
 
 
 def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str = "") -> None:
     texts = [text.encode() or None for text in (source, target, kind)]
-    _checked(_LIBC.mount(*texts, ctypes.c_ulong(flags), options.encode() or None), f"mount at {target}")
+    _check_result(_LIBC.mount(*texts, ctypes.c_ulong(flags), options.encode() or None), f"mount at {target}")
 
 
 def restrict_mount(target: str, flags: int, *, recursive: bool = False) -> None:
@@ -107,7 +109,7 @@ def restrict_mount(target: str, flags: int, *, recursive: bool = False) -> None:
 def pivot_root() -> None:
     """Make the current folder the root, and detach the old root."""
     syscall("pivot_root", b".", b".")
-    _checked(_LIBC.umount2(b".", ctypes.c_int(MNT_DETACH)), "umount of the old root")
+    _check_result(_LIBC.umount2(b".", ctypes.c_int(MNT_DETACH)), "umount of the old root")
     os.chdir("/")
 
 
@@ -125,4 +127,4 @@ def drop_capabilities() -> None:
             break
         number += 1
     header = _CAPABILITY_VERSION.to_bytes(4, "little") + bytes(4)
-    _checked(_LIBC.capset(header, bytes(24)), "capset")
+    _check_result(_LIBC.capset(header, bytes(24)), "capset")

@@ -26,10 +26,10 @@ def version() -> int:
     return syscall("landlock_create_ruleset", None, 0, _VERSION_FLAG)
 
 
-def ungoverned_operations(known: int) -> list[str]:
+def ungoverned_operations(landlock_version: int) -> list[str]:
     """Return the operations that a version of Landlock cannot restrict."""
     since = {2: "moving files between folders", 3: "truncating files", 4: "TCP", 5: "devices", 6: "signals"}
-    return [what for first, what in since.items() if known < first]
+    return [operation for first, operation in since.items() if landlock_version < first]
 
 
 def restrict(

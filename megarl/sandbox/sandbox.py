@@ -126,7 +126,7 @@ class Sandbox:
         return self._settings
 
     @property
-    def found(self) -> Layers | None:
+    def layers(self) -> Layers | None:
         """The protection layers found on this machine; None: the sandbox has not started."""
         return self._layers
 
@@ -182,9 +182,9 @@ class Sandbox:
         tried = [layer for layer in LAYERS if layer not in self._without]
         faults: dict[str, str] = dict.fromkeys(self._without, "left out")
         while True:
-            layers, found = self._start(tried)
-            faults |= found
-            if layers or "namespaces" not in found:
+            layers, new_faults = self._start(tried)
+            faults |= new_faults
+            if layers or "namespaces" not in new_faults:
                 break
             self._close()
             tried.remove("namespaces")
@@ -260,7 +260,7 @@ class Sandbox:
         ours: list[int] = []
         try:
             for text in (program, stdin):
-                theirs.append(_sealed(text.encode("utf-8", "surrogatepass")))
+                theirs.append(_make_sealed_file(text.encode("utf-8", "surrogatepass")))
             for _ in range(3):
                 read, write = os.pipe2(os.O_CLOEXEC)
                 ours.append(read)
@@ -403,7 +403,7 @@ class _Run:
         )
 
 
-def _sealed(content: bytes) -> int:
+def _make_sealed_file(content: bytes) -> int:
     """Return the descriptor of an unchangeable file in memory with this content, positioned at its beginning."""
     file = os.memfd_create("megarl-sandbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     rest = memoryview(content)

@@ -168,7 +168,7 @@ class AgentProgram:
         except OSError as error:
             raise _ProgramError(f"OSError: {self.config.command[0]}: {error.strerror}") from error
         try:
-            ended = await self._ended(program.ended(), pool)
+            ended = await self._ended(program.wait_for_end(), pool)
         except TimeoutError:
             text = f"TimeoutError: the program did not end within {self.config.timeout_seconds:g} s"
             raise _ProgramError(text) from None

@@ -32,8 +32,8 @@ async def test_the_end_of_a_program_is_awaited_once_or_again() -> None:
     program = LaunchedProgram(["sleep", "600"])
     assert program.exit_code() is None
     threading.Timer(0.1, program.signal, [signal.SIGTERM]).start()
-    assert await program.ended() == -signal.SIGTERM
-    assert await program.ended() == -signal.SIGTERM == program.exit_code()
+    assert await program.wait_for_end() == -signal.SIGTERM
+    assert await program.wait_for_end() == -signal.SIGTERM == program.exit_code()
     # The id may belong to another process by now.
     program.signal(signal.SIGKILL)
 

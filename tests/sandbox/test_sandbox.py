@@ -301,9 +301,9 @@ def test_a_missing_layer_is_refused_with_its_remedy_and_may_be_left_out() -> Non
     required = ("namespaces", "seccomp", "limits", "unprivileged")
     with contextlib.closing(Sandbox(SandboxSettings(require=required, packages=()), _without=("landlock",))) as sandbox:
         assert sandbox.run("print(5)").stdout == "5\n"
-        assert sandbox.found is not None
-        assert "without landlock" in str(sandbox.found.notice(required))
-        assert sandbox.found.notice((*required, "landlock")) is None
+        assert sandbox.layers is not None
+        assert "without landlock" in str(sandbox.layers.notice(required))
+        assert sandbox.layers.notice((*required, "landlock")) is None
 
 
 def test_it_goes_on_after_its_spawner_was_killed() -> None:

@@ -408,7 +408,7 @@ def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     sandbox = Sandbox(settings(options.without), _without=options.without)
     with contextlib.closing(sandbox), host() as target:
         sandbox.start()
-        assert sandbox.found is not None
+        assert sandbox.layers is not None
         for name in options.only:
             ran, fault = attack(sandbox, target, [name])[name]
             yield {
@@ -419,7 +419,7 @@ def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 "met": fault is None,
             }
         cpu_seconds, per_second = speed(sandbox, options.runs)
-    layers = ", ".join(sorted(sandbox.found.active))
+    layers = ", ".join(sorted(sandbox.layers.active))
     together = rate(os.cpu_count() or 1, options.runs, options.without)
     yield {
         "attack": "none: speed",
