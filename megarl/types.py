@@ -20,13 +20,13 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 Ended = Literal["done", "length", "turns", "calls", "invalid_calls", "seconds", "error"]
 """Reason for a trajectory's end. done: the environment finished. length, turns, calls, invalid_calls, seconds: a limit
 of tokens, turns, tool calls, consecutive invalid calls or time. error: the environment raised or hung, or the engine
-refused a request."""
+refused a request.
+"""
 
 
 # Exit codes follow sysexits.h where it has a fitting one: 65 data, 70 internal, 73 cannot create, 74 I/O, 75 try again.
 class MegarlError(Exception):
-    """Error for the user: one message with field or file, value and remedy. `exit_code` becomes the process's exit
-    code."""
+    """Error for the user: one message with field or file, value and remedy. `exit_code` is the process's."""
 
     exit_code = 70
 
@@ -109,7 +109,7 @@ class Problem:
     answer: Any
     record: Mapping[str, Any] = field(default_factory=dict)
     source: str = ""
-    """Name of its source in the recipe's mixture. Without a mixture: the environment's name."""
+    """Name of its source in the mixture. Without a mixture: the environment's name."""
     tools: tuple[Mapping[str, Any], ...] = ()
     """The record's tools, JSON schemas in OpenAI's form. The prompt has them."""
 
@@ -118,9 +118,8 @@ class Problem:
 class SamplingSettings:
     """Sampling parameters of a completion.
 
-    `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 disable truncation. A `repetition_penalty` other than
-    1 is only for completions outside training. `adapter` names a LoRA adapter of `megarl serve`; empty: the engine's
-    own weights.
+    `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 disable truncation. Training has `repetition_penalty`
+    1. `adapter` names a LoRA adapter of `megarl serve`; empty: the engine's own weights.
     """
 
     max_new_tokens: int
@@ -139,8 +138,7 @@ class SamplingSettings:
 class Request:
     """Request to sample a completion from exactly these prompt tokens, int32 [prompt], with its own seed.
 
-    The last `num_retained` prompt tokens belong to the completion. They were sampled before it was paused, and a stop
-    string may begin in them.
+    The last `num_retained` of them were sampled before the completion was paused. A stop string may begin in them.
     """
 
     request_id: str
@@ -151,7 +149,7 @@ class Request:
 
 
 class ServedAdapter(NamedTuple):
-    """A LoRA adapter to serve: its PEFT folder, its LoRA rank, and the names of the linear layers that it changes."""
+    """A LoRA adapter to serve: its PEFT folder, its rank, and the names of its linear layers."""
 
     folder: str
     rank: int
@@ -188,10 +186,8 @@ class Archive:
         return fields
 
 
-# Routed experts are large, so only their reference travels over the control connection.
 class ExpertsHandle(NamedTuple):
-    """Reference to the routed experts (MoE) of a completion. The experts themselves stay on the rank that sampled it,
-    stored under `number`."""
+    """Reference to the routed experts (MoE) of a completion. These are large: they stay on its rank, under `number`."""
 
     rank: int
     number: int
@@ -210,7 +206,6 @@ class RetainedSets:
 
     @property
     def nbytes(self) -> int:
-        """Return the memory of both arrays in bytes."""
         return self.counts.nbytes + self.token_ids.nbytes
 
 
@@ -218,15 +213,14 @@ class RetainedSets:
 class Completion:
     """Completion of a request.
 
-    `token_ids`, `rollout_logprobs` and `weight_versions` are [new_tokens]. Log-probs, in nats, are those of the sampled
-    tokens under the sampling distribution (after temperature, min-p, top-p and top-k). A sampled end-of-sequence token
-    is the last token.
+    `token_ids`, `rollout_logprobs` and `weight_versions` are [new_tokens]. Log-probs, in nats, are those under the
+    sampling distribution (after temperature, min-p, top-p and top-k). A sampled end-of-sequence token is the last
+    token.
 
-    `weight_versions` count the reshards before each token. They differ within a completion paused during a reshard.
-    `retained_sets` are the sampling sets of the new tokens, in training with truncation only. `routed_experts`, if
-    requested, cover every token read by the model: the prompt and all new tokens except the last. `expert_digests`
-    uint32 [read tokens] has a hash of each one's experts. A refused request has no tokens, finish reason `error`, and
-    the engine's message in `error`.
+    `weight_versions` count the reshards before each token. `retained_sets` are the sampling sets of the new tokens, in
+    training with truncation only. `routed_experts`, if requested, cover every token read by the model: the prompt and
+    all new tokens except the last. `expert_digests` uint32 [read tokens] has a hash of each one's experts. A refused
+    request has no tokens, finish reason `error`, and the engine's message in `error`.
     """
 
     request_id: str
@@ -238,17 +232,16 @@ class Completion:
     retained_sets: RetainedSets | None = None
     error: str | None = None
     num_cached: int = 0
-    """Number of prompt tokens with keys and values in the engine's prefix cache."""
+    """Prompt tokens found in the engine's prefix cache."""
     expert_digests: NDArray[np.uint32] | None = None
 
     def to_json(self, archive: Archive, prefix: str) -> dict[str, Any]:
-        """Return its JSON values, and add its arrays to the archive under names beginning with `prefix`."""
+        """Return its JSON values. Its arrays go to the archive under names beginning with `prefix`."""
         archive.put(self, _COMPLETION_ARRAYS, prefix)
         return {"request_id": self.request_id, "finish_reason": self.finish_reason, "error": self.error}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any], archive: Archive, prefix: str) -> Completion:
-        """Return the completion written by `to_json`."""
         return cls(**values, **archive.fields(_COMPLETION_ARRAYS, prefix))
 
 
@@ -257,10 +250,7 @@ _COMPLETION_ARRAYS = ("token_ids", "rollout_logprobs", "weight_versions", "route
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """Tool call in a completion. An invalid call has no arguments, but an `error`.
-
-    `id` names the call in the message answering it. Each call gets exactly one answer.
-    """
+    """Tool call in a completion, with arguments or an `error`. `id` names it in the one message answering it."""
 
     id: str
     name: str
@@ -271,8 +261,7 @@ class ToolCall:
 Judging = Literal["declared", "by_value", "none"]
 """How answers are judged right or wrong.
 
-declared: each answer has a verdict. by_value: score 1 means right and 0 wrong, until another score appears. none: there
-is no verdict.
+declared: each answer has a verdict. by_value: score 1 means right and 0 wrong, until another score appears.
 """
 
 
@@ -286,15 +275,15 @@ def strongest(judgings: Iterable[Judging]) -> Judging:
 class Reward:
     """Reward of a completion: the trained score, and two flags with logged rates.
 
-    A reward function returns the first three fields, and optionally `metrics`. The sum over functions also has each
-    function's own score, and their metrics as FUNCTION/NAME. `answer_correct` is None if nothing judged the answer.
+    A reward function returns the first three fields, and optionally `metrics`. The sum over functions has each one's
+    score too, and their metrics as FUNCTION/NAME. `answer_correct` is None if nothing judged the answer.
     """
 
     score: float
     format_valid: bool
     answer_correct: bool | None
     scores: Mapping[str, float | None] = field(default_factory=dict)
-    """Unweighted score of each function, by its name in metrics. None: the function does not apply to the sample."""
+    """Unweighted score by function. None: the function does not apply to the sample."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Numbers of a function. Each is logged as reward/FUNCTION/NAME, a mean over the samples with a value."""
 
@@ -304,8 +293,7 @@ class Segment:
     """Token sequence of a trajectory: prompt, completions and the observations between them.
 
     All arrays are [tokens]. `loss_mask` is True for tokens sampled in this segment. A segment may begin with a copy of
-    an earlier one; the mask is False there. `weight_versions` count the reshards before a token was sampled. `turns`
-    are the indices of the model calls sampling them.
+    an earlier one; the mask is False there.
     """
 
     token_ids: NDArray[np.int64]
@@ -317,9 +305,9 @@ class Segment:
     turns: NDArray[np.int16]
     """Index of the model call sampling each token; -1 for untrained tokens."""
     old_logprobs: NDArray[np.float32] | None = None
-    """Log-probs of the trainer with the sampling weights, in nats; 0 for tokens not sampled. None: not computed."""
+    """Log-probs of the trainer with the sampling weights, in nats; 0 for tokens not sampled."""
     entropies: NDArray[np.float32] | None = None
-    """Entropies of the trainer with the sampling weights, in nats; 0 for tokens not sampled. None: not computed."""
+    """Entropies of the trainer with the sampling weights, in nats; 0 for tokens not sampled."""
     routed_experts: ExpertsHandle | None = None
     """Routed experts of the last completion. Its prompt is the rest of the segment, so all tokens are covered."""
     expert_digests: NDArray[np.uint32] | None = None
@@ -341,8 +329,8 @@ _SEGMENT_ARRAYS = (
 class Trajectory:
     """Attempt at a problem: sampled segments and their reward.
 
-    `group` is the index of the prompt in the step, and `number` the index of the attempt in its group. `turn_rewards`
-    are pairs (index of the model call, reward). `metrics` are the environment's own.
+    `group` numbers the prompt in the step, `number` the attempt in its group. `turn_rewards` are pairs (index of the
+    model call, reward). `metrics` are the environment's own.
     """
 
     environment: str
@@ -351,33 +339,33 @@ class Trajectory:
     number: int
     segments: tuple[Segment, ...]
     reward: Reward | None
-    """Reward, or None if not scored. Then the group's statistics exclude it, and its tokens are not trained."""
+    """None: not scored. Then the group's statistics exclude it, and its tokens are not trained."""
     failure: str | None = None
-    """Reason for a missing score: `error`, `timeout` or `parse_error` of the reward functions (`reward` is then zero or
-    None). Or the error ending the attempt: its kind, a colon and its text."""
+    """Why there is no score: `error`, `timeout` or `parse_error` of the reward functions. Or the error ending the
+    attempt: its kind, a colon and its text.
+    """
     texts: tuple[str, ...] = ()
     """Completions as text without special tokens, one per model call."""
     messages: tuple[tuple[Mapping[str, Any], ...], ...] = ()
-    """New messages before each completion, and messages after the last: JSON values for people to read. The first entry
-    is the prompt. A completion not continuing the previous one has all messages it answers."""
+    """New messages before each completion, and after the last: JSON values for people to read. The first entry is the
+    prompt. A completion not continuing the previous one has all messages it answers.
+    """
     ended: Ended = "done"
     turn_rewards: tuple[tuple[int, float], ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
     is_in_thoughts: bool = False
-    """Whether the last completion ended, or was cut, before its thoughts were closed. It then gives no answer."""
+    """Whether the last completion ended before its thoughts were closed. It then gives no answer."""
     restarts: int = 0
-    """Number of restarts of the attempt because its environment was unavailable."""
+    """Restarts of the attempt because its environment was unavailable."""
     temperature: float = 1.0
-    """Sampling temperature of all its tokens."""
     engine_seconds: float = 0.0
     """Seconds spent waiting for its completions, without pauses of the engines."""
     environment_seconds: float = 0.0
-    """Seconds spent waiting for its environment, including tools and the wait for a free process. For an agent: the
-    time without a pending completion."""
+    """Seconds spent waiting for its environment, tools and a free process. For an agent: without a pending completion.
+    """
 
     @property
     def text(self) -> str:
-        """Return the completions as text, separated by empty lines."""
         return "\n\n".join(self.texts)
 
     @property
@@ -390,22 +378,20 @@ class Trajectory:
 
     @property
     def num_sampled(self) -> int:
-        """Return the number of sampled tokens."""
         return sum(int(segment.loss_mask.sum()) for segment in self.segments)
 
-    # Counted between the first and the last sampled token of each segment.
     @property
     def num_observed(self) -> int:
         """Return the number of tokens between completions: the text of environment and tools, in the chat template.
 
-        Excludes each segment's prefix, because a fork cannot separate it from the history.
+        Counted from the first to the last sampled token of each segment: a fork cannot separate its prefix from the
+        history.
         """
         places = [segment.loss_mask.nonzero()[0] for segment in self.segments]
         return sum(int(sampled[-1] - sampled[0]) + 1 - len(sampled) for sampled in places if len(sampled))
 
     @property
     def num_turns(self) -> int:
-        """Return the number of completions, one per model call."""
         return max((int(segment.turns.max()) + 1 for segment in self.segments), default=0)
 
     @property
@@ -421,10 +407,7 @@ class Trajectory:
         return min(int(versions.min()) for versions in sampled if len(versions))
 
     def to_json(self, archive: Archive, prefix: str) -> dict[str, Any]:
-        """Return its JSON values, and add its arrays and times to the archive under names beginning with `prefix`.
-
-        `segments` is their number.
-        """
+        """Return its JSON values. Its arrays and times go to the archive under names beginning with `prefix`."""
         for place, segment in enumerate(self.segments):
             archive.put(segment, _SEGMENT_ARRAYS, f"{prefix}{place}.")
         # An environment's metrics named `..._seconds` are times too.
@@ -450,7 +433,6 @@ class Trajectory:
     def from_json(
         cls, values: Mapping[str, Any], archive: Archive, prefix: str, find_problem: FindProblem
     ) -> Trajectory:
-        """Return the trajectory written by `to_json`. `find_problem` looks up its problem."""
         places = [f"{prefix}{place}." for place in range(values["segments"])]
         times, reward = archive.times[prefix], values["reward"]
         return cls(
@@ -471,8 +453,7 @@ class Trajectory:
     def record(self) -> dict[str, object]:
         """Return the trajectory as a JSON object for samples/ in the run folder.
 
-        With several turns `turns` replaces `completion`. Each turn has its completion, its reward and the messages
-        answering it.
+        With several turns, `turns` with completions, rewards and the messages answering them replace `completion`.
         """
         rewards = dict(self.turn_rewards)
         observations = dict(enumerate(self.messages[1:]))
@@ -500,15 +481,14 @@ _TRAJECTORY_VALUES = ("environment", "group", "number", "failure", "ended", "res
 FindProblem = Callable[[str, int], Problem]
 """Returns the problem of a source with an index. Raises ConfigError if the run no longer has it."""
 Group = list[Trajectory]
-"""A group: all attempts at one problem in a step."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingSequence:
     """Sequence to train on, with optional values per token (indexed as in the module docstring).
 
-    All arrays are [tokens]. `loss_mask` is True for tokens with a trained prediction. `token_weights` are the weights
-    in the global batch (`algorithms.reduction.token_weights`); they are zero for masked tokens.
+    All arrays are [tokens]. `token_weights` are the weights in the global batch (`algorithms.reduction.token_weights`);
+    they are zero for masked tokens.
     """
 
     token_ids: NDArray[np.int64]
@@ -521,21 +501,20 @@ class TrainingSequence:
     """Log-probs of the engine, in nats. NaN if the trainer's, with the same weights, are not available."""
     reference_logprobs: NDArray[np.float32] | None = None
     importance_weights: NDArray[np.float32] | None = None
-    """Factors of the policy loss: importance-sampling weights between trainer and engine (`algorithms.importance`).
-    Zero for tokens excluded by `algorithms.entropy_share`: only high-entropy tokens learn from the reward."""
+    """Factors of the policy loss: importance-sampling weights between trainer and engine. Zero for tokens excluded by
+    `algorithm.entropy_top_share`.
+    """
     values: NDArray[np.float32] | None = None
     """Values of the critic before the update, for the state before each token."""
     returns: NDArray[np.float32] | None = None
-    """Returns: the targets of the critic's values."""
+    """Targets of the critic's values."""
     desirable: NDArray[np.float32] | None = None
     """1 for trained tokens of desirable answers (KTO), else 0."""
     supervised: NDArray[np.float32] | None = None
-    """1 for tokens of supervised conversations (PPO-ptx), which have a likelihood loss instead of the policy loss; else
-    0."""
+    """1 for tokens of supervised conversations (PPO-ptx). These have a likelihood loss; others 0."""
     retained_sets: RetainedSets | None = None
     """Sampling sets to renormalise log-probs over. None: the whole vocabulary for all tokens."""
     temperature: float = 1.0
-    """Temperature dividing the logits before log-probs are computed."""
 
     def __len__(self) -> int:
         return len(self.token_ids)

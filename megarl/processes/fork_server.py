@@ -1,7 +1,6 @@
 """The driver's side of fork servers. A fork server imports modules once, then forks one process per request.
 
-Importing torch, Megatron-Core and vLLM takes most of a rank's start time on a CPU. `fork_server_main` is the server's
-own side.
+Importing torch, Megatron-Core and vLLM takes most of a rank's start time on a CPU.
 """
 
 from __future__ import annotations
@@ -38,21 +37,21 @@ PROCESS_VARIABLES = frozenset(
 """Variables set for each forked process. No import reads them, so they may differ from the server's."""
 
 _MAX_SERVERS = 2
-"""Fork servers retained per process. The least recently used one is closed beyond this number."""
+"""Fork servers retained per process. Beyond this number the least recently used one is closed."""
 _EXIT_CODE_SECONDS = 1.0
-"""Seconds to wait for the exit code of a fork server after its connections closed."""
+"""Seconds to wait for a fork server's exit code after its connections closed."""
 _STOP_SECONDS = 10.0
 """Seconds for a fork server to kill its remaining processes and to exit by itself."""
 
 
 class ServerHandle(Protocol):
-    """Handle of a server's process. `requests` is the socket to it. `pid` is its process id; None: not known."""
+    """Handle of a server's process. `requests` is the socket to it. `pid` None: not known."""
 
     requests: socket.socket
     pid: int | None
 
     def exit_code(self, seconds: float = ...) -> int | None:
-        """Wait up to `seconds` for the server's end. Return its exit code (negative: a signal), or None if it runs."""
+        """Wait up to `seconds` for the end. Return the exit code (negative: a signal), or None if it runs."""
         ...
 
     def kill(self) -> None:
@@ -61,7 +60,7 @@ class ServerHandle(Protocol):
 
 
 class ForkServerProcess:
-    """The process of a fork server: a child of this process. It ends with the thread that started it."""
+    """The process of a fork server: a child of this process. It ends with the thread starting it."""
 
     def __init__(
         self,
@@ -103,7 +102,6 @@ def import_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _server_maker() -> Callable[[Mapping[str, str], Sequence[str], Sequence[str], BinaryIO], ServerHandle]:
-    """Return the function starting a server's process."""
     path = os.environ.get(SERVER_MAKER)
     return ForkServerProcess if path is None else import_object(path, SERVER_MAKER)
 
@@ -112,7 +110,7 @@ class ForkServer:
     """A process with the modules `imports` loaded under one environment."""
 
     def __init__(self, environment: Mapping[str, str], imports: Sequence[str], log: BinaryIO | None) -> None:
-        """Start the server. Write the output of its imports to `log`; None: to the log of its first process."""
+        """Start the server. The output of its imports goes to `log`; None: to the log of its first process."""
         # The log of a rank is in the run's folder, and an early start precedes this folder.
         self._early_output = tempfile.TemporaryFile() if log is None else None  # noqa: SIM115
         self._first_log: BinaryIO | None = None
@@ -130,17 +128,16 @@ class ForkServer:
 
     @property
     def stopped_process(self) -> int | None:
-        """Process id of the server if it is stopped, by SIGSTOP for example; else None."""
+        """Process id of the server if it is stopped, by SIGSTOP for example."""
         pid = self._process.pid
         return pid if pid is not None and is_stopped(pid) else None
 
     @property
     def is_unused(self) -> bool:
-        """Whether the server has no forked process left."""
         return self._num_forked == 0
 
     def exit_code(self) -> int:
-        """Return the exit code of a server after its connections closed; negative: the signal that killed it."""
+        """Return the exit code of a server after its connections closed (negative: a signal)."""
         # A server that has not exited within the limit hangs; `kill` follows.
         code = self._process.exit_code(_EXIT_CODE_SECONDS)
         return -signal.SIGKILL if code is None else code
@@ -170,9 +167,7 @@ class ForkServer:
         return ForkedProcess(self, connection, status)
 
     def write_early_output(self) -> None:
-        """Write the output of early imports to the log of the first process, after the imports. Later calls do
-        nothing.
-        """
+        """Write the output of early imports to the log of the first process, once."""
         if self._early_output is None or self._first_log is None:
             return
         with self._early_output as written, self._first_log as log:
@@ -181,11 +176,10 @@ class ForkServer:
         self._early_output = self._first_log = None
 
     def kill(self) -> None:
-        """Kill the server and all processes that it forked."""
         self._process.kill()
 
     def note_release(self) -> None:
-        """Record the release of one forked process. End the server if it is closed and this was the last one."""
+        """Record the release of one forked process. A closed server ends with its last one."""
         self._num_forked -= 1
         self._end_unused()
 
@@ -195,9 +189,7 @@ class ForkServer:
         self._end_unused()
 
     def end(self) -> None:
-        """Let the server exit after it has killed the remaining members of its processes' groups. Kill it if that takes
-        too long.
-        """
+        """Let the server kill the remaining members of its groups and exit. Kill it if that takes too long."""
         # Before the imports are done the server does not read its socket, so a closed socket would not end it.
         # A stopped server would not read it either.
         if self.is_ready and self.stopped_process is None:
@@ -249,7 +241,7 @@ class ForkedProcess:
 
     @property
     def stopped_server(self) -> int | None:
-        """Process id of the fork server if it is stopped and has not forked this process yet; else None."""
+        """Process id of the fork server if it is stopped and has not forked this process yet."""
         return self._server.stopped_process if self.pid is None else None
 
     def signal(self, number: signal.Signals) -> None:
@@ -276,9 +268,7 @@ class ForkedProcess:
             self._status.shutdown(socket.SHUT_RDWR)
 
     def release(self) -> None:
-        """Close both sockets. The server then kills the remaining members of the process's group and reaps the
-        process.
-        """
+        """Close both sockets. The server then kills the rest of the process's group and reaps the process."""
         asyncio.get_running_loop().remove_reader(self._status)
         self._status.close()
         self.connection.close()

@@ -34,7 +34,7 @@ _NUM_DESCRIPTORS = 3
 
 @dataclass(slots=True)
 class _Forked:
-    """A forked process that is not yet reaped. Its id is not reused before the driver closes its end of `status`."""
+    """A forked process, not yet reaped. Its id is not reused before the driver closes its end of `status`."""
 
     pid: int
     status: socket.socket
@@ -42,7 +42,6 @@ class _Forked:
     is_released: bool = False
 
     def report(self) -> None:
-        """Send the exit code to the driver if the process has ended."""
         # WNOWAIT leaves the process a zombie, so that its id stays reserved.
         ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if ended is not None and not self.is_reported:
@@ -87,11 +86,8 @@ class _Request:
 
 @dataclass(slots=True)
 class _Server:
-    """Main loop of a fork server: reads requests, forks processes, reports their ends."""
-
     requests: socket.socket
     forked: dict[int, _Forked] = field(default_factory=dict)
-    """Forked processes that are not yet reaped, by process id."""
 
     def run(self) -> _Request | None:
         """Serve until the driver closes its socket, then kill all remaining processes.
@@ -136,10 +132,7 @@ class _Server:
         return None
 
     def _fork(self) -> _Forked | _Request | None:
-        """Fork a process for the next request. Returns None if the driver closed its socket.
-
-        In the forked process, the request is returned.
-        """
+        """Fork a process for the next request, and return the request in it. None: the driver closed its socket."""
         content, descriptors, _, _ = socket.recv_fds(self.requests, MAX_REQUEST_BYTES, _NUM_DESCRIPTORS)
         if not content:
             return None
@@ -157,7 +150,6 @@ class _Server:
         return forked
 
     def _stop(self, selector: selectors.BaseSelector) -> None:
-        """Stop accepting requests, and kill all running processes."""
         selector.unregister(self.requests)
         for forked in self.forked.values():
             if not forked.is_released:
@@ -182,10 +174,7 @@ def _set_num_threads() -> None:
 
 
 def _import(modules: Sequence[str]) -> None:
-    """Import the modules. Remove temporary files that the imports made, and variables naming these files.
-
-    Forked processes must not share them.
-    """
+    """Import the modules. Remove their temporary files and variables: forked processes must not share them."""
     folder = PrivateFolder()
     before = os.environ.get("TMPDIR")
     os.environ["TMPDIR"] = str(folder.path)
@@ -204,7 +193,6 @@ def _import(modules: Sequence[str]) -> None:
 
 
 def _print_to(descriptor: int) -> None:
-    """Redirect standard output and error to a file descriptor, and close the descriptor."""
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
@@ -232,7 +220,7 @@ def begin(parent: int, modules: Sequence[str]) -> None:
 
 
 def fork_on_request(requests: socket.socket) -> Callable[[], object]:
-    """Fork a process for each request on the socket. Return in forked processes only: the function to be run there."""
+    """Fork a process for each request on the socket. Return in forked processes only: their function."""
     request = _Server(requests).run()
     if request is None:
         os._exit(0)

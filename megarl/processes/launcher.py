@@ -99,7 +99,6 @@ class LaunchedProgram:
             return None
 
     def wait(self) -> int:
-        """Wait for the end and return the exit code."""
         return self._process.wait()
 
     async def wait_for_end(self) -> int:

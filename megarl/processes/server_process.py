@@ -19,10 +19,9 @@ from megarl.processes.supervised_process import Ended, SupervisedProcess
 from megarl.types import ConfigError, PeerLostError
 
 _SHORT_SECONDS = 0.05
-"""The CPU time of a request is not measured if its answer arrives within this number of seconds, because measuring
-takes time itself."""
+"""Answers within these seconds are not measured in CPU time: measuring takes time itself."""
 _LONGEST_WAIT_SECONDS = 3600.0
-"""Longest wait, in seconds, between two checks of a request without limits. Sockets do not accept infinity."""
+"""Longest wait between two checks of a request without limits. Sockets do not accept infinity."""
 _MAX_OUTPUT_CHARACTERS = 2000
 
 
@@ -41,12 +40,9 @@ class ServerSettings:
     search_path: tuple[str, ...]
     """Import paths (`sys.path`) of the process; not used for a program."""
     folder: str
-    """Working folder of the process."""
     _: KW_ONLY
     memory_bytes: int | None
-    """Limit of the address space in bytes, in addition to that of the imports; for a program, in total. None: no
-    limit.
-    """
+    """Limit of the address space in bytes, in addition to that of the imports; for a program, in total."""
     start_seconds: float = 300.0
     """Limit of wall-clock seconds until the process is ready."""
     max_answer_bytes: int = 16 << 20
@@ -101,12 +97,11 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
-        """Process id of the process's supervisor."""
         return self._process.pid
 
     @property
     def connection(self) -> socket.socket:
-        """This side of the socket to the process, for a caller that exchanges messages itself once it is ready."""
+        """This side of the socket, for a caller with its own messages once the process is ready."""
         return self._process.connection
 
     def wait_until_ready(self) -> dict[str, Any]:
@@ -168,7 +163,6 @@ class ServerProcess:
         return answer
 
     def close(self) -> None:
-        """Kill the process and all its descendants."""
         with self._lock:
             self._ended = self._ended or self._process.kill()
 
@@ -179,7 +173,6 @@ class ServerProcess:
             return self._ended
 
     def _log_tail(self) -> str:
-        """Return the end of the process's log, for an error message."""
         if self._log_file is None:
             return ""
         try:

@@ -34,9 +34,7 @@ _ROOT = str(PACKAGE.parent)
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a process ended, with the last output (at most 64 KiB each of stdout and stderr) unless that went to a
-    log.
-    """
+    """How a process ended, with the last output (at most 64 KiB each of stdout and stderr) unless a log has it."""
 
     exit_code: int | None
     """Exit code; 128 plus the signal's number if a signal killed the process; None if this process killed it."""
@@ -55,7 +53,6 @@ class Ended:
         return f"ended with exit code {self.exit_code}"
 
     def stderr_tail(self, most_characters: int = 400) -> str:
-        """Return the end of its standard error in one line, for an error message."""
         return " ".join(self.stderr.split())[-most_characters:]
 
 
@@ -123,7 +120,6 @@ class SupervisedProcess:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the program and its descendants have ended."""
         return self._ended is not None or bool(self._control_poll.poll(0))
 
     def end(self) -> Ended:
@@ -207,7 +203,6 @@ class SupervisedProcess:
 
 
 def _memory_file(content: bytes) -> io.BufferedRandom:
-    """Return a file in memory, positioned at its beginning."""
     file = open(os.memfd_create("stdin"), "r+b")  # noqa: SIM115 - the caller closes it
     file.write(content)
     file.seek(0)
