@@ -11,7 +11,7 @@ from megarl.types import ConfigError
 REMOVED = {
     "kubernetes": "fill launch/kubernetes/rayjob.yaml or skypilot.yaml by envsubst, see launch/container/README.md",
 }
-"""What to use instead of each removed command."""
+"""Replacement for each removed command."""
 _ANY_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
