@@ -66,8 +66,8 @@ class AgentConfig(Section):
 
     command: tuple[str, ...] = ()
     """Command of the agent program, a list of program and arguments, run once per attempt without a shell. It gets the
-    problem as JSON on standard input, and OPENAI_BASE_URL and OPENAI_API_KEY in its environment. See
-    megarl/environments/README.md."""
+    problem as JSON on standard input. OPENAI_BASE_URL with OPENAI_API_KEY, and ANTHROPIC_BASE_URL with
+    ANTHROPIC_AUTH_TOKEN, lead its clients to the policy. See megarl/environments/README.md."""
     timeout_seconds: PositiveFloat = 600.0
     """Maximum seconds that an agent program runs in an attempt, not counting pauses of the engines for an update
     (rollout.stragglers). After that the program and its children are killed, and the attempt ends with an error."""

@@ -23,8 +23,8 @@ from megarl.rewards.scoring.results import verdict_by_value
 from megarl.rollout.attempt import Budget, Score, Task, empty_call, make_trajectory
 from megarl.rollout.engine_requests import Generates, WaitMeasuringPool
 from megarl.rollout.pool import EnginePool
+from megarl.serving.body import finite_reward
 from megarl.serving.codec import Codec
-from megarl.serving.protocol import finite_reward
 from megarl.serving.sessions import Answer, Limits, Session, Sessions
 from megarl.tracking.metric_rows import PER_ATTEMPT, MetricRow
 from megarl.types import Ended, Problem, Reward, SamplingSettings, Trajectory
@@ -84,9 +84,9 @@ class _ProgramError(Exception):
 class AgentProgram:
     """Runs the recipe's agent, a program or an `Agent` class, once per attempt. Each attempt has a session of its own.
 
-    The program's environment has OPENAI_BASE_URL, OPENAI_API_KEY, the variables in `INHERITED` and those named by the
-    recipe, and no others. Its standard input is a JSON object with the problem's `messages`, `answer`, `record` and
-    `index`, the attempt's `number` and its `seed`.
+    The program's environment has OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL, ANTHROPIC_AUTH_TOKEN, the
+    variables in `INHERITED` and those named by the recipe, and no others. Its standard input is a JSON object with the
+    problem's `messages`, `answer`, `record` and `index`, the attempt's `number` and its `seed`.
 
     The reward is the last line of the program's output, a JSON number or {"reward": number}, or the program posts it to
     the endpoint. Otherwise the recipe's reward functions score the last completion. A non-zero exit code or a timeout
@@ -160,6 +160,9 @@ class AgentProgram:
             **{name: os.environ[name] for name in names if name in os.environ},
             "OPENAI_BASE_URL": self.endpoint.url_of(session),
             "OPENAI_API_KEY": session.secret,
+            # Anthropic's clients append `/v1` themselves.
+            "ANTHROPIC_BASE_URL": self.endpoint.url_of(session).removesuffix("/v1"),
+            "ANTHROPIC_AUTH_TOKEN": session.secret,
         }
         try:
             program = SupervisedProcess(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,7 +25,10 @@ _LARGE_BYTES = 64 << 10
 
 
 async def read_body(request: web.Request) -> tuple[bytes, Mapping[str, Any]]:
-    """Return a request's body: its bytes and the JSON object in them.
+    """Return a request's body: its identity, and the JSON object in it.
+
+    The identity is a hash of the object without `stream`: a client repeats a request with the same object, but some ask
+    for a whole answer after a stream was cut.
 
     Call it only after checking the client's key, because it holds up to `MAX_BODY_BYTES` in memory. Raises RequestError
     with status 413 for a body that is too large, and 408 for one that does not arrive. The status is 400 for one that
@@ -40,8 +45,14 @@ async def read_body(request: web.Request) -> tuple[bytes, Mapping[str, Any]]:
     except (HttpProcessingError, ClientPayloadError, web.RequestPayloadError) as error:
         raise RequestError(f"the body cannot be read: {type(error).__name__}: {error!s:.200}") from error
     if len(raw) < _LARGE_BYTES:
-        return raw, parse_body(raw)
-    return raw, await asyncio.to_thread(parse_body, raw)
+        return _identified(raw)
+    return await asyncio.to_thread(_identified, raw)
+
+
+def _identified(raw: bytes) -> tuple[bytes, Mapping[str, Any]]:
+    body = parse_body(raw)
+    content = {name: value for name, value in body.items() if name not in ("stream", "stream_options")}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).digest(), body
 
 
 def parse_body(raw: bytes) -> Mapping[str, Any]:
@@ -65,3 +76,15 @@ def parse_body(raw: bytes) -> Mapping[str, Any]:
         except ValueError as error:
             raise RequestError(f"the body has text that UTF-8 cannot encode: {error}; leave it out") from error
     return body
+
+
+def finite_reward(value: object) -> float | None:
+    """Return a reward sent by a client or printed by a program, as a float; None: it is not a finite number."""
+    # JSON's true is a bool, which Python counts as an int.
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:  # JSON's integers have no bound
+        return None
+    return number if math.isfinite(number) else None

@@ -1,12 +1,12 @@
-"""HTTP server with OpenAI's chat completions, completions and models. Each agent calls it within a session."""
+"""HTTP server of the model for agents: chat completions, responses, messages. Each agent calls it in a session."""
 
 from __future__ import annotations
 
-import json
 import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -14,26 +14,27 @@ from aiohttp import web
 from megarl.config.rollout import EndpointConfig
 from megarl.processes.open_files import allow_open_files
 from megarl.rollout.pool import PoolLoad
-from megarl.serving.body import MAX_BODY_BYTES, read_body
+from megarl.serving.body import MAX_BODY_BYTES, finite_reward, read_body
+from megarl.serving.dialects.chat import Chat, Completions, model, models, read_conversation, read_prompt
+from megarl.serving.dialects.dialect import Dialect, Reply
+from megarl.serving.dialects.messages import Messages
+from megarl.serving.dialects.responses import Responses
+from megarl.serving.dialects.sampling import Asked
 from megarl.serving.http_server import HttpServer
 from megarl.serving.keys import is_token, key_of
 from megarl.serving.monitor import EndpointMetrics, add_pages
-from megarl.serving.protocol import (
-    Asked,
-    Reply,
-    finite_reward,
-    model,
-    models,
-    read_conversation,
-    read_prompt,
-)
 from megarl.serving.refusal import RequestError
 from megarl.serving.sessions import Answer, Limits, ModelCallUnderWay, Session, Sessions
 from megarl.terminal import FirstOfEachKind
 from megarl.types import ConfigError, SamplingSettings
 
-KEEP_ALIVE_SECONDS = 5.0
-"""Seconds between keep-alive comments in a stream whose answer is not ready yet."""
+KEEP_ALIVE_SECONDS = 2.0
+"""Seconds between the events that keep a stream alive while its answer is not ready yet. Agents that limit the time
+between events allow 3 s or more.
+"""
+CHAT, COMPLETIONS, MESSAGES, RESPONSES = Chat(), Completions(), Messages(), Responses()
+_CONVERSING: tuple[Dialect, ...] = (CHAT, MESSAGES, RESPONSES)
+"""Dialects whose requests hold a conversation."""
 SESSION_HEADER = "x-megarl-session"
 """HTTP header of an answer carrying the secret of a new session, opened for a client without one."""
 _SHUTDOWN_SECONDS = 2.0
@@ -56,9 +57,10 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Endpoint:
-    """OpenAI-compatible server in front of the engines, on the loopback address or protected by a token.
+    """Server of OpenAI's and Anthropic's APIs in front of the engines, on the loopback address or protected by a token.
 
-    A request names its session by its path, `/s/SECRET/v1/...`, or by its key, `Authorization: Bearer SECRET`.
+    A request names its session by its path, `/s/SECRET/v1/...`, or by its key: `Authorization: Bearer SECRET`, or
+    `x-api-key: SECRET`.
 
     A guest is a client without a session. With `guests` (limits of a session), each guest gets a session, and its
     secret in the answer's header. Guests need the token, if there is one, and may set sampling parameters. With
@@ -98,8 +100,10 @@ class Endpoint:
             )
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._answer_errors])
         for prefix in ("", "/s/{secret}"):
-            app.router.add_post(f"{prefix}/v1/chat/completions", self._chat)
-            app.router.add_post(f"{prefix}/v1/completions", self._complete)
+            for dialect in _CONVERSING:
+                app.router.add_post(f"{prefix}/v1{dialect.page}", partial(self._converse, dialect))
+            app.router.add_post(f"{prefix}/v1{MESSAGES.page}/count_tokens", self._count_tokens)
+            app.router.add_post(f"{prefix}/v1{COMPLETIONS.page}", self._complete)
             app.router.add_get(f"{prefix}/v1/models", self._models)
             app.router.add_get(f"{prefix}/v1/models/{{model:.+}}", self._one_model)
         # For clients that need session and key before their first call, and a reward at the end.
@@ -147,15 +151,14 @@ class Endpoint:
             self._admit(request)
             return await handler(request)
         except RequestError as error:
-            response = web.json_response(error.body(), status=error.status, headers=error.headers())
+            response = _refused(request, error)
             # The body may be unread. Closing the connection avoids waiting for the rest of its bytes.
             is_last = error.status in (401, 408, 413, 503)
         except ConnectionError:
             # The client is gone, so aiohttp closes the connection instead of sending this.
             return web.Response(status=_CLIENT_LEFT)
         except web.HTTPException as error:
-            refusal = RequestError(error.text or error.reason, status=error.status)
-            response = web.json_response(refusal.body(), status=error.status, headers=refusal.headers())
+            response = _refused(request, RequestError(error.text or error.reason, status=error.status))
             is_last = True
         if is_last:
             response.force_close()
@@ -178,22 +181,33 @@ class Endpoint:
                 retry_after=1,
             )
 
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
+    async def _converse(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
+        """Answer a request that holds a conversation."""
         self._check_right(request)
-        raw, body = await read_body(request)
+        identity, body = await read_body(request)
         session, is_new = self._session(request)
-        asked = self._asked(body, session)
-        conversation = read_conversation(body)
-        call = session.chat(conversation, asked.sampling, raw, is_retry=_is_retry(request))
-        return await self._respond(request, session, call, asked, is_chat=True, is_new=is_new)
+        chat, without_effect = dialect.as_chat(body)
+        asked = self._asked(chat, session)
+        self._note_overridden(session, {name: body.get(name) for name in without_effect}, "it has no effect here")
+        call = session.chat(read_conversation(chat), asked.sampling, identity, is_retry=_is_retry(request))
+        return await self._respond(dialect, request, session, call, asked, is_new=is_new)
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         self._check_right(request)
-        raw, body = await read_body(request)
+        identity, body = await read_body(request)
         session, is_new = self._session(request)
         asked = self._asked(body, session)
-        call = session.complete(read_prompt(body), asked.sampling, raw, is_retry=_is_retry(request))
-        return await self._respond(request, session, call, asked, is_chat=False, is_new=is_new)
+        call = session.complete(read_prompt(body), asked.sampling, identity, is_retry=_is_retry(request))
+        return await self._respond(COMPLETIONS, request, session, call, asked, is_new=is_new)
+
+    async def _count_tokens(self, request: web.Request) -> web.Response:
+        """Return the length of the prompt that a conversation would have. Nothing is sampled."""
+        self._check_right(request)
+        _, body = await read_body(request)
+        session, _ = self._session(request)
+        chat, _ = MESSAGES.as_chat(body)
+        token_ids = await session.prompt(read_conversation(chat))
+        return web.json_response({"input_tokens": len(token_ids)})
 
     async def _models(self, request: web.Request) -> web.Response:
         self._check_key(request)
@@ -242,11 +256,15 @@ class Endpoint:
         if self._adapters and not is_known:
             raise self._unknown_model(name)
         names = [*asked.overridden, *([] if is_known else ["model"])]
-        for name in names:
-            session.counts["overridden_fields"] += 1
-            text = f"a client of the endpoint set {name} = {body[name]!r:.40}; the recipe's value holds"
-            self._notices.tell(name, f"{text} (environment/overridden_fields)")
+        self._note_overridden(session, {name: body[name] for name in names}, "the recipe's value holds")
         return asked
+
+    def _note_overridden(self, session: Session, values: Mapping[str, Any], outcome: str) -> None:
+        """Count fields of a request that change nothing, and report the first of each name."""
+        for name, value in values.items():
+            session.counts["overridden_fields"] += 1
+            text = f"a client of the endpoint set {name} = {value!r:.40}; {outcome}"
+            self._notices.tell(name, f"{text} (environment/overridden_fields)")
 
     def _session(self, request: web.Request) -> tuple[Session, bool]:
         """Return the session of a request, and whether it is new. Raises RequestError if the client may not open
@@ -301,17 +319,17 @@ class Endpoint:
 
     async def _respond(
         self,
+        dialect: Dialect,
         request: web.Request,
         session: Session,
         call: ModelCallUnderWay,
         asked: Asked,
         *,
-        is_chat: bool,
         is_new: bool,
     ) -> web.StreamResponse:
         """Wait for the answer of a model call, and send it to the client, as a whole or as a stream."""
         headers = {SESSION_HEADER: session.secret} if is_new else {}
-        reply = Reply.new(f"{session.name}.{call.number}", asked.sampling.adapter or self._model, is_chat=is_chat)
+        reply = dialect.reply(f"{session.name}.{call.number}", asked.sampling.adapter or self._model, asked)
         with session.waiting(call):
             if asked.is_streamed:
                 response = await self._stream(request, session, call, asked, reply, headers)
@@ -356,20 +374,20 @@ class Endpoint:
         )
         await response.prepare(request)
         try:
+            await response.write(reply.begin())
             while answer is None:
-                # Lines beginning with a colon are comments of the SSE format. Proxies and clients close silent
-                # connections.
-                await response.write(b": keep-alive\n\n")
+                # Proxies and clients close silent connections.
+                await response.write(reply.waiting())
                 answer = await session.answer(call, KEEP_ALIVE_SECONDS)
             tokens = await self._tokens(answer, asked)
             session.remember(call)
-            for chunk in reply.chunks(answer, tokens, has_usage=asked.has_usage_chunk):
-                await response.write(_event(chunk))
+            for event in reply.events(answer, tokens):
+                await response.write(event)
             _check_received(request)
             session.deliver(call)
         except RequestError as error:
-            await response.write(_event(error.body()))
-        await response.write(b"data: [DONE]\n\n")
+            await response.write(reply.failed(error))
+        await response.write(reply.end)
         await response.write_eof()
         return response
 
@@ -411,6 +429,8 @@ def _unknown_key() -> RequestError:
     )
 
 
-def _event(data: Mapping[str, Any]) -> bytes:
-    """Return a server-sent event carrying `data` as JSON."""
-    return f"data: {json.dumps(data, ensure_ascii=False)}\n\n".encode()
+def _refused(request: web.Request, error: RequestError) -> web.Response:
+    """Return the answer to a refused request, in the form of its page's dialect."""
+    # Other pages, and requests for none, get OpenAI's form.
+    dialect = MESSAGES if f"/v1{MESSAGES.page}" in request.path else CHAT
+    return web.json_response(dialect.error(error), status=error.status, headers=error.headers())

@@ -1,4 +1,4 @@
-"""Bearer tokens of HTTP requests."""
+"""Keys of HTTP requests."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from aiohttp import web
 
 
 def key_of(request: web.Request) -> str:
-    """Return the bearer token in a request's header; empty if there is none."""
+    """Return the bearer token in a request's header, or Anthropic's `x-api-key`; empty if there is none."""
     scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else ""
+    return key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "").strip()
 
 
 def is_token(key: str, token: str | None) -> bool:

@@ -138,7 +138,7 @@ class Session:
         return sum(not call.task.done() for call in self._under_way)
 
     def chat(
-        self, conversation: Conversation, sampling: SamplingSettings, body: bytes, *, is_retry: bool
+        self, conversation: Conversation, sampling: SamplingSettings, identity: bytes, *, is_retry: bool
     ) -> ModelCallUnderWay:
         """Start a model call answering a conversation, or join the one that a request repeats (see `_begin`).
 
@@ -149,10 +149,10 @@ class Session:
             whole = conversation.followed_by([answer.message])
             self._history.add(Answered(whole, answer.call.token_ids.astype(np.int32)))
 
-        return self._begin(body, is_retry, lambda number: self._chat(number, conversation, sampling), remember)
+        return self._begin(identity, is_retry, lambda number: self._chat(number, conversation, sampling), remember)
 
     def complete(
-        self, prompt: str | NDArray[np.int32], sampling: SamplingSettings, body: bytes, *, is_retry: bool
+        self, prompt: str | NDArray[np.int32], sampling: SamplingSettings, identity: bytes, *, is_retry: bool
     ) -> ModelCallUnderWay:
         """Start a model call that completes a text or token ids [prompt], or join the one that a request repeats (see
         `_begin`).
@@ -164,7 +164,7 @@ class Session:
             if isinstance(prompt, str):
                 self._history.add_text(prompt + answer.text, answer.call.token_ids.astype(np.int32))
 
-        return self._begin(body, is_retry, lambda number: self._complete(number, prompt, sampling), remember)
+        return self._begin(identity, is_retry, lambda number: self._complete(number, prompt, sampling), remember)
 
     @contextmanager
     def waiting(self, call: ModelCallUnderWay) -> Iterator[None]:
@@ -234,21 +234,19 @@ class Session:
 
     def _begin(
         self,
-        body: bytes,
+        identity: bytes,
         is_retry: bool,
         sample: Callable[[int], Coroutine[Any, Any, Answer]],
         remember: Callable[[Answer], None],
     ) -> ModelCallUnderWay:
-        """Start a model call, or join the call with the same body if no client has received its answer.
+        """Start a model call, or join the call with the same `identity` if no client has received its answer.
 
         A request marked as a retry (`is_retry`) also gets an answer that was written before. `sample` is called with
         the call's number. Raises RequestError if no call is allowed.
         """
         if self.ended.is_set():
             raise ended_error()
-        # The bytes of the body identify a retry: OpenAI's clients send the same bytes again.
-        key = hashlib.sha256(body).digest()
-        earlier = self._by_body.get(key)
+        earlier = self._by_body.get(identity)
         # Not all clients mark their retries. Two trained answers of one turn would be the price of a repeat not joined.
         if earlier is not None and earlier.is_joinable and (is_retry or earlier.lacks_delivery):
             self.counts["joined_retries"] += 1
@@ -261,24 +259,31 @@ class Session:
         # Taken here: parallel calls read the count only when their tasks first run.
         number = self._num_started
         call = ModelCallUnderWay(number, asyncio.create_task(sample(number)), remember)
-        self._by_body[key] = call
+        self._by_body[identity] = call
         self._under_way.add(call)
         return call
 
-    async def _chat(self, number: int, conversation: Conversation, sampling: SamplingSettings) -> Answer:
-        """Sample an answer to a conversation. If possible, the prompt reuses the tokens of an earlier answer."""
+    async def prompt(self, conversation: Conversation) -> NDArray[np.int32]:
+        """Return the tokens of a conversation's prompt [prompt]. If possible, they repeat those of an earlier answer.
+
+        Raises RequestError if the conversation or its tools are invalid, or if the prompt is too long.
+        """
         self._codec.check_tools(conversation.tools)
         # Appending to recorded tokens keeps a trajectory one sequence. Rendering again could tokenise it differently.
         known = self._history.find(conversation)
-        if fork := self._history.fork(conversation, known):
+        if known is None:
+            return await self._codec.opening(conversation)
+        added = conversation.messages[len(known.conversation.messages) :]
+        return await self._codec.continued(known.token_ids, added, conversation.tools)
+
+    async def _chat(self, number: int, conversation: Conversation, sampling: SamplingSettings) -> Answer:
+        """Sample an answer to a conversation."""
+        fork = self._history.fork(conversation, self._history.find(conversation))
+        token_ids = await self.prompt(conversation)
+        if fork is not None:
             self.counts["forks"] += 1
             self.counts[f"forks/{fork.reason}"] += 1
             self.fork_texts.append(fork.text)
-        if known is None:
-            token_ids = await self._codec.opening(conversation)
-        else:
-            added = conversation.messages[len(known.conversation.messages) :]
-            token_ids = await self._codec.continued(known.token_ids, added, conversation.tools)
         call = await self._sample(number, token_ids, sampling)
         # Parsed from tokens, because special tokens mark reasoning and calls.
         decoded = await self._codec.parsed(call, conversation.tools, number)

@@ -1,0 +1,186 @@
+"""OpenAI's chat completions and text completions: their prompts, and their answers as one object or as a stream."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megarl.serving.conversation import Conversation
+from megarl.serving.dialects.events import COMMENT, event, pieces
+from megarl.serving.dialects.sampling import Asked
+from megarl.serving.refusal import RequestError
+from megarl.serving.sessions import Answer
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+def read_conversation(body: Mapping[str, Any]) -> Conversation:
+    """Read the conversation of a chat request. Raises RequestError if it is invalid, or its last message is the
+    assistant's.
+    """
+    tools = body.get("tools")
+    # The model must not see the tools then.
+    if body.get("tool_choice") == "none":
+        tools = None
+    conversation = Conversation.read(body.get("messages"), tools)
+    if conversation.messages[-1]["role"] == "assistant":
+        raise RequestError("messages: the last message has role assistant; it must have another role", param="messages")
+    return conversation
+
+
+def read_prompt(body: Mapping[str, Any]) -> str | NDArray[np.int32]:
+    """Read the prompt of a completion request: text, or token ids [prompt]. Raises RequestError if it is invalid."""
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        [prompt] = prompt
+    if isinstance(prompt, str) and prompt:
+        return prompt
+    # `type is int` excludes bool. 2^31 is the limit of int32.
+    if isinstance(prompt, list) and prompt and all(type(token) is int and 0 <= token < 1 << 31 for token in prompt):
+        return np.array(prompt, np.int32)
+    raise RequestError("prompt: must be one text or one list of token ids, not empty", param="prompt")
+
+
+class Chat:
+    """OpenAI's chat completions. This is the endpoint's own form."""
+
+    page = "/chat/completions"
+
+    def as_chat(self, body: Mapping[str, Any]) -> tuple[Mapping[str, Any], Sequence[str]]:
+        return body, ()
+
+    def reply(self, name: str, model: str, asked: Asked) -> _Reply:
+        return _Reply(f"chatcmpl-{name}", model, True, asked.has_usage_chunk, int(time.time()))
+
+    def error(self, error: RequestError) -> dict[str, Any]:
+        return error.body()
+
+
+class Completions(Chat):
+    """OpenAI's completions of a text or of token ids. There is no conversation: see `read_prompt`."""
+
+    page = "/completions"
+
+    def reply(self, name: str, model: str, asked: Asked) -> _Reply:
+        return _Reply(f"cmpl-{name}", model, False, asked.has_usage_chunk, int(time.time()))
+
+
+@dataclass(frozen=True, slots=True)
+class _Reply:
+    """Writer of an answer in OpenAI's form, to a chat or to a text."""
+
+    name: str
+    model: str
+    is_chat: bool
+    has_usage_chunk: bool
+    created: int
+
+    def whole(self, answer: Answer, tokens: Sequence[str] | None) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": 0, "finish_reason": answer.finish_reason}
+        if self.is_chat:
+            choice["message"] = _message(answer)
+        else:
+            choice["text"] = answer.text
+        choice["logprobs"] = None if tokens is None else self._logprobs(answer, tokens)
+        kind = "chat.completion" if self.is_chat else "text_completion"
+        return self._object(kind, [choice]) | {"usage": _usage(answer)}
+
+    def events(self, answer: Answer, tokens: Sequence[str] | None) -> Iterator[bytes]:
+        return map(event, self._chunks(answer, tokens))
+
+    def begin(self) -> bytes:
+        return b""
+
+    def waiting(self) -> bytes:
+        return COMMENT
+
+    def failed(self, error: RequestError) -> bytes:
+        return event(error.body())
+
+    @property
+    def end(self) -> bytes:
+        return b"data: [DONE]\n\n"
+
+    def _chunks(self, answer: Answer, tokens: Sequence[str] | None) -> Iterator[dict[str, Any]]:
+        """Yield the answer as JSON objects of a stream. A tool call is sent in several: its name, then arguments."""
+        logprobs = None if tokens is None else self._logprobs(answer, tokens)
+        if self.is_chat:
+            yield self._chunk({"role": "assistant", "content": ""}, logprobs=logprobs)
+            # The answer is complete before the stream starts: tool calls can be parsed only at its end.
+            for text in pieces(answer.reasoning or ""):
+                yield self._chunk({"reasoning_content": text})
+            for text in pieces(answer.text):
+                yield self._chunk({"content": text})
+            for index, (call_id, name, arguments) in enumerate(answer.calls):
+                function = {"name": name, "arguments": ""}
+                yield self._chunk(
+                    {"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]}
+                )
+                for text in pieces(arguments):
+                    yield self._chunk({"tool_calls": [{"index": index, "function": {"arguments": text}}]})
+            yield self._chunk({}, finish_reason=answer.finish_reason)
+        else:
+            for text in pieces(answer.text):
+                yield self._chunk(text)
+            yield self._chunk("", finish_reason=answer.finish_reason, logprobs=logprobs)
+        if self.has_usage_chunk:
+            yield self._object(self._chunk_kind, []) | {"usage": _usage(answer)}
+
+    @property
+    def _chunk_kind(self) -> str:
+        return "chat.completion.chunk" if self.is_chat else "text_completion"
+
+    def _chunk(self, delta: Any, *, finish_reason: str | None = None, logprobs: Any = None) -> dict[str, Any]:
+        choice = {"index": 0, "delta" if self.is_chat else "text": delta, "finish_reason": finish_reason}
+        return self._object(self._chunk_kind, [choice | {"logprobs": logprobs}])
+
+    def _object(self, kind: str, choices: list[Any]) -> dict[str, Any]:
+        return {"id": self.name, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+
+    def _logprobs(self, answer: Answer, tokens: Sequence[str]) -> dict[str, Any]:
+        """Return the log-probs of the sampled tokens in OpenAI's form."""
+        values = answer.call.completion.rollout_logprobs.tolist()
+        if not self.is_chat:
+            return {"tokens": list(tokens), "token_logprobs": values, "top_logprobs": None, "text_offset": None}
+        return {
+            "content": [
+                {"token": token, "logprob": value, "bytes": list(token.encode()), "top_logprobs": []}
+                for token, value in zip(tokens, values, strict=True)
+            ]
+        }
+
+
+def models(names: Sequence[str]) -> dict[str, Any]:
+    """Return OpenAI's list of the served models."""
+    return {"object": "list", "data": [model(name) for name in names]}
+
+
+def model(name: str) -> dict[str, Any]:
+    """Return OpenAI's description of the served model."""
+    return {"id": name, "object": "model", "created": 0, "owned_by": "megarl"}
+
+
+def _message(answer: Answer) -> dict[str, Any]:
+    """Return the answer as a chat message in OpenAI's form."""
+    message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
+    if answer.calls:
+        # OpenAI's answers have null for an empty text next to tool calls.
+        message["content"] = answer.text or None
+        message["tool_calls"] = [
+            {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+            for call_id, name, arguments in answer.calls
+        ]
+    if answer.reasoning:
+        message["reasoning_content"] = answer.reasoning
+    return message
+
+
+def _usage(answer: Answer) -> dict[str, int]:
+    """Return the numbers of prompt and completion tokens of an answer, in OpenAI's form."""
+    prompt, sampled = len(answer.call.prompt_token_ids), len(answer.call.completion.token_ids)
+    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}

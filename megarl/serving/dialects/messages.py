@@ -1,0 +1,319 @@
+"""Anthropic's Messages: requests, answers, and the events of a stream.
+
+Blocks of one message become messages of a chat by fixed rules, so that a longer history begins with the same ones:
+
+- Results of tools come first, each as a message of role `tool`, then the texts of the user as one message.
+- Texts of one message, and user messages in a row, are joined by a line break.
+- A `system` message inside the list is a text of the user.
+- `cache_control`, which moves from turn to turn, and signatures of thoughts are ignored.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.serving.dialects.events import event, pieces
+from megarl.serving.dialects.sampling import Asked
+from megarl.serving.refusal import RequestError
+from megarl.serving.sessions import Answer
+
+_WITHOUT_EFFECT = ("thinking", "output_config")
+"""Fields without effect here: the model thinks as it was trained to, whatever effort a request asks for."""
+_INVALID_ARGUMENTS = "invalid_arguments"
+"""Key of a tool call's input, an object, with the text of arguments that are not a valid object."""
+_SIGNATURE = "unsigned"
+"""Signature of thoughts. Clients need one to send thoughts back, and the endpoint does not check it."""
+_ERROR_KINDS = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+}
+"""Type of an error by HTTP status. Other statuses below 500 are `invalid_request_error`, others `api_error`."""
+
+
+class Messages:
+    """Anthropic's Messages API."""
+
+    page = "/messages"
+
+    def as_chat(self, body: Mapping[str, Any]) -> tuple[Mapping[str, Any], Sequence[str]]:
+        _refuse_unsupported(body)
+        messages = [] if body.get("system") is None else [_message("system", _text(body["system"], "system"))]
+        for place, message in enumerate(_items(body.get("messages"), "messages")):
+            for added in _chat_messages(message, f"messages.{place}"):
+                _append(messages, added)
+        chat: dict[str, Any] = {
+            name: body[name] for name in ("model", "stream", "top_k", "top_p", "temperature") if name in body
+        }
+        chat |= {"messages": messages, "max_completion_tokens": body.get("max_tokens")}
+        if body.get("stop_sequences"):
+            chat["stop"] = body["stop_sequences"]
+        if body.get("tools"):
+            chat["tools"] = [_tool(tool, f"tools.{i}") for i, tool in enumerate(_items(body["tools"], "tools"))]
+        if (choice := body.get("tool_choice")) is not None:
+            chat["tool_choice"] = choice["type"]
+        return chat, [name for name in _WITHOUT_EFFECT if body.get(name) not in (None, {"type": "disabled"})]
+
+    def reply(self, name: str, model: str, asked: Asked) -> _Reply:
+        return _Reply(f"msg_{name}", model, asked.stops)
+
+    def error(self, error: RequestError) -> dict[str, Any]:
+        kind = _ERROR_KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+        # Agents recognise this beginning, and shorten their history.
+        begin = "prompt is too long: " if error.code == "context_length_exceeded" else ""
+        return {"type": "error", "error": {"type": kind, "message": f"{begin}{error}"}}
+
+
+@dataclass(frozen=True, slots=True)
+class _Reply:
+    """Writer of an answer. `stops` are the stop sequences of the request."""
+
+    name: str
+    model: str
+    stops: Sequence[str]
+
+    def whole(self, answer: Answer, tokens: Sequence[str] | None) -> dict[str, Any]:
+        content = [_block(kind, parts) for kind, parts in _parts(answer)]
+        return self._head(answer) | {"content": content, **self._stop(answer), "usage": _usage(answer)}
+
+    def begin(self) -> bytes:
+        return b""
+
+    def waiting(self) -> bytes:
+        return event({"type": "ping"}, "ping")
+
+    def events(self, answer: Answer, tokens: Sequence[str] | None) -> Iterator[bytes]:
+        for data in self._stream(answer):
+            yield event(data, data["type"])
+
+    def failed(self, error: RequestError) -> bytes:
+        return event(Messages().error(error), "error")
+
+    @property
+    def end(self) -> bytes:
+        return b""
+
+    def _stream(self, answer: Answer) -> Iterator[dict[str, Any]]:
+        usage = _usage(answer)
+        message = self._head(answer) | {"content": [], "stop_reason": None, "stop_sequence": None}
+        yield {"type": "message_start", "message": message | {"usage": usage | {"output_tokens": 0}}}
+        for index, (kind, parts) in enumerate(_parts(answer)):
+            yield {"type": "content_block_start", "index": index, "content_block": _empty_block(kind, parts)}
+            for delta in _deltas(kind, parts):
+                yield {"type": "content_block_delta", "index": index, "delta": delta}
+            yield {"type": "content_block_stop", "index": index}
+        yield {"type": "message_delta", "delta": self._stop(answer), "usage": usage}
+        yield {"type": "message_stop"}
+
+    def _head(self, answer: Answer) -> dict[str, Any]:
+        return {"id": self.name, "type": "message", "role": "assistant", "model": self.model}
+
+    def _stop(self, answer: Answer) -> dict[str, Any]:
+        """Return why the answer ended."""
+        reasons = {"tool_calls": "tool_use", "length": "max_tokens", "stop": "end_turn"}
+        reason, stop = reasons[answer.finish_reason], None
+        if reason == "end_turn" and answer.call.completion.finish_reason == "stop":
+            stop = next((text for text in self.stops if text in answer.completion_text), None)
+        return {"stop_reason": "stop_sequence" if stop else reason, "stop_sequence": stop}
+
+
+def _refuse_unsupported(body: Mapping[str, Any]) -> None:
+    """Raise RequestError for a field that would change the samples or the prompt, and is not supported."""
+    output = body.get("output_config")
+    edits = body.get("context_management")
+    choice = body.get("tool_choice")
+    faults: dict[str, bool] = {
+        "mcp_servers": bool(body.get("mcp_servers")),
+        "container": body.get("container") is not None,
+        "output_format": body.get("output_format") is not None,
+        "output_config": output is not None and not (isinstance(output, Mapping) and output.get("format") is None),
+        # Thoughts of earlier turns reach the model as its template renders them. Other edits would cut the history.
+        "context_management": edits is not None and not _clears_only_thoughts(edits),
+        "tool_choice": choice is not None and not (_is_free(choice)),
+    }
+    for name, is_unsupported in faults.items():
+        if is_unsupported:
+            raise RequestError(
+                f"{name} = {body[name]!r:.80}: is not supported, as it would change the samples; remove it",
+                param=name,
+                code="unsupported_parameter",
+            )
+
+
+def _is_free(choice: Any) -> bool:
+    """Return whether a choice of tools lets the model write what it likes. `none` shows it no tools."""
+    return (
+        isinstance(choice, Mapping)
+        and choice.get("type") in ("auto", "none")
+        and not choice.get("disable_parallel_tool_use")
+    )
+
+
+def _clears_only_thoughts(edits: Any) -> bool:
+    entries = edits.get("edits", []) if isinstance(edits, Mapping) else None
+    return isinstance(entries, list) and all(
+        isinstance(entry, Mapping) and str(entry.get("type")).startswith("clear_thinking") for entry in entries
+    )
+
+
+def _items(value: Any, where: str) -> list[Mapping[str, Any]]:
+    """Return a list of objects. Raises RequestError for anything else."""
+    if not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):
+        raise RequestError(f"{where}: must be a list of objects", param=where)
+    return value
+
+
+def _text(content: Any, where: str) -> str:
+    """Return a text, or the texts of a list of text blocks, joined. Raises RequestError for other blocks."""
+    if isinstance(content, str):
+        return content
+    return "\n".join(_text_of(block, f"{where}.{i}") for i, block in enumerate(_items(content, where)))
+
+
+def _text_of(block: Mapping[str, Any], where: str) -> str:
+    if block.get("type") != "text" or not isinstance(block.get("text"), str):
+        raise RequestError(
+            f"{where}.type = {block.get('type')!r:.40}: this model reads blocks of type text only", param=where
+        )
+    return block["text"]
+
+
+def _message(role: str, content: str) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+def _append(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:
+    """Append a message of a chat. Texts of the user in a row become one message."""
+    if message["role"] == "user" and messages and messages[-1]["role"] == "user":
+        messages[-1]["content"] += "\n" + message["content"]
+    else:
+        messages.append(message)
+
+
+def _chat_messages(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+    """Return one message of a request as messages of a chat. Raises RequestError if it is invalid."""
+    role, content = message.get("role"), message.get("content")
+    if role not in ("user", "assistant", "system"):
+        raise RequestError(f"{where}.role: is {role!r:.40}; give user, assistant or system", param=f"{where}.role")
+    if role == "assistant":
+        return [_assistant(content, f"{where}.content")]
+    if role == "system" or isinstance(content, str):
+        return [_message("user", _text(content, f"{where}.content"))]
+    results, texts = [], []
+    for place, block in enumerate(_items(content, f"{where}.content")):
+        at = f"{where}.content.{place}"
+        if block.get("type") == "tool_result":
+            results.append(_tool_result(block, at))
+        else:
+            texts.append(_text_of(block, at))
+    return [*results, *([_message("user", "\n".join(texts))] if texts else [])]
+
+
+def _tool_result(block: Mapping[str, Any], where: str) -> dict[str, Any]:
+    if not isinstance(name := block.get("tool_use_id"), str):
+        raise RequestError(f"{where}.tool_use_id: must be a text", param=where)
+    text = _text(block.get("content") or "", f"{where}.content")
+    # Chat templates have no mark for a failed call.
+    return _message("tool", f"error: {text}" if block.get("is_error") else text) | {"tool_call_id": name}
+
+
+def _assistant(content: Any, where: str) -> dict[str, Any]:
+    """Return an answer that a client sends back. Raises RequestError for blocks that the endpoint does not send."""
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else _items(content, where)
+    texts, thoughts, calls = [], [], []
+    for place, block in enumerate(blocks):
+        match block.get("type"):
+            case "thinking" if isinstance(block.get("thinking"), str):
+                thoughts.append(block["thinking"])
+            case "tool_use" if isinstance(block.get("name"), str) and isinstance(block.get("input"), Mapping):
+                calls.append(_call(block))
+            case _:
+                texts.append(_text_of(block, f"{where}.{place}"))
+    message = _message("assistant", "".join(texts))
+    if thoughts:
+        message["reasoning_content"] = "".join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _call(block: Mapping[str, Any]) -> dict[str, Any]:
+    arguments: Any = block["input"]
+    if arguments.keys() == {_INVALID_ARGUMENTS}:
+        arguments = arguments[_INVALID_ARGUMENTS]
+    return {
+        "id": str(block.get("id", "")),
+        "type": "function",
+        "function": {"name": block["name"], "arguments": arguments},
+    }
+
+
+def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return a tool as the schema of a function. Raises RequestError for tools that the vendor's servers run."""
+    if tool.get("type") not in (None, "custom"):
+        raise RequestError(
+            f"{where}.type = {tool['type']!r:.40}: tools of this type run on the vendor's servers; remove it",
+            param=where,
+        )
+    function = {name: tool[name] for name in ("name", "description") if name in tool}
+    return {"type": "function", "function": function | {"parameters": tool.get("input_schema", {})}}
+
+
+def _parts(answer: Answer) -> Iterator[tuple[str, Any]]:
+    """Yield the parts of an answer: kind of block, and its text or (id, name, arguments)."""
+    if answer.reasoning:
+        yield "thinking", answer.reasoning
+    if answer.text:
+        yield "text", answer.text
+    for call in answer.calls:
+        yield "tool_use", call
+
+
+def _empty_block(kind: str, parts: Any) -> dict[str, Any]:
+    """Return a block as it begins in a stream."""
+    if kind == "tool_use":
+        return {"type": kind, "id": parts[0], "name": parts[1], "input": {}}
+    return {"type": kind, kind: ""} | ({"signature": ""} if kind == "thinking" else {})
+
+
+def _block(kind: str, parts: Any) -> dict[str, Any]:
+    """Return a complete block."""
+    if kind == "tool_use":
+        return _empty_block(kind, parts) | {"input": _input(parts[2])}
+    return {"type": kind, kind: parts} | ({"signature": _SIGNATURE} if kind == "thinking" else {})
+
+
+def _deltas(kind: str, parts: Any) -> Iterator[dict[str, Any]]:
+    """Yield the pieces of a block in a stream."""
+    if kind == "tool_use":
+        text, name, field = json.dumps(_input(parts[2]), ensure_ascii=False), "input_json_delta", "partial_json"
+    else:
+        text, name, field = parts, f"{kind}_delta", kind
+    for piece in pieces(text):
+        yield {"type": name, field: piece}
+    if kind == "thinking":
+        yield {"type": "signature_delta", "signature": _SIGNATURE}
+
+
+def _input(arguments: str) -> dict[str, Any]:
+    """Return the arguments of a tool call as an object, the only form that this API has."""
+    try:
+        value = json.loads(arguments)
+    except ValueError:
+        value = None
+    return value if isinstance(value, dict) else {_INVALID_ARGUMENTS: arguments}
+
+
+def _usage(answer: Answer) -> dict[str, int]:
+    """Return the numbers of tokens. Agents shorten their history by them, so they are the true ones."""
+    prompt, sampled = len(answer.call.prompt_token_ids), len(answer.call.completion.token_ids)
+    return {
+        "input_tokens": prompt,
+        "output_tokens": sampled,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": 0,
+    }

@@ -1,0 +1,122 @@
+"""Sampling parameters of a request, with the field names of chat completions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megarl.serving.refusal import RequestError
+from megarl.types import SamplingSettings
+
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "logit_bias": ({},),
+    "min_tokens": (0,),
+    "ignore_eos": (False,),
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("auto", "none"),
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "top_logprobs": (0,),
+    "functions": ([],),
+    "chat_template_kwargs": ({},),
+    "guided_json": (),
+    "guided_regex": (),
+    "structured_outputs": (),
+}
+"""Request fields that are refused, because they would change the sampled distribution or the number of answers. The
+listed values are accepted, because they change nothing.
+"""
+
+_RANGES = {
+    "temperature": (0.0, 2.0),
+    "top_p": (0.0, 1.0),
+    "top_k": (-1, 10**9),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.01, 2.0),
+}
+"""Accepted ranges of sampling parameters, for requests whose values are not overridden by the recipe."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Sampling parameters and form of the answer that a request asks for.
+
+    `overridden` names the fields replaced by the recipe's values. `stops` are the stop strings of the request.
+    """
+
+    sampling: SamplingSettings
+    overridden: tuple[str, ...]
+    stops: tuple[str, ...]
+    is_streamed: bool
+    has_usage_chunk: bool
+    has_logprobs: bool
+
+    @classmethod
+    def read(cls, body: Mapping[str, Any], recipe: SamplingSettings, *, is_training: bool) -> Asked:
+        """Read the parameters of a request.
+
+        Raises RequestError for invalid values, and for fields that would change the sampled distribution.
+        """
+        # Refused, not ignored: training assumes that tokens come from the recipe's distribution.
+        for name, neutral in NEUTRAL.items():
+            if body.get(name) is not None and body[name] not in neutral:
+                raise RequestError(
+                    f"{name} = {body[name]!r:.80}: is not supported, as it would change the samples; remove it",
+                    param=name,
+                    code="unsupported_parameter",
+                )
+        sampling, overridden = _sampling(body, recipe, is_training=is_training)
+        options = body.get("stream_options")
+        return cls(
+            sampling,
+            overridden,
+            stops=tuple(stop for stop in sampling.stop if stop not in recipe.stop),
+            is_streamed=bool(body.get("stream")),
+            has_usage_chunk=isinstance(options, Mapping) and bool(options.get("include_usage")),
+            has_logprobs=body.get("logprobs") not in (None, False),
+        )
+
+
+def _sampling(
+    body: Mapping[str, Any], recipe: SamplingSettings, *, is_training: bool
+) -> tuple[SamplingSettings, tuple[str, ...]]:
+    """Return a request's sampling parameters, and the names of fields that the recipe overrides.
+
+    In training, clients may set only length limits and stop strings, within the recipe's limits.
+    """
+    sampling, overridden = recipe, []
+    for name, (low, high) in _RANGES.items():
+        if (value := body.get(name)) is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+            raise RequestError(f"{name} = {value!r:.40}: give a number from {low:g} to {high:g}", param=name)
+        if name == "top_k":
+            # OpenAI-compatible servers use -1 for no limit, megarl 0.
+            value = max(int(value), 0)
+        if value != getattr(recipe, name):
+            if is_training:
+                overridden.append(name)
+            else:
+                sampling = replace(sampling, **{name: value})
+    if body.get("seed") is not None:
+        # Sessions derive seeds from the attempt, so that a run can be repeated.
+        overridden.append("seed")
+    # max_tokens is OpenAI's deprecated name; many clients still send it.
+    limit = body.get("max_completion_tokens")
+    if limit is None:
+        limit = body.get("max_tokens")
+    if limit is not None:
+        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+            raise RequestError(f"max_tokens = {limit!r:.40}: give a number above 0", param="max_tokens")
+        sampling = replace(sampling, max_new_tokens=min(limit, recipe.max_new_tokens))
+    if stop := body.get("stop"):
+        stops = [stop] if isinstance(stop, str) else stop
+        if not isinstance(stops, list) or not all(isinstance(text, str) and text for text in stops):
+            raise RequestError("stop: must be a text or a list of texts", param="stop")
+        sampling = replace(sampling, stop=tuple(dict.fromkeys((*recipe.stop, *stops))))
+    return sampling, tuple(overridden)

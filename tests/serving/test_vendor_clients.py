@@ -1,0 +1,171 @@
+"""The vendors' clients of messages and responses, unchanged, at an endpoint before a real engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import anthropic
+import pytest
+from openai import AsyncOpenAI
+
+from megarl.rollout.stitch import stitch
+from megarl.serving.sessions import Limits, Session
+from tests.rollout.engines import CONTEXT_TOKENS
+from tests.serving.served import Served
+from tests.serving.test_endpoint import ADD, LIMITS
+
+QUESTION = "Add 2 and 3."
+FUNCTION = {"type": "function", **ADD["function"]}
+TOOL: Any = {"name": "add", "input_schema": ADD["function"]["parameters"]}
+
+
+def add(arguments: Any) -> str:
+    return str(sum(arguments.values())) if set(arguments) == {"a", "b"} else "error: give a and b"
+
+
+def anthropic_client(s: Served, session: Session, **settings: Any) -> anthropic.AsyncAnthropic:
+    base_url = s.endpoint.url_of(session).removesuffix("/v1")
+    return anthropic.AsyncAnthropic(**({"base_url": base_url, "api_key": "unused", "max_retries": 0} | settings))
+
+
+async def talk_by_messages(client: anthropic.AsyncAnthropic, num_turns: int, *, streams: bool) -> list[int]:
+    """Chat with a tool. Returns the numbers of sampled tokens that the client was told of."""
+    messages: list[Any] = [{"role": "user", "content": QUESTION}]
+    usages = []
+    for _ in range(num_turns):
+        asked: Any = {"model": "policy", "max_tokens": 20, "messages": messages, "tools": [TOOL]}
+        if streams:
+            async with client.messages.stream(**asked) as stream:
+                message = await stream.get_final_message()
+        else:
+            message = await client.messages.create(**asked)
+        usages.append(message.usage.output_tokens)
+        content = [block.model_dump(exclude_none=True) for block in message.content]
+        results = [
+            {"type": "tool_result", "tool_use_id": block["id"], "content": add(block["input"])}
+            for block in content
+            if block["type"] == "tool_use"
+        ]
+        messages.append({"role": "assistant", "content": content})
+        messages.append({"role": "user", "content": [*results, {"type": "text", "text": "Add."}]})
+    return usages
+
+
+async def talk_by_responses(client: AsyncOpenAI, num_turns: int, *, streams: bool) -> list[int]:
+    """Chat with a tool. Returns the numbers of sampled tokens that the client was told of."""
+    items: list[Any] = [{"role": "user", "content": QUESTION}]
+    usages = []
+    for _ in range(num_turns):
+        asked: Any = {"model": "policy", "max_output_tokens": 20, "input": items, "tools": [FUNCTION], "store": False}
+        if streams:
+            events = [event async for event in await client.responses.create(**asked, stream=True)]
+            last: Any = events[-1]
+            response: Any = last.response
+        else:
+            response = await client.responses.create(**asked)
+        usages.append(response.usage.output_tokens)
+        for item in response.output:
+            items.append(item.model_dump(exclude_none=True))
+            if item.type == "function_call":
+                try:
+                    output = add(json.loads(item.arguments))
+                except json.JSONDecodeError as error:
+                    output = f"no JSON: {error}"
+                items.append({"type": "function_call_output", "call_id": item.call_id, "output": output})
+        items.append({"role": "user", "content": "Add."})
+    return usages
+
+
+def test_agents_of_both_dialects_are_recorded_as_they_were_sampled(served: Any) -> None:
+    async def test(s: Served) -> None:
+        sessions = [s.open(seed=f"{n}") for n in range(16)]
+
+        async def agent(number: int, session: Session) -> list[int]:
+            streams = number % 4 < 2
+            if number % 2:
+                async with anthropic_client(s, session) as client:
+                    return await talk_by_messages(client, 2, streams=streams)
+            async with s.client(session) as client:
+                return await talk_by_responses(client, 2, streams=streams)
+
+        usages = await asyncio.gather(*(agent(number, session) for number, session in enumerate(sessions)))
+        sent = {name: prompt for name, prompt, _ in await s.requests()}
+        for session, sampled in zip(sessions, usages, strict=True):
+            assert [len(answer.call.completion.token_ids) for answer in session.answers] == sampled
+            for answer in session.answers:
+                assert sent[f"{session.name}.{answer.number}"] == answer.call.prompt_token_ids.tolist()
+            assert session.counts["forks"] == 0 and len(stitch([answer.call for answer in session.answers])) == 1
+        assert sum(len(answer.calls) for session in sessions for answer in session.answers) > 10
+
+    served(test)
+
+
+def test_a_cut_stream_that_is_asked_again_as_a_whole_is_the_same_call(served: Any) -> None:
+    async def test(s: Served) -> None:
+        session = s.open()
+        asked: Any = {"model": "policy", "max_tokens": 100, "messages": [{"role": "user", "content": QUESTION}]}
+        async with anthropic_client(s, session) as client:
+            stream = await client.messages.create(**asked, stream=True)
+            whole = asyncio.create_task(client.messages.create(**asked))
+            await asyncio.sleep(0)
+            async for _ in stream:
+                pass
+            await whole
+        assert session.counts["joined_retries"] + len(session.answers) == 2
+
+    served(test)
+
+
+def test_keys_counts_and_errors_have_anthropics_form(served: Any) -> None:
+    async def test(s: Served) -> None:
+        session = s.open()
+        messages: Any = [{"role": "user", "content": QUESTION}]
+        async with anthropic_client(s, session, base_url=s.endpoint.base_url, api_key=session.secret) as client:
+            # The key is in the header `x-api-key`.
+            counted = await client.messages.count_tokens(model="policy", messages=messages, tools=[TOOL])
+            message = await client.messages.create(model="policy", max_tokens=5, messages=messages, tools=[TOOL])
+            assert counted.input_tokens == message.usage.input_tokens == len(session.answers[0].call.prompt_token_ids)
+            with pytest.raises(anthropic.BadRequestError) as refused:
+                choice: Any = {"type": "tool", "name": "add"}
+                await client.messages.create(model="policy", max_tokens=5, messages=messages, tool_choice=choice)
+            assert refused.value.type == "invalid_request_error"
+            long: Any = [{"role": "user", "content": "word " * 2 * CONTEXT_TOKENS}]
+            with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
+                await client.messages.create(model="policy", max_tokens=5, messages=long)
+        async with anthropic_client(s, session, base_url=s.endpoint.base_url, api_key="wrong") as client:
+            with pytest.raises(anthropic.AuthenticationError):
+                await client.messages.create(model="policy", max_tokens=5, messages=messages)
+        await s.sessions.end(session)
+        async with anthropic_client(s, session) as client:
+            with pytest.raises(anthropic.APIStatusError) as over:
+                await client.messages.create(model="policy", max_tokens=5, messages=messages)
+        assert over.value.status_code == 410
+
+    served(test)
+
+
+def test_a_stream_that_waits_sends_events(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some clients limit the time between events, and do not count comments."""
+    monkeypatch.setattr("megarl.serving.endpoint.KEEP_ALIVE_SECONDS", 0.001)
+
+    async def test(s: Served) -> None:
+        asked: Any = {"model": "policy", "max_output_tokens": 100, "input": QUESTION, "stream": True}
+        async with s.client(s.open()) as client:
+            kinds = [event.type async for event in await client.responses.create(**asked)]
+        assert kinds[0] == "response.created" and kinds.count("response.in_progress") >= 2
+        assert kinds[-1] in ("response.completed", "response.incomplete")
+
+    served(test)
+
+
+def test_guests_may_call_both(served: Any) -> None:
+    async def test(s: Served) -> None:
+        async with AsyncOpenAI(base_url=f"{s.endpoint.base_url}/v1", api_key="none") as client:
+            response = await client.responses.create(
+                model="policy", input=QUESTION, max_output_tokens=5, temperature=0.5
+            )
+        assert response.output_text is not None and s.sessions.num_open == 1
+
+    served(test, guests=Limits(LIMITS.context_tokens, max_calls=4, idle_seconds=60.0))
