@@ -79,11 +79,11 @@ class Codec:
 
         def parts() -> Decoded:
             prompt, token_ids = call.prompt_token_ids, call.completion.token_ids
-            whole = self._dialogue.text(token_ids)
-            is_in_thoughts = self._dialogue.ends_in_thoughts(prompt, token_ids, whole)
+            text = self._dialogue.text(token_ids)
+            is_in_thoughts = self._dialogue.ends_in_thoughts(prompt, token_ids, text)
             if not tools:
-                return Decoded(ParsedTurn(whole, None, ()), whole, is_in_thoughts)
-            return Decoded(self._dialogue.parse_turn(prompt, token_ids, tools, turn=turn), whole, is_in_thoughts)
+                return Decoded(ParsedTurn(text, None, ()), text, is_in_thoughts)
+            return Decoded(self._dialogue.parse_turn(prompt, token_ids, tools, turn=turn), text, is_in_thoughts)
 
         return await self._in_thread(parts)
 
@@ -115,7 +115,7 @@ class Codec:
         too long.
         """
 
-        def checked() -> Result:
+        def check_lengths_and_work() -> Result:
             for message in messages:
                 # The check looks at a small part of the text, so a huge text does not block the thread for other
                 # clients.
@@ -124,7 +124,7 @@ class Codec:
             return work()
 
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, checked)
+            return await asyncio.get_running_loop().run_in_executor(self._thread, check_lengths_and_work)
         # Templates raise ValueError for conversations they refuse.
         except ValueError as error:
             raise RequestError(str(error), param="messages") from error

@@ -46,8 +46,8 @@ class Conversation:
         if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
             raise RequestError("tools: must be a list of JSON schemas", param="tools")
         # An empty list of tools and no tools render the same prompt.
-        known = cls((), tuple(tools or ()), (), ())
-        return known.followed_by(_read(message, place) for place, message in enumerate(messages))
+        empty = cls((), tuple(tools or ()), (), ())
+        return empty.followed_by(_read(message, place) for place, message in enumerate(messages))
 
     def followed_by(self, messages: Iterator[Message] | Sequence[Message]) -> Conversation:
         """Return this conversation extended by further messages, which are in the form expected by chat templates."""
@@ -62,26 +62,27 @@ class Conversation:
         message.
         """
         digest = hashlib.sha256(_json(self.tools).encode()).digest()
-        found = [digest]
+        digests = [digest]
         for key in self.keys:
             # Chained, so that n messages cost n hashes and each digest stands for all messages up to it.
             digest = hashlib.sha256(digest + key.encode()).digest()
-            found.append(digest)
-        return found
+            digests.append(digest)
+        return digests
 
-    def common_messages(self, other: Conversation) -> int:
+    def common_messages(self, conversation: Conversation) -> int:
         """Return how many messages at the beginning are equal in both conversations; 0 if their tools differ."""
-        if self.tools != other.tools:
+        if self.tools != conversation.tools:
             return 0
-        pairs = enumerate(zip(self.keys, other.keys, strict=False))
-        return next((place for place, (one, two) in pairs if one != two), min(len(self.keys), len(other.keys)))
+        pairs = enumerate(zip(self.keys, conversation.keys, strict=False))
+        return next(
+            (place for place, (key, other_key) in pairs if key != other_key),
+            min(len(self.keys), len(conversation.keys)),
+        )
 
-    def has_reasoning_of(self, other: Conversation) -> bool:
-        """Return whether all reasoning in this conversation equals that of `other`, a beginning of this
-        conversation.
-        """
-        pairs = zip(self.reasoning, other.reasoning, strict=False)
-        return all(not own or own == theirs for own, theirs in pairs)
+    def has_reasoning_of(self, beginning: Conversation) -> bool:
+        """Return whether all reasoning in this conversation equals that of `beginning`, its first messages."""
+        pairs = zip(self.reasoning, beginning.reasoning, strict=False)
+        return all(not text or text == text_of_beginning for text, text_of_beginning in pairs)
 
 
 def answer_message(text: str, reasoning: str | None, calls: Sequence[tuple[str, str, str]]) -> Message:
@@ -93,7 +94,7 @@ def answer_message(text: str, reasoning: str | None, calls: Sequence[tuple[str, 
         message["reasoning_content"] = reasoning
     if calls:
         message["tool_calls"] = [
-            {"id": name, "type": "function", "function": {"name": function, "arguments": _parsed(arguments)}}
+            {"id": name, "type": "function", "function": {"name": function, "arguments": _parse_arguments(arguments)}}
             for name, function, arguments in calls
         ]
     return message
@@ -150,7 +151,7 @@ def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise RequestError(f"{where}.{place}: must be an object with function.name", param=where)
-        arguments = _parsed(function.get("arguments", {}))
+        arguments = _parse_arguments(function.get("arguments", {}))
         tool_calls.append(
             {
                 "id": str(call.get("id", "")),
@@ -161,7 +162,7 @@ def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
     return tool_calls
 
 
-def _parsed(arguments: Any) -> Any:
+def _parse_arguments(arguments: Any) -> Any:
     """Parse the JSON object in `arguments`. Other text, or too deeply nested JSON, is returned unchanged."""
     if not isinstance(arguments, str):
         return arguments

@@ -69,11 +69,11 @@ class History:
                     return answered
         return None
 
-    def fork(self, conversation: Conversation, known: Answered | None) -> Fork | None:
+    def fork(self, conversation: Conversation, continued: Answered | None) -> Fork | None:
         """Compare a conversation with the most similar answered one. Returns the difference; None: it continues an
         answered one.
 
-        Repeating an answered question is not a fork. `known` is the result of `find`.
+        Repeating an answered question is not a fork. `continued` is the result of `find`.
         """
         if not self._answered:
             return None
@@ -83,7 +83,7 @@ class History:
         nearest_conversation = self._answered[nearest].conversation
         if common >= min(len(conversation.keys), len(nearest_conversation.keys)):
             # Either the same words with different reasoning, or the same question again.
-            is_fork = known is None and len(conversation.keys) > common
+            is_fork = continued is None and len(conversation.keys) > common
             return Fork("history", "reasoning differs") if is_fork else None
         if all(answered.conversation.tools != conversation.tools for answered in self._answered):
             return Fork("tools", "the tools are others than before")
@@ -100,5 +100,5 @@ class History:
 
     def find_text(self, prompt: str) -> tuple[str, NDArray[np.int32]] | None:
         """Return the longest stored text at the beginning of a prompt, and its tokens [tokens]. None: there is none."""
-        matches = [known for known in self._texts if prompt.startswith(known[0])]
-        return max(matches, key=lambda known: len(known[0]), default=None)
+        matches = [stored for stored in self._texts if prompt.startswith(stored[0])]
+        return max(matches, key=lambda stored: len(stored[0]), default=None)
