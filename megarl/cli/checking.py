@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from megarl.config import Recipe
     from megarl.config.parallel import ParallelConfig
-    from megarl.preflight import Dropped, Kept
+    from megarl.preflight import Dropped, RecordDigests
     from megarl.tracking.display import Display
 
 
@@ -23,7 +23,7 @@ def checking(display: Display) -> Iterator[None]:
 
 def check_completely(
     recipe: Recipe, display: Display, *, is_start: bool
-) -> tuple[ParallelConfig, dict[str, int], Dropped, Kept]:
+) -> tuple[ParallelConfig, dict[str, int], Dropped, RecordDigests]:
     """Check a recipe completely and print its warnings.
 
     Returns four things: the parallel layout, the number of records per data source, of those left out as too long, and
@@ -35,7 +35,7 @@ def check_completely(
     # Before the checks: if one raises, the notices may explain its error.
     with_notices_shown(recipe)
     dropped: Dropped = Counter()
-    digests: Kept = {}
+    digests: RecordDigests = {}
     with checking(display):
         parallel = check(recipe, is_start=is_start)
         records = count_records(recipe, dropped, digests)

@@ -69,7 +69,7 @@ def plan(
     from megarl.config.recipe import load
     from megarl.memory_plan.terms import explain_terms
     from megarl.preflight import (
-        aligned,
+        align_parallel,
         check_plan,
         gpu_kind,
         memory_defaults,
@@ -94,7 +94,7 @@ def plan(
             print_terms(loaded, memory)
         if defaults := list(memory_defaults(as_written, with_chunk_tokens(loaded))):
             print_lines(defaults)
-    parallel = aligned(loaded, shape, parallel)
+    parallel = align_parallel(loaded, shape, parallel)
     counted = forecast(
         shape,
         parallel,

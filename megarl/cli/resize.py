@@ -79,7 +79,7 @@ def plan_resize(recipe: Path | str, overrides: Sequence[str], before: str, after
     from megarl.config.recipe import load
     from megarl.loops.models import trained_shape
     from megarl.loops.resizing import with_sizes
-    from megarl.preflight import aligned, check_plan
+    from megarl.preflight import align_parallel, check_plan
     from megarl.reshard.forecast.resize import StateSettings, forecast_resize
 
     first = [*overrides, *before.split()]
@@ -92,7 +92,7 @@ def plan_resize(recipe: Path | str, overrides: Sequence[str], before: str, after
     layouts = []
     for sizes in (old, new):
         shape, parallel = check_plan(sizes)
-        layouts.append(aligned(sizes, shape, parallel))
+        layouts.append(align_parallel(sizes, shape, parallel))
     shape = trained_shape(old, shape)
     settings = StateSettings(2 if old.model.dtype == "bfloat16" else 4, old.trainer.distributed_optimizer)
     ranks_per_node = old.cluster.ranks_per_node, new.cluster.ranks_per_node

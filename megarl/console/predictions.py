@@ -22,7 +22,7 @@ def print_sizes(recipe: Recipe, parallel: ParallelConfig, records: dict[str, int
     """Print the sizes following from a recipe, the recognised data formats, and the training settings."""
     from rich.table import Table
 
-    from megarl.preflight import overview, recognised_formats, shortened_warmups, uncorrected
+    from megarl.preflight import overview, recognised_formats, shortened_warmups, uncorrected_staleness
     from megarl.preflight.learning import learning_rate_finding
     from megarl.terminal import Console
 
@@ -57,7 +57,7 @@ def print_sizes(recipe: Recipe, parallel: ParallelConfig, records: dict[str, int
     if dropped:
         rows["left out"] = ", ".join(f"{count} too long from {source}" for source, count in dropped.items())
     unusual = learning_rate_finding(recipe)
-    if warnings := [*shortened_warmups(recipe), *uncorrected(recipe), *([unusual.text] if unusual else [])]:
+    if warnings := [*shortened_warmups(recipe), *uncorrected_staleness(recipe), *([unusual.text] if unusual else [])]:
         rows["warning"] = "; ".join(warnings)
     table = Table(title=f"{recipe.name} ({recipe.loop})", show_header=False, title_justify="left")
     for row in rows.items():

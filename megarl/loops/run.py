@@ -41,7 +41,7 @@ from megarl.loops.sources import make_sources, read_data, start_rewards
 from megarl.loops.steps import Steps
 from megarl.loops.stopping import DRIVER_LOG, StackRequest, StopRequest, stacks_on_quit, stopping_at_once
 from megarl.platform import device
-from megarl.preflight import Dropped, Kept, parallel_of, planned_host_bytes, predicted_memory
+from megarl.preflight import Dropped, RecordDigests, parallel_of, planned_host_bytes, predicted_memory
 from megarl.report.model_card import write_card
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.stragglers import StragglerDetector
@@ -68,7 +68,7 @@ async def run(
     *,
     resume: Resume | None = None,
     restart: bool = False,
-    kept: Kept | None = None,
+    kept: RecordDigests | None = None,
     display: Display | None = None,
 ) -> None:
     """Run a checked recipe, from the start or the newest good checkpoint to the exported model.

@@ -18,7 +18,7 @@ from megarl.preflight.disk_space import check_disk
 from megarl.preflight.downloads import download_missing, download_model
 from megarl.preflight.files import (
     Dropped,
-    Kept,
+    RecordDigests,
     collect_for,
     count_records,
     read_conversations,
@@ -38,18 +38,18 @@ from megarl.preflight.memory_fit import (
     table_of,
     verdict_of,
 )
-from megarl.preflight.off_policy import kept_kv, off_policy_notices, uncorrected
+from megarl.preflight.off_policy import kept_kv, off_policy_notices, uncorrected_staleness
 from megarl.preflight.overview import overview
 from megarl.preflight.registry import Cost, Fault, faults
 from megarl.preflight.resources import resource_warnings, slower_layout, small_cache
 from megarl.preflight.rewards import check_rewards
-from megarl.preflight.sizes import aligned, parallel_of, row_multiple
+from megarl.preflight.sizes import align_parallel, parallel_of, row_multiple
 from megarl.types import ConfigError, DataError
 
 __all__ = [
     "Dropped",
-    "Kept",
-    "aligned",
+    "RecordDigests",
+    "align_parallel",
     "check",
     "check_disk",
     "check_plan",
@@ -78,7 +78,7 @@ __all__ = [
     "slower_layout",
     "small_cache",
     "table_of",
-    "uncorrected",
+    "uncorrected_staleness",
     "verdict_of",
     "with_chunk_tokens",
     "with_memory_defaults",
@@ -93,12 +93,12 @@ def check(recipe: Recipe, *, is_start: bool = True, is_trained: bool = True) -> 
     further models (critic, reward model, teachers) may be absent. Raises one exception with all errors: ConfigError if
     any is in the recipe, DataError if all are in files.
     """
-    found = _faults(recipe, is_start=is_start, is_trained=is_trained)
-    if found.recipe:
-        raise ConfigError(error_page(f"recipe {recipe.name}", [*found.recipe, *found.files]))
-    if found.files:
-        raise DataError(error_page(f"files of recipe {recipe.name}", found.files))
-    return found.parallel
+    errors = _faults(recipe, is_start=is_start, is_trained=is_trained)
+    if errors.recipe:
+        raise ConfigError(error_page(f"recipe {recipe.name}", [*errors.recipe, *errors.files]))
+    if errors.files:
+        raise DataError(error_page(f"files of recipe {recipe.name}", errors.files))
+    return errors.parallel
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), *, is_start: bool = True, is_of_run: bool = False) -> Recipe:
@@ -110,13 +110,13 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, is_start: bool = Tr
     draft = read(path, overrides, is_of_run=is_of_run)
     if not draft.problems:
         return draft.recipe
-    found = _faults(draft.recipe, is_start=is_start)
+    errors = _faults(draft.recipe, is_start=is_start)
     unread = set(draft.unread)
     # The data-parallel size is derived from these fields, so a fault that mentions it is not reliable either.
     if unread & {"cluster.nodes", "cluster.ranks_per_node", "trainer.tp", "trainer.pp", "trainer.cp"}:
         unread.add("trainer.dp")
     # Most checks depend on the loop. Without it their faults would mislead.
-    further = [*([] if "loop" in unread else found.recipe), *found.files]
+    further = [*([] if "loop" in unread else errors.recipe), *errors.files]
     # Drop each fault that names an unread field. The pattern (?!) matches nothing: then no fault is dropped.
     depends = re.compile("|".join(rf"(?<![\w.]){re.escape(field)}(?!\w)" for field in sorted(unread)) or r"(?!)")
     further = [text for text in further if not depends.search(text)]
@@ -134,31 +134,31 @@ class _Faults:
 
 def _faults(recipe: Recipe, *, is_start: bool, is_trained: bool = True) -> _Faults:
     """Return the errors of all sources of a mixture. An error common to all sources is listed once."""
-    found = {
+    by_source = {
         source.name: _faults_of_source(source.recipe, is_start=is_start, is_trained=is_trained)
         for source in recipe.sources
     }
     facts = {"recipe": recipe, "is_start": is_start, "is_trained": is_trained}
     run_faults = [str(fault) for fault in faults(facts, Cost, per_run=True)]
     # The memory table needs valid sizes and readable models, so it is computed only without other faults.
-    is_sound = not any(source_faults.recipe or source_faults.files for source_faults in found.values())
-    sound = next(iter(found.values())) if is_sound else None
+    is_sound = not any(source_faults.recipe or source_faults.files for source_faults in by_source.values())
+    sound = next(iter(by_source.values())) if is_sound else None
     if sound is not None and is_trained:
         # A recipe that could not be read in full has no values for the fields that a start would choose.
         planned = with_memory_defaults(recipe, is_start=is_start)
         run_faults += memory_faults(planned, sound.parallel, is_start=is_start)
     if not recipe.mixture:
-        only = found[recipe.rollout.environment]
+        only = by_source[recipe.rollout.environment]
         return replace(only, recipe=[*only.recipe, *run_faults])
-    wrong = _merge_sources({name: source_faults.recipe for name, source_faults in found.items()})
-    broken = _merge_sources({name: source_faults.files for name, source_faults in found.items()})
-    return _Faults([*wrong, *run_faults], broken, next(iter(found.values())).parallel)
+    wrong = _merge_sources({name: source_faults.recipe for name, source_faults in by_source.items()})
+    broken = _merge_sources({name: source_faults.files for name, source_faults in by_source.items()})
+    return _Faults([*wrong, *run_faults], broken, next(iter(by_source.values())).parallel)
 
 
 def _merge_sources(by_source: Mapping[str, Sequence[str]]) -> list[str]:
     """Merge the error lines of all sources: first the lines common to all, then the others with their source's name."""
-    first, *others = by_source.values()
-    shared = [text for text in first if all(text in other for other in others)]
+    first, *further = by_source.values()
+    shared = [text for text in first if all(text in source_lines for source_lines in further)]
     return shared + [
         f"mixture.{name}: {text}" for name, lines in by_source.items() for text in lines if text not in shared
     ]
@@ -169,31 +169,33 @@ def _faults_of_source(recipe: Recipe, *, is_start: bool, is_trained: bool) -> _F
     incomplete = check_model_folder(folder)
     facts: dict[str, Any] = {"recipe": recipe, "dp": parallel.dp, "is_start": is_start, "is_trained": is_trained}
     facts["has_model"] = not incomplete
-    found = [*map(DataError, incomplete), *faults(facts, (Cost.FIELDS, Cost.FILES))]
+    source_faults = [*map(DataError, incomplete), *faults(facts, (Cost.FIELDS, Cost.FILES))]
     if Path(folder).is_dir():
         try:
             shape = read_model_shape(folder, recipe.model.override_config)
             # A check may find a tokenizer that cannot be read: one fault among the others.
-            found += faults({**facts, "shape": shape}, (Cost.MODEL,))
+            source_faults += faults({**facts, "shape": shape}, (Cost.MODEL,))
         except DataError as error:
-            found.insert(0, error)
+            source_faults.insert(0, error)
         else:
             # Aligning ranks to the reshard takes long and needs sizes that divide, so skip it if the recipe has faults.
-            if not _recipe_errors(found):
-                parallel = sizes.aligned(recipe, shape, parallel)
-    return _Faults(_recipe_errors(found), [str(fault) for fault in found if isinstance(fault, DataError)], parallel)
+            if not _recipe_errors(source_faults):
+                parallel = sizes.align_parallel(recipe, shape, parallel)
+    return _Faults(
+        _recipe_errors(source_faults), [str(fault) for fault in source_faults if isinstance(fault, DataError)], parallel
+    )
 
 
-def _recipe_errors(found: Sequence[Fault]) -> list[str]:
+def _recipe_errors(source_faults: Sequence[Fault]) -> list[str]:
     """Return the errors of the recipe, without the errors of its files."""
-    return [fault for fault in found if isinstance(fault, str)]
+    return [fault for fault in source_faults if isinstance(fault, str)]
 
 
 def check_plan(recipe: Recipe) -> tuple[ModelShape, ParallelConfig]:
     """Return the policy's shape and the parallel layout, for `megarl plan`. config.json is the only file needed.
 
-    The trainer's ranks are not permuted yet, because that takes longer (see `aligned`). Raises DataError for an invalid
-    config.json, or one ConfigError listing all sizes that do not fit.
+    The trainer's ranks are not permuted yet, because that takes longer (see `align_parallel`). Raises DataError for an
+    invalid config.json, or one ConfigError listing all sizes that do not fit.
     """
     shape = planned_shape(recipe.model.folder, recipe.model.override_config)
     if wrong := [*sizes.ranks(recipe), *model_sizes.model_fit(recipe, shape)]:

@@ -23,13 +23,13 @@ def download_missing(recipe: Recipe, notify: Callable[[str], object], *, with_mo
     network.
     """
     paths = recipe.model_paths if with_models else {}
-    found = [download_model(path, field, notify) for field, path in paths.items()]
+    was_downloaded = [download_model(path, field, notify) for field, path in paths.items()]
     for field, source in data_paths(recipe).items():
         missing = None if num_made(source) is not None else missing_data_set(source)
         if missing is not None:
             _download(missing.name, "dataset", field, download_command(missing.name, "dataset"), notify, missing.only)
-        found.append(missing is not None)
-    return any(found)
+        was_downloaded.append(missing is not None)
+    return any(was_downloaded)
 
 
 def download_model(path: str, field: str, notify: Callable[[str], object]) -> bool:

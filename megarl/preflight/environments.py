@@ -88,12 +88,12 @@ def _tools(recipe: Recipe) -> Sequence[Mapping[str, Any]]:
     constructed."""
     make = environment_factory(recipe)
     with environment_errors(recipe):
-        made = make()
-        if not getattr(made, "makes_problems", False):
+        instance = make()
+        if not getattr(instance, "makes_problems", False):
             _refuse_made_problems(recipe)
-        if check := getattr(made, "check", None):
+        if check := getattr(instance, "check", None):
             check()
-        return tuple(getattr(made, "tools", ()))
+        return tuple(getattr(instance, "tools", ()))
 
 
 def _refuse_made_problems(recipe: Recipe) -> None:

@@ -24,17 +24,17 @@ def exactness_faults(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
         return
     reasons = (
         *(() if runs_on_cpu() else gpu_faults(recipe, shape)),
-        *_of_dtype(recipe),
-        *_of_model(shape),
-        *_of_layout(recipe),
-        *_of_experts(recipe, shape),
-        *_of_sampling(recipe),
+        *_dtype_faults(recipe),
+        *_model_faults(shape),
+        *_layout_faults(recipe),
+        *_experts_faults(recipe, shape),
+        *_sampling_faults(recipe),
     )
     for reason in reasons:
         yield f"trainer.exact = True: {reason}, or set trainer.exact=false"
 
 
-def _of_dtype(recipe: Recipe) -> Iterator[str]:
+def _dtype_faults(recipe: Recipe) -> Iterator[str]:
     if recipe.model.dtype != "bfloat16":
         yield (
             f"model.dtype is {recipe.model.dtype}, in which results of the engine's matrix products depend on the "
@@ -44,7 +44,7 @@ def _of_dtype(recipe: Recipe) -> Iterator[str]:
         yield "trainer.megatron may change Megatron's arithmetic; remove it"
 
 
-def _of_model(shape: ModelShape) -> Iterator[str]:
+def _model_faults(shape: ModelShape) -> Iterator[str]:
     parts = {
         "latent attention": isinstance(shape.attention, Latent),
         "linear attention": shape.linear_attention is not None,
@@ -67,7 +67,7 @@ def _of_model(shape: ModelShape) -> Iterator[str]:
             yield f"the model has {part}, for which equality was not shown; choose another model"
 
 
-def _of_layout(recipe: Recipe) -> Iterator[str]:
+def _layout_faults(recipe: Recipe) -> Iterator[str]:
     trainer = recipe.trainer
     if not _adds_alike(trainer.tp, recipe.rollout.tp):
         yield (
@@ -81,15 +81,15 @@ def _of_layout(recipe: Recipe) -> Iterator[str]:
         yield "layers for multi-token prediction were not measured; leave out trainer.mtp_loss_coefficient"
 
 
-def _adds_alike(size: int, other: int) -> bool:
+def _adds_alike(first: int, second: int) -> bool:
     """Return whether groups of these sizes can add products of ranks in the same order."""
-    small, large = sorted((size, other))
+    small, large = sorted((first, second))
     # A rank of the smaller side adds its blocks in pairs. The sum is that of the other side's ranks only if their
     # number is a power of two.
     return small == 1 or (large % small == 0 and (large // small).bit_count() == 1)
 
 
-def _of_experts(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+def _experts_faults(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     if shape.router is None:
         return
     trainer, blocks = recipe.trainer, recipe.exact_blocks
@@ -108,7 +108,7 @@ def _of_experts(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
         yield "the trainer chooses the engine's experts without replay; set trainer.router_replay=false"
 
 
-def _of_sampling(recipe: Recipe) -> Iterator[str]:
+def _sampling_faults(recipe: Recipe) -> Iterator[str]:
     rollout = recipe.rollout
     if recipe.sends_adapter:
         yield "an engine with separate adapters rounds otherwise than with merged ones; set lora.sync=merged"

@@ -53,19 +53,21 @@ Dropped = Counter[str]
 """Number of records left out as too long, keyed by data source."""
 
 
-Kept = dict[str, str]
+RecordDigests = dict[str, str]
 """Number and digest of the training records remaining after leaving out long ones, keyed by recipe field."""
 
 
-def count_records(recipe: Recipe, dropped: Dropped | None = None, kept: Kept | None = None) -> dict[str, int]:
+def count_records(
+    recipe: Recipe, dropped: Dropped | None = None, digests: RecordDigests | None = None
+) -> dict[str, int]:
     """Count the records of each data source, parsed and tokenised as in a run. Keys are `train` and the validation
     names.
 
-    Records left out as too long are counted in `dropped`. Digests of the remaining training records go into `kept`.
+    Records left out as too long are counted in `dropped`. Digests of the remaining training records go into `digests`.
     Raises one DataError with the first wrong line of each source.
     """
     dropped = Counter() if dropped is None else dropped
-    kept = {} if kept is None else kept
+    digests = {} if digests is None else digests
     # Importing the tokenizer library is slow, so commands that only need the paths of data do not pay for it.
     from megarl.data.chat import tokenizer_of
 
@@ -73,11 +75,16 @@ def count_records(recipe: Recipe, dropped: Dropped | None = None, kept: Kept | N
     counts: dict[str, int] = {}
     broken: list[str] = []
     for source in recipe.sources:
-        noted: Kept = {}
-        found = _count_of_source(source.recipe, tokenizer, broken, dropped, noted)
-        kept |= {f"mixture.{source.name}.{name}" if recipe.mixture else name: text for name, text in noted.items()}
-        named = {f"{source.name} train" if recipe.mixture and name == "train" else name: n for name, n in found.items()}
-        counts |= named
+        source_digests: RecordDigests = {}
+        source_counts = _count_of_source(source.recipe, tokenizer, broken, dropped, source_digests)
+        digests |= {
+            f"mixture.{source.name}.{name}" if recipe.mixture else name: text for name, text in source_digests.items()
+        }
+        named_counts = {
+            f"{source.name} train" if recipe.mixture and name == "train" else name: n
+            for name, n in source_counts.items()
+        }
+        counts |= named_counts
     if broken:
         raise DataError(error_page(f"data of recipe {recipe.name}", list(dict.fromkeys(broken))))
     return counts
@@ -109,14 +116,14 @@ def with_steps(recipe: Recipe) -> Recipe:
 
 
 def _count_of_source(
-    recipe: Recipe, tokenizer: Tokenizer, broken: list[str], dropped: Dropped, kept: Kept
+    recipe: Recipe, tokenizer: Tokenizer, broken: list[str], dropped: Dropped, digests: RecordDigests
 ) -> dict[str, int]:
     """Count the records by recipe field, and add the errors of unreadable files to `broken`."""
     counts: dict[str, int] = {}
     for field, data_set in data_sets(recipe).items():
         name = _count_name(field)
         digest = blake2b(digest_size=16)
-        collect = partial(_noted, digest)
+        collect = partial(_count_and_hash, digest)
         kind = kind_of_set(recipe, field)
         try:
             if kind in ("pairs", "judged"):
@@ -125,18 +132,18 @@ def _count_of_source(
                 counts[name] = len(read_conversations(recipe, tokenizer, data_set, dropped, collect=collect))
             else:
                 is_heldout = field != "data.train"
-                found = read_problems(recipe, tokenizer, data_set, dropped, is_heldout=is_heldout, collect=collect)
-                counts[name] = len(found)
+                problems = read_problems(recipe, tokenizer, data_set, dropped, is_heldout=is_heldout, collect=collect)
+                counts[name] = len(problems)
         except DataError as error:
             broken.append(str(error))
             continue
         # A resumed run compares these digests, because its record numbers must not shift. Validation data may change.
         if field in ("data.train", "data.ptx"):
-            kept[field] = f"{counts[name]} records, {digest.hexdigest()}"
+            digests[field] = f"{counts[name]} records, {digest.hexdigest()}"
     return counts
 
 
-def _noted(
+def _count_and_hash(
     digest: blake2b, records: Iterable[Record], make: Callable[[int, Record], object], on_long: OnLong | None
 ) -> Sequence[int]:
     """Count the records, and hash the position of each one that is not dropped."""
@@ -160,15 +167,17 @@ def field_names(recipe: Recipe, data_set: DataSet, field: str | None = None) -> 
     `field` is the recipe field in the error's remedy. Default: the first recipe field with this data set.
     """
     has_own = isinstance(data_set, DataSetConfig) and data_set.has_own_names
-    given = data_set if has_own else recipe.data
-    assert isinstance(given, DataSetConfig | DataConfig)
-    fields = {str(role): name for role, name in given.fields.items()}
-    return FieldNames(given.format, fields, given.answer_field, _remedy(recipe, data_set, field, has_own))
+    settings = data_set if has_own else recipe.data
+    assert isinstance(settings, DataSetConfig | DataConfig)
+    fields = {str(role): name for role, name in settings.fields.items()}
+    return FieldNames(settings.format, fields, settings.answer_field, _remedy(recipe, data_set, field, has_own))
 
 
 def _remedy(recipe: Recipe, data_set: DataSet, field: str | None, has_own: bool) -> str:
     """Return the command-line override that sets the record field names of a data set."""
-    field = field or next((field for field, other in data_sets(recipe).items() if other == data_set), "data.train")
+    field = field or next(
+        (field for field, candidate in data_sets(recipe).items() if candidate == data_set), "data.train"
+    )
     alone = f"'{field}={{path: {path_of(data_set)}, fields: {{}}}}'"
     if has_own:
         return alone
@@ -180,7 +189,7 @@ def recognised_formats(recipe: Recipe) -> dict[str, str]:
 
     If a source has several files, their number follows.
     """
-    found: dict[str, str] = {}
+    formats: dict[str, str] = {}
     for source in recipe.sources:
         if num_made(source.recipe.data.train) is None:
             train = source.recipe.data.train
@@ -193,8 +202,8 @@ def recognised_formats(recipe: Recipe) -> dict[str, str]:
             fields = ", ".join(f"{role} {name}" for role, name in names.items() if name)
             files = len(found_files(source.recipe.data.train))
             num_files = f", {files} files" if files > 1 else ""
-            found[source.place("data.train")] = f"{record.format.name} ({fields}){num_files}"
-    return found
+            formats[source.place("data.train")] = f"{record.format.name} ({fields}){num_files}"
+    return formats
 
 
 def collect_for(recipe: Recipe, folder: Path) -> Collect:
@@ -249,8 +258,8 @@ def read_problems(
     """
     path = path_of(data_set)
     if (count := num_made(path)) is not None:
-        made = made_problems(count, tokenizer, system_prompt=system_prompt(recipe), is_heldout=is_heldout)
-        return [replace(problem, source=name) for problem in made] if name else made
+        generated = made_problems(count, tokenizer, system_prompt=system_prompt(recipe), is_heldout=is_heldout)
+        return [replace(problem, source=name) for problem in generated] if name else generated
     curriculum = recipe.data.curriculum
     # The curriculum groups training problems by this field, so each record must have it. Validation has none.
     by = curriculum.by if curriculum.band is not None and not is_heldout else None
@@ -272,15 +281,15 @@ def system_prompt(recipe: Recipe) -> str | None:
 
     Raises ConfigError if `data.system_prompt` is `default`, and no reward function has an instruction about its format.
     """
-    given = recipe.data.system_prompt
-    if given in (None, "none"):
+    setting = recipe.data.system_prompt
+    if setting in (None, "none"):
         return None
-    if given != "default":
-        return given
+    if setting != "default":
+        return setting
     # Only loops with an engine use reward functions, so only they have a default prompt.
     functions = recipe.reward.functions if recipe.has_engine else ()
-    found = (system_prompt_of(function.name, function.kwargs) for function in functions)
-    prompt = next((prompt for prompt in found if prompt is not None), None)
+    prompts = (system_prompt_of(function.name, function.kwargs) for function in functions)
+    prompt = next((prompt for prompt in prompts if prompt is not None), None)
     if prompt is None:
         names = [function.name for function in functions]
         raise ConfigError(
@@ -349,8 +358,8 @@ def runs_folder(recipe: Recipe) -> Iterator[str]:
 
     A full disk is not an error of the recipe: the run itself ends with an exit code for it.
     """
-    wanted = Path(recipe.runs_folder).absolute()
-    nearest = next(folder for folder in (wanted, *wanted.parents) if folder.exists())
+    runs_path = Path(recipe.runs_folder).absolute()
+    nearest = next(folder for folder in (runs_path, *runs_path.parents) if folder.exists())
     try:
         with TemporaryDirectory(dir=nearest, prefix=".megarl-"):
             pass
@@ -367,20 +376,23 @@ def runs_folder(recipe: Recipe) -> Iterator[str]:
 
 def data_paths(recipe: Recipe) -> dict[str, str]:
     """Return the paths of the recipe's data files by field name."""
-    found: dict[str, str] = {}
+    paths: dict[str, str] = {}
     for source in recipe.sources:
         sets = data_sets(source.recipe)
-        found |= {source.place(field): path_of(data_set) for field, data_set in sets.items()}
-    return found
+        paths |= {source.place(field): path_of(data_set) for field, data_set in sets.items()}
+    return paths
 
 
 def data_sets(recipe: Recipe) -> dict[str, DataSet]:
     """Return the data sets in the recipe of one source, keyed by recipe field."""
     data = recipe.data
-    found: dict[str, DataSet] = {"data.train": data.train}
-    found |= {f"data.validation.{name}": data_set for name, data_set in data.validation.items()}
-    found |= {f"data.validation_conversations.{name}": it for name, it in data.validation_conversations.items()}
-    return found | ({"data.ptx": data.ptx} if data.ptx else {})
+    sets: dict[str, DataSet] = {"data.train": data.train}
+    sets |= {f"data.validation.{name}": data_set for name, data_set in data.validation.items()}
+    sets |= {
+        f"data.validation_conversations.{name}": conversations
+        for name, conversations in data.validation_conversations.items()
+    }
+    return sets | ({"data.ptx": data.ptx} if data.ptx else {})
 
 
 def kind_of_set(recipe: Recipe, field: str) -> KindName:
@@ -438,12 +450,16 @@ def surveys(recipe: Recipe, tokenizer: Tokenizer | None) -> Iterator[tuple[str, 
     Without a tokenizer, lengths are in characters. Raises DataError if a file does not exist.
     """
     for source in recipe.sources:
-        own = source.recipe
-        sets = {field: each for field, each in data_sets(own).items() if num_made(path_of(each)) is None}
-        heldout = [each for field, each in sets.items() if field.startswith("data.validation.")]
+        source_recipe = source.recipe
+        sets = {
+            field: data_set
+            for field, data_set in data_sets(source_recipe).items()
+            if num_made(path_of(data_set)) is None
+        }
+        heldout = [data_set for field, data_set in sets.items() if field.startswith("data.validation.")]
         for field, data_set in sets.items():
-            others = heldout if field == "data.train" else []
-            yield source.place(field), _survey(own, field, data_set, tokenizer, others)
+            compared_sets = heldout if field == "data.train" else []
+            yield source.place(field), _survey(source_recipe, field, data_set, tokenizer, compared_sets)
 
 
 def survey_as_training(recipe: Recipe, path: str, tokenizer: Tokenizer | None, heldout: Sequence[str]) -> Survey:
@@ -453,7 +469,7 @@ def survey_as_training(recipe: Recipe, path: str, tokenizer: Tokenizer | None, h
 
 
 def _survey(
-    recipe: Recipe, field: str, data_set: DataSet, tokenizer: Tokenizer | None, others: Sequence[DataSet]
+    recipe: Recipe, field: str, data_set: DataSet, tokenizer: Tokenizer | None, compared_sets: Sequence[DataSet]
 ) -> Survey:
     kind = kind_of_set(recipe, field)
     return survey(
@@ -462,7 +478,7 @@ def _survey(
         kind=kind,
         tokenizer=tokenizer,
         system_prompt=system_prompt(recipe),
-        other_sources={path_of(other): field_names(recipe, other) for other in others},
+        other_sources={path_of(heldout_set): field_names(recipe, heldout_set) for heldout_set in compared_sets},
         has_answers=bool(recipe.reward.functions),
         max_tokens=_max_tokens(recipe, kind),
         drops_long=recipe.data.overlong == "drop",

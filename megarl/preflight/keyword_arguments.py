@@ -58,20 +58,24 @@ def _own_function(recipe: Recipe, field: str, further: str, name: str) -> Iterat
     if fault := _unfit_positional(field, name, signature, positional):
         yield fault
         return
-    taken = _keywords_of(signature, len(positional))
-    faults = [*_idle_fields(recipe, field, name, taken), *_missing(recipe, field, further, name, taken)]
+    keywords = _keywords_of(signature, len(positional))
+    faults = [*_idle_fields(recipe, field, name, keywords), *_missing(recipe, field, further, name, keywords)]
     # A function with **kwargs takes any keyword, so unknown ones are not faults.
     if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in signature.parameters.values()):
-        faults += _unfit_kwargs(recipe, field, further, name, taken)
+        faults += _unfit_kwargs(recipe, field, further, name, keywords)
     # A call with faulty keywords would fail for the reason already reported.
-    yield from faults or _failed_call(recipe, field, further, name, function, taken)
+    yield from faults or _failed_call(recipe, field, further, name, function, keywords)
 
 
 def _failed_call(
-    recipe: Recipe, field: str, further: str, name: str, function: Callable[..., Any], taken: Keywords
+    recipe: Recipe, field: str, further: str, name: str, function: Callable[..., Any], keywords: Keywords
 ) -> Iterator[str]:
     """Yield the error of calling a function on small tensors with the recipe's keywords, if the call fails."""
-    settings = {keyword: value_at(recipe, own) for keyword, own in keyword_fields(field).items() if keyword in taken}
+    settings = {
+        keyword: value_at(recipe, own_field)
+        for keyword, own_field in keyword_fields(field).items()
+        if keyword in keywords
+    }
     settings |= value_at(recipe, further)
     if field == "algorithm.policy_loss":
         needed = {} if recipe.algorithm.skip_ratio is None else {"ratio": "algorithm.skip_ratio"}
@@ -84,23 +88,25 @@ def _failed_call(
         yield f"{field} = {name}: {fault}"
 
 
-def _unfit_kwargs(recipe: Recipe, field: str, further: str, name: str, taken: Keywords) -> Iterator[str]:
+def _unfit_kwargs(recipe: Recipe, field: str, further: str, name: str, keywords: Keywords) -> Iterator[str]:
     """Yield an error for each unknown keyword of the function, and for each value of the wrong type."""
     measured = formula_fields()[field].measured
-    open_to_recipe = [keyword for keyword in taken if keyword not in keyword_fields(field) and keyword not in measured]
+    open_to_recipe = [
+        keyword for keyword in keywords if keyword not in keyword_fields(field) and keyword not in measured
+    ]
     for keyword, value in value_at(recipe, further).items():
-        shown = f"{further}.{keyword} = {value!r}"
+        setting = f"{further}.{keyword} = {value!r}"
         if keyword in keyword_fields(field):
-            yield f"{shown}: this keyword is a recipe field of its own; set {keyword_fields(field)[keyword]}"
+            yield f"{setting}: this keyword is a recipe field of its own; set {keyword_fields(field)[keyword]}"
         elif keyword in measured:
-            yield f"{shown}: the run computes this keyword from its samples; leave it out"
-        elif keyword not in taken:
+            yield f"{setting}: the run computes this keyword from its samples; leave it out"
+        elif keyword not in keywords:
             near = nearest(keyword, open_to_recipe)
             hint = f"did you mean {near}? " if near else ""
-            known = f"known are {', '.join(open_to_recipe)}" if open_to_recipe else "it takes none; leave this out"
-            yield f"{shown}: {name} takes no such keyword; {hint}{known}"
-        elif (annotation := taken[keyword].annotation) is not None and not _fits(annotation, value):
-            yield f"{shown}: {name} has the type {ast.unparse(annotation)}; give a value of that type"
+            choices = f"known are {', '.join(open_to_recipe)}" if open_to_recipe else "it takes none; leave this out"
+            yield f"{setting}: {name} takes no such keyword; {hint}{choices}"
+        elif (annotation := keywords[keyword].annotation) is not None and not _fits(annotation, value):
+            yield f"{setting}: {name} has the type {ast.unparse(annotation)}; give a value of that type"
 
 
 def _fits(annotation: ast.expr, value: Any) -> bool:
@@ -127,12 +133,12 @@ def _unfit_positional(field: str, name: str, signature: inspect.Signature, posit
 
 def _keywords_of(signature: inspect.Signature, num_positional: int) -> Keywords:
     """Return the parameters of a function after those passed by position."""
-    found: dict[str, Keyword] = {}
+    keywords: dict[str, Keyword] = {}
     for index, parameter in enumerate(signature.parameters.values()):
         by_name = parameter.kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         if by_name and (index >= num_positional or parameter.kind is inspect.Parameter.KEYWORD_ONLY):
-            found[parameter.name] = Keyword(_annotation(parameter), parameter.default is inspect.Parameter.empty)
-    return found
+            keywords[parameter.name] = Keyword(_annotation(parameter), parameter.default is inspect.Parameter.empty)
+    return keywords
 
 
 def _annotation(parameter: inspect.Parameter) -> ast.expr | None:
@@ -147,19 +153,19 @@ def _annotation(parameter: inspect.Parameter) -> ast.expr | None:
         return None
 
 
-def _idle_fields(recipe: Recipe, field: str, name: str, taken: Keywords) -> Iterator[str]:
+def _idle_fields(recipe: Recipe, field: str, name: str, keywords: Keywords) -> Iterator[str]:
     """Yield an error for each recipe field without a keyword in the user's function."""
-    given = set(given_fields(recipe))
+    recipe_fields = set(given_fields(recipe))
     for keyword, own_field in keyword_fields(field).items():
-        if own_field in given and keyword not in taken:
+        if own_field in recipe_fields and keyword not in keywords:
             yield (
                 f"{own_field} = {value_at(recipe, own_field)!r}: has no effect with {field}={name}, which has no "
                 f"keyword {keyword}; leave it out, or add the keyword there"
             )
 
 
-def _missing(recipe: Recipe, field: str, further: str, name: str, taken: Keywords) -> Iterator[str]:
-    known = keyword_fields(field).keys() | set(formula_fields()[field].measured) | value_at(recipe, further).keys()
-    for keyword, parameter in taken.items():
-        if parameter.is_required and keyword not in known:
+def _missing(recipe: Recipe, field: str, further: str, name: str, keywords: Keywords) -> Iterator[str]:
+    supplied = keyword_fields(field).keys() | set(formula_fields()[field].measured) | value_at(recipe, further).keys()
+    for keyword, parameter in keywords.items():
+        if parameter.is_required and keyword not in supplied:
             yield f"{further}.{keyword}: missing; {name} needs it: give it, or a default in its definition"

@@ -80,20 +80,20 @@ def best(recipe: Recipe) -> Iterator[str]:
         )
     elif "@" in metric:
         yield f"checkpoint.best = {metric}: is written pass_at_4 or majority_at_4; avg@n is accuracy"
-    elif fault := _unmeasured(recipe, parts[1], "/".join(parts[2:])):
+    elif fault := _metric_fault(recipe, parts[1], "/".join(parts[2:])):
         yield f"checkpoint.best = {metric}: {fault}"
 
 
-def _unmeasured(recipe: Recipe, name: str, measure: str) -> str | None:
+def _metric_fault(recipe: Recipe, name: str, measure: str) -> str | None:
     """Return why the validation set `name` will not have a metric like accuracy, or None if it will."""
     owners = [source.recipe for source in recipe.sources if name in source.recipe.data.validation]
     if name in recipe.data.validation_conversations and not owners:
         return None if measure == "loss" else "conversations are measured by the metric loss only"
     if not recipe.has_engine:
         return None if measure == "accuracy" else "pairs are measured by the metric accuracy only"
-    found = [_measure_fault(owner, measure) for owner in owners]
+    owner_faults = [_measure_fault(owner, measure) for owner in owners]
     # Sources may share a set's name; one of them measuring it is enough.
-    return None if None in found else found[0]
+    return None if None in owner_faults else owner_faults[0]
 
 
 def _measure_fault(recipe: Recipe, measure: str) -> str | None:
@@ -146,8 +146,8 @@ def profiles(recipe: Recipe) -> Iterator[str]:
     """Yield an error for steps in train.profile_steps after the last step, and for memory profiles on CPUs."""
     train = recipe.train
     if beyond := [step for step in train.profile_steps if step > train.steps]:
-        given = list(train.profile_steps)
-        yield f"train.profile_steps = {given}: the run ends with step {train.steps}; leave out {beyond}"
+        steps = list(train.profile_steps)
+        yield f"train.profile_steps = {steps}: the run ends with step {train.steps}; leave out {beyond}"
     if train.profile_steps and "memory" in train.profile_with and ranks_on_cpu(recipe):
         yield (
             f"train.profile_with = {list(train.profile_with)}: memory takes snapshots of CUDA's allocator, and the "
@@ -189,12 +189,12 @@ def _on_host(recipe: Recipe) -> Iterator[str]:
     trainer = recipe.trainer
     if not trainer.optimizer_offload_fraction:
         return
-    chosen = f"trainer.optimizer_offload_fraction = {trainer.optimizer_offload_fraction:g}"
-    yield from (f"{chosen}: {obstacle}" for obstacle in obstacles(recipe))
+    setting = f"trainer.optimizer_offload_fraction = {trainer.optimizer_offload_fraction:g}"
+    yield from (f"{setting}: {obstacle}" for obstacle in obstacles(recipe))
     if "optimizer" in trainer.offload:
         yield (
-            f"{chosen}: trainer.offload includes optimizer, which moves the optimizer states of all parameters in each "
-            "step; leave one of both out"
+            f"{setting}: trainer.offload includes optimizer, which moves the optimizer states of all parameters in "
+            "each step; leave one of both out"
         )
 
 
@@ -261,27 +261,27 @@ def trackers(recipe: Recipe, *, is_start: bool, is_trained: bool) -> Iterator[st
 def _reward_order(recipe: Recipe) -> Iterator[str]:
     """Yield errors of algorithm.reward_order normalize_then_sum: all parts of the reward must come from reward
     functions."""
-    chosen = "algorithm.reward_order = normalize_then_sum"
+    setting = "algorithm.reward_order = normalize_then_sum"
     algorithm = recipe.algorithm
     if unmet(recipe, "algorithm.reward_order") is not None:
         return  # The check of conditions reports it.
     for source in recipe.sources:
         names = [function.name for function in source.recipe.reward.functions]
         if len(names) + (source.recipe.reward.model is not None) < 2:
-            yield f"{chosen}: there is only one score, {', '.join(names)}; add a reward function, or leave this out"
+            yield f"{setting}: there is only one score, {', '.join(names)}; add a reward function, or leave this out"
         if source.recipe.algorithm.overlong_buffer:
             yield (
-                f"{chosen}: the penalty of algorithm.overlong_buffer is not one of the normalised scores; use the "
+                f"{setting}: the penalty of algorithm.overlong_buffer is not one of the normalised scores; use the "
                 "reward function length instead, or leave one of both out"
             )
     if algorithm.turn_discount is not None:
         yield (
-            f"{chosen}: algorithm.turn_discount compares returns of turns, which are not scores of reward functions; "
+            f"{setting}: algorithm.turn_discount compares returns of turns, which are not scores of reward functions; "
             "leave one of both out"
         )
     if algorithm.kl_coefficient and algorithm.kl_placement == "reward":
         yield (
-            f"{chosen}: the KL penalty in the reward is not a score of a reward function; set another "
+            f"{setting}: the KL penalty in the reward is not a score of a reward function; set another "
             "algorithm.kl_placement"
         )
 
@@ -392,14 +392,14 @@ def learning_rate_finding(recipe: Recipe, step: int = 0) -> Finding | None:
     None: the rate is usual, nothing is trained, or the optimizer is SGD. SGD has no usual range, unless the recipe
     gives one.
     """
-    given = recipe.health.learning_rate
+    usual_rates = recipe.health.learning_rate
     if (
         LEARNING_RATE in recipe.health.off
         or not recipe.train.steps
-        or (given is None and recipe.optimizer.name == "sgd")
+        or (usual_rates is None and recipe.optimizer.name == "sgd")
     ):
         return None
-    if given is None:
+    if usual_rates is None:
         shape = read_model_shape(recipe.model.folder, recipe.model.override_config)
-        given = usual_learning_rates(shape.hidden_size, has_lora=recipe.lora.rank > 0)
-    return unusual_learning_rate(recipe.optimizer.learning_rate, given, step)
+        usual_rates = usual_learning_rates(shape.hidden_size, has_lora=recipe.lora.rank > 0)
+    return unusual_learning_rate(recipe.optimizer.learning_rate, usual_rates, step)

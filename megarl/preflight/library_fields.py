@@ -36,12 +36,12 @@ def megatron_fields(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     follows |= decided("recompute") if recipe.trainer.recompute != "none" else {}
     follows |= decided("experts") if shape.num_experts else {}
     follows |= decided("fp8") if recipe.trainer.fp8 != "none" else {}
-    known: dict[str, ast.expr] = {}
+    known_fields: dict[str, ast.expr] = {}
     for file, name in (
         ("core/model_parallel_config.py", "ModelParallelConfig"),
         ("core/transformer/transformer_config.py", "TransformerConfig"),
     ):
-        known |= class_fields("megatron", file, name)
+        known_fields |= class_fields("megatron", file, name)
     # A common mistake: the field exists in another config class of Megatron-Core 0.16.1, not reachable from here.
     elsewhere = {
         name: owner
@@ -61,17 +61,17 @@ def megatron_fields(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
         yield from _without_replay(settings)
     undecided = {field: value for field, value in settings.items() if field not in follows}
     yield from without_effect(undecided, has_experts=bool(shape.num_experts))
-    # `known` is empty where Megatron-Core is not installed. Then no field can be called unknown.
+    # `known_fields` is empty where Megatron-Core is not installed. Then no field can be called unknown.
     for field, value in settings.items():
         if field in follows:
             yield f"trainer.megatron.{field} = {value!r}: megarl sets this from {follows[field]}; remove it"
-        elif known and field not in known and field in elsewhere:
+        elif known_fields and field not in known_fields and field in elsewhere:
             yield (
                 f"trainer.megatron.{field} = {value!r}: is a field of Megatron-Core's {elsewhere[field]}, but "
                 "trainer.megatron sets fields of TransformerConfig; see the recipe's sections optimizer and trainer"
             )
-        elif known:
-            yield from _check("trainer.megatron", "Megatron-Core's TransformerConfig", field, value, known)
+        elif known_fields:
+            yield from _check("trainer.megatron", "Megatron-Core's TransformerConfig", field, value, known_fields)
 
 
 def _without_replay(settings: Mapping[str, Any]) -> Iterator[str]:
@@ -98,13 +98,13 @@ def _without_replay(settings: Mapping[str, Any]) -> Iterator[str]:
 @checks("rollout", Cost.FILES)
 def vllm_fields(recipe: Recipe) -> Iterator[str]:
     """Yield errors of `rollout.vllm`: fields that vLLM's EngineArgs lacks, that megarl refuses, or of a wrong type."""
-    known = class_fields("vllm", "engine/arg_utils.py", "EngineArgs")
+    known_fields = class_fields("vllm", "engine/arg_utils.py", "EngineArgs")
     for field, value in recipe.rollout.vllm.items():
-        is_listed = field in known or field in refusals_by_field()
+        is_listed = field in known_fields or field in refusals_by_field()
         if is_listed and (fault := engine_field_fault(field)) is not None:
-            yield f"rollout.vllm.{field} = {_shown('rollout.vllm', field, value)}: {fault}"
-        elif known:
-            yield from _check("rollout.vllm", "vLLM's EngineArgs", field, value, known)
+            yield f"rollout.vllm.{field} = {_format_value('rollout.vllm', field, value)}: {fault}"
+        elif known_fields:
+            yield from _check("rollout.vllm", "vLLM's EngineArgs", field, value, known_fields)
 
 
 @cache
@@ -141,21 +141,21 @@ def _read(package: str, file: str) -> ast.Module:
     return ast.Module(body=[], type_ignores=[])
 
 
-def _check(section: str, owner: str, field: str, value: Any, known: Mapping[str, ast.expr]) -> Iterator[str]:
-    if field not in known:
-        near = nearest(field, known)
+def _check(section: str, owner: str, field: str, value: Any, known_fields: Mapping[str, ast.expr]) -> Iterator[str]:
+    if field not in known_fields:
+        near = nearest(field, known_fields)
         hint = f"did you mean {near}?" if near else f"remove it; fields are listed at the class {owner.split()[-1]}"
         # Do not print strings: under a mistyped name a secret is not recognised as one.
-        shown = f" = {value!r}" if isinstance(value, bool | int | float) else ""
-        yield f"{section}.{field}{shown}: {owner} has no such field; {hint}"
-    elif not accepts(known[field], value):
+        value_text = f" = {value!r}" if isinstance(value, bool | int | float) else ""
+        yield f"{section}.{field}{value_text}: {owner} has no such field; {hint}"
+    elif not accepts(known_fields[field], value):
         yield (
-            f"{section}.{field} = {_shown(section, field, value)}: {owner} has the type "
-            f"{ast.unparse(known[field])}; give a value of that type"
+            f"{section}.{field} = {_format_value(section, field, value)}: {owner} has the type "
+            f"{ast.unparse(known_fields[field])}; give a value of that type"
         )
 
 
-def _shown(section: str, field: str, value: Any) -> str:
+def _format_value(section: str, field: str, value: Any) -> str:
     return "<hidden>" if holds_secret((*section.split("."), field), value) else repr(value)
 
 

@@ -101,8 +101,8 @@ def with_chunk_tokens(recipe: Recipe) -> Recipe:
         return recipe  # The checks of the model folder report it.
     is_gpu = gpu_memory(recipe) is not None or not ranks_on_cpu(recipe)
     scored = [models.policy, *(built for name, built in models.frozen.items() if name in recipe.teachers)]
-    chosen = min(logprob_chunk_tokens(recipe, built.shape, built.parallel, is_gpu=is_gpu) for built in scored)
-    return with_field_values(recipe, {_CHUNK: chosen})
+    chunk_tokens = min(logprob_chunk_tokens(recipe, built.shape, built.parallel, is_gpu=is_gpu) for built in scored)
+    return with_field_values(recipe, {_CHUNK: chunk_tokens})
 
 
 def memory_defaults(written: Recipe, completed: Recipe) -> Iterator[str]:
@@ -194,11 +194,11 @@ class _Savings:
             fullest = self._find_fullest(field, completed)
             return f"{fullest.name} {_format_left(self._free_gib(fullest), 'leaves', 'takes')}"
         cheaper = with_field_values(completed, choices[place - 1])
-        prediction, chosen = self._predict(cheaper), self._predict(completed)
+        prediction, present = self._predict(cheaper), self._predict(completed)
         with_cheaper = f"with {_format_field(cheaper, field)}"
-        if prediction.sort_key[0] < chosen.sort_key[0]:
-            left = _format_left(prediction.free_gib, "would leave", "would take")
-            return f"{with_cheaper} {prediction.fullest.name} {left}"
+        if prediction.sort_key[0] < present.sort_key[0]:
+            gpu_text = _format_left(prediction.free_gib, "would leave", "would take")
+            return f"{with_cheaper} {prediction.fullest.name} {gpu_text}"
         return (
             f"{with_cheaper} the KV cache would hold {prediction.requests} of {prediction.wanted_requests} concurrent "
             f"requests of {self._request_tokens:,.0f} tokens"
@@ -234,11 +234,13 @@ class _Savings:
             recipe = with_field_values(recipe, {_CACHE: default_cache_gib(recipe, self.models, self.gpus)})
         table = memory_table(recipe, self.models, GPU, gpu_gib=self.gpus.engine)
         fullest = min(table.phases, key=self._free_gib)
-        requests = wanted = 0
+        requests = wanted_requests = 0
         if is_cache_chosen and table.cache is not None:
-            wanted = table.cache.under_way
-            requests = min(wanted, int(table.cache.tokens / self._request_tokens))
-        return _Prediction(fullest=fullest, free_gib=self._free_gib(fullest), requests=requests, wanted_requests=wanted)
+            wanted_requests = table.cache.under_way
+            requests = min(wanted_requests, int(table.cache.tokens / self._request_tokens))
+        return _Prediction(
+            fullest=fullest, free_gib=self._free_gib(fullest), requests=requests, wanted_requests=wanted_requests
+        )
 
     @cached_property
     def _request_tokens(self) -> float:

@@ -87,13 +87,13 @@ def verdict_without_gpus() -> Verdict:
 
 def refusal(recipe: Recipe, models: Models, gpus: GpuMemory, over: list[Phase]) -> str:
     """Return the error for a run too large for its GPUs: the phases above the limit, and up to three changes."""
-    text = f"{_limits_named(recipe, gpus)}: {_excess_named(gpus, over)}"
-    found = _remedies(recipe, models, gpus)
-    if found.narrow:
-        return f"{text}; what fits: {', or '.join(found.narrow)}"
-    if found.wider is not None:
+    text = f"{_name_limits(recipe, gpus)}: {_name_excess(gpus, over)}"
+    changes = _remedies(recipe, models, gpus)
+    if changes.narrow:
+        return f"{text}; what fits: {', or '.join(changes.narrow)}"
+    if changes.wider is not None:
         return (
-            f"{text}; no change of offload, recomputation, KV cache or row length is enough; what does: {found.wider}"
+            f"{text}; no change of offload, recomputation, KV cache or row length is enough; what does: {changes.wider}"
         )
     return f"{text}; {_NOTHING}"
 
@@ -112,9 +112,9 @@ class _Remedies:
 
 def _remedies(recipe: Recipe, models: Models, gpus: GpuMemory) -> _Remedies:
     # Changes on the same ranks cost nothing but speed, so they are tried before more ranks.
-    if found := remedies(recipe, models, gpus):
-        return _Remedies(tuple(" ".join(remedy.overrides) for remedy in found))
-    return _Remedies((), _wider(recipe, gpus))
+    if fitting := remedies(recipe, models, gpus):
+        return _Remedies(tuple(" ".join(remedy.overrides) for remedy in fitting))
+    return _Remedies((), _find_wider(recipe, gpus))
 
 
 def verdict_on_gpus(recipe: Recipe, models: Models, table: MemoryTable, gpus: GpuMemory) -> Verdict:
@@ -123,17 +123,17 @@ def verdict_on_gpus(recipe: Recipe, models: Models, table: MemoryTable, gpus: Gp
     over = gpus.overfull_phases(table)
     excess = {phase.name: phase.device_bytes - limits[phase.name] for phase in over}
     if over:
-        text = f"does not fit: {_limits_named(recipe, gpus)}: {_excess_named(gpus, over)}"
-        found = _remedies(recipe, models, gpus).all
-        return Verdict(False, text if found else f"{text}; {_NOTHING}", limits, excess, found)
+        text = f"does not fit: {_name_limits(recipe, gpus)}: {_name_excess(gpus, over)}"
+        changes = _remedies(recipe, models, gpus).all
+        return Verdict(False, text if changes else f"{text}; {_NOTHING}", limits, excess, changes)
     if (text := _too_long_request(table)) is not None:
-        found = _cache_remedies(recipe, models, gpus)
-        return Verdict(False, f"does not fit: {text if found else f'{text}; {_NOTHING}'}", limits, excess, found)
+        changes = _cache_remedies(recipe, models, gpus)
+        return Verdict(False, f"does not fit: {text if changes else f'{text}; {_NOTHING}'}", limits, excess, changes)
     tightest = min(table.phases, key=lambda phase: limits[phase.name] - phase.device_bytes)
-    taken, limit = tightest.device_bytes / _GIB, gpus.gib_for(tightest)
+    needed, limit = tightest.device_bytes / _GIB, gpus.gib_for(tightest)
     text = (
-        f"fits: {_limits_named(recipe, gpus)}: {tightest.name} takes the most, {taken:.1f} of {limit:.1f} GiB; "
-        f"{limit - taken:.1f} GiB are left"
+        f"fits: {_name_limits(recipe, gpus)}: {tightest.name} takes the most, {needed:.1f} of {limit:.1f} GiB; "
+        f"{limit - needed:.1f} GiB are left"
     )
     return Verdict(True, text, limits, excess)
 
@@ -184,9 +184,9 @@ def verdict_on_cpus(recipe: Recipe, models: Models, table: MemoryTable) -> Verdi
     text = f"the ranks take {needed / _GIB:.1f} GiB of host memory in {phases}, this machine has {limit / _GIB:.1f}"
     limits = {phase.name: limit for phase in table.phases}
     if needed <= limit and (too_long := _too_long_request(table)) is not None:
-        found = _cache_remedies_on_cpus(recipe, models)
-        too_long = too_long if found else f"{too_long}; {_NOTHING_ON_CPUS}"
-        return Verdict(False, f"does not fit on CPUs: {too_long}", limits, {}, found)
+        changes = _cache_remedies_on_cpus(recipe, models)
+        too_long = too_long if changes else f"{too_long}; {_NOTHING_ON_CPUS}"
+        return Verdict(False, f"does not fit on CPUs: {too_long}", limits, {}, changes)
     if needed <= limit:
         return Verdict(True, f"fits on CPUs: {text}", limits, {})
     excess = {phase.name: needed - limit for phase in table.fullest_host}
@@ -198,22 +198,22 @@ def _cache_remedies_on_cpus(recipe: Recipe, models: Models) -> tuple[str, ...]:
     """Return the override for the smallest sufficient KV cache on CPUs. None: the ranks would then exceed the
     memory."""
     values = {"rollout.kv_cache_gib": least_cache_gib(recipe, models.policy.shape)}
-    other = with_field_values(recipe, values)
-    remedy = Remedy(values, memory_table(other, models, CPU))
-    fits = fullest_node_bytes(other, remedy.table) <= machine_bytes()
+    with_cache = with_field_values(recipe, values)
+    remedy = Remedy(values, memory_table(with_cache, models, CPU))
+    fits = fullest_node_bytes(with_cache, remedy.table) <= machine_bytes()
     return (" ".join(remedy.overrides),) if fits and _too_long_request(remedy.table) is None else ()
 
 
-def _limits_named(recipe: Recipe, gpus: GpuMemory) -> str:
+def _name_limits(recipe: Recipe, gpus: GpuMemory) -> str:
     """Return the source of the GPU memory for a message: recipe fields, or this machine."""
     named, engines = recipe.cluster.gpu_memory_gib, recipe.cluster.groups.engines
-    given = f"cluster.gpu_memory_gib = {named if named is not None else f'{gpus.trainer:.1f} (of this machine)'}"
+    text = f"cluster.gpu_memory_gib = {named if named is not None else f'{gpus.trainer:.1f} (of this machine)'}"
     if engines is not None and engines.gpu_memory_gib is not None:
-        given += f", cluster.groups.engines.gpu_memory_gib = {engines.gpu_memory_gib}"
-    return given
+        text += f", cluster.groups.engines.gpu_memory_gib = {engines.gpu_memory_gib}"
+    return text
 
 
-def _excess_named(gpus: GpuMemory, over: list[Phase]) -> str:
+def _name_excess(gpus: GpuMemory, over: list[Phase]) -> str:
     """Return the phases above the limit, largest first: the excess in GiB, and what takes most of the memory."""
     return "; ".join(
         f"{phase.name} takes {phase.device_bytes / _GIB:.1f} GiB on {phase.place}, "
@@ -228,7 +228,7 @@ def _largest(phase: Phase) -> str:
     return ", ".join(f"{use.kind} {use.device_bytes / _GIB:.1f}" for use in kinds)
 
 
-def _wider(recipe: Recipe, gpus: GpuMemory) -> str | None:
+def _find_wider(recipe: Recipe, gpus: GpuMemory) -> str | None:
     """Return a doubled parallel size or number of nodes making the recipe fit, with one more change if needed."""
     trainer, cluster = recipe.trainer, recipe.cluster
     engines = ({"rollout.tp": 2 * recipe.rollout.tp},) if recipe.separate_ranks else ()
@@ -241,23 +241,23 @@ def _wider(recipe: Recipe, gpus: GpuMemory) -> str | None:
         {"trainer.tp": 2 * trainer.tp, "cluster.nodes": 2 * cluster.nodes},
         {"trainer.pp": 2 * trainer.pp, "cluster.nodes": 2 * cluster.nodes},
     ):
-        other = with_field_values(recipe, values if recipe.trainer.dp is None else {**values, "trainer.dp": None})
-        parallel = sizes.parallel_of(other)
-        models = models_of(other, parallel)
+        wider = with_field_values(recipe, values if recipe.trainer.dp is None else {**values, "trainer.dp": None})
+        parallel = sizes.parallel_of(wider)
+        models = models_of(wider, parallel)
         if any(
             (
-                *sizes.ranks(other),
-                *sizes.batches(other, parallel.dp),
-                *model_sizes.model_fit(other, models.policy.shape),
+                *sizes.ranks(wider),
+                *sizes.batches(wider, parallel.dp),
+                *model_sizes.model_fit(wider, models.policy.shape),
             )
         ):
             continue
-        table = memory_table(other, models, GPU, gpu_gib=gpus.engine)
-        own = Remedy(values, table)
+        table = memory_table(wider, models, GPU, gpu_gib=gpus.engine)
+        remedy = Remedy(values, table)
         if not gpus.overfull_phases(table):
-            return " ".join(own.overrides)
-        if found := remedies(other, models, gpus, max_remedies=1):
-            return " ".join((*own.overrides, *found[0].overrides))
+            return " ".join(remedy.overrides)
+        if further := remedies(wider, models, gpus, max_remedies=1):
+            return " ".join((*remedy.overrides, *further[0].overrides))
     return None
 
 
@@ -267,17 +267,17 @@ _SAME_GPU = 0.95
 
 def gpu_gib(recipe: Recipe) -> float | None:
     """Return the memory of the run's GPUs in GiB, or None if it is unknown."""
-    given = recipe.cluster.gpu_memory_gib
-    if given is None:
+    memory = recipe.cluster.gpu_memory_gib
+    if memory is None:
         return installed_gpu_gib() if uses_this_machine(recipe) else None
-    return GPU_MEMORY_GIB[given] if isinstance(given, str) else given
+    return GPU_MEMORY_GIB[memory] if isinstance(memory, str) else memory
 
 
 def gpu_kind(recipe: Recipe) -> str | None:
     """Return the kind of the trainer's GPUs, for example h200: from the recipe, else from this machine. None:
     unknown."""
-    if isinstance(given := recipe.cluster.gpu_memory_gib, str):
-        return given
+    if isinstance(named_kind := recipe.cluster.gpu_memory_gib, str):
+        return named_kind
     names = [gpu.name.lower() for gpu in installed_gpus()] if uses_this_machine(recipe) else []
     return next((kind for kind in GPU_MEMORY_GIB if any(kind in name for name in names)), None)
 
@@ -388,9 +388,9 @@ def _other_gpu(recipe: Recipe, is_start: bool) -> Iterator[str]:
     """Yield an error if this machine's GPUs have less memory than cluster.gpu_memory_gib."""
     if not is_start or recipe.cluster.launcher != "local" or not uses_this_machine(recipe):
         return
-    given, found = gpu_gib(recipe), installed_gpu_gib()
-    if given is not None and found is not None and found < _SAME_GPU * given:
+    expected_gib, installed_gib = gpu_gib(recipe), installed_gpu_gib()
+    if expected_gib is not None and installed_gib is not None and installed_gib < _SAME_GPU * expected_gib:
         yield (
-            f"cluster.gpu_memory_gib = {recipe.cluster.gpu_memory_gib}: this machine's GPUs have only {found:.1f} GiB; "
-            "leave it out, or run on GPUs with this memory"
+            f"cluster.gpu_memory_gib = {recipe.cluster.gpu_memory_gib}: this machine's GPUs have only "
+            f"{installed_gib:.1f} GiB; leave it out, or run on GPUs with this memory"
         )

@@ -23,10 +23,10 @@ def teachers(recipe: Recipe) -> Iterator[str]:
         return
     # Teachers with sizes of their own repeat the trainer's checks. Drop faults already reported for the trainer.
     if recipe.distillation.sizes:
-        own = recipe.for_teachers
+        teacher_recipe = recipe.for_teachers
         reported = {*sizes.ranks(recipe), *sizes.lengths(recipe)}
-        faults = (*sizes.ranks(own), *sizes.lengths(own))
-        yield from (_of_teachers(text) for text in faults if text not in reported)
+        faults = (*sizes.ranks(teacher_recipe), *sizes.lengths(teacher_recipe))
+        yield from (_name_teachers_sizes(text) for text in faults if text not in reported)
     if recipe.distillation.teacher is None:
         yield (
             "distillation.teacher: missing; give the folder of the teacher, or in a mixture "
@@ -41,17 +41,22 @@ def teachers(recipe: Recipe) -> Iterator[str]:
 
 def layout_fit(recipe: Recipe, teacher: ModelShape) -> Iterator[str]:
     """Yield errors if a teacher's sizes are not divisible by its parallel sizes (its own, else the trainer's)."""
-    own = recipe.for_teachers
+    teacher_recipe = recipe.for_teachers
     # Only the policy replays expert choices, so checks of router_replay do not apply to a teacher.
-    own = own.model_copy(update={"trainer": own.trainer.model_copy(update={"router_replay": False})})
-    for text in (*model_sizes.model_fit(own, teacher, is_sampled=False), *model_sizes.expert_fit(own, teacher)):
+    teacher_recipe = teacher_recipe.model_copy(
+        update={"trainer": teacher_recipe.trainer.model_copy(update={"router_replay": False})}
+    )
+    for text in (
+        *model_sizes.model_fit(teacher_recipe, teacher, is_sampled=False),
+        *model_sizes.expert_fit(teacher_recipe, teacher),
+    ):
         if recipe.distillation.sizes:
-            yield _of_teachers(text)
+            yield _name_teachers_sizes(text)
         else:
             yield f"{text}, or give the teachers parallel sizes of their own: distillation.tp"
 
 
-def _of_teachers(text: str) -> str:
+def _name_teachers_sizes(text: str) -> str:
     """Replace the names of the trainer's parallel sizes in an error line by those of the teachers."""
     return re.sub(r"\btrainer\.(tp|pp|cp|ep|etp)\b", r"distillation.\1", text)
 
@@ -90,36 +95,42 @@ def further_models(recipe: Recipe, shape: ModelShape) -> Iterator[Fault]:
             yield from (DataError(f"{field}: {problem}") for problem in problems)
             continue
         try:
-            own = read_model_shape(folder, recipe.override_of(folder))
-            yield from (DataError(f"{field}: {fault}") for fault in tensor_faults(folder, own))
+            further_shape = read_model_shape(folder, recipe.override_of(folder))
+            yield from (DataError(f"{field}: {fault}") for fault in tensor_faults(folder, further_shape))
         except DataError as error:
             yield error
             continue
         is_teacher = field.endswith("distillation.teacher")
-        fit = (*model_sizes.model_fit(recipe, own, is_sampled=False), *model_sizes.positions(recipe, own))
+        fit = (
+            *model_sizes.model_fit(recipe, further_shape, is_sampled=False),
+            *model_sizes.positions(recipe, further_shape),
+        )
         if is_teacher:
             # A teacher scores the policy's samples but never samples itself, so lengths of evaluations do not matter to
             # it.
-            fit = (*layout_fit(recipe, own), *model_sizes.positions(recipe, own, is_evaluated=False))
-        fit += tuple(model_sizes.fp8_channels(recipe.for_teachers if is_teacher else recipe, own))
+            fit = (
+                *layout_fit(recipe, further_shape),
+                *model_sizes.positions(recipe, further_shape, is_evaluated=False),
+            )
+        fit += tuple(model_sizes.fp8_channels(recipe.for_teachers if is_teacher else recipe, further_shape))
         yield from (f"{field} = {folder}: {text}" for text in fit)
         try:
             if _tokens(folder) != _tokens(recipe.model.folder):
                 yield f"{field} = {folder}: its tokenizer is not the policy's; use a model of the same family"
         except DataError as error:
             yield error
-        if bool(own.num_experts) != bool(shape.num_experts) and not is_teacher:
+        if bool(further_shape.num_experts) != bool(shape.num_experts) and not is_teacher:
             yield f"{field} = {folder}: the policy and this model must both have experts, or neither; use another model"
-        if field == "reward.model" and not own.has_value_head:
+        if field == "reward.model" and not further_shape.has_value_head:
             yield f"{field} = {folder}: is a language model; give a model trained with loop: reward_model"
         if field == "critic.path":
             try:
-                own.with_value_head()
+                further_shape.with_value_head()
             except DataError as error:
                 yield f"{field} = {folder}: {error}"
         if is_teacher:
-            yield from teacher_fit(recipe, field, own, shape)
-            yield from (DataError(f"{field}: {fault}") for fault in _tokens_beyond(folder, own))
+            yield from teacher_fit(recipe, field, further_shape, shape)
+            yield from (DataError(f"{field}: {fault}") for fault in _tokens_beyond(folder, further_shape))
 
 
 def _tokens_beyond(folder: str, shape: ModelShape) -> Iterator[str]:

@@ -46,14 +46,14 @@ def model_fit(recipe: Recipe, shape: ModelShape, *, is_sampled: bool = True) -> 
             f"trainer.rank_order = {trainer.rank_order}: Megatron needs tp * cp = {dense} to equal "
             f"{'etp * ep' if shape.num_experts else 'tp'} = {expert}; leave it out or change those"
         )
-    for field, size, whole, name in (
+    for field, size, number, name in (
         ("trainer.ep", trainer.ep, shape.num_experts, "experts"),
         ("trainer.etp", trainer.etp, shape.moe_intermediate_size, "channels of an expert"),
     ):
         if not shape.num_experts and size > 1:
             yield f"{field} = {size}: a {shape.family} model has no experts; leave it out"
-        elif whole % size:
-            yield f"{field} = {size}: does not divide the model's {whole} {name}; use {either(divisors(whole))}"
+        elif number % size:
+            yield f"{field} = {size}: does not divide the model's {number} {name}; use {either(divisors(number))}"
     if trainer.etp > 1 and FAMILIES[shape.family].settings(shape).get("add_bias_linear"):
         # Every rank of an expert would add the whole bias before their sum (Megatron-Core 0.16.1).
         yield f"trainer.etp = {trainer.etp}: Megatron-Core cannot split experts with biases; set it to 1"
@@ -70,19 +70,20 @@ def fp8_fit(recipe: Recipe, shape: ModelShape, *, is_start: bool = True) -> Iter
     trainer = recipe.trainer
     is_elsewhere = not is_start and isinstance(recipe.cluster.gpu_memory_gib, str)
     if (runs_on_cpu() or not transformer_engine.is_installed()) and not is_elsewhere:
-        given = [(f"trainer.megatron.{name}", trainer.megatron.get(name)) for name in ("fp8", "fp4")]
-        for field, value in (("trainer.fp8", trainer.fp8), *given):
+        megatron_formats = [(f"trainer.megatron.{name}", trainer.megatron.get(name)) for name in ("fp8", "fp4")]
+        for field, value in (("trainer.fp8", trainer.fp8), *megatron_formats):
             if value not in (None, "none"):
                 yield f"{field} = {value}: needs GPUs and Transformer Engine, which this machine lacks; leave it out"
         return
     if trainer.fp8 == "none":
         return
-    chosen = f"trainer.fp8 = {trainer.fp8}"
+    setting = f"trainer.fp8 = {trainer.fp8}"
     if recipe.model.dtype != "bfloat16":
-        yield f"{chosen}: needs bfloat16 weights; set model.dtype=bfloat16"
+        yield f"{setting}: needs bfloat16 weights; set model.dtype=bfloat16"
     if recipe.lora.rank:
         yield (
-            f"{chosen}: adapters of lora.rank = {recipe.lora.rank} are too narrow for FP8 blocks; leave one of both out"
+            f"{setting}: adapters of lora.rank = {recipe.lora.rank} are too narrow for FP8 blocks; leave one of both "
+            "out"
         )
     yield from fp8_channels(recipe, shape)
 
@@ -176,29 +177,29 @@ def _dispatcher(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     trainer = recipe.trainer
     if trainer.moe_dispatcher != "flex":
         return
-    chosen = "trainer.moe_dispatcher = flex"
+    setting = "trainer.moe_dispatcher = flex"
     if not shape.num_experts:
-        yield f"{chosen}: a {shape.family} model has no experts; leave it out"
+        yield f"{setting}: a {shape.family} model has no experts; leave it out"
     elif trainer.etp * trainer.ep == 1:
         yield (
-            f"{chosen}: with trainer.ep and trainer.etp 1, each rank has all experts and sends no tokens; leave it "
+            f"{setting}: with trainer.ep and trainer.etp 1, each rank has all experts and sends no tokens; leave it "
             "out, or raise trainer.ep"
         )
     elif trainer.megatron.get("moe_shared_expert_overlap"):
-        yield f"{chosen}: does not support trainer.megatron.moe_shared_expert_overlap; leave one of both out"
+        yield f"{setting}: does not support trainer.megatron.moe_shared_expert_overlap; leave one of both out"
     # DeepEP has configurations for these numbers of ranks only.
     elif (num_ranks := trainer.etp * trainer.ep) not in RECEIVED_TOKENS:
         yield (
-            f"{chosen}: DeepEP supports groups of {either([*RECEIVED_TOKENS])} ranks, but trainer.etp {trainer.etp} * "
+            f"{setting}: DeepEP supports groups of {either([*RECEIVED_TOKENS])} ranks, but trainer.etp {trainer.etp} * "
             f"trainer.ep {trainer.ep} is {num_ranks}; change these sizes, or use alltoall"
         )
     elif (in_node := min(num_ranks, NODE_RANKS)) > recipe.cluster.ranks_per_node:
         yield (
-            f"{chosen}: DeepEP expects {in_node} ranks on a node, but cluster.ranks_per_node = "
+            f"{setting}: DeepEP expects {in_node} ranks on a node, but cluster.ranks_per_node = "
             f"{recipe.cluster.ranks_per_node} is less; use alltoall, or lower trainer.ep"
         )
     elif (fault := deep_ep_fault()) is not None:
-        yield f"{chosen}: DeepEP cannot be used ({fault}); install its package deep_ep, or use alltoall"
+        yield f"{setting}: DeepEP cannot be used ({fault}); install its package deep_ep, or use alltoall"
 
 
 _NEEDS_EXPERTS = ("moe", "moe_act", "shared_experts")

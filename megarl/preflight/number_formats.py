@@ -30,7 +30,7 @@ def format_faults(recipe: Recipe, *, is_start: bool, is_trained: bool = True) ->
     engine_needs = {field: need for field, need in asked.items() if field.startswith("rollout.")}
     # Engines on another kind of GPU are checked against that kind; all other needs against the trainer's GPUs.
     if engines is not None and engines.gpu_memory_gib is not None and engine_needs:
-        named = _named("cluster.groups.engines.gpu_memory_gib", engines.gpu_memory_gib)
+        named = _list_named_gpus("cluster.groups.engines.gpu_memory_gib", engines.gpu_memory_gib)
         yield from unmet_needs(engine_needs, named, versions)
         asked = {field: need for field, need in asked.items() if field not in engine_needs}
     if asked:
@@ -40,35 +40,35 @@ def format_faults(recipe: Recipe, *, is_start: bool, is_trained: bool = True) ->
 @checks("cluster", per_run=True)
 def device_faults(recipe: Recipe, *, is_start: bool) -> Iterator[str]:
     """Yield an error if this machine lacks the device of cluster.device. Only local starts are checked."""
-    chosen = recipe.cluster.device
+    device = recipe.cluster.device
     if not is_start or recipe.cluster.launcher != "local":
         return
     # vLLM is built either for CPUs or for GPUs. One environment cannot serve both.
-    if chosen == "cpu" and recipe.has_engine and not runs_on_cpu():
+    if device == "cpu" and recipe.has_engine and not runs_on_cpu():
         yield (
             "cluster.device = cpu: the installed vLLM is the build for GPUs; use an environment made by VENV=DIR "
             "launch/setup.sh cpu"
         )
-    elif chosen == "cuda" and runs_on_cpu():
+    elif device == "cuda" and runs_on_cpu():
         yield (
             "cluster.device = cuda: the installed vLLM is the build for CPUs; use an environment made by VENV=DIR "
             "launch/setup.sh gpu"
         )
-    elif (fault := device_fault(chosen)) is not None:
+    elif (fault := device_fault(device)) is not None:
         yield fault.removesuffix(".")
 
 
 def _gpus(recipe: Recipe, is_start: bool) -> Sequence[Gpu]:
-    named = _named("cluster.gpu_memory_gib", recipe.cluster.gpu_memory_gib)
+    named = _list_named_gpus("cluster.gpu_memory_gib", recipe.cluster.gpu_memory_gib)
     if named and not is_start:
         return named
     # At a start the installed GPUs decide, because the name in the recipe may be wrong.
     return (uses_this_machine(recipe) and installed_gpus()) or named
 
 
-def _named(field: str, given: float | str | None) -> list[Gpu]:
+def _list_named_gpus(field: str, memory: float | str | None) -> list[Gpu]:
     """Return a list with the GPU that a recipe field names; empty if it names none."""
-    return [Gpu(f"{field} = {given}", NAMED_GPUS[given])] if isinstance(given, str) else []
+    return [Gpu(f"{field} = {memory}", NAMED_GPUS[memory])] if isinstance(memory, str) else []
 
 
 EXPERT_BACKENDS = ("auto", "triton", "batched_triton", "deep_gemm")
@@ -93,10 +93,10 @@ def quantisation(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
             "model.dtype=bfloat16"
         )
     if not FAMILIES[shape.family].is_quantisable:
-        known = sorted(name for name, family in FAMILIES.items() if family.is_quantisable)
+        families = sorted(name for name, family in FAMILIES.items() if family.is_quantisable)
         yield (
             f"{field}: megarl cannot write FP8 weights of a {shape.family} model into vLLM, only of "
-            f"{', '.join(known)}; set rollout.quantization=none"
+            f"{', '.join(families)}; set rollout.quantization=none"
         )
     if rollout.quantization == "fp8" and not runs_on_cpu():
         yield from _groups(recipe, shape, field)
@@ -139,11 +139,11 @@ def _groups(recipe: Recipe, shape: ModelShape, field: str) -> Iterator[str]:
             )
 
 
-def _backend(recipe: Recipe, field: str, name: str, known: tuple[str, ...]) -> Iterator[str]:
-    given = recipe.rollout.vllm.get(name, "auto")
+def _backend(recipe: Recipe, field: str, name: str, backends: tuple[str, ...]) -> Iterator[str]:
+    backend = recipe.rollout.vllm.get(name, "auto")
     # A backend may be spelled with - or _.
-    if str(given).lower().replace("-", "_") not in known:
+    if str(backend).lower().replace("-", "_") not in backends:
         yield (
-            f"rollout.vllm.{name} = {given!r}: its kernels store FP8 weights in a format of their own, which a reshard "
-            f"cannot write ({field}); set it to {either(known)}"
+            f"rollout.vllm.{name} = {backend!r}: its kernels store FP8 weights in a format of their own, which a "
+            f"reshard cannot write ({field}); set it to {either(backends)}"
         )

@@ -51,10 +51,10 @@ def stragglers(recipe: Recipe) -> Iterator[str]:
     rollout, algorithm = recipe.rollout, recipe.algorithm
     if recipe.loop != "rl" or rollout.stragglers == "wait":
         return
-    chosen = f"rollout.stragglers = {rollout.stragglers}"
+    setting = f"rollout.stragglers = {rollout.stragglers}"
     if ceil(algorithm.oversampling * recipe.train.prompts_per_step) == recipe.train.prompts_per_step:
         yield (
-            f"{chosen}: a step samples only as many groups as it trains, so none is left over; set "
+            f"{setting}: a step samples only as many groups as it trains, so none is left over; set "
             "algorithm.oversampling=1.5, for example"
         )
     # Aborted groups are dropped, so nothing of them grows stale.
@@ -67,7 +67,7 @@ def stragglers(recipe: Recipe) -> Iterator[str]:
         )
     if algorithm.oversampling > 2:
         yield (
-            f"algorithm.oversampling = {algorithm.oversampling}: with {chosen} a step would leave more groups to the "
+            f"algorithm.oversampling = {algorithm.oversampling}: with {setting} a step would leave more groups to the "
             "next step than it trains, and their age would grow without limit; use at most 2"
         )
 
@@ -87,9 +87,9 @@ def staleness(recipe: Recipe) -> Iterator[str]:
         )
     # An explicit importance_sampling = none states intent, so it passes here and gives a warning instead.
     if _is_uncorrected(recipe) and "importance_sampling" not in recipe.algorithm.model_fields_set:
-        chosen = "rollout.placement = separate" if rollout.is_paced else f"rollout.stragglers = {rollout.stragglers}"
+        setting = "rollout.placement = separate" if rollout.is_paced else f"rollout.stragglers = {rollout.stragglers}"
         yield (
-            f"{chosen}: tokens sampled by older weights are trained (rollout.max_staleness = {bound}), and nothing "
+            f"{setting}: tokens sampled by older weights are trained (rollout.max_staleness = {bound}), and nothing "
             "corrects for it; set algorithm.importance_sampling=tis, or algorithm.old_logprobs=rollout with a "
             "clipping policy loss; or algorithm.importance_sampling=none if this is intended"
         )
@@ -97,12 +97,12 @@ def staleness(recipe: Recipe) -> Iterator[str]:
 
 def off_policy_notices(recipe: Recipe) -> Iterator[str]:
     """Yield a warning for each difference of the sampling policy from the trained one, as the recipe allows it."""
-    yield from uncorrected(recipe)
+    yield from uncorrected_staleness(recipe)
     yield from uncorrected_fp8(recipe)
     yield from kept_kv(recipe)
 
 
-def uncorrected(recipe: Recipe) -> Iterator[str]:
+def uncorrected_staleness(recipe: Recipe) -> Iterator[str]:
     """Yield a warning if a recipe sets importance_sampling none and still trains on stale tokens."""
     if unmet(recipe, "rollout.max_staleness") is None and _is_uncorrected(recipe):
         yield (
@@ -115,12 +115,12 @@ def uncorrected(recipe: Recipe) -> Iterator[str]:
 def uncorrected_fp8(recipe: Recipe) -> Iterator[str]:
     """Yield a warning if engines sample with FP8 weights, and nothing corrects for the difference from the trainer."""
     plain = {"quantization": "none", "kv_cache_dtype": "auto"}
-    given = {name: getattr(recipe.rollout, name) for name in plain}
-    chosen = [f"rollout.{name} = {value}" for name, value in given.items() if value != plain[name]]
-    if recipe.has_engine and chosen and _nothing_corrects(recipe):
+    values = {name: getattr(recipe.rollout, name) for name in plain}
+    settings = [f"rollout.{name} = {value}" for name, value in values.items() if value != plain[name]]
+    if recipe.has_engine and settings and _nothing_corrects(recipe):
         yield (
-            f"{', '.join(chosen)}: the engines' distribution differs from the trainer's, and nothing corrects for it; "
-            "set algorithm.importance_sampling=tis; the metrics logprob_gap/ show the difference"
+            f"{', '.join(settings)}: the engines' distribution differs from the trainer's, and nothing corrects for "
+            "it; set algorithm.importance_sampling=tis; the metrics logprob_gap/ show the difference"
         )
 
 

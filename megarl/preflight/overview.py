@@ -26,9 +26,9 @@ def overview(recipe: Recipe) -> dict[str, str]:
     return rows
 
 
-def _by_source(recipe: Recipe, shown: Callable[[Recipe], str]) -> str:
+def _by_source(recipe: Recipe, describe: Callable[[Recipe], str]) -> str:
     """Return a text about the recipe's sources. If they have different texts, each text follows its source's name."""
-    texts = {source.name: shown(source.recipe) for source in recipe.sources}
+    texts = {source.name: describe(source.recipe) for source in recipe.sources}
     if len(set(texts.values())) == 1:
         return next(iter(texts.values()))
     return "; ".join(f"{name}: {text}" for name, text in texts.items())

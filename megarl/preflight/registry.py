@@ -67,7 +67,7 @@ def checks(
 
 
 @cache
-def registered() -> tuple[Check, ...]:
+def load_checks() -> tuple[Check, ...]:
     """Return all registered checks, cheap ones first."""
     for path in sorted(Path(__file__).parent.glob("*.py")):
         if path.stem != "__init__":
@@ -77,7 +77,7 @@ def registered() -> tuple[Check, ...]:
 
 def faults(facts: Mapping[str, Any], costs: Iterable[Cost], *, per_run: bool = False) -> Iterator[Fault]:
     """Yield the errors found by checks of these costs, for one source or (`per_run`) for the whole recipe."""
-    for check in registered():
+    for check in load_checks():
         is_meant = check.per_run == per_run and (facts["is_trained"] or not check.training_only)
         if check.cost in costs and is_meant:
             yield from check.function(**{name: facts[name] for name in check.facts})

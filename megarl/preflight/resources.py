@@ -91,30 +91,33 @@ def slower_layout(recipe: Recipe) -> Iterator[str]:
     """Yield a warning if ranks on this machine's CPU share a model that each of them could hold whole."""
     if not runs_on_cpu() or recipe.cluster.launcher != "local":
         return
-    sizes_given = {"trainer.tp": recipe.trainer.tp} | ({"rollout.tp": recipe.rollout.tp} if recipe.has_engine else {})
-    given = {name: size for name, size in sizes_given.items() if size > 1}
-    whole = with_field_values(recipe, dict.fromkeys(given, 1))
-    if not given or any(sizes.ranks(whole)):
+    sizes_of_recipe = {"trainer.tp": recipe.trainer.tp} | (
+        {"rollout.tp": recipe.rollout.tp} if recipe.has_engine else {}
+    )
+    split_sizes = {name: size for name, size in sizes_of_recipe.items() if size > 1}
+    unsplit = with_field_values(recipe, dict.fromkeys(split_sizes, 1))
+    if not split_sizes or any(sizes.ranks(unsplit)):
         return
-    parallel = sizes.parallel_of(whole)
+    parallel = sizes.parallel_of(unsplit)
     try:
-        models = models_of(whole, parallel)
+        models = models_of(unsplit, parallel)
     except DataError:
         return  # The checks of the model folder report it.
     # Experts are measured in no layout but their own.
-    if models.policy.shape.num_experts or any(model_sizes.model_fit(whole, models.policy.shape)):
+    if models.policy.shape.num_experts or any(model_sizes.model_fit(unsplit, models.policy.shape)):
         return
     if (
-        memory_table(whole, models, CPU).host_bytes(
+        memory_table(unsplit, models, CPU).host_bytes(
             num_trainers=parallel.world_size, num_engines=parallel.rollout_ranks
         )
         > machine_bytes()
     ):
         return
-    faster = " ".join(f"{name}=1" for name in given)
+    faster = " ".join(f"{name}=1" for name in split_sizes)
     # Two ranks on two cores: 0.5 of the step time with 0.64M parameters.
     yield (
-        f"{' and '.join(f'{name} = {size}' for name, size in given.items())}: slow on a CPU, because tensor-parallel "
+        f"{' and '.join(f'{name} = {size}' for name, size in split_sizes.items())}: slow on a CPU, because "
+        "tensor-parallel "
         f"ranks wait for each other in every layer. The whole model fits in each rank's memory: set {faster} (run "
         "`megarl plan` with these to see the memory)"
     )
@@ -163,14 +166,14 @@ def small_cache(recipe: Recipe, parallel: ParallelConfig, table: MemoryTable) ->
 
 def _larger_cache(recipe: Recipe, parallel: ParallelConfig) -> str:
     """Return changes for a small KV cache, in words. The default size is suggested only if it is larger."""
-    others = "or rollout.tp, or offload more (trainer.offload)"
+    alternatives = "or rollout.tp, or offload more (trainer.offload)"
     if recipe.rollout.gpu_memory_utilization is not None:
-        return f"raise rollout.gpu_memory_utilization {others}"
+        return f"raise rollout.gpu_memory_utilization {alternatives}"
     if (gpus := gpu_memory(recipe)) is not None:
         default = default_cache_gib(recipe, models_of(recipe, parallel), gpus)
         if default > recipe.rollout.kv_cache_gib:
-            return f"raise rollout.kv_cache_gib (left out: {default:g} GiB, the rest of a GPU's memory) {others}"
-    return f"raise rollout.kv_cache_gib {others}"
+            return f"raise rollout.kv_cache_gib (left out: {default:g} GiB, the rest of a GPU's memory) {alternatives}"
+    return f"raise rollout.kv_cache_gib {alternatives}"
 
 
 def _weakened_sandbox(recipe: Recipe) -> Iterator[str]:

@@ -43,11 +43,11 @@ def reward_fields(recipe: Recipe) -> Iterator[str]:
     names = [function.name for function in reward.functions]
     for name in {name: None for name in names if names.count(name) > 1}:
         yield f"reward.functions = {names}: {name} is listed twice and would count twice; list it once"
-    for one, other in combinations(dict.fromkeys(names), 2):
-        if metric_name(one) == metric_name(other):
+    for first, second in combinations(dict.fromkeys(names), 2):
+        if metric_name(first) == metric_name(second):
             yield (
-                f"reward.functions = {names}: {one} and {other} would have the same metric "
-                f"reward/{metric_name(one)}/mean; give one function another name"
+                f"reward.functions = {names}: {first} and {second} would have the same metric "
+                f"reward/{metric_name(first)}/mean; give one function another name"
             )
     for name in names:
         try:
@@ -110,13 +110,13 @@ def _faults_of_source(recipe: Recipe, *, is_start: bool) -> Iterator[str]:
         return
     record = next(read_records(path_of(data_set), field_names(recipe, data_set)))
     answer = record.answer()
-    said = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
-    sample = Sample(said, answer, record.prompt(system_prompt(recipe)), record.fields, num_tokens=1)
+    completion = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
+    sample = Sample(completion, answer, record.prompt(system_prompt(recipe)), record.fields, num_tokens=1)
     settings = worker_settings(recipe.reward, recipe.sandbox)
     for function in settings.functions:
         yield from _try(recipe, function, settings, sample)
-    for one in served if is_start else ():
-        yield from _ask(one, sample)
+    for server in served if is_start else ():
+        yield from _ask(server, sample)
 
 
 Check = Callable[[Record], None]
@@ -128,44 +128,44 @@ def _faults_of_records(recipe: Recipe, of_functions: Mapping[str, Check]) -> Ite
 
     `of_functions` are the functions' checks by name.
     """
-    left = dict(of_functions)
+    pending = dict(of_functions)
     trained: list[DataSet] = [recipe.data.train] if recipe.is_on_policy else []
     for data_set in [*trained, *recipe.data.validation.values()]:
         path = path_of(data_set)
-        if not left or num_made(path) is not None:
+        if not pending or num_made(path) is not None:
             continue
         for record in read_records(path, field_names(recipe, data_set)):
-            for name, check in list(left.items()):
+            for name, check in list(pending.items()):
                 try:
                     check(record)
                 except ValueError as error:
-                    del left[name]
+                    del pending[name]
                     yield (
                         f"{record.error(f'reward.functions: {name!r} cannot score this record: {error}')}; correct "
                         "or remove it, or change the reward"
                     )
             # Every reward has found its first faulty record, so reading on finds nothing new.
-            if not left:
+            if not pending:
                 break
 
 
 def _checks(recipe: Recipe, served: list[ServedReward[Any]]) -> dict[str, Check]:
     """Return the checks of records, keyed by the name of the reward function. Some functions have none."""
-    found: dict[str, Check] = {}
-    servers = {one.name: one for one in served}
+    checks_by_name: dict[str, Check] = {}
+    servers = {reward.name: reward for reward in served}
     for function in recipe.reward.functions:
         path = RECORD_CHECKS.get(kind_of(function.name))
-        own = None if path is None else import_object(path, "reward.functions")
+        record_check = None if path is None else import_object(path, "reward.functions")
         server = servers.get(function.name)
         server = server if server is not None and server.reads_records else None
-        if own is None and server is None and not function.needs:
+        if record_check is None and server is None and not function.needs:
             continue
-        found[function.name] = _check_of(function, own, server)
-    return found
+        checks_by_name[function.name] = _check_of(function, record_check, server)
+    return checks_by_name
 
 
 def _check_of(
-    function: RewardFunctionConfig, own: Callable[..., Any] | None, server: ServedReward[Any] | None
+    function: RewardFunctionConfig, record_check: Callable[..., Any] | None, server: ServedReward[Any] | None
 ) -> Check:
     def check(record: Record) -> None:
         for name in function.needs:
@@ -174,8 +174,8 @@ def _check_of(
                     f"the record has no field {name!r}, listed in `needs` of the reward function; add it to the "
                     "record, or remove it from `needs`"
                 )
-        if own is not None:
-            own(record.answer(), record.fields, **function.kwargs)
+        if record_check is not None:
+            record_check(record.answer(), record.fields, **function.kwargs)
         if server is not None:
             server.check_record(Sample("", record.answer(), (), record.fields))
 

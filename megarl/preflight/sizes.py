@@ -46,7 +46,7 @@ def row_multiple(recipe: Recipe) -> int:
     return parallel_of(recipe).sequence_multiple * parts * trainer.token_block
 
 
-def aligned(recipe: Recipe, shape: ModelShape, parallel: ParallelConfig) -> ParallelConfig:
+def align_parallel(recipe: Recipe, shape: ModelShape, parallel: ParallelConfig) -> ParallelConfig:
     if not recipe.trainer.align_ranks:
         return parallel
     # Only a recipe that aligns ranks pays for importing the reshard's cost model.
@@ -76,11 +76,11 @@ def machines(recipe: Recipe, *, is_start: bool = True) -> Iterator[str]:
         elif cluster.groups.engines is not None:
             yield from _components(cluster)
         elif int(nodes) != cluster.nodes + cluster.spare_nodes:
-            wanted, spare = cluster.nodes + cluster.spare_nodes, cluster.spare_nodes
+            num_nodes, spare = cluster.nodes + cluster.spare_nodes, cluster.spare_nodes
             more = f" and cluster.spare_nodes = {spare}" if spare else ""
             yield (
-                f"cluster.nodes = {cluster.nodes}{more}: the job has {nodes} nodes, not {wanted}; set "
-                f"cluster.nodes={int(nodes) - spare}, or submit it with sbatch --nodes={wanted}"
+                f"cluster.nodes = {cluster.nodes}{more}: the job has {nodes} nodes, not {num_nodes}; set "
+                f"cluster.nodes={int(nodes) - spare}, or submit it with sbatch --nodes={num_nodes}"
             )
         elif tasks is not None and tasks.isdigit() and int(tasks) != cluster.ranks_per_node:
             yield (
@@ -106,10 +106,14 @@ def _components(cluster: ClusterConfig) -> Iterator[str]:
     engines = cluster.groups.engines
     assert engines is not None
     # Slurm numbers the variables of a heterogeneous job's components from 0. Trainer's nodes come first.
-    found = [os.environ.get(f"SLURM_JOB_NUM_NODES_HET_GROUP_{number}") for number in range(2)]
+    component_nodes = [os.environ.get(f"SLURM_JOB_NUM_NODES_HET_GROUP_{number}") for number in range(2)]
     asked = [str(cluster.nodes), str(engines.nodes)]
-    if found != asked or os.environ.get("SLURM_HET_SIZE") != "2":
-        have = f"components of {', '.join(filter(None, found))} nodes" if any(found) else "one kind of nodes"
+    if component_nodes != asked or os.environ.get("SLURM_HET_SIZE") != "2":
+        have = (
+            f"components of {', '.join(filter(None, component_nodes))} nodes"
+            if any(component_nodes)
+            else "one kind of nodes"
+        )
         yield (
             f"cluster.groups.engines: the job has {have}, not components of {' and '.join(asked)}; submit it with "
             "megarl slurm submit"
@@ -195,11 +199,11 @@ def placement(recipe: Recipe) -> Iterator[str]:
 def _engines_of_a_kind(recipe: Recipe, engines: NodeGroup) -> Iterator[str]:
     """Yield errors if engines do not use all ranks of cluster.groups.engines."""
     rollout = recipe.rollout
-    chosen = f"cluster.groups.engines = {engines.nodes} nodes of {engines.ranks_per_node} ranks"
+    setting = f"cluster.groups.engines = {engines.nodes} nodes of {engines.ranks_per_node} ranks"
     if rollout.ranks not in (None, engines.num_ranks):
-        yield f"rollout.ranks = {rollout.ranks}: {chosen} make {engines.num_ranks}; leave it out"
+        yield f"rollout.ranks = {rollout.ranks}: {setting} make {engines.num_ranks}; leave it out"
     if engines.num_ranks % rollout.tp:
-        yield f"rollout.tp = {rollout.tp}: does not divide the {engines.num_ranks} ranks of {chosen}; change either"
+        yield f"rollout.tp = {rollout.tp}: does not divide the {engines.num_ranks} ranks of {setting}; change either"
 
 
 @checks("train")
@@ -208,10 +212,10 @@ def batches(recipe: Recipe, dp: int) -> Iterator[str]:
     updates, samples = (train.updates_per_step, train.samples_per_prompt) if is_sampled else (1, 1)
     parts, sequences = updates * dp, train.prompts_per_step * samples
     if sequences % parts:
-        made = f"times train.samples_per_prompt {samples} makes {sequences} completions, which do"
-        made = made if is_sampled else "does"
+        remainder_text = f"times train.samples_per_prompt {samples} makes {sequences} completions, which do"
+        remainder_text = remainder_text if is_sampled else "does"
         yield (
-            f"train.prompts_per_step = {train.prompts_per_step}: {made} not divide by "
+            f"train.prompts_per_step = {train.prompts_per_step}: {remainder_text} not divide by "
             f"{f'train.updates_per_step {updates} * ' if is_sampled else ''}the data-parallel size {dp} (trainer.dp); "
             f"use {_around(train.prompts_per_step, parts // math.gcd(parts, samples))}"
         )
@@ -241,9 +245,11 @@ def batches(recipe: Recipe, dp: int) -> Iterator[str]:
 def forward_rows(recipe: Recipe) -> Iterator[str]:
     """Yield an error if rows without gradients are limited to fewer tokens than rows of an update."""
     trainer = recipe.trainer
-    if (most := trainer.max_tokens_per_forward) is not None and most < trainer.max_tokens_per_microbatch:
+    if (
+        forward_tokens := trainer.max_tokens_per_forward
+    ) is not None and forward_tokens < trainer.max_tokens_per_microbatch:
         yield (
-            f"trainer.max_tokens_per_forward = {most}: is below trainer.max_tokens_per_microbatch = "
+            f"trainer.max_tokens_per_forward = {forward_tokens}: is below trainer.max_tokens_per_microbatch = "
             f"{trainer.max_tokens_per_microbatch}, although passes without gradients need less memory; raise it to "
             f"{trainer.max_tokens_per_microbatch} or more, or leave it out"
         )

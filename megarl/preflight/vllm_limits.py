@@ -131,9 +131,10 @@ def _kv_cache(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     if needed > rollout.kv_cache_gib * 2**30:
         block_bytes = _needed_bytes(recipe, shape, block=block, tokens=0)
         # vLLM holds one block back, so it is not counted here.
-        held = max(0, int(rollout.kv_cache_gib * 2**30 / block_bytes) - 1) * block
+        cached_tokens = max(0, int(rollout.kv_cache_gib * 2**30 / block_bytes) - 1) * block
         yield (
-            f"rollout.kv_cache_gib = {rollout.kv_cache_gib:g}: holds {held} tokens on a rank, but one sequence of "
+            f"rollout.kv_cache_gib = {rollout.kv_cache_gib:g}: holds {cached_tokens} tokens on a rank, but one "
+            "sequence of "
             f"data.max_prompt_tokens {recipe.data.max_prompt_tokens} + max_new_tokens {new_tokens} has {longest}; use "
             f"at least {_gib(needed)}, or lower these limits"
         )
@@ -181,11 +182,11 @@ def _needed_bytes(recipe: Recipe, shape: ModelShape, *, block: int, tokens: int)
 def _stop_tokens(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     """Yield an error for each stop token id outside the vocabulary. vLLM would accept it, but no completion could ever
     contain it."""
-    found = {
+    stop_tokens = {
         "rollout.sampling": recipe.rollout.sampling.stop_token_ids,
         "evaluation.sampling": recipe.evaluation.sampling.stop_token_ids or (),
     }
-    for field, token_ids in found.items():
+    for field, token_ids in stop_tokens.items():
         if beyond := [token_id for token_id in token_ids if token_id >= shape.vocab_size]:
             yield (
                 f"{field}.stop_token_ids = {list(token_ids)}: the model's vocabulary of {shape.vocab_size} ends before "

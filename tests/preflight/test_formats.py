@@ -274,7 +274,7 @@ def test_what_is_too_long_is_left_out_and_counted_where_that_is_wanted(
     second = write(tmp_path / "second.jsonl", long, short, short, long, long)
     third = recipe(data={"train": path, "overlong": "drop", "validation": {"ptx": second}})
     for noted, train in zip(numbers, (made, recipe(data={"train": second, "overlong": "drop"}), third), strict=True):
-        count_records(train, kept=noted)
+        count_records(train, digests=noted)
     assert [list(noted) for noted in numbers] == [["data.train"]] * 3 and numbers[0] == numbers[2] != numbers[1]
     assert all(noted["data.train"].startswith("2 records, ") for noted in numbers)
     kept = read_problems(made, load_tokenizer(made.model.path), path)

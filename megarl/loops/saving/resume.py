@@ -22,7 +22,7 @@ from megarl.files.model_folder import read_object
 from megarl.loops.saving.checkpointing import Survey, plain_recipe, remove_incomplete_saves, survey
 from megarl.loops.saving.data_position import DataPosition
 from megarl.loops.step import Step
-from megarl.preflight.files import Kept, data_paths
+from megarl.preflight.files import RecordDigests, data_paths
 from megarl.terminal import Console
 from megarl.tracking.earlier_run import DRIVER, checkpoint_step, refuse_other_schema
 from megarl.tracking.outcomes import StepOutcome
@@ -52,7 +52,7 @@ class Inputs:
     kept: Mapping[str, str]
 
     @classmethod
-    def read(cls, recipe: Recipe, kept: Kept | None = None) -> Self:
+    def read(cls, recipe: Recipe, kept: RecordDigests | None = None) -> Self:
         """Hash the files that the recipe names.
 
         Raises DataError for a broken config.json, ConfigError for a missing chat template file, StorageError for
@@ -98,7 +98,7 @@ class Origin:
     copied_step: int | None = None
 
 
-def find_origin(recipe: Recipe, folder: RunFolder, resume: Resume | None, kept: Kept | None = None) -> Origin:
+def find_origin(recipe: Recipe, folder: RunFolder, resume: Resume | None, kept: RecordDigests | None = None) -> Origin:
     """Find the checkpoint to resume from, then register a new start of the run in its folder.
 
     `kept` says how many records were dropped as too long.
