@@ -165,7 +165,7 @@ def _state_arguments(shape: ModelShape) -> dict[str, Any]:
         return {}
     return {
         # vLLM 0.30 caches states in its mode `align`, at the ends of prefill chunks. Without chunks, as on a CPU, its
-        # config check fails. On GPUs the mode is not proved with reshards; `preflight.resources` reports it.
+        # config check fails. On GPUs the mode is not proved with reshards; `preflight.memory.resources` reports it.
         "enable_prefix_caching": False,
         # The trainer's states are float32. In bfloat16 they would be rounded at every token.
         "mamba_ssm_cache_dtype": "float32",

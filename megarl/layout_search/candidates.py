@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 from megarl.config import Recipe
 from megarl.families.shape import ModelShape
 from megarl.memory_plan.remedies import with_field_values
-from megarl.preflight import model_sizes, sizes
+from megarl.preflight import sizes
+from megarl.preflight.model import model_sizes
 
 _MOST_CP = 16
 """Greatest context-parallel size. Chunks of longer splits are too short for attention kernels."""

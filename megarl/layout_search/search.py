@@ -40,7 +40,7 @@ from megarl.memory_plan.rank_memory import RankMemory
 from megarl.memory_plan.remedies import cache_within, with_field_values
 from megarl.memory_plan.savings import offloads, recomputations
 from megarl.preflight import sizes
-from megarl.preflight.memory_fit import NAME_THE_GPU, gpu_kind, gpu_memory, models_of
+from megarl.preflight.memory.memory_fit import NAME_THE_GPU, gpu_kind, gpu_memory, models_of
 from megarl.step_cost.gpus import GPUS
 from megarl.step_cost.lengths import Lengths
 from megarl.step_cost.step import StepSeconds

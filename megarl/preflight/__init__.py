@@ -13,8 +13,7 @@ from megarl.config.parallel import ParallelConfig
 from megarl.config.recipe import error_page, read
 from megarl.families.shape import ModelShape, planned_shape, read_model_shape
 from megarl.files.model_folder import check_model_folder
-from megarl.preflight import model_sizes, sizes
-from megarl.preflight.disk_space import check_disk
+from megarl.preflight import sizes
 from megarl.preflight.downloads import download_missing, download_model
 from megarl.preflight.files import (
     Dropped,
@@ -28,8 +27,9 @@ from megarl.preflight.files import (
     with_steps,
 )
 from megarl.preflight.learning import shortened_warmups
-from megarl.preflight.memory_defaults import memory_defaults, with_chunk_tokens, with_memory_defaults
-from megarl.preflight.memory_fit import (
+from megarl.preflight.memory.disk_space import check_disk
+from megarl.preflight.memory.memory_defaults import memory_defaults, with_chunk_tokens, with_memory_defaults
+from megarl.preflight.memory.memory_fit import (
     gpu_kind,
     memory_faults,
     not_downloaded,
@@ -38,10 +38,11 @@ from megarl.preflight.memory_fit import (
     table_of,
     verdict_of,
 )
+from megarl.preflight.memory.resources import resource_warnings, slower_layout, small_cache
+from megarl.preflight.model import model_sizes
 from megarl.preflight.off_policy import kept_kv, off_policy_notices, uncorrected_staleness
 from megarl.preflight.overview import overview
 from megarl.preflight.registry import Cost, Fault, faults
-from megarl.preflight.resources import resource_warnings, slower_layout, small_cache
 from megarl.preflight.rewards import check_rewards
 from megarl.preflight.sizes import align_parallel, parallel_of, row_multiple
 from megarl.types import ConfigError, DataError

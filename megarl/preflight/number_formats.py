@@ -13,7 +13,7 @@ from megarl.platform.chosen_device import device_fault
 from megarl.platform.cuda_extensions import runs_on_cpu
 from megarl.platform.gpu_needs import NAMED_GPUS, library_versions, needs, unmet_needs
 from megarl.platform.visible_gpus import Gpu, installed_gpus
-from megarl.preflight.memory_fit import uses_this_machine
+from megarl.preflight.memory.memory_fit import uses_this_machine
 from megarl.preflight.registry import checks
 
 

@@ -68,10 +68,12 @@ def checks(
 
 @cache
 def load_checks() -> tuple[Check, ...]:
-    """Return all registered checks, cheap ones first."""
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    """Import all modules of this package, and return their checks, cheap ones first."""
+    folder = Path(__file__).parent
+    for path in sorted(folder.rglob("*.py")):
         if path.stem != "__init__":
-            import_module(f"{__package__}.{path.stem}")
+            module = ".".join(path.relative_to(folder).with_suffix("").parts)
+            import_module(f"{__package__}.{module}")
     return tuple(sorted(_CHECKS, key=lambda check: check.cost))
 
 

@@ -122,7 +122,7 @@ def _head_size(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 def _kv_cache(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     """Yield an error if the KV cache of a rank cannot hold the longest possible sequence."""
     rollout = recipe.rollout
-    # Under gpu_memory_utilization vLLM sizes the cache itself; `preflight.memory_fit` checks that case.
+    # Under gpu_memory_utilization vLLM sizes the cache itself; `preflight.memory.memory_fit` checks that case.
     if rollout.gpu_memory_utilization is not None or (block := _block_tokens(recipe)) is None:
         return
     new_tokens = max(rollout.sampling.max_new_tokens, recipe.evaluation_sampling.max_new_tokens)

@@ -2,7 +2,7 @@
 
 vLLM's mode is the environment variable VLLM_BATCH_INVARIANT=1. Megatron's mode has two parts: the field
 `batch_invariant_mode`, and the function `enable_batch_invariant_mode` that replaces operators of the whole process.
-megarl enables neither. This table was read from sources; nothing of it has run on a GPU. `preflight.exactness_on_gpus`
+megarl enables neither. This table was read from sources; nothing of it has run on a GPU. `preflight.model.exactness_on_gpus`
 refuses every operator in the rows "no" by name.
 
 | operator | vLLM | Megatron-Core | equal |

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megarl.preflight.exactness_on_gpus import BLOCK, UNEQUAL_PRODUCTS
+from megarl.preflight.model.exactness_on_gpus import BLOCK, UNEQUAL_PRODUCTS
 from tests.guards.test_facts import node_of, source_of
 
 VLLM = "model_executor/determinism/batch_invariant.py"

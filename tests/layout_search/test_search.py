@@ -21,7 +21,7 @@ from megarl.layout_search.overrides import RecipeFile, overrides_between, placem
 from megarl.layout_search.search import LayoutSearch, search_of
 from megarl.memory_plan.remedies import with_field_values
 from megarl.preflight import check_plan, table_of
-from megarl.preflight.memory_fit import verdict_of
+from megarl.preflight.memory.memory_fit import verdict_of
 from megarl.preflight.registry import Cost, faults
 from megarl.preflight.sizes import batches, lengths, parallel_of
 from megarl.step_cost.gpus import GPUS

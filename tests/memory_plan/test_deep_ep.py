@@ -12,8 +12,8 @@ from megarl.memory_plan.deep_ep import deep_ep_bytes
 from megarl.memory_plan.devices import GPU
 from megarl.memory_plan.phases import memory_table
 from megarl.preflight import parallel_of
-from megarl.preflight.memory_fit import models_of
-from megarl.preflight.model_sizes import expert_fit
+from megarl.preflight.memory.memory_fit import models_of
+from megarl.preflight.model.model_sizes import expert_fit
 
 WORKSPACE, GRANULE = 32 << 20, 512 << 20
 
@@ -65,7 +65,7 @@ def test_the_table_has_them(tiny_model: Callable[..., Path], dispatcher: str, ep
 def test_numbers_of_ranks_that_deep_ep_does_not_know_are_refused(
     tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, etp: int, ep: int, is_refused: bool
 ) -> None:
-    monkeypatch.setattr("megarl.preflight.model_sizes.deep_ep_fault", lambda: None)
+    monkeypatch.setattr("megarl.preflight.model.model_sizes.deep_ep_fault", lambda: None)
     recipe = _recipe(tiny_model, {"moe_dispatcher": "flex", "ep": ep, "etp": etp})
     models = models_of(recipe, parallel_of(recipe))
     told = [*expert_fit(recipe, models.policy.shape)]

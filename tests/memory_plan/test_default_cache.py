@@ -16,7 +16,7 @@ from megarl.memory_plan.memory_table import CacheCapacity
 from megarl.memory_plan.phases import memory_table
 from megarl.memory_plan.remedies import with_field_values
 from megarl.preflight import resource_warnings, small_cache, table_of, with_memory_defaults
-from megarl.preflight.memory_fit import memory_faults, models_of
+from megarl.preflight.memory.memory_fit import memory_faults, models_of
 from megarl.preflight.sizes import parallel_of
 from tests.memory_plan.conftest import FOUR_WAY, RECIPES
 
@@ -70,7 +70,7 @@ def test_the_cache_takes_all_but_8_gib(make: Make, overrides: tuple[str, ...], g
 
 
 def test_what_is_given_stays_and_so_does_the_default_of_a_cpu(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megarl.preflight.memory_fit.runs_on_cpu", lambda: True)
+    monkeypatch.setattr("megarl.preflight.memory.memory_fit.runs_on_cpu", lambda: True)
     for overrides in (
         ("cluster.gpu_memory_gib=h200", "rollout.kv_cache_gib=1.0"),
         ("cluster.gpu_memory_gib=h200", "rollout.gpu_memory_utilization=0.5"),
@@ -82,8 +82,8 @@ def test_what_is_given_stays_and_so_does_the_default_of_a_cpu(make: Make, monkey
     named = make("cluster.gpu_memory_gib=h200")
     assert with_memory_defaults(named, is_start=True) is named and named.rollout.kv_cache_gib == 1.0
     # A machine with GPUs: as without a name, by what they have.
-    monkeypatch.setattr("megarl.preflight.memory_fit.runs_on_cpu", lambda: False)
-    monkeypatch.setattr("megarl.preflight.memory_fit.installed_gpu_gib", lambda: 139.8)
+    monkeypatch.setattr("megarl.preflight.memory.memory_fit.runs_on_cpu", lambda: False)
+    monkeypatch.setattr("megarl.preflight.memory.memory_fit.installed_gpu_gib", lambda: 139.8)
     started = with_memory_defaults(make("cluster.launcher=local"), is_start=True)
     assert started.rollout.kv_cache_gib == with_memory_defaults(named).rollout.kv_cache_gib > 100
 
@@ -163,7 +163,7 @@ def test_a_cache_for_few_of_the_requests_under_way_is_a_warning(
 def test_unknown_gpus_are_a_warning_that_names_their_field(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """A driver on Ray's head node cannot know the other nodes' GPUs. A Slurm job derives the size on its node."""
     monkeypatch.delenv("SLURMD_NODENAME", raising=False)
-    monkeypatch.setattr("megarl.preflight.memory_fit.runs_on_cpu", lambda: False)
+    monkeypatch.setattr("megarl.preflight.memory.memory_fit.runs_on_cpu", lambda: False)
 
     def found(*overrides: str) -> list[str]:
         recipe = with_memory_defaults(make(*overrides))

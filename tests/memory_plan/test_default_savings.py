@@ -18,7 +18,7 @@ from megarl.memory_plan.memory_table import MemoryTable
 from megarl.memory_plan.phases import memory_table
 from megarl.memory_plan.remedies import with_field_values
 from megarl.preflight import memory_defaults, with_memory_defaults
-from megarl.preflight.memory_fit import gpu_memory, models_of
+from megarl.preflight.memory.memory_fit import gpu_memory, models_of
 from megarl.preflight.sizes import parallel_of
 from megarl.preflight.vllm_limits import default_cache_gib
 from tests.memory_plan.conftest import RECIPES
@@ -134,7 +134,7 @@ def test_a_choice_is_never_one_that_a_check_refuses(large: Large) -> None:
 
 
 def test_a_start_on_cpus_changes_nothing(large: Large, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megarl.preflight.memory_fit.runs_on_cpu", lambda: True)
+    monkeypatch.setattr("megarl.preflight.memory.memory_fit.runs_on_cpu", lambda: True)
     written = large("qwen3_14b_agent")
     assert with_memory_defaults(written, is_start=True) is written
     unknown = large("tiny_rl", "model.path=models/tiny")

@@ -13,7 +13,7 @@ from megarl.memory_plan.phases import memory_table
 from megarl.memory_plan.remedies import remedies, with_field_values
 from megarl.preflight import with_memory_defaults
 from megarl.preflight.learning import optimizers
-from megarl.preflight.memory_fit import memory_faults, models_of
+from megarl.preflight.memory.memory_fit import memory_faults, models_of
 from megarl.preflight.sizes import batches, lengths, parallel_of
 from tests.memory_plan.conftest import RECIPES, WIDE_MARGIN_GIB
 
@@ -212,13 +212,13 @@ def test_a_copy_of_the_weights_that_does_not_fit_is_left_out(large: Callable[...
 
 
 def test_a_gpu_that_nobody_names_refuses_nothing(large: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megarl.preflight.memory_fit.installed_gpu_gib", lambda: None)
+    monkeypatch.setattr("megarl.preflight.memory.memory_fit.installed_gpu_gib", lambda: None)
     assert faults(large("qwen3_14b_four_way", "cluster.gpu_memory_gib=null", "rollout.kv_cache_gib=500")) == []
 
 
 def test_other_gpus_than_are_named(large: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megarl.preflight.memory_fit.installed_gpu_gib", lambda: 79.6)
-    monkeypatch.setattr("megarl.preflight.memory_fit.runs_on_cpu", lambda: False)
+    monkeypatch.setattr("megarl.preflight.memory.memory_fit.installed_gpu_gib", lambda: 79.6)
+    monkeypatch.setattr("megarl.preflight.memory.memory_fit.runs_on_cpu", lambda: False)
     recipe = large("qwen3_14b_four_way", "cluster.launcher=local")
     (text,) = memory_faults(recipe, parallel_of(recipe), is_start=True)
     assert text == (
@@ -226,5 +226,5 @@ def test_other_gpus_than_are_named(large: Callable[..., Recipe], monkeypatch: py
         "with this memory"
     )
     assert list(memory_faults(recipe, parallel_of(recipe), is_start=False)) == []
-    monkeypatch.setattr("megarl.preflight.memory_fit.runs_on_cpu", lambda: True)
+    monkeypatch.setattr("megarl.preflight.memory.memory_fit.runs_on_cpu", lambda: True)
     assert list(memory_faults(recipe, parallel_of(recipe), is_start=True)) == []

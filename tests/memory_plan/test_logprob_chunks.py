@@ -23,7 +23,7 @@ from megarl.memory_plan.devices import CPU, GPU, GPU_MEMORY_GIB, MARGIN_GIB
 from megarl.memory_plan.phases import memory_table
 from megarl.models.logprobs import vocabulary_blocks
 from megarl.preflight import with_chunk_tokens, with_memory_defaults
-from megarl.preflight.memory_fit import models_of
+from megarl.preflight.memory.memory_fit import models_of
 from megarl.preflight.sizes import parallel_of
 from megarl.types import ConfigError
 from tests.memory_plan.conftest import RECIPES

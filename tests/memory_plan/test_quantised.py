@@ -12,7 +12,7 @@ from megarl.families.shape import ModelShape
 from megarl.memory_plan.devices import GPU
 from megarl.memory_plan.engine_bytes import engine_weights, unquantised_bytes
 from megarl.memory_plan.phases import memory_table
-from megarl.preflight.memory_fit import models_of
+from megarl.preflight.memory.memory_fit import models_of
 from megarl.preflight.sizes import parallel_of
 from megarl.reshard.layouts.placed import reshard_ends
 from megarl.reshard.layouts.vllm_computed import VllmLayouts

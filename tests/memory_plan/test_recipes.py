@@ -10,7 +10,7 @@ from megarl.config import Recipe
 from megarl.memory_plan.devices import MARGIN_GIB
 from megarl.memory_plan.node_bytes import NodeRanks, fullest_node_bytes
 from megarl.preflight import check_plan, planned_host_bytes, table_of, with_memory_defaults
-from megarl.preflight.memory_fit import verdict_of
+from megarl.preflight.memory.memory_fit import verdict_of
 from megarl.preflight.sizes import batches, lengths
 from tests.memory_plan.conftest import RECIPES, WIDE_MARGIN_GIB
 
@@ -74,7 +74,7 @@ def test_14b_trains_on_eight_gpus_of_80_gb(large: Callable[..., Recipe], name: s
 
 def test_the_host_memory_of_a_node_is_planned(large: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight ranks of 14B: 1.85e9 parameters each have 14 bytes of staged checkpoint and 12 of offloaded copies."""
-    monkeypatch.setattr("megarl.preflight.memory_fit.runs_on_cpu", lambda: False)
+    monkeypatch.setattr("megarl.preflight.memory.memory_fit.runs_on_cpu", lambda: False)
     recipe = with_memory_defaults(large("qwen3_14b_dapo_h200", "trainer.offload=[optimizer,gradients]"))
     planned = planned_host_bytes(recipe)
     assert planned is not None and planned.engine == 0
@@ -85,7 +85,7 @@ def test_the_host_memory_of_a_node_is_planned(large: Callable[..., Recipe], monk
     apart = large("qwen3_14b_dapo_h200", "rollout.placement=separate", "rollout.ranks=4", "trainer.offload=[]")
     planned = planned_host_bytes(apart)
     assert planned is not None and 0 < planned.engine < planned.trainer
-    monkeypatch.setattr("megarl.preflight.memory_fit.runs_on_cpu", lambda: True)
+    monkeypatch.setattr("megarl.preflight.memory.memory_fit.runs_on_cpu", lambda: True)
     assert planned_host_bytes(recipe) is None
 
 
@@ -94,8 +94,8 @@ def test_a_recipe_for_cpus_fits_into_16_gib(
     large: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """All its ranks together, with a model of the size that its maker script writes."""
-    monkeypatch.setattr("megarl.preflight.memory_fit.runs_on_cpu", lambda: True)
-    monkeypatch.setattr("megarl.preflight.memory_fit.machine_bytes", lambda: 16 * GIB)
+    monkeypatch.setattr("megarl.preflight.memory.memory_fit.runs_on_cpu", lambda: True)
+    monkeypatch.setattr("megarl.preflight.memory.memory_fit.machine_bytes", lambda: 16 * GIB)
     model = "models/tiny_experts" if name == "tiny_moe" else "models/tiny"
     recipe = large(name, f"model.path={model}", *OWN.get(name, ()))
     parallel = check_plan(recipe)[1]

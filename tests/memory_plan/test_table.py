@@ -19,7 +19,7 @@ from megarl.memory_plan.phases import memory_table
 from megarl.memory_plan.rank_memory import RankMemory
 from megarl.memory_plan.remedies import with_field_values
 from megarl.memory_plan.trainer_bytes import Parameter, TrainerStates
-from megarl.preflight.memory_fit import models_of
+from megarl.preflight.memory.memory_fit import models_of
 from megarl.preflight.sizes import parallel_of
 from tests.memory_plan.conftest import RECIPES
 

@@ -22,7 +22,7 @@ from megarl.memory_plan.node_bytes import DRIVER_BYTES, fullest_node_bytes, node
 from megarl.memory_plan.phases import memory_table
 from megarl.memory_plan.rank_memory import RankMemory
 from megarl.memory_plan.terms import TERMS, explain_terms
-from megarl.preflight.memory_fit import models_of
+from megarl.preflight.memory.memory_fit import models_of
 from megarl.preflight.sizes import parallel_of
 from tests.memory_plan.conftest import RECIPES
 

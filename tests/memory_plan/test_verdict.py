@@ -12,7 +12,7 @@ from megarl.cli import main
 from megarl.config import Recipe
 from megarl.memory_plan.devices import GPU_MEMORY_GIB
 from megarl.preflight import with_memory_defaults
-from megarl.preflight.memory_fit import memory_faults
+from megarl.preflight.memory.memory_fit import memory_faults
 from megarl.preflight.sizes import parallel_of
 from tests.memory_plan.conftest import RECIPES
 
@@ -84,8 +84,8 @@ def test_the_limits_are_those_of_the_gpu_that_is_named(plan: Any, kind: str, ban
 
 
 def test_without_named_gpus_the_verdict_is_of_this_machine_or_none(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megarl.preflight.memory_fit.runs_on_cpu", lambda: True)
-    monkeypatch.setattr("megarl.preflight.memory_fit.machine_bytes", lambda: 64 * GIB)
+    monkeypatch.setattr("megarl.preflight.memory.memory_fit.runs_on_cpu", lambda: True)
+    monkeypatch.setattr("megarl.preflight.memory.memory_fit.machine_bytes", lambda: 64 * GIB)
     tiny = ("tiny_rl", "model.path=models/tiny")
     code, text = plan(*tiny)
     assert code == 0 and text.strip().splitlines()[-1].startswith("fits on CPUs: ")
@@ -121,9 +121,9 @@ def test_a_cache_shorter_than_one_request_has_a_remedy(plan: Any, given: tuple[s
 
 
 def test_a_cpu_plan_counts_the_longest_request_too(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megarl.preflight.memory_fit.runs_on_cpu", lambda: True)
+    monkeypatch.setattr("megarl.preflight.memory.memory_fit.runs_on_cpu", lambda: True)
     monkeypatch.setattr("megarl.preflight.vllm_limits.runs_on_cpu", lambda: True)
-    monkeypatch.setattr("megarl.preflight.memory_fit.machine_bytes", lambda: 64 * GIB)
+    monkeypatch.setattr("megarl.preflight.memory.memory_fit.machine_bytes", lambda: 64 * GIB)
     arguments = ("tiny_rl", "model.path=models/tiny", "rollout.kv_cache_gib=0.00001")
     code, found = as_json(plan, *arguments)
     (remedy,) = found["remedies"]

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from megarl.config import Recipe
-from megarl.preflight import adapters, check
+from megarl.preflight import check
+from megarl.preflight.model import adapters
 from megarl.types import ConfigError
 
 ADAPTER = {"rank": 8, "sync": "adapter"}

@@ -11,8 +11,8 @@ from megarl.config import Recipe
 from megarl.families.parts import Router
 from megarl.families.rotary import Rotary
 from megarl.preflight import check
-from megarl.preflight.exactness import exactness_faults
-from megarl.preflight.exactness_on_gpus import OPERATORS
+from megarl.preflight.model.exactness import exactness_faults
+from megarl.preflight.model.exactness_on_gpus import OPERATORS
 from tests.shapes import small_shape, with_sizes
 
 EXACT = {"trainer": {"exact": True}, "model": {"dtype": "bfloat16"}}
@@ -106,7 +106,7 @@ def test_settings_of_experts_are_named(recipe: Callable[..., Recipe], sections: 
 
 
 def faults_on_gpus(made: Recipe, monkeypatch: pytest.MonkeyPatch, **sizes: Any) -> list[str]:
-    monkeypatch.setattr("megarl.preflight.exactness.runs_on_cpu", lambda: False)
+    monkeypatch.setattr("megarl.preflight.model.exactness.runs_on_cpu", lambda: False)
     return faults(made, **sizes)
 
 

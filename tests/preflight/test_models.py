@@ -16,7 +16,7 @@ from megarl.families.shape import planned_shape, read_model_shape
 from megarl.platform.cuda_extensions import runs_on_cpu
 from megarl.preflight import check, row_multiple
 from megarl.preflight.library_fields import supported_head_sizes
-from megarl.preflight.resources import latent_norms
+from megarl.preflight.memory.resources import latent_norms
 from megarl.types import ConfigError, DataError
 from tests.checkpoint.model_folders import vision_folder
 
@@ -209,7 +209,7 @@ def test_head_sizes_of_attention_on_cpu(recipe: Callable[..., Recipe], tiny_mode
 def test_products_in_fp8_need_whole_blocks(
     recipe: Callable[..., Recipe], tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megarl.preflight.model_sizes.runs_on_cpu", lambda: False)
+    monkeypatch.setattr("megarl.preflight.model.model_sizes.runs_on_cpu", lambda: False)
     monkeypatch.setattr("megarl.platform.transformer_engine.is_installed", lambda: True)
     sizes: dict[str, Any] = {"hidden_size": 256, "num_heads": 8, "num_kv_heads": 4, "head_dim": 64, "num_layers": 2}
     ranks: Any = {"cluster": {"ranks_per_node": 2}, "trainer": {"fp8": "blockwise", "tp": 2}}
@@ -236,7 +236,7 @@ def test_tokens_reach_other_ranks_by_deep_ep_where_it_can_be_used(
     monkeypatch: pytest.MonkeyPatch,
     fault: str | None,
 ) -> None:
-    monkeypatch.setattr("megarl.preflight.model_sizes.deep_ep_fault", lambda: fault)
+    monkeypatch.setattr("megarl.preflight.model.model_sizes.deep_ep_fault", lambda: fault)
     model = {"path": str(tiny_model(family="qwen3_moe", num_heads=4, num_kv_heads=2, head_dim=32))}
     ranks: Any = {"model": model, "cluster": {"ranks_per_node": 2}}
     made = recipe(**ranks, trainer={"moe_dispatcher": "flex", "ep": 2})
@@ -259,7 +259,7 @@ def test_activations_of_experts_are_computed_anew_by_transformer_engine(
     is_cpu: bool,
     has_engine: bool,
 ) -> None:
-    monkeypatch.setattr("megarl.preflight.model_sizes.runs_on_cpu", lambda: is_cpu)
+    monkeypatch.setattr("megarl.preflight.model.model_sizes.runs_on_cpu", lambda: is_cpu)
     monkeypatch.setattr("megarl.platform.transformer_engine.is_installed", lambda: has_engine)
     model = {"path": str(tiny_model(family="qwen3_moe", num_heads=4, num_kv_heads=2, head_dim=32))}
     made = recipe(model=model, trainer={"recompute": "selective", "recompute_modules": ["moe_act"]})

@@ -13,7 +13,7 @@ from megarl.config.json_schema import recipe_schema
 from megarl.config.recipe import to_yaml
 from megarl.config.schema import all_fields, annotated_with
 from megarl.preflight import check, resource_warnings
-from megarl.preflight.resources import untried_on_gpus
+from megarl.preflight.memory.resources import untried_on_gpus
 
 ASYNCHRONOUS = {
     "cluster": {"ranks_per_node": 4},
@@ -59,5 +59,5 @@ def test_ranks_on_cpus_are_not_warned(recipe: Callable[..., Recipe], monkeypatch
     made = recipe(**CASES["weights.overlap"][1])
     parallel = check(made)
     assert not [text for text in resource_warnings(made, parallel) if "untried on a GPU" in text]
-    monkeypatch.setattr("megarl.preflight.resources.ranks_on_cpu", lambda recipe: False)
+    monkeypatch.setattr("megarl.preflight.memory.resources.ranks_on_cpu", lambda recipe: False)
     assert len([text for text in resource_warnings(made, parallel) if "untried on a GPU" in text]) == 1

@@ -20,8 +20,9 @@ from megarl.memory_plan.phases import memory_table
 from megarl.memory_plan.remedies import with_field_values
 from megarl.platform.cuda_extensions import runs_on_cpu
 from megarl.platform.memory.host_memory import machine_bytes
-from megarl.preflight import model_sizes, sizes
-from megarl.preflight.memory_fit import NAME_THE_GPU, gpu_memory, models_of, ranks_on_cpu, table_of
+from megarl.preflight import sizes
+from megarl.preflight.memory.memory_fit import NAME_THE_GPU, gpu_memory, models_of, ranks_on_cpu, table_of
+from megarl.preflight.model import model_sizes
 from megarl.preflight.vllm_limits import default_cache_gib, is_cache_given
 from megarl.sandbox.check import examine
 from megarl.sandbox.layers import LAYERS

@@ -8,7 +8,7 @@ from megarl.config import Recipe
 from megarl.families.parts import Latent
 from megarl.families.shape import ModelShape
 from megarl.platform.cuda_extensions import runs_on_cpu
-from megarl.preflight.exactness_on_gpus import gpu_faults
+from megarl.preflight.model.exactness_on_gpus import gpu_faults
 from megarl.preflight.registry import checks
 
 ENGINE_OPTIONS = (

@@ -10,7 +10,8 @@ from megarl.checkpoint.stored import tensor_faults
 from megarl.config import Recipe
 from megarl.families.shape import ModelShape, read_model_shape
 from megarl.files.model_folder import TOKENIZER, check_model_folder, largest_token, read_object
-from megarl.preflight import model_sizes, sizes
+from megarl.preflight import sizes
+from megarl.preflight.model import model_sizes
 from megarl.preflight.registry import Fault, checks
 from megarl.types import DataError
 
@@ -80,7 +81,7 @@ def stored_tensors(recipe: Recipe, shape: ModelShape, has_model: bool) -> Iterat
     """Yield errors of the policy's files: missing tensors, tensors of another shape, tokens without an embedding."""
     folder = recipe.model.folder
     if has_model:
-        # Layers without a place in the trainer are faults of the recipe (`preflight.model_sizes`), not of the folder.
+        # Layers without a place in the trainer are faults of the recipe (`model_sizes`), not of the folder.
         is_trained = recipe.trains_mtp and shape.mtp_problem is None
         yield from map(DataError, tensor_faults(folder, shape.with_mtp(is_trained)))
     yield from map(DataError, _tokens_beyond(folder, shape))

@@ -23,8 +23,9 @@ from megarl.memory_plan.models import Built, Models
 from megarl.memory_plan.phases import memory_table
 from megarl.memory_plan.remedies import forward_row_tokens, with_field_values
 from megarl.memory_plan.savings import offloads, recomputations
-from megarl.preflight import model_sizes, sizes
-from megarl.preflight.memory_fit import gpu_memory, models_of, ranks_on_cpu
+from megarl.preflight import sizes
+from megarl.preflight.memory.memory_fit import gpu_memory, models_of, ranks_on_cpu
+from megarl.preflight.model import model_sizes
 from megarl.preflight.vllm_limits import default_cache_gib, is_cache_given
 from megarl.step_cost.lengths import assumed_lengths
 from megarl.types import DataError

@@ -22,7 +22,8 @@ from megarl.memory_plan.remedies import Remedy, remedies, with_field_values
 from megarl.platform.cuda_extensions import runs_on_cpu
 from megarl.platform.memory.host_memory import machine_bytes
 from megarl.platform.visible_gpus import installed_gpu_gib, installed_gpus
-from megarl.preflight import model_sizes, sizes
+from megarl.preflight import sizes
+from megarl.preflight.model import model_sizes
 from megarl.preflight.vllm_limits import default_cache_gib, least_cache_gib
 from megarl.types import DataError
 
