@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Passes all tests that this machine can run: style, floors, then pytest, which checks the types too.
+# Checks the style and the layers of imports, then runs pytest, which checks the types too.
 #   launch/test.sh [--install-slurm] [--tier fast|types|distributed|end_to_end|cluster|long] [arguments of pytest]
 #   launch/test.sh --matrix [arguments of tools/matrix.py]
 #   launch/test.sh --cuda [arguments of pytest]

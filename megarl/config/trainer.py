@@ -122,7 +122,7 @@ class TrainerConfig(Section):
     share_prefixes: Literal["auto", "off"] = "off"
     """Compute a prefix shared by several sequences of a microbatch only once, such as a group's prompt. off (default):
     each sequence is computed separately. auto: prefixes are shared in each microbatch where this saves more than 5 % of
-    its FLOPs; results differ by rounding only. Sharing is untried on GPUs. See megarl/loops/README.md."""
+    its FLOPs; results differ by rounding only. Sharing is untried on GPUs. See megarl/training/README.md."""
     # Every operator in which trainer and engine differ has the engine's arithmetic: `models.exact`.
     exact: Annotated[bool, OnlyIf(ON_POLICY)] = False
     """Compute the trainer's log-probs with the engine's arithmetic, so that they equal the engine's bit by bit. If a
