@@ -220,7 +220,7 @@ def test_ceilings_and_updates_are_measured(tmp_path: Path) -> None:
 def test_products_of_fp8_are_left_out_on_older_gpus(
     tool: Callable[[str], ModuleType], capability: tuple[int, int], has_fp8: bool
 ) -> None:
-    reason = tool("bench.ceilings").without_fp8(capability)
+    reason = tool("bench.ceilings").explain_missing_fp8(capability)
     assert (reason is None) == has_fp8
     assert has_fp8 or ("8.9 (Ada) or newer" in reason and f"has {capability[0]}.{capability[1]}" in reason)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from budget import Budget
-from ceilings import Gemm, copy_rates, fp8_gemm_tflops, host_copy_rates, page_locking_seconds, without_fp8
+from ceilings import Gemm, copy_rates, explain_missing_fp8, fp8_gemm_tflops, host_copy_rates, page_locking_seconds
 from item_lines import ItemLines, Options, options_of
 
 
@@ -20,7 +20,7 @@ def measure(options: Options, lines: ItemLines) -> None:
         lines.write(name, rates, "GB/s", bytes=size.host_bytes)
     seconds = page_locking_seconds(size.host_bytes, rounds)
     lines.write("page_locking", seconds, "s per GB", bytes=size.host_bytes)
-    if reason := without_fp8(torch.cuda.get_device_capability()):
+    if reason := explain_missing_fp8(torch.cuda.get_device_capability()):
         lines.write_line({"left_out": ["fp8_gemm"], "why": reason})
     else:
         lines.write("fp8_gemm", fp8_gemm_tflops(width, rounds), "TFLOP/s", width=width, dtype="float8_e4m3")

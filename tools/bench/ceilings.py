@@ -82,7 +82,7 @@ def fp8_gemm_tflops(width: int, rounds: int) -> list[float]:
     return [2 * width**3 * PRODUCTS / seconds / 1e12 for seconds in round_seconds(multiply, rounds)]
 
 
-def without_fp8(capability: Capability) -> str | None:
+def explain_missing_fp8(capability: Capability) -> str | None:
     """Return why a GPU with this compute capability multiplies no FP8 matrices; None if it does."""
     # torch's _scaled_mm refuses older GPUs.
     if (missed := Need((8, 9)).range_missed_by(capability)) is None:
