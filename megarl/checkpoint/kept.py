@@ -10,7 +10,7 @@ from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
-from megarl.families.model_tensors import copies_of, kept_prefixes
+from megarl.families.model_tensors import list_copied_prefixes, list_mtp_copies
 from megarl.families.shape import ModelShape
 from megarl.files.model_folder import (
     INDEX,
@@ -68,7 +68,7 @@ class KeptTensor(NamedTuple):
 
 def kept_tensors(folder: str | Path, model: ModelShape) -> dict[str, KeptTensor]:
     """Return the kept tensors found in a folder, by name. Raises DataError for a truncated file."""
-    prefixes = kept_prefixes(model)
+    prefixes = list_copied_prefixes(model)
     if not prefixes:
         return {}
     tensors: dict[str, KeptTensor] = {}
@@ -86,7 +86,7 @@ def kept_and_copies(folder: str | Path, model: ModelShape) -> tuple[dict[str, Ke
     file.
     """
     tensors = kept_tensors(folder, model)
-    copies = {name: original for name, original in copies_of(model).items() if name in tensors}
+    copies = {name: original for name, original in list_mtp_copies(model).items() if name in tensors}
     return {name: tensor for name, tensor in tensors.items() if name not in copies}, copies
 
 

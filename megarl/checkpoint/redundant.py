@@ -13,8 +13,8 @@ import numpy as np
 
 from megarl.checkpoint.kept import KeptTensor, places_in
 from megarl.families.frequencies import scaled_frequencies
-from megarl.families.llama import EMBEDDING, HEAD
-from megarl.families.model_tensors import checkpoint_name, copies_of
+from megarl.families.model_tensors import checkpoint_name, list_mtp_copies
+from megarl.families.pages.llama import EMBEDDING, HEAD
 from megarl.families.shape import ModelShape, read_model_shape
 
 _FREQUENCIES = ".rotary_emb.inv_freq"
@@ -54,7 +54,7 @@ def redundant_faults(folder: Path, model: ModelShape, files: Mapping[str, Path])
 def _originals(model: ModelShape) -> dict[str, str]:
     """Return the names of tensors that must equal others, with the names of the latter."""
     tied = {HEAD: checkpoint_name(EMBEDDING, model)} if model.tie_word_embeddings else {}
-    return {**tied, **copies_of(model)}
+    return {**tied, **list_mtp_copies(model)}
 
 
 def _reason(name: str, model: ModelShape) -> str:

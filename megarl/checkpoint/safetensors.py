@@ -28,8 +28,8 @@ from megarl.checkpoint.mxfp4 import dequantised
 from megarl.checkpoint.stored import BLOCKS, MXFP4, SCALES, stored_tensors
 from megarl.checkpoint.weight_checksums import check_weights, checksums_text, computed
 from megarl.config.override import overridden
-from megarl.families.llama import EMBEDDING, HEAD, VALUE_HEAD
 from megarl.families.model_tensors import checkpoint_name, float32_tensors
+from megarl.families.pages.llama import EMBEDDING, HEAD, VALUE_HEAD
 from megarl.families.shape import ModelShape, completed_config, read_model_shape, value_head_fields
 from megarl.files.atomic import replace_folder
 from megarl.files.model_folder import (

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megarl.checkpoint.redundant import is_redundant, redundant_faults
-from megarl.families.model_tensors import aliases_of, kept_prefixes
+from megarl.families.model_tensors import list_aliases, list_copied_prefixes
 from megarl.families.names import parse_name
 from megarl.families.registry import FAMILIES
 from megarl.families.shape import ModelShape
@@ -61,7 +61,7 @@ def stored_tensors(folder: str | Path, model: ModelShape) -> tuple[dict[str, Sto
 
     Raises DataError for a folder without safetensors and for a truncated file.
     """
-    shapes, kept = checkpoint_tensors(model), kept_prefixes(model)
+    shapes, kept = checkpoint_tensors(model), list_copied_prefixes(model)
     quantised = _quantised_shapes(shapes, model)
     parts: dict[str, Path] = {}
     found: dict[str, Stored] = {}
@@ -123,7 +123,7 @@ def _quantised_shapes(shapes: Mapping[str, tuple[int, ...]], model: ModelShape) 
     `shapes` are the shapes of the whole tensors."""
     if not FAMILIES[model.family].reads_mxfp4:
         return {}
-    packed = {alias.packed for alias in aliases_of(model) if len(alias.packed_shape) == 3}
+    packed = {alias.packed for alias in list_aliases(model) if len(alias.packed_shape) == 3}
     found = {}
     for name, shape in shapes.items():
         if parse_name(name).template in packed:

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from megarl.config.parallel import ParallelConfig
 from megarl.families.megatron_settings import architecture_settings, router_settings
-from megarl.families.model_tensors import rules_of
+from megarl.families.model_tensors import list_rules
 from megarl.families.mtp import PARAMETERS as MTP
 from megarl.families.parts import Latent
 from megarl.families.registry import FAMILIES
@@ -123,7 +123,7 @@ class Parameter:
 
 def parameters(model: ModelShape) -> Iterator[Parameter]:
     """Yield all parameters in the order of the model. A tied output layer is stored once, as the embedding."""
-    rules = [rule for rule in rules_of(model) if rule.place != "last_of_several_stages"]
+    rules = [rule for rule in list_rules(model) if rule.place != "last_of_several_stages"]
     yield from (Parameter(rule, (), ()) for rule in rules if rule.place == "first_stage")
     layer_in_key = any(rule.layers is not None for rule in rules)
     layers = () if layer_in_key else (model.num_layers,)

@@ -8,7 +8,7 @@ from typing import Any
 
 from megarl.config import LoraConfig, RolloutConfig
 from megarl.engine.engine_part import EnginePart
-from megarl.families.model_tensors import kept_prefixes
+from megarl.families.model_tensors import list_copied_prefixes
 from megarl.families.shape import read_model_shape
 from megarl.platform import libraries
 from megarl.types import ServedAdapter
@@ -64,6 +64,6 @@ def build_parts(
     if features.keep_experts is not None:
         yield RoutedExperts(features.keep_experts)
     if config.vllm.get("speculative_config") is not None:
-        yield Drafts(kept_prefixes(read_model_shape(model_path, override)))
+        yield Drafts(list_copied_prefixes(read_model_shape(model_path, override)))
     if not config.recompute_kv:
         yield RetainedKV()

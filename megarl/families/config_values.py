@@ -15,9 +15,9 @@ _LARGEST_SIZE = 1 << 24
 
 
 def size(config: Mapping[str, Any], field: str, *, null: int | None = None) -> int:
-    """Return a positive integer field. With `null`, the field may be null, which means this value.
+    """Return a positive integer field. With `null`, the field may be null, which means this value; with 0, also 0.
 
-    If `null` is 0, the field may be 0, too. Raises DataError for another value, KeyError for a missing field.
+    Raises DataError for another value, KeyError for a missing field.
     """
     value = config[field]
     if value is None and null is not None:
@@ -26,7 +26,7 @@ def size(config: Mapping[str, Any], field: str, *, null: int | None = None) -> i
         return 0
     # Not isinstance: True is an instance of int.
     if type(value) is not int or not 0 < value <= _LARGEST_SIZE:
-        raise DataError(f"{field} is {shown(value)}; it must be a whole number from 1 to {_LARGEST_SIZE}. {COPY_AGAIN}")
+        raise DataError(f"{field} is {quote(value)}; it must be a whole number from 1 to {_LARGEST_SIZE}. {COPY_AGAIN}")
     return value
 
 
@@ -34,7 +34,7 @@ def positive(config: Mapping[str, Any], field: str) -> float:
     """Return a positive number. Raises DataError for another value, KeyError for a missing field."""
     value = config[field]
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise DataError(f"{field} is {shown(value)}; it must be a positive number. {COPY_AGAIN}")
+        raise DataError(f"{field} is {quote(value)}; it must be a positive number. {COPY_AGAIN}")
     return float(value)
 
 
@@ -42,7 +42,7 @@ def flag(config: Mapping[str, Any], field: str) -> bool:
     """Return a boolean field; null is false. Raises DataError for another value, KeyError for a missing field."""
     value = config[field]
     if value not in (None, False, True):
-        raise DataError(f"{field} is {shown(value)}; it must be true or false. {COPY_AGAIN}")
+        raise DataError(f"{field} is {quote(value)}; it must be true or false. {COPY_AGAIN}")
     return bool(value)
 
 
@@ -50,10 +50,10 @@ def mapping(config: Mapping[str, Any], field: str) -> Mapping[str, Any]:
     """Return an object field, empty if missing or null. Raises DataError for another value."""
     value = config.get(field) or {}
     if not isinstance(value, Mapping):
-        raise DataError(f"{field} is {shown(value)}; it must be an object. {COPY_AGAIN}")
+        raise DataError(f"{field} is {quote(value)}; it must be an object. {COPY_AGAIN}")
     return value
 
 
-def shown(value: Any) -> str:
+def quote(value: Any) -> str:
     """Return a field's value as text for a message, "missing" for None."""
     return "missing" if value is None else shortened(repr(value))

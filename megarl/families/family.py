@@ -25,7 +25,7 @@ DEFAULTS: Mapping[str, Any] = {
     "rope_theta": 10000.0,
     "tie_word_embeddings": False,
 }
-"""Values that most of transformers' configuration classes give to fields missing in config.json."""
+"""Values that most of transformers' configuration classes give to missing fields."""
 
 
 StoredNames = Callable[[], Collection[str]]
@@ -38,7 +38,6 @@ def no_fields(config: Mapping[str, Any], stored_names: StoredNames) -> Mapping[s
 
 
 def no_settings(model: ModelShape) -> Mapping[str, Any]:
-    """Return no further settings of Megatron-Core, for families that need none."""
     return {}
 
 
@@ -49,51 +48,49 @@ def no_aliases(model: ModelShape) -> tuple[Alias, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A model family, defined in a module of its own. `registry.FAMILIES` lists it under the `model_type` of
-    config.json."""
+    """A model family, defined in a module of its own. `registry.FAMILIES` lists it by `model_type`."""
 
     architecture: str
-    """The architecture of the family's language models, for example `Qwen3ForCausalLM`. `shape` derives the name for
-    reward models."""
+    """The architecture of the family's language models, for example `Qwen3ForCausalLM`."""
     read: Read
     """Function from config.json to the model's parts. Raises DataError for values computed differently here."""
     rules: Callable[[ModelShape], tuple[Rule, ...]]
-    """Function from a model's shape to the rules of its Megatron parameters, each with its Hugging Face tensors."""
+    """Function from a model's shape to the rules of its Megatron parameters."""
     defaults: Mapping[str, Any] = field(default_factory=lambda: DEFAULTS)
-    """Values of fields that config.json may lack: those of transformers' configuration class, which vLLM uses too. A
-    field that is neither here nor in config.json is an error."""
+    """Values of fields that config.json may lack: those of transformers' configuration class, which vLLM uses too. Any
+    other missing field is an error.
+    """
     added_fields: Callable[[Mapping[str, Any], StoredNames], Mapping[str, Any]] = no_fields
-    """Function from config.json, and from a function for the names of the folder's tensors, to fields that vLLM reads
-    and transformers 5 does not write. Engines and exports have them too."""
+    """Function from config.json and the folder's tensor names to fields that vLLM reads and transformers 5 does not
+    write. Engines and exports have them too.
+    """
     stacks: Callable[[ModelShape], Iterable[stacks.Stack]] = stacks.standard
     """Function from a model's shape to vLLM's parameters that fuse, split or convert tensors (`stacks.Stack`). Other
-    tensors are stored whole on every rank. Stacks of tensors without a rule are ignored."""
+    tensors are stored whole on every rank. Stacks of tensors without a rule are ignored.
+    """
     settings: Callable[[ModelShape], Mapping[str, Any]] = no_settings
-    """Function from a model's shape to fields of Megatron's TransformerConfig needed by this family only."""
+    """Function from a model's shape to fields of TransformerConfig needed by this family only."""
     section: str = ""
     """The field of config.json with the language model's sizes, such as `text_config`. Empty: config.json itself."""
     prefix: str = "model."
-    """Prefix of tensor names in checkpoints. The family's module writes `model.` instead, and `model_tensors` replaces
-    it."""
+    """Prefix of tensor names in checkpoints. The family's module writes `model.` instead."""
     engine_architecture: str = ""
     """vLLM's architecture for the language model alone. Empty: that of config.json."""
-    kept: tuple[str, ...] = ()
-    """Prefixes of tensors not used by trainer and engine, such as `visual.`. An export copies them from the base model,
-    byte for byte. It also copies layers for multi-token prediction that are not trained."""
+    copied_prefixes: tuple[str, ...] = ()
+    """Prefixes of tensors not used by trainer and engine, such as `visual.`. An export copies them byte for byte."""
     mtp: MtpForm | None = None
     """Names of the layer for multi-token prediction. None: the family has no such layer."""
     aliases: Callable[[ModelShape], tuple[Alias, ...]] = no_aliases
-    """Function from a model's shape to the places of single experts' tensors in the checkpoint's packed tensors."""
+    """Function from a model's shape to the places of experts' tensors in packed tensors."""
     reads_mxfp4: bool = False
     """Whether packed tensors may be MXFP4 in files. They are dequantised to bfloat16 on reading."""
     classifier: str = ""
-    """transformers' class of the language model with a value head. Empty: `architecture`, ending in
-    `ForSequenceClassification`."""
+    """transformers' class with a value head. Empty: `architecture`, ending in `ForSequenceClassification`."""
     other_model_types: tuple[str, ...] = ()
-    """Other values of `model_type` in config.json for models of this architecture."""
+    """Other values of `model_type` for models of this architecture."""
     is_quantisable: bool = False
-    """Whether `rollout.quantization` is tested with this family: vLLM's quantised weights are written correctly
-    (tests/reshard/layouts)."""
+    """Whether `rollout.quantization` is tested with this family (tests/reshard/layouts)."""
     has_adapter_slots: bool = False
     """Whether LoRA adapters in vLLM's slots (lora.sync: adapter, megarl serve --adapter) are tested with this family,
-    on attention and dense layers (tests/distributed/test_adapter_reshard.py)."""
+    on attention and dense layers (tests/distributed/test_adapter_reshard.py).
+    """

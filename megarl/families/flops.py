@@ -1,8 +1,8 @@
 """Model FLOPs of a forward pass, from a model's shape. No torch.
 
 A multiply-add counts as two FLOPs. Included are causal attention and the matrix products of projections, feed-forward
-layers, routers and output head. Only the experts used by a token count. Excluded are norms, activations, and
-recomputation to save memory. Source: PaLM (arXiv 2204.02311, appendix B).
+layers (only the experts used by a token), routers and output head. Excluded are norms, activations and recomputation.
+Source: PaLM (arXiv 2204.02311, appendix B).
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from megarl.families.shape import ModelShape
 
 
 def matrix_flops(shape: ModelShape) -> float:
-    """Return the FLOPs of one token's matrix products, attention scores excluded: two for each weight used."""
+    """Return the FLOPs of one token's matrix products, without attention scores: two for each weight used."""
     layers = sum(count * _layer_weights(shape, kind) for kind, count in Counter(shape.layers).items())
     head = shape.hidden_size * (1 if shape.has_value_head else shape.vocab_size)
     return 2.0 * (layers + head)
 
 
 def _layer_weights(shape: ModelShape, kind: LayerKind) -> int:
-    """Return the weights of one layer used by a token."""
     feed_forward, router = shape.intermediate_size, 0
     if kind.has_experts:
         feed_forward = shape.top_k * shape.moe_intermediate_size + shape.shared_intermediate_size
@@ -56,7 +55,6 @@ def attention_flops(shape: ModelShape) -> float:
 
 
 def _pair_flops(shape: ModelShape) -> int:
-    """Return the FLOPs of one token attending to another in one layer."""
     return 2 * (shape.attention.score_channels + shape.attention.value_channels)
 
 
@@ -67,29 +65,28 @@ def forward_flops(shape: ModelShape, lengths: NDArray[np.integer]) -> float:
     if not shape.windows:
         return float(matrices + attention_flops(shape) * np.square(tokens).sum())
     # Every window appears in many layers, so its pairs of tokens are counted once.
-    pairs = sum(count * _attended(tokens, window) for window, count in Counter(shape.windows).items())
+    pairs = sum(count * _count_pairs(tokens, window) for window, count in Counter(shape.windows).items())
     return float(matrices + _pair_flops(shape) * pairs)
 
 
-def _attended(tokens: NDArray[np.float64], window: int) -> float:
+def _count_pairs(tokens: NDArray[np.float64], window: int) -> float:
     """Return the pairs of a token and an attended one over sequences of these lengths [sequences]; window 0 is none."""
     reach = np.minimum(tokens, window) if window else tokens
     return float((reach * tokens - np.square(reach) / 2).sum())
 
 
 def update_only_flops(shape: ModelShape, lengths: NDArray[np.integer]) -> float:
-    """Return the FLOPs that only an update runs over sequences with these lengths, int [sequences].
+    """Return the FLOPs that only an update runs over these sequences: those of a trained layer for multi-token
+    prediction.
 
-    They are those of a layer for multi-token prediction; 0 without a trained one.
-
-    Each of its weights takes part in three products: forward, and both gradients. The model's head has no weight
-    gradient there, so it takes part in two.
+    Each of its weights takes part in three products: forward, and both gradients; the head's in two, because it has no
+    weight gradient there. `lengths` is int [sequences].
     """
     if not shape.num_mtp_layers:
         return 0.0
     tokens = np.asarray(lengths, np.float64)
     # The projection has the embedding and the hidden state as input.
-    own = _layer_weights(shape, shape.layers[mtp_kind_number(shape)]) + 2 * shape.hidden_size**2
+    layer_weights = _layer_weights(shape, shape.layers[mtp_kind_number(shape)]) + 2 * shape.hidden_size**2
     head = shape.hidden_size * shape.vocab_size
-    matrices = (3 * 2.0 * own + 2 * 2.0 * head) * tokens.sum()
+    matrices = (3 * 2.0 * layer_weights + 2 * 2.0 * head) * tokens.sum()
     return float(matrices + 3 * _pair_flops(shape) * np.square(tokens).sum() / 2)

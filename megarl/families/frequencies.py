@@ -20,7 +20,7 @@ Where = Callable[[Array, Array, Array], Array]
 def scaled_frequencies(rotary: Rotary, num_channels: int, exponents: Array, pairs: Array, where: Where) -> Array:
     """Return the angle of each pair of channels per position, [num_channels / 2], in radians.
 
-    `exponents` are the even numbers below num_channels, divided by it. `pairs` are the numbers of the pairs, from 0.
+    `exponents` are the even numbers below num_channels, divided by it. `pairs` are the pairs' numbers, from 0.
     """
     plain = 1.0 / rotary.theta**exponents
     if rotary.scaling == "linear":
@@ -51,7 +51,7 @@ def _yarn(plain: Array, divided: Array, pairs: Array, rotary: Rotary, num_channe
     """
 
     def find_pair(rotations: float) -> float:
-        """Return the number, a real one, of the pair that rotates this often over the original context."""
+        """Return the real number of the pair that rotates this often over the original context."""
         positions_per_radian = rotary.original_positions / (rotations * 2 * math.pi)
         return num_channels * math.log(positions_per_radian) / (2 * math.log(rotary.theta))
 

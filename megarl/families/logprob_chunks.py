@@ -1,8 +1,8 @@
-"""Choice of `trainer.logprob_chunk_tokens`: the tokens whose logits are in memory at once, by time and memory.
+"""Choice of `trainer.logprob_chunk_tokens`: the tokens with logits in memory at once, by time and memory.
 
-The logits [tokens, vocabulary] are computed in blocks of the vocabulary. A block is as large as the logits of one chunk
-of tokens over the whole vocabulary. Fewer blocks save time: each reads all hidden states, and adds to their float32
-gradient. More blocks save memory.
+The logits [tokens, vocabulary] are computed in blocks of the vocabulary, each as large as the logits of one chunk of
+tokens. Fewer blocks save time: each reads all hidden states, and adds to their float32 gradient. More blocks save
+memory.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from megarl.config.parallel import ParallelConfig
 from megarl.families.shape import ModelShape, padded_vocab_size
 
 CPU_CHUNK_TOKENS = 1024
-"""Chunk of tokens on CPUs, whose caches are small."""
+"""Chunk of tokens on CPUs, with their small caches."""
 LIMIT_BYTES = 1 << 30
-"""Greatest bytes of the logits in memory at once on a GPU, with the float32 copies made by torch's operations."""
+"""Greatest bytes of the logits in memory at once on a GPU, with the float32 copies made by torch."""
 BLOCK_SHARE = 0.02
-"""Greatest share of the head's time spent on the number of blocks. Fewer blocks than this allows only cost memory."""
+"""Greatest share of the head's time spent on the number of blocks. Still fewer blocks only cost memory."""
 
 # Seconds on an H200 in bfloat16, fitted to the rows `logprobs_forward_backward` of tools/bench/results/h200.jsonl:
 # 32,768 tokens, hidden size 2,560, vocabulary 151,936, 9 to 33 blocks. The largest error is 1.7 % with kernels, and
 # 3.7 % with torch's operations. Smaller vocabularies (tensor parallelism) are extrapolated.
 _PRODUCT_SECONDS = 8 / 783e12
-"""Per token, hidden channel and vocabulary row: four matrix products at the speed of a large one in the same run."""
+"""Per token, hidden channel and vocabulary row: four matrix products at the speed of a large one."""
 _LOGIT_SECONDS = {True: 6.0e-12, False: 26.6e-12}
 """Per logit, by whether kernels read the logits as they are: softmax, entropy and the logits' gradients."""
 _BLOCK_SECONDS = {True: 7.5e-12, False: 5.7e-12}
@@ -72,14 +72,14 @@ def chosen_chunk_tokens(
 
 
 def _even_chunk(*, num_tokens: int, vocabulary_rows: int, num_blocks: int) -> int:
-    """Return the chunk that splits the vocabulary into blocks of equal size, without a small last one."""
+    """Return the chunk that splits the vocabulary into blocks of equal size."""
     # Blocks are multiples of 64 rows, as in `models.logprobs.vocabulary_blocks`.
     rows = -(-vocabulary_rows // (64 * num_blocks)) * 64
     return -(-min(rows, vocabulary_rows) * num_tokens // vocabulary_rows)
 
 
 def has_logit_kernels(recipe: Recipe, *, is_gpu: bool) -> bool:
-    """Return whether GPU kernels read the logits as they are. False: torch's operations make float32 copies."""
+    """Return whether GPU kernels read the logits as they are. False: torch makes float32 copies."""
     # Log-probs over retained tokens and divergences of whole distributions use torch's operations.
     is_truncated = any(source.recipe.rollout.sampling.is_truncated for source in recipe.sources)
     is_whole = recipe.loop == "distillation" and not recipe.has_advantages
@@ -88,8 +88,8 @@ def has_logit_kernels(recipe: Recipe, *, is_gpu: bool) -> bool:
 
 def logprob_chunk_tokens(recipe: Recipe, shape: ModelShape, parallel: ParallelConfig, *, is_gpu: bool) -> int:
     """Return the recipe's chunk of tokens for a model, or the chosen one if the recipe leaves it out."""
-    if (given := recipe.trainer.logprob_chunk_tokens) is not None:
-        return given
+    if (setting := recipe.trainer.logprob_chunk_tokens) is not None:
+        return setting
     if not is_gpu:
         return CPU_CHUNK_TOKENS
     return chosen_chunk_tokens(

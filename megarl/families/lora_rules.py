@@ -1,7 +1,6 @@
 """LoRA adapters under PEFT's names, derived from the rules of their linear layers.
 
-A fused linear layer has one adapter. Its Hugging Face projections share the matrix A. Its matrix B is split like the
-weight.
+A fused linear layer has one adapter: its projections share the matrix A, and its matrix B is split like the weight.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 
-from megarl.families.model_tensors import list_tensors, rules_of
+from megarl.families.model_tensors import list_rules, list_tensors
 from megarl.families.rules import Rule, Segment
 from megarl.families.shape import ModelShape
 
@@ -31,14 +30,15 @@ def adapter_rules(model: ModelShape, targets: Collection[str], rank: int) -> tup
     """Return the rules of all adapters of a model. `rank` is the LoRA rank."""
     endings = tuple(f".{linear}.weight" for target in targets for linear in LINEARS[target])
     return tuple(
-        made for rule in rules_of(model) if rule.parameter.endswith(endings) for made in _of_linear(rule, rank)
+        adapter_rule
+        for rule in list_rules(model)
+        if rule.parameter.endswith(endings)
+        for adapter_rule in _linear_rules(rule, rank)
     )
 
 
 def adapter_shapes(model: ModelShape, targets: Collection[str], rank: int) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all matrices A [rank, in features] and B [out features, rank], by their names in a PEFT
-    folder.
-    """
+    """Return the shapes of all matrices A [rank, in features] and B [out features, rank], by name in a PEFT folder."""
     rules = adapter_rules(model, targets, rank)
     shapes = {template: shape for rule in rules for template, shape in rule.tensors}
     return {tensor.name: shapes[tensor.template] for tensor in list_tensors(rules, model)}
@@ -47,7 +47,7 @@ def adapter_shapes(model: ModelShape, targets: Collection[str], rank: int) -> di
 def projections(names: Iterable[str]) -> list[str]:
     """Return the last name parts of the modules with adapters, sorted: `target_modules` of PEFT.
 
-    `names` are those of the matrices, numbered or with placeholders for layers and experts.
+    `names` are those of the matrices, numbered or with placeholders.
     """
     # Names end in MODULE.lora_A.weight or MODULE.lora_B.weight.
     return sorted({name.split(".")[-3] for name in names})
@@ -58,7 +58,7 @@ def adapter_tensor(tensor: str, letter: str) -> str:
     return f"{PEFT_PREFIX}{tensor.removesuffix('weight')}lora_{letter}.weight"
 
 
-def _of_linear(rule: Rule, rank: int) -> tuple[Rule, ...]:
+def _linear_rules(rule: Rule, rank: int) -> tuple[Rule, ...]:
     """Return the rules of the A and B matrices of one linear layer's adapter."""
     stem = rule.parameter.removesuffix("weight") + "adapter."
     a, b = ({name: adapter_tensor(name, letter) for name, _ in rule.tensors} for letter in "AB")
@@ -70,12 +70,12 @@ def _of_linear(rule: Rule, rank: int) -> tuple[Rule, ...]:
         blocks = tuple(tuple(replace(part, tensor=names[part.tensor]) for part in block) for block in rule.blocks)
         return replace(rule, parameter=stem + parameter, tensors=tensors, blocks=blocks, transformer_engine=None)
 
-    def copied(parameter: str, name: str, shape: tuple[int, ...]) -> Rule:
+    def replicate(parameter: str, name: str, shape: tuple[int, ...]) -> Rule:
         block = (Segment(name, 0, shape[0]),)
-        made = replace(rule, parameter=stem + parameter, tensors=((name, shape),), dim=None, blocks=(block,))
-        return replace(made, transformer_engine=None)
+        replicated = replace(rule, parameter=stem + parameter, tensors=((name, shape),), dim=None, blocks=(block,))
+        return replace(replicated, transformer_engine=None)
 
     # A column-split weight splits its outputs: B is split and A replicated. A row-split weight is the reverse.
     if rule.dim == 0:
-        return (*(copied("a", name, shape) for name, shape in shape_a), split("b", shape_b, b))
-    return (split("a", shape_a, a), *(copied("b", name, shape) for name, shape in shape_b))
+        return (*(replicate("a", name, shape) for name, shape in shape_a), split("b", shape_b, b))
+    return (split("a", shape_a, a), *(replicate("b", name, shape) for name, shape in shape_b))

@@ -1,4 +1,4 @@
-"""Megatron-Core's settings of a model's architecture, by the names of TransformerConfig. They do not depend on ranks.
+"""Megatron-Core's settings of a model's architecture, by the names of TransformerConfig.
 
 Models in memory (`models.configuration`) and checkpoints for Megatron-LM (`checkpoint.torch_dist`) both use them.
 """
@@ -13,10 +13,7 @@ from megarl.types import ConfigError
 
 
 def architecture_settings(shape: ModelShape) -> dict[str, Any]:
-    """Return the settings that both uses share, without those of experts.
-
-    Raises ConfigError for sliding windows of several sizes.
-    """
+    """Return the settings without those of experts. Raises ConfigError for sliding windows of several sizes."""
     attention = shape.attention
     return {
         "num_layers": shape.num_layers,
@@ -54,7 +51,7 @@ def _window_settings(shape: ModelShape) -> dict[str, Any]:
 
 
 def router_settings(router: Router, shape: ModelShape) -> dict[str, Any]:
-    """Return the settings of a model's router and experts that both uses share."""
+    """Return the settings of a model's router and experts."""
     has_groups, is_sigmoid = router.num_groups > 1, router.score == "sigmoid"
     return {
         # A list of layers makes Megatron-Core's checkpoints non-homogeneous, so models with experts everywhere have

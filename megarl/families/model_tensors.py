@@ -7,7 +7,7 @@ from functools import partial
 from itertools import combinations
 from typing import TYPE_CHECKING
 
-from megarl.families.mtp import is_mtp, kept_mtp_prefixes, mtp_copies, mtp_rules, mtp_stacks, without_mtp_layers
+from megarl.families.mtp import copied_mtp_prefixes, is_mtp, mtp_copies, mtp_rules, mtp_stacks, without_mtp_layers
 from megarl.families.names import TensorName, in_order
 from megarl.families.packed import Alias
 from megarl.families.registry import FAMILIES
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from megarl.families.shape import ModelShape
 
 
-def rules_of(model: ModelShape) -> tuple[Rule, ...]:
-    """Return a model's rules. A rule says of which Hugging Face tensors a Megatron parameter is composed.
+def list_rules(model: ModelShape) -> tuple[Rule, ...]:
+    """Return a model's rules: how each Megatron parameter is composed of Hugging Face tensors.
 
     Raises ValueError if two rules describe the same Megatron parameter.
     """
@@ -27,7 +27,7 @@ def rules_of(model: ModelShape) -> tuple[Rule, ...]:
     rules = family.rules(model)
     if model.num_mtp_layers and family.mtp:
         rules = (*without_mtp_layers(model, rules), *mtp_rules(model, rules, family.mtp))
-    rules = tuple(rule.renamed(partial(checkpoint_name, model=model)) for rule in rules)
+    rules = tuple(rule.rename_tensors(partial(checkpoint_name, model=model)) for rule in rules)
     # A later rule would silently replace an earlier one in tables by name.
     for first, second in combinations(rules, 2):
         if first.parameter == second.parameter and overlap(first, second):
@@ -35,8 +35,8 @@ def rules_of(model: ModelShape) -> tuple[Rule, ...]:
     return rules
 
 
-def stacks_of(model: ModelShape) -> tuple[Stack, ...]:
-    """Return a model's stacks. A stack is a parameter of vLLM: Hugging Face tensors, concatenated.
+def list_stacks(model: ModelShape) -> tuple[Stack, ...]:
+    """Return a model's stacks: parameters of vLLM, made of concatenated Hugging Face tensors.
 
     Tensors without a rule are included, one stack each.
     """
@@ -47,43 +47,39 @@ def stacks_of(model: ModelShape) -> tuple[Stack, ...]:
     )
 
 
-def mtp_stacks_of(model: ModelShape) -> tuple[Stack, ...]:
+def list_mtp_stacks(model: ModelShape) -> tuple[Stack, ...]:
     """Return the stacks of vLLM's draft model made of the model's trained MTP layer; none without one."""
     form = FAMILIES[model.family].mtp
     if not model.num_mtp_layers or form is None:
         return ()
-    layers = layers_of(rules_of(model), model)
+    layers = layers_by_template(list_rules(model), model)
     templates = (name for name, numbers in layers.items() if is_mtp(model, TensorName(name, numbers[-1])))
-    return tuple(mtp_stacks(stacks_of(model), templates, form, checkpoint_name("model.layers.{layer}.", model)))
+    return tuple(mtp_stacks(list_stacks(model), templates, form, checkpoint_name("model.layers.{layer}.", model)))
 
 
 def live_name(template: str, model: ModelShape) -> str:
-    """Return the name in vLLM of a tensor that vLLM does not fuse with others. vLLM removes prefixes other than
-    `model.`."""
+    """Return the name in vLLM of a tensor that vLLM does not fuse. vLLM removes prefixes other than `model.`."""
     prefix = FAMILIES[model.family].prefix
     return "model." + template.removeprefix(prefix) if template.startswith(prefix) else template
 
 
 def checkpoint_name(name: str, model: ModelShape) -> str:
-    """Return the name in checkpoints of a tensor, given its name in the family's module (beginning with `model.`)."""
+    """Return a tensor's name in checkpoints from its name in the family's module (beginning with `model.`)."""
     prefix = FAMILIES[model.family].prefix
     return prefix + name.removeprefix("model.") if name.startswith("model.") else name
 
 
-def templates_of(model: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return shapes of the checkpoint's tensors by template. A template is a name with `{layer}` and `{expert}` for
-    numbers.
-    """
-    return {name: shape for rule in rules_of(model) for name, shape in rule.tensors}
+def template_shapes(model: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Return shapes of the checkpoint's tensors by template: a name with `{layer}` and `{expert}` for numbers."""
+    return {name: shape for rule in list_rules(model) for name, shape in rule.tensors}
 
 
 def float32_templates(rules: Iterable[Rule]) -> frozenset[str]:
-    """Return the templates of tensors stored in float32 whatever the model's dtype."""
     return frozenset(name for rule in rules if rule.dtype == "float32" for name, _ in rule.tensors)
 
 
-def layers_of(rules: Iterable[Rule], model: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return the numbers of the layers with a tensor, keyed by its template. A tensor outside of layers has (-1,)."""
+def layers_by_template(rules: Iterable[Rule], model: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Return the numbers of the layers with a tensor, by its template. A tensor outside of layers has (-1,)."""
     numbers: dict[str, set[int]] = {}
     for rule in rules:
         rule_layers = range(model.num_layers) if rule.layers is None else rule.layers
@@ -93,16 +89,16 @@ def layers_of(rules: Iterable[Rule], model: ModelShape) -> dict[str, tuple[int, 
     return {template: tuple(sorted(layers)) for template, layers in numbers.items()}
 
 
-def tensors_of(model: ModelShape) -> tuple[TensorName, ...]:
+def list_model_tensors(model: ModelShape) -> tuple[TensorName, ...]:
     """Return every tensor of the model's checkpoint, in the order of a plan."""
-    return list_tensors(rules_of(model), model)
+    return list_tensors(list_rules(model), model)
 
 
 def list_tensors(rules: Iterable[Rule], model: ModelShape) -> tuple[TensorName, ...]:
     """Return the tensors of these rules in all their layers and experts, in order."""
     return in_order(
         TensorName(template, layer, expert)
-        for template, layers in layers_of(rules, model).items()
+        for template, layers in layers_by_template(rules, model).items()
         for layer in layers
         for expert in (range(model.num_experts) if "{expert}" in template else (0,))
     )
@@ -110,17 +106,17 @@ def list_tensors(rules: Iterable[Rule], model: ModelShape) -> tuple[TensorName, 
 
 def hf_tensors(model: ModelShape) -> dict[str, tuple[int, ...]]:
     """Return the shapes of all tensors of the model's checkpoint, by name."""
-    shapes = templates_of(model)
-    return {tensor.name: shapes[tensor.template] for tensor in tensors_of(model)}
+    shapes = template_shapes(model)
+    return {tensor.name: shapes[tensor.template] for tensor in list_model_tensors(model)}
 
 
 def float32_tensors(model: ModelShape) -> tuple[str, ...]:
     """Return the names of tensors stored in float32 whatever the model's dtype."""
-    templates = float32_templates(rules_of(model))
-    return tuple(tensor.name for tensor in tensors_of(model) if tensor.template in templates)
+    templates = float32_templates(list_rules(model))
+    return tuple(tensor.name for tensor in list_model_tensors(model) if tensor.template in templates)
 
 
-def aliases_of(model: ModelShape) -> tuple[Alias, ...]:
+def list_aliases(model: ModelShape) -> tuple[Alias, ...]:
     """Return where the tensors of single experts lie in packed tensors (all experts in one) of the model's files."""
     return tuple(
         alias._replace(tensor=checkpoint_name(alias.tensor, model), packed=checkpoint_name(alias.packed, model))
@@ -128,19 +124,18 @@ def aliases_of(model: ModelShape) -> tuple[Alias, ...]:
     )
 
 
-def kept_prefixes(model: ModelShape) -> tuple[str, ...]:
-    """Return name prefixes of tensors that are copied from the base model into exports, but not used by trainer and
-    engine."""
+def list_copied_prefixes(model: ModelShape) -> tuple[str, ...]:
+    """Return name prefixes of tensors that exports copy from the base model, unused by trainer and engine."""
     family = FAMILIES[model.family]
     if family.mtp is None:
-        return family.kept
+        return family.copied_prefixes
     if model.num_mtp_layers:
         # The copies in MTP layers are not loaded either. An export writes them anew.
-        return (*copies_of(model), *family.kept)
-    return (*kept_mtp_prefixes(model, family.mtp), *family.kept)
+        return (*list_mtp_copies(model), *family.copied_prefixes)
+    return (*copied_mtp_prefixes(model, family.mtp), *family.copied_prefixes)
 
 
-def copies_of(model: ModelShape) -> dict[str, str]:
-    """Return the tensors of a trained MTP layer equal to others of the model: the name of each, and of its original."""
+def list_mtp_copies(model: ModelShape) -> dict[str, str]:
+    """Return the tensors of a trained MTP layer equal to others: the name of each, and of its original."""
     form = FAMILIES[model.family].mtp
     return mtp_copies(model, form) if model.num_mtp_layers and form else {}

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from megarl.families.names import TensorName
-from megarl.families.rules import Rule, Variant, column, replicated
+from megarl.families.rules import Rule, Variant, column, replicate
 from megarl.families.stacks import Part, Stack
 
 if TYPE_CHECKING:
@@ -35,8 +35,9 @@ _TRANSFORMER = PARAMETERS + "transformer_layer."
 
 
 class MtpForm(NamedTuple):
-    """How a family's checkpoints and vLLM name the tensors of an MTP layer, and its input at a sequence's first
-    position."""
+    """Names of an MTP layer's tensors in a family's checkpoints and in vLLM, and its input at a sequence's first
+    position.
+    """
 
     layer: str
     """Prefix of the transformer layer's tensors, with `{layer}` for its number."""
@@ -50,8 +51,7 @@ class MtpForm(NamedTuple):
     splits_projection: bool
     """Whether vLLM splits the rows of the projection over ranks. False: each rank has all."""
     sees_first: bool
-    """At position t the layer gets the embedding of token t + 1. Whether it does so at a sequence's first position,
-    too. False: this embedding is replaced by zeros there."""
+    """Whether the layer gets an embedding at a sequence's first position too. False: zeros there."""
     num_layers_field: str
     """Field of config.json with the number of MTP layers."""
     copied: Mapping[str, str] = {}
@@ -96,41 +96,41 @@ def is_mtp(model: ModelShape, tensor: TensorName) -> bool:
 
 
 def mtp_kind_number(model: ModelShape) -> int:
-    """Return the number, from 0, of the model's layer with the parts of its MTP layer: the last one with attention."""
+    """Return the number, from 0, of the layer with the parts of the MTP layer: the last one with attention."""
     return max(number for number, kind in enumerate(model.layers) if kind.mixer == "attention")
 
 
 def mtp_rules(model: ModelShape, rules: Iterable[Rule], form: MtpForm) -> Iterator[Rule]:
-    """Yield the rules of the trained MTP layer; `rules` are those of the other layers.
+    """Yield the rules of the trained MTP layer, in the model's last stage; `rules` are those of the other layers.
 
-    The layer is in the model's last stage. Its parameters have no placeholder for the layer.
+    Its parameters have no placeholder for the layer.
     """
     layers, hidden, like = frozenset({_number(model, form)}), model.hidden_size, mtp_kind_number(model)
 
-    def moved(parameter: str) -> str:
+    def move_name(parameter: str) -> str:
         return _TRANSFORMER + parameter.removeprefix(_DECODER)
 
-    def placed(rule: Rule) -> Rule:
+    def place_rule(rule: Rule) -> Rule:
         return replace(rule, place="last_stage", layers=layers)
 
     for rule in rules:
         if rule.place == "every_layer" and rule.has_layer(like):
             variant = rule.transformer_engine
             if variant is not None:
-                variant = Variant(moved(variant.parameter), variant.is_replicated)
-            named = rule.renamed(lambda name: form.layer + name.removeprefix(_LAYER))
-            yield placed(replace(named, parameter=moved(rule.parameter), transformer_engine=variant))
-    yield placed(replicated(PARAMETERS + "enorm.weight", form.embedding_norm, (hidden,)))
-    yield placed(replicated(PARAMETERS + "hnorm.weight", form.hidden_norm, (hidden,)))
-    yield placed(column(PARAMETERS + "eh_proj.weight", form.projection, (hidden, 2 * hidden)))
-    yield placed(replicated(PARAMETERS + "final_layernorm.weight", form.final_norm, (hidden,)))
+                variant = Variant(move_name(variant.parameter), variant.is_replicated)
+            named = rule.rename_tensors(lambda name: form.layer + name.removeprefix(_LAYER))
+            yield place_rule(replace(named, parameter=move_name(rule.parameter), transformer_engine=variant))
+    yield place_rule(replicate(PARAMETERS + "enorm.weight", form.embedding_norm, (hidden,)))
+    yield place_rule(replicate(PARAMETERS + "hnorm.weight", form.hidden_norm, (hidden,)))
+    yield place_rule(column(PARAMETERS + "eh_proj.weight", form.projection, (hidden, 2 * hidden)))
+    yield place_rule(replicate(PARAMETERS + "final_layernorm.weight", form.final_norm, (hidden,)))
 
 
 def without_mtp_layers(model: ModelShape, rules: Iterable[Rule]) -> Iterator[Rule]:
     """Yield the rules of a model with MTP layers, each limited to the layers before them."""
-    every = frozenset(range(model.num_layers))
+    all_layers = frozenset(range(model.num_layers))
     for rule in rules:
-        yield replace(rule, layers=every) if rule.place == "every_layer" and rule.layers is None else rule
+        yield replace(rule, layers=all_layers) if rule.place == "every_layer" and rule.layers is None else rule
 
 
 def mtp_stacks(stacks: Iterable[Stack], templates: Iterable[str], form: MtpForm, layer: str) -> Iterator[Stack]:
@@ -138,17 +138,17 @@ def mtp_stacks(stacks: Iterable[Stack], templates: Iterable[str], form: MtpForm,
 
     `layer` is the prefix of the policy's layers in the checkpoint.
     """
-    left = list(templates)
+    names_left = list(templates)
     for stack in stacks:
         parts = tuple(
             part._replace(tensor=form.layer + part.tensor.removeprefix(layer))
             for part in stack.parts
             if part.tensor.startswith(layer)
         )
-        if parts and parts[0].tensor in left:
-            left = [name for name in left if name not in {part.tensor for part in parts}]
+        if parts and parts[0].tensor in names_left:
+            names_left = [name for name in names_left if name not in {part.tensor for part in parts}]
             yield stack._replace(storage=DRAFTER + form.live_layer + stack.storage.removeprefix(_LAYER), parts=parts)
-    for name in left:
+    for name in names_left:
         split = "even" if name == form.projection and form.splits_projection else "copy"
         yield Stack(DRAFTER + _live_name(name, form), 0, (Part(name, split),))
 
@@ -159,8 +159,8 @@ def mtp_copies(model: ModelShape, form: MtpForm) -> dict[str, str]:
     return {layer + name: original for name, original in form.copied.items()}
 
 
-def kept_mtp_prefixes(model: ModelShape, form: MtpForm) -> tuple[str, ...]:
-    """Return name prefixes of the tensors of MTP layers that are only copied, in a model that does not train them."""
+def copied_mtp_prefixes(model: ModelShape, form: MtpForm) -> tuple[str, ...]:
+    """Return name prefixes of the tensors of MTP layers that are only copied."""
     if form.layer.startswith(OWN):
         return (OWN,)
     numbers = range(model.num_layers, model.num_layers + model.num_kept_layers)
@@ -173,7 +173,7 @@ def _number(model: ModelShape, form: MtpForm) -> int:
 
 
 def _live_name(template: str, form: MtpForm) -> str:
-    """Return the draft model's name of a tensor that vLLM does not fuse with others."""
+    """Return the draft model's name of a tensor that vLLM does not fuse."""
     if template in (form.embedding_norm, form.hidden_norm, form.projection, form.final_norm):
         return "model." + template.removeprefix(OWN) if template.startswith(OWN) else template
     return form.live_layer + template.removeprefix(form.layer)

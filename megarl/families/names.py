@@ -27,9 +27,9 @@ def parse_name(name: str) -> TensorName:
     layer, expert = re.search(r"\blayers\.(\d+)", name), re.search(r"\bexperts\.(\d+)", name)
     template = name
     # From the right: replacing the layer first would shift the expert's position.
-    for found, field in ((expert, "{expert}"), (layer, "{layer}")):
-        if found:
-            template = template[: found.start(1)] + field + template[found.end(1) :]
+    for match, field in ((expert, "{expert}"), (layer, "{layer}")):
+        if match:
+            template = template[: match.start(1)] + field + template[match.end(1) :]
     return TensorName(template, int(layer[1]) if layer else -1, int(expert[1]) if expert else 0)
 
 

@@ -1,5 +1,4 @@
-"""Places of single experts' tensors in a checkpoint's packed tensors. A packed tensor has all experts of a layer, and
-maybe transposes them or alternates their rows."""
+"""Places of single experts' tensors in a checkpoint's packed tensors, which have all experts of a layer."""
 
 from __future__ import annotations
 
@@ -23,5 +22,4 @@ class Alias(NamedTuple):
     """Name of the packed tensor in files, with `{layer}`."""
     packed_shape: tuple[int, ...]
     axes: tuple[Axis, ...]
-    """Place of each dimension of the expert's tensor in the packed one. All dimensions of the packed tensor occur
-    except the first."""
+    """Place of each dimension of the expert's tensor in the packed one, all except its first."""

@@ -9,8 +9,7 @@ from megarl.families.rotary import Rotary
 
 
 class LayerKind(NamedTuple):
-    """Kind of a transformer layer: its attention, and its feed-forward network. Layers of one kind share a layer spec
-    in Megatron."""
+    """Kind of a transformer layer: attention and feed-forward network. Layers of one kind share a spec in Megatron."""
 
     mixer: Literal["attention", "linear_attention"] = "attention"
     has_experts: bool = False
@@ -21,8 +20,7 @@ class LayerKind(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GroupedQuery:
-    """Sizes of grouped-query attention. `Latent` has the same attributes, so that code planning memory and FLOPs
-    handles both."""
+    """Sizes of grouped-query attention. `Latent` has the same attributes."""
 
     num_heads: int
     num_kv_heads: int
@@ -32,25 +30,25 @@ class GroupedQuery:
     qk_norm: bool = False
     """Whether each query and key head has an RMSNorm."""
     has_output_gate: bool = False
-    """Whether the query projection also computes a gate for each query head. The gate scales the attention's output."""
+    """Whether the query projection also computes a gate for each query head, which scales the output."""
 
     @property
     def score_channels(self) -> int:
-        """Return the number of query channels, all heads together. Each is one multiply-add of an attention score."""
+        """Query channels of all heads. Each is one multiply-add of an attention score."""
         return self.num_heads * self.head_dim
 
     @property
     def value_channels(self) -> int:
-        """Return the number of channels of the attention's output, before the output projection."""
+        """Channels of the attention's output, before the output projection."""
         return self.num_heads * self.head_dim
 
     @property
     def rotary_channels(self) -> int:
-        """Return the number of channels of a head that rotary embeddings rotate if their fraction is 1."""
+        """Channels of a head that rotary embeddings rotate if their fraction is 1."""
         return self.head_dim
 
     def projection_elements(self, hidden_size: int) -> int:
-        """Return the number of weights in one layer's projections (query, key, value, output), without biases."""
+        """Return the weights of one layer's projections (query, key, value, output), without biases."""
         gates = self.num_heads if self.has_output_gate else 0
         return hidden_size * (2 * (self.num_heads + self.num_kv_heads) + gates) * self.head_dim
 
@@ -64,8 +62,7 @@ class GroupedQuery:
 class Latent:
     """Multi-head latent attention (arXiv:2405.04434, section 2.1): keys and values are projected from a latent vector.
 
-    It has the same attributes as `GroupedQuery`. Each query or key head has some channels without rotary embeddings,
-    and others with them.
+    Each query or key head has some channels without rotary embeddings, and others with them.
     """
 
     num_heads: int
@@ -86,7 +83,7 @@ class Latent:
 
     @property
     def head_dim(self) -> int:
-        """Return the channels of a query or key head."""
+        """Channels of a query or key head."""
         return self.plain_channels + self.rotary_channels
 
     @property
@@ -99,7 +96,7 @@ class Latent:
 
     @property
     def qk_norm(self) -> bool:
-        """Return True, because Megatron-Core normalises the latent vectors only if its field qk_layernorm is set."""
+        """True: Megatron-Core normalises the latent vectors only if its field qk_layernorm is set."""
         return True
 
     @property
@@ -139,28 +136,28 @@ class DeltaNet:
 
     @property
     def key_channels(self) -> int:
-        """Return the number of key channels, all heads together. Queries have equally many."""
+        """Key channels of all heads. Queries have equally many."""
         return self.num_key_heads * self.key_dim
 
     @property
     def value_channels(self) -> int:
-        """Return the number of value channels, all heads together. The output gates and the input of the output
-        projection have equally many."""
+        """Value channels of all heads. Output gates and the output projection's input have equally many."""
         return self.num_value_heads * self.value_dim
 
     @property
     def convolved_channels(self) -> int:
-        """Return the number of channels that the causal convolution processes: queries, keys and values."""
+        """Channels of the causal convolution: queries, keys and values."""
         return 2 * self.key_channels + self.value_channels
 
     @property
     def state_numbers(self) -> int:
-        """Return the numbers in the state of one sequence."""
+        """Numbers in the state of one sequence."""
         return self.num_value_heads * self.key_dim * self.value_dim
 
     def projection_elements(self, hidden_size: int) -> int:
-        """Return the number of weights in one layer's projections. They are queries, keys, values, gates, two rates per
-        value head, and the output."""
+        """Return the weights of one layer's projections: queries, keys, values, gates, two rates per value head, and
+        the output.
+        """
         inputs = self.convolved_channels + self.value_channels + 2 * self.num_value_heads
         return hidden_size * (inputs + self.value_channels)
 
@@ -175,7 +172,7 @@ class Router:
     moe_intermediate_size: int
     """Intermediate size of a routed expert."""
     norm_topk_prob: bool = True
-    """Whether the routing weights of a token's experts are normalised to sum to one."""
+    """Whether the routing weights of a token's experts sum to one."""
     shared_intermediate_size: int = 0
     """Intermediate size of the shared expert. 0: no shared expert."""
     has_shared_gate: bool = False
@@ -193,16 +190,13 @@ class Router:
 
 
 class Parts(NamedTuple):
-    """The parts of a model that a family's module reads from config.json."""
-
     attention: GroupedQuery | Latent
     rotary: Rotary
     router: Router | None = None
     kinds: tuple[LayerKind, ...] = ()
     """The kind of each layer. Empty: all have attention without a window, and experts if there is a router."""
     num_kept_layers: int = 0
-    """Number of additional layers at the checkpoint's end, for multi-token prediction. megarl copies them unchanged:
-    they are neither trained nor used for sampling."""
+    """Number of additional layers at the checkpoint's end, for multi-token prediction, copied unchanged."""
     linear_attention: DeltaNet | None = None
     """Sizes of the linear attention in layers with this mixer. None: the model has no such layers."""
     has_zero_centered_norms: bool = False

@@ -1,8 +1,7 @@
 """Fields of config.json of published models, so that a plan for them needs no download.
 
-`published.json` holds them: copied from the config.json files on the Hub, the fields read by `shape_from_config`. These
-are the models named by recipes in `launch/recipes/`, and the large models of families without a recipe. All other
-models are read from their folders.
+`published.json` has the fields read by `shape_from_config`, copied from the Hub: for the models of recipes in
+`launch/recipes/`, and the large models of families without a recipe.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from megarl.families import windows as sliding
-from megarl.families.config_values import COPY_AGAIN, flag, positive, shown, size
+from megarl.families.config_values import COPY_AGAIN, flag, positive, quote, size
 from megarl.families.parts import GroupedQuery, LayerKind, Parts, Router
 from megarl.families.rotary import read_rotary
 from megarl.types import DataError
@@ -17,7 +17,7 @@ DEFAULT_EXPERTS = {
     "norm_topk_prob": False,
     "shared_expert_intermediate_size": 0,
 }
-"""Values that transformers' classes of Qwen's mixtures of experts give to these fields if config.json lacks them."""
+"""Values of missing fields in transformers' classes of Qwen's mixtures of experts."""
 
 DEFAULT_SIGMOID = {
     "first_k_dense_replace": 1,
@@ -28,7 +28,7 @@ DEFAULT_SIGMOID = {
     "routed_scaling_factor": 1.0,
     "topk_group": 1,
 }
-"""Values that transformers' class of GLM-4.5 gives to these fields if config.json lacks them."""
+"""Values of missing fields in transformers' class of GLM-4.5."""
 
 _BIASES = frozenset({"attention_bias", "mlp_bias"})
 
@@ -46,8 +46,8 @@ def read_dense(
     `ignored` are biases in config.json that this family does not read. Raises DataError for others.
     """
     refuse_biases(config, ignored)
-    found = sliding.read(config, windows)
-    kinds = tuple(LayerKind(window=window) for window in found)
+    layer_windows = sliding.read(config, windows)
+    kinds = tuple(LayerKind(window=window) for window in layer_windows)
     return Parts(grouped_query(config, qkv_bias=qkv_bias, qk_norm=qk_norm), read_rotary(config), kinds=kinds)
 
 
@@ -60,9 +60,11 @@ def read_experts(
 ) -> Parts:
     """Return the parts of a Qwen model with softmax-routed experts in all or some layers."""
     dense = read_dense(config, qkv_bias=qkv_bias, qk_norm=qk_norm, windows=windows)
-    found = [kind.window for kind in dense.kinds] or [0] * size(config, "num_hidden_layers")
-    has_experts = experts_of_layers(config, len(found))
-    kinds = tuple(LayerKind(has_experts=here, window=window) for here, window in zip(has_experts, found, strict=True))
+    layer_windows = [kind.window for kind in dense.kinds] or [0] * size(config, "num_hidden_layers")
+    has_experts = experts_of_layers(config, len(layer_windows))
+    kinds = tuple(
+        LayerKind(has_experts=is_moe, window=window) for is_moe, window in zip(has_experts, layer_windows, strict=True)
+    )
     return dense._replace(router=softmax_router(config), kinds=uniform(kinds))
 
 
@@ -106,21 +108,21 @@ def check_normalised(top_k: int) -> None:
 
 def top_k(config: Mapping[str, Any], num_experts: int) -> int:
     """Return the number of experts per token. Raises DataError if it exceeds the number of experts."""
-    chosen = size(config, "num_experts_per_tok")
-    if chosen > num_experts:
-        raise DataError(f"num_experts_per_tok {chosen} is more than the {num_experts} experts.")
-    return chosen
+    num_chosen = size(config, "num_experts_per_tok")
+    if num_chosen > num_experts:
+        raise DataError(f"num_experts_per_tok {num_chosen} is more than the {num_experts} experts.")
+    return num_chosen
 
 
 def first_layers_dense(config: Mapping[str, Any], num_layers: int) -> tuple[LayerKind, ...]:
-    """Return the kinds of layers if the first `first_k_dense_replace` layers are dense, all others have experts."""
+    """Return the kinds of layers if the first `first_k_dense_replace` are dense, and all others have experts."""
     num_dense = size(config, "first_k_dense_replace", null=0)
     if num_dense >= num_layers:
         raise DataError(f"first_k_dense_replace {num_dense} leaves none of the {num_layers} layers with experts.")
     return uniform(tuple(LayerKind(has_experts=layer >= num_dense) for layer in range(num_layers)))
 
 
-def required(config: Mapping[str, Any], field: str, remedy: str) -> Any:
+def require_field(config: Mapping[str, Any], field: str, remedy: str) -> Any:
     """Return a field. Raises DataError with the remedy if it is missing or null."""
     if (value := config.get(field)) is None:
         raise DataError(f"{field} is missing. {remedy}")
@@ -133,25 +135,25 @@ def sigmoid_router(config: Mapping[str, Any]) -> Router:
     Raises DataError for values that Megatron-Core 0.16.1, transformers and vLLM compute differently.
     """
     num_experts = size(config, "n_routed_experts")
-    chosen, num_groups, top_groups = (
+    num_chosen, num_groups, top_groups = (
         top_k(config, num_experts),
         size(config, "n_group", null=1),
         size(config, "topk_group", null=1),
     )
     if config.get("norm_topk_prob", True) is not True:
         raise DataError("norm_topk_prob false is not supported: Megatron-Core always normalises sigmoid scores.")
-    if chosen == 1:
+    if num_chosen == 1:
         raise DataError("num_experts_per_tok 1 is not supported: Megatron-Core does not normalise a single weight.")
-    if num_groups > 1 and (num_experts % num_groups or top_groups > num_groups or chosen // top_groups != 2):
+    if num_groups > 1 and (num_experts % num_groups or top_groups > num_groups or num_chosen // top_groups != 2):
         # Megatron rates a group by its best num_experts_per_tok // topk_group experts, transformers and vLLM by two.
         raise DataError(
-            f"n_group {num_groups}, topk_group {top_groups}, num_experts_per_tok {chosen}: Megatron-Core and vLLM "
+            f"n_group {num_groups}, topk_group {top_groups}, num_experts_per_tok {num_chosen}: Megatron-Core and vLLM "
             "choose different groups unless num_experts_per_tok // topk_group is 2; use another model."
         )
     expert = size(config, "moe_intermediate_size")
     return Router(
         num_experts=num_experts,
-        top_k=chosen,
+        top_k=num_chosen,
         moe_intermediate_size=expert,
         shared_intermediate_size=expert * size(config, "n_shared_experts", null=0),
         score="sigmoid",
@@ -173,12 +175,12 @@ def softmax_router(config: Mapping[str, Any]) -> Router:
     # transformers 5 writes num_local_experts for num_experts.
     num_experts = size(config, "num_experts" if "num_experts" in config else "num_local_experts")
     shared = size(config, "shared_expert_intermediate_size", null=0)
-    chosen, is_normalised = top_k(config, num_experts), flag(config, "norm_topk_prob")
+    num_chosen, is_normalised = top_k(config, num_experts), flag(config, "norm_topk_prob")
     if is_normalised:
-        check_normalised(chosen)
+        check_normalised(num_chosen)
     return Router(
         num_experts=num_experts,
-        top_k=chosen,
+        top_k=num_chosen,
         norm_topk_prob=is_normalised,
         moe_intermediate_size=size(config, "moe_intermediate_size"),
         shared_intermediate_size=shared,
@@ -190,9 +192,9 @@ def experts_of_layers(config: Mapping[str, Any], num_layers: int) -> list[bool]:
     """Return which layers have experts, by `mlp_only_layers` and `decoder_sparse_step`. Raises DataError for none."""
     dense = config.get("mlp_only_layers") or []
     if not isinstance(dense, list) or any(type(layer) is not int or not 0 <= layer < num_layers for layer in dense):
-        raise DataError(f"mlp_only_layers is {shown(dense)}; it must list layers from 0 to {num_layers - 1}.")
+        raise DataError(f"mlp_only_layers is {quote(dense)}; it must list layers from 0 to {num_layers - 1}.")
     step = size(config, "decoder_sparse_step")
-    found = [layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)]
-    if not any(found):
+    has_experts = [layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)]
+    if not any(has_experts):
         raise DataError("mlp_only_layers and decoder_sparse_step leave no layer with experts.")
-    return found
+    return has_experts

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from megarl.families import (
+from megarl.families.family import Family
+from megarl.families.pages import (
     deepseek_v3,
     glm4_moe,
     glm4_moe_lite,
@@ -17,7 +18,6 @@ from megarl.families import (
     qwen3_next,
     seed_oss,
 )
-from megarl.families.family import Family
 
 FAMILIES: dict[str, Family] = {
     "deepseek_v3": deepseek_v3.FAMILY,

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from megarl.families.config_values import flag, mapping, positive, shown
+from megarl.families.config_values import flag, mapping, positive, quote
 from megarl.types import DataError
 
 Scaling = Literal["default", "linear", "llama3", "yarn"]
@@ -64,8 +64,7 @@ class Rotary:
     beta_fast: float = 32.0
     """yarn: dimensions with more rotations than this over the original context are unchanged."""
     beta_slow: float = 1.0
-    """yarn: frequencies of dimensions with fewer rotations than this over the original context are divided by `factor`.
-    """
+    """yarn: dimensions with fewer rotations than this over the original context are divided by `factor`."""
     attention_factor: float = 1.0
     """yarn: factor of the cosines and sines, so attention scores are scaled by its square."""
     score_mscale: float = 0.0
@@ -75,9 +74,7 @@ class Rotary:
 
 
 def rope_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the rotary settings in a config.json of transformers 4 or 5, without nulls. Raises DataError for two that
-    differ.
-    """
+    """Return the rotary settings of transformers 4 or 5, without nulls. Raises DataError for two that differ."""
     # transformers 5 has them in rope_parameters, transformers 4 in rope_scaling, and the base in a field of its own.
     newer, older = (
         {name: value for name, value in mapping(config, field).items() if value is not None}
@@ -85,14 +82,14 @@ def rope_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
     )
     if newer and older and newer != older:
         raise DataError(
-            f"rope_parameters is {shown(newer)} and rope_scaling is {shown(older)}: two names of one setting with "
+            f"rope_parameters is {quote(newer)} and rope_scaling is {quote(older)}: two names of one setting with "
             "different values; remove one."
         )
     return newer or older
 
 
 def read_rotary(config: Mapping[str, Any], *, fraction: float | None = None) -> Rotary:
-    """Return the rotary embeddings in a config.json of transformers 4 or 5. Raises DataError for unsupported ones.
+    """Return the rotary embeddings of transformers 4 or 5. Raises DataError for unsupported ones.
 
     `fraction` is the family's default of `partial_rotary_factor`; None: the family rotates all channels.
     """
@@ -126,7 +123,7 @@ def _read_rotary(config: Mapping[str, Any], rope: Mapping[str, Any]) -> Rotary:
     # transformers and vLLM prefer this field to the rope parameter.
     if config.get(_ORIGINAL) not in (None, original):
         raise DataError(
-            f"{_ORIGINAL} is {shown(config[_ORIGINAL])}, but the rope parameter of this name is {original:g}; remove "
+            f"{_ORIGINAL} is {quote(config[_ORIGINAL])}, but the rope parameter of this name is {original:g}; remove "
             "one."
         )
     if kind == "llama3":
@@ -144,16 +141,16 @@ def _read_rotary(config: Mapping[str, Any], rope: Mapping[str, Any]) -> Rotary:
             f"{original * factor:g}; lower it or raise the factor."
         )
     # Defaults of transformers and vLLM 0.30.
-    given = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True, **rope}
+    parameters = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True, **rope}
     return Rotary(
         theta,
         "yarn",
         factor,
         original,
-        beta_fast=positive(given, "beta_fast"),
-        beta_slow=positive(given, "beta_slow"),
+        beta_fast=positive(parameters, "beta_fast"),
+        beta_slow=positive(parameters, "beta_slow"),
         attention_factor=_attention_factor(rope, factor),
-        truncate=flag(given, "truncate"),
+        truncate=flag(parameters, "truncate"),
     )
 
 

@@ -1,8 +1,8 @@
 """Rules of a model family: how a Megatron parameter is composed of Hugging Face tensors.
 
-A Megatron parameter is a sequence of blocks. A block is a sequence of segments. A segment is a range of one Hugging
-Face tensor along the split dimension. Tensor parallelism splits every block into equal contiguous parts. A rank stores
-its parts one after another.
+A Megatron parameter is a sequence of blocks, a block a sequence of segments, a segment a range of one Hugging Face
+tensor along the split dimension. Tensor parallelism splits every block into equal contiguous parts. A rank stores its
+parts one after another.
 
 This covers column, row and vocabulary splits. Megatron's interleaved query groups are one block, even if a rank's part
 ends inside a group or a head. Its gate and up halves are two blocks.
@@ -32,8 +32,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """How a parameter of Megatron's own layers differs in Transformer Engine's layers: by name, and maybe by
-    replication.
+    """How a parameter differs in Transformer Engine's layers: by name, and maybe by replication.
 
     Transformer Engine fuses a norm with the following linear layer, and puts all experts into one module.
     """
@@ -46,27 +45,25 @@ class Variant:
 class Rule:
     """A Megatron parameter and its Hugging Face tensors.
 
-    Names contain the placeholders `{layer}` and `{expert}`. In `parameter` they stand for the numbers on the rank, in
-    `tensors` for the numbers in the whole model. Two rules may have the same tensors or the same parameter in different
-    layers.
+    In `parameter`, `{layer}` and `{expert}` stand for the numbers on the rank, in `tensors` for those in the whole
+    model. Two rules may have the same tensors or the same parameter in different layers.
     """
 
     parameter: str
     """Name of the parameter in Megatron's own layers, for example `decoder.layers.{layer}.mlp.linear_fc2.weight`."""
     place: Place
     tensors: tuple[tuple[str, tuple[int, ...]], ...]
-    """Names and shapes of the Hugging Face tensors that the parameter is composed of."""
+    """Names and shapes of the Hugging Face tensors."""
     dim: int | None
     """Dimension split by tensor parallelism. None: the parameter is replicated."""
     blocks: tuple[tuple[Segment, ...], ...]
-    """Blocks of the parameter, in order: each is split over the tensor-parallel ranks, and consists of segments."""
+    """Blocks of the parameter, in order: each is split over the tensor-parallel ranks."""
     padded: bool = False
     """Whether the parameter has more vocabulary rows at its end than the Hugging Face tensor."""
     transformer_engine: Variant | None = None
     """Differences in Transformer Engine's layers. None: the parameter is the same there."""
     is_expert: bool = False
-    """Whether it is a parameter of one expert. Expert parallelism distributes experts over ranks, and expert-tensor
-    parallelism splits each expert."""
+    """Whether it is a parameter of one expert. Experts are distributed over ranks, and may be split."""
     layers: frozenset[int] | None = None
     """Numbers, from 0, of the layers with this parameter. None: all layers."""
     is_buffer: bool = False
@@ -74,20 +71,19 @@ class Rule:
     dtype: Literal["model", "float32"] = "model"
     """Data type: the model's, or always float32."""
     block_keys: tuple[str, ...] = ()
-    """Endings of the keys in Megatron's checkpoints that store each block as a separate tensor. Empty: the checkpoint
-    stores the whole parameter under one key."""
+    """Endings of the keys in Megatron's checkpoints that store each block as a separate tensor. Empty: one key."""
 
     def has_layer(self, layer: int) -> bool:
         """Return whether a layer has this parameter. Outside of layers, `layer` is -1."""
         return layer < 0 or self.layers is None or layer in self.layers
 
-    def renamed(self, rename: Callable[[str], str]) -> Rule:
+    def rename_tensors(self, rename: Callable[[str], str]) -> Rule:
         """Return a copy of the rule with the Hugging Face tensors' names replaced by `rename`."""
         tensors = tuple((rename(name), shape) for name, shape in self.tensors)
         blocks = tuple(tuple(replace(part, tensor=rename(part.tensor)) for part in block) for block in self.blocks)
         return replace(self, tensors=tensors, blocks=blocks)
 
-    def resolved(self, transformer_engine: bool) -> Rule:
+    def resolve(self, transformer_engine: bool) -> Rule:
         """Return the rule of this parameter in one kind of layers: Transformer Engine's, or Megatron's own."""
         variant = self.transformer_engine
         if variant is None or not transformer_engine:
@@ -107,7 +103,7 @@ def _whole(tensor: str, shape: tuple[int, ...], dim: int) -> tuple[Segment, ...]
     return (Segment(tensor, 0, shape[dim]),)
 
 
-def replicated(
+def replicate(
     parameter: str,
     tensor: str,
     shape: tuple[int, ...],
@@ -136,8 +132,10 @@ def vocabulary(parameter: str, tensor: str, model: ModelShape, place: Place) -> 
 
 
 def gate_up(parameter: str, gate: str, up: str, shape: tuple[int, int]) -> Rule:
-    """Return the storage rule of a gated MLP's weight. Megatron stores gate and up projection as one tensor, split over
-    output features by tensor parallelism. On each rank the gate's rows come before the up projection's."""
+    """Return the rule of a gated MLP's weight: gate and up projection in one tensor, split over output features.
+
+    On each rank the gate's rows come first.
+    """
     return Rule(
         parameter, "every_layer", ((gate, shape), (up, shape)), 0, (_whole(gate, shape, 0), _whole(up, shape, 0))
     )
@@ -147,7 +145,7 @@ def query_groups(parameter: str, q: str, k: str, v: str, model: ModelShape, feat
     """Return the rule of Megatron's fused QKV projection: for each key-value head its query heads, its key, its value.
 
     With output gates, the gates of a group follow its query heads. In the checkpoint each gate follows its own head.
-    `features` is `(hidden_size,)` for the weight, `()` for the bias. The whole is split into equal parts. With fewer
+    `features` is `(hidden_size,)` for the weight, `()` for the bias. The whole is split into equal parts: with fewer
     key-value heads than ranks, a part may begin or end inside a head.
     """
     width, heads = model.head_dim, model.num_heads // model.num_kv_heads
@@ -167,7 +165,6 @@ def query_groups(parameter: str, q: str, k: str, v: str, model: ModelShape, feat
 
 
 def _queries(q: str, heads: range, width: int, has_gates: bool) -> tuple[Segment, ...]:
-    """Return the query heads of a group, then their gates if there are any."""
     if not has_gates:
         return (Segment(q, heads.start * width, heads.stop * width),)
     kinds = ((0, width), (width, 2 * width))
@@ -179,14 +176,14 @@ def _queries(q: str, heads: range, width: int, has_gates: bool) -> tuple[Segment
 def with_experts(dense: tuple[Rule, ...], model: ModelShape, router: str = "gate") -> tuple[Rule, ...]:
     """Add a router and experts to a dense family's rules, in the layers with experts.
 
-    `router` is the router's name in the checkpoint. Each expert is a parameter of its own, both in the local spec's
-    sequence of experts and in Transformer Engine's grouped layers. The norm before a router is never fused.
+    `router` is the router's name in the checkpoint. Each expert is a parameter of its own. The norm before a router is
+    never fused.
     """
     mlp, theirs = "decoder.layers.{layer}.mlp.", "model.layers.{layer}.mlp."
     hidden, channels = model.hidden_size, model.moe_intermediate_size
     gate, up, down = (theirs + f"experts.{{expert}}.{kind}_proj.weight" for kind in ("gate", "up", "down"))
     routed = model.layers_where(lambda kind: kind.has_experts)
-    others = model.layers_where(lambda kind: not kind.has_experts)
+    dense_layers = model.layers_where(lambda kind: not kind.has_experts)
 
     def expert(rule: Rule, layer: str) -> Rule:
         variant = Variant(f"{mlp}experts.{layer}.weight{{expert}}")
@@ -197,11 +194,11 @@ def with_experts(dense: tuple[Rule, ...], model: ModelShape, router: str = "gate
     norm = next(rule for rule in dense if "pre_mlp_layernorm" in rule.parameter)
     return (
         *(rule for rule in dense if rule not in feed_forward and rule is not norm),
-        *(replace(rule, layers=others) for rule in (norm, *feed_forward) if others != frozenset()),
+        *(replace(rule, layers=dense_layers) for rule in (norm, *feed_forward) if dense_layers != frozenset()),
         # A router reads the norm's output too, so no linear layer can absorb the norm.
         replace(norm, transformer_engine=None, layers=routed),
         replace(
-            replicated(mlp + "router.weight", f"{theirs}{router}.weight", (model.num_experts, hidden)), layers=routed
+            replicate(mlp + "router.weight", f"{theirs}{router}.weight", (model.num_experts, hidden)), layers=routed
         ),
         expert(gate_up(first, gate, up, (channels, hidden)), "linear_fc1"),
         expert(row(second, down, (hidden, channels)), "linear_fc2"),
@@ -216,25 +213,25 @@ def with_shared_expert(rules: tuple[Rule, ...], model: ModelShape, theirs: str) 
     hidden, shared = model.hidden_size, model.shared_intermediate_size
     if not shared:
         return rules
-    here, there = "decoder.layers.{layer}.mlp.shared_experts.", "model.layers.{layer}.mlp." + theirs
-    gate, up, down = (f"{there}.{kind}_proj.weight" for kind in ("gate", "up", "down"))
+    decoder, checkpoint = "decoder.layers.{layer}.mlp.shared_experts.", "model.layers.{layer}.mlp." + theirs
+    gate, up, down = (f"{checkpoint}.{kind}_proj.weight" for kind in ("gate", "up", "down"))
     added = (
-        gate_up(here + "linear_fc1.weight", gate, up, (shared, hidden)),
-        row(here + "linear_fc2.weight", down, (hidden, shared)),
+        gate_up(decoder + "linear_fc1.weight", gate, up, (shared, hidden)),
+        row(decoder + "linear_fc2.weight", down, (hidden, shared)),
     )
     if model.router and model.router.has_shared_gate:
         # The shared expert's gate is a single row, replicated by Megatron-Core 0.16.1 on all ranks.
-        added = (replicated(here + "gate_weight", there + "_gate.weight", (1, hidden)), *added)
+        added = (replicate(decoder + "gate_weight", checkpoint + "_gate.weight", (1, hidden)), *added)
     routed = model.layers_where(lambda kind: kind.has_experts)
     return (*rules, *(replace(rule, layers=routed) for rule in added))
 
 
 def expert_bias(model: ModelShape) -> Rule:
     """Return the rule of the router's bias: a float32 buffer in Megatron, added to the scores for the choice alone."""
-    here, there = (
+    parameter, tensor = (
         "decoder.layers.{layer}.mlp.router.expert_bias",
         "model.layers.{layer}.mlp.gate.e_score_correction_bias",
     )
-    rule = replicated(here, there, (model.num_experts,))
+    rule = replicate(parameter, tensor, (model.num_experts,))
     routed = model.layers_where(lambda kind: kind.has_experts)
     return replace(rule, layers=routed, is_buffer=True, dtype="float32")

@@ -10,8 +10,8 @@ from typing import Any
 
 from megarl.config.formulas import either
 from megarl.config.override import overridden
-from megarl.families.config_values import COPY_AGAIN, flag, mapping, positive, shown, size
-from megarl.families.model_tensors import aliases_of
+from megarl.families.config_values import COPY_AGAIN, flag, mapping, positive, quote, size
+from megarl.families.model_tensors import list_aliases
 from megarl.families.names import parse_name
 from megarl.families.parts import DeltaNet, GroupedQuery, Latent, LayerKind, Parts, Router
 from megarl.families.published import PUBLISHED, published_name
@@ -45,7 +45,7 @@ class ModelShape:
     kinds: tuple[LayerKind, ...] = ()
     """The kind of each layer. Empty: all have attention without a window, and experts if there is a router."""
     num_kept_layers: int = 0
-    """Number of the checkpoint's layers for multi-token prediction that are copied unchanged, not trained."""
+    """Number of the checkpoint's layers for multi-token prediction that are copied unchanged."""
     num_mtp_layers: int = 0
     """Number of trained layers for multi-token prediction, 0 or 1 (`families.mtp`)."""
     linear_attention: DeltaNet | None = None
@@ -53,20 +53,19 @@ class ModelShape:
     has_zero_centered_norms: bool = False
     """Whether norms multiply by 1 + weight."""
     packs_experts: bool = False
-    """Whether the model's files have one tensor for all experts of a layer, in a family with both forms."""
+    """Whether the files have one tensor for all experts of a layer, in a family with both forms."""
     packs_mtp_experts: bool = False
-    """The same for the layer for multi-token prediction: released files may have either form there."""
+    """The same for the layer for multi-token prediction."""
     has_value_head: bool = False
     """Whether a value head (critic, reward model) replaces the output layer."""
 
     @property
     def layers(self) -> tuple[LayerKind, ...]:
-        """Return the kind of each layer."""
         return self.kinds or (LayerKind(has_experts=self.router is not None),) * self.num_layers
 
     @property
     def mtp_problem(self) -> str | None:
-        """Return why the layers for multi-token prediction cannot be trained; None if they can."""
+        """Why the layers for multi-token prediction cannot be trained; None if they can."""
         form = FAMILIES[self.family].mtp
         if form is None:
             able = either([name for name, family in FAMILIES.items() if family.mtp])
@@ -77,22 +76,21 @@ class ModelShape:
 
     @property
     def expert_layers(self) -> tuple[int, ...]:
-        """Return the numbers, from 0, of the layers with experts."""
+        """Numbers, from 0, of the layers with experts."""
         return tuple(number for number, kind in enumerate(self.layers) if kind.has_experts)
 
     @property
     def has_dense_layers(self) -> bool:
-        """Return whether some layer has a dense feed-forward layer."""
         return len(self.expert_layers) < self.num_layers
 
     def layers_where(self, is_wanted: Callable[[LayerKind], bool]) -> frozenset[int] | None:
         """Return the numbers, from 0, of the layers of a kind, as `Rule.layers` has them. None: all layers."""
-        found = frozenset(number for number, kind in enumerate(self.layers) if is_wanted(kind))
-        return None if len(found) == self.num_layers else found
+        numbers = frozenset(number for number, kind in enumerate(self.layers) if is_wanted(kind))
+        return None if len(numbers) == self.num_layers else numbers
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """Return the attention window of each layer in tokens, 0 for none. Empty: no layer has one."""
+        """Attention window of each layer in tokens, 0 for none. Empty: no layer has one."""
         windows = tuple(kind.window for kind in self.kinds)
         return windows if any(windows) else ()
 
@@ -110,31 +108,31 @@ class ModelShape:
 
     @property
     def rotary_channels(self) -> int:
-        """Return the channels of a head that are rotated."""
+        """Channels of a head that are rotated."""
         return int(self.attention.rotary_channels * self.rotary.fraction)
 
     @property
     def num_experts(self) -> int:
-        """Return the number of routed experts per layer with experts. 0: a dense model."""
+        """Number of routed experts per layer with experts. 0: a dense model."""
         return self.router.num_experts if self.router else 0
 
     @property
     def top_k(self) -> int:
-        """Return the number of routed experts chosen for each token. 0: a dense model."""
+        """Number of routed experts of each token. 0: a dense model."""
         return self.router.top_k if self.router else 0
 
     @property
     def moe_intermediate_size(self) -> int:
-        """Return the intermediate size of a routed expert. 0: a dense model."""
+        """Intermediate size of a routed expert. 0: a dense model."""
         return self.router.moe_intermediate_size if self.router else 0
 
     @property
     def shared_intermediate_size(self) -> int:
-        """Return the intermediate size of the shared expert. 0: no shared expert."""
+        """Intermediate size of the shared expert. 0: no shared expert."""
         return self.router.shared_intermediate_size if self.router else 0
 
     def with_mtp(self, is_trained: bool) -> ModelShape:
-        """Return the same model with its layers for multi-token prediction trained, or only kept."""
+        """Return the same model with its layers for multi-token prediction trained, or only copied."""
         num_layers = self.num_mtp_layers + self.num_kept_layers
         return replace(
             self, num_mtp_layers=num_layers if is_trained else 0, num_kept_layers=0 if is_trained else num_layers
@@ -168,25 +166,25 @@ def read_model_shape(model_folder: str | Path, override: Mapping[str, Any] | Non
 def _packed_fields(folder: Path, model: ModelShape) -> dict[str, bool]:
     """Return the fields of ModelShape for packed experts that are true of a folder's files.
 
-    There are none in families with one form alone, and files are not read for them.
+    Families with one form alone have none, and their files are not read.
     """
-    forms = (aliases_of(replace(model, packs_experts=packs, packs_mtp_experts=packs)) for packs in (True, False))
+    forms = (list_aliases(replace(model, packs_experts=packs, packs_mtp_experts=packs)) for packs in (True, False))
     packed, always = ({alias.packed for alias in aliases} for aliases in forms)
     if packed == always:
         return {}
     stored = {parse_name(name).template for name in stored_names(folder)}
-    found = {}
+    fields = {}
     for field in ("packs_experts", "packs_mtp_experts"):
-        own = {alias.packed for alias in aliases_of(replace(model, **{field: True}))}
-        found[field] = not stored.isdisjoint(own - always)
-    return found
+        packed_names = {alias.packed for alias in list_aliases(replace(model, **{field: True}))}
+        fields[field] = not stored.isdisjoint(packed_names - always)
+    return fields
 
 
 def planned_shape(model_folder: str | Path, override: Mapping[str, Any] | None = None) -> ModelShape:
     """Return a model's shape for a plan. Without a folder, use the published models of `PUBLISHED`.
 
-    Raises DataError like `read_model_shape`. For a missing folder, the error has the command that downloads config.json
-    alone.
+    Raises DataError like `read_model_shape`. For a missing folder, the error has the command that downloads
+    config.json.
     """
     if Path(model_folder).is_dir():
         return read_model_shape(model_folder, override)
@@ -209,7 +207,7 @@ def _named_shape(config: dict[str, Any], path: Path, override: Mapping[str, Any]
     model_type = config.get("model_type", shape.family)
     if model_type not in (shape.family, *FAMILIES[shape.family].other_model_types):
         raise DataError(
-            f'{path}: model_type is {shown(model_type)}, but the architecture of the model needs "{shape.family}".'
+            f'{path}: model_type is {quote(model_type)}, but the architecture of the model needs "{shape.family}".'
         )
     return shape
 
@@ -258,7 +256,7 @@ def shape_from_config(config: dict[str, Any]) -> ModelShape:
 
 
 def _check_rotated_channels(shape: ModelShape) -> None:
-    """Raise DataError if a fraction of a head's channels is rotated that is not a number of pairs."""
+    """Raise DataError if the rotated channels of a head are not a number of pairs."""
     if shape.rotary.fraction < 1 and (shape.rotary_channels % 2 or not shape.rotary_channels):
         raise DataError(
             f"partial_rotary_factor {shape.rotary.fraction:g} rotates {shape.rotary_channels} of the "
@@ -269,11 +267,11 @@ def _check_rotated_channels(shape: ModelShape) -> None:
 def _check_ties(config: Mapping[str, Any], section: str) -> None:
     """Raise DataError if the whole model's field and that of its text section disagree on a tied embedding."""
     name = "tie_word_embeddings"
-    whole, text = flag({name: False, **config}, name), flag({name: False, **mapping(config, section)}, name)
-    if whole != text:
+    model_flag, text_flag = flag({name: False, **config}, name), flag({name: False, **mapping(config, section)}, name)
+    if model_flag != text_flag:
         raise DataError(
-            f"{name} is {shown(config.get(name))}, but {section}.{name} is "
-            f"{shown(mapping(config, section).get(name))}: transformers reads the first and vLLM the second, missing "
+            f"{name} is {quote(config.get(name))}, but {section}.{name} is "
+            f"{quote(mapping(config, section).get(name))}: transformers reads the first and vLLM the second, missing "
             "is false; set both to what the folder's weights are."
         )
 
@@ -298,9 +296,7 @@ def _check_override(override: Mapping[str, Any], shape: ModelShape) -> None:
 
 
 def sizes_of(model: ModelShape, tensor: str) -> str:
-    """Return the config.json fields and values that set a Hugging Face tensor's shape, for messages: `intermediate_size
-    17408`.
-    """
+    """Return the config.json fields and values that set a tensor's shape, for messages: `intermediate_size 17408`."""
     linear = model.linear_attention
     names = {
         "linear_attn": {
@@ -317,8 +313,7 @@ def sizes_of(model: ModelShape, tensor: str) -> str:
 
 
 def value_head_fields(folder: str | Path, model: ModelShape) -> dict[str, Any]:
-    """Return the fields of a reward model's config.json that differ from its backbone's: architecture, one label,
-    padding token.
+    """Return the fields of a reward model's config.json that differ from its backbone's.
 
     transformers scores the last token before the padding. `folder` has the tokenizer.
     """
@@ -352,12 +347,12 @@ def padded_vocab_size(vocab_size: int, tp: int) -> int:
 def _architecture(config: Mapping[str, Any]) -> str:
     architectures = config.get("architectures")
     if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
-        raise DataError(f'architectures is {shown(architectures)}; give a list with one name, ["Qwen3ForCausalLM"].')
+        raise DataError(f'architectures is {quote(architectures)}; give a list with one name, ["Qwen3ForCausalLM"].')
     return architectures[0]
 
 
 def _family_name(architecture: str, model_type: object) -> str:
-    """Return the model family (such as Qwen3) of a language model's or a reward model's architecture.
+    """Return the model family of a language model's or a reward model's architecture.
 
     `model_type` is that of config.json. Raises DataError for a family without a module.
     """
@@ -368,7 +363,7 @@ def _family_name(architecture: str, model_type: object) -> str:
         page = model_type if isinstance(model_type, str) and model_type.isidentifier() else "NAME"
         raise DataError(
             f"architecture {architecture} is not supported; supported are {', '.join(names)}. To add a family, write "
-            f"its module, megarl/families/{page}.py (.github/CONTRIBUTING.md)."
+            f"its module, megarl/families/pages/{page}.py (.github/CONTRIBUTING.md)."
         )
     return name
 
@@ -377,11 +372,11 @@ def _check_number_formats(config: Mapping[str, Any], reads_mxfp4: bool) -> None:
     """Raise DataError for a dtype, or for a quantised format of the weights, that megarl cannot read."""
     for field in ("dtype", "torch_dtype"):
         if config.get(field) not in (None, *DTYPES):
-            raise DataError(f"{field} is {shown(config[field])}; it must be one of {', '.join(DTYPES)}.")
+            raise DataError(f"{field} is {quote(config[field])}; it must be one of {', '.join(DTYPES)}.")
     method = mapping(config, "quantization_config").get("quant_method", "unknown")
     if config.get("quantization_config") is not None and not (reads_mxfp4 and method == "mxfp4"):
         raise DataError(
-            f"quantization_config: weights of quant_method {shown(method)} cannot be trained; use the model's bfloat16 "
+            f"quantization_config: weights of quant_method {quote(method)} cannot be trained; use the model's bfloat16 "
             "weights, or dequantise them and remove the field."
         )
 

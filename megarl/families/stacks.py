@@ -13,7 +13,7 @@ _LAYER = "model.layers.{layer}."
 class Part(NamedTuple):
     """One tensor of a stack, or a range of its rows, and how it is split over the engine's ranks.
 
-    With `first`, the first rank of those that share an expert has the tensor, the others have zeros.
+    With `first`, only the first rank sharing an expert has the tensor, and others have zeros.
     """
 
     tensor: str
@@ -23,8 +23,9 @@ class Part(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """A parameter of vLLM: tensors concatenated along `dim`. With `alternates`, their rows alternate instead. With
-    `stacks_experts`, the parameter holds all local experts in an additional first dimension.
+    """A parameter of vLLM: tensors concatenated along `dim`, with `alternates` row by row.
+
+    With `stacks_experts`, the parameter holds all local experts in an additional first dimension.
     """
 
     storage: str

@@ -9,31 +9,32 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megarl.families.config_values import COPY_AGAIN, flag, shown, size
+from megarl.families.config_values import COPY_AGAIN, flag, quote, size
 from megarl.types import DataError
 
 Windows = Callable[[Mapping[str, Any], int], tuple[int, ...]]
-"""Function of config.json and the number of layers: each layer's attention window in tokens, empty if no layer has one.
-Raises DataError for windows that transformers and vLLM place differently."""
+"""Function of config.json and the number of layers: each layer's attention window in tokens, empty if none has one.
+Raises DataError for windows that transformers and vLLM place differently.
+"""
 
 DEFAULTS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
-"""Values that transformers' classes of Qwen models give to these fields if config.json lacks them."""
+"""Values of missing fields in transformers' classes of Qwen models."""
 
 
 def read(config: Mapping[str, Any], windows: Windows) -> tuple[int, ...]:
-    """Return each layer's window by a family's function. Raises DataError if `layer_types` says something else."""
+    """Return each layer's window by a family's function. Raises DataError if `layer_types` differs."""
     num_layers = size(config, "num_hidden_layers")
     types = config.get("layer_types") or []
     if not isinstance(types, list) or any(kind not in ("full_attention", "sliding_attention") for kind in types):
-        raise DataError(f"layer_types is {shown(types)}; supported are full_attention and sliding_attention.")
+        raise DataError(f"layer_types is {quote(types)}; supported are full_attention and sliding_attention.")
     if types and len(types) != num_layers:
         raise DataError(f"layer_types has {len(types)} entries for {num_layers} layers. {COPY_AGAIN}")
-    found = windows(config, num_layers)
-    if "sliding_attention" in types and not found:
+    layer_windows = windows(config, num_layers)
+    if "sliding_attention" in types and not layer_windows:
         raise DataError("layer_types: sliding_attention is not supported without use_sliding_window in this family.")
-    if "full_attention" in types and found:
+    if "full_attention" in types and layer_windows:
         raise DataError("layer_types: this family has a window in every layer; remove full_attention.")
-    return found
+    return layer_windows
 
 
 def none(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
@@ -52,7 +53,7 @@ def switched_on(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
 
 
 def from_a_layer_on(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    """Return the windows of dense Qwen2 and Qwen3 models: in layers from `max_window_layers` on, or by `layer_types`.
+    """Return the windows of dense Qwen2 and Qwen3 models: from `max_window_layers` on, or by `layer_types`.
 
     Raises DataError unless all layers have one.
     """
@@ -70,7 +71,7 @@ def from_a_layer_on(config: Mapping[str, Any], num_layers: int) -> tuple[int, ..
     return windows
 
 
-def refused(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+def refuse_windows(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
     """Return no windows, for a family whose windows transformers and vLLM 0.30 place in different layers."""
     if flag(config, "use_sliding_window"):
         raise DataError(

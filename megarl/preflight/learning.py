@@ -12,7 +12,7 @@ from megarl.config.formulas import either, taking
 from megarl.config.health import HealthConfig
 from megarl.config.judges import REMEDY, judges_answers
 from megarl.config.optimizer_on_host import obstacles
-from megarl.families.model_tensors import aliases_of
+from megarl.families.model_tensors import list_aliases
 from megarl.families.shape import ModelShape, read_model_shape
 from megarl.preflight.memory.memory_fit import ranks_on_cpu
 from megarl.preflight.registry import Cost, checks
@@ -224,7 +224,7 @@ def adapters(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     if lora.rank > narrowest:
         yield f"lora.rank = {lora.rank}: exceeds the smallest dimension of the model's matrices, {narrowest}; lower it"
     # transformers packs experts in memory whatever the form of the files. So PEFT's names do not depend on it.
-    aliases = aliases_of(replace(shape, packs_experts=False))
+    aliases = list_aliases(replace(shape, packs_experts=False))
     packed = sorted({"gate_up_proj", "down_proj"} & set(lora.targets)) if aliases else []
     if lora.rank and packed:
         yield (

@@ -14,7 +14,7 @@ from megarl.config.parallel import ParallelConfig
 from megarl.config.rollout import EndpointConfig
 from megarl.data.chat import load_tokenizer
 from megarl.data.turn_ends import added_turn_ends, turn_ends_notice
-from megarl.families.model_tensors import kept_prefixes
+from megarl.families.model_tensors import list_copied_prefixes
 from megarl.families.shape import read_model_shape
 from megarl.files.model_folder import read_object, weight_files
 from megarl.files.private_folder import PrivateFolder
@@ -73,7 +73,7 @@ class EngineRank:
             features=EngineFeatures(served=adapters or {}),
         )
         check_folder(Path(folder), override)
-        kept = kept_prefixes(read_model_shape(folder, override))
+        kept = list_copied_prefixes(read_model_shape(folder, override))
         self._engine.load_tensors(_tensors(Path(folder), kept))
         self._engine.load_files()
         self._engine.weights_updated()

@@ -23,7 +23,7 @@ NEW_FILES = {
 
 from __future__ import annotations
 
-from megarl.families import qwen3
+from megarl.families.pages import qwen3
 from megarl.families.family import Family
 
 FAMILY = Family("ToyForCausalLM", qwen3.FAMILY.read, qwen3.rules)
@@ -161,7 +161,9 @@ def add(copy: Path, what: str, file: str, name: str, table_file: str) -> None:
     function = FUNCTIONS.get(what, "")
     text = text[: head.start()] + function + head[0] + f'    "{key}": {value},\n' + text[head.end() :]
     if what == "a model family":
-        text = text.replace("from megarl.families import (\n", "from megarl.families import (\n    toy,\n", 1)
+        text = text.replace(
+            "from megarl.families.pages import (\n", "from megarl.families.pages import (\n    toy,\n", 1
+        )
     listed.write_text(text)
 
 

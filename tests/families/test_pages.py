@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from megarl.families.flops import forward_flops
-from megarl.families.model_tensors import hf_tensors, kept_prefixes, layers_of, rules_of
+from megarl.families.model_tensors import hf_tensors, layers_by_template, list_copied_prefixes, list_rules
 from megarl.families.registry import FAMILIES
-from megarl.families.rules import Variant, overlap, replicated
+from megarl.families.rules import Variant, overlap, replicate
 from megarl.families.shape import ModelShape, shape_from_config, value_head_fields
 from megarl.types import DataError
 from tests.shapes import small_shape
@@ -38,7 +38,7 @@ def test_glm_s_parts_are_read() -> None:
     assert (shape.router.score, shape.router.has_bias, shape.router.scale) == ("sigmoid", True, 2.5)
     assert (shape.num_experts, shape.shared_intermediate_size, shape.expert_layers) == (8, 12, (2,))
     assert shape.attention.qkv_bias and not shape.attention.qk_norm
-    assert kept_prefixes(shape) == ("model.layers.3.",)
+    assert list_copied_prefixes(shape) == ("model.layers.3.",)
     tensors = hf_tensors(shape)
     assert tensors["model.layers.2.mlp.gate.e_score_correction_bias"] == (8,)
     assert "model.layers.1.mlp.down_proj.weight" in tensors and "model.layers.2.mlp.down_proj.weight" not in tensors
@@ -105,19 +105,19 @@ def test_a_softmax_router_needs_two_experts_where_weights_are_normalised() -> No
 
 def test_two_rules_share_a_norm_in_different_layers() -> None:
     shape = small_shape("glm4_moe")
-    norms = [rule for rule in rules_of(shape) if rule.tensors[0][0].endswith("post_attention_layernorm.weight")]
+    norms = [rule for rule in list_rules(shape) if rule.tensors[0][0].endswith("post_attention_layernorm.weight")]
     assert [(rule.layers, rule.transformer_engine is None) for rule in norms] == [
         (frozenset({0}), False), (frozenset({1, 2, 3}), True),
     ]  # fmt: skip
     assert not overlap(*norms)
-    assert layers_of(norms, shape) == {norms[0].tensors[0][0]: (0, 1, 2, 3)}
+    assert layers_by_template(norms, shape) == {norms[0].tensors[0][0]: (0, 1, 2, 3)}
 
 
 def test_a_variant_may_replicate_what_is_split() -> None:
-    rule = replicated("local", "tensor", (4, 2))
+    rule = replicate("local", "tensor", (4, 2))
     split = type(rule)("local", rule.place, rule.tensors, 0, rule.blocks, transformer_engine=Variant("fused", True))
-    assert (split.resolved(False).parameter, split.resolved(False).dim) == ("local", 0)
-    assert (split.resolved(True).parameter, split.resolved(True).dim) == ("fused", None)
+    assert (split.resolve(False).parameter, split.resolve(False).dim) == ("local", 0)
+    assert (split.resolve(True).parameter, split.resolve(True).dim) == ("fused", None)
 
 
 def test_flops_count_each_kind_of_layer() -> None:
@@ -193,6 +193,6 @@ def test_a_reward_model_s_class_is_that_of_transformers(family: str, tmp_path: P
     ],
 )
 def test_another_family_is_refused_with_the_module_to_write(architecture: str, family: str, page: str) -> None:
-    message = rf"{architecture} is not supported; supported are .*Qwen3ForCausalLM, .*megarl/families/{page}\.py"
+    message = rf"{architecture} is not supported; supported are .*Qwen3ForCausalLM, .*megarl/families/pages/{page}\.py"
     with pytest.raises(DataError, match=message):
         shape_from_config({"architectures": [architecture], "model_type": family})

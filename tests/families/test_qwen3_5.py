@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megarl.families.model_tensors import aliases_of, kept_prefixes
+from megarl.families.model_tensors import list_aliases, list_copied_prefixes
 from megarl.families.published import PUBLISHED
 from megarl.families.shape import ModelShape, read_model_shape, shape_from_config
 from megarl.files.model_folder import INDEX, SINGLE
@@ -64,12 +64,12 @@ def test_a_part_of_a_packed_tensor() -> None:
 
 def test_names_begin_as_in_the_checkpoint() -> None:
     shape = dataclasses.replace(packed_shape(), num_kept_layers=1)
-    assert {alias.packed for alias in aliases_of(shape)} == {
+    assert {alias.packed for alias in list_aliases(shape)} == {
         "model.language_model.layers.{layer}.mlp.experts.gate_up_proj",
         "model.language_model.layers.{layer}.mlp.experts.down_proj",
     }
-    assert all(alias.tensor.startswith("model.language_model.layers.{layer}.") for alias in aliases_of(shape))
-    assert kept_prefixes(shape) == ("mtp.", "model.visual.")
+    assert all(alias.tensor.startswith("model.language_model.layers.{layer}.") for alias in list_aliases(shape))
+    assert list_copied_prefixes(shape) == ("mtp.", "model.visual.")
 
 
 def test_the_form_of_experts_is_that_of_the_files(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.config.parallel import ParallelConfig
-from megarl.families.model_tensors import aliases_of, hf_tensors
+from megarl.families.model_tensors import hf_tensors, list_aliases
 from megarl.families.parts import Latent
 from megarl.families.registry import FAMILIES
 from megarl.families.shape import ModelShape
@@ -306,7 +306,7 @@ def layout(tp: int = 1, pp: int = 1, dp: int = 1, rollout_tp: int = 1, **sizes: 
     return ParallelConfig(tp=tp, pp=pp, dp=dp, rollout_tp=rollout_tp, **sizes)
 
 
-PLAIN = [name for name in FAMILIES if not aliases_of(small_shape(name))]
+PLAIN = [name for name in FAMILIES if not list_aliases(small_shape(name))]
 """Families whose engines hold plain slices of experts. tests/reshard/layouts compares the others with vLLM's own."""
 
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from megarl.checkpoint.safetensors import FolderReader, export, load
 from megarl.checkpoint.weight_checksums import stored_checksums
 from megarl.config.parallel import ParallelConfig
-from megarl.families.model_tensors import hf_tensors, kept_prefixes, rules_of
+from megarl.families.model_tensors import hf_tensors, list_copied_prefixes, list_rules
 from megarl.families.registry import FAMILIES
 from megarl.families.shape import ModelShape, read_model_shape
 from megarl.files.model_folder import CHECKSUMS, SINGLE, companions
@@ -369,7 +369,7 @@ def test_broken_folders_are_refused(tmp_path: Path, change: Callable[[Path], obj
 def test_tables_name_what_transformers_saves(tiny_model: Callable[..., Path], family: str, tied: bool) -> None:
     folder = tiny_model(family=family, tie_word_embeddings=tied)
     model = read_model_shape(folder)
-    kept = kept_prefixes(model)
+    kept = list_copied_prefixes(model)
     stored = {
         name: value for name, value in load_file(folder / "model.safetensors").items() if not name.startswith(kept)
     }
@@ -391,7 +391,7 @@ def test_two_rules_for_a_parameter_are_refused(monkeypatch: pytest.MonkeyPatch) 
     doubled = dataclasses.replace(FAMILIES["qwen3"], rules=lambda model: (*rules, rules[-1]))
     monkeypatch.setitem(FAMILIES, "qwen3", doubled)
     with pytest.raises(ValueError, match=r"family qwen3 has two rules for output_layer\.weight"):
-        rules_of(model)
+        list_rules(model)
 
 
 def test_storage_too_small_is_refused() -> None:

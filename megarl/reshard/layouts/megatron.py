@@ -13,7 +13,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from megarl.config.parallel import Coordinates, ParallelConfig
-from megarl.families.model_tensors import float32_templates, rules_of, tensors_of
+from megarl.families.model_tensors import float32_templates, list_model_tensors, list_rules
 from megarl.families.names import TensorName
 from megarl.families.rules import Rule
 from megarl.families.shape import ModelShape, sizes_of
@@ -119,7 +119,7 @@ class MegatronLayouts(Layouts):
 
     @cached_property
     def tensors(self) -> Sequence[TensorName]:
-        return tensors_of(self.model)
+        return list_model_tensors(self.model)
 
     def holdings(self, tensor: TensorName) -> tuple[Holding, ...]:
         # Two rules may share a template in different layers, so the layer decides.
@@ -169,7 +169,7 @@ class MegatronLayouts(Layouts):
 
     @cached_property
     def rules(self) -> tuple[Rule, ...]:
-        return tuple(rule.resolved(self.transformer_engine) for rule in rules_of(self.model))
+        return tuple(rule.resolve(self.transformer_engine) for rule in list_rules(self.model))
 
     @cached_property
     def float32(self) -> frozenset[str]:

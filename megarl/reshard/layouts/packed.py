@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from megarl.families.model_tensors import aliases_of, hf_tensors, templates_of
+from megarl.families.model_tensors import hf_tensors, list_aliases, template_shapes
 from megarl.families.names import TensorName, parse_name
 from megarl.families.packed import Alias
 from megarl.families.shape import ModelShape
@@ -20,7 +20,7 @@ from megarl.reshard.boxes import Box, Layout, Piece
 def checkpoint_tensors(model: ModelShape) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the tensors in the model's files, by name. They are those of `hf_tensors`, but experts'
     tensors are replaced by packed ones."""
-    shapes = {alias.packed: alias.packed_shape for alias in aliases_of(model)}
+    shapes = {alias.packed: alias.packed_shape for alias in list_aliases(model)}
     names, plain = checkpoint_names(model), hf_tensors(model)
     return {stored: shapes.get(parse_name(stored).template) or plain[name] for name, stored in names.items()}
 
@@ -28,7 +28,7 @@ def checkpoint_tensors(model: ModelShape) -> dict[str, tuple[int, ...]]:
 def checkpoint_names(model: ModelShape) -> dict[str, str]:
     """Map each tensor name of `hf_tensors` to the name of the tensor in the model's files. Several experts' tensors map
     to the same packed one."""
-    packed = {alias.tensor: alias.packed for alias in aliases_of(model)}
+    packed = {alias.tensor: alias.packed for alias in list_aliases(model)}
     tensors = {name: parse_name(name) for name in hf_tensors(model)}
     return {
         name: packed[tensor.template].format(layer=tensor.layer) if tensor.template in packed else name
@@ -40,12 +40,12 @@ def unpacked(layout: Iterable[Piece], model: ModelShape) -> Layout:
     """Return a layout with its pieces of packed tensors replaced by pieces of single experts' tensors. Other pieces are
     unchanged."""
     aliases: dict[str, list[Alias]] = {}
-    for alias in aliases_of(model):
+    for alias in list_aliases(model):
         aliases.setdefault(alias.packed, []).append(alias)
     if not aliases:
         # Called for each tensor of a file: without aliases no table is needed.
         return tuple(layout)
-    shapes = templates_of(model)
+    shapes = template_shapes(model)
     found: list[Piece] = []
     for piece in layout:
         tensor = parse_name(piece.box.name)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megarl.families.lora_rules import adapter_rules, adapter_tensor
-from megarl.families.model_tensors import layers_of, list_tensors, stacks_of
+from megarl.families.model_tensors import layers_by_template, list_stacks, list_tensors
 from megarl.families.names import TensorName
 from megarl.families.rules import Rule
 from megarl.families.stacks import Stack
@@ -104,14 +104,14 @@ class VllmAdapterLayouts(Layouts):
 
     @cached_property
     def _layers(self) -> dict[str, tuple[int, ...]]:
-        return layers_of(self._rules, self.engine.model)
+        return layers_by_template(self._rules, self.engine.model)
 
     @cached_property
     def _places(self) -> dict[str, tuple[Stack, int, str]]:
         """Return the stack of the weight of each stored matrix, its index there, and A or B; by template."""
         return {
             adapter_tensor(part.tensor, letter): (stack, index, letter)
-            for stack in stacks_of(self.engine.model)
+            for stack in list_stacks(self.engine.model)
             for index, part in enumerate(stack.parts)
             for letter in ("AB" if index == 0 else "B")
             if part.tensor.endswith(".weight")

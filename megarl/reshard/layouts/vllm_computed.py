@@ -12,13 +12,13 @@ from functools import cached_property
 from math import prod
 
 from megarl.families.model_tensors import (
-    layers_of,
+    layers_by_template,
+    list_model_tensors,
+    list_mtp_stacks,
+    list_rules,
+    list_stacks,
     live_name,
-    mtp_stacks_of,
-    rules_of,
-    stacks_of,
-    templates_of,
-    tensors_of,
+    template_shapes,
 )
 from megarl.families.mtp import is_mtp
 from megarl.families.names import TensorName
@@ -47,7 +47,7 @@ class VllmLayouts(Layouts):
 
     @cached_property
     def tensors(self) -> Sequence[TensorName]:
-        return tensors_of(self.model)
+        return list_model_tensors(self.model)
 
     def holdings(self, tensor: TensorName) -> tuple[Holding, ...]:
         of_drafter = is_mtp(self.model, tensor)
@@ -150,7 +150,7 @@ class VllmLayouts(Layouts):
 
     @cached_property
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        return templates_of(self.model)
+        return template_shapes(self.model)
 
     @cached_property
     def _stack_of(self) -> dict[tuple[bool, str], Stack]:
@@ -167,13 +167,13 @@ class VllmLayouts(Layouts):
         drafter's."""
         layers = self._layers.items()
         names = [name for name, numbers in layers if not is_mtp(self.model, TensorName(name, numbers[0]))]
-        present = [stack for stack in stacks_of(self.model) if stack.parts[0].tensor in names]
+        present = [stack for stack in list_stacks(self.model) if stack.parts[0].tensor in names]
         known = {part.tensor for stack in present for part in stack.parts}
         # Tensors without a stack (norms, routers) are stored whole on every rank.
         others = (name for name in names if name not in known)
         own = (*present, *(Stack(live_name(name, self.model), 0, (Part(name, "copy"),)) for name in others))
-        return (*((stack, False) for stack in own), *((stack, True) for stack in mtp_stacks_of(self.model)))
+        return (*((stack, False) for stack in own), *((stack, True) for stack in list_mtp_stacks(self.model)))
 
     @cached_property
     def _layers(self) -> dict[str, tuple[int, ...]]:
-        return layers_of(rules_of(self.model), self.model)
+        return layers_by_template(list_rules(self.model), self.model)

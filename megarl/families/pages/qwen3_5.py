@@ -1,7 +1,7 @@
 """Qwen3.5 and Qwen3.6, dense and with experts: Qwen3-Next with separate input projections of the delta-nets.
 
-megarl trains and samples text only. Released checkpoints also have a vision tower (`model.visual.`), and exports
-contain it unchanged. Their layer for multi-token prediction (`mtp.`) is copied or trained (`families.mtp`).
+megarl trains and samples text only; exports contain the vision tower (`model.visual.`) of released checkpoints
+unchanged. The layer for multi-token prediction (`mtp.`) is copied or trained (`families.mtp`).
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from megarl.families import llama, qwen3_next, stacks
-from megarl.families.config_values import mapping, shown, size
+from megarl.families import stacks
+from megarl.families.config_values import mapping, quote, size
 from megarl.families.family import Family, no_aliases
 from megarl.families.mtp import OWN_PREFIX
 from megarl.families.packed import Alias, Axis
+from megarl.families.pages import llama, qwen3_next
+from megarl.families.pages.qwen3_next import LINEAR, delta_net
 from megarl.families.parts import Parts
-from megarl.families.qwen3_next import LINEAR, delta_net
 from megarl.families.reading import softmax_router
 from megarl.families.rules import Rule, Segment
 from megarl.types import DataError
@@ -30,7 +31,6 @@ _OF_IMAGES = ("mrope_section", "mrope_interleaved")
 
 
 def read_dense(config: Mapping[str, Any]) -> Parts:
-    """Return the parts of a dense model."""
     return qwen3_next.read_hybrid(_of_text(config), None, [False] * size(config, "num_hidden_layers"), MTP)
 
 
@@ -40,7 +40,7 @@ def read_experts(config: Mapping[str, Any]) -> Parts:
     fixed = {"norm_topk_prob": (None, True), "mlp_only_layers": (None, []), "decoder_sparse_step": (None, 1)}
     for field, values in fixed.items():
         if config[field] not in values:
-            raise DataError(f"{field} is {shown(config[field])}; for this family it is always {values[1]}.")
+            raise DataError(f"{field} is {quote(config[field])}; for this family it is always {values[1]}.")
     router = softmax_router({**config, "norm_topk_prob": True})
     return qwen3_next.read_hybrid(_of_text(config), router, [True] * size(config, "num_hidden_layers"), MTP)
 
@@ -52,7 +52,6 @@ def _of_text(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rules(model: ModelShape) -> tuple[Rule, ...]:
-    """Return the rules of a Qwen3.5 model."""
     linear, hidden = delta_net(model), model.hidden_size
     keys, values, heads = linear.key_channels, linear.value_channels, linear.num_value_heads
     tensors = (
@@ -82,22 +81,21 @@ def aliases(model: ModelShape) -> tuple[Alias, ...]:
     if model.num_mtp_layers:
         places.append((MTP.layer, model.packs_mtp_experts))
     experts, hidden, channels = model.num_experts, model.hidden_size, model.moe_intermediate_size
-    found: list[Alias] = []
+    places_in_packed: list[Alias] = []
     for layer in (layer for layer, packs in places if packs):
         packed = layer + "mlp.experts."
         expert, gate_up = packed + "{expert}.", packed + "gate_up_proj"
         wide = (experts, 2 * channels, hidden)
-        found += (
+        places_in_packed += (
             Alias(expert + "gate_proj.weight", gate_up, wide, (Axis(1), Axis(2))),
             Alias(expert + "up_proj.weight", gate_up, wide, (Axis(1, channels), Axis(2))),
             Alias(expert + "down_proj.weight", packed + "down_proj", (experts, hidden, channels), (Axis(1), Axis(2))),
         )
-    return tuple(found)
+    return tuple(places_in_packed)
 
 
 def live_stacks(model: ModelShape) -> tuple[stacks.Stack, ...]:
-    """Return vLLM's parameters. In a delta-net, one holds the projections of queries, keys, values and gates, and
-    another both rates."""
+    """Return vLLM's parameters. A delta-net has one for queries, keys, values and gates, and one for both rates."""
     linear = delta_net(model)
     keys, end = linear.key_channels, linear.convolved_channels
     rows = ((0, keys), (keys, 2 * keys), (2 * keys, end))
@@ -111,14 +109,15 @@ def live_stacks(model: ModelShape) -> tuple[stacks.Stack, ...]:
 
 
 def _family(architecture: str, *, has_experts: bool, classifier: str = "") -> Family:
-    read, own = (read_experts, aliases) if has_experts else (read_dense, no_aliases)
+    read, family_aliases = (read_experts, aliases) if has_experts else (read_dense, no_aliases)
     defaults = {**qwen3_next.FIELDS, "num_key_value_heads": 2 if has_experts else 4}
-    return Family(architecture, read, rules, defaults, stacks=live_stacks, mtp=MTP, aliases=own, classifier=classifier)
+    return Family(
+        architecture, read, rules, defaults, stacks=live_stacks, mtp=MTP, aliases=family_aliases, classifier=classifier
+    )
 
 
 def _with_vision(text: Family) -> Family:
-    """Return the family for checkpoints with a vision tower. Their text model is trained as usual, and the tower is
-    copied."""
+    """Return the family for checkpoints with a vision tower, which is copied."""
     return replace(
         text,
         classifier="",
@@ -126,7 +125,7 @@ def _with_vision(text: Family) -> Family:
         engine_architecture=text.architecture,
         section="text_config",
         prefix="model.language_model.",
-        kept=("model.visual.",),
+        copied_prefixes=("model.visual.",),
     )
 
 

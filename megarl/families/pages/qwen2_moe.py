@@ -5,8 +5,9 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from megarl.families import qwen2, windows
+from megarl.families import windows
 from megarl.families.family import Family
+from megarl.families.pages import qwen2
 from megarl.families.reading import DEFAULT_EXPERTS, read_experts
 from megarl.families.rules import Rule, with_experts, with_shared_expert
 
@@ -15,13 +16,12 @@ if TYPE_CHECKING:
 
 
 def rules(model: ModelShape) -> tuple[Rule, ...]:
-    """Return the rules of a Qwen2-MoE model."""
     return with_shared_expert(with_experts(qwen2.rules(model), model), model, "shared_expert")
 
 
 FAMILY = Family(
     "Qwen2MoeForCausalLM",
-    partial(read_experts, qkv_bias=True, windows=windows.refused),
+    partial(read_experts, qkv_bias=True, windows=windows.refuse_windows),
     rules,
     {**qwen2.FIELDS, **DEFAULT_EXPERTS, "num_key_value_heads": 16, "shared_expert_intermediate_size": 5632},
     is_quantisable=True,

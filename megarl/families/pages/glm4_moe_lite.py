@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from megarl.families import deepseek_v3, llama, stacks
-from megarl.families.config_values import shown, size
+from megarl.families import stacks
+from megarl.families.config_values import quote, size
 from megarl.families.family import Family, StoredNames
 from megarl.families.mtp import NUMBERED
+from megarl.families.pages import deepseek_v3, llama
 from megarl.families.parts import Parts
 from megarl.types import DataError
 
@@ -27,14 +28,13 @@ def added_fields(config: Mapping[str, Any], stored_names: StoredNames) -> Mappin
 
 
 def read(config: Mapping[str, Any]) -> Parts:
-    """Return the parts of a GLM-4.7-Flash model."""
     parts = deepseek_v3.read_latent(config)
     # No kinds: all layers have experts.
     kinds = ["sparse" if kind.has_experts else "dense" for kind in parts.kinds]
     kinds = kinds or ["sparse"] * size(config, "num_hidden_layers")
     # transformers reads this field and vLLM the other one: they must agree.
-    if (given := config.get("mlp_layer_types")) is not None and given != kinds:
-        raise DataError(f"mlp_layer_types is {shown(given)}; first_k_dense_replace gives {shown(kinds)}.")
+    if (stored_kinds := config.get("mlp_layer_types")) is not None and stored_kinds != kinds:
+        raise DataError(f"mlp_layer_types is {quote(stored_kinds)}; first_k_dense_replace gives {quote(kinds)}.")
     return parts
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from megarl.families.family import DEFAULTS, Family
 from megarl.families.reading import read_dense
-from megarl.families.rules import Rule, gate_up, query_groups, replicated, row, vocabulary
+from megarl.families.rules import Rule, gate_up, query_groups, replicate, row, vocabulary
 
 if TYPE_CHECKING:
     from megarl.families.shape import ModelShape
@@ -28,7 +28,7 @@ def rules(model: ModelShape) -> tuple[Rule, ...]:
     # A value head replaces the output layer. It has one row, so it is replicated. With a single stage, a tied output
     # layer is the embedding itself.
     if model.has_value_head:
-        head = replicated("value_head.weight", VALUE_HEAD, (1, hidden), "last_stage")
+        head = replicate("value_head.weight", VALUE_HEAD, (1, hidden), "last_stage")
     elif model.tie_word_embeddings:
         head = vocabulary("output_layer.weight", EMBEDDING, model, "last_of_several_stages")
     else:
@@ -36,7 +36,7 @@ def rules(model: ModelShape) -> tuple[Rule, ...]:
     return (
         vocabulary("embedding.word_embeddings.weight", EMBEDDING, model, "first_stage"),
         # Transformer Engine fuses each norm into the linear layer after it.
-        replicated(
+        replicate(
             DECODER + "input_layernorm.weight",
             LAYER + "input_layernorm.weight",
             (hidden,),
@@ -48,7 +48,7 @@ def rules(model: ModelShape) -> tuple[Rule, ...]:
             attention + "o_proj.weight",
             (hidden, model.num_heads * model.head_dim),
         ),
-        replicated(
+        replicate(
             DECODER + "pre_mlp_layernorm.weight",
             LAYER + "post_attention_layernorm.weight",
             (hidden,),
@@ -58,7 +58,7 @@ def rules(model: ModelShape) -> tuple[Rule, ...]:
             DECODER + "mlp.linear_fc1.weight", mlp + "gate_proj.weight", mlp + "up_proj.weight", (feed_forward, hidden)
         ),
         row(DECODER + "mlp.linear_fc2.weight", mlp + "down_proj.weight", (hidden, feed_forward)),
-        replicated("decoder.final_layernorm.weight", "model.norm.weight", (hidden,), "last_stage"),
+        replicate("decoder.final_layernorm.weight", "model.norm.weight", (hidden,), "last_stage"),
         head,
     )
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.families import qwen2
-from megarl.families.config_values import shown
+from megarl.families.config_values import quote
 from megarl.families.family import DEFAULTS, Family
+from megarl.families.pages import qwen2
 from megarl.families.parts import Parts
 from megarl.families.reading import read_dense
 from megarl.families.rotary import rope_settings
@@ -18,7 +18,7 @@ def read(config: Mapping[str, Any]) -> Parts:
     """Return the parts of a Seed-OSS model. Raises DataError for other biases than those vLLM 0.30 always has."""
     for field, value in {"attention_bias": True, "attention_out_bias": False}.items():
         if config.get(field) not in (None, value):
-            raise DataError(f"{field} is {shown(config[field])}; in vLLM 0.30 it is always {shown(value)}.")
+            raise DataError(f"{field} is {quote(config[field])}; in vLLM 0.30 it is always {quote(value)}.")
     if rope_settings(config).get("rope_theta", config.get("rope_theta")) is None:
         raise DataError("rope_theta is missing: transformers and vLLM 0.30 have different defaults; add it.")
     return read_dense(config, qkv_bias=True, ignored=("attention_bias",))

@@ -5,8 +5,9 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from megarl.families import llama, windows
+from megarl.families import windows
 from megarl.families.family import DEFAULTS, Family
+from megarl.families.pages import llama
 from megarl.families.reading import read_dense
 from megarl.families.rules import Rule, query_groups
 
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
 
 
 def rules(model: ModelShape) -> tuple[Rule, ...]:
-    """Return the rules of a Qwen2 model."""
     return (*llama.rules(model), biases(model))
 
 

@@ -1,7 +1,7 @@
 """Qwen3-Next: gated delta-nets in three of four layers, gated attention in the fourth, experts as in Qwen2-MoE.
 
-The checkpoint has a layer for multi-token prediction (`mtp.`). It is copied unchanged, or trained (`families.mtp`).
-`qwen3_5` extends this module.
+The layer for multi-token prediction (`mtp.`) is copied unchanged, or trained (`families.mtp`). `qwen3_5` extends this
+module.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from megarl.families import llama, qwen3, stacks
-from megarl.families.config_values import shown, size
+from megarl.families import stacks
+from megarl.families.config_values import quote, size
 from megarl.families.family import DEFAULTS, Family
 from megarl.families.mtp import OWN_PREFIX, MtpForm
+from megarl.families.pages import llama, qwen3
 from megarl.families.parts import DeltaNet, LayerKind, Parts, Router
 from megarl.families.reading import (
     DEFAULT_EXPERTS,
@@ -23,7 +24,7 @@ from megarl.families.reading import (
     softmax_router,
 )
 from megarl.families.rotary import read_rotary
-from megarl.families.rules import Rule, Segment, replicated, row, with_experts, with_shared_expert
+from megarl.families.rules import Rule, Segment, replicate, row, with_experts, with_shared_expert
 from megarl.types import DataError
 
 if TYPE_CHECKING:
@@ -37,7 +38,6 @@ KEYS = ("query", "key", "value", "z", "beta", "alpha")
 
 
 def read(config: Mapping[str, Any]) -> Parts:
-    """Return the parts of a Qwen3-Next model."""
     experts = experts_of_layers(config, size(config, "num_hidden_layers"))
     return read_hybrid(config, softmax_router(config), experts, OWN_PREFIX)
 
@@ -46,7 +46,7 @@ def read_hybrid(config: Mapping[str, Any], router: Router | None, has_experts: S
     """Return the parts of a model with delta-nets and gated attention. `has_experts` is by layer."""
     refuse_biases(config)
     if config.get("attn_output_gate", True) is not True:
-        raise DataError(f"attn_output_gate is {shown(config['attn_output_gate'])}: transformers always has the gates.")
+        raise DataError(f"attn_output_gate is {quote(config['attn_output_gate'])}: transformers always has the gates.")
     key_heads, value_heads = size(config, "linear_num_key_heads"), size(config, "linear_num_value_heads")
     if value_heads % key_heads:
         raise DataError(
@@ -82,14 +82,13 @@ def _mixers(config: Mapping[str, Any]) -> list[Any]:
         types = ["linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(num_layers)]
     if not isinstance(types, list) or len(types) != num_layers or set(types) != set(MIXERS):
         raise DataError(
-            f"layer_types is {shown(types)}; it must have {num_layers} entries, each {' or '.join(MIXERS)}, with at "
+            f"layer_types is {quote(types)}; it must have {num_layers} entries, each {' or '.join(MIXERS)}, with at "
             "least one of both."
         )
     return [MIXERS[kind] for kind in types]
 
 
 def rules(model: ModelShape) -> tuple[Rule, ...]:
-    """Return the rules of a Qwen3-Next model."""
     linear = delta_net(model)
     heads = linear.num_value_heads // linear.num_key_heads
     values = heads * linear.value_dim
@@ -128,24 +127,24 @@ def hybrid_rules(
     linear = delta_net(model)
     is_linear = model.layers_where(lambda kind: kind.mixer == "linear_attention")
     is_full = model.layers_where(lambda kind: kind.mixer == "attention")
-    here = llama.DECODER + "self_attention."
+    mixer = llama.DECODER + "self_attention."
     attention = (
-        replace(rule, layers=is_full) if rule.parameter.startswith((here, llama.DECODER + "input_")) else rule
+        replace(rule, layers=is_full) if rule.parameter.startswith((mixer, llama.DECODER + "input_")) else rule
         for rule in qwen3.rules(model)
     )
     convolution, keys = LINEAR + "conv1d.weight", linear.key_channels
     convolved = ((0, keys), (keys, 2 * keys), (2 * keys, linear.convolved_channels))
     heads = (linear.num_value_heads,)
     added = (
-        replicated(
+        replicate(
             llama.DECODER + "input_layernorm.weight",
             llama.LAYER + "input_layernorm.weight",
             (model.hidden_size,),
-            transformer_engine=here + "in_proj.layer_norm_weight",
+            transformer_engine=mixer + "in_proj.layer_norm_weight",
         ),
-        Rule(here + "in_proj.weight", "every_layer", tensors, 0, blocks, block_keys=KEYS),
+        Rule(mixer + "in_proj.weight", "every_layer", tensors, 0, blocks, block_keys=KEYS),
         Rule(
-            here + "conv1d.weight",
+            mixer + "conv1d.weight",
             "every_layer",
             ((convolution, (linear.convolved_channels, 1, linear.width)),),
             0,
@@ -153,11 +152,11 @@ def hybrid_rules(
             block_keys=KEYS[:3],
         ),
         *(
-            Rule(here + name, "every_layer", ((LINEAR + name, heads),), 0, ((Segment(LINEAR + name, 0, *heads),),))
+            Rule(mixer + name, "every_layer", ((LINEAR + name, heads),), 0, ((Segment(LINEAR + name, 0, *heads),),))
             for name in ("A_log", "dt_bias")
         ),
-        replicated(here + "out_norm.weight", LINEAR + "norm.weight", (linear.value_dim,)),
-        row(here + "out_proj.weight", LINEAR + "out_proj.weight", (model.hidden_size, linear.value_channels)),
+        replicate(mixer + "out_norm.weight", LINEAR + "norm.weight", (linear.value_dim,)),
+        row(mixer + "out_proj.weight", LINEAR + "out_proj.weight", (model.hidden_size, linear.value_channels)),
     )
     # A model of few layers may have one kind alone.
     mixed = tuple(
@@ -171,7 +170,6 @@ def hybrid_rules(
 
 
 def live_stacks(model: ModelShape) -> tuple[stacks.Stack, ...]:
-    """Return vLLM's parameters."""
     return (
         *hybrid_stacks(model),
         stacks.Stack(LINEAR + "in_proj_qkvz.weight", 0, (stacks.Part(LINEAR + "in_proj_qkvz.weight", "even"),)),
@@ -194,7 +192,6 @@ def hybrid_stacks(model: ModelShape) -> tuple[stacks.Stack, ...]:
 
 
 def delta_net(model: ModelShape) -> DeltaNet:
-    """Return the delta-net of a model that has one."""
     assert model.linear_attention is not None
     return model.linear_attention
 

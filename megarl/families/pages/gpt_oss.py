@@ -9,14 +9,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from megarl.families import llama, qwen2, stacks
-from megarl.families.config_values import shown, size
+from megarl.families import stacks
+from megarl.families.config_values import quote, size
 from megarl.families.family import DEFAULTS, Family
 from megarl.families.packed import Alias, Axis
+from megarl.families.pages import llama, qwen2
 from megarl.families.parts import LayerKind, Parts, Router
 from megarl.families.reading import check_normalised, grouped_query, refuse_biases, top_k
 from megarl.families.rotary import read_rotary, rope_settings
-from megarl.families.rules import Rule, Segment, Variant, replicated, with_experts
+from megarl.families.rules import Rule, Segment, Variant, replicate, with_experts
 from megarl.types import DataError
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def read(config: Mapping[str, Any]) -> Parts:
     fixed |= {"layer_types": alternating, "rms_norm_eps": 1e-5}
     for field, value in fixed.items():
         if config.get(field) not in (None, value):
-            raise DataError(f"{field} is {shown(config[field])}; in vLLM 0.30 it is always {shown(value)}.")
+            raise DataError(f"{field} is {quote(config[field])}; in vLLM 0.30 it is always {quote(value)}.")
     rotary = read_rotary(config)
     usual = {**rope_settings(config), "attention_factor": None, "mscale": None}
     plain = read_rotary({**config, "rope_parameters": usual, "rope_scaling": None})
@@ -48,9 +49,9 @@ def read(config: Mapping[str, Any]) -> Parts:
             "rope_type yarn without attention_factor and mscale."
         )
     num_experts = size(config, "num_local_experts")
-    chosen = top_k(config, num_experts)
-    check_normalised(chosen)
-    router = Router(num_experts, chosen, size(config, "intermediate_size"))
+    num_chosen = top_k(config, num_experts)
+    check_normalised(num_chosen)
+    router = Router(num_experts, num_chosen, size(config, "intermediate_size"))
     kinds = tuple(LayerKind(has_experts=True, window=0 if layer % 2 else window) for layer in range(num_layers))
     return Parts(grouped_query(config, qkv_bias=True, qk_norm=False), rotary, router, kinds)
 
@@ -58,10 +59,10 @@ def read(config: Mapping[str, Any]) -> Parts:
 def rules(model: ModelShape) -> tuple[Rule, ...]:
     """Return the rules of a gpt-oss model: Qwen2's, experts with biases, and a sink for each head."""
     hidden = (model.hidden_size,)
-    router = replicated(llama.DECODER + "mlp.router.bias", _MLP + "router.bias", (model.num_experts,))
-    output = replicated(llama.DECODER + "self_attention.linear_proj.bias", _ATTENTION + "o_proj.bias", hidden)
+    router = replicate(llama.DECODER + "mlp.router.bias", _MLP + "router.bias", (model.num_experts,))
+    output = replicate(llama.DECODER + "self_attention.linear_proj.bias", _ATTENTION + "o_proj.bias", hidden)
     routed = with_experts((*qwen2.rules(model), output), model, router="router")
-    sinks = replicated(
+    sinks = replicate(
         llama.DECODER + "self_attention.core_attention.softmax_offset", _ATTENTION + "sinks", (model.num_heads,)
     )
     return (*routed, router, replace(sinks, dim=0), *_expert_biases(model))
@@ -88,7 +89,6 @@ def _expert_biases(model: ModelShape) -> tuple[Rule, Rule]:
 
 
 def aliases(model: ModelShape) -> tuple[Alias, ...]:
-    """Return the places of the experts' tensors in the packed ones."""
     experts, hidden, channels = model.num_experts, model.hidden_size, model.moe_intermediate_size
     packed = _MLP + "experts."
     gate_up, down = packed + "gate_up_proj", packed + "down_proj"
@@ -113,14 +113,14 @@ def aliases(model: ModelShape) -> tuple[Alias, ...]:
 
 def live_stacks(model: ModelShape) -> tuple[stacks.Stack, ...]:
     """Return vLLM's parameters: `attn` for `self_attn`, gates and ups alternating in the experts."""
-    here, live = llama.LAYER + "attn.", _MLP + "experts.routed_experts."
+    attention, live = llama.LAYER + "attn.", _MLP + "experts.routed_experts."
     return (
         stacks.vocabulary(llama.EMBEDDING, "model.embedding.weight"),
         stacks.vocabulary(llama.HEAD),
-        *(stacks.qkv(_ATTENTION, kind, here) for kind in ("weight", "bias")),
-        stacks.row(_ATTENTION + "o_proj.weight", here + "o_proj.weight"),
-        stacks.Stack(here + "o_proj.bias", 0, (stacks.Part(_ATTENTION + "o_proj.bias", "copy"),)),
-        stacks.Stack(here + "sinks", 0, (stacks.Part(_ATTENTION + "sinks", "even"),)),
+        *(stacks.qkv(_ATTENTION, kind, attention) for kind in ("weight", "bias")),
+        stacks.row(_ATTENTION + "o_proj.weight", attention + "o_proj.weight"),
+        stacks.Stack(attention + "o_proj.bias", 0, (stacks.Part(_ATTENTION + "o_proj.bias", "copy"),)),
+        stacks.Stack(attention + "sinks", 0, (stacks.Part(_ATTENTION + "sinks", "even"),)),
         *(
             stacks.gate_up(_EXPERT, f"{live}w13_{kind}", kind)._replace(stacks_experts=True, alternates=True)
             for kind in ("weight", "bias")
@@ -132,7 +132,6 @@ def live_stacks(model: ModelShape) -> tuple[stacks.Stack, ...]:
 
 
 def settings(model: ModelShape) -> Mapping[str, Any]:
-    """Return the settings of biases, sinks and the clamped SwiGLU."""
     return {
         "add_bias_linear": True,
         "activation_func": "quick_gelu",

@@ -5,21 +5,21 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from megarl.families import llama, qwen2, windows
+from megarl.families import windows
 from megarl.families.family import Family
+from megarl.families.pages import llama, qwen2
 from megarl.families.reading import read_dense
-from megarl.families.rules import Rule, replicated
+from megarl.families.rules import Rule, replicate
 
 if TYPE_CHECKING:
     from megarl.families.shape import ModelShape
 
 
 def rules(model: ModelShape) -> tuple[Rule, ...]:
-    """Return the rules of a dense Qwen3 model."""
     return (
         *llama.rules(model),
         *(
-            replicated(
+            replicate(
                 f"{llama.DECODER}self_attention.{letter}_layernorm.weight",
                 f"{llama.LAYER}self_attn.{letter}_norm.weight",
                 (model.head_dim,),

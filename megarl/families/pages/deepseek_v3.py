@@ -1,8 +1,7 @@
 """DeepSeek-V3 and V3.1, Moonlight, Kimi-K2: latent attention, a sigmoid router, dense first layers, shared experts.
 
-The checkpoint of DeepSeek-V3 ends with a layer for multi-token prediction. It is copied unchanged, or trained
-(`families.mtp`). Norms of latent vectors use `rms_norm_eps`, as in Megatron-Core and vLLM. transformers 5 always uses
-1e-6 there: with another value its log-probs differ slightly.
+The layer for multi-token prediction is copied unchanged, or trained (`families.mtp`). Norms of latent vectors use
+`rms_norm_eps`, as in Megatron-Core and vLLM; transformers 5 always uses 1e-6 there.
 """
 
 from __future__ import annotations
@@ -11,14 +10,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from megarl.families import llama, stacks
-from megarl.families.config_values import COPY_AGAIN, flag, shown, size
+from megarl.families import stacks
+from megarl.families.config_values import COPY_AGAIN, flag, quote, size
 from megarl.families.family import DEFAULTS, Family, StoredNames
 from megarl.families.mtp import NUMBERED
+from megarl.families.pages import llama
 from megarl.families.parts import Latent, Parts
-from megarl.families.reading import first_layers_dense, refuse_biases, required, sigmoid_router
+from megarl.families.reading import first_layers_dense, refuse_biases, require_field, sigmoid_router
 from megarl.families.rotary import Rotary, read_rotary, rope_settings
-from megarl.families.rules import Rule, Variant, column, expert_bias, replicated, row, with_experts, with_shared_expert
+from megarl.families.rules import Rule, Variant, column, expert_bias, replicate, row, with_experts, with_shared_expert
 from megarl.types import DataError
 
 if TYPE_CHECKING:
@@ -29,18 +29,17 @@ _ROUTING = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 
 
 def added_fields(config: Mapping[str, Any], stored_names: StoredNames) -> Mapping[str, Any]:
-    """Return the missing fields of `_ROUTING`, if the folder has the bias with which this method chooses experts."""
+    """Return the missing fields of `_ROUTING`, if the folder has the bias for choosing experts this way."""
     missing = {field: value for field, value in _ROUTING.items() if config.get(field) is None}
     has_bias = bool(missing) and any(name.endswith(".gate.e_score_correction_bias") for name in stored_names())
     return missing if has_bias else {}
 
 
 def read(config: Mapping[str, Any]) -> Parts:
-    """Return the parts of a DeepSeek-V3 model."""
     for field, value in _ROUTING.items():
         if config.get(field) != value:
             raise DataError(
-                f'{field} is {shown(config.get(field))}; vLLM needs "{value}" for this architecture, and the folder '
+                f'{field} is {quote(config.get(field))}; vLLM needs "{value}" for this architecture, and the folder '
                 "has no router's bias that shows it: copy the field from the base model's config.json."
             )
     return read_latent(config)
@@ -54,8 +53,8 @@ def read_latent(config: Mapping[str, Any]) -> Parts:
     if config.get("rope_interleave", True) is not True:
         raise DataError("rope_interleave false is not supported: Megatron-Core and vLLM rotate neighbouring channels.")
     if config.get("moe_layer_freq", 1) != 1:
-        raise DataError(f"moe_layer_freq {shown(config['moe_layer_freq'])} is not supported; only 1 is.")
-    required(config, "first_k_dense_replace", "vLLM needs it: copy it from the base model's config.json.")
+        raise DataError(f"moe_layer_freq {quote(config['moe_layer_freq'])} is not supported; only 1 is.")
+    require_field(config, "first_k_dense_replace", "vLLM needs it: copy it from the base model's config.json.")
     return Parts(
         _attention(config),
         _rotary(config),
@@ -87,7 +86,7 @@ def _rotary(config: Mapping[str, Any]) -> Rotary:
     rotary = read_rotary(config)
     if rotary.scaling not in ("default", "yarn") or rope.get("rope_type", rope.get("type")) == "dynamic":
         raise DataError(
-            f"rope_type {shown(rope.get('rope_type', rope.get('type')))} is not supported, because vLLM 0.30 would "
+            f"rope_type {quote(rope.get('rope_type', rope.get('type')))} is not supported, because vLLM 0.30 would "
             "compute YaRN instead for this family."
         )
     if ignored := sorted(rope.keys() & {"attention_factor", "truncate"}):
@@ -101,7 +100,6 @@ def _rotary(config: Mapping[str, Any]) -> Rotary:
 
 
 def rules(model: ModelShape) -> tuple[Rule, ...]:
-    """Return the rules of a DeepSeek-V3 model."""
     dense = (
         # Latent attention never fuses the norm before it.
         replace(rule, transformer_engine=None) if "input_layernorm" in rule.parameter else rule
@@ -116,32 +114,40 @@ def _attention_rules(model: ModelShape) -> tuple[Rule, ...]:
     """Return the rules of latent attention. Both specs replicate the down projections (models.latent_attention)."""
     attention, hidden = model.attention, model.hidden_size
     assert isinstance(attention, Latent)
-    here, there = llama.DECODER + "self_attention.", llama.LAYER + "self_attn."
+    decoder, checkpoint = llama.DECODER + "self_attention.", llama.LAYER + "self_attn."
     latent, raised = attention.kv_rank, attention.plain_channels + attention.value_head_dim
 
     def norm(kind: str, rank: int) -> Rule:
-        rule = replicated(f"{here}{kind}_layernorm.weight", f"{there}{kind}_a_layernorm.weight", (rank,))
+        rule = replicate(f"{decoder}{kind}_layernorm.weight", f"{checkpoint}{kind}_a_layernorm.weight", (rank,))
         # Transformer Engine fuses it into the projection after it.
-        return replace(rule, transformer_engine=Variant(f"{here}linear_{kind}_up_proj.layer_norm_weight"))
+        return replace(rule, transformer_engine=Variant(f"{decoder}linear_{kind}_up_proj.layer_norm_weight"))
 
     queries = (
-        replicated(here + "linear_q_down_proj.weight", there + "q_a_proj.weight", (attention.query_rank, hidden)),
+        replicate(
+            decoder + "linear_q_down_proj.weight", checkpoint + "q_a_proj.weight", (attention.query_rank, hidden)
+        ),
         norm("q", attention.query_rank),
         column(
-            here + "linear_q_up_proj.weight",
-            there + "q_b_proj.weight",
+            decoder + "linear_q_up_proj.weight",
+            checkpoint + "q_b_proj.weight",
             (attention.score_channels, attention.query_rank),
         ),
     )
-    direct = (column(here + "linear_q_proj.weight", there + "q_proj.weight", (attention.score_channels, hidden)),)
+    direct = (
+        column(decoder + "linear_q_proj.weight", checkpoint + "q_proj.weight", (attention.score_channels, hidden)),
+    )
     shape = (latent + attention.rotary_channels, hidden)
     return (
         *(queries if attention.query_rank else direct),
-        replicated(here + "linear_kv_down_proj.weight", there + "kv_a_proj_with_mqa.weight", shape),
+        replicate(decoder + "linear_kv_down_proj.weight", checkpoint + "kv_a_proj_with_mqa.weight", shape),
         norm("kv", latent),
         # The rows of a head, keys before values, follow each other in both programs.
-        column(here + "linear_kv_up_proj.weight", there + "kv_b_proj.weight", (attention.num_heads * raised, latent)),
-        row(here + "linear_proj.weight", there + "o_proj.weight", (hidden, attention.value_channels)),
+        column(
+            decoder + "linear_kv_up_proj.weight",
+            checkpoint + "kv_b_proj.weight",
+            (attention.num_heads * raised, latent),
+        ),
+        row(decoder + "linear_proj.weight", checkpoint + "o_proj.weight", (hidden, attention.value_channels)),
     )
 
 
@@ -151,9 +157,9 @@ def live_stacks(model: ModelShape) -> tuple[stacks.Stack, ...]:
     down = tuple(stacks.Part(f"{attention}{name}.weight", "copy") for name in ("q_a_proj", "kv_a_proj_with_mqa"))
     heads = tuple(f"{attention}{name}.weight" for name in ("q_proj", "q_b_proj", "kv_b_proj"))
     # Queries alone have the name of a part of grouped-query attention's fused projection.
-    others = (stack for stack in stacks.standard(model) if "qkv_proj" not in stack.storage)
+    inherited = (stack for stack in stacks.standard(model) if "qkv_proj" not in stack.storage)
     return (
-        *others,
+        *inherited,
         *stacks.feed_forward(mlp + "shared_experts."),
         stacks.Stack(attention + "fused_qkv_a_proj.weight", 0, down),
         *(stacks.Stack(name, 0, (stacks.Part(name, "even"),)) for name in heads),

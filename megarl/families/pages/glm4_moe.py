@@ -1,6 +1,6 @@
 """GLM-4.5, 4.6, 4.7 and GLM-4.5-Air: Qwen3-MoE with a sigmoid router, dense first layers and a shared expert.
 
-The checkpoint ends with layers for multi-token prediction. They are copied unchanged, or trained (`families.mtp`).
+Layers for multi-token prediction are copied unchanged, or trained (`families.mtp`).
 """
 
 from __future__ import annotations
@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from megarl.families import llama, qwen2, qwen3, stacks
+from megarl.families import stacks
 from megarl.families.config_values import flag, size
 from megarl.families.family import DEFAULTS, Family
 from megarl.families.mtp import NUMBERED
+from megarl.families.pages import llama, qwen2, qwen3
 from megarl.families.parts import Parts
 from megarl.families.reading import (
     DEFAULT_SIGMOID,
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
 
 def read(config: Mapping[str, Any]) -> Parts:
-    """Return the parts of a GLM-4.5 model."""
     refuse_biases(config, ignored=("attention_bias",))
     if flag(config, "tie_word_embeddings"):
         raise DataError("tie_word_embeddings true is not supported: vLLM 0.30 never ties this family's output head.")
@@ -45,7 +45,6 @@ def read(config: Mapping[str, Any]) -> Parts:
 
 
 def rules(model: ModelShape) -> tuple[Rule, ...]:
-    """Return the rules of a GLM-4.5 model."""
     attention = model.attention
     dense = qwen3.rules(model) if attention.qk_norm else llama.rules(model)
     biases = (qwen2.biases(model),) if attention.qkv_bias else ()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
-from megarl.families import llama, windows
+from megarl.families import windows
 from megarl.families.family import DEFAULTS, Family
+from megarl.families.pages import llama
 from megarl.families.reading import read_dense
 
 FAMILY = Family(

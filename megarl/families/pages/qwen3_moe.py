@@ -5,8 +5,9 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from megarl.families import qwen2, qwen3, windows
+from megarl.families import windows
 from megarl.families.family import Family
+from megarl.families.pages import qwen2, qwen3
 from megarl.families.reading import DEFAULT_EXPERTS, read_experts
 from megarl.families.rules import Rule, with_experts
 
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
 
 
 def rules(model: ModelShape) -> tuple[Rule, ...]:
-    """Return the rules of a Qwen3-MoE model."""
     return with_experts(qwen3.rules(model), model)
 
 
