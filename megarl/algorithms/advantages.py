@@ -34,8 +34,8 @@ def grpo(
 
     Source: DeepSeekMath (arXiv 2402.03300, section 4.1.2); without the deviation, Dr. GRPO (arXiv 2503.20783).
     """
-    group, sizes = _grouped(groups, rewards)
-    centered = _centered(rewards, group, sizes)
+    group, sizes = _index_groups(groups, rewards)
+    centered = _center(rewards, group, sizes)
     deviation = torch.ones_like(sizes)
     if normalize_by_std:
         variance = _sums(centered.square(), group, sizes) / (sizes - 1).clamp(min=1)
@@ -45,9 +45,9 @@ def grpo(
 
 def rloo(rewards: Tensor, groups: Tensor, *, lone_sample: str = "zero") -> Tensor:
     """Return each reward minus the mean of the others in its group: [samples]. Source: arXiv 2402.14740."""
-    group, sizes = _grouped(groups, rewards)
+    group, sizes = _index_groups(groups, rewards)
     # Reward minus the mean of the others equals n / (n - 1) times reward minus the mean of all n.
-    advantages = _centered(rewards, group, sizes) * (sizes / (sizes - 1).clamp(min=1))[group]
+    advantages = _center(rewards, group, sizes) * (sizes / (sizes - 1).clamp(min=1))[group]
     return _with_lone_samples(advantages, rewards, sizes[group], lone_sample)
 
 
@@ -57,10 +57,10 @@ def opo(rewards: Tensor, groups: Tensor, *, lengths: Tensor, lone_sample: str = 
     `lengths` [samples] are completion tokens, the weights. Source: On-Policy RL with Optimal reward baseline (arXiv
     2505.23585).
     """
-    group, sizes = _grouped(groups, rewards)
+    group, sizes = _index_groups(groups, rewards)
     weights = lengths.to(rewards.dtype)
     # Centring first gives exact zeros for equal rewards.
-    centered = _centered(rewards, group, sizes)
+    centered = _center(rewards, group, sizes)
     baseline = _sums(centered * weights, group, sizes) / _sums(weights, group, sizes).clamp(min=1)
     return _with_lone_samples(centered - baseline[group], rewards, sizes[group], lone_sample)
 
@@ -109,7 +109,7 @@ def pass_at_k(rewards: Tensor, groups: Tensor, *, k: int = 4, passes: Tensor | N
     zero in groups with only passing sets or only failing sets, and in groups smaller than `k`. Source: Pass@k training
     (arXiv 2508.10751).
     """
-    group, sizes = _grouped(groups, rewards)
+    group, sizes = _index_groups(groups, rewards)
     passes = (rewards > 0 if passes is None else passes).to(torch.float64)
     sizes = sizes.to(torch.float64)
     failures = sizes - _sums(passes, group, sizes)
@@ -186,7 +186,7 @@ def whiten(values: Tensor, mask: Tensor, *, epsilon: float = 1e-8) -> Tensor:
     return torch.zeros_like(values).masked_scatter(mask, centered)
 
 
-def _grouped(groups: Tensor, rewards: Tensor) -> tuple[Tensor, Tensor]:
+def _index_groups(groups: Tensor, rewards: Tensor) -> tuple[Tensor, Tensor]:
     """Return the group index of each sample, int [samples], and the group sizes, float [groups]."""
     _, group, sizes = torch.unique(groups, return_inverse=True, return_counts=True)
     return group, sizes.to(rewards.dtype)
@@ -196,7 +196,7 @@ def _sums(values: Tensor, group: Tensor, sizes: Tensor) -> Tensor:
     return torch.zeros_like(sizes).index_add(0, group, values)
 
 
-def _centered(rewards: Tensor, group: Tensor, sizes: Tensor) -> Tensor:
+def _center(rewards: Tensor, group: Tensor, sizes: Tensor) -> Tensor:
     """Return each reward minus the mean of its group, [samples]; exactly zero if the group's rewards are equal."""
     centered = rewards - (_sums(rewards, group, sizes) / sizes)[group]
     # The rounded mean of equal rewards may differ from them. A tiny deviation would then turn this error into

@@ -61,7 +61,7 @@ def with_tail(logprobs: Tensor, others_logprobs: Tensor) -> Tensor:
     return torch.cat([logprobs, others_logprobs[..., None].clamp(min=_LEAST_LOGPROB)], -1)
 
 
-def renormalized(logprobs: Tensor, others_logprobs: Tensor) -> Tensor:
+def renormalize(logprobs: Tensor, others_logprobs: Tensor) -> Tensor:
     """Return log-probs [..., k] renormalised to a distribution over these k tokens alone.
 
     `others_logprobs`, the log-prob of all other tokens, is ignored.
@@ -70,4 +70,4 @@ def renormalized(logprobs: Tensor, others_logprobs: Tensor) -> Tensor:
 
 
 DIVERGENCES = {"reverse_kl": reverse_kl, "forward_kl": forward_kl, "jsd": jsd}
-TAILS = {"bucket": with_tail, "renormalize": renormalized}
+TAILS = {"bucket": with_tail, "renormalize": renormalize}

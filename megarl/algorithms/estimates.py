@@ -78,33 +78,31 @@ def _majority_of_draws(num_correct: int, wrong: tuple[int, ...], num_silent: int
     generator = np.random.default_rng(seed)
     drawn = generator.multivariate_hypergeometric([num_correct, *wrong, num_silent], k, size=NUM_DRAWN)
     votes = drawn[:, :-1]
-    most = votes.max(axis=1)
-    num_first = (votes == most[:, None]).sum(axis=1)
-    return float(((votes[:, 0] == most) & (most > 0)).astype(np.float64).dot(1.0 / num_first) / NUM_DRAWN)
+    most_votes = votes.max(axis=1)
+    num_first = (votes == most_votes[:, None]).sum(axis=1)
+    return float(((votes[:, 0] == most_votes) & (most_votes > 0)).astype(np.float64).dot(1.0 / num_first) / NUM_DRAWN)
 
 
 @lru_cache(maxsize=1 << 14)
 def _majority(num_correct: int, wrong: tuple[int, ...], num_silent: int, k: int) -> float:
-    """Return majority@k exactly, from counts of attempts: correct ones, each wrong answer (ascending), and without
-    answer.
-    """
+    """Return majority@k exactly, from counts of attempts: correct, each wrong answer (ascending), without answer."""
     won = 0.0
     for votes in range(1, min(num_correct, k) + 1):
         # ways[t, d]: the ways to draw d other attempts such that t wrong answers have equally many votes and none has
         # more.
-        others = k - votes
-        ways = np.zeros((others // votes + 1, others + 1))
+        num_others = k - votes
+        ways = np.zeros((num_others // votes + 1, num_others + 1))
         # Answers with too few attempts to reach `votes` can be drawn without any condition.
         rest = num_silent + sum(size for size in wrong if size < votes)
-        ways[0, : rest + 1] = [float(comb(rest, drawn)) for drawn in range(min(rest, others) + 1)]
+        ways[0, : rest + 1] = [float(comb(rest, drawn)) for drawn in range(min(rest, num_others) + 1)]
         for size in wrong[bisect_left(wrong, votes) :]:
             fewer = ways.copy()
-            for drawn in range(1, min(votes - 1, others) + 1):
-                fewer[:, drawn:] += comb(size, drawn) * ways[:, : others + 1 - drawn]
-            if votes <= others:
-                fewer[1:, votes:] += comb(size, votes) * ways[:-1, : others + 1 - votes]
+            for drawn in range(1, min(votes - 1, num_others) + 1):
+                fewer[:, drawn:] += comb(size, drawn) * ways[:, : num_others + 1 - drawn]
+            if votes <= num_others:
+                fewer[1:, votes:] += comb(size, votes) * ways[:-1, : num_others + 1 - votes]
             ways = fewer
-        chances = ways[:, others] / np.arange(1, len(ways) + 1)
+        chances = ways[:, num_others] / np.arange(1, len(ways) + 1)
         won += comb(num_correct, votes) * float(chances.sum())
     share = won / comb(num_correct + sum(wrong) + num_silent, k)
     # Sums of large counts are rounded, but a certain result must be exactly 0 or 1.

@@ -141,11 +141,11 @@ def _try_advantage(advantage: Callable[..., Any], settings: Mapping[str, Any], s
     rewards = torch.where(groups == 0, (sample % 2).double(), 1.0)
     measured = supported_kwargs(advantage, {"lengths": 5 + sample, "passes": rewards > 0})
     result = _call(advantage, (rewards, groups), {**measured, **settings})
-    found = checked_advantages(result, rewards)
-    if not found.isfinite().all():
+    advantages = checked_advantages(result, rewards)
+    if not advantages.isfinite().all():
         raise ResultError(
-            f"the function returned {found.tolist()} for the rewards {rewards.tolist()} of groups {groups.tolist()}; "
-            "all must be finite, also where the rewards of a group are equal"
+            f"the function returned {advantages.tolist()} for the rewards {rewards.tolist()} of groups "
+            f"{groups.tolist()}; all must be finite, also where the rewards of a group are equal"
         )
 
 

@@ -11,7 +11,7 @@ from megarl.tracking.metric_rows import MetricRow
 METRICS = (MetricRow("critic/clipped", "share", "fraction of tokens with a value limited by critic.clip"),)
 
 
-def clipped(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float | None) -> LossAndMetrics:
+def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float | None) -> LossAndMetrics:
     """Return half the squared difference of values and returns, with PPO's clipping: [tokens].
 
     `values`, `old_values` and `returns` are [tokens]. A clipped value differs from its old value by at most `clip`;

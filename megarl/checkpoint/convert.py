@@ -1,7 +1,7 @@
 """Conversion of model folders to Megatron's distributed checkpoints and back, without the whole model in memory.
 
-Both sides are layouts in Hugging Face's coordinates. Files are written from front to back in slabs. Each slab is the
-destination of a plan from the other side's storages. While one slab is written and hashed, the next is read.
+Files are written from front to back in slabs. Each slab is the destination of a plan from the other side's storages.
+While one slab is written and hashed, the next is read.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ def to_megatron(
     it.
 
     `out/release` is the checkpoint. `out/hf` has copies of the folder's other files. `out/manifest.json` is written
-    last. Raises ConfigError for parallel sizes that do not fit the model and if `out` exists. Raises DataError with the
-    name of a truncated file.
+    last. Raises ConfigError for parallel sizes that do not fit the model and if `out` exists, DataError with the name
+    of a truncated file.
     """
     started = time.perf_counter()
     model = read_model_shape(hf)
@@ -116,7 +116,7 @@ def to_megatron(
     dtypes = _dtypes(source, model, dtype)
     chunks = list(split(model, parallel, dtypes, SLAB_BYTES))
     with new_folder(out) as manifest:
-        with _checked(hf):
+        with _checking_files(hf):
             stored = _write_chunks(source, chunks, manifest)
             _write_records(manifest, model, parallel, chunks, stored)
             _copy_companions(hf, manifest, f"{COMPANIONS}/", dtype)
@@ -148,15 +148,15 @@ def to_hf(
     shard_bytes: int | None = None,
     verify: bool = False,
     override: Mapping[str, Any] | None = None,
-    others: Mapping[str, str | None] | None = None,
+    other_texts: Mapping[str, str | None] | None = None,
 ) -> Conversion:
     """Convert a `torch_dist` checkpoint, sharded in any way, to a model folder.
 
     `megatron` is the checkpoint, or a folder containing it (a run or Megatron's own folder). `hf` is a folder with
     config.json, tokenizer and other files; it may be omitted for a checkpoint made by `to_megatron`. `override` changes
-    fields of config.json. `others` maps names of further files to their texts, replacing copied ones; None leaves a
-    file out. Tensors go to the files that the folder's index names. Without an index, and if the index
-    lacks copied tensors (`checkpoint.kept`), they go to files of `shard_bytes`, copied ones to a file of their own.
+    fields of config.json. `other_texts` maps names of further files to their texts, replacing copied ones; None
+    leaves a file out. Tensors go to the files that the folder's index names. Without an index, and if the index lacks
+    copied tensors (`checkpoint.kept`), they go to files of `shard_bytes`, copied ones to a file of their own.
     Experts are packed if they are in `hf`, or were in the folder converted by `to_megatron`. Raises ConfigError if
     `out` exists, DataError with the name of a truncated file.
     """
@@ -174,7 +174,7 @@ def to_hf(
     if not stored_names(model_folder):
         # Without weights, the folder does not show whether experts are packed.
         model = replace(model, packs_experts=_packs_experts(root))
-    with new_folder(out) as manifest, _checked(root):
+    with new_folder(out) as manifest, _checking_files(root):
         source = CheckpointReader(checkpoint, model)
         model = source.model
         dtypes = _dtypes(source, model, dtype)
@@ -202,7 +202,7 @@ def to_hf(
                 manifest.append(INDEX, index_text({**files, **last}, total + total_bytes(companion_tensors)).encode())
             checksums = _write_files(source, files, model, forms, copies, {}, manifest)
         manifest.append(CHECKSUMS, checksums_text(checksums).encode())
-        _copy_companions(model_folder, manifest, "", dtype, override, others)
+        _copy_companions(model_folder, manifest, "", dtype, override, other_texts)
         manifest.close({"format": "safetensors"})
         if verify:
             verify_copy(source, FolderReader(manifest.folder, model), model, manifest.folder)
@@ -246,8 +246,8 @@ def _stream(source: Source, slabs: Iterable[_Slab]) -> None:
 def _one_thread_per_operation() -> Iterator[None]:
     """Context in which torch computes each operation in the calling thread.
 
-    Reading, writing and hashing have a thread each. More threads for one copy would mostly wait, and OpenMP's threads
-    wait busily: on two cores they took half of a conversion's CPU time.
+    Reading, writing and hashing have a thread each. More threads for one copy would wait busily: on two cores they took
+    half of a conversion's CPU time.
     """
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -258,7 +258,7 @@ def _one_thread_per_operation() -> Iterator[None]:
 
 
 def _fill(source: Source, slab: _Slab) -> Tensor:
-    """Read the elements of a part from the source. Returns them in the part's shape and dtype."""
+    """Read the elements of a part from the source, in the part's shape and dtype."""
     # Vocabulary padding is covered by no piece, and must be zero.
     is_covered = sum(piece.box.numel for piece in slab.pieces) == prod(slab.shape)
     target = (torch.empty if is_covered else torch.zeros)(slab.shape, dtype=slab.dtype)
@@ -285,7 +285,6 @@ def _write_chunks(source: Source, chunks: Sequence[StoredShard], manifest: Manif
 
 
 def _save(manifest: ManifestWriter, file: str, value: Any) -> Stored:
-    """Append a value to a file in the format of torch.save."""
     name = f"{RELEASE}/{file}"
     start = manifest.sizes.get(name, 0)
     torch.save(value, manifest.stream(name))
@@ -299,7 +298,7 @@ def _write_records(
     chunks: Sequence[StoredShard],
     stored: Sequence[Stored],
 ) -> None:
-    """Write the files of a checkpoint that are not weights: `.metadata`, `common.pt`, `metadata.json`."""
+    """Write a checkpoint's other files: `.metadata`, `common.pt`, `metadata.json`."""
     # All extra states are equal, so one stored `[None]` serves every key.
     objects = dict.fromkeys(extra_states(model), _save(manifest, stored[0].file, [None]))
     manifest.append(f"{RELEASE}/{METADATA}", metadata_bytes(list(zip(chunks, stored, strict=True)), objects))
@@ -315,19 +314,19 @@ def _write_files(
     model: ModelShape,
     forms: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
     copies: Mapping[str, str],
-    kept: Mapping[str, KeptTensor],
+    unchanged_tensors: Mapping[str, KeptTensor],
     manifest: ManifestWriter,
 ) -> dict[str, int]:
     """Write safetensors files from front to back. `forms` are shape and dtype of the model's tensors in the files.
 
-    `copies` maps names of tensors to those of equal ones. Tensors in `kept` are copied unchanged. Returns the checksum
-    of each tensor of the model, by name.
+    `copies` maps names of tensors to those of equal ones; `unchanged_tensors` are copied. Returns the checksum of each
+    tensor of the model, by name.
     """
     checksums: dict[str, int] = defaultdict(int)
     entries = {name: header_entry(shape, dtype) for name, (shape, dtype) in forms.items()}
-    entries |= {name: tensor.entry for name, tensor in kept.items()}
+    entries |= {name: tensor.entry for name, tensor in unchanged_tensors.items()}
     itemsizes = {name: dtype.itemsize for name, (_, dtype) in forms.items()}
-    itemsizes |= {name: tensor.itemsize for name, tensor in kept.items()}
+    itemsizes |= {name: tensor.itemsize for name, tensor in unchanged_tensors.items()}
     # Widest dtypes first, like the writer of the safetensors library, so that every tensor is aligned.
     ordered = {file: sorted(names, key=lambda name: -itemsizes[name]) for file, names in files.items()}
 
@@ -335,13 +334,13 @@ def _write_files(
         if file not in manifest.sizes:
             manifest.append(file, safetensors_header({name: entries[name] for name in ordered[file]}))
         for name in copied:
-            for piece in kept[name].content():
+            for piece in unchanged_tensors[name].content():
                 manifest.append(file, piece)
         if tensor is not None:
             manifest.append(file, tensor.view(-1).view(torch.uint8).numpy().data)
             for piece in pieces:
-                found = int(piece_checksum(piece, tensor).item())
-                checksums[piece.box.name] = (checksums[piece.box.name] + found) & MASK
+                checksum = int(piece_checksum(piece, tensor).item())
+                checksums[piece.box.name] = (checksums[piece.box.name] + checksum) & MASK
 
     last: dict[str, list[str]] = {}
 
@@ -349,7 +348,7 @@ def _write_files(
         for file, names in ordered.items():
             copied: list[str] = []
             for name in names:
-                if name in kept:
+                if name in unchanged_tensors:
                     copied.append(name)
                     continue
                 shape, dtype = forms[name]
@@ -369,8 +368,7 @@ def _write_files(
 
 
 def _write_kept(tensors: Mapping[str, KeptTensor], file: str, manifest: ManifestWriter) -> int:
-    """Write the tensors that are copied unchanged (vision tower, multi-token prediction) to a separate file. Returns
-    their number; 0: no file is written."""
+    """Write the tensors that are copied unchanged to a separate file, if there are any. Returns their number."""
     for piece in file_content(tensors) if tensors else ():
         manifest.append(file, piece)
     return len(tensors)
@@ -409,10 +407,10 @@ def verify_copy(source: Source, result: Source, model: ModelShape, folder: Path)
 
 
 @contextmanager
-def _checked(folder: Path) -> Iterator[None]:
+def _checking_files(folder: Path) -> Iterator[None]:
     """Context checking a folder's files against its manifest, if it has one.
 
-    File sizes are checked on entry. Hashes are computed in a thread meanwhile, and compared at the end.
+    Sizes are checked on entry. Hashes are computed in a thread meanwhile, and compared at the end.
     """
     expected = check_sizes(folder)
     with ThreadPoolExecutor(1) as reader:
@@ -422,7 +420,7 @@ def _checked(folder: Path) -> Iterator[None]:
 
 
 def _parallel(tp: int, pp: int, ep: int, etp: int, model: ModelShape) -> ParallelConfig:
-    """Return the parallel sizes as a config. Raises ConfigError for sizes below 1, and for experts of a dense model."""
+    """Return the parallel sizes as a config. Raises ConfigError for sizes below 1, and experts of a dense model."""
     for name, size in {"tp": tp, "pp": pp, "ep": ep, "etp": etp}.items():
         if size < 1:
             raise ConfigError(f"--{name} {size} must be at least 1.")
@@ -449,18 +447,18 @@ def _copy_companions(
     folder: str,
     dtype: torch.dtype | None,
     override: Mapping[str, Any] | None = None,
-    others: Mapping[str, str | None] | None = None,
+    other_texts: Mapping[str, str | None] | None = None,
 ) -> None:
     """Copy all files except weights. config.json gets `dtype`, if given, and the fields of `override`.
 
-    `others` has the texts of further files. They replace copied ones; None: the file is left out.
+    `other_texts` replace copied files, by name; None: the file is left out.
     """
-    others = others or {}
-    for name, text in others.items():
+    other_texts = other_texts or {}
+    for name, text in other_texts.items():
         if text is not None:
             manifest.append(folder + name, text.encode())
     for name, path in companions(source).items():
-        if name in others:
+        if name in other_texts:
             continue
         if name == "config.json":
             manifest.append(folder + name, changed_config(path, dtype, override=override))
@@ -475,11 +473,10 @@ def _packs_experts(folder: Path) -> bool:
 
 
 def find_checkpoint(folder: Path) -> Path:
-    """Find the checkpoint in a folder. It is the folder itself, the checkpoint named by Megatron's tracker file, or the
-    newest one of a run.
+    """Find the checkpoint in a folder: the folder itself, the one named by Megatron's tracker file, or a run's newest.
 
-    Raises ConfigError for a run, or its `checkpoints` folder, without checkpoints. Raises DataError for an invalid
-    tracker file.
+    Raises ConfigError for a run, or its `checkpoints` folder, without checkpoints, DataError for an invalid tracker
+    file.
     """
     if (folder / METADATA).exists():
         return folder

@@ -1,6 +1,6 @@
-"""Kept tensors: tensors of a model folder that trainer and engine do not use. Exports and conversions copy them byte
-for byte. They are layers for multi-token prediction and vision towers (`families.kept_prefixes`). They belong to no
-layout.
+"""Kept tensors: tensors of a model folder that trainer and engine do not use, copied byte for byte.
+
+They are layers for multi-token prediction and vision towers. They belong to no layout.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from megarl.files.strict_json import loads
 from megarl.types import DataError
 
 FILE = "kept.safetensors"
-"""Name of the file with the kept tensors in the `hf` folder next to a converted checkpoint. That folder has no other
-weights."""
+"""Name of the file with the kept tensors in the `hf` folder next to a converted checkpoint."""
 
 _CHUNK_BYTES = 1 << 24
 
@@ -45,12 +44,12 @@ class KeptTensor(NamedTuple):
 
     @property
     def itemsize(self) -> int:
-        """Return the bytes of one element."""
+        """Bytes of one element."""
         return self.num_bytes // max(1, prod(self.shape))
 
     @property
     def entry(self) -> HeaderEntry:
-        """Return the tensor's entry in the header of a file."""
+        """The tensor's entry in the header of a file."""
         return HeaderEntry(self.code, self.shape, self.num_bytes)
 
     def content(self) -> Iterator[bytes]:
@@ -91,7 +90,6 @@ def kept_and_copies(folder: str | Path, model: ModelShape) -> tuple[dict[str, Ke
 
 
 def total_bytes(tensors: Mapping[str, KeptTensor]) -> int:
-    """Return the total size of these tensors in bytes."""
     return sum(tensor.num_bytes for tensor in tensors.values())
 
 
@@ -108,7 +106,7 @@ def file_content(tensors: Mapping[str, KeptTensor]) -> Iterator[bytes]:
 
 
 def _files(folder: Path) -> Iterable[tuple[Path, set[str]]]:
-    """Return the files with weights in a folder, each with its tensors as listed by the folder's index."""
+    """Return the files with weights in a folder, each with its tensors as listed by the index."""
     if (folder / FILE).exists():
         return [(folder / FILE, set())]
     # A conversion may be given a folder with config.json and tokenizer alone.

@@ -1,7 +1,6 @@
 """Manifests of folders: size and sha256 of every file, written with the folder and checked before it is used.
 
-`torch_dist` checkpoints and model folders have no checksums of their own. Without a manifest, a changed weight would
-load unnoticed.
+The formats have no checksums of their own. Without a manifest, a changed weight would load unnoticed.
 """
 
 from __future__ import annotations
@@ -51,9 +50,7 @@ class ManifestWriter:
         return start
 
     def _file(self, name: str) -> IO[bytes]:
-        """Return the open file `name`. Files stay open, because opening one for each write would be many times
-        slower.
-        """
+        """Return the open file `name`. Files stay open: opening one for each write would be many times slower."""
         if name not in self._open:
             path = self.folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -67,7 +64,6 @@ class ManifestWriter:
         return cast(IO[bytes], _Stream(self, name))
 
     def copy(self, source: Path, name: str) -> None:
-        """Copy a file."""
         # An empty file must be in the manifest too.
         self.append(name, b"")
         with source.open("rb") as file:
@@ -111,7 +107,7 @@ class _Stream:
 
 
 def write_manifest(folder: Path, files: Mapping[str, Mapping[str, Any]], layout: Mapping[str, Any]) -> None:
-    """Write the manifest: the files' sizes and hashes, library versions, and the caller's description of the layout."""
+    """Write the files' sizes and hashes, library versions, and the caller's description of the layout."""
     manifest = {
         "files": dict(sorted(files.items())),
         "versions": {package: version(package) for package in ("megarl", "torch", "megatron-core", "safetensors")},
@@ -160,11 +156,13 @@ def check_sizes(folder: Path) -> dict[str, str]:
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
             raise DataError(f"{path}: {name!r} is not a file of this folder. Copy the folder again.")
         with storage_faults_named(folder / name):
-            found = (folder / name).stat().st_size if (folder / name).is_file() else None
-        if found is None:
+            actual_size = (folder / name).stat().st_size if (folder / name).is_file() else None
+        if actual_size is None:
             raise DataError(f"{folder / name}: not found, although {MANIFEST} lists it. Copy the folder again.")
-        if found != size:
-            raise DataError(f"{folder / name}: {found} bytes where {MANIFEST} says {size}. Copy the folder again.")
+        if actual_size != size:
+            raise DataError(
+                f"{folder / name}: {actual_size} bytes where {MANIFEST} says {size}. Copy the folder again."
+            )
     return {name: sha256 for name, (_, sha256) in expected.items()}
 
 
@@ -188,6 +186,5 @@ def canonical_sha256(value: Mapping[str, Any]) -> str:
 
 
 def file_record(path: Path) -> dict[str, Any]:
-    """Return a file's manifest record: size and sha256."""
     with path.open("rb") as file:
         return {"sha256": hashlib.file_digest(file, "sha256").hexdigest(), "size": file.tell()}

@@ -12,7 +12,7 @@ _SCALE_BIAS, _NAN = 127, 255
 """A scale byte (e8m0) is the exponent of two plus the bias, or stands for NaN."""
 
 
-def dequantised(blocks: Tensor, scales: Tensor) -> Tensor:
+def dequantise(blocks: Tensor, scales: Tensor) -> Tensor:
     """Return weights in bfloat16, [..., 32 * groups], exact except for underflow and overflow of bfloat16.
 
     Shapes: `blocks` uint8 [..., groups, 16] has two numbers a byte, the lower four bits first. `scales` uint8 [...,

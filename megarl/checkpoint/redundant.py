@@ -1,7 +1,7 @@
 """Redundant tensors of a model folder: they repeat other tensors, or numbers that follow from config.json. No torch.
 
-They are a head stored beside a tied embedding, rotary frequencies, and the copies of embedding and head in a trained
-layer for multi-token prediction. They are not loaded. So one that differs is an error: the model would be another one.
+They are a head beside a tied embedding, rotary frequencies, and copies in a trained layer for multi-token prediction.
+They are not loaded. So one that differs is an error: the model would be another one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megarl.families.shape import ModelShape, read_model_shape
 
 _FREQUENCIES = ".rotary_emb.inv_freq"
 _PRECISION = {"F64": 1e-5, "F32": 1e-5, "F16": 2e-3, "BF16": 1e-2}
-"""Largest relative distance of a stored frequency that is rounding, by the code of its dtype."""
+"""Largest relative rounding of a stored frequency, by the code of its dtype."""
 _SMALLEST = 1e-7
 """Frequencies below this are rounded to few bits in float16."""
 
@@ -69,10 +69,10 @@ def _reason(name: str, model: ModelShape) -> str:
     )
 
 
-def _are_equal(tensor: KeptTensor, other: KeptTensor) -> bool:
-    if (tensor.code, tensor.shape) != (other.code, other.shape):
+def _are_equal(tensor: KeptTensor, original: KeptTensor) -> bool:
+    if (tensor.code, tensor.shape) != (original.code, original.shape):
         return False
-    return all(piece == other_piece for piece, other_piece in zip(tensor.content(), other.content(), strict=True))
+    return all(piece == copy for piece, copy in zip(tensor.content(), original.content(), strict=True))
 
 
 def _has_frequencies_of(tensor: KeptTensor, model: ModelShape) -> bool:

@@ -24,9 +24,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from megarl.checkpoint.kept import KeptTensor, file_content, kept_and_copies, total_bytes
-from megarl.checkpoint.mxfp4 import dequantised
+from megarl.checkpoint.mxfp4 import dequantise
 from megarl.checkpoint.stored import BLOCKS, MXFP4, SCALES, stored_tensors
-from megarl.checkpoint.weight_checksums import check_weights, checksums_text, computed
+from megarl.checkpoint.weight_checksums import check_weights, checksums_text, compute_checksums
 from megarl.config.override import overridden
 from megarl.families.model_tensors import checkpoint_name, float32_tensors
 from megarl.families.pages.llama import EMBEDDING, HEAD, VALUE_HEAD
@@ -61,9 +61,8 @@ SHARD_BYTES = 5_000_000_000
 class FolderReader:
     """Reader of the tensors in a model folder, each memory-mapped when it is used.
 
-    An MXFP4 tensor is one storage for each expert, dequantised on demand. Raises DataError for a truncated file, and
-    for a dtype not accepted for training. Raises DataError for a tensor missing, unknown or with a wrong shape. The
-    error names the file or tensor.
+    An MXFP4 tensor is one storage for each expert, dequantised on demand. Raises DataError, naming file or tensor, for
+    a truncated file, a dtype not accepted for training, and a tensor missing, unknown or with a wrong shape.
     """
 
     def __init__(self, folder: str | Path, model: ModelShape) -> None:
@@ -92,12 +91,13 @@ class FolderReader:
             assert stored.scales is not None
             blocks = self._file(stored.path).get_slice(packed + BLOCKS)[expert]
             scales = self._file(stored.scales).get_slice(packed + SCALES)[expert]
-            return dequantised(blocks, scales).view(-1)
+            return dequantise(blocks, scales).view(-1)
         return self._file(self._stored[name].path).get_tensor(name).view(-1)
 
     def groups(self, layout: Layout) -> Iterator[tuple[Layout, Layout]]:
-        """Yield parts of a layout, each with the pieces of this folder that it needs. Handled part by part, few
-        dequantised experts exist at a time."""
+        """Yield parts of a layout, each with the pieces of this folder that it needs: few dequantised experts exist at
+        a time.
+        """
         by_file: dict[str, list[Piece]] = {}
         for piece in layout:
             (stored,) = self.pieces[piece.box.name]
@@ -107,7 +107,6 @@ class FolderReader:
             yield tuple(group_pieces), tuple(piece for name in names for piece in self.pieces[name])
 
     def file_of(self, name: str) -> Path:
-        """Return the path of the file containing a tensor."""
         return self._files[name]
 
     def _file(self, path: Path) -> Any:
@@ -126,7 +125,6 @@ class FolderReader:
         )
 
     def release(self) -> None:
-        """Unmap the files."""
         self._open.clear()
 
 
@@ -180,9 +178,9 @@ def head_rows(folder: str | Path, rows: range, *, override: Mapping[str, Any] | 
     """
     model = read_model_shape(folder, override)
     name = checkpoint_name(EMBEDDING if model.tie_word_embeddings else HEAD, model)
-    whole = FolderReader(folder, model).storage(name).view(-1, model.hidden_size)
+    head = FolderReader(folder, model).storage(name).view(-1, model.hidden_size)
     # Cloned, so that the memory map of the whole file can be freed.
-    return whole[rows.start : rows.stop].clone()
+    return head[rows.start : rows.stop].clone()
 
 
 @torch.no_grad()
@@ -206,7 +204,7 @@ def export(
     dtype: torch.dtype,
     bucket_bytes: int,
     shard_bytes: int = SHARD_BYTES,
-    others: Mapping[str, str] | None = None,
+    other_texts: Mapping[str, str] | None = None,
     override: Mapping[str, Any] | None = None,
 ) -> None:
     """Export the model in all ranks' `parameters` to a Hugging Face folder. A collective.
@@ -214,19 +212,19 @@ def export(
     `layouts` are the layouts of all ranks. `parameters` are this rank's shards, [local rows, ...] each. Tensors are
     stored as `dtype`, except those that are float32 in every model. Tensors that are not trained
     (`checkpoint.kept`) and all files except weights are copied from the folder `source`; config.json with the fields of
-    `override` changed (`config.override`). `others` maps names of further files to their texts, replacing copied ones.
-    A rank stages at most `bucket_bytes`. A file has at most `shard_bytes`, unless a single tensor is larger. The folder
-    is replaced atomically. Raises OSError if the disk is full.
+    `override` changed (`config.override`). `other_texts` maps names of further files to their texts, replacing copied
+    ones. A rank stages at most `bucket_bytes`. A file has at most `shard_bytes`, unless a single tensor is larger.
+    The folder is replaced atomically. Raises OSError if the disk is full.
     """
     tensors = checkpoint_tensors(model)
-    kept, copies = kept_and_copies(source, model)
+    unchanged_tensors, copies = kept_and_copies(source, model)
     tensors |= {name: tensors[original] for name, original in copies.items()}
     dtypes = dict.fromkeys(tensors, dtype) | dict.fromkeys(float32_tensors(model), torch.float32)
     forms = {name: (shape, dtypes[name]) for name, shape in tensors.items()}
-    files = pack_files(forms, shard_bytes, num_more=bool(kept))
-    every = {**files, **kept_file(len(files), kept)}
+    files = pack_files(forms, shard_bytes, num_more=bool(unchanged_tensors))
+    all_files = {**files, **kept_file(len(files), unchanged_tensors)}
     fixed = dict.fromkeys(float32_tensors(model), torch.float32)
-    checksums = computed(layouts, rank, parameters, defaultdict(lambda: dtype, fixed))
+    checksums = compute_checksums(layouts, rank, parameters, defaultdict(lambda: dtype, fixed))
 
     def write_others(partial: Path) -> None:
         for name, path in companions(source).items():
@@ -237,15 +235,17 @@ def export(
             is_config = name == "config.json"
             content = changed_config(path, dtype, model, override) if is_config else path.read_bytes()
             (partial / name).write_bytes(content)
-        for name, text in (others or {}).items():
+        for name, text in (other_texts or {}).items():
             (partial / name).write_text(text, encoding="utf-8")
-        for name in every.keys() - files.keys():
+        for name in all_files.keys() - files.keys():
             with (partial / name).open("xb") as file:
-                file.writelines(file_content(kept))
+                file.writelines(file_content(unchanged_tensors))
         (partial / CHECKSUMS).write_text(checksums_text(checksums), encoding="utf-8")
-        if len(every) > 1:
-            size = total_bytes(kept) + sum(prod(shape) * dtypes[name].itemsize for name, shape in tensors.items())
-            (partial / INDEX).write_text(index_text(every, size), encoding="utf-8")
+        if len(all_files) > 1:
+            size = total_bytes(unchanged_tensors) + sum(
+                prod(shape) * dtypes[name].itemsize for name, shape in tensors.items()
+            )
+            (partial / INDEX).write_text(index_text(all_files, size), encoding="utf-8")
 
     write_folder(
         folder,
@@ -311,15 +311,17 @@ def write_folder(
     _barrier()
 
 
-def kept_file(num_files: int, kept: Mapping[str, KeptTensor]) -> dict[str, Mapping[str, KeptTensor]]:
-    """Return the tensors that are only copied (vision tower, multi-token prediction), under the name of the last file.
-    `num_files` files come before it. Empty if there are no such tensors."""
-    return {_file_name(num_files + 1, num_files + 1): kept} if kept else {}
+def kept_file(num_files: int, unchanged_tensors: Mapping[str, KeptTensor]) -> dict[str, Mapping[str, KeptTensor]]:
+    """Return the tensors that are only copied, under the name of the last file, after `num_files` others. Empty if
+    none.
+    """
+    return {_file_name(num_files + 1, num_files + 1): unchanged_tensors} if unchanged_tensors else {}
 
 
 def pack_files(tensors: Mapping[str, Form], shard_bytes: int, *, num_more: int = 0) -> dict[str, dict[str, Form]]:
-    """Distribute tensors, in the model's order, over files of at most `shard_bytes`. Returns the tensors of each file,
-    by file name, widest dtypes first. The names count `num_more` further files that the folder will have.
+    """Distribute tensors, in order, over files of at most `shard_bytes`: by file name, widest dtypes first.
+
+    The names count `num_more` further files of the folder.
     """
     shards: list[dict[str, Form]] = [{}]
     filled = 0
@@ -349,18 +351,19 @@ def file_header(tensors: Mapping[str, Form]) -> bytes:
 
 def header_entry(shape: tuple[int, ...], dtype: torch.dtype) -> HeaderEntry:
     """Return the entry of a tensor in the header of a safetensors file."""
-    [code] = [code for code, known in DTYPES.items() if known == dtype]
+    [code] = [code for code, stored_dtype in DTYPES.items() if stored_dtype == dtype]
     return HeaderEntry(code, shape, prod(shape) * dtype.itemsize)
 
 
 def _storage(file: str, dtype: torch.dtype) -> str:
-    """Return the name of the storage of a file's tensors of one dtype."""
     return f"{file} {dtype}"
 
 
 def _create(path: Path, tensors: Mapping[str, Form]) -> dict[str, Tensor]:
-    """Create a safetensors file with its header and reserve its space. Returns its data mapped as one tensor
-    [elements] for each dtype, by `_storage`. Equal dtypes follow each other in `tensors`.
+    """Create a safetensors file with its header and reserve its space.
+
+    Returns its data mapped as one tensor [elements] for each dtype, by `_storage`. Equal dtypes follow each other in
+    `tensors`.
     """
     header = file_header(tensors)
     with path.open("xb+") as file:

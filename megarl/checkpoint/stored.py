@@ -19,8 +19,7 @@ CODES = ("F64", "F32", "F16", "BF16")
 """Dtype codes in safetensors files that are accepted for training."""
 
 _PACKED = (".experts.gate_up_proj", ".experts.down_proj")
-"""Endings of the names of packed tensors: one tensor holds all experts of a layer. Some releases of a model store
-these, others one tensor per expert."""
+"""Endings of the names of packed tensors: all experts of a layer in one."""
 
 # Faults listed of each kind: a wrong config.json can cause one for every tensor.
 _NAMED = 5
@@ -61,10 +60,10 @@ def stored_tensors(folder: str | Path, model: ModelShape) -> tuple[dict[str, Sto
 
     Raises DataError for a folder without safetensors and for a truncated file.
     """
-    shapes, kept = checkpoint_tensors(model), list_copied_prefixes(model)
+    shapes, prefixes = checkpoint_tensors(model), list_copied_prefixes(model)
     quantised = _quantised_shapes(shapes, model)
     parts: dict[str, Path] = {}
-    found: dict[str, Stored] = {}
+    stored: dict[str, Stored] = {}
     files: dict[str, Path] = {}
     faults: list[Fault] = []
     for file, expected in weight_files(folder).items():
@@ -83,54 +82,58 @@ def stored_tensors(folder: str | Path, model: ModelShape) -> tuple[dict[str, Sto
             if name not in shapes:
                 # Redundant tensors are not loaded, only compared (`checkpoint.redundant`). Others are kept: copied by
                 # exports, never trained (`checkpoint.kept`).
-                if name.endswith(_PACKED) and not name.startswith(kept):
+                if name.endswith(_PACKED) and not name.startswith(prefixes):
                     text = f"{path}: {name} holds all experts of a layer; rewrite it with one tensor per expert."
                     faults.append(Fault("packed", text))
-                elif not (is_redundant(name, model) or name.startswith(kept)):
+                elif not (is_redundant(name, model) or name.startswith(prefixes)):
                     faults.append(Fault("extra", f"{path}: {name} has no place in a {model.family} model."))
                 continue
-            if name in found:
+            if name in stored:
                 faults.append(
-                    Fault("doubled", f"{path}: {name} is also in {found[name].path}. Remove one of the files.")
+                    Fault("doubled", f"{path}: {name} is also in {stored[name].path}. Remove one of the files.")
                 )
             elif code not in CODES:
                 faults.append(Fault("type", f"{path}: {name} is {code}; only {', '.join(CODES)} can be trained."))
             elif shape != shapes[name]:
                 faults.append(Fault("shape", f"{path}: {name} is {shape}; config.json says {shapes[name]}."))
-            found[name] = Stored(path, code)
+            stored[name] = Stored(path, code)
     for name in sorted({part.removesuffix(BLOCKS).removesuffix(SCALES) for part in parts}):
         blocks, scales = parts.get(name + BLOCKS), parts.get(name + SCALES)
-        if name in found:
-            faults.append(Fault("doubled", f"{found[name].path}: {name} is here, and again as MXFP4. Remove one form."))
+        if name in stored:
+            faults.append(
+                Fault("doubled", f"{stored[name].path}: {name} is here, and again as MXFP4. Remove one form.")
+            )
         if blocks and scales:
-            found[name] = Stored(blocks, MXFP4, scales)
+            stored[name] = Stored(blocks, MXFP4, scales)
             continue
         present, absent = (BLOCKS, SCALES) if blocks else (SCALES, BLOCKS)
         text = f"{name}{present} is here but {name}{absent} is missing: MXFP4 weights need both"
         faults.append(Fault("missing", f"{parts[name + present]}: {text}. Copy or download the model again."))
-        found[name] = Stored(parts[name + present], MXFP4)
+        stored[name] = Stored(parts[name + present], MXFP4)
     faults += [
         Fault("missing", f"{folder}: tensor {name} is missing. Copy or download the model again.")
         for name in shapes
-        if name not in found
+        if name not in stored
     ]
     faults += [Fault("redundant", text) for text in redundant_faults(Path(folder), model, files)]
-    return found, faults
+    return stored, faults
 
 
 def _quantised_shapes(shapes: Mapping[str, tuple[int, ...]], model: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the two tensors (numbers, scales) of each tensor that may be stored as MXFP4, by name.
-    `shapes` are the shapes of the whole tensors."""
+    """Return the shapes of numbers and scales of each tensor that may be stored as MXFP4, by name.
+
+    `shapes` are the shapes of the whole tensors.
+    """
     if not FAMILIES[model.family].reads_mxfp4:
         return {}
     packed = {alias.packed for alias in list_aliases(model) if len(alias.packed_shape) == 3}
-    found = {}
+    part_shapes = {}
     for name, shape in shapes.items():
         if parse_name(name).template in packed:
             # Rows and columns are exchanged: groups of input features have a scale.
             groups = (shape[0], shape[2], shape[1] // _GROUP)
-            found |= {name + BLOCKS: (*groups, _GROUP // 2), name + SCALES: groups}
-    return found
+            part_shapes |= {name + BLOCKS: (*groups, _GROUP // 2), name + SCALES: groups}
+    return part_shapes
 
 
 def tensor_faults(folder: str | Path, model: ModelShape) -> Iterator[str]:

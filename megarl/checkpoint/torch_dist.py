@@ -1,9 +1,8 @@
-"""Megatron-Core's distributed checkpoint (`torch_dist`) as a layout: global tensors in chunks, independent of tp and
-pp.
+"""Megatron-Core's distributed checkpoint (`torch_dist`) as a layout: global tensors in chunks, for any tp and pp.
 
 A parameter of all layers (and experts) is one tensor under one key, with the layer (and expert) as leading dimensions.
 Its chunks are in `.distcp` files, each in the format of torch.save. `.metadata` lists their places. A conversion writes
-the chunks that the ranks of a layout would write. So each rank of this layout later reads one file.
+the chunks that the ranks of a layout would write, so each rank of this layout later reads one file.
 """
 
 from __future__ import annotations
@@ -74,19 +73,18 @@ class Parameter:
     block_key: str = ""
     """The ending of the key, if the checkpoint stores each block separately and `rule` is one of them."""
     layer_in_key: bool = False
-    """Whether the key contains the layer's number. Megatron-Core writes such keys if layers have different
-    parameters."""
+    """Whether the key contains the layer's number, as Megatron-Core does if layers have different parameters."""
     is_latent: bool = False
     """Whether the model has latent attention. Megatron's local spec then renames no norms."""
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Return the key in Transformer Engine's spec, and the local spec's key if it differs."""
-        own, variant = self.rule.parameter, self.rule.transformer_engine
-        fused = own if self.rule.is_expert or variant is None else variant.parameter
+        """The key in Transformer Engine's spec, and the local spec's key if it differs."""
+        parameter, variant = self.rule.parameter, self.rule.transformer_engine
+        fused = parameter if self.rule.is_expert or variant is None else variant.parameter
         # Megatron-Core 0.16.1: except with latent attention, the local spec saves norms under the names of Transformer
         # Engine's fused layers. It does so even with the norm before a router, which is never fused.
-        local = own if self.is_latent else fused.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
+        local = parameter if self.is_latent else fused.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
         return tuple(dict.fromkeys(map(self._key, (fused, local))))
 
     def _key(self, name: str) -> str:
@@ -101,9 +99,7 @@ class Parameter:
         return tuple(shape)
 
     def pieces(self, box: Box, storage: str) -> Iterator[Piece]:
-        """Yield the Hugging Face elements of a part (`box`) of the parameter, with their places in a contiguous
-        storage.
-        """
+        """Yield the Hugging Face elements of a part of the parameter, with their places in a contiguous storage."""
         dim = self.rule.dim or 0
         strides = contiguous_strides(box.shape)
         names = {"layer": self.layer, "expert": self.expert}
@@ -116,8 +112,8 @@ class Parameter:
                 shift = segment.start - position
                 start = (*box.start[:dim], low + shift, *box.start[dim + 1 :])
                 stop = (*box.stop[:dim], high + shift, *box.stop[dim + 1 :])
-                held = Box(segment.tensor.format(**names), start, stop)
-                yield Piece(held, storage, (low - box.start[dim]) * strides[dim], strides)
+                hf_box = Box(segment.tensor.format(**names), start, stop)
+                yield Piece(hf_box, storage, (low - box.start[dim]) * strides[dim], strides)
             position += segment.stop - segment.start
 
 
@@ -195,9 +191,7 @@ def split(
 
 
 def _boxes(rule: Rule, shape: tuple[int, ...], layouts: MegatronLayouts, limit: int) -> Iterator[tuple[int, Box]]:
-    """Yield tensor-parallel ranks with their parts: equal parts of each fused block, in slices of at most `limit`
-    elements.
-    """
+    """Yield tensor-parallel ranks with their parts: equal parts of each fused block, of at most `limit` elements."""
     dim, base = rule.dim or 0, 0
     for length in layouts.cut(rule):
         for rank in range(layouts.splits(rule)):

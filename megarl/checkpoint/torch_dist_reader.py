@@ -126,9 +126,7 @@ class CheckpointReader:
                 self.dtypes[piece.box.name] = tensor.dtype
 
     def _locate(self, place: Stored, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-        """Return the byte offset of a part's elements within its file item. Only the pickle around the elements is
-        read.
-        """
+        """Return the byte offset of a part's elements in its file item. Only the pickle around them is read."""
         path = self.folder / place.file
         try:
             # A fake tensor records the offset of its elements instead of reading them (torch 2.13).
@@ -290,7 +288,7 @@ class _Metadata:
 
     @property
     def has_mtp(self) -> bool:
-        """Return whether layers for multi-token prediction are stored."""
+        """Whether layers for multi-token prediction are stored."""
         return any(key.startswith("mtp.") for key in self._records)
 
     def find(self, parameter: Parameter) -> tuple[str, tuple[int, ...]]:
@@ -303,9 +301,9 @@ class _Metadata:
                 return key, parameter.leading
             if parameter.leading:
                 layer, *rest = parameter.leading
-                own = key.replace("decoder.layers.", f"decoder.layers.{layer}.", 1)
-                if own in self._records:
-                    return own, tuple(rest)
+                layer_key = key.replace("decoder.layers.", f"decoder.layers.{layer}.", 1)
+                if layer_key in self._records:
+                    return layer_key, tuple(rest)
         raise DataError(f"{self._path}: the checkpoint does not contain the tensor {parameter.keys[0]}. {_AGAIN}")
 
     def tensor(self, key: str, depth: int) -> _StoredTensor:
@@ -348,7 +346,7 @@ class _Metadata:
         return _StoredTensor(tuple(record.size), record.properties.dtype, chunks)
 
     def _size(self, path: Path) -> int:
-        """Return a file's size in bytes. It is cached, because a file has thousands of parts."""
+        """Return a file's size in bytes, cached: a file has thousands of parts."""
         if path.name not in self._sizes:
             if not path.is_file():
                 raise DataError(f"{path}: not found. {_AGAIN}")

@@ -42,7 +42,7 @@ class StoredTensors(Protocol):
 
 
 @torch.no_grad()
-def computed(
+def compute_checksums(
     layouts: Sequence[Layout], rank: int, parameters: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]
 ) -> dict[str, int]:
     """Return the checksum of each tensor of a model sharded over all ranks, by name. A collective.
@@ -110,13 +110,15 @@ def check_weights(folder: Path, stored: StoredTensors) -> None:
     name of the first tensor that differs.
     """
     expected = stored_checksums(folder)
-    wanted = stored.pieces.keys() & expected.keys()
+    names = stored.pieces.keys() & expected.keys()
     rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    for name in sorted(wanted)[rank::num_ranks]:
-        found = sum(int(piece_checksum(piece, stored.storage(piece.storage)).item()) for piece in stored.pieces[name])
-        if found & MASK != expected[name]:
+    for name in sorted(names)[rank::num_ranks]:
+        checksum = sum(
+            int(piece_checksum(piece, stored.storage(piece.storage)).item()) for piece in stored.pieces[name]
+        )
+        if checksum & MASK != expected[name]:
             raise DataError(
-                f"{stored.file_of(name)}: {name} has the checksum {found & MASK:016x}, but {CHECKSUMS} says "
+                f"{stored.file_of(name)}: {name} has the checksum {checksum & MASK:016x}, but {CHECKSUMS} says "
                 f"{expected[name]:016x}: the file was damaged after its export. Copy or export the model again. If "
                 f"another program changed the weights on purpose, remove {folder / CHECKSUMS}"
             )

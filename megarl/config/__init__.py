@@ -43,7 +43,7 @@ from megarl.config.schedule import CheckpointConfig, EvaluationConfig, TrainConf
 from megarl.config.secrets import Place
 from megarl.config.section import Section
 from megarl.config.trainer import TrainerConfig
-from megarl.files.model_folder import found_folder
+from megarl.files.model_folder import find_folder
 
 
 class Recipe(Section):
@@ -227,7 +227,7 @@ class Recipe(Section):
 
         A run of 0 steps needs no teacher.
         """
-        return {field: found_folder(path) for field, path in self.model_paths.items() if field != "model.path"}
+        return {field: find_folder(path) for field, path in self.model_paths.items() if field != "model.path"}
 
     @property
     def teachers(self) -> dict[str, str]:
@@ -239,7 +239,7 @@ class Recipe(Section):
     def teacher_of_source(self) -> dict[str, int]:
         """Return the number of the teacher for each source of the mixture, keyed by the source's name."""
         numbers = {folder: number for number, folder in enumerate(self.teachers.values())}
-        given = {source.name: found_folder(source.recipe.distillation.teacher or "") for source in self.sources}
+        given = {source.name: find_folder(source.recipe.distillation.teacher or "") for source in self.sources}
         return {name: numbers[folder] for name, folder in given.items() if folder in numbers}
 
     # dp follows from the other sizes. Sequence parallelism needs tp > 1, so with tp 1 it returns to its default.

@@ -14,7 +14,7 @@ from pydantic_core import PydanticCustomError
 from megarl.config.annotations import Decides
 from megarl.config.override import override_fault
 from megarl.config.section import Section
-from megarl.files.model_folder import found_folder
+from megarl.files.model_folder import find_folder
 
 
 def _overrides(given: dict[str, JsonValue]) -> dict[str, JsonValue]:
@@ -51,4 +51,4 @@ class ModelConfig(Section):
     @property
     def folder(self) -> str:
         """Return the model's local folder: `path` itself, or its snapshot in the Hub's cache."""
-        return found_folder(self.path)
+        return find_folder(self.path)

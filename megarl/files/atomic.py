@@ -21,15 +21,12 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FAILED = (errno.EIO, errno.EROFS, errno.ESTALE, errno.EFBIG)
 _REMOVED = (errno.ENOENT, errno.ENOTDIR)
 _DENIED = (errno.EACCES, errno.EPERM)
-"""Error numbers of denied access. Like those of removed files, they count as storage errors only in the run folder,
-belonging to the run.
-"""
+"""Error numbers of denied access. Like those of removed files, they count as storage errors only in the run folder."""
 
 
 @contextmanager
 def storage_faults_named(path: Path) -> Iterator[None]:
-    """Context manager: turn an OSError inside it into StorageError, or DiskFullError for a full disk. Both name the
-    path.
+    """Context: turn an OSError inside it into StorageError, or DiskFullError for a full disk, with the path.
 
     `path` is named if the error itself has no file name. Put only file operations inside: a lost connection is an
     OSError too.
@@ -47,8 +44,10 @@ def storage_faults_named(path: Path) -> Iterator[None]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replace a file's text atomically and durably: after a power failure it has the old or the new contents. Raises
-    OSError."""
+    """Replace a file's text atomically and durably: after a power failure it has the old or the new contents.
+
+    Raises OSError.
+    """
     replace_bytes(path, text.encode("utf-8"))
 
 
@@ -135,8 +134,9 @@ def _is_below(folder: Path, name: object) -> bool:
 
 @contextmanager
 def disk_full_named(folder: Path, num_bytes: int | None = None) -> Iterator[None]:
-    """Context manager: turn an error caused by a full disk into DiskFullError. `num_bytes` is the size of the write, if
-    known."""
+    """Context: turn an error caused by a full disk into DiskFullError. `num_bytes` is the size of the write, if
+    known.
+    """
     try:
         yield
     except Exception as error:

@@ -262,13 +262,12 @@ class Heartbeats:
     """
 
     folder: Path
-    _seen: tuple[str, float] | None = None
+    _last_touch: tuple[str, float] | None = None
     """Name of the newest owner's file, and the time of its last touch."""
     _changed_at: float = 0.0
 
     def forget(self) -> None:
-        """Forget the last heartbeat, because nothing could be read meanwhile."""
-        self._seen = None
+        self._last_touch = None
 
     def silence(self) -> str:
         """Return a message if the driver is suspended or silent; otherwise return an empty string.
@@ -284,8 +283,8 @@ class Heartbeats:
         # A later owner removed the file.
         except FileNotFoundError:
             return ""
-        if self._seen != (newest.name, touched):
-            self._seen, self._changed_at = (newest.name, touched), time.monotonic()
+        if self._last_touch != (newest.name, touched):
+            self._last_touch, self._changed_at = (newest.name, touched), time.monotonic()
         owner = Owner.parse(content)
         if owner is None:
             return ""

@@ -89,9 +89,9 @@ def download(name: str, kind: Kind, *, only: Patterns | None = None, without: Pa
             ignore_patterns=None if without is None else list(without),
         )
     except RepositoryNotFoundError:
-        what = "model" if kind == "model" else "data set"
+        noun = "model" if kind == "model" else "data set"
         raise DataError(
-            f"the Hub has no {what} of this name, or it is private or gated: then set HF_TOKEN or run hf auth login"
+            f"the Hub has no {noun} of this name, or it is private or gated: then set HF_TOKEN or run hf auth login"
         ) from None
     except LocalEntryNotFoundError:
         raise DataError("the Hub cannot be reached from here") from None
@@ -156,8 +156,8 @@ def push(folder: Path, name: str, message: str, *, is_private: bool, without: Pa
         api.create_repo(name, private=is_private or None, exist_ok=True)
         # transformers would read an older model.safetensors before the index of newer files.
         # Weights in subfolders may be other variants, and transformers does not read them.
-        held = [file for file in api.list_repo_files(name) if "/" not in file]
-        stale = [file for file in held if file.endswith(_STALE) and file not in files]
+        top_files = [file for file in api.list_repo_files(name) if "/" not in file]
+        stale = [file for file in top_files if file.endswith(_STALE) and file not in files]
         removed = [CommitOperationDelete(file) for file in stale]
         # huggingface_hub 2.4's upload_folder makes several commits of a large folder; create_commit makes one.
         done = api.create_commit(name, [*removed, *added], commit_message=message)

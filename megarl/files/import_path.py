@@ -51,9 +51,9 @@ class Choices:
         near = nearest(name, self.table)
         hint = f" Did you mean {near!r}?" if near else ""
         attribute = "Class" if self.kind == "class" else "function"
-        own = f"package.module:{attribute}" + (f" or path/to/file.py:{attribute}" if self.takes_files else "")
+        example = f"package.module:{attribute}" + (f" or path/to/file.py:{attribute}" if self.takes_files else "")
         raise ConfigError(
-            f"{self.field}: unknown {self.noun} {name!r}.{hint} Known: {', '.join(self.table)}; your own: {own}."
+            f"{self.field}: unknown {self.noun} {name!r}.{hint} Known: {', '.join(self.table)}; your own: {example}."
         )
 
     def load(self, name: str) -> Callable[..., Any]:
@@ -83,14 +83,14 @@ def import_object(path: str, field: str, kind: Kind = "function") -> Callable[..
         raise ConfigError(f"{field}: {path!r}: cannot import {source}: {cause}") from error
     finally:
         _sources_being_imported.pop()
-    found = getattr(module, attribute, None)
-    if callable(found):
-        return found
-    names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+    value = getattr(module, attribute, None)
+    if callable(value):
+        return value
+    names = [key for key, member in vars(module).items() if callable(member) and not key.startswith("_")]
     near = nearest(attribute, names)
     hint = f"; did you mean {near!r}?" if near else f"; give the name of a {kind}."
     if hasattr(module, attribute):
-        fault = f"{attribute!r} of module {source} is not a {kind} but {type(found).__name__}"
+        fault = f"{attribute!r} of module {source} is not a {kind} but {type(value).__name__}"
     else:
         fault = f"module {source} has no {kind} {attribute!r}"
     raise ConfigError(f"{field}: {path!r}: {fault}{hint}")
@@ -105,8 +105,8 @@ def imported_object(path: str) -> Callable[..., Any] | None:
     """Return the function or class at an import path if its module was imported before. No code runs."""
     source, _, attribute = path.rpartition(":")
     module = sys.modules.get(_module_name(Path(source)) if source.endswith(".py") else source)
-    found = getattr(module, attribute, None)
-    return found if callable(found) else None
+    value = getattr(module, attribute, None)
+    return value if callable(value) else None
 
 
 def _module_name(path: Path) -> str:

@@ -46,8 +46,7 @@ UNREAD = (
 
 
 def check_model_folder(folder: str | Path) -> list[str]:
-    """Return the errors of a folder's weights and tokenizer, one per line. config.json is checked by
-    `families.shape`."""
+    """Return the errors of a folder's weights and tokenizer, one per line. `families.shape` checks config.json."""
     folder = Path(folder)
     if not folder.is_dir():
         return [missing_folder(folder)]
@@ -70,7 +69,7 @@ def check_model_folder(folder: str | Path) -> list[str]:
     return problems
 
 
-def found_folder(path: str) -> str:
+def find_folder(path: str) -> str:
     """Return the folder of a model: an existing path, or the cached folder of a name on the Hub (OWNER/NAME).
 
     A path that is neither is returned unchanged.
@@ -114,9 +113,9 @@ def download_commands(folder: Path, file: str = "") -> str:
     name = folder.name or "NAME"
     owner = next((HUB_OWNERS[start] for start in HUB_OWNERS if name.lower().startswith(start)), None)
     # A path of two parts may be a name on the Hub already.
-    known = f"{owner}/{name}" if owner else str(folder) if len(folder.parts) == 2 else f"OWNER/{name}"
-    wanted = download_command(f"{known} {file}".strip(), "model")
-    return f"{wanted}; into this folder: {wanted} --local-dir {folder}"
+    hub_name = f"{owner}/{name}" if owner else str(folder) if len(folder.parts) == 2 else f"OWNER/{name}"
+    command = download_command(f"{hub_name} {file}".strip(), "model")
+    return f"{command}; into this folder: {command} --local-dir {folder}"
 
 
 def weight_files(folder: str | Path) -> dict[str, set[str]]:
@@ -128,9 +127,9 @@ def weight_files(folder: str | Path) -> dict[str, set[str]]:
     folder = Path(folder)
     if not (folder / INDEX).exists():
         if not (folder / SINGLE).exists():
-            others = sorted(path for kind in ("bin", "pt", "pth", "ckpt", "pkl") for path in folder.glob(f"*.{kind}"))
+            unread = sorted(path for kind in ("bin", "pt", "pth", "ckpt", "pkl") for path in folder.glob(f"*.{kind}"))
             raise DataError(
-                f"{others[0] if others else folder}: neither {SINGLE} nor {INDEX} found. megarl reads weights from "
+                f"{unread[0] if unread else folder}: neither {SINGLE} nor {INDEX} found. megarl reads weights from "
                 "safetensors only; convert other formats with transformers' save_pretrained."
             )
         if shards := sorted(path.name for path in folder.glob("model-*-of-*.safetensors")):
@@ -176,7 +175,8 @@ def stored_names(folder: str | Path) -> set[str]:
 
 def largest_token(folder: str | Path) -> tuple[str, int]:
     """Return the largest token id in a folder's tokenizer.json, with its token. Raises DataError for an invalid
-    file."""
+    file.
+    """
     path = Path(folder) / TOKENIZER[0]
     tokenizer = read_object(path)
     try:

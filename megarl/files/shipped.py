@@ -57,13 +57,13 @@ def schema() -> Path:
     return home() / "launch/recipes" / SCHEMA
 
 
-def recipe_file(given: str) -> str:
-    """Return the file of a delivered recipe if `given` is its name, with or without `.yaml`. Otherwise return `given`.
+def recipe_file(name: str) -> str:
+    """Return the file of a delivered recipe if `name` is its name, with or without `.yaml`. Otherwise return `name`.
 
     An existing file or folder of that name comes first.
     """
-    delivered = recipes().get(given.removesuffix(".yaml"))
-    return given if delivered is None or Path(given).exists() else str(delivered)
+    delivered = recipes().get(name.removesuffix(".yaml"))
+    return name if delivered is None or Path(name).exists() else str(delivered)
 
 
 def recipes() -> dict[str, Path]:

@@ -115,9 +115,9 @@ def refuse_many_values(content: bytes, max_values: int) -> None:
 
 def _has_more_outside_strings(content: bytes, max_values: int) -> bool:
     num_values, end = 1, 0
-    for found in _STRING.finditer(content):
-        num_values += _count_separators(content[end : found.start()])
-        end = found.end()
+    for match in _STRING.finditer(content):
+        num_values += _count_separators(content[end : match.start()])
+        end = match.end()
         if num_values > max_values:
             return True
     return num_values + _count_separators(content[end:]) > max_values

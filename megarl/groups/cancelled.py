@@ -30,7 +30,7 @@ def reason_for(name: str) -> str | None:
 
 
 def on_cancelled(name: str, listener: Callable[[], object]) -> None:
-    """Register a callback for the cancellation of a group. It is called from another thread; if already cancelled, at
+    """Register a callback for the cancellation of a group, called from another thread; if already cancelled, at
     once.
     """
     # Register before the check: a cancellation in between then calls the listener twice, but never misses it.

@@ -56,8 +56,8 @@ class _Membership:
 
 _memberships: WeakKeyDictionary[ProcessGroup, _Membership] = WeakKeyDictionary()
 _unfinished: list[tuple[ProcessGroup, list[dist.Work]]] = []
-"""Process groups that this rank left with unfinished exchanges. They are referenced here, because destroying them would
-block.
+"""Process groups that this rank left with unfinished exchanges. Destroying them would block, so they stay
+referenced.
 """
 
 
@@ -100,23 +100,23 @@ def _unless_cancelled(name: str, meet: Callable[[], Met]) -> Met:
     Raises PeerGoneError if the driver cancels the group `name` meanwhile, and abandons the thread. torch gives no other
     way to interrupt a connection to a rank that has just ended.
     """
-    met: list[Met] = []
-    failed: list[Exception] = []
+    results: list[Met] = []
+    errors: list[Exception] = []
 
     def run() -> None:
         try:
-            met.append(meet())
+            results.append(meet())
         except Exception as error:
-            failed.append(error)
+            errors.append(error)
 
     meeting = threading.Thread(target=run, name=f"meeting at {name}", daemon=True)
     meeting.start()
     while meeting.is_alive():
         _check(name)
         time.sleep(_CHECK_SECONDS)
-    if failed:
-        raise failed[0]
-    return met[0]
+    if errors:
+        raise errors[0]
+    return results[0]
 
 
 def _await_all(store: Store, rank: int, num_ranks: int, meeting: Meeting) -> None:
@@ -126,12 +126,12 @@ def _await_all(store: Store, rank: int, num_ranks: int, meeting: Meeting) -> Non
     """
     # Without this a rank that died early would block the others for the timeout of a whole collective.
     store.set(f"here {rank}", "")
-    everyone = [f"here {other}" for other in range(num_ranks)]
+    everyone = [f"here {number}" for number in range(num_ranks)]
     deadline = time.monotonic() + meeting.seconds
     while not store.check(everyone):
         _check(meeting.name)
         if time.monotonic() > deadline:
-            missing = [other for other, name in enumerate(everyone) if not store.check([name])]
+            missing = [number for number, name in enumerate(everyone) if not store.check([name])]
             raise PeerGoneError(
                 f"ranks {missing} did not join the process group of trainers and engines within {meeting.seconds:g} s",
                 missing,
@@ -219,7 +219,7 @@ def _abort(group: ProcessGroup | dist.ProcessGroupNCCL) -> None:
 
 
 def _drop_finished() -> None:
-    _unfinished[:] = [left for left in _unfinished if not all(work.is_completed() for work in left[1])]
+    _unfinished[:] = [entry for entry in _unfinished if not all(work.is_completed() for work in entry[1])]
 
 
 def group_name(group: ProcessGroup | None) -> str:

@@ -54,8 +54,8 @@ def forget_parallel_groups() -> None:
 
 
 class RankGroups:
-    """A second set of Megatron's parallel groups, for models with other parallel sizes than the policy. It is empty at
-    first.
+    """A second set of Megatron's parallel groups, for models with other parallel sizes than the policy. It starts
+    empty.
 
     Megatron-Core 0.16.1 has one set per process, in module globals: groups, sizes and ranks. `in_place` exchanges the
     two.
@@ -79,6 +79,6 @@ class RankGroups:
             self._exchange()
 
     def _exchange(self) -> None:
-        others = {name: self._module[name] for name in self._saved}
+        current = {name: self._module[name] for name in self._saved}
         self._module.update(self._saved)
-        self._saved = others
+        self._saved = current

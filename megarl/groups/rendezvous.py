@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 class Rendezvous:
     """The run's secret key, and where the ranks meet: a shared file (one machine) or rank 0's address (several).
 
-    `world` names this rank's `torch.distributed` world. The run never reuses a name: a restarted replica gets a new
-    one.
+    `world` names this rank's `torch.distributed` world. The run never reuses a name.
     """
 
     key: bytes
@@ -79,15 +78,15 @@ def settle(rendezvous: Rendezvous) -> None:
 
 def derived_key(purpose: str) -> bytes:
     """Return a secret key of 32 bytes for one purpose, equal on all ranks of the run."""
-    return hmac.digest(_settled().key, purpose.encode(), hashlib.sha256)
+    return hmac.digest(_require_rendezvous().key, purpose.encode(), hashlib.sha256)
 
 
 def world_name() -> str:
     """Return the name of this rank's torch world, unique in the run and never reused."""
-    return _settled().world
+    return _require_rendezvous().world
 
 
-def _settled() -> Rendezvous:
+def _require_rendezvous() -> Rendezvous:
     if _Settled.rendezvous is None:
         raise RuntimeError("this process is not a rank of a run: `settle` was not called with a rendezvous")
     return _Settled.rendezvous

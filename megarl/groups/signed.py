@@ -105,13 +105,13 @@ def gather(
     """
     name = cross_world.group_name(group)
     members = range(group.size()) if name and group else dist.get_process_group_ranks(group or dist.group.WORLD)
-    own = cross_world.rank_in(group) if name else dist.get_rank()
+    own_rank = cross_world.rank_in(group) if name else dist.get_rank()
     if len(members) == 1:
         return [value]
     # Ranks of a cross-world group differ in their world name. The group's own name, never reused, separates messages.
     channel = _channel(f"{purpose} {name}", members) if name else channel_between(purpose, members)
-    is_receiver = to is None or own == to
-    message = channel.seal(value, own)
+    is_receiver = to is None or own_rank == to
+    message = channel.seal(value, own_rank)
     device = _device(group)
     # Collectives need blocks of equal size, so all ranks pad to the longest message.
     longest = torch.tensor(len(message), device=device)
@@ -124,7 +124,7 @@ def gather(
     else:
         dist.gather(block, blocks or None, dst=to, group=group)
     return [
-        value if rank == own else channel.open(theirs.cpu().numpy().data, rank)
+        value if rank == own_rank else channel.open(theirs.cpu().numpy().data, rank)
         for rank, theirs in zip(members, blocks, strict=is_receiver)
     ]
 

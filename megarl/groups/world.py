@@ -26,22 +26,22 @@ def initialize(timeout_seconds: float) -> None:
         backends.require_gpu_backend(_world(), "the torch world", device.current())
         return
     device.require()
-    here = device.current()
-    if here.type == "cuda":
+    rank_device = device.current()
+    if rank_device.type == "cuda":
         # Before the groups exist: NCCL takes the current device of each rank.
-        torch.cuda.set_device(here)
+        torch.cuda.set_device(rank_device)
         numa.bind_rank()
         # More threads than cores would wait for each other. The driver counted threads by its own cores.
         torch.set_num_threads(min(torch.get_num_threads(), len(os.sched_getaffinity(0))))
     world_size = int(os.environ["WORLD_SIZE"])
     torch.distributed.init_process_group(
-        backends.backends_for(here),
+        backends.backends_for(rank_device),
         store=rendezvous.store(world_size, timeout_seconds),
         rank=int(os.environ["RANK"]),
         world_size=world_size,
         timeout=timedelta(seconds=timeout_seconds),
     )
-    backends.require_gpu_backend(_world(), "the torch world", here)
+    backends.require_gpu_backend(_world(), "the torch world", rank_device)
 
 
 def _world() -> torch.distributed.ProcessGroup:

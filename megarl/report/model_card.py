@@ -19,7 +19,7 @@ from megarl.data.rows import hub_data_set
 from megarl.families.published import PUBLISHED, published_name
 from megarl.files.atomic import replace_text, storage_faults_named
 from megarl.files.hub import is_hub_name
-from megarl.files.model_folder import CARD, found_folder, read_object
+from megarl.files.model_folder import CARD, find_folder, read_object
 from megarl.files.plain_yaml import is_too_large
 from megarl.report.evaluations import is_evaluation, read_evaluation
 from megarl.report.recorded import RecordedRun, read_run
@@ -151,7 +151,7 @@ def _base_model(run: RecordedRun) -> tuple[str | None, dict[str, Any]]:
     from huggingface_hub import ModelCard
 
     path = str(run.config.get("model.path", ""))
-    folder = Path(found_folder(path))
+    folder = Path(find_folder(path))
     inherited: dict[str, Any] = {}
     # The card may come with a downloaded folder, so it may be broken in any way.
     try:

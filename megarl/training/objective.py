@@ -17,7 +17,7 @@ from megarl.algorithms.policy_losses import POLICY_LOSSES, LossAndMetrics, is_se
 from megarl.algorithms.preference_losses import PREFERENCE_LOSSES, bradley_terry, kto
 from megarl.algorithms.sequences import sequence_of_tokens, sequence_sums
 from megarl.algorithms.trial import ResultError, checked_policy_loss
-from megarl.algorithms.value_losses import clipped as clipped_values
+from megarl.algorithms.value_losses import clipped_value_loss
 from megarl.config import AlgorithmConfig, CriticConfig, PreferenceConfig
 from megarl.files.import_path import function_of
 from megarl.tracking.metric_rows import MetricRow
@@ -212,7 +212,7 @@ def critic_objective(config: CriticConfig) -> Objective:
 
     def objective(output: Tensor, batch: Microbatch, numbers: StepNumbers) -> RowLoss:
         per_token, [predicted] = batch.per_token, _with_gradient_on(batch.mask, output)
-        loss, metrics = clipped_values(predicted, per_token["values"], per_token["returns"], clip=config.clip)
+        loss, metrics = clipped_value_loss(predicted, per_token["values"], per_token["returns"], clip=config.clip)
         return weighted_loss(loss, {f"train/{name}": value for name, value in metrics.items()}, batch, batch.mask)
 
     return objective

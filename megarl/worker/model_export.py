@@ -38,7 +38,7 @@ def export_model(
                 weights,
                 dtype=trained.dtype,
                 bucket_bytes=bucket_bytes,
-                others=others,
+                other_texts=others,
                 override=recipe.override_of(source),
             )
         lora = recipe.lora

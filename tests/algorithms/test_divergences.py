@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.algorithms.divergences import DIVERGENCES, forward_kl, jsd, renormalized, reverse_kl, with_tail
+from megarl.algorithms.divergences import DIVERGENCES, forward_kl, jsd, renormalize, reverse_kl, with_tail
 
 ALL = [
     pytest.param(reverse_kl, id="reverse"),
@@ -110,7 +110,7 @@ def test_a_tail_in_one_bucket_bounds_the_divergence_from_below(name: str) -> Non
 def test_the_bucket_has_what_is_left() -> None:
     parts = logs(0.5, 0.3), logs(0.2)[0]
     assert with_tail(*parts).exp().tolist() == pytest.approx([0.5, 0.3, 0.2], abs=1e-12)
-    assert renormalized(*parts).exp().tolist() == pytest.approx([0.625, 0.375], abs=1e-12)
+    assert renormalize(*parts).exp().tolist() == pytest.approx([0.625, 0.375], abs=1e-12)
 
 
 @pytest.mark.parametrize("divergence", ALL)

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megarl.checkpoint.convert import to_hf, to_megatron
-from megarl.checkpoint.mxfp4 import dequantised
+from megarl.checkpoint.mxfp4 import dequantise
 from megarl.checkpoint.safetensors import FolderReader, load
 from megarl.checkpoint.stored import stored_tensors
 from megarl.config.parallel import ParallelConfig
@@ -27,7 +27,7 @@ def test_every_byte_and_scale_as_in_transformers() -> None:
     # Each of the 256 bytes in groups with each of the 255 scales; 255 stands for NaN in this format.
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 16, 16).repeat(255, 1, 1)
     scales = torch.arange(255, dtype=torch.uint8).view(255, 1).repeat(1, 16)
-    ours = dequantised(blocks, scales)
+    ours = dequantise(blocks, scales)
     assert ours.shape == (255, 512) and ours.dtype == torch.bfloat16
     theirs = convert_moe_packed_tensors(blocks[None], scales[None])[0].T
     assert torch.equal(ours.view(torch.int16), theirs.contiguous().view(torch.int16))
@@ -37,7 +37,7 @@ def test_every_byte_and_scale_as_in_transformers() -> None:
 def test_a_group_whose_scale_is_nan_is_nan() -> None:
     """OCP microscaling 1.0, section 5.4.1: 255 is NaN in e8m0. A load then refuses the tensor by name."""
     blocks = torch.arange(32, dtype=torch.uint8).view(2, 16)
-    values = dequantised(blocks, torch.tensor([127, 255], dtype=torch.uint8)).view(2, 32)
+    values = dequantise(blocks, torch.tensor([127, 255], dtype=torch.uint8)).view(2, 32)
     assert values[0].isfinite().all() and values[1].isnan().all()
 
 

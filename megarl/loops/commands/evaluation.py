@@ -26,7 +26,7 @@ from megarl.config.parallel import ParallelConfig
 from megarl.config.recipe import read, to_yaml
 from megarl.data.chat import tokenizer_of
 from megarl.files.atomic import append_whole, replace_text, storage_faults_named
-from megarl.files.model_folder import found_folder
+from megarl.files.model_folder import find_folder
 from megarl.loops.sources import Data, make_sources, read_heldout, start_rewards
 from megarl.loops.stopping import leaving_on_signals
 from megarl.preflight import (
@@ -100,7 +100,7 @@ def prepare(
         EarlierRun.read(run).refuse_newer_version()
     notify = Display().info
     download_model(str(model), "MODEL", notify)
-    folder = model_folder(model if model.exists() else Path(found_folder(str(model))), is_best=is_best)
+    folder = model_folder(model if model.exists() else Path(find_folder(str(model))), is_best=is_best)
     file = recipe / "config.yaml" if recipe.is_dir() else recipe
     as_written = read(file, overrides, is_of_run=recipe.is_dir()).recipe
     places = [f"mixture.{name}." for name in as_written.mixture] or [""]

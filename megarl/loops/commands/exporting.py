@@ -90,7 +90,7 @@ def _of_step(earlier: EarlierRun, step: int, out: Path | None) -> Exported:
         hf=Path(recipe.model.folder),
         override=recipe.model.override_config,
         # The base model's card describes another model; `write_card` writes this model's.
-        others={CARD: None, **own_files(recipe.model)},
+        other_texts={CARD: None, **own_files(recipe.model)},
     )
     return Exported(folder, step, done)
 
