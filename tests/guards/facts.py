@@ -253,7 +253,7 @@ SOURCES = (
     Source(
         "megatron", "core/transformer/moe/token_dispatcher.py", "MoEAlltoAllTokenDispatcher.dispatch_preprocess",
         "self.tokens_per_expert = self.preprocess(self.routing_map)",
-        "models.expert_dispatch sets the sizes of the exchanges in preprocess",
+        "models.experts.dispatch sets the sizes of the exchanges in preprocess",
     ),
     Source(
         "megatron", "core/distributed/param_and_grad_buffer.py", "_ParamAndGradBucketGroup.reset",

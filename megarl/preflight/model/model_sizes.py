@@ -166,7 +166,7 @@ def mtp_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
         yield f"{field}: the engine records no experts of MTP layers to replay; set trainer.router_replay=false"
     if trainer.fp8 != "none":
         yield f"{field}: not tested with trainer.fp8 = {trainer.fp8}; set trainer.fp8=none"
-    # Megatron's router adds these losses to any gradient, and `models.expert_balance` counts layers of the policy only.
+    # Megatron's router adds these losses to any gradient, and `models.experts` counts layers of the policy only.
     for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_input_jitter_eps"):
         if trainer.megatron.get(name):
             yield f"trainer.megatron.{name} = {trainer.megatron[name]}: not supported with MTP layers; leave one out"
