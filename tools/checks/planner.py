@@ -195,7 +195,7 @@ def count(recipe: Recipe, parallel: ParallelConfig, rows: Sequence[Any]) -> dict
     """One rank: what it holds, in bytes by kind, after a worker was built and has learnt from its rows."""
     import torch.distributed as dist
 
-    from megarl.reshard.live import GatheredReshard
+    from megarl.reshard.live import DirectReshard
     from megarl.training.model import FrozenModel
     from megarl.worker.colocated import Worker
     from megarl.worker.scoring_models import ScoringModels
@@ -231,7 +231,7 @@ def count(recipe: Recipe, parallel: ParallelConfig, rows: Sequence[Any]) -> dict
         found["engine weights"] = counted_bytes(buffers)
         found["KV cache"] = counted_bytes(engine._worker.model_runner.kv_caches)
         assert worker.rank_reshard is not None
-        assert not isinstance(worker.rank_reshard.live_reshard, GatheredReshard)
+        assert isinstance(worker.rank_reshard.live_reshard, DirectReshard)
         found["staging"] = worker.rank_reshard.live_reshard.staged_bytes
         return found
     finally:
