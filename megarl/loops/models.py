@@ -72,13 +72,13 @@ def models_of(
         update_passes=2.0 if recipe.lora.rank else 3.0,
     )
     models = {"policy": replace(policy, spikes=spikes)} | {
-        name: replace(policy, name=name, shape=own, update_passes=3.0)
-        for name, own in _shapes_beyond_policy(recipe, shape).items()
+        name: replace(policy, name=name, shape=model_shape, update_passes=3.0)
+        for name, model_shape in _shapes_beyond_policy(recipe, shape).items()
     }
     teacher = TeacherRankModel(**{item.name: getattr(policy, item.name) for item in fields(policy)})
     if recipe.distillation.sizes:
-        own = recipe.for_teachers
-        teacher = replace(teacher, parallel=parallel_of(own), row_multiple=row_multiple(own))
+        teacher_recipe = recipe.for_teachers
+        teacher = replace(teacher, parallel=parallel_of(teacher_recipe), row_multiple=row_multiple(teacher_recipe))
     for name, folder in recipe.teachers.items():
         models[name] = replace(teacher, name=name, shape=_shape_of(recipe, folder))
     if recipe.has_advantages:
@@ -144,10 +144,10 @@ def _shapes_beyond_policy(recipe: Recipe, shape: ModelShape) -> dict[str, ModelS
 
 async def move_reference(models: Mapping[str, RankModel], recipe: Recipe, step: int) -> dict[str, float]:
     """Move the reference towards the policy after a step's updates, if due. Metric: `kl/reference_moved`."""
-    every = recipe.algorithm.reference_update_steps
-    if every is None or "reference" not in models:
+    interval = recipe.algorithm.reference_update_steps
+    if interval is None or "reference" not in models:
         return {}
-    is_due = step % every == 0
+    is_due = step % interval == 0
     if is_due:
         await models["reference"].group.call("scoring_models.move_reference")
     return {"kl/reference_moved": float(is_due)}

@@ -109,8 +109,8 @@ class OnPolicyRun:
                 too_long=session.dropped.total(),
             )
         # A reward model adds scores to `groups` only, so the sampled trajectories lack them.
-        shown = flatten(groups) if "reward_model" in self._session.models else self.buffer.sampled
-        await self._session.samples.write_step(step.number, shown, token_records)
+        trajectories = flatten(groups) if "reward_model" in self._session.models else self.buffer.sampled
+        await self._session.samples.write_step(step.number, trajectories, token_records)
 
 
 @asynccontextmanager

@@ -181,25 +181,26 @@ class Performance:
         """
         if self._first_began is not None:
             # The tracker counts the first step's time from the start of the run, start-up included.
-            own = time.monotonic() - self._first_began
-            seconds = {**seconds, "time/step_seconds": min(own, seconds["time/step_seconds"])}
+            since_first = time.monotonic() - self._first_began
+            seconds = {**seconds, "time/step_seconds": min(since_first, seconds["time/step_seconds"])}
             self._first_began = None
         await self._ask_for_peak()
         activities: list[Activity] = await self._ranks.trainers.call("__activity__")
         asked, self._asked = self._asked or self.ask_engines(), None
-        of_engines, found = await asked
+        of_engines, engine_reports = await asked
         activities += of_engines
-        engines = values(merge(found))
+        engines = values(merge(engine_reports))
         # The bound avoids a division by zero in a step that took no measurable time.
-        whole = max(seconds["time/step_seconds"], 1e-9)
+        step_seconds = max(seconds["time/step_seconds"], 1e-9)
         memory = peak_memory(activities)
-        metrics = engines | memory | self._planned(memory) | {"time/ranks_idle": idle_share(activities, whole)}
+        metrics = engines | memory | self._predicted_metrics(memory)
+        metrics["time/ranks_idle"] = idle_share(activities, step_seconds)
         if self._ranks.is_separate:
             # The first activities are those of the trainers; separate engines were appended.
-            metrics["time/trainers_idle"] = idle_share(activities[: self._ranks.trainers.world_size], whole)
+            metrics["time/trainers_idle"] = idle_share(activities[: self._ranks.trainers.world_size], step_seconds)
         return metrics | self._throughput(seconds, scalars)
 
-    def _planned(self, measured: Mapping[str, float]) -> dict[str, float]:
+    def _predicted_metrics(self, measured: Mapping[str, float]) -> dict[str, float]:
         """Return `memory/PHASE_predicted_gib` for the phases whose memory was measured."""
         phases = [phase for phase in self._predicted if f"memory/{phase}_gib" in measured]
         return {f"memory/{phase}_predicted_gib": self._predicted[phase] / 2**30 for phase in phases}
@@ -209,15 +210,15 @@ class Performance:
         work, num_ranks, num_trainers = self._work.take(), self._ranks.world_size, self._ranks.trainers.world_size
         # Colocated ranks do both, so then all of them count as samplers.
         num_samplers = num_ranks - num_trainers or num_ranks
-        whole, train = seconds["time/step_seconds"], seconds.get("time/train_seconds", 0.0)
+        step_seconds, train = seconds["time/step_seconds"], seconds.get("time/train_seconds", 0.0)
         scoring, rollout = seconds.get("time/logprobs_seconds", 0.0), seconds.get("time/rollout_seconds", 0.0)
         metrics: dict[str, float] = {}
         if work.update_tokens and train:
-            metrics["perf/tokens_per_second_per_rank"] = work.update_tokens / whole / num_ranks
+            metrics["perf/tokens_per_second_per_rank"] = work.update_tokens / step_seconds / num_ranks
             metrics["perf/train_tokens_per_second_per_rank"] = work.update_tokens / train / num_trainers
         if self._goes_on:
             # Sampling continues between steps, so it starts at the reshard and not at the begin of the phase.
-            rollout = max(rollout, min(whole, scalars.get("perf/engines_open_seconds", 0.0)))
+            rollout = max(rollout, min(step_seconds, scalars.get("perf/engines_open_seconds", 0.0)))
         if rollout and "rollout/sampled_tokens" in scalars:
             sampled = scalars["rollout/sampled_tokens"]
             metrics["perf/rollout_tokens_per_second_per_rank"] = sampled / rollout / num_samplers
@@ -251,13 +252,13 @@ def idle_share(activities: Sequence[Activity], seconds: float) -> float:
 
 def peak_memory(activities: Sequence[Activity]) -> dict[str, float]:
     """Return `memory/PHASE_gib`, the largest peak of any rank in each phase of a step."""
-    found: dict[str, float] = {}
+    peaks: dict[str, float] = {}
     for activity in activities:
         for method, num_bytes in activity.peak_bytes.items():
             if (phase := phase_of_method(method)) is not None:
                 name = f"memory/{phase}_gib"
-                found[name] = max(found.get(name, 0.0), num_bytes / 2**30)
-    return found
+                peaks[name] = max(peaks.get(name, 0.0), num_bytes / 2**30)
+    return peaks
 
 
 class Balance:
@@ -279,8 +280,8 @@ class Balance:
     def observe_step(self, seconds: Mapping[str, float], metrics: Mapping[str, float]) -> dict[str, float]:
         """Return the metrics of a step (METRICS), from its times so far (`seconds`) and the engines'
         `time/engines_idle`."""
-        whole, waited = seconds["time/step_seconds"], seconds.get("time/rollout_seconds", 0.0)
-        idle = min(1.0, waited / max(whole, 1e-9))
+        step_seconds, waited = seconds["time/step_seconds"], seconds.get("time/rollout_seconds", 0.0)
+        idle = min(1.0, waited / max(step_seconds, 1e-9))
         found = {"time/rollout_waited_seconds": waited}
         # The first step includes work done only once, so its shares would mislead.
         if self._is_first:
@@ -307,13 +308,13 @@ class Balance:
         if slow == self._verdict:
             return
         self._verdict = slow
-        whole = self._num_trainers + self._num_engines
+        num_ranks = self._num_trainers + self._num_engines
         side = "neither side is the bottleneck" if slow == "neither" else f"the bottleneck is the {slow}"
         turns = "; under rollout.max_staleness = 0 one waits while the other works" if self._takes_turns else ""
         self._notify(
             f"{side}: over {len(self._idle)} steps the trainer waited for samples {trainer_idle:.0%} of the time, the "
-            f"engines were idle {engines_idle:.0%}{turns}. Of {whole} ranks about {ranks:.1f} for the engines would "
-            f"balance them (rollout.ranks, now {self._num_engines})"
+            f"engines were idle {engines_idle:.0%}{turns}. Of {num_ranks} ranks about {ranks:.1f} for the engines "
+            f"would balance them (rollout.ranks, now {self._num_engines})"
         )
 
 
@@ -366,9 +367,9 @@ class Profiles:
             began = time.monotonic()
             try:
                 yield
-                whole = (f"step {number}", began, time.monotonic())
+                step_span = (f"step {number}", began, time.monotonic())
             finally:
-                own = record(False)
+                driver_spans = record(False)
             of_trainers = await self._ranks.trainers.call("__spans__", False)
         # Includes cancellation: a signal may end the step.
         except BaseException:
@@ -376,7 +377,9 @@ class Profiles:
             raise
         spans = [spans for _, spans in of_trainers]
         facts = {"step": number, "seconds_of_a_span": seconds_of_a_span()}
-        self._writing = asyncio.create_task(self._write(whole, own, offsets, spans, offsets_of_engines, facts))
+        self._writing = asyncio.create_task(
+            self._write(step_span, driver_spans, offsets, spans, offsets_of_engines, facts)
+        )
         if not self._ranks.is_separate:
             await self._writing
 
@@ -402,8 +405,8 @@ class Profiles:
 
     async def _write(
         self,
-        whole: Span,
-        own: list[Span],
+        step_span: Span,
+        driver_spans: list[Span],
         offsets: list[float],
         spans: list[list[Span]],
         offsets_of_engines: asyncio.Task[list[float]],
@@ -411,8 +414,8 @@ class Profiles:
     ) -> None:
         """Write the trace of a step.
 
-        `own`: spans of the driver. `spans` and `offsets`: of the trainer ranks. `offsets_of_engines`: of the engine
-        ranks. `facts`: values shown with the trace.
+        `driver_spans`: spans of the driver. `spans` and `offsets`: of the trainer ranks. `offsets_of_engines`: of the
+        engine ranks. `facts`: values shown with the trace.
         """
         offsets = offsets + await offsets_of_engines
         if self._ranks.is_separate:
@@ -422,11 +425,11 @@ class Profiles:
         if len(spans) != len(offsets):
             self._tracker.notice(f"step {number} has no profile: an engine was lost or has joined during the step")
             return
-        tracks = [Track("driver", own)] + [
+        tracks = [Track("driver", driver_spans)] + [
             Track(f"rank {rank} on {self._ranks.topology[rank][0]}", found).moved(offset)
             for rank, (found, offset) in enumerate(zip(spans, offsets, strict=True))
         ]
-        share, of_ranks_alone = covered(tracks, whole), covered(tracks[1:], whole)
+        share, of_ranks_alone = covered(tracks, step_span), covered(tracks[1:], step_span)
         facts = facts | {
             "covered": share,
             "covered_by_ranks": of_ranks_alone,
@@ -434,7 +437,7 @@ class Profiles:
         }
         path = self._folder.profiles_folder / f"step_{number:06d}.json"
         path.parent.mkdir(exist_ok=True)
-        replace_text(path, json.dumps(chrome_trace(tracks, whole, facts)))
+        replace_text(path, json.dumps(chrome_trace(tracks, step_span, facts)))
         self._tracker.info(
             f"profile of step {number}: {path}, {share:.1%} of its time in spans, {of_ranks_alone:.1%} in calls of "
             "ranks; open it in ui.perfetto.dev"

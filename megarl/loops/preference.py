@@ -80,9 +80,9 @@ async def _divergence(session: Session, batch: TokenBatch) -> float:
     tokens = np.split(batch.token_ids, batch.cu_seqlens[1:-1])
     masks = np.split(batch.loss_mask, batch.cu_seqlens[1:-1])
     mismatched = []
-    for one in range(batch.num_sequences):
-        other = (one + 1) % batch.num_sequences
-        prompt, answer = tokens[one][: masks[one].argmax()], tokens[other][masks[other]]
+    for index in range(batch.num_sequences):
+        next_one = (index + 1) % batch.num_sequences
+        prompt, answer = tokens[index][: masks[index].argmax()], tokens[next_one][masks[next_one]]
         # Cut to the longest sequence of the batch: a longer one could exceed the microbatch's tokens.
         together = np.concatenate([prompt, answer])[:longest]
         mismatched.append(TrainingSequence(together, np.arange(len(together)) >= len(prompt)))

@@ -141,12 +141,12 @@ class RankProcesses:
         if self.recipe.cluster.recover == "shrink":
             full = self._full or ResizeAskedError(self.recipe, self.parallel)
             try:
-                self.recipe, self.parallel, chosen = shrunk(self.recipe, self.parallel, survivors)
+                self.recipe, self.parallel, chosen_ranks = shrunk(self.recipe, self.parallel, survivors)
             except MegarlError as refusal:
                 raise error from refusal
             # On this machine a lost rank means a fault of this machine, and no node can come back.
             self._full = full if self.recipe.cluster.launcher != "local" else None
-            sources, then = chosen, f"the run continues on {len(chosen)} of them: {self.parallel}"
+            sources, then = chosen_ranks, f"the run continues on {len(chosen_ranks)} of them: {self.parallel}"
         notify(f"{error}. {len(survivors)} of {lost.world_size} processes are left; {then}")
         self.copies.forget_begun()
         await self._replace(lost, sources, folder.logs_folder, notify)
@@ -215,32 +215,32 @@ class RankProcesses:
         """
         assert self._ranks is not None
         self._stop_search()
-        kept = self._ranks.retained_replicas(self.parallel.replica_sizes)
+        remaining = self._ranks.retained_replicas(self.parallel.replica_sizes)
         # First, because the trainers may need the places of ended replicas.
-        await asyncio.gather(*(g.close() for g in self._ranks.replicas if g not in kept.values()))
+        await asyncio.gather(*(g.close() for g in self._ranks.replicas if g not in remaining.values()))
         ended = group
-        group, sources = await self._without_leavers(group, sources, list(kept.values()), log_folder, notify)
+        group, sources = await self._without_leavers(group, sources, list(remaining.values()), log_folder, notify)
         part = replace(group.part, num_ranks=self.parallel.num_ranks)
         trainers = await group.successor(sources, log_folder, part)
         # If a later start fails, these processes must end with the run.
-        self._ranks = RunRanks(trainers, list(kept.values()))
+        self._ranks = RunRanks(trainers, list(remaining.values()))
         newest = self.copies.newest
         # If processes leave, `_without_leavers` has compared all checksums. They take seconds for large copies.
-        held, damages = await trainers.inherited_steps(checks=group is ended)
+        steps_of_ranks, damages = await trainers.inherited_steps(checks=group is ended)
         for damage in damages:
             notify(damage)
-        self._has_copies = newest is not None and _is_complete(held, newest.step)
+        self._has_copies = newest is not None and _is_complete(steps_of_ranks, newest.step)
         if self.parallel.replica_sizes:
-            await self._replace_replicas(self._ranks, kept, log_folder, notify)
+            await self._replace_replicas(self._ranks, remaining, log_folder, notify)
 
     async def _replace_replicas(
         self,
         ranks: RunRanks,
-        kept: Mapping[int, WorkerGroup],
+        remaining: Mapping[int, WorkerGroup],
         log_folder: Path,
         notify: Callable[[str], object],
     ) -> None:
-        """Give the `kept` separate engine replicas groups without workers, and start the others.
+        """Give the `remaining` separate engine replicas groups without workers, and start the others.
 
         A replica may fail to start. Raises its error if no other replica is left.
         """
@@ -248,7 +248,7 @@ class RankProcesses:
         for number, (first_rank, size) in enumerate(
             zip(self.parallel.leaders(), self.parallel.replica_sizes, strict=True)
         ):
-            part, old = replace(ranks.trainers.part, first_rank=first_rank), kept.get(number)
+            part, old = replace(ranks.trainers.part, first_rank=first_rank), remaining.get(number)
             try:
                 after = await self._next_replica(ranks, number, size, part, old, log_folder)
             except MegarlError as error:
@@ -299,12 +299,12 @@ class RankProcesses:
             return group, sources
         between = await group.successor(present, log_folder)
         self._ranks = RunRanks(between, replicas)
-        held, damages = await between.inherited_steps()
+        steps_of_ranks, damages = await between.inherited_steps()
         for damage in damages:
             notify(damage)
         stays = [number for number, rank in enumerate(present) if rank in sources]
         step = self.copies.newest.step if self.copies.newest else None
-        if step is not None and _is_complete(held, step) and (moves := _moves(held, step, stays)):
+        if step is not None and _is_complete(steps_of_ranks, step) and (moves := _moves(steps_of_ranks, step, stays)):
             await between.construct(
                 "megarl.worker.copy_keeper:CopyKeeper",
                 {"timeout_seconds": self.recipe.cluster.collective_timeout_seconds},
@@ -350,18 +350,20 @@ class RankProcesses:
 
 
 def _moves(
-    held: Sequence[Mapping[int, tuple[int, list[int]]]], step: int, stays: Sequence[int]
+    steps_of_ranks: Sequence[Mapping[int, tuple[int, list[int]]]], step: int, stays: Sequence[int]
 ) -> list[tuple[int, int, int]]:
-    """Return the copies of a step to hand over (see `hand_overs`). `held` has each rank's steps, as in `_is_complete`;
-    `stays` are the ranks that stay.
+    """Return the copies of a step to hand over (see `hand_overs`).
+
+    `steps_of_ranks` has each rank's steps, as in `_is_complete`; `stays` are the remaining ranks.
     """
-    return hand_overs([steps.get(step, (0, []))[1] for steps in held], stays)
+    return hand_overs([steps.get(step, (0, []))[1] for steps in steps_of_ranks], stays)
 
 
-def _is_complete(held: Sequence[Mapping[int, tuple[int, list[int]]]], step: int) -> bool:
-    """Return whether the ranks together hold all copies of a step. `held` has each rank's steps, with the number of
-    ranks then and the ranks whose copies it holds.
+def _is_complete(steps_of_ranks: Sequence[Mapping[int, tuple[int, list[int]]]], step: int) -> bool:
+    """Return whether the ranks together hold all copies of a step.
+
+    `steps_of_ranks` has each rank's steps, with the number of ranks then and the ranks whose copies it holds.
     """
-    found = [steps[step] for steps in held if step in steps]
-    origins = {origin for _, ranks in found for origin in ranks}
-    return any(origins == set(range(num_ranks)) for num_ranks, _ in found)
+    copies = [steps[step] for steps in steps_of_ranks if step in steps]
+    origins = {origin for _, ranks in copies for origin in ranks}
+    return any(origins == set(range(num_ranks)) for num_ranks, _ in copies)

@@ -165,8 +165,8 @@ class ReshardSchedule:
 
     def _is_verified(self, step: int) -> bool:
         """Return whether the weights are compared after this step's reshard (weights.verify_every)."""
-        every = self._recipe.weights.verify_every
-        return every > 0 and step % every == 0
+        interval = self._recipe.weights.verify_every
+        return interval > 0 and step % interval == 0
 
     async def _run_separate(self, step: int) -> tuple[Reports, dict[str, float]]:
         """Pause separate engines and reshard. Returns each rank's report and the engines' metrics.

@@ -82,11 +82,11 @@ def take_request(run_folder: Path, recipe: Recipe) -> ResizeAskedError | None:
     if not path.exists():
         return None
     # Renamed first: a request written meanwhile is not removed unread.
-    taken = path.replace(path.with_suffix(".taken"))
+    request_file = path.replace(path.with_suffix(".taken"))
     try:
-        values = read_object(taken)
+        values = read_object(request_file)
     finally:
-        taken.unlink(missing_ok=True)
+        request_file.unlink(missing_ok=True)
     if wrong := [field for field in values if field not in FIELDS]:
         raise DataError(f"{path}: {wrong[0]} is not a field that a resize can change")
     for field, value in values.items():
@@ -152,22 +152,22 @@ def shrunk(
         )
     changed, smaller = _with_replicas(recipe, replicas, size)
     # Whole replicas stay where they are, if possible: then their weights need not move.
-    whole = [
+    whole_replicas = [
         r for replica in range(parallel.dp) if set(o := parallel.replica_ranks(replica)) <= set(survivors) for r in o
     ]
-    chosen = [*whole, *(rank for rank in survivors if rank not in whole)]
-    return changed, smaller, sorted(chosen[: smaller.world_size])
+    continuing = [*whole_replicas, *(rank for rank in survivors if rank not in whole_replicas)]
+    return changed, smaller, sorted(continuing[: smaller.world_size])
 
 
-def _with_replicas(recipe: Recipe, most: int, size: int) -> tuple[Recipe, ParallelConfig]:
-    """Return the recipe and layout with at most `most` data-parallel replicas, of `size` ranks each.
+def _with_replicas(recipe: Recipe, max_replicas: int, size: int) -> tuple[Recipe, ParallelConfig]:
+    """Return the recipe and layout with at most `max_replicas` data-parallel replicas, of `size` ranks each.
 
     Raises ConfigError if the recipe refuses every number.
     """
     refusal = ConfigError("cluster.recover = shrink: no number of replicas is left")
     # Separate engines without nodes of their own keep their ranks on the trainers' nodes.
     engines = recipe.separate_ranks if recipe.cluster.groups.engines is None else 0
-    for replicas in range(most, 0, -1):
+    for replicas in range(max_replicas, 0, -1):
         dp = {} if recipe.trainer.dp is None else {"trainer.dp": replicas}
         num_ranks = replicas * size + engines
         for per_node in range(min(recipe.cluster.ranks_per_node, num_ranks), 0, -1):

@@ -128,7 +128,7 @@ async def _attempt(
         display.logged_to(logs / DRIVER_LOG),
         stacks_on_quit(logs) as stacks,
     ):
-        async with _started(folder, origin, processes, stop, stacks, display) as session:
+        async with _start_session(folder, origin, processes, stop, stacks, display) as session:
             yield session
             # Complete all background work before the export, which needs the engines' memory.
             await session.steps.complete_background_work()
@@ -158,7 +158,7 @@ def _next_commands(folder: RunFolder) -> list[str]:
 
 
 @asynccontextmanager
-async def _started(
+async def _start_session(
     folder: RunFolder,
     origin: Origin,
     processes: RankProcesses,
@@ -197,8 +197,8 @@ async def _started(
         for notice in {text: None for texts in await ranks.call("start_notices") for text in texts}:
             tracker.notice(notice)
         folder.set_status("running")
-        most = 2 * recipe.rollout.max_concurrent_requests
-        pool = EnginePool(ranks, parallel, max_running=most, stragglers=StragglerDetector(tracker.notice))
+        max_running = 2 * recipe.rollout.max_concurrent_requests
+        pool = EnginePool(ranks, parallel, max_running=max_running, stragglers=StragglerDetector(tracker.notice))
         monitor.pool = pool
         # A signal may have interrupted a step's evaluation: its other metrics are in the checkpoint alone.
         earlier = [*folder.logged_steps(), *([origin.unlogged.metrics] if origin.unlogged else [])]
@@ -441,6 +441,6 @@ async def _construct_engine(group: WorkerGroup, recipe: Recipe, parallel: Parall
 async def _hardware(ranks: RunRanks) -> dict[str, str]:
     """Return the ranks by node, and the GPUs of the driver's node, for attempt.json."""
     on_nodes = Counter(place[0] for place in ranks.topology)
-    found = Counter(await asyncio.to_thread(gpus))
-    shown = "; ".join(f"{count} x {gpu}" for gpu, count in found.items()) or "none: on the CPU"
-    return {"ranks": ", ".join(f"{count} on {node}" for node, count in on_nodes.items()), "GPUs": shown}
+    gpu_counts = Counter(await asyncio.to_thread(gpus))
+    gpu_text = "; ".join(f"{count} x {gpu}" for gpu, count in gpu_counts.items()) or "none: on the CPU"
+    return {"ranks": ", ".join(f"{count} on {node}" for node, count in on_nodes.items()), "GPUs": gpu_text}

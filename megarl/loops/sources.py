@@ -59,18 +59,23 @@ def read_data(
 
     Dropped problems are counted in `dropped`. On-disk records are indexed in `folder`.
     """
-    found: dict[str, Data] = {}
+    data_of: dict[str, Data] = {}
     for source in recipe.sources:
-        own: Recipe = source.recipe
+        source_recipe: Recipe = source.recipe
         train: Sequence[Problem] = ()
         # Other loops read their training data themselves; only their validation sets are sampled.
-        if own.is_on_policy:
+        if source_recipe.is_on_policy:
             train = read_problems(
-                own, tokenizer, own.data.train, dropped, name=source.name, collect=collect_for(own, folder)
+                source_recipe,
+                tokenizer,
+                source_recipe.data.train,
+                dropped,
+                name=source.name,
+                collect=collect_for(source_recipe, folder),
             )
-        needs_heldout = own.has_engine and with_validation
-        found[source.name] = train, read_heldout(own, tokenizer, dropped) if needs_heldout else {}
-    return found
+        needs_heldout = source_recipe.has_engine and with_validation
+        data_of[source.name] = train, read_heldout(source_recipe, tokenizer, dropped) if needs_heldout else {}
+    return data_of
 
 
 def read_heldout(recipe: Recipe, tokenizer: Tokenizer, dropped: Dropped) -> dict[str, Sequence[Problem]]:
@@ -85,10 +90,10 @@ def start_rewards(
 ) -> dict[str, RewardPool]:
     """Start the reward processes of each source, closed with `stack`. Sources with equal settings share them."""
     by_settings: list[tuple[WorkerSettings, RewardPool]] = []
-    found: dict[str, RewardPool] = {}
+    pools: dict[str, RewardPool] = {}
     for source in recipe.sources:
         settings = worker_settings(source.recipe.reward, source.recipe.sandbox)
-        pool = next((pool for other, pool in by_settings if other == settings), None)
+        pool = next((pool for pool_settings, pool in by_settings if pool_settings == settings), None)
         if pool is None:
             pool = RewardPool(
                 settings,
@@ -96,35 +101,35 @@ def start_rewards(
                 num_workers=source.recipe.reward.num_workers if recipe.has_engine else 0,
                 log_folder=log_folder,
                 # Log files of all pools are numbered consecutively in one folder.
-                first_log=sum(len(other) for _, other in by_settings),
+                first_log=sum(len(pool_settings) for _, pool_settings in by_settings),
                 notice=notice,
                 make_server=server_processes(recipe.cluster),
             )
             stack.push_async_callback(pool.aclose)
             by_settings.append((settings, pool))
-        found[source.name] = pool
-    return found
+        pools[source.name] = pool
+    return pools
 
 
 def _start_environments(recipe: Recipe, stack: AsyncExitStack, log_folder: Path) -> dict[str, EnvironmentPool]:
     """Start the environment processes of each source, closed with `stack`. In-driver environments have none."""
-    found: dict[str, EnvironmentPool] = {}
+    pools: dict[str, EnvironmentPool] = {}
     num_started = 0
     for source in recipe.sources:
         rollout = source.recipe.rollout
         number = num_processes(rollout.environment, rollout.environment_processes) if recipe.has_engine else 0
         if number == 0:
             continue
-        found[source.name] = EnvironmentPool(
+        pools[source.name] = EnvironmentPool(
             process_settings(rollout.environment, _settings(source.recipe), rollout.environment_memory_gib),
             num_processes=number,
             log_folder=log_folder,
             first_log=num_started,
             make_server=server_processes(recipe.cluster),
         )
-        stack.callback(found[source.name].close)
+        stack.callback(pools[source.name].close)
         num_started += number
-    return found
+    return pools
 
 
 def _settings(recipe: Recipe) -> Mapping[str, Any]:

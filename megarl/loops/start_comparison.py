@@ -64,15 +64,24 @@ def first_sequences(examples: Iterable[Sequence[TrainingSequence]]) -> list[Trai
     """Return the beginnings of the first examples' sequences, `_NUM_TOKENS` tokens or a little more."""
     beginnings: list[TrainingSequence] = []
     for sequences in examples:
-        beginnings += [TrainingSequence(one.token_ids[:_LONGEST], one.loss_mask[:_LONGEST]) for one in sequences]
-        if sum(len(one.token_ids) for one in beginnings) >= _NUM_TOKENS:
+        beginnings += [
+            TrainingSequence(sequence.token_ids[:_LONGEST], sequence.loss_mask[:_LONGEST]) for sequence in sequences
+        ]
+        if sum(len(sequence.token_ids) for sequence in beginnings) >= _NUM_TOKENS:
             break
     return beginnings
 
 
 def measure_gap(trained: Sequence[NDArray[np.float32]], reference: Sequence[NDArray[np.float32]]) -> Gap:
     """Return the distance of log-probs of sequences, each [tokens], without their first tokens."""
-    distances = np.abs(np.concatenate([own[1:] - other[1:] for own, other in zip(trained, reference, strict=True)]))
+    distances = np.abs(
+        np.concatenate(
+            [
+                trainer_logprobs[1:] - reference_logprobs[1:]
+                for trainer_logprobs, reference_logprobs in zip(trained, reference, strict=True)
+            ]
+        )
+    )
     return Gap(float(distances.mean()), float(distances.max()), len(distances))
 
 

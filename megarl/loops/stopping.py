@@ -26,9 +26,11 @@ _ONE_REQUEST_SECONDS = 2.0
 
 def stop_signals() -> list[signal.Signals]:
     """Return the stop signals, except those ignored at the start of the run (nohup, a script's `&`)."""
-    kept = [number for number in (signal.SIGHUP, signal.SIGINT) if signal.getsignal(number) is not signal.SIG_IGN]
+    not_ignored = [
+        number for number in (signal.SIGHUP, signal.SIGINT) if signal.getsignal(number) is not signal.SIG_IGN
+    ]
     # Slurm sends SIGUSR1 before the time limit if the job asks for it, and SIGTERM on preemption.
-    return [signal.SIGUSR1, signal.SIGTERM, *kept]
+    return [signal.SIGUSR1, signal.SIGTERM, *not_ignored]
 
 
 @contextmanager

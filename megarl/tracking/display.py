@@ -154,8 +154,8 @@ class Display:
         if math.isfinite(followed):
             self._recent_values.append(followed)
         if self._has_line(step, row):
-            most = min(LINE_CHARACTERS, self.console.width) if self.is_live else LINE_CHARACTERS
-            for line in self._table.lines(step, row, self._seconds_left(now), most=most):
+            max_characters = min(LINE_CHARACTERS, self.console.width) if self.is_live else LINE_CHARACTERS
+            for line in self._table.lines(step, row, self._seconds_left(now), most=max_characters):
                 text = Text(line, style="" if line.startswith("step ") else "dim")
                 text.highlight_regex(r"^step \S+", "bold")
                 self._print(text)
@@ -184,8 +184,8 @@ class Display:
         if phases:
             name, began = phases[-1]
             words.append(f"{name} {now - began:.0f} s")
-        if (left := self._seconds_left(now)) is not None:
-            words.append(f"{timedelta(seconds=round(left))} left")
+        if (seconds_left := self._seconds_left(now)) is not None:
+            words.append(f"{timedelta(seconds=round(seconds_left))} left")
         if self._recent_values:
             words.append(f"{self._sparkline()} {self._recent_values[-1]:.4g}")
         return Text("  ".join(words), style="dim", no_wrap=True, overflow="crop")
@@ -250,8 +250,8 @@ def prints_blocks(console: rich.console.Console) -> bool:
 def sparkline(values: Sequence[float], *, with_blocks: bool) -> str:
     """Return finite values as a graph of one character each: block characters, or ASCII characters."""
     blocks = _BLOCKS if with_blocks else _BLOCKS_ASCII
-    least, most = min(values), max(values)
-    scale = (len(blocks) - 1) / (most - least) if most > least else 0.0
+    least, largest = min(values), max(values)
+    scale = (len(blocks) - 1) / (largest - least) if largest > least else 0.0
     return "".join(blocks[round((value - least) * scale)] for value in values)
 
 

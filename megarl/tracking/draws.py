@@ -88,10 +88,10 @@ def rewind(file: Path, num_events: int) -> int:
     lines = file.read_bytes().splitlines(keepends=True)
     retained: list[bytes] = []
     for line in lines:
-        found = _parsed(line)
-        if found is None or found.first + len(found.events) > num_events:
+        ledger_line = _parse_line(line)
+        if ledger_line is None or ledger_line.first + len(ledger_line.events) > num_events:
             break
-        num_found += len(found.events)
+        num_found += len(ledger_line.events)
         retained.append(line)
     if len(retained) < len(lines):
         replace_bytes(file, b"".join(retained))
@@ -193,8 +193,8 @@ def account(run: Path) -> Account:
                 faults.append(f"step {line.step}: prompt {event[2]} of {source} was {kind} more often than drawn")
     if last is None:
         raise DataError(f"{run / LEDGER}: the ledger is empty, because no step is complete. Wait for the first step.")
-    found = list(epochs.values())
-    for epoch in found:
+    drawn_epochs = list(epochs.values())
+    for epoch in drawn_epochs:
         later = epochs.get((epoch.source, epoch.number + 1))
         epoch.is_complete = epoch.is_complete or later is not None
         place = f"epoch {epoch.number} of {epoch.source}"
@@ -202,10 +202,10 @@ def account(run: Path) -> Account:
             faults.append(f"{place}: {epoch.missing} prompts were never drawn")
         if epoch.repeated:
             faults.append(f"{place}: drawn more than once: {', '.join(map(str, epoch.repeated[:8]))}")
-    num_open = sum(epoch.num_open for epoch in found)
+    num_open = sum(epoch.num_open for epoch in drawn_epochs)
     if num_open != last.num_open:
         faults.append(f"{num_open} prompts have no ending, but {last.num_open} groups are in flight or waiting")
-    return Account(found, last.num_open, last.too_long, last.step, faults)
+    return Account(drawn_epochs, last.num_open, last.too_long, last.step, faults)
 
 
 def _epoch(epochs: dict[tuple[str, int], Epoch], source: str, number: int, size: int) -> Epoch:
@@ -225,14 +225,14 @@ def _lines(file: Path) -> Iterator[_Line]:
             )
         lines = file.read_bytes().splitlines(keepends=True)
     for number, line in enumerate(lines, 1):
-        found = _parsed(line)
-        if found is not None:
-            yield found
+        ledger_line = _parse_line(line)
+        if ledger_line is not None:
+            yield ledger_line
         elif number < len(lines) or line.endswith(b"\n"):
             raise DataError(f"{file}:{number}: the line is not one of a ledger. Restore the file from a copy.")
 
 
-def _parsed(line: bytes) -> _Line | None:
+def _parse_line(line: bytes) -> _Line | None:
     """Return a line of the ledger, None if it is damaged."""
     try:
         values = loads(line, None)

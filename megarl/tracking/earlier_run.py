@@ -81,8 +81,8 @@ class EarlierRun:
     def refuse_new_start(self) -> None:
         """Raise ConfigError if starting from the beginning would overwrite the trained steps of an earlier run."""
         if self.checkpoints or self.damaged:
-            kept = ", ".join(folder.name for folder in (*self.checkpoints, *self.damaged))
-            state = f"with checkpoints ({kept})"
+            checkpoint_names = ", ".join(folder.name for folder in (*self.checkpoints, *self.damaged))
+            state = f"with checkpoints ({checkpoint_names})"
         # A broken status.json may hide a finished run, so a start over it is refused too.
         elif self.has_status and "state" not in self.status:
             state = "whose status.json cannot be read"
@@ -116,8 +116,8 @@ class EarlierRun:
         for folder in self.checkpoints:
             if checkpoint_step(folder) == step:
                 return folder
-        known = ", ".join(str(checkpoint_step(folder)) for folder in reversed(self.checkpoints))
-        remedy = f"it has the steps {known}" if known else "set checkpoint.every_steps so that a run saves"
+        steps = ", ".join(str(checkpoint_step(folder)) for folder in reversed(self.checkpoints))
+        remedy = f"it has the steps {steps}" if steps else "set checkpoint.every_steps so that a run saves"
         raise ConfigError(f"--step {step}: {self.path} has no checkpoint of this step; {remedy}")
 
     def parent(self) -> dict[str, Any]:
@@ -188,8 +188,8 @@ def attempt_folders(logs: Path) -> list[tuple[int, Path]]:
         names = os.listdir(logs)
     except (FileNotFoundError, NotADirectoryError):
         return []
-    found = [(re.fullmatch(r"attempt_(\d+)", name), name) for name in names]
-    return sorted((int(match[1]), logs / name) for match, name in found if match)
+    matches = [(re.fullmatch(r"attempt_(\d+)", name), name) for name in names]
+    return sorted((int(match[1]), logs / name) for match, name in matches if match)
 
 
 def _written_by(run: Path) -> str | None:
@@ -198,8 +198,8 @@ def _written_by(run: Path) -> str | None:
         newest = [folder for _, folder in attempt_folders(run / "logs")][-1:]
         content = _content(newest[0] / "attempt.json") if newest else None
     versions = _as_object(content).get("versions")
-    found = versions.get("megarl") if isinstance(versions, Mapping) else None
-    return found if isinstance(found, str) else None
+    written_by = versions.get("megarl") if isinstance(versions, Mapping) else None
+    return written_by if isinstance(written_by, str) else None
 
 
 def _refuse_newer(place: Path, theirs: str | None) -> None:
@@ -207,15 +207,15 @@ def _refuse_newer(place: Path, theirs: str | None) -> None:
     # Imported here: few commands compare versions.
     from packaging.version import InvalidVersion, Version
 
-    own = version("megarl")
+    own_version = version("megarl")
     try:
-        is_newer = theirs is not None and Version(theirs) > Version(own)
+        is_newer = theirs is not None and Version(theirs) > Version(own_version)
     except InvalidVersion:
         return
     if is_newer:
         raise DataError(
-            f"{place}: was written by megarl {theirs}, but this is megarl {own}, which may not know all of its fields. "
-            f"Install megarl {theirs} or newer, then repeat the command."
+            f"{place}: was written by megarl {theirs}, but this is megarl {own_version}, which may not know all "
+            f"of its fields. Install megarl {theirs} or newer, then repeat the command."
         )
 
 

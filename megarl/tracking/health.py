@@ -217,7 +217,7 @@ class Health:
         for name, value in metrics.items():
             if (name in watched or is_accuracy(name)) and value is not None and math.isfinite(value):
                 self._series[name].append((step, value))
-        found = []
+        findings = []
         for rule in RULES:
             # Check a rule only after steps with its metrics.
             if not any(name in metrics for name in rule.metrics) or not self.takes(rule.name):
@@ -226,8 +226,8 @@ class Health:
                 # Once per run: a broken rule stays broken in most later steps.
                 self.warned.add(rule.name)
                 metric, value, compared = evidence
-                found.append(Finding(rule.name, step, metric, value, f"{compared}: {rule.meaning}", rule.remedy))
-        return found
+                findings.append(Finding(rule.name, step, metric, value, f"{compared}: {rule.meaning}", rule.remedy))
+        return findings
 
     def takes(self, rule: str) -> bool:
         """Return whether a health rule is enabled in the recipe and has not warned in this run."""

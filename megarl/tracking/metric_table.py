@@ -97,7 +97,7 @@ def _rows_of(path: Path) -> Iterator[Row]:
     """Yield the rows of a module's metrics."""
     module = ".".join(("megarl", *path.relative_to(PACKAGE).with_suffix("").parts))
     for row in declared_rows(path):
-        yield from (Row(name, unit, meaning, module) for name, unit, meaning in described(row))
+        yield from (Row(name, unit, meaning, module) for name, unit, meaning in describe_row(row))
 
 
 def declared_rows(path: Path) -> list[MetricRow]:
@@ -112,10 +112,10 @@ def declared_rows(path: Path) -> list[MetricRow]:
     )
     if not isinstance(table, ast.Tuple):
         raise ValueError(f"{path}: {TABLE} is not a tuple of {MetricRow.__name__}")
-    return [_declared(call) for call in table.elts]
+    return [_read_call(call) for call in table.elts]
 
 
-def _declared(call: ast.expr) -> MetricRow:
+def _read_call(call: ast.expr) -> MetricRow:
     """Return the row made by a call of `MetricRow` in a module's source."""
     if not isinstance(call, ast.Call) or ast.unparse(call.func) != MetricRow.__name__:
         raise ValueError(f"{ast.unparse(call)} is not a call of {MetricRow.__name__}")
@@ -128,7 +128,7 @@ def _text_of(node: ast.expr) -> str:
     return getattr(metric_rows, node.id) if isinstance(node, ast.Name) else ast.literal_eval(node)
 
 
-def described(row: MetricRow) -> Iterator[tuple[str, str, str]]:
+def describe_row(row: MetricRow) -> Iterator[tuple[str, str, str]]:
     """Yield name, unit and full meaning of a declared row. A family `turns/{mean,max}` has several names."""
     stem, _, members = row.name.partition("{")
     condition = f"with {row.condition}: " if row.condition else ""

@@ -67,13 +67,13 @@ def merge(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
     merged: dict[str, Metric] = {}
     for part in parts:
         for name, metric in part.items():
-            known = merged.get(name)
-            if known is not None and type(known) is not type(metric):
+            before = merged.get(name)
+            if before is not None and type(before) is not type(metric):
                 raise TypeError(
-                    f"the metric {name} is a {type(known).__name__} from one rank or microbatch and a "
+                    f"the metric {name} is a {type(before).__name__} from one rank or microbatch and a "
                     f"{type(metric).__name__} from another"
                 )
-            merged[name] = metric if known is None else known.merged(metric)
+            merged[name] = metric if before is None else before.merged(metric)
     return merged
 
 

@@ -191,8 +191,8 @@ class RunFolder:
 
     def describe(self, facts: Mapping[str, Mapping[str, str]]) -> None:
         """Add facts about the attempt to attempt.json, in sections like `machine` and `versions`. Raises OSError."""
-        for section, found in facts.items():
-            self._attempt[section] = {**self._attempt.get(section, {}), **found}
+        for section, facts_of_section in facts.items():
+            self._attempt[section] = {**self._attempt.get(section, {}), **facts_of_section}
         replace_text(self.logs_folder / "attempt.json", json.dumps(self._attempt, indent=2) + "\n")
 
     @property
@@ -387,10 +387,10 @@ def run_path(recipe: Recipe) -> Path:
 
 def _findings(status: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the broken health rules in an earlier status.json, [] if there are none or the file was edited by hand."""
-    found = status.get("health")
-    if not isinstance(found, list):
+    findings = status.get("health")
+    if not isinstance(findings, list):
         return []
-    return [one for one in found if isinstance(one, dict) and isinstance(one.get("rule"), str)]
+    return [finding for finding in findings if isinstance(finding, dict) and isinstance(finding.get("rule"), str)]
 
 
 def _now() -> str:
@@ -428,9 +428,9 @@ def _forget_lines(file: Path, last: int) -> list[float | None]:
     # A killed process may leave half a line at the end. This is expected, so it is not counted.
     *lines, cut_short = file.read_bytes().split(b"\n")
     steps = [_step(line) for line in lines]
-    kept = [line for line, step in zip(lines, steps, strict=True) if step is not None and step <= last]
-    if len(kept) < len(lines) or cut_short:
-        replace_bytes(file, b"".join(line + b"\n" for line in kept))
+    retained = [line for line, step in zip(lines, steps, strict=True) if step is not None and step <= last]
+    if len(retained) < len(lines) or cut_short:
+        replace_bytes(file, b"".join(line + b"\n" for line in retained))
     return steps
 
 
@@ -451,13 +451,13 @@ PACKAGES = (
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the installed packages among PACKAGES."""
-    found = {"python": platform.python_version()}
+    package_versions = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = importlib.metadata.version(name)
+            package_versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return package_versions
 
 
 def machine() -> dict[str, str]:

@@ -61,12 +61,12 @@ class StepTable:
         head = f"step {step}" + (f"/{self.steps}" if self.steps else "")
         # Without a number of steps there is room for six digits.
         head = head.ljust(len(f"step {self.steps}/{self.steps}") if self.steps else len("step 123456"))
-        shown = _values(row)
+        values = _values(row)
         results = [f"{name}={short_number(row[name])}" for name in heldout_metrics([row])]
-        if results and not shown:
-            return _wrapped(results, f"{head}  ", most)
-        columns = self._columns(shown, most - len(head))
-        texts = {label: short_number(value) for label, value in shown.items()}
+        if results and not values:
+            return _wrap(results, f"{head}  ", most)
+        columns = self._columns(values, most - len(head))
+        texts = {label: short_number(value) for label, value in values.items()}
         texts |= {"s/step": _seconds(row["time/step_seconds"]), "left": left_text(seconds_left)}
         lines = []
         if self._lines_left == 0:
@@ -74,12 +74,12 @@ class StepTable:
             self._lines_left = LINES_PER_HEADER
         self._lines_left -= 1
         lines.append(head + "".join(f" {texts.get(label, '-'):>{width}}" for label, width in columns.items()))
-        return [line.rstrip() for line in lines] + _wrapped(results, " " * (len(head) + 2), most)
+        return [line.rstrip() for line in lines] + _wrap(results, " " * (len(head) + 2), most)
 
-    def _columns(self, shown: Mapping[str, float], room: int) -> dict[str, int]:
+    def _columns(self, values: Mapping[str, float], room: int) -> dict[str, int]:
         """Return the labels and widths of the columns fitting into `room` characters. A new column needs a new
         header."""
-        labels = tuple(c.label for c in _COLUMNS if c.label in self._labels or c.label in shown)
+        labels = tuple(c.label for c in _COLUMNS if c.label in self._labels or c.label in values)
         if labels != self._labels:
             self._labels, self._lines_left = labels, 0
         widths = {column.label: column.width for column in _COLUMNS if column.label in labels}
@@ -91,19 +91,19 @@ class StepTable:
 
 def _values(row: Mapping[str, float]) -> dict[str, float]:
     """Return the value of each column with a metric in the row, keyed by label. With a reward there is no loss."""
-    found = {}
+    values = {}
     for column in _COLUMNS:
         name = next((name for name in column.metrics if name in row), None)
         if name is not None and not (name == "train/loss" and "reward/mean" in row):
-            found[column.label] = row[name]
-    return found
+            values[column.label] = row[name]
+    return values
 
 
-def _wrapped(words: list[str], begin: str, most: int) -> list[str]:
+def _wrap(words: list[str], begin: str, max_characters: int) -> list[str]:
     """Return lines of whole words after `begin`. Further lines are indented as far."""
     return textwrap.wrap(
         " ".join(words),
-        most,
+        max_characters,
         initial_indent=begin,
         subsequent_indent=" " * len(begin),
         break_long_words=False,
@@ -123,8 +123,8 @@ def short_number(value: float) -> str:
         mantissa, _, exponent = f"{value:.1e}".partition("e")
         return f"{mantissa}e{int(exponent)}"
     # The limits are where rounding would add a digit: 999.95 would become 1000.0.
-    for most, digits in ((0.1, 4), (9.9995, 3), (99.995, 2), (999.95, 1)):
-        if size < most:
+    for limit, digits in ((0.1, 4), (9.9995, 3), (99.995, 2), (999.95, 1)):
+        if size < limit:
             return f"{value:.{digits}f}"
     for power, suffix in enumerate("kMGT", start=1):
         if size < 999.5 * 1000**power:
@@ -141,11 +141,11 @@ def left_text(seconds: float | None) -> str:
     """Return a duration in at most 7 characters: `0:27:05`, `12.5 h`, `4.2 d`. None gives an empty text."""
     if seconds is None:
         return ""
-    whole = round(seconds)
-    if whole < 36_000:
-        return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
+    num_seconds = round(seconds)
+    if num_seconds < 36_000:
+        return f"{num_seconds // 3600}:{num_seconds // 60 % 60:02}:{num_seconds % 60:02}"
     # The estimate of a long run is no more exact than this.
-    if whole < 360_000:
-        return f"{whole / 3600:.1f} h"
-    days = whole / 86_400
+    if num_seconds < 360_000:
+        return f"{num_seconds / 3600:.1f} h"
+    days = num_seconds / 86_400
     return f"{days:.1f} d" if days < 1000 else f"{short_number(days)} d"

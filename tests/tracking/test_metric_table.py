@@ -12,7 +12,7 @@ import pytest
 
 from megarl.config.schema import field_at
 from megarl.tracking.metric_rows import PER_ATTEMPT, MetricRow
-from megarl.tracking.metric_table import PACKAGE, TABLE, Row, declared_rows, described, find, rows
+from megarl.tracking.metric_table import PACKAGE, TABLE, Row, declared_rows, describe_row, find, rows
 
 
 @cache
@@ -64,7 +64,7 @@ def test_a_name_has_one_row_with_a_unit_and_a_meaning() -> None:
 
 def test_a_family_has_a_row_for_each_member() -> None:
     row = MetricRow("rollout/turns/{mean,max}", "completions", "completions", PER_ATTEMPT, condition="a.b")
-    assert [*described(row)] == [
+    assert [*describe_row(row)] == [
         ("rollout/turns/mean", "completions", "with a.b: completions, mean over attempts, mean"),
         ("rollout/turns/max", "completions", "with a.b: completions, mean over attempts, largest"),
     ]

@@ -51,13 +51,13 @@ def bisect(first: Path, second: Path) -> Bisection:
         return read[number]
 
     def compare(number: int) -> tuple[Difference, ...]:
-        one, other = records_of(number)
-        is_same = one.layout == other.layout
-        if not is_same and one.layout.get("dtype") != "float32":
+        first_record, second_record = records_of(number)
+        is_same = first_record.layout == second_record.layout
+        if not is_same and first_record.layout.get("dtype") != "float32":
             raise ConfigError(
                 f"{first} and {second}: have different layouts, and only runs in float32 can be compared then"
             )
-        return tuple(differences(one, other, 0.0 if is_same else OTHER_LAYOUT_TOLERANCE))
+        return tuple(differences(first_record, second_record, 0.0 if is_same else OTHER_LAYOUT_TOLERANCE))
 
     looked_at: set[int] = set()
 
@@ -65,15 +65,15 @@ def bisect(first: Path, second: Path) -> Bisection:
         looked_at.add(number)
         return chain_of(first / RECORDS, number) != chain_of(second / RECORDS, number)
 
-    one, other = records_of(common[-1])
-    if one.layout == other.layout:
+    first_last, second_last = records_of(common[-1])
+    if first_last.layout == second_last.layout:
         place = bisect_left(common, True, key=has_parted)
         if place == len(common):
             return Bisection(None, (), common[-1], len(read.keys() | looked_at))
-        if found := compare(common[place]):
-            return Bisection(common[place], found, common[-1], len(read.keys() | looked_at))
+        if step_differences := compare(common[place]):
+            return Bisection(common[place], step_differences, common[-1], len(read.keys() | looked_at))
     # Chains also differ if one run began to record later, or records other contents.
     for number in common:
-        if found := compare(number):
-            return Bisection(number, found, common[-1], len(read.keys() | looked_at))
+        if step_differences := compare(number):
+            return Bisection(number, step_differences, common[-1], len(read.keys() | looked_at))
     return Bisection(None, (), common[-1], len(read.keys() | looked_at))

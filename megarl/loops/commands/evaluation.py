@@ -104,17 +104,19 @@ def prepare(
     file = recipe / "config.yaml" if recipe.is_dir() else recipe
     as_written = read(file, overrides, is_of_run=recipe.is_dir()).recipe
     places = [f"mixture.{name}." for name in as_written.mixture] or [""]
-    given = [*overrides, override_text("model.path", str(folder))]
-    given += [override_text(f"{place}evaluation.{name}", value) for place in places for name, value in options.items()]
-    loaded = load(file, given, is_of_run=recipe.is_dir())
+    changes = [*overrides, override_text("model.path", str(folder))]
+    changes += [
+        override_text(f"{place}evaluation.{name}", value) for place in places for name, value in options.items()
+    ]
+    loaded = load(file, changes, is_of_run=recipe.is_dir())
     # Recipes of other loops have no sampling parameters or engines, so there is nothing to sample with.
     if loaded.loop not in ("rl", "sft", "distillation"):
         raise ConfigError(f"loop = {loaded.loop}: samples no answers; give a recipe with loop rl, sft or distillation")
-    known = [name for source in loaded.sources for name in source.recipe.data.validation]
-    if not known:
+    set_names = [name for source in loaded.sources for name in source.recipe.data.validation]
+    if not set_names:
         raise ConfigError(f"{file}: has no data.validation, so there is nothing to evaluate; give sets by name")
-    if unknown := [name for name in sets if name not in known]:
-        raise ConfigError(f"--set {unknown[0]}: is not a validation set of {file}; give {either(known)}")
+    if unknown := [name for name in sets if name not in set_names]:
+        raise ConfigError(f"--set {unknown[0]}: is not a validation set of {file}; give {either(set_names)}")
     if not loaded.mixture:
         # The training data may be missing on this machine.
         loaded = loaded.model_copy(update={"data": _without_training_data(loaded.data)})
@@ -135,8 +137,8 @@ def prepare(
     loaded = with_memory_defaults(loaded, is_start=True, is_trained=False)
     parallel = _checked(loaded)
     home = model if (model / "config.yaml").is_file() else Path()
-    written = _made(out, home / "evaluations" / f"{folder.absolute().name}_{loaded.name}")
-    return Evaluation(folder, loaded, parallel, frozenset(sets or known), written)
+    written = _make_folder(out, home / "evaluations" / f"{folder.absolute().name}_{loaded.name}")
+    return Evaluation(folder, loaded, parallel, frozenset(sets or set_names), written)
 
 
 def _without_training_data(data: DataConfig) -> DataConfig:
@@ -165,11 +167,11 @@ def _checked(recipe: Recipe) -> ParallelConfig:
     return ParallelConfig(tp=1, pp=1, dp=world, rollout_tp=tp, rollout_ep=parallel.rollout_ep)
 
 
-def _made(out: Path | None, wanted: Path) -> Path:
+def _make_folder(out: Path | None, default: Path) -> Path:
     """Create and return the output folder: `out`, or else `wanted`, with a number if that exists. Raises ConfigError if
     `out` exists.
     """
-    number, folder = 1, out or wanted
+    number, folder = 1, out or default
     while True:
         with storage_faults_named(folder):
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -181,7 +183,7 @@ def _made(out: Path | None, wanted: Path) -> Path:
         if out is not None:
             raise ConfigError(_OUT_EXISTS.format(out))
         number += 1
-        folder = wanted.with_name(f"{wanted.name}_{number}")
+        folder = default.with_name(f"{default.name}_{number}")
 
 
 async def run(evaluation: Evaluation) -> list[EvaluatedSet]:
@@ -194,7 +196,7 @@ async def run(evaluation: Evaluation) -> list[EvaluatedSet]:
     with storage_faults_named(folder):
         (folder / "logs").mkdir()
         replace_text(folder / "config.yaml", to_yaml(recipe))
-    found: list[EvaluatedSet] = []
+    evaluated_sets: list[EvaluatedSet] = []
     tool_use = ToolUse()
     with leaving_on_signals(f"the evaluation was stopped before its end; {folder} has the finished sets"):
         async with AsyncExitStack() as stack:
@@ -205,14 +207,14 @@ async def run(evaluation: Evaluation) -> list[EvaluatedSet]:
                 records = with_rendered_prompts(done.records(), done.trajectories, tokenizer)
                 # Written set by set, so that an interrupted evaluation keeps the finished sets.
                 append_whole(folder / "answers.jsonl", b"".join(map(json_line, records)))
-                found.append(done)
+                evaluated_sets.append(done)
                 for trajectory in done.trajectories:
                     tool_use.add(trajectory.metrics)
     if tools := tool_use.never_called:
         _Screen().notice(uncalled_text(tools, "in this evaluation", f"megarl samples {folder}"))
     with storage_faults_named(folder):
-        replace_text(folder / "metrics.json", json.dumps(_summary(evaluation, found), indent=2) + "\n")
-    return found
+        replace_text(folder / "metrics.json", json.dumps(_summary(evaluation, evaluated_sets), indent=2) + "\n")
+    return evaluated_sets
 
 
 async def _sources(evaluation: Evaluation, tokenizer: Tokenizer, stack: AsyncExitStack) -> list[Source]:
@@ -239,7 +241,7 @@ async def _sources(evaluation: Evaluation, tokenizer: Tokenizer, stack: AsyncExi
     rewards = start_rewards(recipe, stack, logs, screen.notice)
     pool = EnginePool(ranks, evaluation.parallel, max_running=2 * recipe.rollout.max_concurrent_requests)
     data: dict[str, Data] = {
-        source: ((), {name: found for name, found in sets.items() if name in evaluation.sets})
+        source: ((), {name: problems for name, problems in sets.items() if name in evaluation.sets})
         for source, sets in heldout.items()
     }
     return await make_sources(recipe, data, rewards, pool, tokenizer, stack, logs, screen)
@@ -254,7 +256,7 @@ class _Screen:
         self.notice_once = FirstOfEachKind(display.warn).tell
 
 
-def _summary(evaluation: Evaluation, found: Sequence[EvaluatedSet]) -> dict[str, Any]:
+def _summary(evaluation: Evaluation, evaluated_sets: Sequence[EvaluatedSet]) -> dict[str, Any]:
     """Return the contents of metrics.json, a JSON object."""
 
     def plain(measures: Mapping[str, Measure]) -> dict[str, Any]:
@@ -268,9 +270,9 @@ def _summary(evaluation: Evaluation, found: Sequence[EvaluatedSet]) -> dict[str,
             "measures": plain(done.measures),
             "data_sources": {name: plain(measures) for name, measures in done.by_data_source.items()},
         }
-        for done in found
+        for done in evaluated_sets
     }
-    metrics = {name: value for done in found for name, value in done.metrics.items()}
+    metrics = {name: value for done in evaluated_sets for name, value in done.metrics.items()}
     return {
         "model": str(evaluation.model.absolute()),
         "recipe": evaluation.recipe.name,

@@ -41,12 +41,12 @@ def export(run: Path, *, step: int | None = None, is_best: bool = False, out: Pa
     refuse_other_folders(run)
     earlier = EarlierRun.read(run)
     earlier.refuse_newer_version()
-    found = _finished(earlier, is_best=is_best) if step is None else _of_step(earlier, step, out)
-    if problems := check_model_folder(found.folder):
+    exported = _finished(earlier, is_best=is_best) if step is None else _of_step(earlier, step, out)
+    if problems := check_model_folder(exported.folder):
         raise DataError(f"{problems[0]}; or export a checkpoint: megarl export {run} --step N --out FOLDER")
-    check_sizes(found.folder)
-    write_card(run, found.folder, found.step)
-    return found
+    check_sizes(exported.folder)
+    write_card(run, exported.folder, exported.step)
+    return exported
 
 
 def push(run: Path, exported: Exported, name: str, *, is_private: bool) -> hub.Pushed:
@@ -69,8 +69,8 @@ def _finished(earlier: EarlierRun, *, is_best: bool) -> Exported:
                 "checkpoint with --step N"
             )
         return Exported(folder, earlier.step)
-    known = ", ".join(str(checkpoint_step(found)) for found in reversed(earlier.checkpoints))
-    remedy = f"export a checkpoint with --step N; it has the steps {known}" if known else "let the run end first"
+    steps = ", ".join(str(checkpoint_step(checkpoint)) for checkpoint in reversed(earlier.checkpoints))
+    remedy = f"export a checkpoint with --step N; it has the steps {steps}" if steps else "let the run end first"
     reason = "has no model of a best evaluation (hf_best)" if is_best else "has no exported model (hf)"
     raise ConfigError(f"{earlier.path}: the run {reason}; {remedy}")
 

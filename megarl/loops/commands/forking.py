@@ -37,9 +37,9 @@ def make_fork(run: Path, step: int, overrides: Sequence[str] = ()) -> Path:
     earlier.refuse_newer_version()
     checkpoint = earlier.checkpoint(step)
     place = run.absolute()
-    own = {"runs_folder": str(place.parent), "name": f"{place.name}_fork_{step}"}
-    given = [*(override_text(field, value) for field, value in own.items()), *overrides]
-    recipe = load(run / "config.yaml", given, is_of_run=True)
+    fork_fields = {"runs_folder": str(place.parent), "name": f"{place.name}_fork_{step}"}
+    changes = [*(override_text(field, value) for field, value in fork_fields.items()), *overrides]
+    recipe = load(run / "config.yaml", changes, is_of_run=True)
     target = run_path(recipe)
     _refuse_target(recipe, target, step)
     check_sizes(checkpoint)

@@ -145,12 +145,12 @@ def prepare(run: Path, step: int, overrides: Sequence[str] = (), changes: Sequen
     earlier.refuse_newer_version()
     checkpoint, steps, recorded_layout = _executed_steps(earlier, step)
     place = run.absolute()
-    own = [override_text("runs_folder", str(place.parent)), override_text("name", place.name)]
+    run_fields = [override_text("runs_folder", str(place.parent)), override_text("name", place.name)]
 
-    def recipe_with(*given: str) -> Recipe:
+    def recipe_with(*changes: str) -> Recipe:
         # The run's config.yaml may be newer: a resumed run can change its recipe.
         file = record_folder(run / RECORDS, step) / RECIPE
-        return with_memory_defaults(with_steps(load(file, [*own, *given], is_of_run=True)), is_start=True)
+        return with_memory_defaults(with_steps(load(file, [*run_fields, *changes], is_of_run=True)), is_start=True)
 
     recipe = recipe_with(*overrides)
     parallel = check(recipe)
@@ -178,20 +178,20 @@ def _executed_steps(earlier: EarlierRun, step: int) -> tuple[Path | None, range,
     steps = range(first, step + 1)
     recorded = recorded_steps(run / RECORDS)
     if missing := sorted(set(steps) - recorded):
-        known = f"it has steps {min(recorded)} to {max(recorded)}" if recorded else "it has no records"
+        recorded_text = f"it has steps {min(recorded)} to {max(recorded)}" if recorded else "it has no records"
         start = f"the checkpoint of step {first - 1}" if before else "the initial weights"
         raise ConfigError(
             f"--step {step}: a replay starts from {start} and needs the records of steps {first} to {step}, but "
-            f"{run / RECORDS} has none of step {missing[0]}; {known}. Choose another step; steps are recorded only "
-            "with train.record=tokens or all"
+            f"{run / RECORDS} has none of step {missing[0]}; {recorded_text}. Choose another step; steps are "
+            "recorded only with train.record=tokens or all"
         )
     record = StepRecord.load(run / RECORDS, step)
     # All records are read, so that a damaged one is found before the ranks start.
     recipes = {number: StepRecord.load(run / RECORDS, number).recipe for number in steps[:-1]}
-    if other := [number for number in recipes if recipes[number] != record.recipe]:
+    if other_recipes := [number for number in recipes if recipes[number] != record.recipe]:
         raise ConfigError(
-            f"--step {step}: the run was resumed with another recipe after step {other[-1]}, and has no checkpoint "
-            f"between that and step {step}; replay a step up to {other[-1]}"
+            f"--step {step}: the run was resumed with another recipe after step {other_recipes[-1]}, and has "
+            f"no checkpoint between that and step {step}; replay a step up to {other_recipes[-1]}"
         )
     if not before:
         return None, steps, record.layout
@@ -226,9 +226,9 @@ def _refuse_other_models(recipe: Recipe, changed: Recipe, fields: Sequence[str])
                 "for the layout, or `megarl fork` for other changes"
             )
     facts: dict[str, Callable[[Recipe], bool]] = {
-        "a reference model": lambda one: one.has_reference,
-        "a critic": lambda one: one.has_critic,
-        "a loss of entropies": lambda one: one.algorithm.entropy_coefficient > 0,
+        "a reference model": lambda of_run: of_run.has_reference,
+        "a critic": lambda of_run: of_run.has_critic,
+        "a loss of entropies": lambda of_run: of_run.algorithm.entropy_coefficient > 0,
     }
     for part, needs in facts.items():
         if needs(recipe) != needs(changed):
@@ -266,24 +266,24 @@ async def replay(prepared: Replay, notify: Callable[[str], object]) -> tuple[lis
         dropped: Dropped = Counter()
         data = read_data(recipe, tokenizer, dropped, folder, with_validation=False)
         conversations_at = conversations_of(recipe, tokenizer, dropped, _position(prepared.checkpoint))
-        problems = {source: found for source, (found, _) in data.items()}
+        problems = {source: train for source, (train, _) in data.items()}
         find = problem_lookup(problems, "the record", "restore the run's data")
         trainers = await _start_trainers(recipe, parallel, run / LOGS, stack)
         steps = _Steps(prepared, trainers, conversations_at, find)
         if prepared.checkpoint is not None:
             await trainers.call("load_checkpoint", prepared.checkpoint)
-        found = []
+        comparisons = []
         for number in prepared.steps[:-1]:
-            found.append(await steps.compare(number))
+            comparisons.append(await steps.compare(number))
             notify(f"step {number}: executed")
         if not prepared.changes:
-            found.append(await steps.compare(prepared.step))
-            return found, None
+            comparisons.append(await steps.compare(prepared.step))
+            return comparisons, None
         pools: Mapping[str, RewardPool] = {}
         if any(text.startswith("reward.") for text in prepared.changes):
             pools = start_rewards(prepared.changed, stack, run / LOGS, notify)
         compared, effect = await steps.compare_changed(prepared.step, folder / "state", pools)
-        return [*found, compared], effect
+        return [*comparisons, compared], effect
 
 
 def _position(checkpoint: Path | None) -> DataPosition:
@@ -329,7 +329,7 @@ class _Steps:
         """Execute a step and compare it with its record."""
         record = StepRecord.load(self._prepared.run / RECORDS, number, self._find)
         batch, _, metrics = await self._execute(record, self._prepared.recipe, self._models, record.groups)
-        compared = await self._compared(record, batch, metrics)
+        compared = await self._compare_record(record, batch, metrics)
         # After the fingerprints, as in a run.
         await move_reference(self._models, self._prepared.recipe, number)
         return compared
@@ -347,27 +347,27 @@ class _Steps:
         await self._trainers.call("save_checkpoint", state, False, False)
         await self._trainers.call("finish_checkpoint", True)
         batch, groups, metrics = await self._execute(record, prepared.recipe, self._models, record.groups)
-        compared = await self._compared(record, batch, metrics)
+        compared = await self._compare_record(record, batch, metrics)
         logprobs = await self._policy.forward(batch)
         await self._trainers.call("load_checkpoint", state)
         for name in ("policy", "critic") if prepared.recipe.has_critic else ("policy",):
             await self._trainers.call(f"{name}.change_objective", prepared.changed)
-        rescored = await _rescored(record.groups, pools) if pools else record.groups
+        rescored = await _rescore(record.groups, pools) if pools else record.groups
         changed = prepared.changed
         if any(text.startswith("algorithm.kl_coefficient:") for text in prepared.changes):
             # A record has the coefficient of its step, because algorithm.kl_target may adapt it.
             record = replace(record, kl_coefficient=changed.algorithm.kl_coefficient)
         # Some objectives need all segments of a sample in one microbatch.
         models = models_of(changed, prepared.parallel, self._trainers)
-        other, others, other_metrics = await self._execute(record, changed, models, rescored)
-        other_logprobs = await self._policy.forward(other)
+        changed_batch, changed_groups, other_metrics = await self._execute(record, changed, models, rescored)
+        other_logprobs = await self._policy.forward(changed_batch)
         effect = Effect(
             {
                 name: (metrics[name], other_metrics[name])
                 for name in COMPARED_METRICS
                 if name in metrics and name in other_metrics
             },
-            tuple(_sample_effects((groups, others), (batch, other), (logprobs, other_logprobs))),
+            tuple(_sample_effects((groups, changed_groups), (batch, changed_batch), (logprobs, other_logprobs))),
         )
         return compared, effect
 
@@ -387,7 +387,7 @@ class _Steps:
             updates.add(await policy.update(minibatch, record.kl_coefficient))
         return batch, scored, metrics | updates.metrics()
 
-    async def _compared(self, record: StepRecord, batch: RLBatch, metrics: Mapping[str, float]) -> StepComparison:
+    async def _compare_record(self, record: StepRecord, batch: RLBatch, metrics: Mapping[str, float]) -> StepComparison:
         samples = StepSamples(record.groups, record.waiting, record.kl_coefficient)
         prepared = self._prepared
         now = await make_record(
@@ -396,11 +396,11 @@ class _Steps:
         )  # fmt: skip
         is_same = now.layout == record.layout
         tolerance = 0.0 if is_same else OTHER_LAYOUT_TOLERANCE
-        found = tuple(differences(record, now, tolerance))
-        return StepComparison(record.step, record.num_tokens, is_same, found)
+        record_differences = tuple(differences(record, now, tolerance))
+        return StepComparison(record.step, record.num_tokens, is_same, record_differences)
 
 
-async def _rescored(groups: Sequence[Group], pools: Mapping[str, RewardPool]) -> list[Group]:
+async def _rescore(groups: Sequence[Group], pools: Mapping[str, RewardPool]) -> list[Group]:
     """Return the groups with rewards computed again from the completions. Attempts that failed stay unscored."""
 
     async def rescore(trajectory: Trajectory) -> Trajectory:
@@ -430,30 +430,30 @@ def _sample_effects(
     logprobs: tuple[NDArray[np.float32], NDArray[np.float32]],
 ) -> list[SampleEffect]:
     """Return the effect of a change on each sample; `logprobs` [tokens] are those after the updates."""
-    found = []
+    effects = []
     before, now = batches
     mask = before.loss_mask
-    for number, (one, other) in enumerate(zip(*map(flatten, groups), strict=True)):
+    for number, (sample_before, sample_now) in enumerate(zip(*map(flatten, groups), strict=True)):
         first, last = before.cu_samples[number : number + 2]
         places = first + mask[first:last].nonzero()[0]
         if not len(places):
             continue
         distances = np.abs(logprobs[1][places] - logprobs[0][places])
 
-        def mean(values: NDArray[np.float32], chosen: NDArray[np.int64] = places) -> float:
-            return float(values[chosen].mean())
+        def mean(values: NDArray[np.float32], indices: NDArray[np.int64] = places) -> float:
+            return float(values[indices].mean())
 
-        found.append(
+        effects.append(
             SampleEffect(
-                prompt=one.group,
-                attempt=one.number,
-                reward=(_score(one), _score(other)),
+                prompt=sample_before.group,
+                attempt=sample_before.number,
+                reward=(_score(sample_before), _score(sample_now)),
                 advantage=(mean(before.per_token["advantages"]), mean(now.per_token["advantages"])),
                 logprob=(mean(logprobs[0]), mean(logprobs[1])),
                 largest_token=int(places[distances.argmax()] - first),
             )
         )
-    return found
+    return effects
 
 
 def _score(trajectory: Trajectory) -> float:

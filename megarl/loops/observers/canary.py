@@ -66,7 +66,7 @@ class Canary(StepObserver):
         how = "computed two different results" if verdict.is_unstable else "computed another result than its replicas"
         # Ranks of one node: the node is known, whichever rank it is.
         excluded = tuple(dict.fromkeys(nodes)) if len(set(nodes)) == 1 else ()
-        remedy = f"Node {excluded[0]} is excluded from now on" if excluded else self._undecided(verdict)
+        remedy = f"Node {excluded[0]} is excluded from now on" if excluded else self._undecided_remedy(verdict)
         return FaultyNodeError(
             f"weights.canary_every = {self._every}: before the updates of step {step}, {one_of}trainer {places} {how} "
             f"of the canary batch with the same weights, first at {verdict.output}. The GPU or the memory is probably "
@@ -77,7 +77,7 @@ class Canary(StepObserver):
         )
 
     @staticmethod
-    def _undecided(verdict: Verdict) -> str:
+    def _undecided_remedy(verdict: Verdict) -> str:
         if verdict.is_decided:
             return "No node is excluded, because the ranks that share this output are on several nodes"
         return "No node is excluded: both repeat their own result, and two replicas have no majority"
@@ -90,7 +90,11 @@ def judge(reports: Sequence[CanaryReport], parallel: ParallelConfig) -> Verdict 
     results, and the majority of replicas is right. The first different output counts, because later ones follow from
     it. With expert parallelism replicas compute each other's experts, so only the repetition is compared.
     """
-    unstable = {rank: found for rank, report in enumerate(reports) if (found := _first_repeated(report)) is not None}
+    unstable = {
+        rank: first_difference
+        for rank, report in enumerate(reports)
+        if (first_difference := _first_repeated(report)) is not None
+    }
     if unstable:
         first = min(unstable.values())
         ranks = tuple(rank for rank, (place, _) in unstable.items() if place == first[0])
@@ -103,7 +107,7 @@ def judge(reports: Sequence[CanaryReport], parallel: ParallelConfig) -> Verdict 
     if not differences:
         return None
     place, name = min((place, name) for place, name, _, _ in differences)
-    first_ones = [(ranks, is_majority) for at, _, ranks, is_majority in differences if at == place]
+    first_ones = [(ranks, is_majority) for output_place, _, ranks, is_majority in differences if output_place == place]
     ranks = tuple(sorted({rank for ranks, _ in first_ones for rank in ranks}))
     return Verdict(ranks, name, is_unstable=False, is_decided=all(is_majority for _, is_majority in first_ones))
 
@@ -120,8 +124,8 @@ def _replicas(parallel: ParallelConfig) -> Iterator[list[int]]:
     """Yield the ranks with the same part of the model, one of each data-parallel replica."""
     groups: Mapping[tuple[int, int, int], list[int]] = defaultdict(list)
     for rank in range(parallel.world_size):
-        at = parallel.coordinates(rank)
-        groups[at.tp, at.pp, at.cp].append(rank)
+        coordinates = parallel.coordinates(rank)
+        groups[coordinates.tp, coordinates.pp, coordinates.cp].append(rank)
     yield from groups.values()
 
 
@@ -135,8 +139,8 @@ def _first_between(
         counts = Counter(output.number for output in outputs)
         if len(counts) == 1:
             continue
-        [(number, most)] = counts.most_common(1)
-        is_majority = 2 * most > len(group)
+        [(number, num_equal)] = counts.most_common(1)
+        is_majority = 2 * num_equal > len(group)
         wrong = [rank for rank, output in zip(group, outputs, strict=True) if output.number != number]
         return outputs[0].place, outputs[0].name, tuple(wrong if is_majority else group), is_majority
     return None

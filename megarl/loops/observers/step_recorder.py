@@ -94,9 +94,9 @@ async def make_record(
     borders = batch.cu_samples
     reports = await policy.group.call("weight_checks.state_fingerprints", is_complete)
     state: dict[str, dict[int, Fingerprint]] = {}
-    for rank, found in enumerate(reports):
-        for name, one in found.items():
-            state.setdefault(name, {})[rank] = one
+    for rank, fingerprints in enumerate(reports):
+        for name, fingerprint in fingerprints.items():
+            state.setdefault(name, {})[rank] = fingerprint
     return StepRecord(
         step=step,
         recipe=to_yaml(recipe),

@@ -97,13 +97,13 @@ class WeightChecks(StepObserver):
 
     def refuse_changes(self, answers: Iterable[RankChanges | None]) -> None:
         """Raise MegarlError if one of the ranks' answers lists changed weights."""
-        found = [answer for answer in answers if answer is not None]
-        self._seconds += max((answer.seconds for answer in found), default=0.0)
-        for answer in found:
+        changes = [answer for answer in answers if answer is not None]
+        self._seconds += max((answer.seconds for answer in changes), default=0.0)
+        for answer in changes:
             if answer.boxes:
-                made = "the update" if answer.holder.startswith("trainer") else "the reshard"
+                last_write = "the update" if answer.holder.startswith("trainer") else "the reshard"
                 raise self._error(
-                    f"weights changed in the memory of {answer.holder} after {made} of step {answer.version - 1} "
+                    f"weights changed in the memory of {answer.holder} after {last_write} of step {answer.version - 1} "
                     f"(version {answer.version})",
                     answer.boxes,
                 )
@@ -152,11 +152,11 @@ class WeightChecks(StepObserver):
             [difference.box for difference in differences],
         )
 
-    def _error(self, what: str, boxes: Sequence[Box]) -> MegarlError:
+    def _error(self, problem: str, boxes: Sequence[Box]) -> MegarlError:
         named = ", ".join(_text_of(box) for box in boxes[:_MOST_NAMED])
         more = f" and {len(boxes) - _MOST_NAMED} more" if len(boxes) > _MOST_NAMED else ""
         return MegarlError(
-            f"weights.check_every = {self._weights.check_every}: {what}: {named}{more}. "
+            f"weights.check_every = {self._weights.check_every}: {problem}: {named}{more}. "
             "The memory of that rank's GPU or node is probably faulty. Exclude the node (Slurm: --exclude), then go on "
             f"from the last checkpoint with: megarl train {self._folder.path} --resume"
         )

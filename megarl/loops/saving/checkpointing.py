@@ -259,19 +259,19 @@ class BestModel:
             return
         with storage_faults_named(folder.path):
             # Complete renames interrupted by a kill before anything is read.
-            for kept in (self._kept, _adapter(self._kept)):
-                _settle(kept)
+            for model_folder in (self._kept, _adapter(self._kept)):
+                _settle(model_folder)
             candidate = _read_best(self._candidate)
             # The value is written only after the verdict, so this candidate won and only the renaming is missing.
             if "value" in candidate:
                 self._keep()
             else:
                 self._taken_at = candidate.get("step")
-            found = _read_best(self._kept)
+            best = _read_best(self._kept)
         # This step may come after the resumed checkpoint and be trained again. Its model still exists and its value was
         # measured, so it counts.
-        if found.get("metric") == self._metric:
-            self.step, self._value = found["step"], float(found["value"])
+        if best.get("metric") == self._metric:
+            self.step, self._value = best["step"], float(best["value"])
 
     async def take(self, step: int) -> None:
         """Export the model of a step followed by an evaluation. The engines must sleep. Raises DiskFullError."""

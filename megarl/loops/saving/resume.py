@@ -75,8 +75,8 @@ class Inputs:
 
     def as_json(self) -> dict[str, Any]:
         """Return JSON values for `driver.json`."""
-        found = {"models": self.models, "data": self.data, "kept": self.kept}
-        return {name: dict(by_field) for name, by_field in found.items()} | {"template": self.template}
+        fields = {"models": self.models, "data": self.data, "kept": self.kept}
+        return {name: dict(by_field) for name, by_field in fields.items()} | {"template": self.template}
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,25 +111,25 @@ def find_origin(recipe: Recipe, folder: RunFolder, resume: Resume | None, kept: 
     inputs = Inputs.read(recipe, kept)
     if folder.dead_owner:
         _warn(console, [f"{folder.path}: taken over from a process that ended without a word: {folder.dead_owner}"])
-    found = survey(folder.earlier) if resume else Survey(None, {})
+    surveyed = survey(folder.earlier) if resume else Survey(None, {})
     earlier: dict[str, Any] = {}
     position = DataPosition()
     if resume == "must":
         folder.earlier.require_checkpoint()
-    if found.good:
+    if surveyed.good:
         # The schema is checked first: the other checks read fields of driver.json.
-        refuse_other_schema(found.good)
-        earlier = read_driver(found.good)
+        refuse_other_schema(surveyed.good)
+        earlier = read_driver(surveyed.good)
         _refuse_other_models(earlier, recipe, inputs)
         _refuse_other_template(earlier, recipe, inputs)
         _refuse_other_draws(earlier, recipe)
         _refuse_other_order(earlier, recipe)
-        position = DataPosition.from_checkpoint(checkpoint_step(found.good), earlier)
+        position = DataPosition.from_checkpoint(checkpoint_step(surveyed.good), earlier)
         _refuse_steps_of_epochs(earlier, recipe, position)
         warnings = _data_changes(earlier, recipe, inputs)
         _refuse_other_kept(earlier, recipe, inputs)
-        _warn(console, [f"checkpoint {name} is left out: {reason}" for name, reason in found.damaged.items()])
-        console.print(f"resuming from {found.good}")
+        _warn(console, [f"checkpoint {name} is left out: {reason}" for name, reason in surveyed.damaged.items()])
+        console.print(f"resuming from {surveyed.good}")
         _warn(console, warnings)
         for change in recipe_changes(earlier["recipe"], recipe):
             console.print(f"changed since then: {change}", style="yellow")
@@ -137,14 +137,16 @@ def find_origin(recipe: Recipe, folder: RunFolder, resume: Resume | None, kept: 
         console.print(f"{folder.path} has no checkpoint yet: starting from the beginning")
     # Begin before `settle` removes incomplete saves. A full disk is then reported now, not hidden by the little space
     # freed.
-    unreadable = folder.begin(checkpoint_step(found.good) if found.good else None, recipe.cluster.max_restarts)
+    unreadable = folder.begin(checkpoint_step(surveyed.good) if surveyed.good else None, recipe.cluster.max_restarts)
     if resume:
-        found.settle(folder.checkpoints_folder)
+        surveyed.settle(folder.checkpoints_folder)
     if unreadable:
         _warn(console, [f"{folder.metrics_file}: {unreadable} lines are not readable and are skipped"])
     # The step's metrics may have been logged after the save. Logging them again would duplicate the step.
-    unlogged = None if folder.has_logged_resumed_step or found.good is None else _unlogged_step(found.good, earlier)
-    return Origin(found.good, inputs, position, unlogged, earlier.get("checksum"), earlier.get("spikes"))
+    unlogged = (
+        None if folder.has_logged_resumed_step or surveyed.good is None else _unlogged_step(surveyed.good, earlier)
+    )
+    return Origin(surveyed.good, inputs, position, unlogged, earlier.get("checksum"), earlier.get("spikes"))
 
 
 def _unlogged_step(checkpoint: Path, driver: Mapping[str, Any]) -> Step | None:
@@ -179,22 +181,22 @@ def begin_from_copy(origin: Origin, recipe: Recipe, folder: RunFolder) -> Origin
 def read_driver(checkpoint: Path) -> dict[str, Any]:
     """Return the driver's state in a checkpoint (driver.json). Raises DataError naming the file if it is damaged."""
     path = checkpoint / DRIVER
-    found = read_object(path)
+    driver = read_object(path)
     kinds = dict.fromkeys(("recipe", "models", "data", "kept", "drawn"), dict)
     optional = {"unlogged": dict, "outcome": dict, "template": str, "checksum": str}
-    wrong = [name for name, kind in kinds.items() if not isinstance(found.get(name, {}), kind)]
-    wrong += [name for name, kind in optional.items() if not isinstance(found.get(name), kind | None)]
+    wrong = [name for name, kind in kinds.items() if not isinstance(driver.get(name, {}), kind)]
+    wrong += [name for name, kind in optional.items() if not isinstance(driver.get(name), kind | None)]
     if not wrong:
         try:
-            StepOutcome.from_json(found.get("outcome") or {})
+            StepOutcome.from_json(driver.get("outcome") or {})
         except ValueError as error:
             wrong.append(str(error))
-    if wrong or not found.get("recipe"):
+    if wrong or not driver.get("recipe"):
         raise DataError(
             f"{path}: the field {(wrong or ['recipe'])[0]} is missing or damaged. Remove this checkpoint, and resume "
             "from an older one."
         )
-    return found
+    return driver
 
 
 def _refuse_other_models(earlier: Mapping[str, Any], recipe: Recipe, inputs: Inputs) -> None:
@@ -216,10 +218,10 @@ def _refuse_other_template(earlier: Mapping[str, Any], recipe: Recipe, inputs: I
     """Raise ConfigError if the chat template's text differs from the one the run began with."""
     if earlier.get("template") in (None, inputs.template):
         return
-    given = recipe.model.chat_template or f"left out, that of {recipe.model.folder}"
+    template_name = recipe.model.chat_template or f"left out, that of {recipe.model.folder}"
     before = _value_at(earlier["recipe"], "model.chat_template") or "left out"
     raise ConfigError(
-        f"model.chat_template = {given}: its text is not the one used when the run began "
+        f"model.chat_template = {template_name}: its text is not the one used when the run began "
         f"(model.chat_template at that time: {before}). Restore that text, give this run a new name (name=NEW_NAME), "
         "or start it from the beginning with --restart"
     )
@@ -232,8 +234,8 @@ def _refuse_other_draws(earlier: Mapping[str, Any], recipe: Recipe) -> None:
     cannot be converted.
     """
     names = ("stragglers", "placement", "max_staleness")
-    given = {name: _value_at(earlier["recipe"], f"rollout.{name}") for name in names}
-    before = RolloutConfig.model_validate({name: value for name, value in given.items() if value is not None})
+    saved_fields = {name: _value_at(earlier["recipe"], f"rollout.{name}") for name in names}
+    before = RolloutConfig.model_validate({name: value for name, value in saved_fields.items() if value is not None})
     if recipe.loop != "rl" or before.carries_groups == recipe.rollout.carries_groups:
         return
     then, now = before.model_dump(include=set(names)), recipe.rollout.model_dump(include=set(names))

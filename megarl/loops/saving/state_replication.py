@@ -112,5 +112,5 @@ class StateReplication:
 
     def take_metrics(self) -> dict[str, float]:
         """Return the metrics of the step's copy, and reset them."""
-        found, self._metrics = self._metrics, {}
-        return found
+        metrics, self._metrics = self._metrics, {}
+        return metrics

@@ -77,11 +77,11 @@ def ended() -> Any:
 
 def _fields(section: type[Section], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the recipe fields of the columns by dotted name, each with its type annotation."""
-    for own, field in section.model_fields.items():
-        name = f"{prefix}{own}"
+    for field_name, field in section.model_fields.items():
+        name = f"{prefix}{field_name}"
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
             yield from _fields(field.annotation, f"{name}.")
-        elif any(name == chosen or name.startswith(f"{chosen}.") for chosen in SECTIONS):
+        elif any(name == section_name or name.startswith(f"{section_name}.") for section_name in SECTIONS):
             yield name, field.annotation
 
 

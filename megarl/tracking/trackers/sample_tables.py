@@ -25,9 +25,9 @@ def sample_tables(records: Sequence[Mapping[str, Any]]) -> Iterator[SampleTable]
     by_set: dict[str, list[Mapping[str, Any]]] = {}
     for record in records:
         by_set.setdefault(record.get("set", "train"), []).append(record)
-    for name, shown in by_set.items():
-        columns = list(dict.fromkeys(field for record in shown for field in record))
-        rows = [[_cell(record.get(field)) for field in columns] for record in shown[:_ROWS_SHOWN]]
+    for name, set_records in by_set.items():
+        columns = list(dict.fromkeys(field for record in set_records for field in record))
+        rows = [[_cell(record.get(field)) for field in columns] for record in set_records[:_ROWS_SHOWN]]
         yield SampleTable(f"samples/{name}", columns, rows)
 
 

@@ -62,11 +62,11 @@ class WandB:
     def samples(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
         """Upload samples to the W&B run: for each data set a table `samples/SET` with its first records of this
         step."""
-        for shown in sample_tables(records):
-            table = self._wandb.Table(columns=list[Any](shown.columns))
-            for row in shown.rows:
+        for sample_table in sample_tables(records):
+            table = self._wandb.Table(columns=list[Any](sample_table.columns))
+            for row in sample_table.rows:
                 table.add_data(*row)
-            self.run.log({shown.name: table}, step=step)
+            self.run.log({sample_table.name: table}, step=step)
 
     def sync(self) -> None:
         """Do nothing: W&B's own process writes data as soon as it is logged."""
