@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megarl.reshard.boxes import Layout
+from megarl.reshard.checks.ledger import Ledger
 from megarl.reshard.layouts.vllm_quantised import quantised_modules
-from megarl.reshard.plan import Plan, RankPlan, Transfer
+from megarl.reshard.plan import Plan
 from megarl.reshard.quantised import QuantisingConversion
 from megarl.reshard.staging import gathered
 from megarl.reshard.transport import BucketStage
@@ -36,13 +37,10 @@ class Conversion(Protocol):
         """Return a context in which the stage writes the live parameters."""
         ...
 
-    def compare(
-        self, plan: RankPlan, send: Callable[[], object], destinations: Mapping[str, Tensor]
-    ) -> tuple[dict[Transfer, Tensor], list[str]]:
+    def compare(self, ledger: Ledger, send: Callable[[], object]) -> tuple[dict[int, Tensor], list[str]]:
         """Send all weights again with `send`, and compare the converted ones with the live parameters. A collective.
 
-        `destinations` are live parameters [any shape] by name. Returns checksums of the copies to this rank, and the
-        names of differing parameters.
+        Returns the checksums of the pieces of `ledger`, int64 [] by number, and the names of differing parameters.
         """
         ...
 
@@ -60,11 +58,9 @@ class SameFormat:
     def writing(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def compare(
-        self, plan: RankPlan, send: Callable[[], object], destinations: Mapping[str, Tensor]
-    ) -> tuple[dict[Transfer, Tensor], list[str]]:
-        """Return no checksums: copies are compared in `destinations` [any shape] themselves."""
-        return {}, []
+    def compare(self, ledger: Ledger, send: Callable[[], object]) -> tuple[dict[int, Tensor], list[str]]:
+        """Return the checksums of the live parameters, int64 [] by number: nothing is sent."""
+        return ledger.compute(), []
 
 
 class ConversionChoice:

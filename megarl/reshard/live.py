@@ -22,7 +22,7 @@ from megarl.families.shape import ModelShape
 from megarl.groups.cross_world import rank_in
 from megarl.reshard.boxes import Layout, dense_piece
 from megarl.reshard.checks.nan_fill import fill_with_nan, has_nan
-from megarl.reshard.checks.verify import verify
+from megarl.reshard.checks.verify import LedgerComparison
 from megarl.reshard.conversion import ConversionChoice
 from megarl.reshard.layouts.packed import checkpoint_tensors, unpacked
 from megarl.reshard.layouts.vllm import DirectWriteError, record_layout, zero_padding
@@ -154,22 +154,22 @@ class DirectReshard:
         self._live: Mapping[str, Tensor] = live_parameters(engine) if engine is not None else {}
         if slots is not None:
             self._live = slots.tensors
-        self._dtype, self._group = dtype, group
+        self._group = group
         here = device_of([*parameters.values(), *self._live.values()])
         self._conversion = choice.make(plan, recorded, dtype=dtype, device=here)
         copied = {name: value for name, value in self._live.items() if name not in self._conversion.converted}
-        self._plan = plan.for_rank(rank)
-        self._sources, self._destinations = parameters, {**copied, **self._conversion.destinations}
+        written = {**copied, **self._conversion.destinations}
         # `Transport` keeps views of the conversion's buffers, so they need memory while it binds.
         with self._conversion.allocated():
             self._transport = Transport(
-                self._plan,
-                self._sources,
-                self._destinations,
+                plan.for_rank(rank),
+                parameters,
+                written,
                 dtype=dtype,
                 group=group,
                 on_arrival=self._conversion.stage,
             )
+        self._comparison = LedgerComparison(plan, rank, parameters, written, dtype=dtype, group=group)
 
     @torch.no_grad()
     def run(self) -> CopyReport:
@@ -196,16 +196,8 @@ class DirectReshard:
 
         Converted weights cannot be compared directly. They are sent and converted once more, then compared.
         """
-        taken, differing = self._conversion.compare(self._plan, self._resend, self._destinations)
-        verify(
-            self._plan,
-            self._sources,
-            self._destinations,
-            dtype=self._dtype,
-            group=self._group,
-            taken=taken,
-            differing=differing,
-        )
+        values, differing = self._conversion.compare(self._comparison.engine, self._resend)
+        self._comparison.verify(values, differing)
 
     def _resend(self) -> None:
         # Looked up when called: after `release` there is no transport, and unconverted weights need none.

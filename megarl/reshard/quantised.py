@@ -13,10 +13,10 @@ from torch import Tensor
 
 from megarl.groups.peer_errors import replica_collectives_marked
 from megarl.reshard.boxes import Layout
-from megarl.reshard.checks.fingerprint import checksum
+from megarl.reshard.checks.ledger import Ledger
 from megarl.reshard.layouts.vllm_quantised import QuantisedModule
-from megarl.reshard.plan import Plan, RankPlan, Transfer
-from megarl.reshard.transport import BucketStage, transfer_view
+from megarl.reshard.plan import Plan
+from megarl.reshard.transport import BucketStage
 
 Take = Callable[[QuantisedModule, Mapping[str, Tensor]], None]
 """Function called with a module and its complete weights by name."""
@@ -116,35 +116,17 @@ class QuantisingConversion:
     def writing(self) -> AbstractContextManager[None]:
         return self._room.opened(QuantisedModule.write)
 
-    def compare(
-        self, plan: RankPlan, send: Callable[[], object], destinations: Mapping[str, Tensor]
-    ) -> tuple[dict[Transfer, Tensor], list[str]]:
+    def compare(self, ledger: Ledger, send: Callable[[], object]) -> tuple[dict[int, Tensor], list[str]]:
         """Send all weights again with `send`, quantise them, and compare them with the live parameters. A collective.
 
-        `destinations` are live parameters [any shape] by name. Returns checksums of the copies to this rank, and the
-        names of differing parameters.
+        Returns the checksums of the pieces of `ledger`, int64 [] by number, and the names of differing parameters.
         """
-        checksums: dict[Transfer, Tensor] = {}
+        # These checksums must precede the second reshard below: that one writes the parameters again.
+        checksums = ledger.compute(name for name in ledger.storages if name not in self.destinations)
         differing: list[str] = []
-        waiting: dict[str, list[Transfer]] = defaultdict(list)
-
-        def take(transfer: Transfer) -> None:
-            storage = destinations[transfer.destination.storage]
-            view = transfer_view(storage, transfer.destination, transfer, self._dtype)
-            checksums[transfer] = checksum(view.to(self._dtype))
-
-        for bucket in plan.buckets:
-            for transfer in (*bucket.local, *bucket.receives):
-                if transfer.destination.storage in self.destinations:
-                    waiting[transfer.destination.storage].append(transfer)
-                else:
-                    # This checksum must precede the second reshard below: that one writes the parameter again.
-                    take(transfer)
 
         def compare_module(module: QuantisedModule, weights: Mapping[str, Tensor]) -> None:
-            for name in weights:
-                for transfer in waiting[name]:
-                    take(transfer)
+            checksums.update(ledger.compute(weights))
             differing.extend(module.differing(weights))
 
         with self._room.opened(compare_module):

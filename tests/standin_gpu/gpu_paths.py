@@ -25,21 +25,22 @@ def reshard(rank: int) -> None:
     from vllm.device_allocator.cumem import CuMemAllocator
 
     from megarl.reshard.boxes import dense_piece
-    from megarl.reshard.checks.verify import verify
+    from megarl.reshard.checks.verify import LedgerComparison
     from megarl.reshard.plan import make_plan
     from megarl.reshard.transport import Transport
 
     held = [(dense_piece(name, SHAPE, name, 0),) for name in ("first", "second")]
-    plan = make_plan(held, held[::-1], itemsize=2, bucket_bytes=1 << 20).for_rank(rank)
+    plan = make_plan(held, held[::-1], itemsize=2, bucket_bytes=1 << 20)
     allocator = CuMemAllocator.get_instance()
     sources = {held[rank][0].storage: torch.randn(SHAPE, device="cuda").bfloat16()}
     with allocator.use_memory_pool(tag="weights"):
         destinations = {held[1 - rank][0].storage: torch.zeros(SHAPE, device="cuda", dtype=torch.bfloat16)}
-    transport = Transport(plan, sources, destinations, dtype=torch.bfloat16)
+    transport = Transport(plan.for_rank(rank), sources, destinations, dtype=torch.bfloat16)
+    comparison = LedgerComparison(plan, rank, sources, destinations, dtype=torch.bfloat16)
     steps: list[Callable[[], object]] = [
         transport.reshard,
         transport.reshard,
-        lambda: verify(plan, sources, destinations, dtype=torch.bfloat16),
+        comparison.verify,
         torch.cuda.synchronize,
         lambda: allocator.sleep(offload_tags=()),
     ]

@@ -69,9 +69,9 @@ FAULTS = {
         "gpu_paths.py",
         "    for step in steps:\n",
         "    for step in reversed(steps[:3]) if rank else steps:\n",
-        r"calls ncclRecv of \d+ \w+ at .*, rank \d calls ncclSend of \d+ \w+ at ",
+        r"calls nccl\w+ of \d+ \w+ at .*, rank \d calls nccl\w+ of \d+ \w+ at ",
         VERIFY,
-        "work = dist.all_to_all_single(",
+        "work = dist.all_reduce(",
     ),
     "CPU and CUDA mixed": Fault(
         "reshard",

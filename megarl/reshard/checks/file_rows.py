@@ -1,8 +1,8 @@
 """Comparison of an engine's live parameters with the model folder: a few random rows of each kind of tensor, by name.
 
-`checks.verify` compares both ends of each copy, so it proves the transport. Both ends use megarl's layouts. A layout
-that is one row off moves each element to a wrong place, and all checksums agree. Here vLLM's own loader says where a
-tensor of the folder belongs, and no layout of megarl takes part.
+`checks.verify` compares the ledgers of both ends, so it proves plan and transport. Both ends use megarl's layouts. A
+layout that is one row off moves each element to a wrong place, and all checksums agree. Here vLLM's own loader says
+where a tensor of the folder belongs, and no layout of megarl takes part.
 
 The loader runs on memory-mapped tensors of the folder. Its writes are compared instead of executed, so only the
 compared rows are read. This needs weights as they were loaded: it runs once, before the first update.

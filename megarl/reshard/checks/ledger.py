@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -57,14 +58,28 @@ class RankChanges:
 
 
 class Ledger:
-    """Checksums of a rank's weights. `layout` says which boxes of Hugging Face tensors are stored in `tensors`.
+    """Checksums of a rank's weights. `layout` lists the boxes of Hugging Face tensors that are stored in `tensors`.
 
     `tensors` maps storages to tensors [*shape], which keep their addresses. `who` names the rank, like "trainer rank
-    0". The methods need the weights in device memory.
+    0". `cast_to` has a data type for each box, to which its elements are cast before; None: their own. The methods need
+    the weights in device memory.
     """
 
-    def __init__(self, who: str, layout: Layout, tensors: Mapping[str, Tensor], *, is_converted: bool = False) -> None:
+    def __init__(
+        self,
+        who: str,
+        layout: Layout,
+        tensors: Mapping[str, Tensor],
+        *,
+        is_converted: bool = False,
+        cast_to: Sequence[torch.dtype] | None = None,
+    ) -> None:
         self._holder = f"{who} on {socket.gethostname()}"
+        self._cast_to = cast_to
+        self._numbers: dict[str, list[int]] = defaultdict(list)
+        """Numbers of the pieces in each storage."""
+        for number, piece in enumerate(layout):
+            self._numbers[piece.storage].append(number)
         self._layout, self._tensors, self._is_converted = layout, tensors, is_converted
         self._boxes = tuple(piece.box for piece in layout)
         self._dtypes = tuple(str(tensors[piece.storage].dtype) for piece in layout)
@@ -102,14 +117,31 @@ class Ledger:
         """Drop the checksums, before the weights change."""
         self.newest = None
 
+    @property
+    def storages(self) -> Collection[str]:
+        """Names of the storages with pieces."""
+        return self._numbers.keys()
+
+    @torch.no_grad()
+    def compute(self, storages: Iterable[str] | None = None) -> dict[int, Tensor]:
+        """Return the checksums of the pieces in `storages`, int64 [] on the device, by number of the piece. None: all
+        storages.
+        """
+        names = self.storages if storages is None else storages
+        return {number: self._checksum(number) for name in names for number in self._numbers.get(name, ())}
+
     def _compute(self) -> NDArray[np.int64]:
         """Return the checksum of each piece, int64 [pieces]."""
-        if self._is_converted:
-            found = [checksum(self._tensors[piece.storage]) for piece in self._layout]
-        else:
-            found = [piece_checksum(piece, self._tensors[piece.storage]) for piece in self._layout]
+        checksums = [self._checksum(number) for number in range(len(self._layout))]
         # One copy to the host: each would wait for the device.
-        return torch.stack(found).cpu().numpy() if found else np.zeros(0, np.int64)
+        return torch.stack(checksums).cpu().numpy() if checksums else np.zeros(0, np.int64)
+
+    def _checksum(self, number: int) -> Tensor:
+        piece = self._layout[number]
+        if self._is_converted:
+            return checksum(self._tensors[piece.storage])
+        dtype = None if self._cast_to is None else self._cast_to[number]
+        return piece_checksum(piece, self._tensors[piece.storage], dtype)
 
 
 def piece_checksum(piece: Piece, storage: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -1,119 +1,140 @@
-"""Verification of a reshard: checksums of the trainers' live parameters, compared with the engines' live parameters.
+"""Verification of a reshard: the ledger of the trainers' live parameters, compared with that of the engines'.
 
-The source rank of a copy computes the checksum of its elements and sends it. The destination rank computes its own
-checksum from the live parameter. Only weights quantised by an engine are sent again. The engine takes their checksums
-on arrival, quantises them again and compares the result with its live parameters.
+Both ledgers have the boxes that the layouts of both ends have in common. A checksum depends on the values of a box and
+on its place in the tensor, but not on the copies that were made. Equal ledgers thus prove plan and transport. They do
+not prove the layouts: see `checks.file_rows`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarl.families.names import TensorName
 from megarl.groups import cross_world, signed
-from megarl.reshard.checks.fingerprint import checksum
-from megarl.reshard.plan import RankPlan, Transfer
-from megarl.reshard.transport import device_of, transfer_view
+from megarl.reshard.boxes import Box, Piece
+from megarl.reshard.checks.ledger import Ledger
+from megarl.reshard.overlap import Overlap, Region
+from megarl.reshard.plan import Plan
+from megarl.reshard.transport import device_of
+from megarl.reshard.world import Holding
 from megarl.types import MegarlError
 
+_NOT_STORED = torch.iinfo(torch.int64).max
+"""Value of a box that a rank does not store, where the smallest value of all ranks counts."""
 
-def verify(
-    plan: RankPlan,
-    sources: Mapping[str, Tensor],
-    destinations: Mapping[str, Tensor],
-    *,
-    dtype: torch.dtype,
-    group: dist.ProcessGroup | None = None,
-    taken: Mapping[Transfer, Tensor] | None = None,
-    differing: Sequence[str] = (),
-) -> None:
-    """Compare every copy [*shape] of a rank's plan with its source. A collective.
 
-    `sources`, `destinations`, `dtype` and `group` are the arguments of the plan's `Transport`. `taken` maps copies to
-    this rank to checksums taken earlier, for elements no longer at their destination. `differing` lists live parameters
-    found different from the quantised weights. Raises MegarlError on all ranks, naming the first live parameter that
-    differs.
+class LedgerComparison:
+    """One rank's part in the comparison of both ends of a plan.
+
+    `sources` and `destinations` map storages to tensors [*shape]. `dtype` is the type of sent elements. Rank i of the
+    plan is rank i of `group`.
     """
 
-    copies, expected, found = copy_checksums(plan, sources, destinations, dtype=dtype, group=group, taken=taken)
-    wrong = (expected.cpu() != found.cpu()).nonzero().flatten().tolist()
-    own = None
-    if wrong:
-        first = copies[wrong[0]]
-        own = first.destination.storage, f"the trainer's {first.name}", f"{len(wrong)} of this rank's copies"
-    elif differing:
-        own = differing[0], "the trainer's weights as vLLM quantises them", f"{len(differing)} of this rank's tensors"
-    reports = signed.gather(own, group, purpose="verification") if plan.num_ranks > 1 else [own]
-    for rank, report in enumerate(reports):
-        if report is not None:
-            raise MegarlError(
-                f"rank {rank}: the engine's parameter {report[0]} does not hold {report[1]} after a reshard "
-                f"({report[2]} differ). Please report this with the recipe."
-            )
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        sources: Mapping[str, Tensor],
+        destinations: Mapping[str, Tensor],
+        *,
+        dtype: torch.dtype,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._num_ranks, self._rank, self._group = plan.num_ranks, rank, group
+        source_pieces, engine_pieces, self._num_boxes = common_pieces(plan, rank)
+        self._device = device_of([*sources.values(), *destinations.values()])
+        self._source_numbers, self._engine_numbers = (
+            torch.tensor(list(pieces), dtype=torch.int64).to(self._device) for pieces in (source_pieces, engine_pieces)
+        )
+        self._engine_pieces = list(engine_pieces.values())
+        # Tensors that are float32 in models of any dtype are sent and compared unrounded.
+        wide = {step.tensor.name for step in plan.steps if plan.width(step.tensor) > 1}
+
+        def make_ledger(holder: str, pieces: Mapping[int, Piece], tensors: Mapping[str, Tensor]) -> Ledger:
+            dtypes = [torch.float32 if piece.box.name in wide else dtype for piece in pieces.values()]
+            return Ledger(f"{holder} rank {rank}", tuple(pieces.values()), tensors, cast_to=dtypes)
+
+        self._source = make_ledger("trainer", source_pieces, sources)
+        self.engine = make_ledger("engine", engine_pieces, destinations)
+        """The ledger of this rank's engine."""
+
+    def verify(self, values: Mapping[int, Tensor] | None = None, differing: Sequence[str] = ()) -> None:
+        """Compare this rank's checksums with those of all ranks. A collective.
+
+        `values` are checksums of the engine's pieces by number, int64 [], if they were computed before. `differing`
+        lists live parameters that differ from the converted weights. Raises MegarlError on all ranks, naming the first
+        parameter that differs.
+        """
+        source_values = self._stack(self._source.compute())
+        engine_values = self._stack(self.engine.compute() if values is None else values)
+        expected = torch.full((self._num_boxes,), _NOT_STORED, dtype=torch.int64, device=self._device)
+        expected.scatter_(0, self._source_numbers, source_values)
+        if self._num_ranks > 1:
+            # All trainers with a box have the same value, so the smallest is the value of each.
+            work = dist.all_reduce(expected, dist.ReduceOp.MIN, self._group, async_op=True)
+            cross_world.finish(work, self._group, is_on_host=expected.is_cpu)
+        is_outlier = bool((source_values != expected.gather(0, self._source_numbers)).any())
+        wrong = (engine_values != expected.gather(0, self._engine_numbers)).nonzero().flatten().tolist()
+        fault = None
+        if wrong:
+            piece = self._engine_pieces[wrong[0]]
+            fault = piece.storage, f"the trainer's {piece.box.name}", f"{len(wrong)} of this rank's boxes"
+        elif differing:
+            expected_text = "the trainer's weights as vLLM quantises them"
+            fault = differing[0], expected_text, f"{len(differing)} of this rank's tensors"
+        faults = [(fault, is_outlier)]
+        if self._num_ranks > 1:
+            faults = signed.gather((fault, is_outlier), self._group, purpose="verification")
+        outliers = [rank for rank, (_, is_outlier) in enumerate(faults) if is_outlier]
+        hint = f" The trainer's ranks {outliers} differ from others with the same weights." if outliers else ""
+        for rank, (fault, _) in enumerate(faults):
+            if fault is not None:
+                raise MegarlError(
+                    f"rank {rank}: the engine's parameter {fault[0]} does not hold {fault[1]} after a reshard "
+                    f"({fault[2]} differ).{hint} Please report this with the recipe."
+                )
+
+    def _stack(self, values: Mapping[int, Tensor]) -> Tensor:
+        """Return checksums in one tensor, int64 [pieces], in the order of the ledger."""
+        ordered = [values[number] for number in range(len(values))]
+        return (
+            torch.stack(ordered).to(self._device) if ordered else torch.zeros(0, dtype=torch.int64, device=self._device)
+        )
 
 
-def copy_checksums(
-    plan: RankPlan,
-    sources: Mapping[str, Tensor],
-    destinations: Mapping[str, Tensor],
-    *,
-    dtype: torch.dtype,
-    group: dist.ProcessGroup | None = None,
-    taken: Mapping[Transfer, Tensor] | None = None,
-) -> tuple[list[Transfer], Tensor, Tensor]:
-    """Return the plan's copies into this rank's storages, and two checksums of each: of its source and of its copy.
+def common_pieces(plan: Plan, rank: int) -> tuple[dict[int, Piece], dict[int, Piece], int]:
+    """Return this rank's parts of the boxes that both ends of a plan have in common: in its trainer, in its engine.
 
-    A collective. Both checksum tensors are int64 [copies], on the device of this rank's tensors. Checksums found
-    in `taken` are not computed again.
+    The keys number the boxes of all ranks. The third value is the number of boxes.
     """
 
-    def at_source(t: Transfer) -> Tensor:
-        return checksum(transfer_view(sources[t.source.storage], t.source, t, dtype).to(dtype))
+    @cache
+    def roles(overlap: Overlap) -> list[tuple[bool, bool]]:
+        return [(rank in flow.holders, rank in flow.takers) for flow in overlap.flows]
 
-    def at_destination(t: Transfer) -> Tensor:
-        if taken is not None and t in taken:
-            return taken[t]
-        return checksum(transfer_view(destinations[t.destination.storage], t.destination, t, dtype).to(dtype))
-
-    device = device_of([*sources.values(), *destinations.values()])
-    local = [t for bucket in plan.buckets for t in bucket.local]
-    # Checksums travel without names, so both ranks must order them alike. Buckets list the copies between two ranks in
-    # the same order on both, and a stable sort keeps this order.
-    sends = sorted((t for bucket in plan.buckets for t in bucket.sends), key=lambda t: t.destination_rank)
-    receives = sorted((t for bucket in plan.buckets for t in bucket.receives), key=lambda t: t.source_rank)
-    incoming = _exchange(plan, sends, receives, _stacked(map(at_source, sends), device), group)
-    expected = torch.cat([_stacked(map(at_source, local), device), incoming])
-    return [*local, *receives], expected, _stacked(map(at_destination, [*local, *receives]), device)
-
-
-def _exchange(
-    plan: RankPlan,
-    sends: list[Transfer],
-    receives: list[Transfer],
-    outgoing: Tensor,
-    group: dist.ProcessGroup | None,
-) -> Tensor:
-    """Exchange the checksums of sent elements. Returns those for the copies received by this rank: int64
-    [receives].
-    """
-    if plan.num_ranks == 1:
-        return outgoing
-    counts = [[0] * plan.num_ranks, [0] * plan.num_ranks]
-    for t in sends:
-        counts[0][t.destination_rank] += 1
-    for t in receives:
-        counts[1][t.source_rank] += 1
-    # A rank without copies must take part too. The device of its empty tensors selects the backend (gloo or NCCL).
-    incoming = torch.empty(len(receives), dtype=torch.int64, device=outgoing.device)
-    work = dist.all_to_all_single(incoming, outgoing, counts[1], counts[0], group, async_op=True)
-    cross_world.finish(work, group, is_on_host=incoming.is_cpu)
-    return incoming
+    sources: dict[int, Piece] = {}
+    destinations: dict[int, Piece] = {}
+    number = 0
+    for tensor, overlap, _, _ in plan.steps:
+        for flow, (is_holder, is_taker) in zip(overlap.flows, roles(overlap), strict=True):
+            for region in flow.regions:
+                if is_holder:
+                    holding = next(holding for holding in region.sources if rank in holding.ranks)
+                    sources[number] = _cut(holding, region, tensor)
+                if is_taker:
+                    destinations[number] = _cut(region.destination, region, tensor)
+                number += 1
+    return sources, destinations, number
 
 
-def _stacked(checksums: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Return checksums in one tensor, int64 [num_checksums], empty for none."""
-    stacked = list(checksums)
-    return torch.stack(stacked).to(device) if stacked else torch.zeros(0, dtype=torch.int64, device=device)
+def _cut(holding: Holding, region: Region, tensor: TensorName) -> Piece:
+    """Return the part of a stored box within a region."""
+    piece = holding.piece(tensor)
+    steps = zip(region.start, holding.start, holding.strides, strict=True)
+    offset = piece.offset + sum((start - first) * stride for start, first, stride in steps)
+    return Piece(Box(tensor.name, region.start, region.stop), piece.storage, offset, piece.strides)
