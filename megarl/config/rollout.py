@@ -157,7 +157,7 @@ class RolloutConfig(Section):
         OnlyIf(NOT_SINGLE_TURN),
     ] = None
     """Format of the policy's tool calls, for environments with tools. Default: recognised from the chat template, where
-    possible. See megarl/data/tool_calls.py."""
+    possible. See megarl/data/tools/calls.py."""
     agent: Annotated[AgentConfig, OnlyIf(AGENT)] = AgentConfig()
     """Agent program run by the environment `command`: one process per attempt."""
     endpoint: Annotated[EndpointConfig, OnlyIf(AGENT)] = EndpointConfig()

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.data.call_arguments import fit_call_arguments
 from megarl.data.reasoning_key import with_reasoning_key
-from megarl.data.tokenizer_growth import refuse_growth
-from megarl.data.tokenizer_probes import is_panic, refuse_endless_encoding, refuse_endless_rules
+from megarl.data.tokenizers.growth import refuse_growth
+from megarl.data.tokenizers.probes import is_panic, refuse_endless_encoding, refuse_endless_rules
 from megarl.files.model_folder import TOKENIZER, max_values_of, read_object
 from megarl.files.regular import check_folder_of_files, check_regular
 from megarl.files.strict_json import refuse_many_values

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megarl.data.chat import encode, num_tokens, render, special_tokens
-from megarl.data.tool_calls import ParsedTurn, parse, parser_of_template
-from megarl.data.tool_formats import PARSERS
+from megarl.data.tools.calls import ParsedTurn, parse, parser_of_template
+from megarl.data.tools.formats import PARSERS
 from megarl.thoughts import ALL_MARKS, MARKS, ends_in_thoughts
 from megarl.types import ConfigError
 
@@ -42,7 +42,7 @@ class Dialogue:
 
     tokenizer: Tokenizer
     tool_parser: str | None = None
-    """Format of tool calls, a key of `tool_formats.PARSERS`. None: recognised from the chat template."""
+    """Format of tool calls, a key of `data.tools.formats.PARSERS`. None: recognised from the chat template."""
 
     def opening(self, messages: Messages, tools: Tools = ()) -> NDArray[np.int32]:
         """Return the token ids [prompt] of messages and tools, up to the opening of the assistant's turn.

@@ -7,7 +7,7 @@ from contextlib import suppress
 from itertools import chain, cycle
 from typing import Any
 
-from megarl.data.tool_records import with_standard_calls
+from megarl.data.tools.records import with_standard_calls
 from megarl.files.strict_json import MEDIUM, parse, shown
 
 ROLES = ("system", "user", "assistant", "tool")

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 from megarl.data.formats import FieldNames, RecordFormat
 from megarl.data.record_fields import unread_field
 from megarl.data.records import BY_FORMAT, Record, TooLongError
-from megarl.data.rows import Row, data_files, rows_of
+from megarl.data.sources.rows import Row, data_files, rows_of
 from megarl.files.strict_json import shown
 from megarl.types import DataError
 

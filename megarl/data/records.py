@@ -26,7 +26,7 @@ from megarl.data.messages import (
     is_blank,
     standard_messages,
 )
-from megarl.data.tool_records import standard_tools
+from megarl.data.tools.records import standard_tools
 from megarl.files.strict_json import shown
 from megarl.types import DataError
 

@@ -13,8 +13,8 @@ from megarl.config import Recipe
 from megarl.config.judges import judges_answers
 from megarl.config.mixture import SourceRecipe
 from megarl.data.dialogue import Dialogue
-from megarl.data.template_history import history_faults, history_notice
-from megarl.data.turn_ends import added_turn_ends, turn_ends_notice
+from megarl.data.templates.history import history_faults, history_notice
+from megarl.data.templates.turn_ends import added_turn_ends, turn_ends_notice
 from megarl.environments import environment_maker, is_agent, num_processes, with_sandbox
 from megarl.environments.environment_pool import EnvironmentPool, process_settings
 from megarl.environments.shared import close_shared

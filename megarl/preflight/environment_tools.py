@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from megarl.config import Recipe
-from megarl.data.tool_schemas import ToolSchema
+from megarl.data.tools.schemas import ToolSchema
 from megarl.environments import Environment, environment_maker, num_processes, with_sandbox
 from megarl.types import ConfigError, MegarlError
 

@@ -15,8 +15,8 @@ from megarl.config import Recipe
 from megarl.data.chat import tokenizer_of
 from megarl.data.dialogue import Dialogue
 from megarl.data.kinds.problems import MADE
-from megarl.data.template_history import REFUSES, history_faults
-from megarl.data.tool_schemas import check_tools
+from megarl.data.templates.history import REFUSES, history_faults
+from megarl.data.tools.schemas import check_tools
 from megarl.preflight.environment_tools import environment_errors, environment_factory
 from megarl.preflight.files import data_paths, takes_problems
 from megarl.preflight.registry import Cost, checks

@@ -33,7 +33,7 @@ from megarl.data.reader import (
     read_records,
 )
 from megarl.data.records import Record, TooLongError
-from megarl.data.rows import data_files as found_files
+from megarl.data.sources.rows import data_files as found_files
 from megarl.data.streamed import Streamed
 from megarl.data.survey import Survey, survey
 from megarl.preflight.environment_tools import tools_of_environment

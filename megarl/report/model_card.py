@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from megarl.algorithms.estimates import Measure
-from megarl.data.rows import hub_data_set
+from megarl.data.sources.rows import hub_data_set
 from megarl.families.published import PUBLISHED, published_name
 from megarl.files.atomic import replace_text, storage_faults_named
 from megarl.files.hub import is_hub_name

@@ -11,8 +11,8 @@ import numpy as np
 
 from megarl.data.chat import encode, exceeds
 from megarl.data.dialogue import Dialogue
-from megarl.data.tool_calls import ParsedTurn
-from megarl.data.tool_schemas import ToolSchema, check_tools
+from megarl.data.tools.calls import ParsedTurn
+from megarl.data.tools.schemas import ToolSchema, check_tools
 from megarl.environments import Message
 from megarl.rollout.stitch import ModelCall
 from megarl.serving.conversation import Conversation

@@ -13,7 +13,7 @@ from megarl.config import RolloutConfig
 from megarl.config.parallel import ParallelConfig
 from megarl.config.rollout import EndpointConfig
 from megarl.data.chat import load_tokenizer
-from megarl.data.turn_ends import added_turn_ends, turn_ends_notice
+from megarl.data.templates.turn_ends import added_turn_ends, turn_ends_notice
 from megarl.families.model_tensors import list_copied_prefixes
 from megarl.families.shape import read_model_shape
 from megarl.files.model_folder import read_object, weight_files

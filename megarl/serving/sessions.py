@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from megarl.data.tool_calls import ParsedTurn
+from megarl.data.tools.calls import ParsedTurn
 from megarl.environments import Message
 from megarl.rollout.engine_requests import Generates
 from megarl.rollout.stitch import ModelCall

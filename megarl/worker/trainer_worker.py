@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
-from megarl.data.turn_ends import own_files
+from megarl.data.templates.turn_ends import own_files
 from megarl.groups import world
 from megarl.groups.megatron_ranks import forget_parallel_groups
 from megarl.groups.peer_errors import LostPeer

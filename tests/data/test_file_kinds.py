@@ -12,9 +12,9 @@ from pathlib import Path
 import pyarrow
 import pytest
 
-from megarl.data import compressed
 from megarl.data.reader import read_records
-from megarl.data.rows import data_files
+from megarl.data.sources import compressed
+from megarl.data.sources.rows import data_files
 from megarl.types import DataError
 
 RECORDS = [{"prompt": f"say {n}", "answer": str(n)} for n in (2, 3, 5)]

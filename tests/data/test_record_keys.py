@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from megarl.data import written_texts
 from megarl.data.chat import render
 from megarl.data.formats import FieldNames
 from megarl.data.kinds.conversations import Conversations
@@ -12,6 +11,7 @@ from megarl.data.kinds.preferences import Judged, Pairs, pair_conversations
 from megarl.data.kinds.problems import Problems
 from megarl.data.reader import read_examples, read_records
 from megarl.data.survey import survey
+from megarl.data.templates import written_texts
 from megarl.types import DataError
 from tests.data.templates import tokenizer_of
 

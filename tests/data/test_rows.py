@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from megarl.data.reader import read_records
-from megarl.data.rows import data_files
+from megarl.data.sources.rows import data_files
 from megarl.files import hub
 from megarl.types import DataError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.data.template_history import history_faults, history_notice
+from megarl.data.templates.history import history_faults, history_notice
 from tests.data.templates import tokenizer_of
 
 DROPS = "rewrites history"

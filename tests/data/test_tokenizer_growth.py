@@ -14,7 +14,7 @@ from tokenizers.normalizers import Replace
 from transformers import PreTrainedTokenizerFast
 
 from megarl.data.chat import encode, exceeds
-from megarl.data.tokenizer_growth import refuse_growth
+from megarl.data.tokenizers.growth import refuse_growth
 from megarl.types import DataError
 
 

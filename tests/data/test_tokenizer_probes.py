@@ -16,9 +16,9 @@ from tokenizers.normalizers import Replace
 from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 from transformers import PreTrainedTokenizerFast
 
-from megarl.data import tokenizer_probes
 from megarl.data.chat import load_tokenizer
-from megarl.data.tokenizer_probes import make_probe_texts, refuse_endless_encoding, refuse_endless_rules
+from megarl.data.tokenizers import probes as tokenizer_probes
+from megarl.data.tokenizers.probes import make_probe_texts, refuse_endless_encoding, refuse_endless_rules
 from megarl.types import DataError
 
 PATH = Path("folder/tokenizer.json")

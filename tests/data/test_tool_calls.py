@@ -10,9 +10,9 @@ from typing import Any, get_args
 import pytest
 
 from megarl.config import RolloutConfig
-from megarl.data.tool_calls import parse, parser_of_template
-from megarl.data.tool_formats import PARSERS
-from megarl.data.tool_schemas import check_tools
+from megarl.data.tools.calls import parse, parser_of_template
+from megarl.data.tools.formats import PARSERS
+from megarl.data.tools.schemas import check_tools
 
 WEATHER = {
     "type": "function",

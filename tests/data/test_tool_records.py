@@ -6,7 +6,7 @@ import pytest
 
 from megarl.data.kinds.conversations import Conversations
 from megarl.data.reader import read_examples
-from megarl.data.tool_calls import parse
+from megarl.data.tools.calls import parse
 from megarl.types import DataError
 from tests.data.templates import tokenizer_of
 

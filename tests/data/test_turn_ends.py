@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from megarl.config import ModelConfig
 from megarl.data.chat import load_tokenizer
-from megarl.data.turn_ends import added_turn_ends, own_files, turn_ends
+from megarl.data.templates.turn_ends import added_turn_ends, own_files, turn_ends
 from tests.data.templates import tokenizer_of
 from tests.data.test_chat import CHATML, byte_level, with_template
 

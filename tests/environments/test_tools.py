@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import Field
 
-from megarl.data.tool_schemas import arguments_fault
+from megarl.data.tools.schemas import arguments_fault
 from megarl.environments import Start, Step, Turn
 from megarl.environments.tools import ToolEnvironment, ToolError, cut_in_the_middle, tool
 from megarl.types import Problem, ToolCall

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from megarl.data.rows import hub_data_set, missing_data_set
+from megarl.data.sources.rows import hub_data_set, missing_data_set
 from megarl.files import hub
 from megarl.files.hub import cached_folder, check_push, download, push
 from megarl.files.model_folder import UNREAD

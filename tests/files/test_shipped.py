@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from megarl.cli.quickstart import MAKERS
-from megarl.data.rows import data_files
+from megarl.data.sources.rows import data_files
 from megarl.files.model_folder import missing_folder
 from megarl.files.shipped import INPUT_COMMANDS, input_command, recipes, tool
 from megarl.types import DataError

@@ -12,7 +12,12 @@ from megarl.data.chat import encode, exceeds, render
 from megarl.data.formats import first_name_with_value
 from megarl.data.messages import WEIGHT, have_same_texts, without_weights
 from megarl.data.records import Record, TooLongError
-from megarl.data.written_texts import check_answer_written, check_message_written, check_tools_written, has_texts
+from megarl.data.templates.written_texts import (
+    check_answer_written,
+    check_message_written,
+    check_tools_written,
+    has_texts,
+)
 from megarl.types import DataError, TrainingSequence
 
 if TYPE_CHECKING:

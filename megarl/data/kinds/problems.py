@@ -12,8 +12,8 @@ import numpy as np
 from megarl.data.chat import encode, exceeds, render
 from megarl.data.messages import without_weights
 from megarl.data.records import Record, TooLongError
-from megarl.data.tool_schemas import ToolSchema
-from megarl.data.written_texts import check_prompt_written
+from megarl.data.templates.written_texts import check_prompt_written
+from megarl.data.tools.schemas import ToolSchema
 from megarl.files.strict_json import shown
 from megarl.types import Problem, TrainingSequence
 

@@ -12,7 +12,7 @@ from megarl.checkpoint.convert import Conversion, to_hf
 from megarl.checkpoint.manifest import check_sizes
 from megarl.config import Recipe
 from megarl.config.recipe import load
-from megarl.data.turn_ends import own_files
+from megarl.data.templates.turn_ends import own_files
 from megarl.files import hub
 from megarl.files.model_folder import CARD, check_model_folder, read_object
 from megarl.loops.saving.checkpointing import BEST

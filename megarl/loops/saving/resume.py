@@ -16,7 +16,7 @@ from megarl.config.override import overridden
 from megarl.config.recipe import error_page, recipe_changes
 from megarl.data.chat import template_text
 from megarl.data.kinds.problems import num_made
-from megarl.data.rows import data_files
+from megarl.data.sources.rows import data_files
 from megarl.files.atomic import storage_faults_named
 from megarl.files.model_folder import read_object
 from megarl.loops.saving.checkpointing import Survey, plain_recipe, remove_incomplete_saves, survey

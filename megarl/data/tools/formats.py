@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.data.tool_schemas import ToolSchema, properties
+from megarl.data.tools.schemas import ToolSchema, properties
 from megarl.files.strict_json import is_long_integer
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from megarl.data.compressed import COMPRESSIONS, extension_of, first_bytes
+from megarl.data.sources.compressed import COMPRESSIONS, extension_of, first_bytes
 from megarl.types import DataError
 
 _FIRST_BYTES = 4096

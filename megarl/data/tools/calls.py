@@ -2,7 +2,7 @@
 
 The text is decoded with special tokens, because several formats mark calls with them. Reasoning is removed first: a
 call inside it was considered, not made. Every call that was begun is returned in order, with its arguments or an error.
-A broken call does not affect others. `tool_formats` has the formats.
+A broken call does not affect others. `data.tools.formats` has the formats.
 """
 
 # ruff: noqa: RUF001 (DeepSeek's special tokens are written with wide bars)
@@ -12,8 +12,8 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megarl.data.tool_formats import PARSERS, WrittenCall, harmony_reasoning, no_constant
-from megarl.data.tool_schemas import ToolSchema, arguments_fault, tool_named
+from megarl.data.tools.formats import PARSERS, WrittenCall, harmony_reasoning, no_constant
+from megarl.data.tools.schemas import ToolSchema, arguments_fault, tool_named
 from megarl.types import ToolCall
 
 END_TOKENS = (

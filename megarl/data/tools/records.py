@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megarl.data.tool_schemas import ToolSchema, check_tools
+from megarl.data.tools.schemas import ToolSchema, check_tools
 from megarl.files.strict_json import MEDIUM, parse, shown
 
 _CALLS_FORM = '[{"function": {"name": "...", "arguments": {...}}}]'

@@ -20,8 +20,8 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megarl.data.compressed import COMPRESSIONS, extension_of, first_bytes, lines_of, stem_of
-from megarl.data.file_kinds import refuse_other_text
+from megarl.data.sources.compressed import COMPRESSIONS, extension_of, first_bytes, lines_of, stem_of
+from megarl.data.sources.file_kinds import refuse_other_text
 from megarl.files.hub import Patterns, cached_folder, download_command, is_hub_name, names_repository
 from megarl.files.shipped import input_command
 from megarl.files.strict_json import MEDIUM, parse

@@ -1,0 +1,1 @@
+"""Checks of tokenizers before they encode text of any length."""
