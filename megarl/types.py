@@ -119,7 +119,7 @@ class SamplingSettings:
     """Sampling parameters of a completion.
 
     `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 disable truncation. Training has `repetition_penalty`
-    1. `adapter` names a LoRA adapter of `megarl serve`; empty: the engine's own weights.
+    1.
     """
 
     max_new_tokens: int
@@ -130,7 +130,6 @@ class SamplingSettings:
     repetition_penalty: float = 1.0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-    adapter: str = ""
 
 
 # eq=False: comparing arrays has no single truth value. Requests are compared by identity.
@@ -146,14 +145,6 @@ class Request:
     sampling: SamplingSettings
     seed: int
     num_retained: int = 0
-
-
-class ServedAdapter(NamedTuple):
-    """A LoRA adapter to serve: its PEFT folder, its rank, and the names of its linear layers."""
-
-    folder: str
-    rank: int
-    modules: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

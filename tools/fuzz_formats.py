@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.numpy import save
 
 from megarl.checkpoint.convert import find_checkpoint
 from megarl.checkpoint.kept import places_in
@@ -44,7 +43,6 @@ from megarl.report.replays import replay_contents
 from megarl.report.watched import WatchedRun
 from megarl.rollout.state import RLState
 from megarl.rollout.step.step_record import StepRecord
-from megarl.serving.served_adapters import served_adapter
 from megarl.tracking.draws import DrawEvents, account
 from megarl.tracking.earlier_run import EarlierRun, refuse_other_schema
 from megarl.tracking.run_folder import _forget_lines
@@ -209,33 +207,6 @@ def _model_folder(model: Path) -> Iterator[Format]:
         lambda path: (read_safetensors_header(path), list(places_in(path)), stored_names(path.parent)),
         max_values=LARGE,
     )
-
-    def adapter(name: str) -> Callable[[Path], Path]:
-        def make(folder: Path) -> Path:
-            known = read_model_shape(model)
-            shapes = _adapter_shapes(known)
-            tensors = {tensor: np.zeros(shape, np.float32) for tensor, shape in shapes.items()}
-            (folder / "adapter_model.safetensors").write_bytes(save(tensors))
-            (folder / "adapter_config.json").write_text(json.dumps({"r": 4, "lora_alpha": 8, "bias": "none"}))
-            return folder / name
-
-        return make
-
-    known = read_model_shape(model)
-    for name in ("adapter_config.json", "adapter_model.safetensors"):
-        yield Format(
-            f"adapter: {name}",
-            "serving.served_adapters",
-            adapter(name),
-            lambda path: served_adapter(f"a={path.parent}", known),
-            max_values=LARGE if name.endswith(".safetensors") else SMALL,
-        )
-
-
-def _adapter_shapes(model: Any) -> dict[str, tuple[int, ...]]:
-    from megarl.families.lora_rules import LINEARS, adapter_shapes
-
-    return adapter_shapes(model, LINEARS, 4)
 
 
 def _checkpoint(model: Path) -> Iterator[Format]:

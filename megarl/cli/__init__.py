@@ -10,7 +10,6 @@ import sys
 import traceback
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
@@ -123,49 +122,6 @@ def doctor(
 
 for reader in (report, watch, metrics, samples):
     app.command()(reader)
-
-
-@app.command()
-def serve(
-    path: Annotated[Path, typer.Argument(metavar="RUN_OR_MODEL", help="Folder of a run, or of a Hugging Face model.")],
-    host: Annotated[
-        str, typer.Option(help="Address to listen on. An address other than loopback needs a token.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on. 0: any free port.")] = 8000,
-    token_variable: Annotated[
-        str,
-        typer.Option(
-            help="Name of an environment variable with a token. If the variable is set, clients must send its value."
-        ),
-    ] = "MEGARL_SERVE_TOKEN",
-    tp: Annotated[int, typer.Option(min=1, help="Number of tensor-parallel ranks of the engine.")] = 1,
-    kv_cache_gib: Annotated[float, typer.Option(min=0.01, help="Size of the KV cache of one rank in GiB.")] = 1.0,
-    metrics: Annotated[
-        bool,
-        typer.Option("--metrics", help="Serve /metrics (Prometheus) and /health too, for clients with the token."),
-    ] = False,
-    adapter: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=FOLDER",
-            help="LoRA adapter, a PEFT folder. Requests choose it by their field `model`. May be given several times.",
-        ),
-    ] = None,
-) -> None:
-    """Serve a trained model with OpenAI's API, until SIGINT or SIGTERM arrives."""
-    from megarl.config import RolloutConfig
-    from megarl.config.rollout import LOOPBACK, MIN_TOKEN_CHARACTERS, EndpointConfig
-    from megarl.serving.local_model import serve
-
-    # From the environment: an argument would be visible in the list of processes.
-    token = os.environ.get(token_variable) or None
-    if host not in LOOPBACK and len(token or "") < MIN_TOKEN_CHARACTERS:
-        raise ConfigError(
-            f"--host {host}: not a loopback address, so clients need a token; set {token_variable} to one of at least "
-            f"{MIN_TOKEN_CHARACTERS} characters"
-        )
-    config = EndpointConfig(host=host, port=port, token=token, metrics=metrics)
-    asyncio.run(serve(path, config, RolloutConfig(tp=tp, kv_cache_gib=kv_cache_gib), print, adapter or ()))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

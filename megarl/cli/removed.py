@@ -10,6 +10,7 @@ from megarl.types import ConfigError
 
 REMOVED = {
     "kubernetes": "fill launch/kubernetes/rayjob.yaml or skypilot.yaml by envsubst, see launch/container/README.md",
+    "serve": "run vllm serve RUN/hf, see megarl/environments/README.md",
 }
 """Replacement for each removed command."""
 _ANY_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from megarl.config import LoraConfig, RolloutConfig
@@ -11,7 +11,6 @@ from megarl.engine.engine_part import EnginePart
 from megarl.families.model_tensors import list_copied_prefixes
 from megarl.families.shape import read_model_shape
 from megarl.platform import libraries
-from megarl.types import ServedAdapter
 
 libraries.prepare_vllm()
 
@@ -21,28 +20,19 @@ from megarl.engine.quantised_values import QuantisedCache, QuantisedWeights  # n
 from megarl.engine.retained_kv import RetainedKV  # noqa: E402
 from megarl.engine.retained_tokens import RetainedTokens  # noqa: E402
 from megarl.engine.routed_experts import KeepExperts, RoutedExperts  # noqa: E402
-from megarl.engine.served_adapters import ServedAdapters  # noqa: E402
 from megarl.engine.trained_adapter import TrainedAdapter  # noqa: E402
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFeatures:
-    """Features of an engine outside of the recipe's section `rollout`. Raises ValueError for both kinds of
-    adapters.
-    """
+    """Features of an engine outside of the recipe's section `rollout`."""
 
     keep_experts: KeepExperts | None = None
     """Function storing the routed experts of each completion; None: they are not stored."""
     adapter: LoraConfig | None = None
     """The trained LoRA adapter: all requests use it."""
-    served: Mapping[str, ServedAdapter] = field(default_factory=dict)
-    """LoRA adapters loaded from folders, by their name in requests."""
     exact_blocks: int = 0
     """Above 0 the engine rounds as `models.exact` does, with so many blocks of a product split over ranks."""
-
-    def __post_init__(self) -> None:
-        if self.adapter is not None and self.served:
-            raise ValueError("an engine has either a trained adapter or served ones, not both")
 
 
 def build_parts(
@@ -55,8 +45,6 @@ def build_parts(
         yield QuantisedCache(config.kv_cache_dtype)
     if features.adapter is not None:
         yield TrainedAdapter(features.adapter)
-    # Also without adapters: it refuses requests that name one.
-    yield ServedAdapters(features.served)
     if features.exact_blocks:
         yield ExactRounding(features.exact_blocks)
     if config.sampling.is_truncated:

@@ -91,6 +91,6 @@ class Family:
     is_quantisable: bool = False
     """Whether `rollout.quantization` is tested with this family (tests/reshard/layouts)."""
     has_adapter_slots: bool = False
-    """Whether LoRA adapters in vLLM's slots (lora.sync: adapter, megarl serve --adapter) are tested with this family,
-    on attention and dense layers (tests/distributed/test_adapter_reshard.py).
+    """Whether LoRA adapters in vLLM's slots (lora.sync: adapter) are tested with this family, on attention and dense
+    layers (tests/distributed/test_adapter_reshard.py).
     """

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -64,7 +63,7 @@ class Endpoint:
 
     A guest is a client without a session. With `guests` (limits of a session), each guest gets a session, and its
     secret in the answer's header. Guests need the token, if there is one, and may set sampling parameters. With
-    `guests` None they are refused. A request's `model` may name one of the LoRA `adapters`. `notice` is called with the
+    `guests` None they are refused. `notice` is called with the
     first change of each kind made to a client's request.
     """
 
@@ -78,12 +77,10 @@ class Endpoint:
         guests: Limits | None = None,
         notice: Callable[[str], object] = lambda text: None,
         load: Callable[[], PoolLoad | None] = lambda: None,
-        adapters: Sequence[str] = (),
     ) -> None:
         """Prepare the server. `load` returns the load of the engines for its metrics (rollout.endpoint.metrics)."""
         self._sessions, self._config, self._model = sessions, config, model
         self._metrics = EndpointMetrics(lambda: sessions.num_open, load) if config.metrics else None
-        self._adapters = tuple(adapters)
         self._sampling, self._guests = sampling, guests
         self._notices = FirstOfEachKind(notice)
         self._server: HttpServer | None = None
@@ -211,19 +208,18 @@ class Endpoint:
 
     async def _models(self, request: web.Request) -> web.Response:
         self._check_key(request)
-        return web.json_response(models([self._model, *self._adapters]))
+        return web.json_response(models([self._model]))
 
     async def _one_model(self, request: web.Request) -> web.Response:
         self._check_key(request)
-        if (name := request.match_info["model"]) not in (self._model, *self._adapters):
+        if (name := request.match_info["model"]) != self._model:
             raise self._unknown_model(name)
         return web.json_response(model(name))
 
     def _unknown_model(self, name: Any) -> RequestError:
         """Return the error for a model name that is not served here."""
-        adapters = f", with the adapters {', '.join(self._adapters)}" if self._adapters else ""
         return RequestError(
-            f"no model {name!r:.80} is served here; the only model is {self._model}{adapters}",
+            f"no model {name!r:.80} is served here; the only model is {self._model}",
             status=404,
             code="not_found",
         )
@@ -246,15 +242,11 @@ class Endpoint:
     def _asked(self, body: Mapping[str, Any], session: Session) -> Asked:
         """Return the sampling parameters of a request. Fields overridden by the recipe are counted and reported.
 
-        Raises RequestError for invalid parameters. With adapters, also for the name of a model that is not served.
+        Raises RequestError for invalid parameters.
         """
         asked = Asked.read(body, session.sampling, is_training=self._guests is None)
-        if (name := body.get("model")) in self._adapters:
-            asked = replace(asked, sampling=replace(asked.sampling, adapter=name))
-        is_known = name in (None, self._model, *self._adapters)
-        # Without adapters any name means the only model: agents send the name of the model that they were written for.
-        if self._adapters and not is_known:
-            raise self._unknown_model(name)
+        # Any name means the only model: agents send the name of the model that they were written for.
+        is_known = body.get("model") in (None, self._model)
         names = [*asked.overridden, *([] if is_known else ["model"])]
         self._note_overridden(session, {name: body[name] for name in names}, "the recipe's value holds")
         return asked
@@ -329,7 +321,7 @@ class Endpoint:
     ) -> web.StreamResponse:
         """Wait for the answer of a model call, and send it to the client, as a whole or as a stream."""
         headers = {SESSION_HEADER: session.secret} if is_new else {}
-        reply = dialect.reply(f"{session.name}.{call.number}", asked.sampling.adapter or self._model, asked)
+        reply = dialect.reply(f"{session.name}.{call.number}", self._model, asked)
         with session.waiting(call):
             if asked.is_streamed:
                 response = await self._stream(request, session, call, asked, reply, headers)

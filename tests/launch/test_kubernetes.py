@@ -98,7 +98,7 @@ def test_the_script_of_a_task_is_sound_shell(filled: Callable[[str], dict[str, A
 
 @pytest.mark.parametrize(
     ("command", "replacement"),
-    [("kubernetes render x.yaml --to rayjob", "launch/kubernetes")],
+    [("kubernetes render x.yaml --to rayjob", "launch/kubernetes"), ("serve runs/x --tp 2", "vllm serve")],
 )
 def test_a_removed_command_names_its_replacement(
     command: str, replacement: str, capsys: pytest.CaptureFixture[str]

@@ -1,4 +1,4 @@
-"""Folders and names that `megarl serve` accepts as a model."""
+"""Folders that are a model to evaluate."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megarl.serving.local_model import _tensors, model_folder
 from megarl.types import DataError
 
 
-def test_a_run_serves_the_model_that_it_exported(tmp_path: Path) -> None:
+def test_a_run_has_the_model_that_it_exported(tmp_path: Path) -> None:
     exported = tmp_path / "hf"
     exported.mkdir()
     (tmp_path / "config.yaml").touch()

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from megarl.config import RolloutConfig
 from megarl.config.monitor import MonitorConfig
-from megarl.config.rollout import EndpointConfig
 from megarl.rollout.pool import PoolLoad
-from megarl.serving.local_model import serve
 from megarl.serving.monitor import EngineLoad, Monitor, registry_of
 from megarl.tracking.prometheus import RunMetrics
 from megarl.types import ConfigError
@@ -82,15 +76,3 @@ async def test_a_port_in_use_is_named() -> None:
             ConfigError, match=rf"^monitor\.port = {port}: cannot listen on 127\.0\.0\.1, .*0 takes any"
         ):
             await other.start()
-
-
-async def test_a_model_is_not_loaded_if_its_port_is_in_use(tmp_path: Path) -> None:
-    # A folder that looks like a model: loading it would fail with another error.
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "model.safetensors").touch()
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"^--port {port}: cannot listen"):
-            await asyncio.wait_for(serve(tmp_path, EndpointConfig(port=port), RolloutConfig(), print), 60)
