@@ -120,16 +120,16 @@ class Recipe(Section):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _complete(cls, given: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
+    def _complete(cls, raw_values: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
         """Validate the mixture's sources, then set `algorithm.overlong_buffer` if the recipe leaves it to the
         preset."""
-        filled = with_first_train(given)
-        made = validate(filled)
-        if filled is not given:
+        filled = with_first_train(raw_values)
+        recipe = validate(filled)
+        if filled is not raw_values:
             # The user gave it to a source only. As a given field it would be reported as overridden by all sources.
-            made.data.model_fields_set.discard("train")
-        check_sources(made)
-        return made.with_overlong_buffer()
+            recipe.data.model_fields_set.discard("train")
+        check_sources(recipe)
+        return recipe.with_overlong_buffer()
 
     def with_overlong_buffer(self) -> Self:
         """Return the recipe with `algorithm.overlong_buffer` filled in, if `algorithm.preset` decides it and the recipe
@@ -232,24 +232,26 @@ class Recipe(Section):
     @property
     def teachers(self) -> dict[str, str]:
         """Return each different teacher's folder, keyed by its name on the ranks: teacher0, teacher1 and so on."""
-        found = (folder for field, folder in self.further_models.items() if field.endswith("distillation.teacher"))
-        return {f"teacher{number}": folder for number, folder in enumerate(dict.fromkeys(found))}
+        folders = (folder for field, folder in self.further_models.items() if field.endswith("distillation.teacher"))
+        return {f"teacher{number}": folder for number, folder in enumerate(dict.fromkeys(folders))}
 
     @property
     def teacher_of_source(self) -> dict[str, int]:
         """Return the number of the teacher for each source of the mixture, keyed by the source's name."""
         numbers = {folder: number for number, folder in enumerate(self.teachers.values())}
-        given = {source.name: find_folder(source.recipe.distillation.teacher or "") for source in self.sources}
-        return {name: numbers[folder] for name, folder in given.items() if folder in numbers}
+        folder_of_source = {
+            source.name: find_folder(source.recipe.distillation.teacher or "") for source in self.sources
+        }
+        return {name: numbers[folder] for name, folder in folder_of_source.items() if folder in numbers}
 
     # dp follows from the other sizes. Sequence parallelism needs tp > 1, so with tp 1 it returns to its default.
     @property
     def for_teachers(self) -> Self:
         """Return a copy of the recipe with the teachers' parallel sizes in the section `trainer`."""
-        if not (own := self.distillation.sizes):
+        if not (sizes := self.distillation.sizes):
             return self
-        changed = own | {"dp": None, "vpp": 1, "rank_order": "tp-cp-ep-dp-pp"}
-        if own["tp"] == 1:
+        changed = sizes | {"dp": None, "vpp": 1, "rank_order": "tp-cp-ep-dp-pp"}
+        if sizes["tp"] == 1:
             changed["sequence_parallel"] = None
         trainer = self.trainer.model_copy(update=changed)
         return self.model_copy(update={"trainer": trainer})
@@ -319,8 +321,8 @@ class Recipe(Section):
     @property
     def trainer_ranks(self) -> int:
         """Return the number of training ranks."""
-        own = self.cluster.nodes * self.cluster.ranks_per_node
-        return own if self.cluster.groups.engines is not None else own - self.separate_ranks
+        node_ranks = self.cluster.nodes * self.cluster.ranks_per_node
+        return node_ranks if self.cluster.groups.engines is not None else node_ranks - self.separate_ranks
 
     @property
     def validation_sets(self) -> tuple[str, ...]:
@@ -335,8 +337,8 @@ class Recipe(Section):
 
     def evaluates_at(self, step: int) -> bool:
         """Return whether the step ends with an evaluation: every `evaluation.every_steps` steps, and the last step."""
-        every = self.evaluation.every_steps
-        return bool(self.validation_sets) and (step == self.train.steps or (every > 0 and step % every == 0))
+        interval = self.evaluation.every_steps
+        return bool(self.validation_sets) and (step == self.train.steps or (interval > 0 and step % interval == 0))
 
     def overlaps_at(self, step: int) -> bool:
         """Return whether sending the step's new weights to the engines overlaps the next step.
@@ -395,8 +397,8 @@ class Recipe(Section):
     def evaluation_sampling(self) -> SamplingConfig:
         """Return the sampling parameters of evaluations without the repetition penalty. Unset fields are
         `rollout.sampling`'s."""
-        own = self.evaluation.sampling.model_dump(exclude_none=True, exclude={"repetition_penalty"})
-        own["temperature_schedule"] = "constant"
+        changes = self.evaluation.sampling.model_dump(exclude_none=True, exclude={"repetition_penalty"})
+        changes["temperature_schedule"] = "constant"
         if self.evaluation.samples_per_prompt == 1:
-            own.setdefault("temperature", 0.0)
-        return self.rollout.sampling.model_copy(update=own)
+            changes.setdefault("temperature", 0.0)
+        return self.rollout.sampling.model_copy(update=changes)

@@ -42,8 +42,8 @@ class Condition:
         reward.model`."""
         values = {field: value_at(recipe, field) for field in self.fields}
         absent = [field for field, value in values.items() if value is None or value == {}]
-        shown = {name: ", ".join(value) if isinstance(value, dict) else value for name, value in values.items()}
-        present = [f"{field}={shown[field]}" for field in values if field not in absent]
+        texts = {name: ", ".join(value) if isinstance(value, dict) else value for name, value in values.items()}
+        present = [f"{field}={texts[field]}" for field in values if field not in absent]
         parts = ["under " + " and ".join(present)] if present else []
         parts += ["without " + " or ".join(absent)] if absent else []
         return " ".join(parts)

@@ -152,9 +152,9 @@ class ClusterConfig(Section):
         return self.nodes + (self.groups.engines.nodes if self.groups.engines else 0)
 
     @property
-    def described(self) -> str:
+    def rank_product(self) -> str:
         """Return the number of ranks for a message: `cluster.nodes 2 * cluster.ranks_per_node 8`."""
-        own = f"cluster.nodes {self.nodes} * cluster.ranks_per_node {self.ranks_per_node}"
+        trainer_product = f"cluster.nodes {self.nodes} * cluster.ranks_per_node {self.ranks_per_node}"
         if (engines := self.groups.engines) is None:
-            return own
-        return f"{own} + cluster.groups.engines {engines.nodes} * {engines.ranks_per_node}"
+            return trainer_product
+        return f"{trainer_product} + cluster.groups.engines {engines.nodes} * {engines.ranks_per_node}"

@@ -17,15 +17,15 @@ _HELP_CHARACTERS = 60
 """Longest description of a candidate. Longer ones would wrap in zsh's and fish's lists."""
 
 
-def override_candidates(given: list[str], incomplete: str) -> list[tuple[str, str]]:
+def override_candidates(arguments: list[str], incomplete: str) -> list[tuple[str, str]]:
     """Return the candidates for an incomplete override, each with a short description.
 
-    `trainer.t` gives `trainer.tp=`, `~trainer.t` gives `~trainer.tp`, `trainer.fp8=` its values. `given` has the
-    earlier arguments of the command line. bash passes `trainer.fp8=n` as three words, two of them in `given`.
+    `trainer.t` gives `trainer.tp=`, `~trainer.t` gives `~trainer.tp`, `trainer.fp8=` its values. `arguments` has the
+    earlier words of the command line. bash passes `trainer.fp8=n` as three words, two of them in `arguments`.
     """
     fields = {name: field for name, field in all_fields().items() if section_of(field) is None}
     # In bash's `name = seed` the word seed is a value, although it is a field's name too.
-    before, last = ["", "", *(given[:-1] if given[-1:] == ["="] else given)][-2:]
+    before, last = ["", "", *(arguments[:-1] if arguments[-1:] == ["="] else arguments)][-2:]
     if last in fields and before != "=":
         return [(value, "") for value in _values(last, fields[last])]
     name, equals, _ = incomplete.partition("=")
@@ -37,11 +37,11 @@ def override_candidates(given: list[str], incomplete: str) -> list[tuple[str, st
     # Only a section is left: without its fields, the shell would end the word after the dot.
     while len(heads) == 1 and heads[0].endswith("."):
         heads = _heads(matching, heads[0])
-    found = [(f"{mark}{head}{'' if mark or head.endswith('.') else '='}", _help(head)) for head in heads]
+    candidates = [(f"{mark}{head}{'' if mark or head.endswith('.') else '='}", _help(head)) for head in heads]
     if len(heads) == 1 and not mark:
         # A second candidate keeps the shell from adding a blank after the equals sign.
-        found += [(f"{heads[0]}={value}", "") for value in _values(heads[0], fields[heads[0]])]
-    return found
+        candidates += [(f"{heads[0]}={value}", "") for value in _values(heads[0], fields[heads[0]])]
+    return candidates
 
 
 def _heads(names: Sequence[str], begun: str) -> list[str]:
@@ -57,10 +57,10 @@ def _help(head: str) -> str:
 def _values(name: str, field: FieldInfo) -> list[str]:
     """Return a field's choices, or its default, and the word `default` if this removes the recipe's value."""
     default = field.default
-    found = list(dict.fromkeys(_choices(field.annotation)))
-    if not found and isinstance(default, int | float | str):
-        found = [default if isinstance(default, str) else json.dumps(default)]
-    return [*found, *(["default"] if default_removes(name) else [])]
+    choices = list(dict.fromkeys(_choices(field.annotation)))
+    if not choices and isinstance(default, int | float | str):
+        choices = [default if isinstance(default, str) else json.dumps(default)]
+    return [*choices, *(["default"] if default_removes(name) else [])]
 
 
 def _choices(kind: Any) -> Iterator[str]:

@@ -26,7 +26,7 @@ def one_of(field: str, *values: str, example: str = "") -> Condition:
     )
 
 
-def given(field: str, example: str = "") -> Condition:
+def non_empty(field: str, example: str = "") -> Condition:
     """Return the condition that a recipe field is set and not empty."""
     return Condition((field,), f"give {field}", lambda recipe: bool(value_at(recipe, field)), f"{field}={example}")
 
@@ -144,7 +144,7 @@ SEQUENCE_MEAN = one_of(
     "algorithm.aggregation", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant_length"
 )
 LORA = (LOGPROBS, above_zero("lora.rank", "16"))
-FILTER = given("algorithm.dynamic_sampling", "[0,1]")
+FILTER = non_empty("algorithm.dynamic_sampling", "[0,1]")
 PARK = one_of("rollout.stragglers", "park")
 _SEPARATE = "rollout.placement=separate rollout.ranks=4 cluster.ranks_per_node=8"
 SEPARATE = one_of("rollout.placement", "separate", example=_SEPARATE)
@@ -177,7 +177,7 @@ SURPLUS = (
 MONITORED = Condition(
     ("monitor.port",), "give monitor.port", lambda recipe: recipe.monitor.port is not None, "monitor.port=9400"
 )
-REWARD_MODEL = (RL, given("reward.model"))
+REWARD_MODEL = (RL, non_empty("reward.model"))
 TURNS = (
     Condition(
         ("algorithm.advantage",),
@@ -229,8 +229,8 @@ HERE = Condition(("sandbox.url",), "leave sandbox.url out", lambda recipe: recip
 MOVING_TEMPERATURE = one_of("rollout.sampling.temperature_schedule", "linear", "cosine")
 # Reported where every source of a mixture overrides the field, so the recipe's value is never used.
 NOT_OWN = Condition(("mixture",), "remove it from a source; every source has its own", lambda recipe: False)
-CURRICULUM = given("data.curriculum.band")
-CORRECTION = given("algorithm.importance_sampling")
+CURRICULUM = non_empty("data.curriculum.band")
+CORRECTION = non_empty("algorithm.importance_sampling")
 
 
 def takes_margin(_: str) -> Condition:

@@ -44,8 +44,8 @@ class DataSetConfig(Section):
     @model_serializer(mode="wrap")
     def _short(self, dump: Callable[[Self], dict[str, Any]]) -> str | dict[str, Any]:
         """Serialise as the path alone, or as a mapping if fields besides the path are set."""
-        given = {name: value for name, value in dump(self).items() if name in self.model_fields_set}
-        return given if self.has_own_names else self.path
+        values = {name: value for name, value in dump(self).items() if name in self.model_fields_set}
+        return values if self.has_own_names else self.path
 
     @property
     def has_own_names(self) -> bool:
@@ -68,11 +68,13 @@ def two_answers(values: Any, place: str = "") -> list[tuple[str, Mapping[str, An
     """
     if not isinstance(values, Mapping):
         return []
-    found = [pair for name, value in values.items() for pair in two_answers(value, f"{place}.{name}".lstrip("."))]
+    inner_mappings = [
+        pair for name, value in values.items() for pair in two_answers(value, f"{place}.{name}".lstrip("."))
+    ]
     fields, alone = values.get("fields"), values.get("answer_field")
     by_role = fields.get("answer") if isinstance(fields, Mapping) else None
     is_double = isinstance(by_role, str) and isinstance(alone, str) and by_role != alone
-    return [(place, values), *found] if is_double else found
+    return [(place, values), *inner_mappings] if is_double else inner_mappings
 
 
 def path_of(data_set: str | DataSetConfig) -> str:
@@ -80,25 +82,25 @@ def path_of(data_set: str | DataSetConfig) -> str:
     return data_set if isinstance(data_set, str) else data_set.path
 
 
-def _of_forms(given: Any) -> Any:
+def _of_forms(value: Any) -> Any:
     """Return a path unchanged, and a mapping as a DataSetConfig, so that pydantic's errors name fields of the
     mapping."""
-    if isinstance(given, str | DataSetConfig) or given is None:
-        return given
-    if not isinstance(given, Mapping) or "path" not in given or given.keys() - DataSetConfig.model_fields.keys():
+    if isinstance(value, str | DataSetConfig) or value is None:
+        return value
+    if not isinstance(value, Mapping) or "path" not in value or value.keys() - DataSetConfig.model_fields.keys():
         raise PydanticCustomError("data_set", _FORMS)
-    return DataSetConfig.model_validate(given)
+    return DataSetConfig.model_validate(value)
 
 
 DataSet = Annotated[str | DataSetConfig, BeforeValidator(_of_forms)]
 OptionalDataSet = Annotated[str | DataSetConfig | None, BeforeValidator(_of_forms)]
 
 
-def _path_alone(given: Any) -> Any:
-    if isinstance(given, Mapping):
+def _path_alone(value: Any) -> Any:
+    if isinstance(value, Mapping):
         text = "must be a path; the names of its fields are data.format, data.fields and data.answer_field"
         raise PydanticCustomError("training_data", text)
-    return given
+    return value
 
 
 TrainingData = Annotated[str, BeforeValidator(_path_alone)]

@@ -64,5 +64,5 @@ class DistillationConfig(Section):
     @property
     def sizes(self) -> dict[str, int]:
         """Return the teachers' parallel sizes by name (tp, pp, cp, ep, etp). Empty: they are the trainer's."""
-        given = {"tp": self.tp, "pp": self.pp, "cp": self.cp, "ep": self.ep, "etp": self.etp}
-        return {name: size or 1 for name, size in given.items()} if any(given.values()) else {}
+        optional_sizes = {"tp": self.tp, "pp": self.pp, "cp": self.cp, "ep": self.ep, "etp": self.etp}
+        return {name: size or 1 for name, size in optional_sizes.items()} if any(optional_sizes.values()) else {}

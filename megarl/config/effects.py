@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 @cache
 def conditions(field: str) -> tuple[Condition, ...]:
     """Return all conditions under which a field has an effect, including those of the sections around it."""
-    parts, found = field.split("."), []
+    parts, field_conditions = field.split("."), []
     for end in range(1, len(parts) + 1):
         for layer in _layers(".".join(parts[:end])):
             decided = {condition.fields for condition in layer}
-            found = [condition for condition in found if condition.fields not in decided] + layer
+            field_conditions = [condition for condition in field_conditions if condition.fields not in decided] + layer
     # The loop comes first: under another loop the other conditions would mislead.
-    return tuple(sorted(found, key=lambda condition: condition.fields != ("loop",)))
+    return tuple(sorted(field_conditions, key=lambda condition: condition.fields != ("loop",)))
 
 
 def _layers(place: str) -> Iterator[list[Condition]]:
@@ -49,7 +49,7 @@ def _layers(place: str) -> Iterator[list[Condition]]:
     for keyword in annotated_with(place, KeywordOf):
         yield [*conditions(keyword.formula), takes(keyword.formula, keyword.name or name)]
     for item in annotated_with(place, OnlyIf):
-        yield [own if isinstance(own, Condition) else own(section) for own in item.conditions]
+        yield [entry if isinstance(entry, Condition) else entry(section) for entry in item.conditions]
 
 
 def unmet(recipe: Recipe, field: str) -> Condition | None:
@@ -61,8 +61,8 @@ def unmet(recipe: Recipe, field: str) -> Condition | None:
     on_mixture = (condition for condition in conditions(field) if condition.fields == ("mixture",))
     if recipe.mixture and (condition := next(on_mixture, None)) is not None:
         return condition
-    found = [unmet_in(source.recipe, field) for source in recipe.sources if source.place(field) == field]
-    return NOT_OWN if not found else None if None in found else found[0]
+    unmet_by_source = [unmet_in(source.recipe, field) for source in recipe.sources if source.place(field) == field]
+    return NOT_OWN if not unmet_by_source else None if None in unmet_by_source else unmet_by_source[0]
 
 
 def unmet_in(recipe: Recipe, field: str) -> Condition | None:
@@ -75,12 +75,12 @@ def may_be_idle(recipe: Recipe, field: str) -> bool:
 
     A formula that was not imported yet counts as one that does not.
     """
-    own = [
+    own_formulas = [
         (path, item.name or field.rpartition(".")[2])
         for item in annotated_with(field, KeywordOf)
         if is_import_path(path := value_at(recipe, item.formula) or "")
     ]
-    return any(not _takes(path, keyword) for path, keyword in own)
+    return any(not _takes(path, keyword) for path, keyword in own_formulas)
 
 
 def _takes(path: str, keyword: str) -> bool:

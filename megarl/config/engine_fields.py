@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 
-from megarl.config.library_settings import decided
+from megarl.config.library_settings import reserved_settings
 
 _ACCEPTED = {
     "kernels and their choice: results differ by rounding, which logprob_gap/ measures": """
@@ -147,7 +147,7 @@ def refusals_by_field() -> dict[str, str]:
     set_by_megarl = {
         name: f"megarl sets it: {reason}; remove it" for name, reason in _index_by_name(_SET_BY_MEGARL).items()
     }
-    decided_elsewhere = {name: f"set {field} instead" for name, field in decided("vllm").items()}
+    decided_elsewhere = {name: f"set {field} instead" for name, field in reserved_settings("vllm").items()}
     return refused | set_by_megarl | decided_elsewhere
 
 

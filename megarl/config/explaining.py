@@ -22,7 +22,9 @@ def error_page(title: str | Path, problems: Sequence[str]) -> str:
     )
 
 
-def explained(kind: str, loc: tuple[int | str, ...], value: Any, message: str, references: Mapping[Place, str]) -> str:
+def explain_error(
+    kind: str, loc: tuple[int | str, ...], value: Any, message: str, references: Mapping[Place, str]
+) -> str:
     """Return the message for a pydantic error as one or several lines.
 
     The arguments are the error's type, its place (keys and indices), the wrong value and pydantic's own message.
@@ -38,21 +40,21 @@ def explained(kind: str, loc: tuple[int | str, ...], value: Any, message: str, r
         answer = f"{place}.fields.answer"
         where = (*loc, "fields", "answer")
         name = reference_around(where, references) or printable(value["fields"]["answer"], where, references)
-        return f"{answer} = {shortened(name)}: {message} (~{answer} on the command line)"
-    shown = f"{place} = {shortened(written)}"
+        return f"{answer} = {shorten_value(name)}: {message} (~{answer} on the command line)"
+    assignment = f"{place} = {shorten_value(written)}"
     if kind == "model_type":
-        return f"{shown}: is a section; leave it out or set {', '.join(_children(place))}"
+        return f"{assignment}: is a section; leave it out or set {', '.join(_children(place))}"
     if is_key and kind == "literal_error":
         keys = message.removeprefix("Input should be ").replace("'", "")
         return f"{place}: {written!r} is not a key of {place.rpartition('.')[0]}; its keys are {keys}. {_around(place)}"
     if is_key:
         return f"{place}: bad name {written!r}; use letters, digits, dots, dashes and underscores"
-    return f"{shown}: {_wrong_value(kind, place, value, message)}"
+    return f"{assignment}: {_wrong_value(kind, place, value, message)}"
 
 
 def _missing(place: str) -> str:
-    known = all_fields()
-    required = [name for name, field in known.items() if name.startswith(place + ".") and field.is_required()]
+    fields = all_fields()
+    required = [name for name, field in fields.items() if name.startswith(place + ".") and field.is_required()]
     lines = [(name, field_at(name)) for name in required or [place]]
     return "\n".join(f"{name}: missing; add it: {description(field) if field else ''}" for name, field in lines)
 
@@ -81,8 +83,8 @@ def _around(place: str) -> str:
     """Return the description of the field at a place (keys and indices), or of the nearest section around it. May be
     empty."""
     parts = place.split(".")
-    found = (field_at(".".join(parts[:end])) for end in range(len(parts), 1, -1))
-    return next((description(field) for field in found if field is not None), "")
+    fields = (field_at(".".join(parts[:end])) for end in range(len(parts), 1, -1))
+    return next((description(field) for field in fields if field is not None), "")
 
 
 # A misspelt section gets one line. A foreign section gets a line per value, since each has another counterpart.
@@ -94,7 +96,7 @@ def _unknown(place: str, value: Any) -> Iterator[str]:
     is_elsewhere = not is_misspelt and any(_elsewhere(name) for name, _ in leaves)
     for name, item in leaves if is_foreign or is_elsewhere else [(place, value)]:
         written = str(item).lower() if isinstance(item, bool) else str(item)
-        yield f"{name} = {shortened(item)}: unknown key; {key_hint(name, written)}"
+        yield f"{name} = {shorten_value(item)}: unknown key; {key_hint(name, written)}"
 
 
 def key_hint(place: str, value: str | None = None) -> str:
@@ -135,9 +137,9 @@ def _nearest_field(place: str) -> str | None:
     siblings = _siblings(place)
     if (near := nearest(key, siblings)) is not None:
         return siblings[near]
-    known = {} if _is_in_item(place) else all_fields()
-    near = nearest(key, [name.rpartition(".")[2] for name in known])
-    return None if near is None else " or ".join(name for name in known if name.rpartition(".")[2] == near)
+    candidates = {} if _is_in_item(place) else all_fields()
+    near = nearest(key, [name.rpartition(".")[2] for name in candidates])
+    return None if near is None else " or ".join(name for name in candidates if name.rpartition(".")[2] == near)
 
 
 def _siblings(place: str) -> dict[str, str]:
@@ -159,16 +161,18 @@ def option_hint(option: str, value: str | None, options: Sequence[str]) -> str:
 
     `options` are the valid options of the command. The message suggests one, or the recipe field to override.
     """
-    name, known = option.lstrip("-").replace("-", "_"), all_fields()
-    own = [name] if name in known else _elsewhere(name)
-    is_own = option.startswith("--") and bool(own)
-    if foreign := meanings(name, value) or ([] if is_own else short_meanings(option.lstrip("-"), value)):
+    name, recipe_fields = option.lstrip("-").replace("-", "_"), all_fields()
+    matches = [name] if name in recipe_fields else _elsewhere(name)
+    is_recipe_field = option.startswith("--") and bool(matches)
+    if foreign := meanings(name, value) or ([] if is_recipe_field else short_meanings(option.lstrip("-"), value)):
         return describe_option(foreign, value, with_override=True)
-    if fields := [field for field in own if section_of(known[field]) is None]:
+    if fields := [field for field in matches if section_of(recipe_fields[field]) is None]:
         return f"write {' or '.join(written_override(field, value) for field in fields)}"
-    if own:
-        return f"is a section here; write {' or '.join(written_override(field, value) for field in _children(own[0]))}"
-    if near := nearest(name, [known.lstrip("-") for known in options]):
+    if matches:
+        return (
+            f"is a section here; write {' or '.join(written_override(field, value) for field in _children(matches[0]))}"
+        )
+    if near := nearest(name, [choice.lstrip("-") for choice in options]):
         return f"did you mean --{near}?"
     near = _nearest_field(name)
     written = "VALUE" if value is None else value
@@ -185,7 +189,7 @@ def leaves_of(value: Any) -> Iterator[tuple[str, Any]]:
         yield "", value
 
 
-def shortened(value: Any) -> str:
+def shorten_value(value: Any) -> str:
     """Return a value on one line of at most 80 characters."""
     return textwrap.shorten(repr(value), 80)
 

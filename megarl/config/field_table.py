@@ -29,19 +29,23 @@ _BOUNDS = {Ge: ("ge", "≥"), Gt: ("gt", ">"), Le: ("le", "≤"), Lt: ("lt", "<"
 
 def fields_markdown() -> str:
     """Return the reference of all recipe fields as Markdown."""
-    return "\n".join([HEAD, *(_section_text(*found) for found in _sections())])
+    return "\n".join([HEAD, *(_section_text(*section) for section in _sections())])
 
 
 def _sections() -> Iterator[tuple[str, str, Mapping[str, FieldInfo]]]:
     """Yield title, description and fields of each section, including sections in lists and settings of HTTP rewards."""
-    known = all_fields()
-    yield "Top level", "Fields outside any section.", {n: f for n, f in known.items() if "." not in n}
-    for name, field in known.items():
+    recipe_fields = all_fields()
+    yield "Top level", "Fields outside any section.", {n: f for n, f in recipe_fields.items() if "." not in n}
+    for name, field in recipe_fields.items():
         if section_of(field) is not None:
-            yield f"`{name}`", description(field), {n: f for n, f in known.items() if n.rpartition(".")[0] == name}
-        elif (own := section_at(name)) is not None:
-            fields = {f"{name}.{n}": f for n, f in own.model_fields.items()}
-            yield f"`{name}` as a section", _docstring(own), fields
+            yield (
+                f"`{name}`",
+                description(field),
+                {n: f for n, f in recipe_fields.items() if n.rpartition(".")[0] == name},
+            )
+        elif (section := section_at(name)) is not None:
+            fields = {f"{name}.{n}": f for n, f in section.model_fields.items()}
+            yield f"`{name}` as a section", _docstring(section), fields
         # The last part stands for the place of an item, or for a name in a mapping.
         elif (item := section_at(f"{name}.0")) is not None:
             yield f"Entries of `{name}`", _docstring(item), item.model_fields
@@ -55,8 +59,8 @@ def _docstring(section: type[Section]) -> str:
 
 def _section_text(title: str, about: str, fields: Mapping[str, FieldInfo]) -> str:
     rows = [
-        f"| `{name}` | {_cell(type_text(field.annotation, field.metadata))} | {_default(name, field)} "
-        f"| {_cell(description(field))} |"
+        f"| `{name}` | {_escape_cell(type_text(field.annotation, field.metadata))} | {_default(name, field)} "
+        f"| {_escape_cell(description(field))} |"
         for name, field in fields.items()
         if section_of(field) is None
     ]
@@ -67,8 +71,7 @@ def _section_text(title: str, about: str, fields: Mapping[str, FieldInfo]) -> st
     )
 
 
-def _cell(text: str) -> str:
-    """Return a text escaped for a cell of a Markdown table."""
+def _escape_cell(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;")
 
 
@@ -76,7 +79,7 @@ def _default(name: str, field: FieldInfo) -> str:
     if field.is_required():
         return "required"
     value = printable(field.get_default(call_default_factory=True), (name,), {})
-    return f"`{_cell(json.dumps(value, ensure_ascii=False))}`"
+    return f"`{_escape_cell(json.dumps(value, ensure_ascii=False))}`"
 
 
 def type_text(kind: Any, metadata: Sequence[Any] = ()) -> str:
@@ -84,7 +87,7 @@ def type_text(kind: Any, metadata: Sequence[Any] = ()) -> str:
     arguments = get_args(kind)
     match get_origin(kind):
         case origin if origin is Annotated:
-            return type_text(arguments[0], _flattened(arguments[1:]))
+            return type_text(arguments[0], _flatten_metadata(arguments[1:]))
         case origin if origin is Literal:
             text = ", ".join(f"`{value}`" for value in arguments)
         case origin if origin in (Union, UnionType):
@@ -101,7 +104,7 @@ def type_text(kind: Any, metadata: Sequence[Any] = ()) -> str:
     return " ".join([text, *_bounds(metadata)])
 
 
-def _flattened(metadata: Sequence[Any]) -> list[Any]:
+def _flatten_metadata(metadata: Sequence[Any]) -> list[Any]:
     """Return the bounds in the metadata of an annotation, including those given through pydantic's `Field`."""
     return [inner for item in metadata for inner in (item.metadata if isinstance(item, FieldInfo) else [item])]
 

@@ -56,17 +56,17 @@ class Formula:
         """Return the pydantic schema of the field: first the check of its type, then of the formula's name."""
         from pydantic_core import core_schema
 
-        return core_schema.no_info_after_validator_function(self._known, handler(source))
+        return core_schema.no_info_after_validator_function(self._check_name, handler(source))
 
-    def _known(self, name: str | None) -> str | None:
+    def _check_name(self, name: str | None) -> str | None:
         from pydantic_core import PydanticCustomError
 
         functions = _functions(self)
         if name is None or name in functions or (self.takes_own and is_import_path(name)):
             return name
-        own = "; your own as package.module:function or path/to/file.py:function" if self.takes_own else ""
-        choices = either([repr(known) for known in functions])
-        raise PydanticCustomError("formula", "must be {choices}{own}", {"choices": choices, "own": own})
+        own_hint = "; your own as package.module:function or path/to/file.py:function" if self.takes_own else ""
+        choices = either([repr(function) for function in functions])
+        raise PydanticCustomError("formula", "must be {choices}{own}", {"choices": choices, "own": own_hint})
 
 
 # The tables are dict literals of names by convention, so parsing finds them without running the module.
@@ -88,7 +88,7 @@ def _functions(formula: Formula) -> dict[str, Keywords]:
 @cache
 def formula_fields() -> dict[str, Formula]:
     """Return the recipe fields that choose a formula, with their annotations."""
-    return {place: found[0] for place in all_fields() if (found := annotated_with(place, Formula))}
+    return {place: annotations[0] for place in all_fields() if (annotations := annotated_with(place, Formula))}
 
 
 def formulas(field: str) -> dict[str, Keywords]:
@@ -121,8 +121,8 @@ def taking(field: str, keyword: str) -> list[str]:
 
 def either(choices: Sequence[object]) -> str:
     """Return names joined for a sentence: `a, b or c`. There must be at least one."""
-    *others, last = map(str, choices)
-    return f"{', '.join(others)} or {last}" if others else last
+    *leading, last = map(str, choices)
+    return f"{', '.join(leading)} or {last}" if leading else last
 
 
 def _target(node: ast.Assign) -> str | None:

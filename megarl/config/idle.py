@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from megarl.config.annotations import Condition
 from megarl.config.data_sets import two_answers
 from megarl.config.effects import unmet, unmet_in
-from megarl.config.explaining import printable, reference_around, shortened
+from megarl.config.explaining import printable, reference_around, shorten_value
 from megarl.config.merging import Merged, merge
 from megarl.config.schema import all_fields, description, removal, section_of, value_at
-from megarl.config.validating import take_value, validated
+from megarl.config.validating import take_value, validate_values
 
 if TYPE_CHECKING:
     from megarl.config import Recipe, Section
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class Origin:
     """Origin of a recipe's values: a file, and command-line overrides that set or remove values.
 
     `overridden` has the dotted names set by overrides, `unread` the names of fields without a usable value.
@@ -45,29 +45,33 @@ class Given:
 
 
 # Dropping a value can make others idle (a mixture's data, say), so this repeats until nothing changes.
-def drop_superseded(recipe: Recipe, merged: Merged, given: Given) -> tuple[Recipe, list[str], list[str]]:
+def drop_superseded(recipe: Recipe, merged: Merged, origin: Origin) -> tuple[Recipe, list[str], list[str]]:
     """Drop values of the recipe file that have no effect because of overrides.
 
     Returns the recipe, one notice per reason, and the errors. Values and references are removed from `merged` too. An
     error is a required value missing after the removal, for example the data of a mixture; its field is added to
-    `given.unread`.
+    `origin.unread`.
     """
     notices: list[str] = []
     faults: list[str] = []
-    while found := _superseded(recipe, merged.references, given):
-        dropped = {field for field in found if take_value(merged.values, field.split("."))}
-        # No found field is among the file's values, so another pass would find the same fields.
+    while superseded := _find_superseded(recipe, merged.references, origin):
+        dropped = {field for field in superseded if take_value(merged.values, field.split("."))}
+        # None of these fields is among the file's values, so another pass would find the same fields.
         if not dropped:
             break
-        reasons = dict.fromkeys(reason for field, (_, reason) in found.items() if field in dropped)
+        reasons = dict.fromkeys(reason for field, (_, reason) in superseded.items() if field in dropped)
         for reason in reasons:
-            shown = ", ".join(text for field, (text, own) in found.items() if own == reason and field in dropped)
-            notices.append(f"{given.path}: {shown}: dropped, {reason}")
+            assignments = ", ".join(
+                text
+                for field, (text, field_reason) in superseded.items()
+                if field_reason == reason and field in dropped
+            )
+            notices.append(f"{origin.path}: {assignments}: dropped, {reason}")
         for place in [place for place in merged.references if any(_is_within(place, field) for field in dropped)]:
             del merged.references[place]
-        recipe, missing, unread = validated(merged.values, merged.references)
+        recipe, missing, unread = validate_values(merged.values, merged.references)
         faults += missing
-        given.unread.update(unread)
+        origin.unread.update(unread)
     return recipe, notices, faults
 
 
@@ -83,14 +87,14 @@ def drop_replaced_answers(merged: Merged, path: Path) -> list[str]:
         by_role, alone = f"{place}.fields.answer", f"{place}.answer_field"
         if (by_role in merged.overridden) == (alone in merged.overridden):
             continue
-        other, own = (alone, by_role) if by_role in merged.overridden else (by_role, alone)
-        where: Any = tuple(other.split("."))
-        name = data_set["answer_field"] if other == alone else data_set["fields"]["answer"]
+        replaced, replacement = (alone, by_role) if by_role in merged.overridden else (by_role, alone)
+        where: Any = tuple(replaced.split("."))
+        name = data_set["answer_field"] if replaced == alone else data_set["fields"]["answer"]
         value = reference_around(where, merged.references) or name
         take_value(merged.values, where)
         merged.references.pop(where, None)
-        reason = f"replaced by {own} of the command line"
-        notices.append(f"{path}: {other} = {shortened(value)}: dropped, {reason}")
+        reason = f"replaced by {replacement} of the command line"
+        notices.append(f"{path}: {replaced} = {shorten_value(value)}: dropped, {reason}")
     return notices
 
 
@@ -99,52 +103,51 @@ def _is_within(place: Place, field: str) -> bool:
 
 
 # A value idle in the file alone is the user's mistake and stays an error; only overrides excuse it.
-def _superseded(recipe: Recipe, references: Mapping[Place, str], given: Given) -> dict[str, tuple[str, str]]:
+def _find_superseded(recipe: Recipe, references: Mapping[Place, str], origin: Origin) -> dict[str, tuple[str, str]]:
     """Return the file's fields without effect because of overrides: the value as written, and the reason."""
-    found: dict[str, tuple[str, str]] = {}
+    superseded: dict[str, tuple[str, str]] = {}
     from_file: list[Idle] = []
-    for idle in _readable(idle_fields(recipe), given.unread):
-        if not given.by_override(idle.place):
+    for idle in _readable(idle_fields(recipe), origin.unread):
+        if not origin.by_override(idle.place):
             from_file.append(idle)
-        elif idle.need.is_alternative and not given.by_override(other := idle.need.fields[0]):
-            found[other] = (
-                _assignment(recipe, other, other, references),
+        elif idle.need.is_alternative and not origin.by_override(alternative := idle.need.fields[0]):
+            superseded[alternative] = (
+                _assignment(recipe, alternative, alternative, references),
                 f"replaced by {idle.place} of the command line",
             )
-    if given.is_of_run or not given.has_overrides or not from_file:
-        return found
-    idle_before = _idle_without_overrides(given.path)
+    if origin.is_of_run or not origin.has_overrides or not from_file:
+        return superseded
+    idle_before = _idle_without_overrides(origin.path)
     for place, name, source, need in from_file:
         if place not in idle_before:
             reason = f"without effect {need.state(source)}"
-            found[place] = (_assignment(source, name, place, references), reason)
-    return found
+            superseded[place] = (_assignment(source, name, place, references), reason)
+    return superseded
 
 
 def _idle_without_overrides(path: Path) -> set[str]:
-    """Return the names of fields without effect in the recipe file if no override is applied."""
     merged = merge(path, ())
-    recipe, _, unread = validated(merged.values, merged.references)
+    recipe, _, unread = validate_values(merged.values, merged.references)
     return {idle.place for idle in _readable(idle_fields(recipe), unread | merged.unread)}
 
 
-def idle_lines(recipe: Recipe, references: Mapping[Place, str], given: Given) -> Iterator[str]:
+def idle_lines(recipe: Recipe, references: Mapping[Place, str], origin: Origin) -> Iterator[str]:
     """Yield an error line for each field that the user set without effect: its value, the reason and the remedy."""
-    known = all_fields()
-    for place, name, source, need in _readable(idle_fields(recipe), given.unread):
-        is_override = given.by_override(place)
-        if is_override or not given.is_of_run:
+    fields = all_fields()
+    for place, name, source, need in _readable(idle_fields(recipe), origin.unread):
+        is_override = origin.by_override(place)
+        if is_override or not origin.is_of_run:
             reason = f"does nothing {need.state(source)}"
             leave_out = "leave it out" if is_override else f"leave it out ({removal(place)} on the command line)"
-            shown = _assignment(source, name, place, references)
-            yield f"{shown}: {reason}; {leave_out}, or {need.remedy}. {description(known[name])}"
+            assignment = _assignment(source, name, place, references)
+            yield f"{assignment}: {reason}; {leave_out}, or {need.remedy}. {description(fields[name])}"
 
 
 def _assignment(recipe: Recipe, field: str, place: str, references: Mapping[Place, str]) -> str:
     """Return `field = value` for an error line. Secrets are hidden, and `${...}` references are not resolved."""
     where: Any = tuple(place.split("."))
     value = reference_around(where, references) or printable(value_at(recipe, field), where, references)
-    return f"{place} = {shortened(value)}"
+    return f"{place} = {shorten_value(value)}"
 
 
 def given_fields(section: Section, prefix: str = "") -> Iterator[str]:
@@ -173,14 +176,14 @@ def idle_fields(recipe: Recipe) -> Iterator[Idle]:
         if (need := unmet(recipe, field)) is not None:
             yield Idle(field, field, recipe, need)
     for source in recipe.sources if unmet(recipe, "mixture") is None else ():
-        for field in sorted(source.own):
+        for field in sorted(source.overridden):
             if (need := unmet_in(source.recipe, field)) is not None:
                 yield Idle(source.place(field), field, source.recipe, need)
 
 
-def _readable(found: Iterator[Idle], unread: set[str]) -> Iterator[Idle]:
+def _readable(fields: Iterator[Idle], unread: set[str]) -> Iterator[Idle]:
     """Yield the idle fields whose own value and deciding fields could be read. Others have an error already."""
-    for idle in found:
+    for idle in fields:
         if not any(_is_unread(field, unread) for field in (idle.place, *idle.need.fields, "loop")):
             yield idle
 

@@ -29,18 +29,18 @@ def recipe_schema() -> dict[str, Any]:
     """
     from megarl.config import Recipe
 
-    made = Recipe.model_json_schema(schema_generator=_WithoutTitles)
+    schema = Recipe.model_json_schema(schema_generator=_WithoutTitles)
     for name, field in all_fields().items():
         if annotated_with(name, UntriedOnGpu):
             parent, _, key = name.rpartition(".")
             section = section_at(parent)
             assert section is not None
             # pydantic writes the docstring alone.
-            made["$defs"][section.__name__]["properties"][key]["description"] = description(field)
-    definitions = {name: _with_references(kind) for name, kind in made.pop("$defs").items()}
+            schema["$defs"][section.__name__]["properties"][key]["description"] = description(field)
+    definitions = {name: _with_references(kind) for name, kind in schema.pop("$defs").items()}
     # A mixture's source may give the training data, and JSON Schema cannot express "the first source's".
     definitions["DataConfig"].pop("required")
-    recipe = _with_references(made)
+    recipe = _with_references(schema)
     recipe["required"] = [name for name in recipe["required"] if name != "data"]
     head = {"$schema": GenerateJsonSchema.schema_dialect}
     return {**head, **recipe, "$defs": {**definitions, "Reference": _REFERENCE}}

@@ -59,15 +59,15 @@ def accuracy_needs(recipe: Recipe) -> list[str]:
     if not recipe.trains_rewards:
         return _curriculum_need(recipe) if recipe.loop == "distillation" else []
     algorithm = recipe.algorithm
-    found = []
+    needs = []
     if algorithm.advantage == "pass_at_k":
-        found.append("algorithm.advantage = pass_at_k")
+        needs.append("algorithm.advantage = pass_at_k")
     if allowed := algorithm.dynamic_sampling:
         if algorithm.dynamic_sampling_metric == "accuracy":
-            found.append("algorithm.dynamic_sampling_metric = accuracy")
+            needs.append("algorithm.dynamic_sampling_metric = accuracy")
         elif algorithm.dynamic_sampling_metric is None and allowed[1] < 1:
-            found.append(f"algorithm.dynamic_sampling = {list(allowed)}")
-    return found + _curriculum_need(recipe)
+            needs.append(f"algorithm.dynamic_sampling = {list(allowed)}")
+    return needs + _curriculum_need(recipe)
 
 
 def _curriculum_need(recipe: Recipe) -> list[str]:

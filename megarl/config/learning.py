@@ -37,8 +37,8 @@ from megarl.config.conditions import (
     TURNS,
     adam,
     decays,
-    given,
     no_warmup_ratio,
+    non_empty,
     one_of,
     takes_margin,
     wsd,
@@ -52,7 +52,7 @@ Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 # 0 switches off the preset's value. An absent field would take that value.
 OverlongBuffer = Annotated[
     PositiveInt | None,
-    BeforeValidator(lambda given: None if given == 0 else given, json_schema_input_type=NonNegativeInt | None),
+    BeforeValidator(lambda value: None if value == 0 else value, json_schema_input_type=NonNegativeInt | None),
 ]
 Kwargs = dict[str, bool | int | float | str | None]
 """Type of fields like algorithm.loss_kwargs: the keyword arguments of a formula that have no recipe field of their
@@ -68,17 +68,17 @@ _WrittenTarget = _Target | Literal["q_proj", "k_proj", "v_proj", "gate_proj", "u
 """Names accepted in a recipe's lora.targets: fused projections, and PEFT's names for them."""
 
 
-def fused_targets(given: Any) -> Any:
+def fused_targets(targets: Any) -> Any:
     """Return lora.targets with PEFT's names (q_proj) replaced by fused projections (qkv_proj).
 
     A value that is not a list is returned unchanged. Raises PydanticCustomError if only a part of a fused projection is
     named: the adapter would apply to all of it.
     """
-    if given == "all-linear" or (isinstance(given, list | tuple) and list(given) == ["all-linear"]):
+    if targets == "all-linear" or (isinstance(targets, list | tuple) and list(targets) == ["all-linear"]):
         return _ALL_LINEARS
-    if not isinstance(given, list | tuple) or not all(isinstance(name, str) for name in given):
-        return given
-    names = list(dict.fromkeys(given))
+    if not isinstance(targets, list | tuple) or not all(isinstance(name, str) for name in targets):
+        return targets
+    names = list(dict.fromkeys(targets))
     for fused, parts in _FUSED.items():
         named = [name for name in names if name in parts]
         if not named:
@@ -164,8 +164,8 @@ class OptimizerConfig(Section):
 
     def warmup_updates(self, num_updates: int) -> int:
         """Return the number of linear warm-up steps in a run of `num_updates` optimizer steps, at most all of them."""
-        wanted = self.warmup_steps if self.warmup_ratio is None else round(self.warmup_ratio * num_updates)
-        return min(wanted, num_updates)
+        warmup = self.warmup_steps if self.warmup_ratio is None else round(self.warmup_ratio * num_updates)
+        return min(warmup, num_updates)
 
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -302,13 +302,13 @@ class AlgorithmConfig(Section):
     bounded tokens."""
     kl_target: Annotated[PositiveFloat | None, OnlyIf(KL)] = None
     """Target of the adaptive KL controller, in nats per token. Default: none, kl_coefficient stays constant."""
-    kl_horizon: Annotated[PositiveFloat, OnlyIf(KL, given("algorithm.kl_target"))] = 10000.0
+    kl_horizon: Annotated[PositiveFloat, OnlyIf(KL, non_empty("algorithm.kl_target"))] = 10000.0
     """Horizon n of the adaptive KL controller: after n samples the coefficient has changed by at most a fifth."""
     reference_update_steps: Annotated[PositiveInt | None, OnlyIf(*REFERENCE)] = None
     """Number of steps between two updates of the reference model towards the policy (Gorbatovski et al. 2024), for the
     KL penalty or a preference loss. Default: the reference always is the initial model. Metric: kl/reference_moved."""
     reference_mixing: Annotated[
-        float, Field(gt=0.0, le=1.0), OnlyIf(*REFERENCE, given("algorithm.reference_update_steps", "64"))
+        float, Field(gt=0.0, le=1.0), OnlyIf(*REFERENCE, non_empty("algorithm.reference_update_steps", "64"))
     ] = 1.0
     """Weight alpha of the policy in an updated reference model: alpha * policy + (1 - alpha) * reference, computed in
     model.dtype. 1: copy the policy. In bfloat16, rounding loses most of the change if alpha is below 0.01."""
@@ -316,7 +316,7 @@ class AlgorithmConfig(Section):
         str | None,
         OnlyIf(*ADVANTAGES),
         Formula("importance", "IMPORTANCE_SAMPLING"),
-        BeforeValidator(lambda given: None if given == "none" else given),
+        BeforeValidator(lambda value: None if value == "none" else value),
     ] = None
     """Importance-sampling correction for staleness, and for the difference of engine and trainer probabilities. With
     old_logprobs: trainer this is decoupled PPO. Default: none. With rollout.max_staleness above 0 the recipe must name
@@ -366,7 +366,9 @@ class AlgorithmConfig(Section):
     overlong_penalty * reward.correct_score. With several turns: in the longest turn, or before
     rollout.budget.sampled_tokens in all together. Default: 0, no penalty (preset dapo: a fifth of max_new_tokens).
     """
-    overlong_penalty: Annotated[PositiveFloat, OnlyIf(REWARDS_TRAINED, given("algorithm.overlong_buffer", "512"))] = 1.0
+    overlong_penalty: Annotated[
+        PositiveFloat, OnlyIf(REWARDS_TRAINED, non_empty("algorithm.overlong_buffer", "512"))
+    ] = 1.0
     """Largest length penalty, at the end of the overlong_buffer, in units of reward.correct_score (verl:
     penalty_factor)."""
     mask_truncated: Annotated[bool, OnlyIf(ON_POLICY)] = False
@@ -374,7 +376,7 @@ class AlgorithmConfig(Section):
     ptx_coefficient: Annotated[float, Field(ge=0.0, lt=1.0), OnlyIf(PTX)] = 0.0
     """Coefficient c of PPO-ptx: the loss is (1 - c) * rl + c * (cross-entropy of the conversations in data.ptx). 0
     (default): none."""
-    ptx_conversations: Annotated[PositiveInt, OnlyIf(given("data.ptx", "talk.jsonl"))] = 32
+    ptx_conversations: Annotated[PositiveInt, OnlyIf(non_empty("data.ptx", "talk.jsonl"))] = 32
     """Number of conversations of data.ptx used per step (PPO-ptx)."""
 
     @property
@@ -388,16 +390,16 @@ class AlgorithmConfig(Section):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _with_preset(cls, given: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
-        preset = given.get("preset") if isinstance(given, dict) else None
+    def _with_preset(cls, values: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
+        preset = values.get("preset") if isinstance(values, dict) else None
         if not isinstance(preset, str):
-            return validate(given)
+            return validate(values)
         # The user's values come last, so they win over the preset's.
-        made = validate(PRESETS.get(preset, {}) | given)
+        config = validate(PRESETS.get(preset, {}) | values)
         # Only the user's own fields stay in model_fields_set. A field set there must have an effect
         # (`config.effects`), but a preset's value may have none.
-        made.model_fields_set.intersection_update(given)
-        return made
+        config.model_fields_set.intersection_update(values)
+        return config
 
 
 class CriticConfig(Section):

@@ -55,7 +55,7 @@ are names of fields of `Decides`."""
 
 
 @cache
-def decided(library: str) -> dict[str, str]:
+def reserved_settings(library: str) -> dict[str, str]:
     """Return the settings of a library that users cannot set, each with the recipe field or other source that decides
     it.
 
@@ -71,8 +71,8 @@ def decided(library: str) -> dict[str, str]:
 
 
 def _all_of(fields: list[str]) -> str:
-    *others, last = fields
-    return f"{', '.join(others)} and {last}" if others else last
+    *leading, last = fields
+    return f"{', '.join(leading)} and {last}" if leading else last
 
 
 # Megatron-Core 0.16.1 accepts these silently; a user would believe that they act.
@@ -93,13 +93,13 @@ _UNBALANCED = ("none", "sinkhorn")
 def without_effect(settings: Mapping[str, Any], *, has_experts: bool) -> Iterator[str]:
     """Yield one error line per field of `trainer.megatron` without effect in a model with or without experts."""
     for name, value in settings.items():
-        shown = f"trainer.megatron.{name} = {value!r}"
+        assignment = f"trainer.megatron.{name} = {value!r}"
         if name in _UNREAD and value:
-            yield f"{shown}: has no effect: {_UNREAD[name]}; remove it"
+            yield f"{assignment}: has no effect: {_UNREAD[name]}; remove it"
         elif name.startswith("moe_") and value and not has_experts:
-            yield f"{shown}: has no effect: the model has no experts; remove it"
+            yield f"{assignment}: has no effect: the model has no experts; remove it"
     if has_experts:
-        yield from _unbalanced(settings)
+        yield from _balancing_faults(settings)
 
 
 def balance_losses(settings: Mapping[str, Any]) -> dict[str, float]:
@@ -112,11 +112,11 @@ def balance_losses(settings: Mapping[str, Any]) -> dict[str, float]:
         kinds = [kinds]
     if not isinstance(coefficients, list | tuple):
         coefficients = [coefficients]
-    found = dict(zip(kinds, coefficients, strict=False)) | {"z_loss": settings.get(_Z_COEFFICIENT) or 0.0}
-    return {name: coefficient for name, coefficient in found.items() if coefficient}
+    losses = dict(zip(kinds, coefficients, strict=False)) | {"z_loss": settings.get(_Z_COEFFICIENT) or 0.0}
+    return {name: coefficient for name, coefficient in losses.items() if coefficient}
 
 
-def _unbalanced(settings: Mapping[str, Any]) -> Iterator[str]:
+def _balancing_faults(settings: Mapping[str, Any]) -> Iterator[str]:
     """Yield an error line if an experts' balancing loss has a type but coefficient zero, or a coefficient but no
     type."""
     kinds, coefficient = settings.get(_BALANCING), settings.get(_COEFFICIENT)

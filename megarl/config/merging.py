@@ -46,7 +46,7 @@ def merge(path: Path, overrides: Sequence[str]) -> Merged:
     merging = _Merging(tree, problems)
     for override in overrides:
         merging.apply(override)
-    values, references, unread = _resolved(path, merging.tree, merging.problems)
+    values, references, unread = _resolve(path, merging.tree, merging.problems)
     return Merged(values, references, merging.problems, unread, frozenset(merging.overridden))
 
 
@@ -174,9 +174,9 @@ class _Merging:
     def _items(self, place: str) -> list[Any]:
         """Return the items of a list in the tree as plain values. A missing list is the recipe's, or the field's
         default."""
-        found = self._at(place)
-        found = self._at(recipe_field(place)) if found is None else found
-        return (_default_list(place) or []) if found is None else _plain(found)
+        items = self._at(place)
+        items = self._at(recipe_field(place)) if items is None else items
+        return (_default_list(place) or []) if items is None else _plain(items)
 
     def _remove_item(self, place: str, number: int) -> None:
         from omegaconf import OmegaConf
@@ -201,8 +201,8 @@ class _Merging:
         if OmegaConf.is_dict(section) and name in section:
             del section[name]
         elif field_at(key) is None:
-            there = list(section) if OmegaConf.is_dict(section) and section_at(parent) is None else []
-            hint = f"{parent} has {', '.join(map(str, there))}" if there else key_hint(key)
+            names = list(section) if OmegaConf.is_dict(section) and section_at(parent) is None else []
+            hint = f"{parent} has {', '.join(map(str, names))}" if names else key_hint(key)
             self.problems.append(f"~{key}: there is no such value to remove; {hint}")
         self.overridden = {name for name in self.overridden if not f"{name}.".startswith(f"{key}.")}
 
@@ -246,15 +246,14 @@ def _form_fault(override: str) -> str | None:
 
 
 def _default_list(place: str) -> list[Any] | None:
-    """Return the default of a list field as plain values, or None."""
-    found = field_at(place)
-    default = found.default if found is not None else None
+    list_field = field_at(place)
+    default = list_field.default if list_field is not None else None
     if not isinstance(default, tuple):
         return None
     return [item.model_dump() if hasattr(item, "model_dump") else item for item in default]
 
 
-def _resolved(path: Path, tree: Any, problems: list[str]) -> tuple[dict[str, Any], dict[Place, str], set[str]]:
+def _resolve(path: Path, tree: Any, problems: list[str]) -> tuple[dict[str, Any], dict[Place, str], set[str]]:
     """Return three things: a tree's resolved values, its references to the environment, and its unresolvable fields.
 
     A reference is a text such as `${oc.env:NAME}`, keyed by its place (keys and indices).
@@ -317,8 +316,8 @@ def _environment_references(tree: Any) -> dict[Place, str]:
 
     OmegaConf.register_resolver("oc.env", read, replace=True)
     try:
-        found = walk(OmegaConf.to_container(tree, resolve=False), tree, ())
-        return {tuple(p if isinstance(p, int) else str(p) for p in place): raw for place, raw in found}
+        references = walk(OmegaConf.to_container(tree, resolve=False), tree, ())
+        return {tuple(p if isinstance(p, int) else str(p) for p in place): raw for place, raw in references}
     finally:
         OmegaConf.register_resolver("oc.env", oc.env, replace=True)
 

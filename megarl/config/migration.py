@@ -68,7 +68,7 @@ class Option:
         return tuple(name for name in names if _last(name) != own_name)
 
     @property
-    def written(self) -> str:
+    def text(self) -> str:
         """Return the option with its value, as its program writes it."""
         return f"{self.spellings[0]} {self.value}".rstrip()
 
@@ -166,9 +166,9 @@ def _group_by_meaning(rows: Sequence[Option], value: str | None) -> list[Meaning
     exact = [option for option in rows if option.value and value and _plain(option.value) == _plain(value)]
     decided = {field for option in exact for field in option.fields}
     general = [option for option in rows if not option.value and not decided & set(option.fields)]
-    chosen = [*exact, *general] or (rows if value is None else [])
+    matches = [*exact, *general] or (rows if value is None else [])
     groups: defaultdict[tuple[str, ...], list[Option]] = defaultdict(list)
-    for option in chosen:
+    for option in matches:
         groups[option.assignments if option.value else tuple(sorted(option.fields))].append(option)
     return sorted((Meaning(tuple(group)) for group in groups.values()), key=lambda it: OTHERS in it.programs)
 
@@ -221,7 +221,7 @@ def migration_page() -> str:
 
 def _page_row(option: Option) -> str:
     recipe = f"`{' '.join(overrides_of(option))}`" if option.fields else "—"
-    return f"| `{option.written}` | {recipe} | {option.note} |".replace("  ", " ")
+    return f"| `{option.text}` | {recipe} | {option.note} |".replace("  ", " ")
 
 
 def overrides_of(option: Option) -> list[str]:

@@ -63,19 +63,19 @@ class SourceConfig(Section):
 class SourceRecipe:
     """One source of a mixture, as a complete recipe with the source's overrides applied.
 
-    `own` has the overridden fields, keyed by dotted name. Without a mixture the only source is the recipe itself, named
-    after its environment.
+    `overridden` has the dotted names of the overridden fields. Without a mixture the only source is the recipe itself,
+    named after its environment.
     """
 
     name: str
     weight: float
     recipe: Recipe
-    own: frozenset[str] = frozenset()
+    overridden: frozenset[str] = frozenset()
 
     def place(self, field: str) -> str:
         """Return the dotted name of a source's field in the user's recipe, for example mixture.NAME.data.train."""
-        is_own = any(f"{field}.".startswith(f"{own}.") for own in self.own)
-        return f"mixture.{self.name}.{field}" if is_own else field
+        is_overridden = any(f"{field}.".startswith(f"{name}.") for name in self.overridden)
+        return f"mixture.{self.name}.{field}" if is_overridden else field
 
 
 def sources(recipe: Recipe) -> tuple[SourceRecipe, ...]:
@@ -88,63 +88,63 @@ def sources(recipe: Recipe) -> tuple[SourceRecipe, ...]:
 # All faults are collected first, because a user should see every error of a recipe at once.
 def check_sources(recipe: Recipe) -> None:
     """Raise a ValidationError with the errors of all sources, placed at mixture.NAME in the recipe."""
-    found: list[InitErrorDetails] = []
+    faults: list[InitErrorDetails] = []
     sets: dict[str, str] = {}
     if recipe.mixture and recipe.data.validation:
         text = (
             "does not belong to a source of the mixture, so its environment is unknown; move it to "
             "mixture.NAME.data.validation"
         )
-        found.append(_fault(text, ("data", "validation"), recipe.data.validation))
+        faults.append(_fault(text, ("data", "validation"), recipe.data.validation))
     for name, entry in recipe.mixture.items():
-        for section, known in OWN.items():
-            own: Mapping[str, Any] = getattr(entry, section)
-            for key in own:
-                if key not in known:
-                    text = f"cannot differ by source; set it for the whole run. A source may set {', '.join(known)}"
-                    found.append(_fault(text, ("mixture", name, section, key), own[key]))
-            fitting = {key: value for key, value in own.items() if key in known}
+        for section, allowed in OWN.items():
+            values: Mapping[str, Any] = getattr(entry, section)
+            for key in values:
+                if key not in allowed:
+                    text = f"cannot differ by source; set it for the whole run. A source may set {', '.join(allowed)}"
+                    faults.append(_fault(text, ("mixture", name, section, key), values[key]))
+            fitting = {key: value for key, value in values.items() if key in allowed}
             try:
-                made = _merged(getattr(recipe, section), fitting)
+                merged = _merge(getattr(recipe, section), fitting)
             except ValidationError as error:
-                found += _within(error, ("mixture", name, section))
+                faults += _within(error, ("mixture", name, section))
                 continue
-            for set_name in getattr(made, "validation", ()):
-                if (other := sets.setdefault(set_name, name)) != name:
-                    text = f"source {other} has a validation set with this name; choose another"
-                    found.append(_fault(text, ("mixture", name, "data", "validation"), set_name))
-    if found:
-        raise ValidationError.from_exception_data("mixture", found)
+            for set_name in getattr(merged, "validation", ()):
+                if (first_source := sets.setdefault(set_name, name)) != name:
+                    text = f"source {first_source} has a validation set with this name; choose another"
+                    faults.append(_fault(text, ("mixture", name, "data", "validation"), set_name))
+    if faults:
+        raise ValidationError.from_exception_data("mixture", faults)
 
 
 # data.train is a required field, so a recipe with data in its sources only would not validate.
-def with_first_train(given: Any) -> Any:
+def with_first_train(values: Any) -> Any:
     """Return recipe values in which data.train is the first source's, if only the sources have one."""
-    if not isinstance(given, Mapping) or not isinstance(given.get("mixture"), Mapping):
-        return given
-    data = given.get("data", {})
+    if not isinstance(values, Mapping) or not isinstance(values.get("mixture"), Mapping):
+        return values
+    data = values.get("data", {})
     if not isinstance(data, Mapping) or "train" in data:
-        return given
-    for entry in given["mixture"].values():
-        own = entry.get("data") if isinstance(entry, Mapping) else getattr(entry, "data", None)
-        if isinstance(own, Mapping) and isinstance(own.get("train"), str):
-            return {**given, "data": {**data, "train": own["train"]}}
-    return given
+        return values
+    for entry in values["mixture"].values():
+        source_data = entry.get("data") if isinstance(entry, Mapping) else getattr(entry, "data", None)
+        if isinstance(source_data, Mapping) and isinstance(source_data.get("train"), str):
+            return {**values, "data": {**data, "train": source_data["train"]}}
+    return values
 
 
 def _source(recipe: Recipe, name: str, entry: SourceConfig) -> SourceRecipe:
     changed: dict[str, Any] = {"mixture": {}}
-    own: list[str] = []
+    overridden: list[str] = []
     for section in OWN:
         changes: Mapping[str, Any] = getattr(entry, section)
         if changes:
-            changed[section] = _merged(getattr(recipe, section), changes)
-            own += _fields(getattr(recipe, section), changes, f"{section}.")
-    made = recipe.model_copy(update=changed).with_overlong_buffer()
-    return SourceRecipe(name, entry.weight, made, frozenset(own))
+            changed[section] = _merge(getattr(recipe, section), changes)
+            overridden += _fields(getattr(recipe, section), changes, f"{section}.")
+    source_recipe = recipe.model_copy(update=changed).with_overlong_buffer()
+    return SourceRecipe(name, entry.weight, source_recipe, frozenset(overridden))
 
 
-def _merged(section: Section, changes: Mapping[str, Any]) -> Section:
+def _merge(section: Section, changes: Mapping[str, Any]) -> Section:
     """Return a copy of a section with some values changed, also in nested sections. Raises ValidationError."""
     return type(section).model_validate(_values(section, changes))
 

@@ -99,8 +99,8 @@ def engine_overrides(
     return plain | {"rope_parameters": {**(rope or {}), **rope_parameters(overridden(config, override))}}
 
 
-def _scaling(given: Mapping[str, Any] | None) -> dict[str, Any]:
+def _scaling(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return rotary parameters with the key rope_type, which older files call type."""
-    scaling = dict(given or {})
+    scaling = dict(parameters or {})
     older = scaling.pop("type", "default")
     return {"rope_type": older, **scaling}

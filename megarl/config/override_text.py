@@ -38,12 +38,12 @@ def as_yaml(value: Any) -> str:
     JSON writes a character such as an emoji as two surrogates. YAML takes these for two broken characters, and has one
     escape of eight digits instead.
     """
-    return _PAIR.sub(_joined, json.dumps(value))
+    return _PAIR.sub(_join_surrogates, json.dumps(value))
 
 
-def _joined(found: re.Match[str]) -> str:
+def _join_surrogates(match: re.Match[str]) -> str:
     """Return YAML's escape for a pair of surrogates, or an escaped backslash unchanged."""
-    if found[1]:
-        return found[1]
-    character: str = json.loads(f'"{found[0]}"')
+    if match[1]:
+        return match[1]
+    character: str = json.loads(f'"{match[0]}"')
     return f"\\U{ord(character):08x}"

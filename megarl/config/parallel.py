@@ -89,9 +89,9 @@ class ParallelConfig:
         additional layer.
         """
         chunks = self.pp * self.vpp
-        each, more = divmod(num_layers, chunks)
+        minimum, more = divmod(num_layers, chunks)
         by_load = [*range(1, chunks - 1), 0, chunks - 1][:more]
-        return tuple(each + (chunk in by_load) for chunk in range(chunks))
+        return tuple(minimum + (chunk in by_load) for chunk in range(chunks))
 
     def layers_on_stage(self, num_layers: int, stage: int) -> list[int]:
         """Return the numbers, from 0, of the layers of all chunks on a pipeline stage."""
@@ -125,17 +125,23 @@ class ParallelConfig:
 
     def coordinates(self, rank: int) -> Coordinates:
         """Return the coordinates of a rank in the trainer's grid."""
-        at = self._place(self._dense, self.part(rank))
+        dense = self._place(self._dense, self.part(rank))
         expert = self._place(self._expert, self.part(rank))
         return Coordinates(
-            tp=at["tp"], dp=at["dp"], pp=at["pp"], cp=at["cp"], etp=expert["tp"], ep=expert["ep"], edp=expert["dp"]
+            tp=dense["tp"],
+            dp=dense["dp"],
+            pp=dense["pp"],
+            cp=dense["cp"],
+            etp=expert["tp"],
+            ep=expert["ep"],
+            edp=expert["dp"],
         )
 
     def rank(self, tp: int, dp: int, pp: int, cp: int = 0) -> int:
         """Return the rank at these coordinates of the trainer's grid."""
-        at, part, step = {"tp": tp, "dp": dp, "pp": pp, "cp": cp, "ep": 0}, 0, 1
+        coordinates, part, step = {"tp": tp, "dp": dp, "pp": pp, "cp": cp, "ep": 0}, 0, 1
         for axis in self.order.split("-"):
-            part += at[axis] * step
+            part += coordinates[axis] * step
             step *= self._dense[axis]
         # Inverse of `part`.
         a, b = self.rank_permutation
@@ -158,8 +164,8 @@ class ParallelConfig:
         # A permutation may give tp 0 a higher number than its peers, so the first rank is placed explicitly.
         first = self.rank(tp=0, dp=dp, pp=0)
         places = product(range(self.tp), range(self.pp), range(self.cp))
-        others = {self.rank(tp=tp, dp=dp, pp=pp, cp=cp) for tp, pp, cp in places} - {first}
-        return (first, *sorted(others))
+        peers = {self.rank(tp=tp, dp=dp, pp=pp, cp=cp) for tp, pp, cp in places} - {first}
+        return (first, *sorted(peers))
 
     def leaders(self) -> tuple[int, ...]:
         """Return the first rank of each vLLM tensor-parallel group. It runs the engine's scheduler."""
@@ -185,13 +191,13 @@ class ParallelConfig:
 
     @property
     def _expert(self) -> dict[str, int]:
-        same = self.world_size // (self.etp * self.ep * self.pp)
-        return {"tp": self.etp, "cp": 1, "ep": self.ep, "dp": same, "pp": self.pp}
+        edp = self.world_size // (self.etp * self.ep * self.pp)
+        return {"tp": self.etp, "cp": 1, "ep": self.ep, "dp": edp, "pp": self.pp}
 
     def _place(self, sizes: Mapping[str, int], part: int) -> dict[str, int]:
         """Return the digits of a position in the mixed-radix number system whose digits are the axes of the order."""
         assert prod(sizes.values()) == self.world_size, f"{sizes} do not make {self.world_size} ranks"
-        at = {}
+        digits = {}
         for axis in self.order.split("-"):
-            part, at[axis] = divmod(part, sizes[axis])
-        return at
+            part, digits[axis] = divmod(part, sizes[axis])
+        return digits

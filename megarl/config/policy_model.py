@@ -17,10 +17,10 @@ from megarl.config.section import Section
 from megarl.files.model_folder import find_folder
 
 
-def _overrides(given: dict[str, JsonValue]) -> dict[str, JsonValue]:
-    if fault := override_fault(given):
+def _overrides(overrides: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    if fault := override_fault(overrides):
         raise PydanticCustomError("override_config", "{fault}", {"fault": fault})
-    return given
+    return overrides
 
 
 OverrideConfig = Annotated[dict[str, JsonValue], AfterValidator(_overrides)]

@@ -15,7 +15,7 @@ from megarl.config.explaining import error_page, leaves_of, printable, reference
 from megarl.config.foreign import REMOVED
 from megarl.config.merging import merge
 from megarl.config.schema import description, section_of, value_at
-from megarl.config.validating import validated
+from megarl.config.validating import validate_values
 from megarl.types import ConfigError
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def read(path: str | Path, overrides: Sequence[str] = (), *, is_of_run: bool = F
     `is_of_run`: the file is the config.yaml of a run folder. It lists all fields, so fields without effect are not
     errors. Raises ConfigError only if the file is not a YAML mapping of sections and fields.
     """
-    from megarl.config.idle import Given, drop_replaced_answers, drop_superseded, idle_lines
+    from megarl.config.idle import Origin, drop_replaced_answers, drop_superseded, idle_lines
     from megarl.config.removed import drop_removed_fields
     from megarl.config.secrets import literal_secrets
 
@@ -72,12 +72,12 @@ def read(path: str | Path, overrides: Sequence[str] = (), *, is_of_run: bool = F
     removed = drop_removed_fields(merged, path, is_of_run=is_of_run)
     problems = [*merged.problems, *literal_secrets(merged.values, merged.references)]
     replaced = drop_replaced_answers(merged, path)
-    recipe, faults, unread = validated(merged.values, merged.references)
-    given = Given(path, bool(overrides), merged.overridden, unread | merged.unread, is_of_run)
-    recipe, notices, missing = drop_superseded(recipe, merged, given)
-    problems += [*faults, *missing, *idle_lines(recipe, merged.references, given)]
-    made = recipe.with_references(merged.references).with_notices([*removed, *replaced, *notices])
-    return Draft(path, made, tuple(problems), frozenset(given.unread))
+    recipe, faults, unread = validate_values(merged.values, merged.references)
+    origin = Origin(path, bool(overrides), merged.overridden, unread | merged.unread, is_of_run)
+    recipe, notices, missing = drop_superseded(recipe, merged, origin)
+    problems += [*faults, *missing, *idle_lines(recipe, merged.references, origin)]
+    recipe_with_notices = recipe.with_references(merged.references).with_notices([*removed, *replaced, *notices])
+    return Draft(path, recipe_with_notices, tuple(problems), frozenset(origin.unread))
 
 
 def to_yaml(recipe: Recipe, comments: bool = False) -> str:
@@ -89,11 +89,11 @@ def to_yaml(recipe: Recipe, comments: bool = False) -> str:
     from megarl.config.effects import may_be_idle, unmet
     from megarl.config.idle import given_fields
 
-    given = set(given_fields(recipe))
+    set_fields = set(given_fields(recipe))
 
     def has_effect(place: Place) -> bool:
         field = ".".join(map(str, place))
-        return unmet(recipe, field) is None and (field in given or not may_be_idle(recipe, field))
+        return unmet(recipe, field) is None and (field in set_fields or not may_be_idle(recipe, field))
 
     return _section_yaml(recipe, (), recipe.references, has_effect, comments)
 
@@ -117,9 +117,9 @@ def recipe_changes(earlier: Mapping[str, Any], recipe: Recipe) -> list[str]:
     required = {"model": {"path": recipe.model.path}, "data": {"train": recipe.data.train}}
     defaults = Recipe.model_validate({"name": recipe.name, "loop": recipe.loop, **required})
     now = _settings(yaml.safe_load(to_yaml(recipe)))
-    known = _settings(defaults.model_dump(mode="json"))
+    default_settings = _settings(defaults.model_dump(mode="json"))
     was_set = {field: value for field, value in _settings(earlier).items() if field not in REMOVED or value is not None}
-    before = {field: value for field, value in known.items() if field in now} | was_set
+    before = {field: value for field, value in default_settings.items() if field in now} | was_set
     absent = "(not set)"
     # dict.fromkeys keeps the order of the schema, with removed fields last.
     return [
@@ -145,12 +145,12 @@ def _section_yaml(
 
     parts = []
     for name, field in type(section).model_fields.items():
-        value, own = getattr(section, name), (*place, name)
-        if section_of(field) is not None and own not in references:
-            inner = _section_yaml(value, own, references, has_effect, comments)
+        value, field_place = getattr(section, name), (*place, name)
+        if section_of(field) is not None and field_place not in references:
+            inner = _section_yaml(value, field_place, references, has_effect, comments)
             text = f"{name}:\n{textwrap.indent(inner, '  ')}" if inner else ""
-        elif section_of(field) is not None or has_effect(own):
-            plain = {name: printable(value, own, references)}
+        elif section_of(field) is not None or has_effect(field_place):
+            plain = {name: printable(value, field_place, references)}
             # Without a large width YAML folds long values over several lines.
             text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=10**6)
         else:

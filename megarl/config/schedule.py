@@ -21,9 +21,9 @@ from megarl.config.conditions import (
     RL,
     SPIKES,
     UNPACED,
-    given,
     instead_of,
     left_out,
+    non_empty,
     one_of,
 )
 from megarl.config.sampling import EvaluationSamplingConfig
@@ -55,7 +55,7 @@ class TrainConfig(Section):
     profile_with: Annotated[
         tuple[Literal["spans", "torch", "memory"], ...],
         Field(min_length=1),
-        OnlyIf(given("train.profile_steps", "[2]")),
+        OnlyIf(non_empty("train.profile_steps", "[2]")),
     ] = ("spans",)
     """Means of profiling. spans (default): time spans of driver and ranks, step_NNNNNN.json, for ui.perfetto.dev.
     torch: torch.profiler with NVTX ranges, a trace per rank in step_NNNNNN/; slows the step. memory: snapshots of the
@@ -68,9 +68,9 @@ class TrainConfig(Section):
     max_logprob_gap: Annotated[PositiveFloat | None, OnlyIf(ON_POLICY, UNPACED)] = None
     """Maximum mean distance between trainer and engine log-probs, in nats (metric logprob_gap/mean; rl, distillation).
     If it is larger, the step's remaining updates are skipped. Default: none. Metric: train/gap_exceeded."""
-    on_logprob_gap: Annotated[Literal["stop", "skip"], OnlyIf(ON_POLICY, UNPACED, given("train.max_logprob_gap"))] = (
-        "stop"
-    )
+    on_logprob_gap: Annotated[
+        Literal["stop", "skip"], OnlyIf(ON_POLICY, UNPACED, non_empty("train.max_logprob_gap"))
+    ] = "stop"
     """Action after a step above max_logprob_gap. stop (default): save a checkpoint and end the run with exit code 70.
     skip: continue with the next step."""
     # A record has no rollbacks, and a replay has no limits.

@@ -152,7 +152,7 @@ def literal_secrets(values: Any, references: Mapping[Place, str], place: Place =
         yield _error(place)
 
 
-def dotted(place: Place) -> str:
+def dotted_name(place: Place) -> str:
     """Return a place (keys and list indices) as a dotted name."""
     return ".".join(str(part) for part in place)
 
@@ -163,7 +163,7 @@ def shown_key(name: str) -> str:
 
 
 def _error(place: Place) -> str:
-    return f"{dotted(place)} = {HIDDEN}: a secret must not stand in a recipe; {REMEDY}"
+    return f"{dotted_name(place)} = {HIDDEN}: a secret must not stand in a recipe; {REMEDY}"
 
 
 def _words(name: str) -> str:

@@ -21,8 +21,8 @@ class Section(BaseModel):
     @classmethod
     def _not_a_number(cls, value: Any, info: ValidationInfo) -> Any:
         """Refuse true and false in number fields. pydantic would convert them to 1 and 0."""
-        given = value if isinstance(value, list | tuple) else [value]
-        if any(isinstance(item, bool) for item in given) and not _takes_bool(
+        items = value if isinstance(value, list | tuple) else [value]
+        if any(isinstance(item, bool) for item in items) and not _takes_bool(
             cls.model_fields[info.field_name or ""].annotation
         ):
             raise PydanticCustomError("boolean", "is true or false, but this field takes neither")
@@ -30,5 +30,4 @@ class Section(BaseModel):
 
 
 def _takes_bool(annotation: Any) -> bool:
-    """Return whether a type accepts true and false."""
     return annotation in (bool, Any) or any(map(_takes_bool, get_args(annotation)))

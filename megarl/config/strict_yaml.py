@@ -55,17 +55,17 @@ def problems(text: str, field: str = "") -> list[str]:
     return list(_problems(root, field, 0))
 
 
-def _num_values(node: yaml.Node, known: dict[int, int]) -> int:
+def _num_values(node: yaml.Node, counts: dict[int, int]) -> int:
     """Return the number of values below a YAML node, with aliases expanded. A node that contains itself counts once.
 
-    `known` keeps the counts of visited nodes, keyed by `id(node)`, so that many aliases cost no time.
+    `counts` has the results for visited nodes, keyed by `id(node)`, so that many aliases cost no time.
     """
-    if id(node) not in known:
-        known[id(node)] = 1
+    if id(node) not in counts:
+        counts[id(node)] = 1
         parts = [] if isinstance(node, yaml.ScalarNode) else node.value
         items = [item for part in parts for item in (part if isinstance(part, tuple) else (part,))]
-        known[id(node)] = 1 + sum(_num_values(item, known) for item in items)
-    return known[id(node)]
+        counts[id(node)] = 1 + sum(_num_values(item, counts) for item in items)
+    return counts[id(node)]
 
 
 def _problems(node: yaml.Node, field: str, depth: int) -> Iterator[str]:

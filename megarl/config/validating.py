@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megarl.config.explaining import explained
+from megarl.config.explaining import explain_error
 from megarl.config.schema import all_fields, recipe_field, section_of
 
 if TYPE_CHECKING:
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from megarl.config.secrets import Place
 
 
-def validated(values: dict[str, Any], references: Mapping[Place, str]) -> tuple[Recipe, list[str], set[str]]:
+def validate_values(values: dict[str, Any], references: Mapping[Place, str]) -> tuple[Recipe, list[str], set[str]]:
     """Return a recipe made of plain values, its error lines, and the names of fields left out because of errors.
 
     `values` is changed: wrong values are removed, and missing required ones are filled with the field's name in angle
@@ -30,33 +30,35 @@ def validated(values: dict[str, Any], references: Mapping[Place, str]) -> tuple[
         try:
             return Recipe.model_validate(values), problems, unread
         except ValidationError as error:
-            for found in error.errors(include_url=False):
-                lines = explained(found["type"], found["loc"], found["input"], found["msg"], references)
+            for fault in error.errors(include_url=False):
+                lines = explain_error(fault["type"], fault["loc"], fault["input"], fault["msg"], references)
                 problems += lines.split("\n")
-                unread |= _take_out(values, found["loc"], is_unknown=found["type"] == "extra_forbidden")
+                unread |= _take_out(values, fault["loc"], is_unknown=fault["type"] == "extra_forbidden")
 
 
 def _take_out(values: dict[str, Any], loc: tuple[int | str, ...], *, is_unknown: bool) -> set[str]:
     """Remove the wrong value of a pydantic error. A missing required value gets a placeholder. Returns the fields'
     names."""
-    known = all_fields()
+    recipe_fields = all_fields()
     parts = [str(part) for part in loc]
-    while not is_unknown and recipe_field(".".join(parts)) not in known:
+    while not is_unknown and recipe_field(".".join(parts)) not in recipe_fields:
         parts.pop()  # skips an item of a list, a key of a mapping, a member of a union
     name = ".".join(parts)
     if take_value(values, parts) and is_unknown:
         return set()
-    while recipe_field(".".join(parts)) not in known:
+    while recipe_field(".".join(parts)) not in recipe_fields:
         parts.pop()  # an earlier error has removed the list or mapping around it
     name = ".".join(parts)
     if name == "mixture" and isinstance(data := values.setdefault("data", {}), dict):
         data.setdefault("train", "<data.train>")  # only sources had a data.train
     if (field := recipe_field(name)) != name:
-        if known[field].is_required():
+        if recipe_fields[field].is_required():
             _put(values, parts, f"<{field}>")
         return {name}
-    required = [field for field in known if field == name or field.startswith(f"{name}.")]
-    required = [field for field in required if known[field].is_required() and section_of(known[field]) is None]
+    required = [field for field in recipe_fields if field == name or field.startswith(f"{name}.")]
+    required = [
+        field for field in required if recipe_fields[field].is_required() and section_of(recipe_fields[field]) is None
+    ]
     for field in required:
         _put(values, field.split("."), _PLACEHOLDERS.get(field, f"<{field}>"))
     return {name, *required}

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from megarl.config import RolloutConfig
 from megarl.config.engine_fields import engine_field_fault, refusals_by_field
-from megarl.config.library_settings import decided
+from megarl.config.library_settings import reserved_settings
 from megarl.config.override import engine_overrides
 from megarl.engine.compilation_guard import without_fused_all_reduce
 from megarl.engine.engine_part import EnginePart
@@ -102,7 +102,7 @@ def engine_arguments(
             raise ConfigError(f"rollout.vllm.{key}: vLLM's EngineArgs has no such field; {hint}")
         # The check before a start refuses a field that another recipe field decides; an engine can take it. Values are
         # left out of the message, because a token may be one of them.
-        if key not in decided("vllm") and (fault := engine_field_fault(key)) is not None:
+        if key not in reserved_settings("vllm") and (fault := engine_field_fault(key)) is not None:
             raise ConfigError(f"rollout.vllm.{key}: {fault}")
     arguments: dict[str, Any] = {
         "model": model_path,

@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel import layers as tensor_parallel_layers
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from megarl.config.library_settings import decided, without_effect
+from megarl.config.library_settings import reserved_settings, without_effect
 from megarl.config.parallel import ParallelConfig
 from megarl.families.megatron_settings import architecture_settings, router_settings
 from megarl.families.parts import Latent, Router
@@ -98,7 +98,7 @@ def transformer_config(
         # Such models have one angle a token (`models.policy`), Transformer Engine's kernel one a position.
         settings["apply_rope_fusion"] = False
     overrides = _without_apex(overrides)
-    for name in sorted(overrides.keys() & (settings.keys() | decided("architecture").keys())):
+    for name in sorted(overrides.keys() & (settings.keys() | reserved_settings("architecture").keys())):
         raise ConfigError(f"trainer.megatron.{name}: follows from the model and the recipe's other fields; remove it.")
     try:
         return kind(**(defaults | settings | dict(overrides)))

@@ -14,7 +14,7 @@ from typing import Any
 
 from megarl.config import Recipe
 from megarl.config.engine_fields import engine_field_fault, refusals_by_field
-from megarl.config.library_settings import decided, without_effect
+from megarl.config.library_settings import reserved_settings, without_effect
 from megarl.config.secrets import holds_secret
 from megarl.families.registry import FAMILIES
 from megarl.families.shape import ModelShape
@@ -30,12 +30,12 @@ def megatron_fields(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     """Yield errors of `trainer.megatron`: fields that Megatron-Core's TransformerConfig lacks, or that have no
     effect."""
     settings = recipe.trainer.megatron
-    follows = decided("megatron") | decided("architecture")
+    follows = reserved_settings("megatron") | reserved_settings("architecture")
     has_sinks = "softmax_type" in FAMILIES[shape.family].settings(shape)
-    follows |= decided("sinks") if has_sinks else {}
-    follows |= decided("recompute") if recipe.trainer.recompute != "none" else {}
-    follows |= decided("experts") if shape.num_experts else {}
-    follows |= decided("fp8") if recipe.trainer.fp8 != "none" else {}
+    follows |= reserved_settings("sinks") if has_sinks else {}
+    follows |= reserved_settings("recompute") if recipe.trainer.recompute != "none" else {}
+    follows |= reserved_settings("experts") if shape.num_experts else {}
+    follows |= reserved_settings("fp8") if recipe.trainer.fp8 != "none" else {}
     known_fields: dict[str, ast.expr] = {}
     for file, name in (
         ("core/model_parallel_config.py", "ModelParallelConfig"),

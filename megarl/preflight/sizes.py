@@ -130,7 +130,7 @@ def ranks(recipe: Recipe) -> Iterator[str]:
         return
     axes = ("tp", "pp", "cp") if trainer.cp > 1 else ("tp", "pp")
     model_ranks = math.prod(getattr(trainer, axis) for axis in axes)
-    product = cluster.described
+    product = cluster.rank_product
     ranks = f"the {world} ranks ({product})"
     if recipe.separate_ranks:
         ranks = f"the {world} training ranks ({product} - rollout.ranks {recipe.separate_ranks})"
@@ -175,7 +175,7 @@ def placement(recipe: Recipe) -> Iterator[str]:
                 "that, or leave the group out"
             )
         return
-    world, tp, product = cluster.world_size, rollout.tp, cluster.described
+    world, tp, product = cluster.world_size, rollout.tp, cluster.rank_product
     fitting = list(range(tp, world, tp))
     use = f"use {either(fitting)}" if fitting else f"have more than {tp} ranks (cluster.ranks_per_node)"
     if engines is not None:

@@ -6,7 +6,7 @@ import re
 
 from megarl.config import engine_fields
 from megarl.config.engine_fields import accepted_fields, engine_field_fault, refusals_by_field
-from megarl.config.library_settings import decided
+from megarl.config.library_settings import reserved_settings
 from megarl.config.schema import field_at
 from megarl.preflight.library_fields import class_fields
 
@@ -14,7 +14,9 @@ TABLES = (engine_fields._ACCEPTED, engine_fields._SET_BY_MEGARL, engine_fields._
 
 
 def _all_names() -> list[str]:
-    return [name for table in TABLES for names in table.values() for name in names.split()] + [*decided("vllm")]
+    return [name for table in TABLES for names in table.values() for name in names.split()] + [
+        *reserved_settings("vllm")
+    ]
 
 
 def test_every_field_of_vllm_has_a_row() -> None:

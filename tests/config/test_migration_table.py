@@ -55,19 +55,19 @@ def test_each_row_is_a_recipe(recipe: Callable[[list[str]], Recipe], program: st
     wrong: dict[str, object] = {}
     for row in (row for row in ROWS if row.program == program):
         if not row.fields:
-            assert row.note, f"{row.written} has no field and no reason"
+            assert row.note, f"{row.text} has no field and no reason"
             continue
         try:
             made = recipe(overrides_of(row))
         except Exception as error:
-            wrong[row.written] = str(error)
+            wrong[row.text] = str(error)
             continue
         parallel = sizes.parallel_of(made)
         faults = [*sizes.ranks(made), *sizes.batches(made, parallel.dp), *sizes.lengths(made)]
         faults += [*learning.optimizers(made), *learning.algorithm(made), *off_policy.sampling(made)]
         faults += [*off_policy.stragglers(made), *off_policy.staleness(made), *reward_fields(made), *keywords(made)]
         if faults:
-            wrong[row.written] = faults
+            wrong[row.text] = faults
     assert wrong == {}
 
 
@@ -162,7 +162,7 @@ def test_no_message_advises_a_value_that_is_refused(recipe: Callable[[list[str]]
 def test_a_row_tells_of_its_own_program() -> None:
     programs = {"OpenRLHF", *PROGRAMS}
     strange = {
-        f"{row.program} {row.written}": row.note
+        f"{row.program} {row.text}": row.note
         for row in options()
         if any(re.search(rf"\b{re.escape(program)}\b", row.note) for program in programs - {row.program})
     }

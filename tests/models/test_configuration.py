@@ -17,7 +17,7 @@ import torch
 from megatron.core.transformer import TransformerConfig
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megarl.config.library_settings import decided
+from megarl.config.library_settings import reserved_settings
 from megarl.config.parallel import ParallelConfig
 from megarl.config.trainer import RecomputedModule
 from megarl.families.registry import FAMILIES
@@ -104,17 +104,17 @@ def test_the_fields_that_others_decide_are_listed(config: Callable[..., Any], ti
     set_here = _model_settings(dense) | _split_settings(parallel, torch.float32, False)
     # Set for models with trained MTP layers alone.
     of_mtp = ("mtp_num_layers", "mtp_loss_scaling_factor")
-    assert {*set_here, "pipeline_model_parallel_layout", *of_mtp} == decided("megatron").keys()
+    assert {*set_here, "pipeline_model_parallel_layout", *of_mtp} == reserved_settings("megatron").keys()
     assert experts.router is not None
     of_experts = _expert_settings(experts.router, experts, parallel)
-    assert {*of_experts, "moe_enable_routing_replay"} == decided("experts").keys()
+    assert {*of_experts, "moe_enable_routing_replay"} == reserved_settings("experts").keys()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_a_family_sets_is_listed(family: str) -> None:
     """The checks before a start know the settings of each family; windows have no effect and are refused as such."""
     settings = _model_settings(dataclasses.replace(small_shape(family), rotary=Rotary(1e4, attention_factor=1.2)))
-    listed = decided("megatron") | decided("architecture")
+    listed = reserved_settings("megatron") | reserved_settings("architecture")
     assert settings.keys() - listed.keys() <= {"window_size", "window_attn_skip_freq"}
 
 

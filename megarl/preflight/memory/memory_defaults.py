@@ -10,7 +10,7 @@ from typing import Any
 
 from megarl.config import Recipe
 from megarl.config.effects import unmet
-from megarl.config.library_settings import decided
+from megarl.config.library_settings import reserved_settings
 from megarl.config.override_text import short_override
 from megarl.config.parallel import ParallelConfig
 from megarl.config.schema import value_at
@@ -83,7 +83,7 @@ def _planned_models(recipe: Recipe) -> tuple[Models, GpuMemory] | None:
 def _sets_field(recipe: Recipe, field: str) -> bool:
     """Return whether the recipe sets the offloaded states, or the recomputed activations."""
     trainer = recipe.trainer
-    if field == _RECOMPUTE and not decided("recompute").keys().isdisjoint(trainer.megatron):
+    if field == _RECOMPUTE and not reserved_settings("recompute").keys().isdisjoint(trainer.megatron):
         return True
     return field.partition(".")[2] in trainer.model_fields_set
 
