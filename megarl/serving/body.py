@@ -27,8 +27,8 @@ _LARGE_BYTES = 64 << 10
 async def read_body(request: web.Request) -> tuple[bytes, Mapping[str, Any]]:
     """Return a request's body: its identity, and the JSON object in it.
 
-    The identity is a hash of the object without `stream`: a client repeats a request with the same object, but some ask
-    for a whole answer after a stream was cut.
+    The identity is a hash of the path and of the object without `stream`. A client repeats a request with the same
+    object, but some ask for a whole answer after a stream was cut.
 
     Call it only after checking the client's key, because it holds up to `MAX_BODY_BYTES` in memory. Raises RequestError
     with status 413 for a body that is too large, and 408 for one that does not arrive. The status is 400 for one that
@@ -45,14 +45,14 @@ async def read_body(request: web.Request) -> tuple[bytes, Mapping[str, Any]]:
     except (HttpProcessingError, ClientPayloadError, web.RequestPayloadError) as error:
         raise RequestError(f"the body cannot be read: {type(error).__name__}: {error!s:.200}") from error
     if len(raw) < _LARGE_BYTES:
-        return _identified(raw)
-    return await asyncio.to_thread(_identified, raw)
+        return _identify(raw, request.path)
+    return await asyncio.to_thread(_identify, raw, request.path)
 
 
-def _identified(raw: bytes) -> tuple[bytes, Mapping[str, Any]]:
+def _identify(raw: bytes, path: str) -> tuple[bytes, Mapping[str, Any]]:
     body = parse_body(raw)
     content = {name: value for name, value in body.items() if name not in ("stream", "stream_options")}
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).digest(), body
+    return hashlib.sha256(json.dumps([path, content], sort_keys=True).encode()).digest(), body
 
 
 def parse_body(raw: bytes) -> Mapping[str, Any]:

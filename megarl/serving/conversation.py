@@ -192,11 +192,23 @@ def _key(message: Message, places: Mapping[str, int]) -> str:
     """Return a message in canonical form. A tool call is identified by its position, because clients change ids."""
     content = message["content"]
     if message["role"] == "assistant":
-        calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls", ())]
+        functions = [call["function"] for call in message.get("tool_calls", ())]
+        calls = [[function["name"], _as_floats(function["arguments"])] for function in functions]
         # Blanks are stripped from assistant messages only: those of other roles reach the prompt unchanged.
         return _json(["assistant", content.strip(), calls])
     answered = message.get("tool_call_id", "")
     return _json([message["role"], content, places.get(answered, answered)])
+
+
+def _as_floats(value: Any) -> Any:
+    """Return parsed JSON with all its numbers as floats: JavaScript clients send 120.0 back as 120."""
+    if isinstance(value, Mapping):
+        return {name: _as_floats(entry) for name, entry in value.items()}
+    if isinstance(value, list):
+        return [_as_floats(entry) for entry in value]
+    # A larger integer than a float can hold stays as it is.
+    is_number = isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 1000
+    return float(value) if is_number else value
 
 
 def _reasoning(message: Message) -> str:

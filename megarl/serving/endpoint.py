@@ -187,7 +187,7 @@ class Endpoint:
         asked = self._asked(chat, session)
         self._note_overridden(session, {name: body.get(name) for name in without_effect}, "it has no effect here")
         call = session.chat(read_conversation(chat), asked.sampling, identity, is_retry=_is_retry(request))
-        return await self._respond(dialect, request, session, call, asked, is_new=is_new)
+        return await self._respond(dialect, request, session, call, asked, body, is_new=is_new)
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         self._check_right(request)
@@ -195,7 +195,7 @@ class Endpoint:
         session, is_new = self._session(request)
         asked = self._asked(body, session)
         call = session.complete(read_prompt(body), asked.sampling, identity, is_retry=_is_retry(request))
-        return await self._respond(COMPLETIONS, request, session, call, asked, is_new=is_new)
+        return await self._respond(COMPLETIONS, request, session, call, asked, body, is_new=is_new)
 
     async def _count_tokens(self, request: web.Request) -> web.Response:
         """Return the length of the prompt that a conversation would have. Nothing is sampled."""
@@ -316,12 +316,13 @@ class Endpoint:
         session: Session,
         call: ModelCallUnderWay,
         asked: Asked,
+        body: Mapping[str, Any],
         *,
         is_new: bool,
     ) -> web.StreamResponse:
         """Wait for the answer of a model call, and send it to the client, as a whole or as a stream."""
         headers = {SESSION_HEADER: session.secret} if is_new else {}
-        reply = dialect.reply(f"{session.name}.{call.number}", self._model, asked)
+        reply = dialect.reply(f"{session.name}.{call.number}", self._model, asked, body)
         with session.waiting(call):
             if asked.is_streamed:
                 response = await self._stream(request, session, call, asked, reply, headers)

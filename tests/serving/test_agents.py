@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -13,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from openai import OpenAI
 
 from megarl.cluster.worker_group import WorkerGroup
 from megarl.config.parallel import ParallelConfig
@@ -28,7 +25,7 @@ from megarl.serving.codec import Codec
 from megarl.serving.endpoint import Endpoint
 from megarl.serving.sessions import Sessions
 from megarl.types import Problem, Reward, SamplingSettings, Trajectory
-from tests.child_processes import is_alive, rank_processes
+from tests.child_processes import is_alive
 from tests.forked_command import MEGARL
 from tests.rewards.pools import wait_until
 from tests.rollout.engines import CONTEXT_TOKENS
@@ -202,50 +199,3 @@ def test_an_agent_program_with_tools_trains(tool_model: Path, tmp_path: Path) ->
         assert step["environment/model_calls"] >= 1 and step["rollout/ended/error"] == 0
         assert step["logprob_gap/max"] < 1e-4 and step["environment/forks"] == 0
     assert "endpoint at http://127.0.0.1:" in done.stdout + done.stderr
-
-
-@pytest.mark.long
-@pytest.mark.end_to_end
-def test_a_run_s_model_is_served_by_two_ranks_until_ctrl_c_ends_them_all(tool_model: Path, tmp_path: Path) -> None:
-    run, left = tmp_path / "runs/mine", tmp_path / "tmp"
-    run.mkdir(parents=True)
-    left.mkdir()
-    (run / "config.yaml").touch()
-    (run / "hf").symlink_to(tool_model)
-    command = [
-        sys.executable, "-u", "-m", "megarl", "serve", str(run), "--port", "0", "--tp", "2", "--kv-cache-gib", "0.05",
-    ]  # fmt: skip
-    with subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "TMPDIR": str(left)},
-        start_new_session=True,
-    ) as server:
-        assert server.stdout is not None
-        try:
-            line = server.stdout.readline()
-            assert line.startswith("serving "), server.communicate()
-            url = line.partition(" at ")[2].partition(";")[0]
-            with OpenAI(base_url=url, api_key="any", max_retries=0) as client:
-                [model] = client.models.list()
-                assert model.id == "mine"
-                asked = client.chat.completions.create(model=model.id, messages=[{"role": "user", "content": "Add."}])
-                assert asked.choices[0].finish_reason in ("stop", "length")
-            ranks = rank_processes(server.pid)
-            assert ranks.keys() == {0, 1} and list(left.iterdir())
-            os.killpg(server.pid, signal.SIGINT)  # as a terminal does: ranks hear of it too
-            _, complaints = server.communicate(timeout=120)
-        finally:
-            server.kill()
-    assert server.returncode == 0, complaints
-    assert not any(map(is_alive, ranks.values())) and not list(left.iterdir())
-
-
-def test_what_is_no_model_is_not_served(tmp_path: Path) -> None:
-    command = [*MEGARL, "serve", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 65 and "neither a model folder nor a run" in done.stderr
-    done = subprocess.run([*command, "--host", "0.0.0.0"], capture_output=True, text=True)
-    assert done.returncode == 2 and "MEGARL_SERVE_TOKEN" in done.stderr

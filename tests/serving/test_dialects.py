@@ -30,14 +30,17 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required"
 CHAT_TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": SCHEMA}}
 TEXTS = ("", "One line.", "Zwei Zeilen,\n\nmit „Zeichen“ 🙂", "x" * 700, "null")
 REASONS = (None, "Let me see.\n", "y" * 300)
-ARGUMENTS = ('{"a": 1}', '{"b": [1, {"c": "é"}], "a": "\\n"}', "{}", "error: not JSON")
+ARGUMENTS = (
+    *('{"a": 1}', '{"a": 2.0}', '{"invalid_arguments": "{}"}'),
+    *('{"b": [1, {"c": "é"}], "a": "\\n"}', "{}", "error: not JSON"),
+)
 
 
 def make_answer(
     number: int, text: str, reasoning: str | None, arguments: tuple[str, ...], ended: Any = "stop"
 ) -> Answer:
     completion = Completion(f"r{number}", np.array([number]), np.zeros(1, np.float32), ended, np.zeros(1, np.int32))
-    calls = tuple((f"call_{number}_{i}", "add", argument) for i, argument in enumerate(arguments))
+    calls = tuple((f"call_{number}_{i}", "n__add", argument) for i, argument in enumerate(arguments))
     call = ModelCall(np.arange(number + 3, dtype=np.int32), completion)
     return Answer(number, call, text, text, False, reasoning=reasoning, calls=calls)
 
@@ -64,7 +67,7 @@ class Server:
         answer = self.answers.pop(0)
         whole = conversation.followed_by([answer.message])
         self.history.add(Answered(whole, np.zeros(1, np.int32)))
-        reply = self.dialect.reply(f"t.{answer.number}", "policy", asked)
+        reply = self.dialect.reply(f"t.{answer.number}", "policy", asked, body)
         if not asked.is_streamed:
             return httpx2.Response(200, json=reply.whole(answer, None))
         stream = reply.begin() + reply.waiting() + b"".join(reply.events(answer, None)) + reply.end
@@ -190,7 +193,7 @@ def test_a_message_has_the_parts_of_the_answer() -> None:
         assert first.content[2].input == {"a": 2}
         assert (first.stop_reason, cut.stop_reason) == ("tool_use", "max_tokens")
         assert (first.usage.input_tokens, first.usage.output_tokens) == (3, 1)
-    stopped = Messages().reply("n", "policy", Asked.read({"stop": ["###"]}, SAMPLING, is_training=True))
+    stopped = Messages().reply("n", "policy", Asked.read({"stop": ["###"]}, SAMPLING, is_training=True), {})
     assert stopped.whole(answers[2], None)["stop_sequence"] == "###"
 
 
@@ -213,7 +216,7 @@ def test_a_response_has_the_parts_of_the_answer() -> None:
 
 
 def test_events_of_a_response_are_numbered() -> None:
-    reply = Responses().reply("n", "policy", Asked.read({}, SAMPLING, is_training=True))
+    reply = Responses().reply("n", "policy", Asked.read({}, SAMPLING, is_training=True), {})
     stream = reply.begin() + reply.waiting() + b"".join(reply.events(make_answer(0, "Text.", None, ()), None))
     events = [json.loads(line[6:]) for line in stream.decode().splitlines() if line.startswith("data: ")]
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
@@ -265,6 +268,34 @@ def test_parts_of_an_answer_in_a_row_are_one_message() -> None:
     assert unused == ["reasoning"]
 
 
+def test_names_of_functions_come_back_with_their_namespaces() -> None:
+    answers = [make_answer(0, "", None, ('{"a": 2}',))]
+    [first] = talk_by_responses(server := Server(Responses(), answers), [True])
+    assert (first.output[0].name, first.output[0].namespace) == ("add", "n")
+    assert Responses().as_chat(server.bodies[0])[0]["tools"][0]["function"]["name"] == "n__add"
+
+
+def test_system_messages_after_the_first_are_texts_of_the_user() -> None:
+    roles = ("developer", "user", "user", "assistant", "developer")
+    items = [{"role": role, "content": role[0].upper()} for role in roles]
+    chat, _ = Responses().as_chat({"input": [*items, {"role": "user", "content": "Q"}], "instructions": "I"})
+    assert [(message["role"], message["content"]) for message in chat["messages"]] == [
+        ("system", "I\n\nD"),
+        ("user", "U\nU"),
+        ("assistant", "A"),
+        ("user", "D\nQ"),
+    ]
+
+
+def test_numbers_that_a_javascript_client_writes_otherwise_are_no_change() -> None:
+    answer = make_answer(0, "", None, ('{"timeout": 120.0, "big": 1e3}',))
+    known, _ = read(Messages(), ASK)
+    block = {"type": "tool_use", "id": "call_0_0", "name": "n__add", "input": {"timeout": 120, "big": 1000}}
+    messages = [*ASK["messages"], {"role": "assistant", "content": [block]}, *ASK["messages"]]
+    later, _ = read(Messages(), {"messages": messages})
+    assert known.followed_by([answer.message]).keys == later.keys[:2]
+
+
 ASK = {"messages": [{"role": "user", "content": "Q"}]}
 REFUSED = [
     (Messages(), ASK | {"tool_choice": {"type": "any"}}, "tool_choice"),
@@ -287,6 +318,13 @@ REFUSED = [
     (Responses(), {"input": None}, "input"),
     (Responses(), {"input": "Q", "reasoning": "high"}, "reasoning"),
     (Messages(), ASK | {"system": 3}, "system"),
+    (Messages(), ASK | {"structured_outputs": {"json": {}}}, "structured_outputs"),
+    (Messages(), {"messages": [], "system": "S"}, "messages"),
+    (Messages(), {"messages": [{"role": "user", "content": []}]}, "messages.0.content"),
+    (Responses(), {"input": [], "instructions": "I"}, "input"),
+    (Responses(), {"input": "Q", "logit_bias": {"5": 9}}, "logit_bias"),
+    (Responses(), {"input": [{"type": "reasoning", "summary": 5}]}, "input.summary"),
+    (Responses(), {"input": [{"type": "function_call", "name": "f", "arguments": None, "call_id": "c"}]}, "input.0"),
     (Messages(), ASK | {"context_management": 3}, "context_management"),
 ]
 

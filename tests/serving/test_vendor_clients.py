@@ -102,18 +102,18 @@ def test_agents_of_both_dialects_are_recorded_as_they_were_sampled(served: Any) 
     served(test)
 
 
-def test_a_cut_stream_that_is_asked_again_as_a_whole_is_the_same_call(served: Any) -> None:
+def test_a_request_that_is_repeated_without_its_stream_is_the_same_call(served: Any) -> None:
     async def test(s: Served) -> None:
         session = s.open()
         asked: Any = {"model": "policy", "max_tokens": 100, "messages": [{"role": "user", "content": QUESTION}]}
         async with anthropic_client(s, session) as client:
-            stream = await client.messages.create(**asked, stream=True)
-            whole = asyncio.create_task(client.messages.create(**asked))
-            await asyncio.sleep(0)
-            async for _ in stream:
-                pass
-            await whole
-        assert session.counts["joined_retries"] + len(session.answers) == 2
+            # Both wait for one answer.
+            whole, stream = await asyncio.gather(
+                client.messages.create(**asked), client.messages.create(**asked, stream=True)
+            )
+            events = [event async for event in stream]
+        assert whole.usage.output_tokens == events[-2].usage.output_tokens
+        assert session.counts["joined_retries"] == 1 and len(session.answers) == 1
 
     served(test)
 

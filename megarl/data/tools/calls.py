@@ -11,9 +11,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from megarl.data.tools.formats import PARSERS, WrittenCall, harmony_reasoning, no_constant
 from megarl.data.tools.schemas import ToolSchema, arguments_fault, tool_named
+from megarl.files.strict_json import is_deeper, refuse_surrogates
 from megarl.types import ToolCall
 
 END_TOKENS = (
@@ -23,6 +25,8 @@ END_TOKENS = (
 """Tokens ending a turn, in supported model families and in some likely to be supported later."""
 
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
+_MAX_DEPTH = 48
+"""Maximum depth of a call's arguments. A request in which a client sends them back may have 64 levels in all."""
 _THINK = "<think>", "</think>"
 _MISTRAL_THINK = "[THINK]", "[/THINK]"
 
@@ -58,18 +62,17 @@ def parse(
     else:
         body, reasoning = harmony_reasoning(body)
     remainder, written = PARSERS[name](body, tools)
-    calls = tuple(
-        _check_arguments(f"call{_turn_digits(turn)}{place % 100:02}", call, tools) for place, call in enumerate(written)
-    )
+    ids = (f"call{_digits(turn, 3)}{_digits(place, 2)}" for place in range(len(written)))
+    calls = tuple(_check_arguments(call_id, call, tools) for call_id, call in zip(ids, written, strict=True))
     # White space around calls and reasoning belongs to the format; in a plain answer it belongs to the model.
     return ParsedTurn(remainder.strip() if written or reasoning is not None else remainder, reasoning, calls)
 
 
-def _turn_digits(turn: int) -> str:
-    """Return a turn's number as three digits to the base 36. Ids thus keep nine characters, and differ in 46,656
-    turns.
+def _digits(number: int, count: int) -> str:
+    """Return the last digits of a number to the base 36. Ids thus keep nine characters, and differ in 46,656 turns of
+    1,296 calls each.
     """
-    return "".join(_DIGITS[turn // 36**place % 36] for place in (2, 1, 0))
+    return "".join(_DIGITS[number // 36**place % 36] for place in reversed(range(count)))
 
 
 def parser_of_template(template: str) -> str | None:
@@ -132,6 +135,19 @@ def _check_arguments(call_id: str, call: WrittenCall, tools: Sequence[ToolSchema
             return ToolCall(call_id, call.name, None, "the arguments are a text, not an object")
     if not isinstance(arguments, Mapping):
         return ToolCall(call_id, call.name, None, f"the arguments are {json.dumps(arguments):.80}, not an object")
-    if fault := arguments_fault(arguments, tool):
+    if fault := _json_fault(arguments) or arguments_fault(arguments, tool):
         return ToolCall(call_id, call.name, None, fault)
     return ToolCall(call_id, call.name, arguments, None)
+
+
+def _json_fault(arguments: Mapping[str, Any]) -> str | None:
+    """Return why clients could not read arguments as JSON, or not send them back; None: they can."""
+    if is_deeper(arguments, _MAX_DEPTH):
+        return f"the arguments are nested more than {_MAX_DEPTH} levels deep"
+    try:
+        # The decoder makes an infinity of a number that is too large.
+        json.dumps(arguments, allow_nan=False)
+        refuse_surrogates(arguments)
+    except ValueError as error:
+        return f"the arguments are not valid JSON: {error}"
+    return None

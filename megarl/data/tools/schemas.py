@@ -29,6 +29,8 @@ def check_tools(tools: Sequence[ToolSchema]) -> None:
         if name in names:
             raise ValueError(f"two tools have the name {name!r}; each tool needs a name of its own")
         names.add(name)
+        if not isinstance(function.get("parameters") or {}, Mapping):
+            raise ValueError(f"the parameters of tool {name!r} are not a JSON schema: they must be an object")
         try:
             Draft202012Validator.check_schema(dict(parameter_schema(tool)))
         except SchemaError as error:

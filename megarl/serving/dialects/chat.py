@@ -33,6 +33,24 @@ def read_conversation(body: Mapping[str, Any]) -> Conversation:
     return conversation
 
 
+def append_message(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:
+    """Append a message to a chat. Messages of the user in a row become one, and so do those of the assistant.
+
+    Clients of other APIs send them in parts, and many templates refuse them.
+    """
+    last = messages[-1] if messages else None
+    if last is None or last["role"] != message["role"] or message["role"] not in ("user", "assistant"):
+        messages.append(message)
+    elif message["role"] == "user":
+        last["content"] += "\n" + message["content"]
+    else:
+        last["content"] += message["content"]
+        if reasoning := message.get("reasoning_content"):
+            last["reasoning_content"] = last.get("reasoning_content", "") + reasoning
+        if calls := message.get("tool_calls"):
+            last["tool_calls"] = [*last.get("tool_calls", ()), *calls]
+
+
 def read_prompt(body: Mapping[str, Any]) -> str | NDArray[np.int32]:
     """Read the prompt of a completion request: text, or token ids [prompt]. Raises RequestError if it is invalid."""
     prompt = body.get("prompt")
@@ -54,7 +72,7 @@ class Chat:
     def as_chat(self, body: Mapping[str, Any]) -> tuple[Mapping[str, Any], Sequence[str]]:
         return body, ()
 
-    def reply(self, name: str, model: str, asked: Asked) -> _Reply:
+    def reply(self, name: str, model: str, asked: Asked, body: Mapping[str, Any]) -> _Reply:
         return _Reply(f"chatcmpl-{name}", model, True, asked.has_usage_chunk, int(time.time()))
 
     def error(self, error: RequestError) -> dict[str, Any]:
@@ -66,7 +84,7 @@ class Completions(Chat):
 
     page = "/completions"
 
-    def reply(self, name: str, model: str, asked: Asked) -> _Reply:
+    def reply(self, name: str, model: str, asked: Asked, body: Mapping[str, Any]) -> _Reply:
         return _Reply(f"cmpl-{name}", model, False, asked.has_usage_chunk, int(time.time()))
 
 

@@ -56,8 +56,8 @@ class Dialect(Protocol):
         """
         ...
 
-    def reply(self, name: str, model: str, asked: Asked) -> Reply:
-        """Return the writer of an answer. `name` is unique for each model call of the endpoint."""
+    def reply(self, name: str, model: str, asked: Asked, body: Mapping[str, Any]) -> Reply:
+        """Return the writer of the answer to a request. `name` is unique for each model call of the endpoint."""
         ...
 
     def error(self, error: RequestError) -> dict[str, Any]:

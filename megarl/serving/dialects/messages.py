@@ -3,7 +3,7 @@
 Blocks of one message become messages of a chat by fixed rules, so that a longer history begins with the same ones:
 
 - Results of tools come first, each as a message of role `tool`, then the texts of the user as one message.
-- Texts of one message, and user messages in a row, are joined by a line break.
+- Texts of one message, and user messages in a row, are joined by a line break. Answers in a row are one answer.
 - A `system` message inside the list is a text of the user.
 - `cache_control`, which moves from turn to turn, and signatures of thoughts are ignored.
 """
@@ -15,8 +15,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megarl.serving.dialects.chat import append_message
 from megarl.serving.dialects.events import event, pieces
-from megarl.serving.dialects.sampling import Asked
+from megarl.serving.dialects.sampling import Asked, copy_sampling_fields
 from megarl.serving.refusal import RequestError
 from megarl.serving.sessions import Answer
 
@@ -42,23 +43,26 @@ class Messages:
 
     def as_chat(self, body: Mapping[str, Any]) -> tuple[Mapping[str, Any], Sequence[str]]:
         _refuse_unsupported(body)
-        messages = [] if body.get("system") is None else [_message("system", _text(body["system"], "system"))]
-        for place, message in enumerate(_items(body.get("messages"), "messages")):
+        items = _items(body.get("messages"), "messages")
+        if not items:
+            raise RequestError("messages: must have at least one message", param="messages")
+        messages: list[dict[str, Any]] = []
+        if system := _text("" if body.get("system") is None else body["system"], "system"):
+            messages.append(_message("system", system))
+        for place, message in enumerate(items):
             for added in _chat_messages(message, f"messages.{place}"):
-                _append(messages, added)
-        chat: dict[str, Any] = {
-            name: body[name] for name in ("model", "stream", "top_k", "top_p", "temperature") if name in body
-        }
+                append_message(messages, added)
+        chat = copy_sampling_fields(body, without=("tool_choice", "stop"))
         chat |= {"messages": messages, "max_completion_tokens": body.get("max_tokens")}
-        if body.get("stop_sequences"):
+        if body.get("stop_sequences") is not None:
             chat["stop"] = body["stop_sequences"]
-        if body.get("tools"):
+        if body.get("tools") is not None:
             chat["tools"] = [_tool(tool, f"tools.{i}") for i, tool in enumerate(_items(body["tools"], "tools"))]
         if (choice := body.get("tool_choice")) is not None:
             chat["tool_choice"] = choice["type"]
         return chat, [name for name in _WITHOUT_EFFECT if body.get(name) not in (None, {"type": "disabled"})]
 
-    def reply(self, name: str, model: str, asked: Asked) -> _Reply:
+    def reply(self, name: str, model: str, asked: Asked, body: Mapping[str, Any]) -> _Reply:
         return _Reply(f"msg_{name}", model, asked.stops)
 
     def error(self, error: RequestError) -> dict[str, Any]:
@@ -186,14 +190,6 @@ def _message(role: str, content: str) -> dict[str, Any]:
     return {"role": role, "content": content}
 
 
-def _append(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:
-    """Append a message of a chat. Texts of the user in a row become one message."""
-    if message["role"] == "user" and messages and messages[-1]["role"] == "user":
-        messages[-1]["content"] += "\n" + message["content"]
-    else:
-        messages.append(message)
-
-
 def _chat_messages(message: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     """Return one message of a request as messages of a chat. Raises RequestError if it is invalid."""
     role, content = message.get("role"), message.get("content")
@@ -204,6 +200,8 @@ def _chat_messages(message: Mapping[str, Any], where: str) -> list[dict[str, Any
     if role == "system" or isinstance(content, str):
         return [_message("user", _text(content, f"{where}.content"))]
     results, texts = [], []
+    if content == []:
+        raise RequestError(f"{where}.content: must not be empty", param=f"{where}.content")
     for place, block in enumerate(_items(content, f"{where}.content")):
         at = f"{where}.content.{place}"
         if block.get("type") == "tool_result":
@@ -216,7 +214,7 @@ def _chat_messages(message: Mapping[str, Any], where: str) -> list[dict[str, Any
 def _tool_result(block: Mapping[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(name := block.get("tool_use_id"), str):
         raise RequestError(f"{where}.tool_use_id: must be a text", param=where)
-    text = _text(block.get("content") or "", f"{where}.content")
+    text = _text("" if block.get("content") is None else block["content"], f"{where}.content")
     # Chat templates have no mark for a failed call.
     return _message("tool", f"error: {text}" if block.get("is_error") else text) | {"tool_call_id": name}
 
@@ -243,7 +241,8 @@ def _assistant(content: Any, where: str) -> dict[str, Any]:
 
 def _call(block: Mapping[str, Any]) -> dict[str, Any]:
     arguments: Any = block["input"]
-    if arguments.keys() == {_INVALID_ARGUMENTS}:
+    # Only a text is wrapped by `_input`, and only one that is no object.
+    if arguments.keys() == {_INVALID_ARGUMENTS} and _input(arguments[_INVALID_ARGUMENTS]) == arguments:
         arguments = arguments[_INVALID_ARGUMENTS]
     return {
         "id": str(block.get("id", "")),
@@ -299,11 +298,11 @@ def _deltas(kind: str, parts: Any) -> Iterator[dict[str, Any]]:
         yield {"type": "signature_delta", "signature": _SIGNATURE}
 
 
-def _input(arguments: str) -> dict[str, Any]:
+def _input(arguments: Any) -> dict[str, Any]:
     """Return the arguments of a tool call as an object, the only form that this API has."""
     try:
         value = json.loads(arguments)
-    except ValueError:
+    except (TypeError, ValueError):
         value = None
     return value if isinstance(value, dict) else {_INVALID_ARGUMENTS: arguments}
 

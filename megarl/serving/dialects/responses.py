@@ -1,8 +1,10 @@
 """OpenAI's Responses: requests, answers, and the events of a stream.
 
-Items become messages of a chat by fixed rules, so that a longer history begins with the same ones: `instructions` come
-first, as a system message; reasoning, text and calls of functions in a row are one answer. Ids of items are ignored,
-because clients change them. Every request has the whole history: answers are not stored for `previous_response_id`.
+Items become messages of a chat by fixed rules, so that a longer history begins with the same ones. `instructions` and
+the first system and developer items are one system message; later ones are texts of the user. Reasoning, text and calls
+of functions in a row are one answer. A function `NAME` of a namespace is `NAMESPACE__NAME` for the model. Ids of items
+are ignored, because clients change them. Every request has the whole history: answers are not stored for
+`previous_response_id`.
 """
 
 from __future__ import annotations
@@ -13,8 +15,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megarl.serving.dialects.chat import append_message
 from megarl.serving.dialects.events import event, pieces
-from megarl.serving.dialects.sampling import Asked
+from megarl.serving.dialects.sampling import Asked, copy_sampling_fields
 from megarl.serving.refusal import RequestError
 from megarl.serving.sessions import Answer
 
@@ -28,8 +31,8 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
 }
 """Fields that are refused because they would change the prompt or the samples, with the values that change nothing."""
-_SAMPLING = ("model", "stream", "temperature", "top_p", "top_k", "tool_choice")
-"""Fields that chat completions have by the same name."""
+_JOINT = "__"
+"""Text between a namespace and the name of a function in it, in the name that the model sees."""
 _ANSWER_ITEMS = ("reasoning", "function_call")
 
 
@@ -40,24 +43,29 @@ class Responses:
 
     def as_chat(self, body: Mapping[str, Any]) -> tuple[Mapping[str, Any], Sequence[str]]:
         _refuse_unsupported(body)
-        messages: list[dict[str, Any]] = []
-        if body.get("instructions") is not None:
-            messages.append({"role": "system", "content": _text(body["instructions"], "instructions")})
-        if isinstance(body.get("input"), str):
-            messages.append({"role": "user", "content": body["input"]})
-        else:
-            messages += _chat_messages(_items(body.get("input"), "input"))
-        chat = {name: body[name] for name in _SAMPLING if name in body}
-        chat |= {"messages": messages, "max_completion_tokens": body.get("max_output_tokens")}
-        tools, dropped = _tools(body.get("tools") or [])
-        if tools:
-            chat["tools"] = tools
-        # Effort is a hint. This model thinks as it was trained to.
-        has_effort = body.get("reasoning") is not None and body["reasoning"].get("effort") is not None
-        return chat, [*(["reasoning"] if has_effort else []), *dropped]
+        items = body.get("input")
+        items = [{"role": "user", "content": items}] if isinstance(items, str) else _items(items, "input")
+        if not items:
+            raise RequestError("input: must have at least one item", param="input")
+        instructions = _text("" if body.get("instructions") is None else body["instructions"], "instructions")
+        chat = copy_sampling_fields(body)
+        chat |= {
+            "messages": _fold_systems(instructions, _chat_messages(items)),
+            "max_completion_tokens": body.get("max_output_tokens"),
+        }
+        functions, unused = _tools([] if body.get("tools") is None else body["tools"])
+        if functions:
+            chat["tools"] = functions
+        # Hints: this model thinks, and calls tools, as it was trained to.
+        if body.get("reasoning") is not None and body["reasoning"].get("effort") is not None:
+            unused.append("reasoning")
+        if body.get("parallel_tool_calls") is False:
+            unused.append("parallel_tool_calls")
+        return chat, sorted(set(unused))
 
-    def reply(self, name: str, model: str, asked: Asked) -> _Reply:
-        return _Reply(name, model, int(time.time()))
+    def reply(self, name: str, model: str, asked: Asked, body: Mapping[str, Any]) -> _Reply:
+        namespaces = {tool.get("name"): tool for tool in body.get("tools") or () if tool.get("type") == "namespace"}
+        return _Reply(name, model, int(time.time()), [f"{namespace}{_JOINT}" for namespace in namespaces])
 
     def error(self, error: RequestError) -> dict[str, Any]:
         return error.body()
@@ -65,11 +73,15 @@ class Responses:
 
 @dataclass(slots=True)
 class _Reply:
-    """Writer of an answer. Events of a stream have numbers, so each answer needs a writer of its own."""
+    """Writer of an answer. Events of a stream have numbers, so each answer needs a writer of its own.
+
+    `prefixes` are the beginnings of the names of functions in namespaces.
+    """
 
     name: str
     model: str
     created: int
+    prefixes: Sequence[str]
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
 
     def whole(self, answer: Answer, tokens: Sequence[str] | None) -> dict[str, Any]:
@@ -125,8 +137,16 @@ class _Reply:
             "top_p": None,
         }
 
+    def _function(self, name: str) -> dict[str, str]:
+        """Return the name of a called function, with its namespace if it has one."""
+        prefix = next((prefix for prefix in self.prefixes if name.startswith(prefix)), None)
+        if prefix is None:
+            return {"name": name}
+        return {"name": name.removeprefix(prefix), "namespace": prefix.removesuffix(_JOINT)}
+
     def _output(self, answer: Answer) -> Iterator[tuple[dict[str, Any], Iterator[tuple[str, dict[str, Any]]]]]:
         """Yield the items of an answer, each with the events between its beginning and its end."""
+        status = "incomplete" if answer.finish_reason == "length" else "completed"
         if answer.reasoning:
             part = {"type": "summary_text", "text": answer.reasoning}
             item = {"type": "reasoning", "id": f"rs_{self.name}", "summary": [part]}
@@ -134,12 +154,27 @@ class _Reply:
         # An answer without any item would look like a fault of the connection.
         if answer.text or not (answer.reasoning or answer.calls):
             part = {"type": "output_text", "text": answer.text, "annotations": [], "logprobs": []}
-            item = {"type": "message", "id": f"msg_{self.name}", "role": "assistant", "status": "completed"}
+            item = {"type": "message", "id": f"msg_{self.name}", "role": "assistant", "status": status}
             yield item | {"content": [part]}, _part_events("content_part", "output_text", "content_index", part)
         for number, (call_id, name, arguments) in enumerate(answer.calls):
-            item = {"type": "function_call", "id": f"fc_{self.name}_{number}", "status": "completed"}
-            item |= {"call_id": call_id, "name": name, "arguments": arguments}
+            item = {"type": "function_call", "id": f"fc_{self.name}_{number}", "status": status}
+            item |= {"call_id": call_id, "arguments": arguments, **self._function(name)}
             yield item, _argument_events(name, arguments)
+
+
+def _fold_systems(instructions: str, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages with one system message at most, the first. Later ones become texts of the user.
+
+    Many templates refuse a system message after others.
+    """
+    systems, folded = [instructions] if instructions else [], list[dict[str, Any]]()
+    for message in messages:
+        is_system = message["role"] in ("system", "developer")
+        if is_system and not folded:
+            systems.append(message["content"])
+        else:
+            append_message(folded, message | {"role": "user"} if is_system else message)
+    return [*([{"role": "system", "content": "\n\n".join(systems)}] if systems else []), *folded]
 
 
 def _part_events(
@@ -223,7 +258,7 @@ def _chat_messages(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             case "function_call":
                 messages[-1].setdefault("tool_calls", []).append(_call(item, where))
             case "function_call_output" if isinstance(item.get("call_id"), str):
-                output = _text(item.get("output") or "", f"{where}.output")
+                output = _text("" if item.get("output") is None else item["output"], f"{where}.output")
                 messages.append({"role": "tool", "content": output, "tool_call_id": item["call_id"]})
             case "message" if is_part:
                 messages[-1]["content"] += _text(item.get("content"), f"{where}.content")
@@ -240,33 +275,36 @@ def _chat_messages(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _add_reasoning(message: dict[str, Any], item: Mapping[str, Any]) -> None:
     parts = item.get("summary") or item.get("content") or []
-    texts = [part["text"] for part in parts if isinstance(part, Mapping) and isinstance(part.get("text"), str)]
+    texts = [part["text"] for part in _items(parts, "input.summary") if isinstance(part.get("text"), str)]
     message["reasoning_content"] = message.get("reasoning_content", "") + "".join(texts)
 
 
 def _call(item: Mapping[str, Any], where: str) -> dict[str, Any]:
-    if not isinstance(item.get("name"), str):
-        raise RequestError(f"{where}.name: must be a text", param=where)
-    function = {"name": item["name"], "arguments": item.get("arguments", "{}")}
-    return {"id": str(item.get("call_id", "")), "type": "function", "function": function}
+    for part in ("name", "arguments", "call_id"):
+        if not isinstance(item.get(part), str):
+            raise RequestError(f"{where}.{part}: must be a text", param=where)
+    name = f"{item['namespace']}{_JOINT}{item['name']}" if item.get("namespace") else item["name"]
+    return {"id": item["call_id"], "type": "function", "function": {"name": name, "arguments": item["arguments"]}}
 
 
-def _tools(tools: Any) -> tuple[list[dict[str, Any]], list[str]]:
-    """Return the functions among a request's tools as chat completions write them, and the names of dropped tools.
+def _tools(tools: Any, prefix: str = "") -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the functions among a request's tools as chat completions write them, and the types of dropped tools.
 
-    A namespace is replaced by its tools. Tools of other types run on the vendor's servers, or need a grammar.
+    `prefix` precedes the names of functions in a namespace. Tools of other types run on the vendor's servers, or need a
+    grammar.
     """
-    functions, dropped = [], []
+    functions: list[dict[str, Any]] = []
+    dropped: list[str] = []
     for tool in _items(tools, "tools"):
         if tool.get("type") == "namespace":
-            inner_functions, inner_dropped = _tools(tool.get("tools") or [])
-            functions += inner_functions
-            dropped += inner_dropped
+            of_namespace, dropped_there = _tools(tool.get("tools") or [], f"{tool.get('name')}{_JOINT}")
+            functions += of_namespace
+            dropped += dropped_there
         elif tool.get("type") == "function":
             function = {name: tool[name] for name in ("name", "description", "parameters") if name in tool}
-            functions.append({"type": "function", "function": function})
+            functions.append({"type": "function", "function": function | {"name": f"{prefix}{tool.get('name') or ''}"}})
         else:
-            dropped.append(f"tools.{tool.get('name') or tool.get('type')}")
+            dropped.append(f"tools.{tool.get('type')!s:.40}")
     return functions, dropped
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,6 +40,15 @@ _RANGES = {
     "repetition_penalty": (0.01, 2.0),
 }
 """Accepted ranges of sampling parameters, for requests whose values are not overridden by the recipe."""
+
+
+def copy_sampling_fields(body: Mapping[str, Any], *, without: Collection[str] = ()) -> dict[str, Any]:
+    """Return the fields of a request that chat completions read or refuse, except those in `without`.
+
+    Servers and clients pass on fields that an API does not have. They are judged in every dialect as in a chat.
+    """
+    names = ("model", "stream", "seed", "stop", *_RANGES, *NEUTRAL)
+    return {name: body[name] for name in names if name in body and name not in without}
 
 
 @dataclass(frozen=True, slots=True)
