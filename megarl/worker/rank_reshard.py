@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 
 from torch import Tensor
 
 from megarl import faults
-from megarl.groups.peer_errors import ReplicaCollectiveError, replica_collectives_marked
+from megarl.groups.peer_errors import ReplicaCollectiveError
 from megarl.platform.memory import peak_memory
 from megarl.platform.spans import span
 from megarl.reshard.checks.ledger import RankChanges
 from megarl.reshard.layouts.vllm_slots import live_parameters
 from megarl.reshard.reshard_report import ReshardReport
 from megarl.reshard.staging import gathered
-from megarl.worker.reshard_checks import ReshardChecks
+from megarl.worker.reshard_checks import ReshardChecks, mark_engine_errors
 from megarl.worker.reshard_planning import ReshardEnds, plan_reshard
 
 FIRST_VERSION = 1
@@ -41,7 +41,7 @@ class RankReshard:
             self.notices = list(plan.notices)
             """Texts for the user about how the weights are copied."""
             copies = self.live_reshard.self_test()
-            self.checks = ReshardChecks(ends, plan, self._mark_engine_errors)
+            self.checks = ReshardChecks(ends, plan)
             if version in (None, FIRST_VERSION):
                 self.checks.compare_with_folder()
             ledger = self.checks.take_ledger(version or FIRST_VERSION)
@@ -123,7 +123,7 @@ class RankReshard:
                     peak_memory.restart_peak()
                 policy.onload(("parameters",))
             if engine is not None:
-                with self._mark_engine_errors():
+                with mark_engine_errors(self._ends):
                     engine.wake(["weights"])
             if policy is not None:
                 stack.enter_context(self._ends.open_sent_weights())
@@ -133,7 +133,7 @@ class RankReshard:
                 policy.offload()
             # The KV cache is memory of the rollout.
             peak_memory.settle_peak()
-            with self._mark_engine_errors():
+            with mark_engine_errors(self._ends):
                 # The KV cache last: it fits only after the trainer has left the device.
                 engine.wake(["kv_cache"])
                 engine.weights_updated(version)
@@ -151,16 +151,10 @@ class RankReshard:
 
         assert self._ends.engine is not None
         try:
-            with self._mark_engine_errors():
+            with mark_engine_errors(self._ends):
                 self._ends.engine.load_tensors(incoming())
         except ReplicaCollectiveError:
             if failed:
                 # The engine failed only because its input did: raise the cause, which may name a lost rank.
                 raise failed[0] from None
             raise
-
-    def _mark_engine_errors(self) -> AbstractContextManager[None]:
-        """Return a context marking errors of collectives in the engine's own torch world. Other errors come from the
-        group with the trainers.
-        """
-        return nullcontext() if self._ends.group is None else replica_collectives_marked()

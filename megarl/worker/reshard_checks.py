@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 from megarl.checkpoint.mapped import MappedFolder
 from megarl.data.token_batch import TokenBatch
 from megarl.engine.trained_adapter import TrainedAdapter
+from megarl.groups.peer_errors import replica_collectives_marked
 from megarl.reshard.checks.file_rows import check_rows, sampled_names
 from megarl.reshard.checks.ledger import Ledger, RankChanges, RankChecksums
 from megarl.reshard.checks.probe import TOLERANCES, check_logprobs, probe_prompt
@@ -24,16 +24,19 @@ from megarl.types import TrainingSequence
 from megarl.worker.reshard_planning import ReshardEnds, ReshardPlan
 
 
-class ReshardChecks:
-    """Checks of the engine's weights after the reshards of a `plan`, on one rank with one or both of the `ends`.
-
-    `mark_errors` returns a context for collectives of the engine's own ranks.
+def mark_engine_errors(ends: ReshardEnds) -> AbstractContextManager[None]:
+    """Return a context marking errors of collectives in the engine's own torch world. Other errors come from the group
+    with the trainers.
     """
+    # A function, and no method that other objects hold: such a cycle would keep the group open after it was left.
+    return nullcontext() if ends.group is None else replica_collectives_marked()
 
-    def __init__(
-        self, ends: ReshardEnds, plan: ReshardPlan, mark_errors: Callable[[], AbstractContextManager[None]]
-    ) -> None:
-        self._ends, self._plan, self._mark_errors = ends, plan, mark_errors
+
+class ReshardChecks:
+    """Checks of the engine's weights after the reshards of a `plan`, on one rank with one or both of the `ends`."""
+
+    def __init__(self, ends: ReshardEnds, plan: ReshardPlan) -> None:
+        self._ends, self._plan = ends, plan
         self.is_probed = plan.live_reshard.is_probed
         """Whether copies are verified by log-probs of a probe prompt, because the engines convert their weights."""
         self._trainer_logprobs: NDArray[np.float32] | None = None
@@ -105,7 +108,7 @@ class ReshardChecks:
             return None
         recipe, engine = self._ends.recipe, self._ends.engine
         tolerance = recipe.weights.probe_tolerance or TOLERANCES[recipe.model.dtype]
-        with self._mark_errors():
+        with mark_engine_errors(self._ends):
             logprobs = None if engine is None else engine.prompt_logprobs(self._probe_prompt())
         return check_logprobs(
             self._trainer_logprobs,

@@ -124,8 +124,9 @@ class Ledger:
 
     @torch.no_grad()
     def compute(self, storages: Iterable[str] | None = None) -> dict[int, Tensor]:
-        """Return the checksums of the pieces in `storages`, int64 [] on the device, by number of the piece. None: all
-        storages.
+        """Return the checksums of the pieces in `storages`, int64 [scalar] on the device, by number of the piece.
+
+        None: all storages.
         """
         names = self.storages if storages is None else storages
         return {number: self._checksum(number) for name in names for number in self._numbers.get(name, ())}

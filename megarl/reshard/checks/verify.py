@@ -51,7 +51,7 @@ class LedgerComparison:
         self._source_numbers, self._engine_numbers = (
             torch.tensor(list(pieces), dtype=torch.int64).to(self._device) for pieces in (source_pieces, engine_pieces)
         )
-        self._engine_pieces = list(engine_pieces.values())
+        self._source_pieces, self._engine_pieces = list(source_pieces.values()), list(engine_pieces.values())
         # Tensors that are float32 in models of any dtype are sent and compared unrounded.
         wide = {step.tensor.name for step in plan.steps if plan.width(step.tensor) > 1}
 
@@ -66,9 +66,9 @@ class LedgerComparison:
     def verify(self, values: Mapping[int, Tensor] | None = None, differing: Sequence[str] = ()) -> None:
         """Compare this rank's checksums with those of all ranks. A collective.
 
-        `values` are checksums of the engine's pieces by number, int64 [], if they were computed before. `differing`
-        lists live parameters that differ from the converted weights. Raises MegarlError on all ranks, naming the first
-        parameter that differs.
+        `values` are checksums of the engine's pieces by number, int64 [scalar], if they were computed before.
+        `differing` lists live parameters that differ from the converted weights. Raises MegarlError on all ranks,
+        naming the first parameter that differs, or the trainer's ranks that differ from others with the same weights.
         """
         source_values = self._stack(self._source.compute())
         engine_values = self._stack(self.engine.compute() if values is None else values)
@@ -78,25 +78,30 @@ class LedgerComparison:
             # All trainers with a box have the same value, so the smallest is the value of each.
             work = dist.all_reduce(expected, dist.ReduceOp.MIN, self._group, async_op=True)
             cross_world.finish(work, self._group, is_on_host=expected.is_cpu)
-        is_outlier = bool((source_values != expected.gather(0, self._source_numbers)).any())
-        wrong = (engine_values != expected.gather(0, self._engine_numbers)).nonzero().flatten().tolist()
+        is_other = (source_values != expected.gather(0, self._source_numbers)).tolist()
+        outlier = self._source_pieces[is_other.index(True)].box.name if any(is_other) else None
+        is_wrong = (engine_values != expected.gather(0, self._engine_numbers)).tolist()
         fault = None
-        if wrong:
-            piece = self._engine_pieces[wrong[0]]
-            fault = piece.storage, f"the trainer's {piece.box.name}", f"{len(wrong)} of this rank's boxes"
+        if any(is_wrong):
+            piece = self._engine_pieces[is_wrong.index(True)]
+            fault = piece.storage, f"the trainer's {piece.box.name}", f"{sum(is_wrong)} of this rank's boxes"
         elif differing:
             expected_text = "the trainer's weights as vLLM quantises them"
             fault = differing[0], expected_text, f"{len(differing)} of this rank's tensors"
-        faults = [(fault, is_outlier)]
+        faults = [(fault, outlier)]
         if self._num_ranks > 1:
-            faults = signed.gather((fault, is_outlier), self._group, purpose="verification")
-        outliers = [rank for rank, (_, is_outlier) in enumerate(faults) if is_outlier]
-        hint = f" The trainer's ranks {outliers} differ from others with the same weights." if outliers else ""
+            faults = signed.gather((fault, outlier), self._group, purpose="verification")
+        # Before the engines: which of the differing copies an engine got is chance.
+        if outliers := {rank: outlier for rank, (_, outlier) in enumerate(faults) if outlier is not None}:
+            raise MegarlError(
+                f"the trainer's ranks {list(outliers)} hold other values of {next(iter(outliers.values()))} than other "
+                "ranks with the same weights. Please report this with the recipe."
+            )
         for rank, (fault, _) in enumerate(faults):
             if fault is not None:
                 raise MegarlError(
                     f"rank {rank}: the engine's parameter {fault[0]} does not hold {fault[1]} after a reshard "
-                    f"({fault[2]} differ).{hint} Please report this with the recipe."
+                    f"({fault[2]} differ). Please report this with the recipe."
                 )
 
     def _stack(self, values: Mapping[int, Tensor]) -> Tensor:
