@@ -93,7 +93,8 @@ class Episodes:
         for name in request["closed"]:
             session = self.sessions.pop(name, None)
             # An episode that cannot be closed must not fail the request of another one.
-            with contextlib.suppress(Exception):
+            # SystemExit of a user's module is not an Exception.
+            with contextlib.suppress(BaseException):
                 if session is not None:
                     session.call("close")
         if request["do"] == "step":
@@ -143,7 +144,10 @@ def answer_in_forks(connection, answer, frames):
             continue
         request = frames.receive(connection, None)
         if "cancel" not in request:
-            running[process_tree.fork_child(functools.partial(answer_in_fork, request))] = request["id"]
+            try:
+                running[process_tree.fork_child(functools.partial(answer_in_fork, request))] = request["id"]
+            except OSError as error:
+                frames.send(connection, {"id": request["id"], "error": f"no process can be forked: {error}"})
             continue
         for pid in [pid for pid, number in running.items() if number == request["cancel"]]:
             process_tree.kill_tree(pid)

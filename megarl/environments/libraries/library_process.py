@@ -81,12 +81,21 @@ class LibraryChild:
         self._settings = settings
         self._lock = asyncio.Lock()
         self._process: LibraryProcess | None = None
+        self._starting: asyncio.Task[LibraryProcess] | None = None
+        self._is_closed = False
 
     async def process(self) -> LibraryProcess:
-        """Return the running process. Starts one if needed. Raises ChildError if that fails."""
+        """Return the running process. Starts one if needed. Raises ChildError if that fails, and after `close`."""
         async with self._lock:
+            if self._is_closed:
+                raise ChildError("the process of an environment library was called after its end")
             if self._process is None or self._process.has_ended:
-                self._process = await self._start()
+                self._starting = asyncio.create_task(self._start())
+                try:
+                    self._process = await self._starting
+                finally:
+                    # The start must not outlive a caller that is cancelled.
+                    self._starting.cancel()
             return self._process
 
     async def _start(self) -> LibraryProcess:
@@ -100,7 +109,11 @@ class LibraryChild:
             raise ChildError(str(error)) from None
 
     async def close(self) -> None:
-        """Kill the process, and wait for its end."""
+        """Kill the process, also while it starts, and wait for its end."""
+        self._is_closed = True
+        if self._starting is not None:
+            self._starting.cancel()
+            await asyncio.wait([self._starting])
         if self._process is not None:
             await self._process.close()
 
