@@ -16,7 +16,9 @@ def commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str
     """All commands and groups, each with the words that start it."""
     yield path, group
     for name, command in getattr(group, "commands", {}).items():
-        yield from commands(command, (*path, name))
+        # A removed command has no help: it is an error with any argument.
+        if not command.hidden:
+            yield from commands(command, (*path, name))
 
 
 COMMANDS = dict(commands(get_command(app)))
@@ -30,7 +32,11 @@ def test_help_cuts_no_description(path: tuple[str, ...]) -> None:
     command = COMMANDS[path]
     texts = [command.help, *(parameter.help for parameter in command.params if getattr(parameter, "help", None))]
     # A group shows the first sentence of each command.
-    texts += [text.help.partition("\n\n")[0].partition(". ")[0] for text in getattr(command, "commands", {}).values()]
+    texts += [
+        text.help.partition("\n\n")[0].partition(". ")[0]
+        for text in getattr(command, "commands", {}).values()
+        if not text.hidden
+    ]
     # Lines may break at any blank.
     shown = "".join(done.stdout.split())
     assert [text for text in texts if "".join(text.split()) not in shown] == []

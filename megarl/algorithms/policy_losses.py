@@ -71,7 +71,7 @@ def policy_gradient(policy_logprobs: Tensor, old_logprobs: Tensor, advantages: T
     return -advantages.detach() * policy_logprobs, {"ratio": ratios}
 
 
-def clipped_ratio_loss(
+def clipped(
     policy_logprobs: Tensor,
     old_logprobs: Tensor,
     advantages: Tensor,
@@ -202,7 +202,7 @@ def _surrogate(
 
 POLICY_LOSSES = {
     "policy_gradient": policy_gradient,
-    "clipped": clipped_ratio_loss,
+    "clipped": clipped,
     "gspo": gspo,
     "gmpo": gmpo,
     "cispo": cispo,

@@ -6,18 +6,20 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import sys
 import traceback
 import warnings
 from collections.abc import Sequence
-from typing import Annotated, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
 from megarl import faults
 from megarl.cli import convert, data, sandbox, slurm
-from megarl.cli.arguments import CommandGroup, Overrides, RecipeCommand, recipe_file
-from megarl.cli.checking import with_notices_shown
+from megarl.cli.arguments import CommandGroup, Overrides, RecipeCommand, RecipePath, recipe_file
+from megarl.cli.checking import check_completely, checking, with_notices_shown
 from megarl.cli.evaluate import evaluate
 from megarl.cli.export import export
 from megarl.cli.fields import schema, show_config
@@ -28,11 +30,14 @@ from megarl.cli.recipes import recipes
 from megarl.cli.removed import add_removed_commands
 from megarl.cli.replay import replay
 from megarl.cli.resize import resize
-from megarl.cli.train import TrainCommand, fork_run, train
-from megarl.console.lines import print_error
+from megarl.console.lines import print_error, print_lines
+from megarl.console.predictions import print_sizes
 from megarl.console.surveys import print_findings
-from megarl.terminal import guard_logging, printable
+from megarl.terminal import Terminal, guard_logging, printable
 from megarl.types import ConfigError, MegarlError
+
+if TYPE_CHECKING:
+    from megarl.config import Recipe
 
 app = typer.Typer(
     name="megarl",
@@ -73,6 +78,195 @@ def _program(
     ] = False,
 ) -> None:
     faults.arm_driver()
+
+
+# typer has no options with an optional value, so a bare --resume is rewritten before parsing.
+class TrainCommand(RecipeCommand):
+    """The command `train`, whose option `--resume` may have a value after an equals sign (`--resume=must`).
+
+    The next argument is never the option's value.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, ["--resume=if-any" if text == "--resume" else text for text in args])
+
+
+def train(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Check the recipe, its model and its data, print the resulting sizes, then exit without training.",
+        ),
+    ] = False,
+    resume: Annotated[
+        Literal["if-any", "must"] | None,
+        typer.Option(
+            "--resume",
+            metavar="[=must]",
+            help="Continue the run from its newest checkpoint, or start it if there is none. --resume=must: "
+            "fail if there is none. RECIPE may be the run's folder.",
+            show_default=False,
+        ),
+    ] = None,
+    restart: Annotated[
+        bool,
+        typer.Option(
+            "--restart",
+            help="Start the run from the beginning. The content of its folder is moved to its subfolder earlier/.",
+        ),
+    ] = False,
+) -> None:
+    """Check a recipe, its model and its data, then train."""
+    if not dry_run:
+        # Before all other imports: they and the checks take seconds.
+        Terminal(highlight=False, soft_wrap=True).print(
+            f"megarl: checks and starts {recipe}", style="dim", markup=False
+        )
+    from megarl.config.override_text import override_text
+    from megarl.platform.imports import uncollected
+    from megarl.tracking.display import Display
+    from megarl.tracking.earlier_run import EarlierRun, refuse_other_schema
+
+    if resume and restart:
+        raise ConfigError(
+            "--resume and --restart: give one of them; --resume continues the run, --restart starts it from the "
+            "beginning"
+        )
+    path, override_texts = Path(recipe), list(overrides or ())
+    is_of_run = path.is_dir()
+    if is_of_run:
+        if not resume and not restart:
+            raise ConfigError(_folder_hint(path))
+        if resume:
+            # Checked before config.yaml is read: fields of another version would be reported as unknown keys.
+            earlier = EarlierRun.read(path)
+            earlier.refuse_newer_version()
+            for checkpoint in earlier.checkpoints[:1]:
+                refuse_other_schema(checkpoint)
+        # A run's folder may have been moved or renamed since its config.yaml was written.
+        override_texts = [override_text(name, value) for name, value in _place_of(path).items()] + override_texts
+        path /= "config.yaml"
+    display = Display()
+    # Imports create many objects, and collections during them only take time.
+    with uncollected():
+        with checking(display):
+            from megarl.preflight import (
+                check_disk,
+                download_missing,
+                load,
+                memory_defaults,
+                with_memory_defaults,
+                with_steps,
+            )
+
+            written = load(path, override_texts, is_start=not dry_run, is_of_run=is_of_run)
+            check_disk(written)
+            faults.arm_driver(written.cluster.world_size)
+        # Epochs are counted in records.
+        if written.train.epochs is not None and not dry_run:
+            download_missing(written, display.info)
+        with checking(display):
+            written = with_steps(written)
+            loaded = with_memory_defaults(written, is_start=not dry_run)
+        # Before the data are read: a finished run needs neither its data nor its model.
+        if not dry_run and not restart and not _has_work(loaded, resume):
+            return
+        if not dry_run and download_missing(written, display.info):
+            # The sizes of the model are known now.
+            check_disk(written)
+            loaded = with_memory_defaults(written, is_start=True)
+        with contextlib.nullcontext() if dry_run else _ranks_importing(loaded):
+            parallel, records, dropped, kept_records = check_completely(loaded, display, is_start=not dry_run)
+            print_sizes(loaded, parallel, records, dropped)
+            if defaults := list(memory_defaults(written, loaded)):
+                print_lines(defaults)
+            if dry_run:
+                return
+            # torch takes seconds to import, so the terminal shows a phase for it.
+            with display.phase("loading libraries"), display.live():
+                from megarl.loops.run import run
+    asyncio.run(run(loaded, parallel, resume=resume, restart=restart, kept=kept_records, display=display))
+
+
+def fork_run(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run (runs/NAME).")],
+    step: Annotated[int, typer.Option(min=1, help="Step of the checkpoint from which the new run starts.")],
+    overrides: Overrides = None,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="An override, like the arguments; may be repeated."),
+    ] = None,
+    no_start: Annotated[
+        bool, typer.Option("--no-start", help="Only make the new run's folder, and print the command that starts it.")
+    ] = False,
+) -> None:
+    """Start a new run from a run's checkpoint, with a changed recipe.
+
+    The new run is RUN_fork_STEP, unless name=NAME is given. It continues with the checkpoint's weights, optimizer
+    state, step number and position in the data, as a resumed run does. To begin with the weights alone, use `megarl
+    export RUN --step STEP` and set model.path to the result.
+    """
+    from megarl.loops.commands import forking
+
+    folder = forking.make_fork(run, step, [*(overrides or ()), *(changes or ())])
+    print_lines([f"fork of {run} at step {step}: {folder}"])
+    if no_start:
+        print_lines([f"start it with: megarl train {folder} --resume=must"])
+        return
+    try:
+        train(str(folder), resume="must")
+    except BaseException:
+        # A fork refused before its first start leaves nothing.
+        if not (folder / "logs").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _ranks_importing(recipe: Recipe) -> contextlib.AbstractContextManager[None]:
+    """Return a context with an import of the ranks' libraries in the background. It takes longer than the checks."""
+    from megarl.cluster.launchers import importing_early
+
+    return importing_early(recipe.cluster)
+
+
+def _folder_hint(path: Path) -> str:
+    if (path / "config.yaml").exists():
+        return f"{path}: is the folder of a run; continue it with: megarl train {path} --resume"
+    return f"{path}: is a folder; give the YAML file of a recipe"
+
+
+def _place_of(run_folder: Path) -> dict[str, str]:
+    """Return the recipe fields giving a run folder's place, for a message."""
+    absolute = run_folder.absolute()
+    return {"runs_folder": str(absolute.parent), "name": absolute.name}
+
+
+def _has_work(recipe: Recipe, resume: str | None) -> bool:
+    """Return whether the run has steps left. For a finished run, print a message before anything starts or changes.
+
+    Raises ConfigError if the run folder does not fit the options.
+    """
+    from megarl.config.recipe import recipe_changes
+    from megarl.tracking.earlier_run import EarlierRun
+    from megarl.tracking.run_folder import run_path
+
+    earlier = EarlierRun.read(run_path(recipe))
+    if resume is None:
+        earlier.refuse_new_start()
+        return True
+    earlier.refuse_newer_version()
+    if finished := earlier.finished_text(recipe.train.steps):
+        print(finished)
+        as_it_was_run = earlier.recipe()
+        for change in recipe_changes(as_it_was_run, recipe) if as_it_was_run else ():
+            print(f"the recipe differs from the finished run: {change}")
+        return False
+    if resume == "must":
+        earlier.require_checkpoint()
+    return True
 
 
 app.command(cls=TrainCommand)(train)

@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from megarl.algorithms.log_ratio import log_ratio
-from megarl.algorithms.policy_losses import cispo, clip, clipped_ratio_loss, gmpo, gspo, policy_gradient, ratio, sapo
+from megarl.algorithms.policy_losses import cispo, clip, clipped, gmpo, gspo, policy_gradient, ratio, sapo
 
 
 def loss_at(ratio_value: float, advantage: float, dual_clip: float | None = None):
     """Loss, gradient with respect to the log-prob, and metrics of one token whose ratio is given."""
     old = torch.tensor([-1.25], dtype=torch.float64)
     policy = (old + math.log(ratio_value)).requires_grad_()
-    loss, metrics = clipped_ratio_loss(
+    loss, metrics = clipped(
         policy, old, torch.tensor([advantage], dtype=torch.float64), clip_low=0.2, clip_high=0.28, dual_clip=dual_clip
     )
     loss.sum().backward()
@@ -68,9 +68,7 @@ def test_clipped_and_its_gradient_against_autograd_in_float64(dual_clip):
     weights = torch.rand(64, generator=generator, dtype=torch.float64)
     gradients, losses = [], []
     for compute in (
-        lambda logprobs: clipped_ratio_loss(
-            logprobs, old, advantages, clip_low=0.1, clip_high=0.3, dual_clip=dual_clip
-        )[0],
+        lambda logprobs: clipped(logprobs, old, advantages, clip_low=0.1, clip_high=0.3, dual_clip=dual_clip)[0],
         lambda logprobs: branch_by_branch(logprobs, old, advantages, 0.1, 0.3, dual_clip),
     ):
         logprobs = policy.clone().requires_grad_()
@@ -89,14 +87,12 @@ def test_gradcheck(dual_clip):
     policy = (old + torch.tensor([0.05, 0.9, -0.9, 0.9, -0.9], dtype=torch.float64)).requires_grad_()
     advantages = torch.tensor([1.0, 2.0, 3.0, -5.0, -7.0], dtype=torch.float64)
     settings = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": dual_clip}
-    assert torch.autograd.gradcheck(
-        lambda logprobs: clipped_ratio_loss(logprobs, old, advantages, **settings)[0], (policy,)
-    )
+    assert torch.autograd.gradcheck(lambda logprobs: clipped(logprobs, old, advantages, **settings)[0], (policy,))
 
 
 def test_gradient_flows_through_policy_logprobs_alone_and_metrics_are_detached_per_token():
     tensors = [torch.randn(5, requires_grad=True) for _ in range(3)]
-    loss, metrics = clipped_ratio_loss(*tensors, clip_low=0.2, clip_high=0.2, dual_clip=3.0)
+    loss, metrics = clipped(*tensors, clip_low=0.2, clip_high=0.2, dual_clip=3.0)
     loss.sum().backward()
     assert [tensor.grad is not None for tensor in tensors] == [True, False, False]
     assert loss.shape == (5,)
@@ -106,9 +102,7 @@ def test_gradient_flows_through_policy_logprobs_alone_and_metrics_are_detached_p
 
 def test_placeholder_logprobs_stay_finite_in_float32():
     policy = torch.tensor([-1.0, -300.0], requires_grad=True)
-    loss, _ = clipped_ratio_loss(
-        policy, torch.tensor([-300.0, 0.0]), torch.tensor([-1.0, -1.0]), clip_low=0.2, clip_high=0.2
-    )
+    loss, _ = clipped(policy, torch.tensor([-300.0, 0.0]), torch.tensor([-1.0, -1.0]), clip_low=0.2, clip_high=0.2)
     (torch.zeros(2) * loss).sum().backward()
     assert policy.grad is not None and policy.grad.tolist() == [0.0, 0.0]
     assert loss[0].item() == pytest.approx(math.exp(20.0), rel=1e-6)
@@ -188,7 +182,7 @@ def test_losses_of_sequences_and_their_gradients_in_float64(loss, written_out, s
             id="sapo, bad",
         ),
         pytest.param(
-            clipped_ratio_loss,
+            clipped,
             {"clip_low": 0.2, "clip_high": 0.2, "max_ratio": 4.0},
             9.0,
             -1.0,
@@ -210,13 +204,13 @@ def test_other_losses_of_tokens(loss, settings, ratio_value, advantage, value, g
 def test_held_ratios_are_measured_as_they_were():
     old = torch.zeros(2)
     policy = torch.log(torch.tensor([33.0, 1.0]))
-    _, metrics = clipped_ratio_loss(policy, old, -torch.ones(2), clip_low=0.2, clip_high=0.2, max_ratio=10.0)
+    _, metrics = clipped(policy, old, -torch.ones(2), clip_low=0.2, clip_high=0.2, max_ratio=10.0)
     assert metrics["ratio"].tolist() == pytest.approx([33.0, 1.0]) and metrics["clip_fraction"].tolist() == [1.0, 0.0]
 
 
 def test_on_policy_all_losses_have_the_policy_gradient():
     policy, _, advantages = packed()
-    for loss in (policy_gradient, clipped_ratio_loss, cispo, sapo, gspo, gmpo):
+    for loss in (policy_gradient, clipped, cispo, sapo, gspo, gmpo):
         logprobs = policy.clone().requires_grad_()
         sequences = (CU_SEQLENS, MASK) if loss in (gspo, gmpo) else ()
         clips = {} if loss in (policy_gradient, sapo) else {"clip_low": 0.1, "clip_high": 0.1}

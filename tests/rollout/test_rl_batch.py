@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megarl.algorithms.importance import mismatch_moments
-from megarl.algorithms.policy_losses import clipped_ratio_loss
+from megarl.algorithms.policy_losses import clipped
 from megarl.config import AlgorithmConfig
 from megarl.rollout.step.advantages import compute_advantages, compute_importance_weights
 from megarl.rollout.step.step_metrics import (
@@ -62,7 +62,7 @@ def test_case_16_tokens_of_earlier_weights_are_corrected_each_by_its_own_ratio()
     weights = batch.per_token["importance_weights"][2:]
     assert weights.tolist() == pytest.approx([np.exp(0.1), 2.0, np.exp(0.2), 1.0])
     old = torch.from_numpy(batch.per_token["old_logprobs"][2:])
-    losses, _ = clipped_ratio_loss(torch.full((4,), -0.8), old, torch.ones(4), clip_low=0.2, clip_high=0.2)
+    losses, _ = clipped(torch.full((4,), -0.8), old, torch.ones(4), clip_low=0.2, clip_high=0.2)
     found = losses.numpy() * weights
     assert found.tolist() == pytest.approx([-1.221403, -2 * np.exp(0.1), -np.exp(0.3), -np.exp(0.1)])
     # Trainer and engine are compared where both had the same weights: on the last token alone.

@@ -57,7 +57,6 @@ def read(tmp_path: Path, format: str, growth: str, mib: int = 8) -> Any:
     [
         ("run: status.json", "empty lists", "read"),
         ("run: metrics.jsonl", "rows of the sample", "read"),
-        ("adapter: adapter_config.json", "keys", "/adapter_config.json: cannot be read (it has more than 65536 values"),
         ("checkpoint: common.pt", "compressed", "its entries are compressed"),
         ("recipe (YAML)", "empty lists", "has more than 100000 values"),
     ],
