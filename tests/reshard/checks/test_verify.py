@@ -84,7 +84,7 @@ def test_checksums_stay_on_the_gpu(cuda_world: None, name: str, rank: int) -> No
     comparison = LedgerComparison(plan, rank, here, there, dtype=torch.bfloat16)
     values = comparison.engine.compute()
     assert len(values) == len(destinations[rank]) and {value.device for value in values.values()} <= {CUDA}
-    # A fake tensor has no values, so the comparison ends where it first reads one. A rank without pieces reads none, and
+    # A fake tensor has no values, so the comparison ends where it first reads one. A rank without pieces reads none: it
     # ends at the exchange of faults, which needs a run.
     with ExchangedDevices() as exchanges, suppress(DataDependentOutputException, RuntimeError):
         comparison.verify(values)
