@@ -38,7 +38,10 @@ def text() -> str:
 
 
 def arm(text: str, process: str) -> None:
-    """Set the faults of this process: a rank's number in the run, or `driver`. Raises ConfigError for a wrong text."""
+    """Set the faults to inject in this process. `process` is `driver`, or the rank's number in the run.
+
+    Raises ConfigError for an invalid `text`.
+    """
     global _injector
     _injector = importlib.import_module(_INJECTION).Injector(text, process)
 

@@ -103,7 +103,9 @@ def _lengths(recipe: Recipe, run: Path | None, mean_tokens: int | None) -> Lengt
     prompt_tokens = assumed_prompt_tokens(max_prompt_tokens)
     if run is not None:
         if mean_tokens is not None:
-            raise ConfigError("--lengths and --mean-tokens: give one of them; a run's samples have a mean")
+            raise ConfigError(
+                "--lengths and --mean-tokens: give one of them; the samples of --lengths already have a mean"
+            )
         return lengths_of_run(run, limit=limit, prompt_tokens=prompt_tokens)
     if mean_tokens is not None and mean_tokens > limit:
         raise ConfigError(

@@ -85,7 +85,9 @@ def plan_resize(recipe: Path | str, overrides: Sequence[str], before: str, after
     first = [*overrides, *before.split()]
     old = load(recipe, first)
     if old.lora.rank or old.has_critic:
-        raise ConfigError("--to: counts the state of a policy alone; leave it out for recipes with lora or a critic")
+        raise ConfigError(
+            "--to: the forecast of bytes covers a policy only; leave --to out for recipes with lora or a critic"
+        )
     if old.optimizer.name != "adam":
         raise ConfigError(f"--to: counts Adam's state; leave it out with optimizer.name={old.optimizer.name}")
     new = with_sizes(old, _sizes(recipe, first, after.split()))

@@ -11,12 +11,12 @@ from megarl.data.token_batch import TokenBatch
 
 
 class Savings(NamedTuple):
-    """Tokens of a row that its ranks need not compute."""
+    """Tokens of a row that are computed once for several of its sequences."""
 
     tokens: NDArray[Any]
     """[sequences]: for each sequence, the number of its tokens that another one of the row computes."""
     is_refused: bool
-    """Whether the row is computed without saving, although it would save enough."""
+    """Whether the row is computed without sharing tokens, although sharing would save enough work."""
 
 
 class RowPacking:

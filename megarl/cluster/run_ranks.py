@@ -173,10 +173,10 @@ class RunRanks:
         self.is_separate = True
         self.replicas = sorted([*self.replicas, *groups], key=lambda group: group.part.first_rank)
 
-    def succeed(self, before: WorkerGroup, after: WorkerGroup) -> None:
-        """Use the group `after`, with the processes of a replica, in place of the replica `before`."""
-        self.replicas.remove(before)
-        self.add([after])
+    def replace_replica(self, old: WorkerGroup, new: WorkerGroup) -> None:
+        """Use the group `new`, which has the processes of a replica, in place of the replica `old`."""
+        self.replicas.remove(old)
+        self.add([new])
 
     async def watching(self, work: Coroutine[Any, Any, Answer]) -> Answer:
         """Await work of the driver that may call no ranks for long, such as scoring, and return its result.

@@ -45,9 +45,9 @@ class Option:
     """An option of another program: a row of `foreign.OPTIONS`."""
 
     program: str
-    """Name of the program, or `OTHERS`."""
+    """Name of the training program. `OTHERS`: many programs, or one without a table in MIGRATION.md."""
     spellings: tuple[str, ...]
-    """The option as its program writes it, for example `--dataset` and `-d`."""
+    """Spellings of the option on the program's command line, for example `--dataset` and `-d`."""
     value: str
     """Value of the option that the row is about. Empty: all values."""
     assignments: tuple[str, ...]

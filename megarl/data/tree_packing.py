@@ -128,7 +128,7 @@ class _Cluster:
     """Number of stored tokens."""
     cost: float = 0.0
     places: list[int] = field(default_factory=list)
-    """Places of the sequences in the lexicographic order, ascending."""
+    """Positions of the sequences among all of them, sorted by their tokens. The list is ascending."""
 
     def with_set(self, members: NDArray[np.int64], prefixes: _Prefixes) -> _Cluster:
         """Return the cluster of these sequences and one more set."""

@@ -125,10 +125,10 @@ class RankProcesses:
     async def recover(
         self, error: PeerLostError, stop: StopRequest, folder: RunFolder, notify: Callable[[str], object]
     ) -> None:
-        """Replace the lost processes of the trainer. Raises the error if the run must end because of it.
+        """Replace the lost processes of the trainer. Raises `error`, the loss, if the run cannot continue.
 
         `notify` is called with a message about the loss. New processes write their logs to the folder's `logs_folder`.
-        Raises EndedError if the run was to stop (`stop`), because its progress since the last checkpoint is lost.
+        Raises EndedError if a stop was requested (`stop`): the progress since the last checkpoint is lost.
         """
         lost = self._ranks.trainers if self._ranks is not None else None
         if lost is None or not lost.survivors or self.recipe.cluster.recover == "stop":
@@ -259,7 +259,7 @@ class RankProcesses:
                 continue
             # At once: if a later replica fails, these processes must end with the run.
             if old is not None:
-                ranks.succeed(old, after)
+                ranks.replace_replica(old, after)
             else:
                 ranks.add([after])
             self._engine_places[number] = after.places

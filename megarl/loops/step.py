@@ -40,6 +40,6 @@ class Step:
         self.metrics |= metrics
 
     def log_update(self, update: Update) -> None:
-        """Add the only update of the policy in this step."""
+        """Record the policy's update. This step has exactly one."""
         self.outcome.add("policy", [update.outcome])
         self.log(values(update.metrics))

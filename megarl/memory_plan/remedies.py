@@ -164,7 +164,7 @@ def _recomputation(recipe: Recipe, shape: ModelShape) -> tuple[str, Any]:
 
 
 def _fit_values(recipe: Recipe, models: Models, gpus: GpuMemory, values: dict[str, Any]) -> Remedy | None:
-    """Return a change with its markers replaced by the largest values that fit, or None if nothing fits."""
+    """Return a change of fields, with the largest values that fit in place of `_FITTED`. None: nothing fits."""
     fixed_values = {field: value for field, value in values.items() if value is not _FITTED}
     # Each fit starts from the values fixed before, so later fields use only the memory still missing.
     for field in values.keys() - fixed_values.keys():

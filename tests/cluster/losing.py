@@ -182,7 +182,9 @@ async def resize_next_to_engines(make: MakeAny, logs: Path) -> None:
         trainers = await ranks.trainers.successor(sources, logs, part)
         ranks = RunRanks(trainers, ranks.replicas)
         for number, group in enumerate(list(ranks.replicas)):
-            ranks.succeed(group, await group.successor([0], logs, replace(part, first_rank=len(sources) + number)))
+            ranks.replace_replica(
+                group, await group.successor([0], logs, replace(part, first_rank=len(sources) + number))
+            )
         for group in ranks.groups:
             await group.construct("probe:Survivor", {})
         assert [group.part.num_ranks for group in ranks.groups] == [num_ranks] * len(ranks.groups)

@@ -49,7 +49,7 @@ class RankChecksums:
 
 @dataclass(frozen=True, slots=True)
 class RankChanges:
-    """Boxes of one rank whose weights changed although no update or reshard wrote them. None: `boxes` is empty."""
+    """Boxes of one rank whose weights changed although no update or reshard wrote them. `boxes` may be empty."""
 
     holder: str
     version: int
