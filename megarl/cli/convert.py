@@ -121,5 +121,5 @@ def _model_of_run(checkpoint: Path) -> tuple[Path, Mapping[str, Any]] | None:
     if home.name != "checkpoints" or not (home.parent / "config.yaml").is_file():
         return None
     EarlierRun.read(home.parent).refuse_newer_version()
-    model = load(home.parent / "config.yaml").model
+    model = load(home.parent / "config.yaml", is_of_run=True).model
     return Path(model.folder), model.override_config

@@ -55,22 +55,27 @@ def resize(
     state = EarlierRun.read(run).status.get("state")
     if state != "running":
         raise ConfigError(f"{run}: the run is not running (status.json: {state}); start it with megarl train")
-    before = load(run / "config.yaml", ())
-    values = _sizes(run / "config.yaml", (), overrides)
+    before = load(run / "config.yaml", is_of_run=True)
+    values = _sizes(run / "config.yaml", (), overrides, is_of_run=True)
     # Only the run knows its present sizes: after the loss of ranks they are not those of config.yaml.
     _, parallel = resized(before, values)
     request(run, values)
     print_lines([f"{run}: changes to {parallel} after its current step"])
 
 
-def _sizes(recipe: Path | str, before: Sequence[str], overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the sizes that overrides give, by field. Raises ConfigError for fields that a resize cannot change."""
+def _sizes(
+    recipe: Path | str, before: Sequence[str], overrides: Sequence[str], *, is_of_run: bool = False
+) -> dict[str, Any]:
+    """Return the sizes that overrides give, by field. Raises ConfigError for fields that a resize cannot change.
+
+    `is_of_run`: `recipe` is the config.yaml of a run, which an earlier version may have written.
+    """
     from megarl.config.recipe import load
     from megarl.loops.resizing import refuse_other_fields
 
     names = [text.partition("=")[0] for text in overrides]
     refuse_other_fields(names)
-    after = load(recipe, [*before, *overrides])
+    after = load(recipe, [*before, *overrides], is_of_run=is_of_run)
     return {name: attrgetter(name)(after) for name in names}
 
 
