@@ -226,9 +226,7 @@ async def agent_program(
     context_tokens = recipe.data.max_prompt_tokens + longest
     codec = Codec(tokenizer_of(recipe.model), context_tokens, recipe.rollout.tool_parser)
     sessions = Sessions(pool, codec)
-    endpoint = Endpoint(
-        sessions, recipe.rollout.endpoint, model=recipe.name, sampling=sampling, notice=notify, load=pool.load
-    )
+    endpoint = Endpoint(sessions, recipe.rollout.endpoint, model=recipe.name, notice=notify, load=pool.load)
     try:
         await endpoint.start()
         config = recipe.rollout.agent

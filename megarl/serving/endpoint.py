@@ -23,9 +23,9 @@ from megarl.serving.http_server import HttpServer
 from megarl.serving.keys import is_token, key_of
 from megarl.serving.monitor import EndpointMetrics, add_pages
 from megarl.serving.refusal import RequestError
-from megarl.serving.sessions import Answer, Limits, ModelCallUnderWay, Session, Sessions
+from megarl.serving.sessions import Answer, ModelCallUnderWay, Session, Sessions
 from megarl.terminal import FirstOfEachKind
-from megarl.types import ConfigError, SamplingSettings
+from megarl.types import ConfigError
 
 KEEP_ALIVE_SECONDS = 2.0
 """Seconds between the events that keep a stream alive while its answer is not ready yet. Agents that limit the time
@@ -34,8 +34,6 @@ between events allow 3 s or more.
 CHAT, COMPLETIONS, MESSAGES, RESPONSES = Chat(), Completions(), Messages(), Responses()
 _CONVERSING: tuple[Dialect, ...] = (CHAT, MESSAGES, RESPONSES)
 """Dialects whose requests hold a conversation."""
-SESSION_HEADER = "x-megarl-session"
-"""HTTP header of an answer carrying the secret of a new session, opened for a client without one."""
 _SHUTDOWN_SECONDS = 2.0
 """Seconds that open connections get to end at shutdown."""
 _LINGERING_SECONDS = 1.0
@@ -59,12 +57,7 @@ class Endpoint:
     """Server of OpenAI's and Anthropic's APIs in front of the engines, on the loopback address or protected by a token.
 
     A request names its session by its path, `/s/SECRET/v1/...`, or by its key: `Authorization: Bearer SECRET`, or
-    `x-api-key: SECRET`.
-
-    A guest is a client without a session. With `guests` (limits of a session), each guest gets a session, and its
-    secret in the answer's header. Guests need the token, if there is one, and may set sampling parameters. With
-    `guests` None they are refused. `notice` is called with the
-    first change of each kind made to a client's request.
+    `x-api-key: SECRET`. `notice` is called with the first change of each kind made to a client's request.
     """
 
     def __init__(
@@ -73,15 +66,12 @@ class Endpoint:
         config: EndpointConfig,
         *,
         model: str,
-        sampling: SamplingSettings,
-        guests: Limits | None = None,
         notice: Callable[[str], object] = lambda text: None,
         load: Callable[[], PoolLoad | None] = lambda: None,
     ) -> None:
         """Prepare the server. `load` returns the load of the engines for its metrics (rollout.endpoint.metrics)."""
         self._sessions, self._config, self._model = sessions, config, model
         self._metrics = EndpointMetrics(lambda: sessions.num_open, load) if config.metrics else None
-        self._sampling, self._guests = sampling, guests
         self._notices = FirstOfEachKind(notice)
         self._server: HttpServer | None = None
         self.base_url = ""
@@ -103,8 +93,6 @@ class Endpoint:
             app.router.add_post(f"{prefix}/v1{COMPLETIONS.page}", self._complete)
             app.router.add_get(f"{prefix}/v1/models", self._models)
             app.router.add_get(f"{prefix}/v1/models/{{model:.+}}", self._one_model)
-        # For clients that need session and key before their first call, and a reward at the end.
-        app.router.add_post("/sessions", self._open)
         app.router.add_post("/sessions/{secret}/reward", self._reward)
         if self._metrics is not None:
             add_pages(app, self._metrics.registry, self._metrics.health, self._check_token)
@@ -131,7 +119,7 @@ class Endpoint:
 
     @web.middleware
     async def _answer_errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Handle a request. Errors become answers in OpenAI's form. Answers are counted if metrics are on."""
+        """Handle a request. Errors become answers in the form of its page. Answers are counted if metrics are on."""
         began = time.monotonic()
         status = _CLIENT_LEFT
         try:
@@ -148,14 +136,14 @@ class Endpoint:
             self._admit(request)
             return await handler(request)
         except RequestError as error:
-            response = _refused(request, error)
+            response = _error_response(request, error)
             # The body may be unread. Closing the connection avoids waiting for the rest of its bytes.
             is_last = error.status in (401, 408, 413, 503)
         except ConnectionError:
             # The client is gone, so aiohttp closes the connection instead of sending this.
             return web.Response(status=_CLIENT_LEFT)
         except web.HTTPException as error:
-            response = _refused(request, RequestError(error.text or error.reason, status=error.status))
+            response = _error_response(request, RequestError(error.text or error.reason, status=error.status))
             is_last = True
         if is_last:
             response.force_close()
@@ -182,26 +170,26 @@ class Endpoint:
         """Answer a request that holds a conversation."""
         self._check_right(request)
         identity, body = await read_body(request)
-        session, is_new = self._session(request)
+        session = self._session(request)
         chat, without_effect = dialect.as_chat(body)
         asked = self._asked(chat, session)
         self._note_overridden(session, {name: body.get(name) for name in without_effect}, "it has no effect here")
         call = session.chat(read_conversation(chat), asked.sampling, identity, is_retry=_is_retry(request))
-        return await self._respond(dialect, request, session, call, asked, body, is_new=is_new)
+        return await self._respond(dialect, request, session, call, asked, body)
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         self._check_right(request)
         identity, body = await read_body(request)
-        session, is_new = self._session(request)
+        session = self._session(request)
         asked = self._asked(body, session)
         call = session.complete(read_prompt(body), asked.sampling, identity, is_retry=_is_retry(request))
-        return await self._respond(COMPLETIONS, request, session, call, asked, body, is_new=is_new)
+        return await self._respond(COMPLETIONS, request, session, call, asked, body)
 
     async def _count_tokens(self, request: web.Request) -> web.Response:
         """Return the length of the prompt that a conversation would have. Nothing is sampled."""
         self._check_right(request)
         _, body = await read_body(request)
-        session, _ = self._session(request)
+        session = self._session(request)
         chat, _ = MESSAGES.as_chat(body)
         token_ids = await session.prompt(read_conversation(chat))
         return web.json_response({"input_tokens": len(token_ids)})
@@ -224,10 +212,6 @@ class Endpoint:
             code="not_found",
         )
 
-    async def _open(self, request: web.Request) -> web.Response:
-        session = self._guest(key_of(request))
-        return web.json_response({"id": session.secret, "base_url": self.url_of(session), "api_key": session.secret})
-
     async def _reward(self, request: web.Request) -> web.Response:
         session = self._sessions.find(request.match_info["secret"])
         if session is None:
@@ -244,7 +228,7 @@ class Endpoint:
 
         Raises RequestError for invalid parameters.
         """
-        asked = Asked.read(body, session.sampling, is_training=self._guests is None)
+        asked = Asked.read(body, session.sampling)
         # Any name means the only model: agents send the name of the model that they were written for.
         is_known = body.get("model") in (None, self._model)
         names = [*asked.overridden, *([] if is_known else ["model"])]
@@ -258,39 +242,24 @@ class Endpoint:
             text = f"a client of the endpoint set {name} = {value!r:.40}; {outcome}"
             self._notices.tell(name, f"{text} (environment/overridden_fields)")
 
-    def _session(self, request: web.Request) -> tuple[Session, bool]:
-        """Return the session of a request, and whether it is new. Raises RequestError if the client may not open
-        one.
-        """
-        session = self._sessions.find(_secret(request))
-        if session is not None:
-            self._sessions.used(session)
-            return session, False
+    def _session(self, request: web.Request) -> Session:
+        """Return the session of a request. Raises RequestError if it has none."""
         self._check_right(request)
-        return self._guest(_secret(request)), True
+        session = self._sessions.find(_secret(request))
+        assert session is not None, "a request with a right has a session"
+        self._sessions.used(session)
+        return session
 
     def _check_right(self, request: web.Request) -> None:
-        """Raise RequestError if a request has no session and may not open one. The body is not read."""
+        """Raise RequestError if a request has no session. The body is not read."""
         self._check_key(request)
         if self._sessions.find(_secret(request)) is None:
-            self._guest_limits()
-
-    def _guest(self, key: str) -> Session:
-        """Open a session for a guest whose key is the endpoint's token. Raises RequestError for other keys."""
-        if not self._is_token(key):
-            raise _unknown_key()
-        return self._sessions.open("guest", None, self._sampling, self._guest_limits())
-
-    def _guest_limits(self) -> Limits:
-        """Return the limits of a guest's session. Raises RequestError if the endpoint refuses guests."""
-        if self._guests is None:
             raise RequestError(
                 "this request has no session: use the base URL and the key that the agent was started with "
                 "(OPENAI_BASE_URL, OPENAI_API_KEY)",
                 status=401,
                 code="no_session",
             )
-        return self._guests
 
     def _check_key(self, request: web.Request) -> None:
         """Raise RequestError if a request's key is neither the secret of a session nor the endpoint's token."""
@@ -317,15 +286,12 @@ class Endpoint:
         call: ModelCallUnderWay,
         asked: Asked,
         body: Mapping[str, Any],
-        *,
-        is_new: bool,
     ) -> web.StreamResponse:
         """Wait for the answer of a model call, and send it to the client, as a whole or as a stream."""
-        headers = {SESSION_HEADER: session.secret} if is_new else {}
         reply = dialect.reply(f"{session.name}.{call.number}", self._model, asked, body)
         with session.waiting(call):
             if asked.is_streamed:
-                response = await self._stream(request, session, call, asked, reply, headers)
+                response = await self._stream(request, session, call, asked, reply)
             else:
                 # Answer before the client's own timeout (600 s in OpenAI's clients). Its retry then joins the same
                 # call.
@@ -336,7 +302,7 @@ class Endpoint:
                     )
                 tokens = await self._tokens(answer, asked)
                 session.remember(call)
-                response = web.json_response(reply.whole(answer, tokens), headers=headers)
+                response = web.json_response(reply.whole(answer, tokens))
                 # aiohttp would write it after this method, and a client that is gone would count as served.
                 await response.prepare(request)
                 await response.write_eof()
@@ -355,16 +321,13 @@ class Endpoint:
         call: ModelCallUnderWay,
         asked: Asked,
         reply: Reply,
-        headers: dict[str, str],
     ) -> web.StreamResponse:
         """Send the answer of a model call as server-sent events.
 
         An error within the first seconds is sent as an HTTP status, because the stream has not begun.
         """
         answer = await session.answer(call, KEEP_ALIVE_SECONDS)
-        response = web.StreamResponse(
-            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **headers}
-        )
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
         try:
             await response.write(reply.begin())
@@ -379,7 +342,7 @@ class Endpoint:
             _check_received(request)
             session.deliver(call)
         except RequestError as error:
-            await response.write(reply.failed(error))
+            await response.write(reply.error_event(error))
         await response.write(reply.end)
         await response.write_eof()
         return response
@@ -422,7 +385,7 @@ def _unknown_key() -> RequestError:
     )
 
 
-def _refused(request: web.Request, error: RequestError) -> web.Response:
+def _error_response(request: web.Request, error: RequestError) -> web.Response:
     """Return the answer to a refused request, in the form of its page's dialect."""
     # Other pages, and requests for none, get OpenAI's form.
     dialect = MESSAGES if f"/v1{MESSAGES.page}" in request.path else CHAT

@@ -51,8 +51,8 @@ class EngineRank:
             features=EngineFeatures(),
         )
         check_folder(Path(folder), override)
-        kept = list_copied_prefixes(read_model_shape(folder, override))
-        self._engine.load_tensors(_tensors(Path(folder), kept))
+        copied_prefixes = list_copied_prefixes(read_model_shape(folder, override))
+        self._engine.load_tensors(_tensors(Path(folder), copied_prefixes))
         self._engine.load_files()
         self._engine.weights_updated()
 
@@ -96,15 +96,16 @@ def weights_dtype(folder: Path) -> str:
     return str(read_object(folder / "config.json").get("dtype", "bfloat16"))
 
 
-def _tensors(folder: Path, kept: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+def _tensors(folder: Path, copied_prefixes: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
     """Yield the tensors of a model folder by name, each read from disk only when it is yielded.
 
-    Tensors with a prefix in `kept`, such as those of a vision tower, are left out: the engine has no place for them.
+    Tensors with a prefix in `copied_prefixes`, such as those of a vision tower, are left out: the engine has no place
+    for them.
     """
     from safetensors import safe_open
 
     for name in weight_files(folder):
         with safe_open(folder / name, "pt") as file:
             for tensor in file.keys():  # noqa: SIM118 (no mapping)
-                if not tensor.startswith(kept):
+                if not tensor.startswith(copied_prefixes):
                     yield tensor, file.get_tensor(tensor)

@@ -60,6 +60,14 @@ class Answer:
     calls: tuple[tuple[str, str, str], ...] = ()
 
     @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.call.prompt_token_ids)
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        return len(self.call.completion.token_ids)
+
+    @property
     def finish_reason(self) -> Literal["stop", "length", "tool_calls"]:
         """Why the completion ended, in OpenAI's terms."""
         if self.calls:
@@ -269,8 +277,11 @@ class Session:
         Raises RequestError if the conversation or its tools are invalid, or if the prompt is too long.
         """
         self._codec.check_tools(conversation.tools)
+        return await self._encode(conversation, self._history.find(conversation))
+
+    async def _encode(self, conversation: Conversation, known: Answered | None) -> NDArray[np.int32]:
+        """Return the tokens of a conversation's prompt [prompt], after those of the answered beginning `known`."""
         # Appending to recorded tokens keeps a trajectory one sequence. Rendering again could tokenise it differently.
-        known = self._history.find(conversation)
         if known is None:
             return await self._codec.opening(conversation)
         added = conversation.messages[len(known.conversation.messages) :]
@@ -278,12 +289,13 @@ class Session:
 
     async def _chat(self, number: int, conversation: Conversation, sampling: SamplingSettings) -> Answer:
         """Sample an answer to a conversation."""
-        fork = self._history.fork(conversation, self._history.find(conversation))
-        token_ids = await self.prompt(conversation)
-        if fork is not None:
+        self._codec.check_tools(conversation.tools)
+        known = self._history.find(conversation)
+        if fork := self._history.fork(conversation, known):
             self.counts["forks"] += 1
             self.counts[f"forks/{fork.reason}"] += 1
             self.fork_texts.append(fork.text)
+        token_ids = await self._encode(conversation, known)
         call = await self._sample(number, token_ids, sampling)
         # Parsed from tokens, because special tokens mark reasoning and calls.
         decoded = await self._codec.parsed(call, conversation.tools, number)

@@ -15,9 +15,9 @@ from megarl.data.chat import load_tokenizer
 from megarl.rollout.pool import EnginePool
 from megarl.serving.codec import Codec
 from megarl.serving.endpoint import Endpoint
-from megarl.serving.sessions import Limits, Sessions
+from megarl.serving.sessions import Sessions
 from tests.rollout.engines import CONTEXT_TOKENS, engines
-from tests.serving.served import ONE, SAMPLING, Served
+from tests.serving.served import ONE, Served
 from tests.serving.tool_model import make_tool_model
 
 
@@ -47,7 +47,7 @@ def served(
 ) -> Callable[[Callable[[Served], Coroutine[Any, Any, None]]], None]:
     """`served(test, **config)` runs a test against an endpoint of its own."""
 
-    def run(test: Callable[[Served], Coroutine[Any, Any, None]], guests: Limits | None = None, **config: Any) -> None:
+    def run(test: Callable[[Served], Coroutine[Any, Any, None]], **config: Any) -> None:
         async def drive() -> None:
             await group.call("seen")
             notices: list[str] = []
@@ -57,8 +57,6 @@ def served(
                 sessions,
                 EndpointConfig(**config),
                 model="policy",
-                sampling=SAMPLING,
-                guests=guests,
                 notice=notices.append,
                 load=pool.load,
             )

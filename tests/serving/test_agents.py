@@ -55,7 +55,7 @@ def attempt(group: WorkerGroup, runner: asyncio.Runner, tool_model: Path) -> Cal
         async def drive() -> Trajectory:
             codec = Codec(load_tokenizer(tool_model), CONTEXT_TOKENS)
             sessions = Sessions(pool := EnginePool(group, ParallelConfig(1, 1, 1, 1), max_running=8), codec)
-            endpoint = Endpoint(sessions, EndpointConfig(), model="policy", sampling=SAMPLING)
+            endpoint = Endpoint(sessions, EndpointConfig(), model="policy")
             await endpoint.start()
             config = AgentConfig(command=command, timeout_seconds=seconds, environment=environment)
             program = AgentProgram(config, endpoint, sessions, by_length, asyncio.Semaphore(1))

@@ -12,7 +12,7 @@ import pytest
 
 from megarl.serving.body import MAX_BODY_BYTES
 from tests.serving.served import Served
-from tests.serving.test_endpoint import ADD, LIMITS, QUESTION
+from tests.serving.test_endpoint import ADD, QUESTION
 
 
 async def raw_status(s: Served, request: bytes, body: bytes = b"") -> int:
@@ -91,12 +91,13 @@ def test_malformed_http_is_logged_in_one_line_each_and_not_without_end(
     async def test(s: Served) -> None:
         for _ in range(30):
             assert await raw_status(s, b"GET / HTTP/1.1\r\nHost: h\r\nContent-Length: x\r\n\r\n") == 400
-        chunked = b"POST /v1/completions HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n"
+        post = f"POST /s/{s.open().secret}/v1/completions HTTP/1.1\r\nHost: h\r\n".encode()
+        chunked = post + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n"
         assert await raw_status(s, chunked) == 400
-        compressed = b"POST /v1/completions HTTP/1.1\r\nHost: h\r\nContent-Encoding: gzip\r\nContent-Length: 4\r\n\r\n"
+        compressed = post + b"Content-Encoding: gzip\r\nContent-Length: 4\r\n\r\n"
         assert await raw_status(s, compressed, b"zzzz") == 400
 
-    served(test, guests=LIMITS)
+    served(test)
     logged = [record for record in caplog.records if record.name == "megarl.serving.http_server"]
     assert all(record.exc_info is None and "malformed request" in record.getMessage() for record in logged)
     # The minute of the bound may turn within the test.

@@ -47,7 +47,7 @@ def make_answer(
 
 def read(dialect: Dialect, body: Mapping[str, Any]) -> tuple[Conversation, Asked]:
     chat, _ = dialect.as_chat(body)
-    return read_conversation(chat), Asked.read(chat, SAMPLING, is_training=True)
+    return read_conversation(chat), Asked.read(chat, SAMPLING)
 
 
 class Server:
@@ -193,7 +193,7 @@ def test_a_message_has_the_parts_of_the_answer() -> None:
         assert first.content[2].input == {"a": 2}
         assert (first.stop_reason, cut.stop_reason) == ("tool_use", "max_tokens")
         assert (first.usage.input_tokens, first.usage.output_tokens) == (3, 1)
-    stopped = Messages().reply("n", "policy", Asked.read({"stop": ["###"]}, SAMPLING, is_training=True), {})
+    stopped = Messages().reply("n", "policy", Asked.read({"stop": ["###"]}, SAMPLING), {})
     assert stopped.whole(answers[2], None)["stop_sequence"] == "###"
 
 
@@ -216,7 +216,7 @@ def test_a_response_has_the_parts_of_the_answer() -> None:
 
 
 def test_events_of_a_response_are_numbered() -> None:
-    reply = Responses().reply("n", "policy", Asked.read({}, SAMPLING, is_training=True), {})
+    reply = Responses().reply("n", "policy", Asked.read({}, SAMPLING), {})
     stream = reply.begin() + reply.waiting() + b"".join(reply.events(make_answer(0, "Text.", None, ()), None))
     events = [json.loads(line[6:]) for line in stream.decode().splitlines() if line.startswith("data: ")]
     assert [event["sequence_number"] for event in events] == list(range(len(events)))

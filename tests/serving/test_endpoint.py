@@ -388,22 +388,6 @@ def test_who_has_no_session_or_a_wrong_key_is_told_so(served: Any) -> None:
     served(test, token="token")
 
 
-def test_a_guest_is_given_a_session_and_samples_as_it_likes(served: Any) -> None:
-    async def test(s: Served) -> None:
-        async with AsyncOpenAI(base_url=f"{s.endpoint.base_url}/v1", api_key="any") as client:
-            asked: Any = {"model": "policy", "messages": [QUESTION]}
-            given = await client.chat.completions.with_raw_response.create(**asked, temperature=0.0)
-            session = s.sessions.find(given.headers["x-megarl-session"])
-            assert session is not None and len(session.answers) == 1 and session.counts["overridden_fields"] == 0
-        async with aiohttp.ClientSession() as http, http.post(f"{s.endpoint.base_url}/sessions") as response:
-            opened = await response.json()
-        async with AsyncOpenAI(base_url=opened["base_url"], api_key=opened["api_key"]) as client:
-            await client.chat.completions.create(**asked)
-        assert len(s.sessions.find(opened["id"]).answers) == 1  # type: ignore[union-attr]
-
-    served(test, guests=LIMITS)
-
-
 def test_a_huge_body_is_refused_before_it_is_read(served: Any) -> None:
     async def test(s: Served) -> None:
         session = s.open()

@@ -13,7 +13,7 @@ from openai import AsyncOpenAI
 from megarl.config.rollout import EndpointConfig
 from megarl.serving.endpoint import Endpoint
 from megarl.serving.sessions import Session
-from tests.serving.served import SAMPLING, Served
+from tests.serving.served import Served
 from tests.serving.tool_model import LOOP
 
 BODY: dict[str, Any] = {"model": "policy", "prompt": f"The{LOOP}", "max_tokens": 200}
@@ -34,7 +34,7 @@ def test_calls_that_wait_during_a_reshard_are_answered_after_it(served: Any) -> 
 
     async def test(s: Served) -> None:
         waiting, late, during = [s.open(seed=f"{n}") for n in range(4)], s.open(seed="late"), s.open(seed="during")
-        impatient = Endpoint(s.sessions, EndpointConfig(hold_seconds=0.2), model="policy", sampling=SAMPLING)
+        impatient = Endpoint(s.sessions, EndpointConfig(hold_seconds=0.2), model="policy")
         await impatient.start()
         async with AsyncOpenAI(base_url=impatient.url_of(late), api_key="unused", max_retries=0) as client:
             calls = [asyncio.create_task(asked(s, session)) for session in waiting]

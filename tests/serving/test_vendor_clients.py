@@ -11,10 +11,10 @@ import pytest
 from openai import AsyncOpenAI
 
 from megarl.rollout.stitch import stitch
-from megarl.serving.sessions import Limits, Session
+from megarl.serving.sessions import Session
 from tests.rollout.engines import CONTEXT_TOKENS
 from tests.serving.served import Served
-from tests.serving.test_endpoint import ADD, LIMITS
+from tests.serving.test_endpoint import ADD
 
 QUESTION = "Add 2 and 3."
 FUNCTION = {"type": "function", **ADD["function"]}
@@ -31,7 +31,7 @@ def anthropic_client(s: Served, session: Session, **settings: Any) -> anthropic.
 
 
 async def talk_by_messages(client: anthropic.AsyncAnthropic, num_turns: int, *, streams: bool) -> list[int]:
-    """Chat with a tool. Returns the numbers of sampled tokens that the client was told of."""
+    """Chat with a tool. Returns the numbers of sampled tokens in the client's answers."""
     messages: list[Any] = [{"role": "user", "content": QUESTION}]
     usages = []
     for _ in range(num_turns):
@@ -54,7 +54,7 @@ async def talk_by_messages(client: anthropic.AsyncAnthropic, num_turns: int, *, 
 
 
 async def talk_by_responses(client: AsyncOpenAI, num_turns: int, *, streams: bool) -> list[int]:
-    """Chat with a tool. Returns the numbers of sampled tokens that the client was told of."""
+    """Chat with a tool. Returns the numbers of sampled tokens in the client's answers."""
     items: list[Any] = [{"role": "user", "content": QUESTION}]
     usages = []
     for _ in range(num_turns):
@@ -158,14 +158,3 @@ def test_a_stream_that_waits_sends_events(served: Any, monkeypatch: pytest.Monke
         assert kinds[-1] in ("response.completed", "response.incomplete")
 
     served(test)
-
-
-def test_guests_may_call_both(served: Any) -> None:
-    async def test(s: Served) -> None:
-        async with AsyncOpenAI(base_url=f"{s.endpoint.base_url}/v1", api_key="none") as client:
-            response = await client.responses.create(
-                model="policy", input=QUESTION, max_output_tokens=5, temperature=0.5
-            )
-        assert response.output_text is not None and s.sessions.num_open == 1
-
-    served(test, guests=Limits(LIMITS.context_tokens, max_calls=4, idle_seconds=60.0))

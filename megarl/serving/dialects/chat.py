@@ -117,7 +117,7 @@ class _Reply:
     def waiting(self) -> bytes:
         return COMMENT
 
-    def failed(self, error: RequestError) -> bytes:
+    def error_event(self, error: RequestError) -> bytes:
         return event(error.body())
 
     @property
@@ -200,5 +200,5 @@ def _message(answer: Answer) -> dict[str, Any]:
 
 def _usage(answer: Answer) -> dict[str, int]:
     """Return the numbers of prompt and completion tokens of an answer, in OpenAI's form."""
-    prompt, sampled = len(answer.call.prompt_token_ids), len(answer.call.completion.token_ids)
+    prompt, sampled = answer.num_prompt_tokens, answer.num_sampled_tokens
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}

@@ -33,7 +33,7 @@ class Reply(Protocol):
         """Return what keeps the stream alive while its answer is not ready."""
         ...
 
-    def failed(self, error: RequestError) -> bytes:
+    def error_event(self, error: RequestError) -> bytes:
         """Return the event in place of an answer, after the stream has begun."""
         ...
 

@@ -17,7 +17,13 @@ from typing import Any
 
 from megarl.serving.dialects.chat import append_message
 from megarl.serving.dialects.events import event, pieces
-from megarl.serving.dialects.sampling import Asked, copy_sampling_fields
+from megarl.serving.dialects.sampling import (
+    CHANGES_SAMPLES,
+    Asked,
+    copy_sampling_fields,
+    read_objects,
+    unsupported_field,
+)
 from megarl.serving.refusal import RequestError
 from megarl.serving.sessions import Answer
 
@@ -43,7 +49,7 @@ class Messages:
 
     def as_chat(self, body: Mapping[str, Any]) -> tuple[Mapping[str, Any], Sequence[str]]:
         _refuse_unsupported(body)
-        items = _items(body.get("messages"), "messages")
+        items = read_objects(body.get("messages"), "messages")
         if not items:
             raise RequestError("messages: must have at least one message", param="messages")
         messages: list[dict[str, Any]] = []
@@ -57,7 +63,7 @@ class Messages:
         if body.get("stop_sequences") is not None:
             chat["stop"] = body["stop_sequences"]
         if body.get("tools") is not None:
-            chat["tools"] = [_tool(tool, f"tools.{i}") for i, tool in enumerate(_items(body["tools"], "tools"))]
+            chat["tools"] = [_tool(tool, f"tools.{i}") for i, tool in enumerate(read_objects(body["tools"], "tools"))]
         if (choice := body.get("tool_choice")) is not None:
             chat["tool_choice"] = choice["type"]
         return chat, [name for name in _WITHOUT_EFFECT if body.get(name) not in (None, {"type": "disabled"})]
@@ -94,7 +100,7 @@ class _Reply:
         for data in self._stream(answer):
             yield event(data, data["type"])
 
-    def failed(self, error: RequestError) -> bytes:
+    def error_event(self, error: RequestError) -> bytes:
         return event(Messages().error(error), "error")
 
     @property
@@ -137,15 +143,11 @@ def _refuse_unsupported(body: Mapping[str, Any]) -> None:
         "output_config": output is not None and not (isinstance(output, Mapping) and output.get("format") is None),
         # Thoughts of earlier turns reach the model as its template renders them. Other edits would cut the history.
         "context_management": edits is not None and not _clears_only_thoughts(edits),
-        "tool_choice": choice is not None and not (_is_free(choice)),
+        "tool_choice": choice is not None and not _is_free(choice),
     }
     for name, is_unsupported in faults.items():
         if is_unsupported:
-            raise RequestError(
-                f"{name} = {body[name]!r:.80}: is not supported, as it would change the samples; remove it",
-                param=name,
-                code="unsupported_parameter",
-            )
+            raise unsupported_field(name, body[name], CHANGES_SAMPLES)
 
 
 def _is_free(choice: Any) -> bool:
@@ -164,18 +166,11 @@ def _clears_only_thoughts(edits: Any) -> bool:
     )
 
 
-def _items(value: Any, where: str) -> list[Mapping[str, Any]]:
-    """Return a list of objects. Raises RequestError for anything else."""
-    if not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):
-        raise RequestError(f"{where}: must be a list of objects", param=where)
-    return value
-
-
 def _text(content: Any, where: str) -> str:
     """Return a text, or the texts of a list of text blocks, joined. Raises RequestError for other blocks."""
     if isinstance(content, str):
         return content
-    return "\n".join(_text_of(block, f"{where}.{i}") for i, block in enumerate(_items(content, where)))
+    return "\n".join(_text_of(block, f"{where}.{i}") for i, block in enumerate(read_objects(content, where)))
 
 
 def _text_of(block: Mapping[str, Any], where: str) -> str:
@@ -202,7 +197,7 @@ def _chat_messages(message: Mapping[str, Any], where: str) -> list[dict[str, Any
     results, texts = [], []
     if content == []:
         raise RequestError(f"{where}.content: must not be empty", param=f"{where}.content")
-    for place, block in enumerate(_items(content, f"{where}.content")):
+    for place, block in enumerate(read_objects(content, f"{where}.content")):
         at = f"{where}.content.{place}"
         if block.get("type") == "tool_result":
             results.append(_tool_result(block, at))
@@ -221,7 +216,7 @@ def _tool_result(block: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def _assistant(content: Any, where: str) -> dict[str, Any]:
     """Return an answer that a client sends back. Raises RequestError for blocks that the endpoint does not send."""
-    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else _items(content, where)
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else read_objects(content, where)
     texts, thoughts, calls = [], [], []
     for place, block in enumerate(blocks):
         match block.get("type"):
@@ -309,10 +304,9 @@ def _input(arguments: Any) -> dict[str, Any]:
 
 def _usage(answer: Answer) -> dict[str, int]:
     """Return the numbers of tokens. Agents shorten their history by them, so they are the true ones."""
-    prompt, sampled = len(answer.call.prompt_token_ids), len(answer.call.completion.token_ids)
     return {
-        "input_tokens": prompt,
-        "output_tokens": sampled,
+        "input_tokens": answer.num_prompt_tokens,
+        "output_tokens": answer.num_sampled_tokens,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": 0,
     }

@@ -17,7 +17,13 @@ from typing import Any
 
 from megarl.serving.dialects.chat import append_message
 from megarl.serving.dialects.events import event, pieces
-from megarl.serving.dialects.sampling import Asked, copy_sampling_fields
+from megarl.serving.dialects.sampling import (
+    Asked,
+    changed_fields,
+    copy_sampling_fields,
+    read_objects,
+    unsupported_field,
+)
 from megarl.serving.refusal import RequestError
 from megarl.serving.sessions import Answer
 
@@ -28,12 +34,12 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "background": (False,),
     "truncation": ("disabled",),
     "max_tool_calls": (),
-    "top_logprobs": (0,),
 }
 """Fields that are refused because they would change the prompt or the samples, with the values that change nothing."""
 _JOINT = "__"
 """Text between a namespace and the name of a function in it, in the name that the model sees."""
 _ANSWER_ITEMS = ("reasoning", "function_call")
+_FORM = "a text or a list of objects"
 
 
 class Responses:
@@ -44,7 +50,9 @@ class Responses:
     def as_chat(self, body: Mapping[str, Any]) -> tuple[Mapping[str, Any], Sequence[str]]:
         _refuse_unsupported(body)
         items = body.get("input")
-        items = [{"role": "user", "content": items}] if isinstance(items, str) else _items(items, "input")
+        items = (
+            [{"role": "user", "content": items}] if isinstance(items, str) else read_objects(items, "input", form=_FORM)
+        )
         if not items:
             raise RequestError("input: must have at least one item", param="input")
         instructions = _text("" if body.get("instructions") is None else body["instructions"], "instructions")
@@ -64,8 +72,9 @@ class Responses:
         return chat, sorted(set(unused))
 
     def reply(self, name: str, model: str, asked: Asked, body: Mapping[str, Any]) -> _Reply:
-        namespaces = {tool.get("name"): tool for tool in body.get("tools") or () if tool.get("type") == "namespace"}
-        return _Reply(name, model, int(time.time()), [f"{namespace}{_JOINT}" for namespace in namespaces])
+        tools = body.get("tools") or ()
+        prefixes = [f"{tool.get('name')}{_JOINT}" for tool in tools if tool.get("type") == "namespace"]
+        return _Reply(name, model, int(time.time()), prefixes)
 
     def error(self, error: RequestError) -> dict[str, Any]:
         return error.body()
@@ -107,7 +116,7 @@ class _Reply:
         response = self.whole(answer, tokens)
         yield self._event(f"response.{response['status']}", response=response)
 
-    def failed(self, error: RequestError) -> bytes:
+    def error_event(self, error: RequestError) -> bytes:
         fault = {"code": error.code or "server_error", "message": str(error)}
         return self._event("response.failed", response=self._object("failed", []) | {"error": fault})
 
@@ -208,24 +217,11 @@ def _refuse_unsupported(body: Mapping[str, Any]) -> None:
         if body.get(name) is not None and not isinstance(body[name], Mapping):
             raise RequestError(f"{name}: must be an object", param=name)
     text_format = (body.get("text") or {}).get("format")
-    unsupported = [
-        name for name, neutral in _NEUTRAL.items() if body.get(name) is not None and body[name] not in neutral
-    ]
+    unsupported = changed_fields(body, _NEUTRAL)
     if text_format not in (None, {"type": "text"}):
         unsupported.append("text")
     for name in unsupported:
-        raise RequestError(
-            f"{name} = {body[name]!r:.80}: is not supported; remove it, and send the whole history as input",
-            param=name,
-            code="unsupported_parameter",
-        )
-
-
-def _items(value: Any, where: str) -> list[Mapping[str, Any]]:
-    """Return a list of objects. Raises RequestError for anything else."""
-    if not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):
-        raise RequestError(f"{where}: must be a text or a list of objects", param=where)
-    return value
+        raise unsupported_field(name, body[name], "; remove it, and send the whole history as input")
 
 
 def _text(content: Any, where: str) -> str:
@@ -233,7 +229,7 @@ def _text(content: Any, where: str) -> str:
     if isinstance(content, str):
         return content
     texts = []
-    for place, part in enumerate(_items(content, where)):
+    for place, part in enumerate(read_objects(content, where, form=_FORM)):
         if part.get("type") not in ("input_text", "output_text", "text") or not isinstance(part.get("text"), str):
             raise RequestError(
                 f"{where}.{place}.type = {part.get('type')!r:.40}: this model reads parts of text only", param=where
@@ -275,7 +271,9 @@ def _chat_messages(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _add_reasoning(message: dict[str, Any], item: Mapping[str, Any]) -> None:
     parts = item.get("summary") or item.get("content") or []
-    texts = [part["text"] for part in _items(parts, "input.summary") if isinstance(part.get("text"), str)]
+    texts = [
+        part["text"] for part in read_objects(parts, "input.summary", form=_FORM) if isinstance(part.get("text"), str)
+    ]
     message["reasoning_content"] = message.get("reasoning_content", "") + "".join(texts)
 
 
@@ -295,7 +293,7 @@ def _tools(tools: Any, prefix: str = "") -> tuple[list[dict[str, Any]], list[str
     """
     functions: list[dict[str, Any]] = []
     dropped: list[str] = []
-    for tool in _items(tools, "tools"):
+    for tool in read_objects(tools, "tools", form=_FORM):
         if tool.get("type") == "namespace":
             of_namespace, dropped_there = _tools(tool.get("tools") or [], f"{tool.get('name')}{_JOINT}")
             functions += of_namespace
@@ -310,11 +308,10 @@ def _tools(tools: Any, prefix: str = "") -> tuple[list[dict[str, Any]], list[str
 
 def _usage(answer: Answer) -> dict[str, Any]:
     """Return the numbers of tokens. Agents shorten their history by them, so they are the true ones."""
-    prompt, sampled = len(answer.call.prompt_token_ids), len(answer.call.completion.token_ids)
     return {
-        "input_tokens": prompt,
+        "input_tokens": answer.num_prompt_tokens,
         "input_tokens_details": {"cached_tokens": 0},
-        "output_tokens": sampled,
+        "output_tokens": answer.num_sampled_tokens,
         "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": prompt + sampled,
+        "total_tokens": answer.num_prompt_tokens + answer.num_sampled_tokens,
     }

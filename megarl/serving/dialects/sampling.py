@@ -39,7 +39,26 @@ _RANGES = {
     "min_p": (0.0, 1.0),
     "repetition_penalty": (0.01, 2.0),
 }
-"""Accepted ranges of sampling parameters, for requests whose values are not overridden by the recipe."""
+"""Accepted ranges of sampling parameters. The recipe's values hold."""
+CHANGES_SAMPLES = ", as it would change the samples; remove it"
+"""Reason and remedy of an unsupported field."""
+
+
+def changed_fields(body: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]]) -> list[str]:
+    """Return the fields of a request that change something. `neutral` has for each field the values that do not."""
+    return [name for name, values in neutral.items() if body.get(name) is not None and body[name] not in values]
+
+
+def unsupported_field(name: str, value: Any, reason: str) -> RequestError:
+    """Return the error for a field that is not supported. `reason` includes the remedy."""
+    return RequestError(f"{name} = {value!r:.80}: is not supported{reason}", param=name, code="unsupported_parameter")
+
+
+def read_objects(value: Any, where: str, *, form: str = "a list of objects") -> list[Mapping[str, Any]]:
+    """Return a list of objects in a request. Raises RequestError, naming the expected `form`, for anything else."""
+    if not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):
+        raise RequestError(f"{where}: must be {form}", param=where)
+    return value
 
 
 def copy_sampling_fields(body: Mapping[str, Any], *, without: Collection[str] = ()) -> dict[str, Any]:
@@ -66,20 +85,15 @@ class Asked:
     has_logprobs: bool
 
     @classmethod
-    def read(cls, body: Mapping[str, Any], recipe: SamplingSettings, *, is_training: bool) -> Asked:
+    def read(cls, body: Mapping[str, Any], recipe: SamplingSettings) -> Asked:
         """Read the parameters of a request.
 
         Raises RequestError for invalid values, and for fields that would change the sampled distribution.
         """
         # Refused, not ignored: training assumes that tokens come from the recipe's distribution.
-        for name, neutral in NEUTRAL.items():
-            if body.get(name) is not None and body[name] not in neutral:
-                raise RequestError(
-                    f"{name} = {body[name]!r:.80}: is not supported, as it would change the samples; remove it",
-                    param=name,
-                    code="unsupported_parameter",
-                )
-        sampling, overridden = _sampling(body, recipe, is_training=is_training)
+        for name in changed_fields(body, NEUTRAL):
+            raise unsupported_field(name, body[name], CHANGES_SAMPLES)
+        sampling, overridden = _sampling(body, recipe)
         options = body.get("stream_options")
         return cls(
             sampling,
@@ -91,12 +105,10 @@ class Asked:
         )
 
 
-def _sampling(
-    body: Mapping[str, Any], recipe: SamplingSettings, *, is_training: bool
-) -> tuple[SamplingSettings, tuple[str, ...]]:
+def _sampling(body: Mapping[str, Any], recipe: SamplingSettings) -> tuple[SamplingSettings, tuple[str, ...]]:
     """Return a request's sampling parameters, and the names of fields that the recipe overrides.
 
-    In training, clients may set only length limits and stop strings, within the recipe's limits.
+    Clients may set only length limits and stop strings, within the recipe's limits.
     """
     sampling, overridden = recipe, []
     for name, (low, high) in _RANGES.items():
@@ -108,10 +120,7 @@ def _sampling(
             # OpenAI-compatible servers use -1 for no limit, megarl 0.
             value = max(int(value), 0)
         if value != getattr(recipe, name):
-            if is_training:
-                overridden.append(name)
-            else:
-                sampling = replace(sampling, **{name: value})
+            overridden.append(name)
     if body.get("seed") is not None:
         # Sessions derive seeds from the attempt, so that a run can be repeated.
         overridden.append("seed")
