@@ -40,6 +40,8 @@ import sys
 
 MAX_ERROR_CHARACTERS = 2000
 """Maximum characters of an error's text. Linux writes an answer of a fork to the socket in one piece up to 32 KiB."""
+SEED_STEP = 1_000_003
+"""Prime stride that keeps the problems of neighbouring seeds apart."""
 MAX_SEED = 1 << 32
 
 
@@ -104,7 +106,8 @@ class Episodes:
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(request["index"] % MAX_SEED)
         session = self.sessions[request["session"]] = Session(self.make_episode(request["settings"]))
-        return session.call("reset", request["index"], request["is_heldout"])
+        seed = (request["settings"]["seed"] * SEED_STEP + request["index"]) % MAX_SEED
+        return session.call("reset", seed, request["is_heldout"])
 
 
 def answer(play, request):

@@ -2,10 +2,6 @@
 
 import importlib
 
-SEED_STEP = 1_000_003
-"""Prime stride that keeps the problems of neighbouring seeds apart."""
-MAX_SEED = 1 << 32
-
 
 class Library:
     is_forked = False
@@ -19,16 +15,15 @@ class Library:
 
 
 class Gem:
-    """An environment of GEM, made by `gem.make`. Its seed is computed from the problem's number."""
+    """An environment of GEM, made by `gem.make`."""
 
     def __init__(self, settings):
         for module in settings["modules"]:
             importlib.import_module(module)
-        self.seed = settings["seed"] * SEED_STEP
         self.environment = importlib.import_module("gem").make(settings["name"], **settings["config"])
 
-    def reset(self, index, is_heldout):
-        observation, info = self.environment.reset(seed=(self.seed + index) % MAX_SEED)
+    def reset(self, seed, is_heldout):
+        observation, info = self.environment.reset(seed=seed)
         return {"text": observed_text(observation, info), "system": None}
 
     def step(self, text):

@@ -10,8 +10,8 @@ import warnings
 HELD_OUT_PARTS = 64
 """Share of all questions reserved for validation, in units of 1/256."""
 MAX_DRAWS = 2000
-SEED_STEP = 1_000_003
-"""Prime stride that keeps the problems of neighbouring seeds apart."""
+DRAW_STEP = 1_000_005
+"""Stride of the seeds of a problem's draws."""
 MAX_SEED = 1 << 32
 
 
@@ -29,7 +29,7 @@ class Library:
 
 
 class Problem:
-    """A problem of a reasoning-gym task, given by its number `index`. The task's own scorer scores the answer.
+    """A problem of a reasoning-gym task, given by its seed. The task's own scorer scores the answer.
 
     Questions are split by a hash, so training and validation never share one. `is_heldout` selects validation
     questions. `scoring` is the module with `score_safely`.
@@ -39,9 +39,9 @@ class Problem:
         self.settings = settings
         self.scoring = scoring
 
-    def reset(self, index, is_heldout):
-        task, seed, config = self.settings["task"], self.settings["seed"], self.settings["config"]
-        self.dataset, self.entry = make_problem(task, json.dumps(config), seed * SEED_STEP + index, is_heldout)
+    def reset(self, seed, is_heldout):
+        task, config = self.settings["task"], self.settings["config"]
+        self.dataset, self.entry = make_problem(task, json.dumps(config), seed, is_heldout)
         prompt = self.settings["system"]
         return {"text": self.entry["question"], "system": prompt and system_prompt(prompt)}
 
@@ -87,7 +87,7 @@ def make_problem(task, config, seed, is_heldout):
     # Draw seeds until the question's hash falls into the wanted part.
     for draw in range(MAX_DRAWS):
         dataset = reasoning_gym.create_dataset(
-            task, seed=(seed + draw * (SEED_STEP + 2)) % MAX_SEED, size=1, **json.loads(config)
+            task, seed=(seed + draw * DRAW_STEP) % MAX_SEED, size=1, **json.loads(config)
         )
         entry = dataset[0]
         digest = hashlib.sha256(entry["question"].encode()).digest()
