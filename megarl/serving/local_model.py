@@ -53,7 +53,6 @@ class EngineRank:
         check_folder(Path(folder), override)
         copied_prefixes = list_copied_prefixes(read_model_shape(folder, override))
         self._engine.load_tensors(_tensors(Path(folder), copied_prefixes))
-        self._engine.load_files()
         self._engine.weights_updated()
 
     def advance(

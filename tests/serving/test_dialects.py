@@ -197,6 +197,13 @@ def test_a_message_has_the_parts_of_the_answer() -> None:
     assert stopped.whole(answers[2], None)["stop_sequence"] == "###"
 
 
+@pytest.mark.parametrize("field", ["stop", "stop_sequences"])
+def test_texts_that_end_an_answer_are_read(field: str) -> None:
+    """`stop` is no field of Anthropic's: it counts as in a chat."""
+    _, asked = read(Messages(), ASK | {field: ["###"]})
+    assert asked.stops == ("###",)
+
+
 def test_a_response_has_the_parts_of_the_answer() -> None:
     answers = [
         make_answer(0, "Text.", "Thought.", ('{"a": 2}', '{"a": 3}')),

@@ -58,7 +58,7 @@ class Messages:
         for place, message in enumerate(items):
             for added in _chat_messages(message, f"messages.{place}"):
                 append_message(messages, added)
-        chat = copy_sampling_fields(body, without=("tool_choice", "stop"))
+        chat = copy_sampling_fields(body, without=("tool_choice",))
         chat |= {"messages": messages, "max_completion_tokens": body.get("max_tokens")}
         if body.get("stop_sequences") is not None:
             chat["stop"] = body["stop_sequences"]
