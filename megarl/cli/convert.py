@@ -113,7 +113,7 @@ def to_hf(
 def _model_of_run(checkpoint: Path) -> tuple[Path, Mapping[str, Any]] | None:
     """Return model folder and model.override_config from the run containing a checkpoint. None: it is in no run
     folder."""
-    from megarl.config.recipe import load
+    from megarl.config.recipe import load_of_run
     from megarl.tracking.earlier_run import EarlierRun
 
     folder = checkpoint.absolute()
@@ -121,5 +121,5 @@ def _model_of_run(checkpoint: Path) -> tuple[Path, Mapping[str, Any]] | None:
     if home.name != "checkpoints" or not (home.parent / "config.yaml").is_file():
         return None
     EarlierRun.read(home.parent).refuse_newer_version()
-    model = load(home.parent / "config.yaml", is_of_run=True).model
+    model = load_of_run(home.parent).model
     return Path(model.folder), model.override_config

@@ -46,7 +46,7 @@ def resize(
     memory; processes that the new sizes need are kept. The command returns at once. The run prints a warning when it
     changes, or why it cannot; then it continues unchanged.
     """
-    from megarl.config.recipe import load
+    from megarl.config.recipe import load_of_run
     from megarl.loops.resizing import FIELDS, request, resized
     from megarl.tracking.earlier_run import EarlierRun
 
@@ -55,7 +55,7 @@ def resize(
     state = EarlierRun.read(run).status.get("state")
     if state != "running":
         raise ConfigError(f"{run}: the run is not running (status.json: {state}); start it with megarl train")
-    before = load(run / "config.yaml", is_of_run=True)
+    before = load_of_run(run)
     values = _sizes(run / "config.yaml", (), overrides, is_of_run=True)
     # Only the run knows its present sizes: after the loss of ranks they are not those of config.yaml.
     _, parallel = resized(before, values)

@@ -37,7 +37,7 @@ _COMPANIONS = {
     "algorithm.ptx_conversations": "algorithm.ptx_coefficient=0.1",
     "algorithm.ptx_coefficient": "data.ptx=talk.jsonl",
 }
-"""Overrides that the examples of a field need beside its conditions, because `preflight` checks the fields together."""
+"""Overrides that the examples of a field need in addition to its conditions: `preflight` checks the fields together."""
 
 
 @dataclass(frozen=True, slots=True)

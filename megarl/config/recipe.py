@@ -57,6 +57,14 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, is_of_run: bool = F
     return draft.recipe
 
 
+def load_of_run(run: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read the config.yaml of a run folder, which an earlier version may have written, and apply overrides to it.
+
+    Raises ConfigError like `load`.
+    """
+    return load(run / "config.yaml", overrides, is_of_run=True)
+
+
 def read(path: str | Path, overrides: Sequence[str] = (), *, is_of_run: bool = False) -> Draft:
     """Read a recipe like `load`, but return its errors instead of raising, so that later checks can add theirs.
 

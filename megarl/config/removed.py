@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+from megarl.config.explaining import printable, reference_around, shorten_value
 from megarl.config.foreign import REMOVED
 from megarl.config.merging import Merged
-from megarl.config.validating import take_value
+from megarl.config.validating import section_around
 
 
 def drop_removed_fields(merged: Merged, path: Path, *, is_of_run: bool) -> list[str]:
@@ -16,18 +18,19 @@ def drop_removed_fields(merged: Merged, path: Path, *, is_of_run: bool) -> list[
     """
     notices = []
     for field, replacement in REMOVED.items():
-        *sections, name = field.split(".")
-        section = merged.values
-        for part in sections:
-            section = section.get(part) if isinstance(section, dict) else None
-        if not isinstance(section, dict) or name not in section:
+        place: Any = tuple(field.split("."))
+        section = section_around(merged.values, place)
+        if section is None:
             continue
-        value = section[name]
+        value = section[place[-1]]
         if value is not None and not is_of_run:
             continue
-        take_value(merged.values, field.split("."))
+        # As written: a value from the environment may be secret.
+        text = shorten_value(reference_around(place, merged.references) or printable(value, place, merged.references))
+        del section[place[-1]]
+        merged.references.pop(place, None)
         if value is not None:
-            notices.append(f"{path}: {field} = {value!r}: dropped, the field was removed; {replacement}")
+            notices.append(f"{path}: {field} = {text}: dropped, the field was removed; {replacement}")
         elif not is_of_run:
             notices.append(f"{path}: {field}: dropped, the field was removed")
     return notices

@@ -64,19 +64,26 @@ def _take_out(values: dict[str, Any], loc: tuple[int | str, ...], *, is_unknown:
     return {name, *required}
 
 
-def take_value(values: Any, parts: Sequence[str]) -> bool:
-    """Remove a value from nested mappings and lists. `place` has its keys and indices. Returns False if it is
-    absent."""
+def section_around(values: Any, parts: Sequence[str]) -> dict[str, Any] | None:
+    """Return the mapping that holds a value of nested mappings and lists. `parts` are the value's keys and indices.
+    None: the value is absent.
+    """
     for part in parts[:-1]:
         if isinstance(values, list) and part.isdecimal() and int(part) < len(values):
             values = values[int(part)]
         elif isinstance(values, dict) and part in values:
             values = values[part]
         else:
-            return False
-    if not isinstance(values, dict) or parts[-1] not in values:
+            return None
+    return values if isinstance(values, dict) and parts[-1] in values else None
+
+
+def take_value(values: Any, parts: Sequence[str]) -> bool:
+    """Remove a value, which `parts` place as in `section_around`. Returns False if it is absent."""
+    section = section_around(values, parts)
+    if section is None:
         return False
-    del values[parts[-1]]
+    del section[parts[-1]]
     return True
 
 

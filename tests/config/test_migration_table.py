@@ -92,7 +92,7 @@ ABSENCE = re.compile(r"(?:^|; )(?:(elsewhere|in [\w-]+(?:, [\w-]+)*(?: and [\w-]
 
 
 def stated_fields(message: str, program: str) -> list[set[str]]:
-    """What a message says that a program's option is: for each statement the fields, none for "no counterpart"."""
+    """Return the fields that each statement of a message names for a program's option; none for "no counterpart"."""
     statements = [
         (where, set(re.findall(r"[a-z_0-9]+(?:\.[a-z_0-9A-Z]+)*(?=[= ,]|$)", re.sub(r"=\S+", "=", fields))) - {"and"})
         for where, fields in STATEMENT.findall(message)

@@ -39,3 +39,12 @@ def test_a_removed_field_that_was_not_set_is_no_change_of_a_run(small: Path, fie
     for section in reversed(sections):
         earlier = {section: earlier}
     assert not any(field in line for line in recipe_changes(earlier, recipe))
+
+
+def test_a_value_from_the_environment_is_shown_as_written(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be secret, and no reference to it stays in the recipe."""
+    monkeypatch.setenv("OTLP_URL", "http://user:secret@host:4318")
+    draft = read(small, ["monitor.otlp_url=${oc.env:OTLP_URL}"], is_of_run=True)
+    [notice] = draft.recipe.notices
+    assert "${oc.env:OTLP_URL}" in notice and "secret" not in notice
+    assert not any("otlp_url" in place for place in draft.recipe.references)

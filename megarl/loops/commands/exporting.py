@@ -11,7 +11,7 @@ from pathlib import Path
 from megarl.checkpoint.convert import Conversion, to_hf
 from megarl.checkpoint.manifest import check_sizes
 from megarl.config import Recipe
-from megarl.config.recipe import load
+from megarl.config.recipe import load_of_run
 from megarl.data.templates.turn_ends import own_files
 from megarl.files import hub
 from megarl.files.model_folder import CARD, check_model_folder, read_object
@@ -82,7 +82,7 @@ def _of_step(earlier: EarlierRun, step: int, out: Path | None) -> Exported:
     if out is None and (folder / "config.json").is_file():
         return Exported(folder, step)
     checkpoint = earlier.checkpoint(step)
-    recipe = load(earlier.path / "config.yaml", is_of_run=True)
+    recipe = load_of_run(earlier.path)
     _refuse_unconvertible(earlier.path, recipe)
     done = to_hf(
         checkpoint,

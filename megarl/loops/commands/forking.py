@@ -16,7 +16,7 @@ from pathlib import Path
 from megarl.checkpoint.manifest import check_sizes
 from megarl.config import Recipe
 from megarl.config.override_text import override_text
-from megarl.config.recipe import load, to_yaml
+from megarl.config.recipe import load_of_run, to_yaml
 from megarl.files.atomic import replace_text, storage_faults_named
 from megarl.report.recorded import refuse_other_folders
 from megarl.tracking.draws import LEDGER
@@ -39,7 +39,7 @@ def make_fork(run: Path, step: int, overrides: Sequence[str] = ()) -> Path:
     place = run.absolute()
     fork_fields = {"runs_folder": str(place.parent), "name": f"{place.name}_fork_{step}"}
     changes = [*(override_text(field, value) for field, value in fork_fields.items()), *overrides]
-    recipe = load(run / "config.yaml", changes, is_of_run=True)
+    recipe = load_of_run(run, changes)
     target = run_path(recipe)
     _refuse_target(recipe, target, step)
     check_sizes(checkpoint)
