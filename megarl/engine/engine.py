@@ -231,14 +231,6 @@ class RolloutEngine:
         with preserved_random_state():
             full_tensors.load(self._worker, tensors)
 
-    def load_files(self) -> None:
-        """Load the files of the engine's features. Call it after the base weights, on all ranks of a replica.
-
-        Raises ConfigError for files that vLLM refuses.
-        """
-        for part in self._parts:
-            part.load_files(self._worker)
-
     def weights_updated(self, version: int | None = None) -> None:
         """Record an update of the live weights, and invalidate the KV cache computed with the old ones.
 

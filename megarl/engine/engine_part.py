@@ -54,9 +54,6 @@ class EnginePart:
         """Return the module that a reshard writes, made of the model's."""
         return model
 
-    def load_files(self, worker: Any) -> None:
-        """Load the feature's files, after the base weights."""
-
     def extend_tensors(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:
         """Return the full checkpoint tensors [any shape], by name, for vLLM's loader of the model."""
         return tensors

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -26,7 +26,13 @@ class TrainedAdapter(EnginePart):
         """The adapter's live slots; None until the model is built."""
 
     def arguments(self) -> Mapping[str, Any]:
-        return slot_arguments([(self._lora.rank, self._lora.targets)])
+        return {
+            "enable_lora": True,
+            "max_loras": 1,
+            "max_lora_rank": slot_rank(self._lora.rank),
+            # Without this list, vLLM makes slots for embeddings, head and routers too.
+            "lora_target_modules": sorted(set(self._lora.targets)),
+        }
 
     def build(self, worker: Any, *, is_leader: bool) -> None:
         # Before vLLM captures CUDA graphs, which hold the addresses of the slots.
@@ -43,16 +49,3 @@ class TrainedAdapter(EnginePart):
     def extend_request(self, arguments: dict[str, Any], request: Request | None, weight_version: int) -> None:
         assert self.slots is not None
         arguments["lora_request"] = self.slots.request
-
-
-def slot_arguments(adapters: Sequence[tuple[int, Sequence[str]]]) -> dict[str, Any]:
-    """Return vLLM's arguments for slots of LoRA adapters, each a rank and its modules; an empty dict without any."""
-    if not adapters:
-        return {}
-    return {
-        "enable_lora": True,
-        "max_loras": len(adapters),
-        "max_lora_rank": slot_rank(max(rank for rank, _ in adapters)),
-        # Without this list, vLLM makes slots for embeddings, head and routers too.
-        "lora_target_modules": sorted({name for _, modules in adapters for name in modules}),
-    }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 # torch raises plain RuntimeErrors for lost peers. gloo and NCCL can be recognised only by these parts of the text.
@@ -40,6 +40,13 @@ def replica_collectives_marked() -> Iterator[None]:
         if is_peer_loss(error):
             raise ReplicaCollectiveError(str(error)) from error
         raise
+
+
+def engine_collectives_marked(group: object | None) -> AbstractContextManager[None]:
+    """Return the context of `replica_collectives_marked` if a `group` connects trainers and engines. Without one all
+    ranks share one world, and no mark is needed.
+    """
+    return nullcontext() if group is None else replica_collectives_marked()
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from math import prod
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.groups.peer_errors import replica_collectives_marked
+from megarl.groups.peer_errors import engine_collectives_marked
 from megarl.reshard.boxes import Layout
 from megarl.reshard.checks.ledger import Ledger
 from megarl.reshard.layouts.vllm_quantised import QuantisedModule
@@ -103,9 +104,8 @@ class QuantisingConversion:
         # The quantiser of vLLM 0.30 runs collectives over the engine's own ranks. Their failures are marked, so that a
         # failed engine is not mistaken for a lost peer of the reshard. Without `group` all ranks share one world, and
         # no mark is needed.
-        collective = nullcontext if group is None else replica_collectives_marked
+        collective = partial(engine_collectives_marked, group)
         self._room = WaitingRoom(modules, plan, layout, dtype=dtype, device=device, collective=collective)
-        self._dtype = dtype
         self.destinations: Mapping[str, Tensor] = self._room.destinations
         self.converted: Collection[str] = {name for module in modules for name in module.live}
         self.stage = BucketStage("quantise", self._room.arrived) if modules else None

@@ -118,7 +118,7 @@ class ModelShard:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Parameters and saved buffers [*shape] on this rank, by Megatron's names. A router's bias is such a buffer."""
+        """Parameters and saved buffers [*shape] on this rank, by Megatron's names."""
         return self.parameters | {
             chunk_prefix(index, len(self.chunks)) + name: buffer
             for index, chunk in enumerate(self.chunks)

@@ -67,6 +67,11 @@ class CrossWorldReshard:
         self._unreported: RankChanges | None = None
         """Changes of the engine's weights, found before a reshard that a lost peer ended."""
 
+    @property
+    def notices(self) -> list[str]:
+        """Texts for the user about how the weights are copied."""
+        return [] if self.rank_reshard is None else self.rank_reshard.notices
+
     def join_and_reshard(self, meeting: Meeting, topology: RankTopology, version: int) -> ReshardReport | LostPeer:
         """Join a process group of trainers and engines, and send or receive the weights of this version.
 

@@ -38,10 +38,7 @@ class EngineWorker:
 
     def start_notices(self) -> list[str]:
         """Return texts for the user at the start, about how the engine runs."""
-        return [
-            *numa.notices(),
-            *(self._cross_world_reshard.rank_reshard.notices if self._cross_world_reshard.rank_reshard else []),
-        ]
+        return [*numa.notices(), *self._cross_world_reshard.notices]
 
     def advance(
         self, work: tuple[Sequence[Request], Sequence[str]], budget_seconds: float, leave_after: int | None

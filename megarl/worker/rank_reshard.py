@@ -9,14 +9,14 @@ from contextlib import ExitStack, contextmanager
 from torch import Tensor
 
 from megarl import faults
-from megarl.groups.peer_errors import ReplicaCollectiveError
+from megarl.groups.peer_errors import ReplicaCollectiveError, engine_collectives_marked
 from megarl.platform.memory import peak_memory
 from megarl.platform.spans import span
 from megarl.reshard.checks.ledger import RankChanges
 from megarl.reshard.layouts.vllm_slots import live_parameters
 from megarl.reshard.reshard_report import ReshardReport
 from megarl.reshard.staging import gathered
-from megarl.worker.reshard_checks import ReshardChecks, mark_engine_errors
+from megarl.worker.reshard_checks import ReshardChecks
 from megarl.worker.reshard_planning import ReshardEnds, plan_reshard
 
 FIRST_VERSION = 1
@@ -123,7 +123,7 @@ class RankReshard:
                     peak_memory.restart_peak()
                 policy.onload(("parameters",))
             if engine is not None:
-                with mark_engine_errors(self._ends):
+                with engine_collectives_marked(self._ends.group):
                     engine.wake(["weights"])
             if policy is not None:
                 stack.enter_context(self._ends.open_sent_weights())
@@ -133,7 +133,7 @@ class RankReshard:
                 policy.offload()
             # The KV cache is memory of the rollout.
             peak_memory.settle_peak()
-            with mark_engine_errors(self._ends):
+            with engine_collectives_marked(self._ends.group):
                 # The KV cache last: it fits only after the trainer has left the device.
                 engine.wake(["kv_cache"])
                 engine.weights_updated(version)
@@ -151,7 +151,7 @@ class RankReshard:
 
         assert self._ends.engine is not None
         try:
-            with mark_engine_errors(self._ends):
+            with engine_collectives_marked(self._ends.group):
                 self._ends.engine.load_tensors(incoming())
         except ReplicaCollectiveError:
             if failed:

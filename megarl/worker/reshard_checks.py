@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -12,7 +10,7 @@ from numpy.typing import NDArray
 from megarl.checkpoint.mapped import MappedFolder
 from megarl.data.token_batch import TokenBatch
 from megarl.engine.trained_adapter import TrainedAdapter
-from megarl.groups.peer_errors import replica_collectives_marked
+from megarl.groups.peer_errors import engine_collectives_marked
 from megarl.reshard.checks.file_rows import check_rows, sampled_names
 from megarl.reshard.checks.ledger import Ledger, RankChanges, RankChecksums
 from megarl.reshard.checks.probe import TOLERANCES, check_logprobs, probe_prompt
@@ -22,14 +20,6 @@ from megarl.reshard.live import DirectReshard
 from megarl.reshard.staging import gathered
 from megarl.types import TrainingSequence
 from megarl.worker.reshard_planning import ReshardEnds, ReshardPlan
-
-
-def mark_engine_errors(ends: ReshardEnds) -> AbstractContextManager[None]:
-    """Return a context marking errors of collectives in the engine's own torch world. Other errors come from the group
-    with the trainers.
-    """
-    # A function, and no method that other objects hold: such a cycle would keep the group open after it was left.
-    return nullcontext() if ends.group is None else replica_collectives_marked()
 
 
 class ReshardChecks:
@@ -108,7 +98,7 @@ class ReshardChecks:
             return None
         recipe, engine = self._ends.recipe, self._ends.engine
         tolerance = recipe.weights.probe_tolerance or TOLERANCES[recipe.model.dtype]
-        with mark_engine_errors(self._ends):
+        with engine_collectives_marked(self._ends.group):
             logprobs = None if engine is None else engine.prompt_logprobs(self._probe_prompt())
         return check_logprobs(
             self._trainer_logprobs,

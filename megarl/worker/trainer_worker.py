@@ -157,10 +157,9 @@ class TrainerWorker:
 
     def start_notices(self) -> list[str]:
         """Return start-up notices for the user about how this run is executed."""
-        rank_reshard = self.cross_world_reshard.rank_reshard
         of_parts = [text for part in self.state.parts.values() for text in part.notices()]
         untrained = untrained_notices(self.recipe.model.folder, self.policy.shape)
-        return [*numa.notices(), *untrained, *of_parts, *(rank_reshard.notices if rank_reshard else [])]
+        return [*numa.notices(), *untrained, *of_parts, *self.cross_world_reshard.notices]
 
     def peak_tflops(self) -> float | None:
         """Return the peak performance of this rank's device at the model's dtype, in TFLOP/s; None if unknown."""

@@ -63,15 +63,15 @@ class LedgerComparison:
         self.engine = make_ledger("engine", engine_pieces, destinations)
         """The ledger of this rank's engine."""
 
-    def verify(self, values: Mapping[int, Tensor] | None = None, differing: Sequence[str] = ()) -> None:
+    def verify(self, values: Mapping[int, Tensor], differing: Sequence[str] = ()) -> None:
         """Compare this rank's checksums with those of all ranks. A collective.
 
-        `values` are checksums of the engine's pieces by number, int64 [scalar], if they were computed before.
+        `values` are the checksums of the engine's pieces by number, int64 [scalar].
         `differing` lists live parameters that differ from the converted weights. Raises MegarlError on all ranks,
         naming the first parameter that differs, or the trainer's ranks that differ from others with the same weights.
         """
         source_values = self._stack(self._source.compute())
-        engine_values = self._stack(self.engine.compute() if values is None else values)
+        engine_values = self._stack(values)
         expected = torch.full((self._num_boxes,), _NOT_STORED, dtype=torch.int64, device=self._device)
         expected.scatter_(0, self._source_numbers, source_values)
         if self._num_ranks > 1:
@@ -139,6 +139,7 @@ def common_pieces(plan: Plan, rank: int) -> tuple[dict[int, Piece], dict[int, Pi
 
 def _cut(holding: Holding, region: Region, tensor: TensorName) -> Piece:
     """Return the part of a stored box within a region."""
+    # Not the arithmetic of `overlap`: a fault in it would be the same on both sides of the comparison.
     piece = holding.piece(tensor)
     steps = zip(region.start, holding.start, holding.strides, strict=True)
     offset = piece.offset + sum((start - first) * stride for start, first, stride in steps)
