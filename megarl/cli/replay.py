@@ -49,15 +49,18 @@ def replay(
     trainer.tp=2. Values may then differ by 1e-5, relative to the larger of 1 and the value, and weights by 1e-4 of
     their norm. Exit code 70: there is a larger difference.
     """
-    from megarl.loops.commands import bisection, replaying
-
     if second_run is not None:
+        # Only the search is imported: it starts no ranks.
+        from megarl.loops.commands import bisection
+
         if step is not None or changes or overrides or html:
             raise ConfigError("--bisect: compares two runs' records; leave out --step, --set, --html and overrides")
         print_bisection(bisection.bisect(run, second_run), (run, second_run))
         return
     if step is None:
         raise ConfigError("--step: is required; give the number of a recorded step, or compare runs with --bisect")
+    from megarl.loops.commands import replaying
+
     prepared = replaying.prepare(run, step, overrides or (), changes or ())
     comparisons, effect = asyncio.run(replaying.replay(prepared, lambda text: print_lines([text])))
     lines = comparison_lines(comparisons)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from megarl.files.strict_json import count_values
@@ -45,3 +46,14 @@ def read_mapping(content: bytes) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError):
         return {}
     return {str(name): inside for name, inside in value.items()} if isinstance(value, dict) else {}
+
+
+def flatten_sections(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the fields of nested sections, keyed by dotted name. Lists and empty sections count as values."""
+    fields: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            fields |= flatten_sections(value, f"{prefix}{name}.")
+        else:
+            fields[f"{prefix}{name}"] = value
+    return fields

@@ -10,8 +10,9 @@ from typing import Any, Literal
 
 from megarl.algorithms.estimates import Measure, mean_score, mean_with_interval, paired_difference
 from megarl.files.atomic import storage_faults_named
+from megarl.files.plain_yaml import flatten_sections
 from megarl.files.strict_json import MEDIUM
-from megarl.report.recorded import flat, json_lines, mapping_or_empty, object_or_empty
+from megarl.report.recorded import json_lines, mapping_or_empty, object_or_empty
 from megarl.report.samples import digest
 from megarl.tracking.earlier_run import whole_number
 from megarl.types import ConfigError
@@ -110,7 +111,7 @@ def read_evaluation(path: Path) -> RecordedEvaluation:
         path,
         path.resolve().name,
         str(summary.get("model", "")),
-        flat(mapping_or_empty(path / "config.yaml")),
+        flatten_sections(mapping_or_empty(path / "config.yaml")),
         sets,
         measures,
         tuple(notes),

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from megarl.files.atomic import storage_faults_named
 from megarl.files.folder_lock import owner_is_gone
-from megarl.files.plain_yaml import read_mapping
+from megarl.files.plain_yaml import flatten_sections, read_mapping
 from megarl.files.strict_json import MEDIUM, SMALL, loads
 from megarl.tracking.earlier_run import EarlierRun, attempt_folders, whole_number
 from megarl.tracking.renamed_metrics import current_metrics
@@ -96,7 +96,7 @@ def read_run(path: Path) -> RecordedRun:
     refuse_other_folders(path)
     earlier = EarlierRun.read(path)
     notes: list[str] = []
-    config = flat(earlier.recipe())
+    config = flatten_sections(earlier.recipe())
     if not config:
         notes.append("config.yaml is missing or cannot be read: the recipe is not shown.")
     if not earlier.status:
@@ -151,17 +151,6 @@ def json_lines(path: Path) -> Iterator[dict[str, Any]]:
         for line in file:
             if isinstance(value := parsed_line(line, MEDIUM), dict):
                 yield value
-
-
-def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the fields of nested sections, keyed by dotted name. Lists and empty sections count as values."""
-    fields: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, Mapping) and value:
-            fields |= flat(value, f"{prefix}{name}.")
-        else:
-            fields[f"{prefix}{name}"] = value
-    return fields
 
 
 class Named(Protocol):
@@ -247,7 +236,7 @@ def _attempts(logs: Path) -> list[Attempt]:
     attempts = []
     for number, folder in attempt_folders(logs):
         stacks = tuple(file for file in _names(folder) if "stack" in file)
-        config = flat(mapping_or_empty(folder / "config.yaml"))
+        config = flatten_sections(mapping_or_empty(folder / "config.yaml"))
         attempts.append(Attempt(number, object_or_empty(folder / "attempt.json"), config, stacks, _notices(folder)))
     return attempts
 

@@ -95,7 +95,6 @@ class EnginePool:
         self._open: set[str] = set()
         """Trajectories (their `affinity`, else the request id) with possibly another request after the current one."""
         self._failure: Exception | None = None
-        self._is_paused = False
         self._advanced = asyncio.Event()
         self._meter = PoolMeter()
 
@@ -151,7 +150,6 @@ class EnginePool:
         Aborted requests retain their tokens. With `aborts` False, they stay in their engines. Raises the error of a
         failed rank.
         """
-        self._is_paused = True
         self._meter.begin_pause()
         while pumps := [replica.pump for replica in self._replicas if replica.pump and replica.is_pumped]:
             await asyncio.wait(pumps)
@@ -170,13 +168,12 @@ class EnginePool:
     def resume(self) -> None:
         """Resume sampling: send the requests waiting since `pause` to the engines."""
         self._meter.end_pause(requests_wait=bool(self._pending))
-        self._is_paused = False
         self._start_pumps()
 
     @property
     def is_paused(self) -> bool:
         """Whether the pool is paused: from a `pause` to the next `resume`."""
-        return self._is_paused
+        return self._meter.is_paused
 
     def set_live_replicas(self, leaders: Collection[int]) -> None:
         """Use the replicas with these first ranks, lost ones too, and no others. Call it while the pool is paused.
@@ -212,7 +209,7 @@ class EnginePool:
             num_live=len(self._live),
             num_lost=len(self._replicas) - len(self._live),
             num_sampled_tokens=self._meter.total_sampled,
-            is_paused=self._is_paused,
+            is_paused=self.is_paused,
             failure=self._failure and f"{type(self._failure).__name__}: {self._failure}",
         )
 
@@ -254,9 +251,7 @@ class EnginePool:
             if self._failure is not None:
                 raise
             return
-        replica.pace.num_tokens += sum(
-            self._count_tokens(part.request_id, len(part.token_ids)) for part in aborted.values()
-        )
+        replica.pace.num_tokens += self._count_parts(aborted.values())
         for name in reversed(running):
             pending = self._pending.get(name)
             if pending is not None and not pending.future.done():
@@ -304,7 +299,7 @@ class EnginePool:
             self._start_pumps()
 
     def _start_pumps(self) -> None:
-        if self._is_paused:
+        if self.is_paused:
             return
         for replica in self._live:
             if not replica.is_pumped:
@@ -313,7 +308,7 @@ class EnginePool:
     async def _pump(self, replica: Replica) -> None:
         """Let one replica's engine sample until it has no requests, or until the pool is paused."""
         try:
-            while not self._is_paused:
+            while not self.is_paused:
                 new = self._admit(replica)
                 if not replica.running:
                     return
@@ -351,7 +346,7 @@ class EnginePool:
         # Requests that finish in this call ran for half of it on average.
         replica.pace.add(
             Pace(
-                num_tokens=sum(self._count_tokens(part.request_id, len(part.token_ids)) for part in completions),
+                num_tokens=self._count_parts(completions),
                 seconds=seconds,
                 request_seconds=seconds * (load - len(completions) / 2),
             )
@@ -389,6 +384,10 @@ class EnginePool:
         may_follow = self._waiting or replica.waiting or self._open
         # An eighth: early completions let next turns start, but frequent returns would slow sampling.
         return max(1, len(replica.running) // 8) if may_follow else None
+
+    def _count_parts(self, parts: Iterable[Completion]) -> int:
+        """Count the tokens of parts of completions, and return how many are new."""
+        return sum(self._count_tokens(part.request_id, len(part.token_ids)) for part in parts)
 
     def _count_tokens(self, name: str, num_tokens: int) -> int:
         """Count the tokens of a request, and return how many are new. Cancelled requests count as training."""

@@ -53,9 +53,14 @@ class PoolMeter:
         self._measured_at = time.monotonic()
         self._seconds_paused = self._paused_before = self._seconds_waited = 0.0
 
+    @property
+    def is_paused(self) -> bool:
+        """Whether a pause is in progress."""
+        return self._paused_at is not None
+
     def begin_pause(self) -> None:
         """Begin a pause now, if none is in progress."""
-        if self._paused_at is None:
+        if not self.is_paused:
             self._paused_at = time.monotonic()
 
     def end_pause(self, *, requests_wait: bool) -> None:

@@ -6,6 +6,7 @@ Whatever reads a run folder reads metrics under their current names: a report an
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 RENAMED = {
@@ -34,8 +35,10 @@ _BY_SOURCE = {
 left out there."""
 
 
+@lru_cache(maxsize=4096)
 def current_name(name: str) -> str:
     """Return the current name of a logged metric, also of one for a source of a mixture."""
+    # Cached: a reader of a run asks for the same names in each of its steps.
     group, _, rest = name.partition("/")
     source, _, metric = rest.partition("/")
     if group == "environment" and metric in _BY_SOURCE:

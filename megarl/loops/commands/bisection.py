@@ -6,7 +6,6 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.loops.commands.replaying import OTHER_LAYOUT_TOLERANCE
 from megarl.report.recorded import refuse_other_folders
 from megarl.rollout.step.step_record import (
     Difference,
@@ -52,12 +51,11 @@ def bisect(first: Path, second: Path) -> Bisection:
 
     def compare(number: int) -> tuple[Difference, ...]:
         first_record, second_record = records_of(number)
-        is_same = first_record.layout == second_record.layout
-        if not is_same and first_record.layout.get("dtype") != "float32":
+        if first_record.layout != second_record.layout and first_record.layout.get("dtype") != "float32":
             raise ConfigError(
                 f"{first} and {second}: have different layouts, and only runs in float32 can be compared then"
             )
-        return tuple(differences(first_record, second_record, 0.0 if is_same else OTHER_LAYOUT_TOLERANCE))
+        return tuple(differences(first_record, second_record))
 
     looked_at: set[int] = set()
 

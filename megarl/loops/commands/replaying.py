@@ -50,6 +50,7 @@ from megarl.rollout.step.rl_batch import RLBatch
 from megarl.rollout.step.scoring import complete_logprobs, forward_of, score
 from megarl.rollout.step.step_record import (
     COMPARED_METRICS,
+    OTHER_LAYOUT_TOLERANCE,
     RECIPE,
     Difference,
     StepRecord,
@@ -62,9 +63,6 @@ from megarl.tracking.earlier_run import EarlierRun, checkpoint_step
 from megarl.tracking.outcomes import StepOutcome
 from megarl.tracking.run_folder import RECORDS
 from megarl.types import ConfigError, FindProblem, Group, Trajectory
-
-OTHER_LAYOUT_TOLERANCE = 1e-5
-"""Relative tolerance for values computed with other parallel sizes: float32 sums have another order there."""
 
 CHANGEABLE = ("algorithm.", "reward.", "train.updates_per_step", "train.epochs_per_step")
 """Beginnings of the fields that `--set` may change for a replayed step."""
@@ -394,10 +392,9 @@ class _Steps:
             self._policy, prepared.recipe, prepared.parallel, record.step, samples, batch, metrics,
             is_complete=bool(record.arrays),
         )  # fmt: skip
-        is_same = now.layout == record.layout
-        tolerance = 0.0 if is_same else OTHER_LAYOUT_TOLERANCE
-        record_differences = tuple(differences(record, now, tolerance))
-        return StepComparison(record.step, record.num_tokens, is_same, record_differences)
+        return StepComparison(
+            record.step, record.num_tokens, now.layout == record.layout, tuple(differences(record, now))
+        )
 
 
 async def _rescore(groups: Sequence[Group], pools: Mapping[str, RewardPool]) -> list[Group]:

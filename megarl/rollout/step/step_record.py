@@ -24,9 +24,10 @@ from safetensors.numpy import load_file, save
 from megarl.files.atomic import replace_folder, storage_faults_named, sync
 from megarl.files.strict_json import loads
 from megarl.reshard.checks.fingerprint import Fingerprint
+from megarl.rollout.recording import load_trajectory
 from megarl.rollout.state import DAMAGE, flatten
 from megarl.rollout.step.rl_batch import RLBatch
-from megarl.types import Archive, DataError, FindProblem, Group, Trajectory
+from megarl.types import Archive, DataError, FindProblem, Group
 
 RECORD, ARRAYS, RECIPE, CHAIN = "record.json", "record.safetensors", "recipe.yaml", "chain"
 """Files of a record in `records/step_NNNNNN/` of the run folder."""
@@ -49,6 +50,8 @@ _FIRST_ARRAYS = (
 )
 """Arrays of a batch in the order of their computation. Others are compared after these."""
 
+OTHER_LAYOUT_TOLERANCE = 1e-5
+"""Relative tolerance for values computed with other parallel sizes: float32 sums have another order there."""
 STATE_FACTOR = 10
 """Tolerance of state tensors, divided by that of all other values. Gradients of small tensors, such as norms, are sums
 that cancel, and Adam divides by their size. Distances up to 2.2e-5 were measured between dp 2 and tp 2 in float32.
@@ -176,7 +179,7 @@ class StepRecord:
             archive = Archive(_select_by_prefix(arrays, "sampled."), values["times"])
             trajectories = iter(
                 [
-                    Trajectory.from_json(entry, archive, f"{place}.", find_problem)
+                    load_trajectory(entry, archive, f"{place}.", find_problem)
                     for place, entry in enumerate(values["trajectories"])
                 ]
             )
@@ -294,13 +297,14 @@ class Difference:
         return ": ".join(part for part in (" ".join(filter(None, (self.tensor, self.place))), self.amount) if part)
 
 
-def differences(recorded: StepRecord, replayed: StepRecord, tolerance: float) -> Iterator[Difference]:
+def differences(recorded: StepRecord, replayed: StepRecord) -> Iterator[Difference]:
     """Yield the differences between two executions of a step, in the order in which it computes the values.
 
-    A value may differ by tolerance * max(1, |value|), a state tensor by STATE_FACTOR * tolerance * its norm. With
-    tolerance 0 all must be bit-equal, and state tensors are compared rank by rank, otherwise as a whole. With another
-    tolerance, arrays are compared only if both records hold their values.
+    In the same layout all values must be bit-equal, and state tensors are compared rank by rank. In different layouts
+    a value may differ by OTHER_LAYOUT_TOLERANCE * max(1, |value|), a state tensor by STATE_FACTOR times the tolerance
+    of its norm. State tensors are compared as a whole then, and arrays only if both records hold their values.
     """
+    tolerance = 0.0 if recorded.layout == replayed.layout else OTHER_LAYOUT_TOLERANCE
     yield from _array_differences(recorded, replayed, tolerance)
     yield from _metric_differences(LOSSES, recorded.metrics, replayed.metrics, tolerance)
     # First moments of Adam hold the gradients, so they come before what follows from them.

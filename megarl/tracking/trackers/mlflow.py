@@ -6,7 +6,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import yaml
 
 from megarl.files.atomic import replace_text
+from megarl.files.plain_yaml import flatten_sections
 from megarl.types import ConfigError
 
 _CLIENT_SETTINGS = {
@@ -59,7 +60,11 @@ class MLflow:
         # The id file may be missing in a resumed run that had no mlflow tracker before.
         if not resumed_step or not file.exists():
             recipe = yaml.safe_load((folder / "config.yaml").read_text())
-            replace_text(file, self._new_run(folder.name, dict(_flat(recipe))) + "\n")
+            parameters = {
+                name: value if isinstance(value, str) else json.dumps(value)
+                for name, value in flatten_sections(recipe).items()
+            }
+            replace_text(file, self._new_run(folder.name, parameters) + "\n")
         self.run_id = file.read_text().strip()
         with _server_errors():
             self._client.update_run(self.run_id, status="RUNNING")
@@ -120,12 +125,3 @@ def _server() -> str:
             "server, such as http://127.0.0.1:5000 of `mlflow server`"
         )
     return server
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
-    """Yield a recipe's fields by dotted name, with values as text."""
-    for name, value in settings.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value if isinstance(value, str) else json.dumps(value)
