@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING, Any
 from megarl.console.lines import nodes_text, print_lines, size_text
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from megarl.config import Recipe
     from megarl.config.parallel import ParallelConfig
     from megarl.layout_search.results import SearchResult
     from megarl.memory_plan.memory_table import MemoryTable
+    from megarl.terminal import Console
 
 _MOST_REASONS = 8
 """Most frequent reasons against layouts that are printed."""
@@ -146,12 +149,7 @@ def print_memory(recipe: Recipe, table: MemoryTable) -> None:
     printed.add_row("sum", *(gib_text(phase.device_bytes, phase.host_bytes) for phase in table.phases))
     printed.add_row("rank", *(f"{phase.part} {phase.rank}".strip() for phase in table.phases))
     console = Console(soft_wrap=True, highlight=False)
-    if not console.is_terminal:
-        # Without a terminal rich assumes 80 columns and would break the rows. Files and pipes have no width.
-        console.width = max(
-            console.width, console.measure(printed, options=console.options.update(max_width=500)).maximum
-        )
-    console.print(printed)
+    _print_unwrapped(console, printed)
     parts = node_terms(recipe, table)
     console.print(f"host memory of a node: up to {sum(parts.values()) / 2**30:.0f} GiB, {' and '.join(parts)}")
     if table.cache is not None:
@@ -192,11 +190,7 @@ def print_layouts(recipe: Recipe, result: SearchResult) -> None:
         gib = f"{max(layout.gib.values()):.0f}"
         table.add_row(str(number), layout.trainer_text, layout.engine_text, *seconds, gib, layout.limit)
     console = Console(soft_wrap=True, highlight=False, markup=False)
-    if not console.is_terminal:
-        console.width = max(
-            console.width, console.measure(table, options=console.options.update(max_width=500)).maximum
-        )
-    console.print(table)
+    _print_unwrapped(console, table)
     for number, layout in enumerate(result.layouts, start=1):
         console.print(f"{number}: {shlex.join(layout.overrides) or 'as in the recipe'}")
     for reason, count in list(result.refused.items())[:_MOST_REASONS]:
@@ -206,3 +200,13 @@ def print_layouts(recipe: Recipe, result: SearchResult) -> None:
         f"{result.search_seconds:.1f} s{'' if result.is_complete else '; the ranking is not complete'}; lengths: "
         f"{result.lengths}; median error of the cost model on held-out published steps: {result.held_out_error:.0%}"
     )
+
+
+def _print_unwrapped(console: Console, table: Table) -> None:
+    """Print a table with unbroken rows where the output is no terminal. It sets the console's width."""
+    if not console.is_terminal:
+        # Without a terminal rich assumes 80 columns and would break the rows. Files and pipes have no width.
+        console.width = max(
+            console.width, console.measure(table, options=console.options.update(max_width=500)).maximum
+        )
+    console.print(table)

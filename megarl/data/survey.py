@@ -140,7 +140,7 @@ def survey(
                 result.overlaps += [overlap] * (len(result.overlaps) < MAX_LISTED_FAULTS)
         if tokenizer is not None and not result.first:
             result.first = _split_by_mask(tokenizer, example.sequences[0])
-    if read_record.is_judged and len(labels) == 1:
+    if KINDS[result.kind].is_judged and len(labels) == 1:
         text = equal_labels_text(source)
         faults[text] = Fault(text, "")
     result.lengths = np.array(lengths, np.int64)
@@ -186,7 +186,6 @@ class _RecordReader:
         self._has_limit = max_tokens is not None
         self._max_tokens = max_tokens or MAX_TOKENS
         self._kind = _make_kind(kind, tokenizer, system_prompt, has_answers, self._max_tokens)
-        self.is_judged = self._kind.is_judged
 
     def __call__(self, index: int, record: Record) -> _Surveyed:
         tools = record.tools()

@@ -52,6 +52,7 @@ METRICS = (
 
 _MARKER = "\n[... {} characters and more left out ...]\n"
 """Text in place of the middle of a shortened reply, with the number of omitted characters."""
+_WRITTEN_MARKER = re.compile(r"\d+".join(map(re.escape, _MARKER.split("{}"))))
 
 CALL_THREAD = "call of "
 """Prefix of the names of threads running a tool's function."""
@@ -272,5 +273,4 @@ def cut_in_the_middle(text: str, max_characters: int) -> str:
 
 def is_shortened(text: str) -> bool:
     """Return whether a text contains the marker of `cut_in_the_middle`."""
-    start, end = _MARKER.split("{}")
-    return re.search(re.escape(start) + r"\d+" + re.escape(end), text) is not None
+    return _WRITTEN_MARKER.search(text) is not None

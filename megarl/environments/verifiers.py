@@ -76,8 +76,8 @@ class Verifiers:
     async def _loaded_process(self) -> LibraryProcess:
         """Return the process that has loaded the taskset. All attempts with equal settings share it."""
         key = "verifiers", self._python, json.dumps(self._settings)
-        settings = child_settings("verifiers", self._settings, python=self._python)
-        return await get_shared(key, lambda: LibraryChild(settings)).process()
+        child = get_shared(key, lambda: LibraryChild(child_settings("verifiers", self._settings, python=self._python)))
+        return await child.process()
 
 
 def _num_tasks(process: LibraryProcess) -> int:

@@ -23,6 +23,11 @@ class MachineLock:
             self.close()
             raise PermissionError(f"{path} belongs to another user")
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the lock was not closed yet."""
+        return self._file >= 0
+
     def acquire(self) -> bool:
         """Lock the file unless another process holds its lock. Returns whether this process holds it now."""
         try:
@@ -33,7 +38,7 @@ class MachineLock:
 
     def close(self) -> None:
         """Free the lock. Further calls do nothing."""
-        if self._file >= 0:
+        if self.is_open:
             os.close(self._file)
             self._file = -1
 

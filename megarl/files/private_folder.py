@@ -33,7 +33,6 @@ class PrivateFolder:
         self._lock = MachineLock(nameless)
         self._lock.acquire()
         nameless.rename(self.path / _LOCK)
-        self._is_removed = False
 
     def __enter__(self) -> Path:
         return self.path
@@ -43,10 +42,9 @@ class PrivateFolder:
 
     def remove(self) -> None:
         """Remove the folder and its contents. Further calls do nothing."""
-        if not self._is_removed:
+        if self._lock.is_open:
             shutil.rmtree(self.path, ignore_errors=True)
             self._lock.close()
-            self._is_removed = True
 
 
 def _remove_abandoned(parent: Path) -> None:

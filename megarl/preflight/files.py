@@ -340,11 +340,11 @@ def read_preferences(
     """Read the answer pairs of a data source (kto: single labelled answers). Raises DataError if one exceeds a
     microbatch.
 
-    In loop reward_model each answer is scored at its last token only (see `data.preferences.scored`).
+    In loop reward_model each answer is scored at its last token only (see `data.kinds.preferences.with_score_mask`).
     """
     longest, prompt = _max_tokens(recipe, "pairs"), system_prompt(recipe)
     kind: Judged | Pairs
-    if recipe.loop == "preference" and recipe.preference.loss == "kto":
+    if kind_of_set(recipe, "data.train") == "judged":
         kind = Judged(tokenizer=tokenizer, system_prompt=prompt, max_tokens=longest)
     else:
         is_scored = recipe.loop == "reward_model"

@@ -335,9 +335,9 @@ class _Run:
                     num_open -= 1
             if self._began_at is None and self._content[self._status] == READY:
                 self._began_at = time.monotonic()
-                # The first reading makes the program's process known. If it ends, its time since then still counts.
-                self._busy_time.read()
                 if not self._ended:
+                    # The first reading makes the program's process known. If it ends, its time since then still counts.
+                    self._busy_time.read()
                     deadline = self._began_at + self._wall_seconds
             if time.monotonic() >= deadline and (num_open or not self._ended):
                 if self._ended:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from megarl.data.chat import encode, exceeds, render
 from megarl.data.formats import first_name_with_value
+from megarl.data.kinds.base import TokenisedKind
 from megarl.data.messages import WEIGHT, have_same_texts, without_weights
 from megarl.data.records import Record, TooLongError
 from megarl.data.templates.written_texts import (
@@ -29,18 +30,13 @@ Conversation = tuple[TrainingSequence, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Conversations:
+class Conversations(TokenisedKind):
     """Conversations as tokens, with the assistant's tokens marked for training.
 
     A record has a conversation, or a prompt and a response; each is a text or messages (`data.formats`). Assistant
     messages may have `tool_calls`, and a record may list its `tools`. One without an assistant turn, and one longer
     than `max_tokens`, is an error.
     """
-
-    tokenizer: Tokenizer
-    system_prompt: str | None
-    max_tokens: int
-    is_judged: ClassVar[bool] = False
 
     def make(self, index: int, record: Record) -> Conversation:
         messages = conversation_messages(record, self.system_prompt)
@@ -50,12 +46,6 @@ class Conversations:
         messages = conversation_messages(record, self.system_prompt)
         check_is_trained(record, messages, first=0)
         return list(messages)
-
-    def prompt(self, record: Record) -> Sequence[Mapping[str, Any]]:
-        return record.prompt(self.system_prompt)
-
-    def sequences(self, example: Conversation) -> Conversation:
-        return example
 
 
 def make_conversation(

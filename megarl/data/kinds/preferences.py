@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from megarl.data.kinds.base import TokenisedKind
 from megarl.data.kinds.conversations import Conversation, check_is_trained, encode_conversation, make_conversation
 from megarl.data.messages import have_same_texts
 from megarl.data.records import Record, TooLongError
@@ -26,7 +27,7 @@ Messages = tuple[Mapping[str, Any], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pairs:
+class Pairs(TokenisedKind):
     """Preference pairs as tokens, with both answers marked for training.
 
     A record has `chosen` and `rejected`, each a text or messages. The common prompt is in `messages`, `prompt` or
@@ -34,12 +35,8 @@ class Pairs:
     longer than `max_tokens` in total, are an error.
     """
 
-    tokenizer: Tokenizer
-    system_prompt: str | None
-    max_tokens: int
     is_scored: bool = False
     """Whether only the last position of each sequence counts (`with_score_mask`)."""
-    is_judged: ClassVar[bool] = False
 
     def make(self, index: int, record: Record) -> Answers:
         pair = _make_pair(record, self.tokenizer, system_prompt=self.system_prompt, max_tokens=self.max_tokens)
@@ -55,12 +52,9 @@ class Pairs:
     def prompt(self, record: Record) -> Messages:
         return pair_conversations(record, self.system_prompt)[0]
 
-    def sequences(self, example: Answers) -> Answers:
-        return example
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judged:
+class Judged(TokenisedKind):
     """Labelled answers as tokens, with the answers marked for training.
 
     A record has `response` (or `completion`), a text or messages. Its prompt is in `messages`, `prompt` or `context`,
@@ -68,9 +62,6 @@ class Judged:
     an error.
     """
 
-    tokenizer: Tokenizer
-    system_prompt: str | None
-    max_tokens: int
     is_judged: ClassVar[bool] = True
 
     def make(self, index: int, record: Record) -> Answers:
@@ -85,12 +76,6 @@ class Judged:
         messages, _ = _judged_conversation(record, self.system_prompt)
         check_is_trained(record, messages, first=len(messages) - 1)
         return list(messages)
-
-    def prompt(self, record: Record) -> Messages:
-        return record.prompt(self.system_prompt)
-
-    def sequences(self, example: Answers) -> Answers:
-        return example
 
 
 def pair_conversations(record: Record, system_prompt: str | None) -> tuple[Messages, Messages]:

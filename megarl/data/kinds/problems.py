@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from megarl.data.chat import encode, exceeds, render
+from megarl.data.kinds.base import TokenisedKind
 from megarl.data.messages import without_weights
 from megarl.data.records import Record, TooLongError
 from megarl.data.templates.written_texts import check_prompt_written
@@ -55,15 +56,12 @@ def made_problems(count: int, tokenizer: Tokenizer, *, system_prompt: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Problems:
+class Problems(TokenisedKind):
     """Problems for reinforcement learning. Prompts are rendered up to the opening of the assistant's turn.
 
     A prompt ending with the assistant's turn, and one longer than `max_tokens`, is an error.
     """
 
-    tokenizer: Tokenizer
-    system_prompt: str | None
-    max_tokens: int
     has_answers: bool = True
     """Whether a gold answer is required. Otherwise answers are empty."""
     source_name: str = ""
@@ -72,7 +70,6 @@ class Problems:
     """Field that each record must have."""
     environment_tools: Callable[[], Sequence[ToolSchema]] = tuple
     """Function returning the tools that the environment offers. A record with other ones is refused."""
-    is_judged: ClassVar[bool] = False
 
     def make(self, index: int, record: Record) -> Problem:
         if self.required_field is not None and self.required_field not in record.fields:
@@ -93,9 +90,6 @@ class Problems:
     def parts(self, record: Record) -> list[Any]:
         messages, answer = self._messages_and_answer(record)
         return [*messages, *([answer] if self.has_answers else [])]
-
-    def prompt(self, record: Record) -> Sequence[Mapping[str, Any]]:
-        return record.prompt(self.system_prompt)
 
     def sequences(self, example: Problem) -> list[TrainingSequence]:
         tokens = np.array(example.prompt_token_ids, np.int64)

@@ -1,0 +1,33 @@
+"""What all kinds of training examples have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from megarl.data.records import Record
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenisedKind:
+    """A kind of examples made of tokens. An example longer than `max_tokens` is an error.
+
+    `is_judged` says whether each record has a label, good or bad.
+    """
+
+    tokenizer: Tokenizer
+    system_prompt: str | None
+    max_tokens: int
+    is_judged: ClassVar[bool] = False
+
+    def prompt(self, record: Record) -> Sequence[Mapping[str, Any]]:
+        """Return the messages to be answered."""
+        return record.prompt(self.system_prompt)
+
+    def sequences(self, example: Any) -> Any:
+        """Return an example's tokens. Most examples are sequences themselves."""
+        return example
