@@ -149,13 +149,12 @@ class Quarter:
         self._logs.mkdir(exist_ok=True)
         self._file = out.open("a", encoding="utf-8")
         # In /tmp, because the path of a socket in it has at most 107 bytes.
-        self._folder = PrivateFolder(Path("/tmp"))
-        self._temporary = self._folder.path
+        self._temporary = PrivateFolder(Path("/tmp"))
 
     def close(self) -> None:
         """Remove the temporary files."""
         self._file.close()
-        self._folder.remove()
+        self._temporary.remove()
 
     def run(self) -> None:
         """Measure all items that the call has time for."""
@@ -194,7 +193,7 @@ class Quarter:
         log = self._logs / f"{number:02d}_{name}.txt"
         command = self._command(items)
         print(f"{self._clock.at:6.1f} s  {shlex.join(command)}", flush=True)
-        lines_file = self._temporary / f"{number:02d}_{name}.jsonl"
+        lines_file = self._temporary.path / f"{number:02d}_{name}.jsonl"
         process = SupervisedProcess(
             command, folder=str(ROOT), environment=self._environment(lines_file), log_file=str(log)
         )
@@ -216,14 +215,14 @@ class Quarter:
 
     @property
     def _work(self) -> Path:
-        return self._options.work or self._temporary / "work"
+        return self._options.work or self._temporary.path / "work"
 
     def _environment(self, lines_file: Path) -> dict[str, str]:
         return {
             # Without bytecode files each start compiles the sources of torch and vLLM anew.
             **{name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"},
             report.LINES_VARIABLE: str(lines_file),
-            "TMPDIR": str(self._temporary),
+            "TMPDIR": str(self._temporary.path),
             "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
             "PYTHONUNBUFFERED": "1",
             # A crash, and SIGABRT after the limit, write the stacks of all threads.
@@ -233,7 +232,7 @@ class Quarter:
 
     def _retain_logs(self, name: str) -> None:
         """Copy the logs that a failed program left in its folders next to its own log. They keep their subfolders."""
-        folders = {"work": (self._work, [self._logs]), "temporary": (self._temporary, [self._logs, self._work])}
+        folders = {"work": (self._work, [self._logs]), "temporary": (self._temporary.path, [self._logs, self._work])}
         for kind, (folder, left_out) in folders.items():
             for path in log_files(folder, left_out):
                 target = self._logs / name / kind / path.relative_to(folder)

@@ -29,9 +29,7 @@ OF_SKYPILOT = """
 import json, sys
 import sky
 from sky.utils import schemas
-tasks = json.load(sys.stdin)
-for task in tasks:
-    sky.Task.from_yaml_config(task)
+sky.Task.from_yaml_config(json.load(sys.stdin))
 print(json.dumps({"version": sky.__version__, "task": list(schemas.get_task_schema()["properties"]),
                   "resources": list(schemas.get_resources_schema()["properties"])}))
 """
@@ -118,11 +116,11 @@ def differing_fields(
 
 
 def of_skypilot(python: str) -> Iterator[str]:
-    """Yield the differences from SkyPilot's own schema. SkyPilot parses every task."""
+    """Yield the differences from SkyPilot's own schema. SkyPilot parses the task."""
     task = filled("skypilot")
     # SkyPilot asks for the values of secrets when it reads a task.
     task["secrets"] = dict.fromkeys(task["secrets"], "x")
-    done = subprocess.run([python, "-c", OF_SKYPILOT], input=json.dumps([task]), capture_output=True, text=True)
+    done = subprocess.run([python, "-c", OF_SKYPILOT], input=json.dumps(task), capture_output=True, text=True)
     if done.returncode:
         yield f"SkyPilot refuses the task: {done.stderr.strip()[-2000:]}"
         return

@@ -27,8 +27,10 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import lru_cache
 from itertools import zip_longest
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
+from megarl.processes.process_tree import kill_tree
 from tools.mutants import Mutant, find_mutants, python_files
 from tools.runs import ROOT
 
@@ -126,7 +128,7 @@ class _Checkout:
             try:
                 output, _ = process.communicate(timeout=seconds)
             except subprocess.TimeoutExpired:
-                os.killpg(process.pid, 9)
+                kill_tree(process.pid)
                 process.communicate()
                 return "time limit", time.monotonic() - began
         failures = [line for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
@@ -145,11 +147,18 @@ def _texts_of_tests() -> dict[Path, str]:
 
 def tests_of(mutant: Mutant) -> list[str]:
     """Return the tests for a mutant: the files that import its module first, then all of its package's folders."""
-    package = next(name for name in PACKAGES if mutant.path.startswith(f"megarl/{name}/"))
-    folders = [ROOT / "tests" / folder for folder in PACKAGES[package] if (ROOT / "tests" / folder).is_dir()]
     module = re.escape(mutant.path.removesuffix(".py").replace("/", "."))
     files = [path for path, text in _texts_of_tests().items() if re.search(rf"\b{module}\b", text)]
-    return [str(path.relative_to(ROOT)) for path in (*files, *folders)]
+    return [*(str(path.relative_to(ROOT)) for path in files), *_folders_of(_package_of(mutant))]
+
+
+def _package_of(mutant: Mutant) -> str:
+    return next(name for name in PACKAGES if mutant.path.startswith(f"megarl/{name}/"))
+
+
+def _folders_of(package: str) -> tuple[str, ...]:
+    """Return the folders with the tests of a package, as far as they exist."""
+    return tuple(f"tests/{folder}" for folder in PACKAGES[package] if (ROOT / "tests" / folder).is_dir())
 
 
 def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -160,27 +169,29 @@ def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         return
     num_killed, num_tried = Counter[str](), Counter[str]()
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder, ThreadPoolExecutor(options.jobs) as pool:
-        checkouts = [_Checkout(Path(folder) / str(number)) for number in range(options.jobs)]
-        free, lock = list(checkouts), threading.Lock()
-        limits: dict[tuple[str, ...], float] = {}
+        free = SimpleQueue[_Checkout]()
+        for number in range(options.jobs):
+            free.put(_Checkout(Path(folder) / str(number)))
+        lock = threading.Lock()
+        limits: dict[str, float] = {}
 
-        def baseline(checkout: _Checkout, folders: tuple[str, ...]) -> float:
+        def limit_of(package: str, checkout: _Checkout) -> float:
+            """Return the time limit in seconds of a package's fast tests, measured once with the unchanged code."""
             with lock:
-                if folders not in limits:
-                    failed, seconds = checkout.run_tests(folders, "fast and not long", None)
-                    if failed:
-                        raise SystemExit(f"the tests of the unchanged code fail: {failed}")
-                    limits[folders] = 3 * seconds + _SPARE_SECONDS
-                return limits[folders]
+                if package not in limits:
+                    failure, seconds = checkout.run_tests(_folders_of(package), "fast and not long", None)
+                    if failure:
+                        raise SystemExit(f"the tests of the unchanged code fail: {failure}")
+                    limits[package] = 3 * seconds + _SPARE_SECONDS
+                return limits[package]
 
         def try_mutant(mutant: Mutant) -> str:
             """Return the test that noticed a mutant; empty: none."""
-            with lock:
-                checkout = free.pop()
+            checkout = free.get()
             source = (ROOT / mutant.path).read_text(encoding="utf-8")
             paths = tests_of(mutant)
             try:
-                limit = baseline(checkout, tuple(sorted({path for path in paths if not path.endswith(".py")})))
+                limit = limit_of(_package_of(mutant), checkout)
                 checkout.write(mutant.path, mutant.apply(source))
                 killer, _ = checkout.run_tests(paths, "fast and not long", limit)
                 if not killer:
@@ -189,13 +200,12 @@ def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 return killer
             finally:
                 checkout.write(mutant.path, source)
-                with lock:
-                    free.append(checkout)
+                free.put(checkout)
 
         tries = {pool.submit(try_mutant, mutant): mutant for mutant in mutants}
         for done in as_completed(tries):
             mutant, killer = tries[done], done.result()
-            package = next(name for name in PACKAGES if mutant.path.startswith(f"megarl/{name}/"))
+            package = _package_of(mutant)
             num_tried[package] += 1
             num_killed[package] += bool(killer)
             if not killer:
