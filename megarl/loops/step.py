@@ -40,6 +40,6 @@ class Step:
         self.metrics |= metrics
 
     def log_update(self, update: Update) -> None:
-        """Record the policy's update. This step has exactly one."""
+        """Record the policy's update. A step has one."""
         self.outcome.add("policy", [update.outcome])
         self.log(values(update.metrics))
