@@ -46,6 +46,7 @@ def only_fault(recipe: Callable[..., Recipe]) -> Callable[..., str]:
         with pytest.raises(ConfigError) as caught:
             check(recipe(**changed))
         title, *lines = str(caught.value).splitlines()
+        assert caught.value.exit_code == 2
         assert title == "recipe small: 1 error" and len(lines) == 1, caught.value
         return lines[0].strip()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,28 +13,6 @@ from megarl.preflight.model import adapters
 from megarl.types import ConfigError
 
 ADAPTER = {"rank": 8, "sync": "adapter"}
-
-
-@pytest.mark.parametrize(
-    ("changed", "words"),
-    [
-        pytest.param(
-            {"rollout": {"quantization": "fp8"}},
-            ["rollout.quantization = fp8 would quantise", "set lora.sync=merged"],
-            id="fp8",
-        ),
-        pytest.param(
-            {"weights": {"overlap": True}, "rollout": {"placement": "separate", "ranks": 1, "max_staleness": 1},
-             "cluster": {"ranks_per_node": 2}, "algorithm": {"importance_sampling": "tis"}},
-            ["set weights.overlap=false"], id="overlap",
-        ),
-    ],
-)  # fmt: skip
-def test_each_misfit_is_one_line_with_field_value_and_remedy(
-    only_fault: Callable[..., str], changed: dict[str, Any], words: list[str]
-) -> None:
-    line = only_fault(**changed, lora=ADAPTER)
-    assert line.startswith("lora.sync = adapter") and all(word in line for word in words), line
 
 
 def test_experts_and_other_families_are_refused(recipe: Callable[..., Recipe], tiny_model: Callable[..., Path]) -> None:

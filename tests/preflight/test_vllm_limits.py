@@ -20,66 +20,6 @@ TWO_ENGINES = SEPARATE | {"ranks": 2}
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
-    [
-        pytest.param(
-            {"evaluation": {"sampling": {"stop_token_ids": [7, 431]}}},
-            ["evaluation.sampling.stop_token_ids = [7, 431]", "the model's vocabulary", "give ids"],
-            id="stop tokens beyond the vocabulary",
-        ),
-        pytest.param(
-            {"rollout": {"vllm": {"return_sampling_mask": True}}},
-            [
-                "rollout.vllm.return_sampling_mask",
-                "rollout.sampling.top_p, rollout.sampling.top_k and rollout.sampling.min_p",
-            ],
-            id="sampling masks",
-        ),
-        pytest.param(
-            {"rollout": {"vllm": {"logits_processors": ["mine:MinP"]}}},
-            ["rollout.vllm.logits_processors = ['mine:MinP']", "leave it out"],
-            id="logits changed before sampling",
-        ),
-        pytest.param(
-            {"rollout": {"vllm": {"logprobs_mode": "raw_logprobs"}}},
-            ["rollout.vllm.logprobs_mode = raw_logprobs", "leave it out"],
-            id="log-probs of another distribution",
-        ),
-        pytest.param(
-            {"model": {"dtype": "float32"}, "rollout": {"quantization": "fp8"}},
-            ["rollout.quantization = fp8", "model.dtype is float32", "set model.dtype=bfloat16"],
-            id="fp8 of float32",
-        ),
-        pytest.param(
-            {"rollout": {"quantization": "fp8", "vllm": {"linear_backend": "marlin"}}},
-            ["rollout.vllm.linear_backend = 'marlin'", "set it to auto, triton, cutlass, deep_gemm"],
-            id="fp8 in a kernel's own form",
-        ),
-        pytest.param(
-            {"rollout": {"quantization": "fp8", "vllm": {"quantization": "fp8_per_tensor"}}},
-            ["rollout.vllm.quantization = 'fp8_per_tensor': set rollout.quantization instead"],
-            id="fp8 twice",
-        ),
-        pytest.param(
-            {"rollout": {"quantization": "fp8", "vllm": {"enable_lora": True}}},
-            ["rollout.vllm.enable_lora = True: set lora.rank instead"],
-            id="fp8 beside adapters in the engine",
-        ),
-        pytest.param(
-            {"rollout": {"vllm": {"kv_cache_dtype": "fp8"}}},
-            ["rollout.vllm.kv_cache_dtype = 'fp8': set rollout.kv_cache_dtype instead"],
-            id="type of the cache",
-        ),
-    ],
-)
-def test_each_misfit_is_one_line_with_field_value_and_remedy(
-    only_fault: Callable[..., str], changed: dict[str, Any], told: list[str]
-) -> None:
-    line = only_fault(**changed)
-    assert all(words in line for words in told), line
-
-
-@pytest.mark.parametrize(
     "changed",
     [
         pytest.param({"evaluation": {"sampling": {"top_p": 0.7, "top_k": 20}}}, id="truncated evaluation"),
