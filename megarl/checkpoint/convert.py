@@ -61,7 +61,7 @@ from megarl.files.model_folder import (
 from megarl.reshard.boxes import Box, Layout, Piece, contiguous_strides
 from megarl.reshard.checks.fingerprint import MASK
 from megarl.reshard.checks.ledger import piece_checksum
-from megarl.reshard.layouts.packed import checkpoint_names, checkpoint_tensors, unpacked
+from megarl.reshard.layouts.packed import checkpoint_names, checkpoint_tensors, unpack_layout
 from megarl.reshard.plan import make_plan
 from megarl.reshard.transport import Transport
 from megarl.tracking.earlier_run import EarlierRun, newest_checkpoint
@@ -387,7 +387,7 @@ def _slab(box: Box, dtype: torch.dtype, model: ModelShape, write: Callable[[Tens
 
 def _pieces(box: Box, model: ModelShape) -> Layout:
     """Return the pieces of a part of a tensor, stored contiguously in a storage called "slab"."""
-    return unpacked((Piece(box, "slab", 0, contiguous_strides(box.shape)),), model)
+    return unpack_layout((Piece(box, "slab", 0, contiguous_strides(box.shape)),), model)
 
 
 def verify_copy(source: Source, result: Source, model: ModelShape, folder: Path) -> None:

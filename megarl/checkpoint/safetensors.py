@@ -44,7 +44,7 @@ from megarl.files.model_folder import (
 )
 from megarl.files.strict_json import loads
 from megarl.reshard.boxes import Box, Layout, Piece, dense_piece
-from megarl.reshard.layouts.packed import checkpoint_tensors, unpacked
+from megarl.reshard.layouts.packed import checkpoint_tensors, unpack_layout
 from megarl.reshard.plan import make_plan
 from megarl.reshard.transport import Transport
 from megarl.types import DataError
@@ -78,7 +78,7 @@ class FolderReader:
             stored = self._stored[name]
             is_quantised = stored.code == MXFP4
             pieces = self._quantised_pieces(name, shape) if is_quantised else (dense_piece(name, shape, name, 0),)
-            for piece in unpacked(pieces, model):
+            for piece in unpack_layout(pieces, model):
                 self.pieces[piece.box.name] = (piece,)
                 self.dtypes[piece.box.name] = torch.bfloat16 if is_quantised else DTYPES[stored.code]
                 self._files[piece.box.name] = stored.path
@@ -298,7 +298,7 @@ def write_folder(
         for name, (shape, kind) in tensors.items():
             storage = _storage(file, kind)
             piece = dense_piece((copies or {}).get(name, name), shape, storage, filled.get(storage, 0))
-            written[writer] += unpacked((piece,), model) if model else (piece,)
+            written[writer] += unpack_layout((piece,), model) if model else (piece,)
             filled[storage] = filled.get(storage, 0) + prod(shape)
         if writer == rank:
             destinations |= _create(partial / file, tensors)

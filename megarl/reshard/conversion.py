@@ -15,7 +15,7 @@ from megarl.reshard.checks.ledger import Ledger
 from megarl.reshard.layouts.vllm_quantised import quantised_modules
 from megarl.reshard.plan import Plan
 from megarl.reshard.quantised import QuantisingConversion
-from megarl.reshard.staging import gathered
+from megarl.reshard.staging import gather_values
 from megarl.reshard.transport import BucketStage
 
 
@@ -29,7 +29,7 @@ class Conversion(Protocol):
     stage: BucketStage | None
     """Work after the arrival of each bucket."""
 
-    def allocated(self) -> AbstractContextManager[None]:
+    def allocate_buffers(self) -> AbstractContextManager[None]:
         """Return a context in which the buffers have memory."""
         ...
 
@@ -52,7 +52,7 @@ class SameFormat:
     converted: Collection[str] = ()
     stage: BucketStage | None = None
 
-    def allocated(self) -> AbstractContextManager[None]:
+    def allocate_buffers(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def writing(self) -> AbstractContextManager[None]:
@@ -68,7 +68,7 @@ class ConversionChoice:
 
     def __init__(self, engine: nn.Module | None, group: dist.ProcessGroup | None) -> None:
         self._modules, self._group = quantised_modules(engine), group
-        self.is_needed = any(gathered(bool(self._modules), group))
+        self.is_needed = any(gather_values(bool(self._modules), group))
 
     def make(self, plan: Plan, layout: Layout, *, dtype: torch.dtype, device: torch.device) -> Conversion:
         """Return this rank's conversion. `layout` is the layout of its engine."""

@@ -24,11 +24,11 @@ from megarl.reshard.boxes import Layout, dense_piece
 from megarl.reshard.checks.nan_fill import fill_with_nan, has_nan
 from megarl.reshard.checks.verify import LedgerComparison
 from megarl.reshard.conversion import ConversionChoice
-from megarl.reshard.layouts.packed import checkpoint_tensors, unpacked
+from megarl.reshard.layouts.packed import checkpoint_tensors, unpack_layout
 from megarl.reshard.layouts.vllm import DirectWriteError, record_layout, zero_padding
 from megarl.reshard.layouts.vllm_slots import live_parameters
 from megarl.reshard.plan import Plan, RankTopology, make_plan
-from megarl.reshard.staging import gathered
+from megarl.reshard.staging import gather_values
 from megarl.reshard.transport import CopyReport, Transport, device_of
 from megarl.types import MegarlError
 
@@ -46,14 +46,14 @@ def record(
     rank's engine cannot be written in place, no rank writes in place.
     """
 
-    def recorded() -> Layout:
+    def record_engine() -> Layout:
         if model is None:
             return ()
-        others = float32_dtypes(shape)
-        tensors = {name: (size, others.get(name, dtype)) for name, size in checkpoint_tensors(shape).items()}
-        return unpacked(record_layout(model, tensors), shape)
+        dtypes = float32_dtypes(shape)
+        tensors = {name: (size, dtypes.get(name, dtype)) for name, size in checkpoint_tensors(shape).items()}
+        return unpack_layout(record_layout(model, tensors), shape)
 
-    return all_or_none(recorded, group)
+    return all_or_none(record_engine, group)
 
 
 def all_or_none(record_on_rank: Callable[[], Layout], group: dist.ProcessGroup | None) -> tuple[Layout | None, str]:
@@ -64,7 +64,7 @@ def all_or_none(record_on_rank: Callable[[], Layout], group: dist.ProcessGroup |
         layout = record_on_rank()
     except DirectWriteError as error:
         refusal = str(error)
-    refusals = [f"rank {rank}: {text}" for rank, text in enumerate(gathered(refusal, group)) if text]
+    refusals = [f"rank {rank}: {text}" for rank, text in enumerate(gather_values(refusal, group)) if text]
     return (None, refusals[0]) if refusals else (layout, "")
 
 
@@ -133,21 +133,23 @@ class DirectReshard:
     ) -> None:
         rank = rank_in(group)
         as_computed = destinations is not None and set(recorded) == set(destinations[rank])
-        self.is_computed = all(gathered(as_computed, group))
-        wanted = destinations if self.is_computed and destinations is not None else gathered(recorded, group)
+        self.is_computed = all(gather_values(as_computed, group))
+        engine_layouts = (
+            destinations if self.is_computed and destinations is not None else gather_values(recorded, group)
+        )
         choice = ConversionChoice(engine, group)
         self.converts = choice.is_needed
         """Whether some rank's engine converts the weights it receives."""
         plan = make_plan(
             sources,
-            wanted,
+            engine_layouts,
             itemsize=dtype.itemsize,
             bucket_bytes=bucket_bytes,
             topology=topology,
             bounds_local=self.converts,
         )
         # Different plans would deadlock or mix up weights. A digest costs 64 bytes per rank.
-        digests = gathered(plan.digest(), group)
+        digests = gather_values(plan.digest(), group)
         if len(set(digests)) > 1:
             raise RuntimeError(f"the ranks made different reshard plans: {digests}. Please report this.")
         self._engine, self._slots = engine, slots
@@ -155,12 +157,12 @@ class DirectReshard:
         if slots is not None:
             self._live = slots.tensors
         self._group = group
-        here = device_of([*parameters.values(), *self._live.values()])
-        self._conversion = choice.make(plan, recorded, dtype=dtype, device=here)
+        device = device_of([*parameters.values(), *self._live.values()])
+        self._conversion = choice.make(plan, recorded, dtype=dtype, device=device)
         copied = {name: value for name, value in self._live.items() if name not in self._conversion.converted}
         written = {**copied, **self._conversion.destinations}
         # `Transport` keeps views of the conversion's buffers, so they need memory while it binds.
-        with self._conversion.allocated():
+        with self._conversion.allocate_buffers():
             self._transport = Transport(
                 plan.for_rank(rank),
                 parameters,
@@ -260,9 +262,11 @@ class GatheredReshard:
             filled += prod(size) * dtype.itemsize
 
         def plan(tensors: Mapping[str, tuple[int, ...]]) -> Plan:
-            full = unpacked((dense_piece(name, size, name, 0) for name, size in tensors.items()), shape)
-            wanted: list[Layout] = [()] * first_engine + [full] * num_engines
-            return make_plan(sources, wanted, itemsize=dtype.itemsize, bucket_bytes=bucket_bytes, topology=topology)
+            full = unpack_layout((dense_piece(name, size, name, 0) for name, size in tensors.items()), shape)
+            engine_layouts: list[Layout] = [()] * first_engine + [full] * num_engines
+            return make_plan(
+                sources, engine_layouts, itemsize=dtype.itemsize, bucket_bytes=bucket_bytes, topology=topology
+            )
 
         self._groups = [(tensors, plan(tensors).for_rank(rank_in(group))) for tensors in groups]
 
@@ -286,12 +290,12 @@ class GatheredReshard:
 
     def _gather(self, reports: list[CopyReport]) -> Iterator[tuple[str, Tensor]]:
         """Yield every full tensor with its name, group by group; add a report for each group."""
-        here = device_of(list(self._parameters.values()))
+        device = device_of(list(self._parameters.values()))
         for tensors, plan in self._groups:
-            wanted = tensors if self._load is not None else {}
+            shapes = tensors if self._load is not None else {}
             full = {
-                name: torch.empty(size, dtype=self._dtypes.get(name, self._dtype), device=here)
-                for name, size in wanted.items()
+                name: torch.empty(size, dtype=self._dtypes.get(name, self._dtype), device=device)
+                for name, size in shapes.items()
             }
             transport = Transport(plan, self._parameters, full, dtype=self._dtype, group=self._group)
             reports.append(transport.reshard())

@@ -43,7 +43,7 @@ class Region(NamedTuple):
     def numel(self) -> int:
         return prod(b - a for a, b in zip(self.start, self.stop, strict=True))
 
-    def staged(self, num_slices: int) -> int:
+    def largest_slice_numel(self, num_slices: int) -> int:
         """Return the elements of the largest slice if the part is cut into `num_slices` along its first dimension."""
         rows = self.stop[0] - self.start[0]
         return self.numel // rows * -(-rows // num_slices)
@@ -53,13 +53,13 @@ class Region(NamedTuple):
 class Flow:
     """All parts of a tensor with the same source ranks (`holders`) and destination ranks (`takers`), both ascending.
 
-    A destination rank receives all these parts from one source rank. `made` caches the results of `copy_templates`.
+    A destination rank receives all these parts from one source rank. `templates` caches results of `copy_templates`.
     """
 
     holders: Sequence[int]
     takers: Sequence[int]
     regions: list[Region] = field(default_factory=list)
-    made: dict[tuple[int, ...], list[list[CopyTemplate]]] = field(default_factory=dict)
+    templates: dict[tuple[int, ...], list[list[CopyTemplate]]] = field(default_factory=dict)
 
     def copy_templates(self, source: int, num_slices: int) -> list[list[CopyTemplate]]:
         """Return the copies from rank `source` to any destination rank, by slice. Equal copies at constant steps are
@@ -68,13 +68,13 @@ class Flow:
         # Holders with the same kind of holding need the same copies, so the cache key names kinds instead of ranks.
         kinds = tuple(next(i for i, h in enumerate(r.sources) if source in h.ranks) for r in self.regions)
         key = (num_slices, *kinds)
-        if key not in self.made:
+        if key not in self.templates:
             slices: list[list[CopyTemplate]] = [[] for _ in range(num_slices)]
             for region, kind in zip(self.regions, kinds, strict=True):
                 for index, copy_template in _slices(_copy_template(region, region.sources[kind]), num_slices):
                     slices[index].append(copy_template)
-            self.made[key] = [merge_series(copy_templates) for copy_templates in slices]
-        return self.made[key]
+            self.templates[key] = [merge_series(copy_templates) for copy_templates in slices]
+        return self.templates[key]
 
 
 class Overlap:
@@ -87,21 +87,23 @@ class Overlap:
     def __init__(self, tensor: TensorName, sources: Sequence[Holding], destinations: Sequence[Holding]) -> None:
         flows: dict[tuple[Sequence[int], Sequence[int]], Flow] = {}
         cells = [
-            (start, stop, found, tuple(sorted({rank for holding in found for rank in holding.ranks})))
-            for start, stop, found in _cells(sources)
+            (start, stop, cell_sources, tuple(sorted({rank for holding in cell_sources for rank in holding.ranks})))
+            for start, stop, cell_sources in _cells(sources)
         ]
-        for wanted in destinations:
-            missing = Box(tensor.name, wanted.start, wanted.stop).numel
-            for start, stop, found, holders in cells:
-                low, high = tuple(map(max, start, wanted.start)), tuple(map(min, stop, wanted.stop))
+        for destination in destinations:
+            missing = Box(tensor.name, destination.start, destination.stop).numel
+            for start, stop, cell_sources, holders in cells:
+                low, high = tuple(map(max, start, destination.start)), tuple(map(min, stop, destination.stop))
                 if all(a < b for a, b in zip(low, high, strict=True)):
-                    region = Region(low, high, found, wanted)
-                    flows.setdefault((holders, wanted.ranks), Flow(holders, wanted.ranks)).regions.append(region)
+                    region = Region(low, high, cell_sources, destination)
+                    flows.setdefault((holders, destination.ranks), Flow(holders, destination.ranks)).regions.append(
+                        region
+                    )
                     missing -= region.numel
             if missing:
                 raise ValueError(
                     f"the source layouts have no elements for a part of {tensor.name} between the indices "
-                    f"{wanted.start} and {wanted.stop}"
+                    f"{destination.start} and {destination.stop}"
                 )
         self.flows = tuple(flows.values())
         self.cells = tuple((prod(b - a for a, b in zip(*c[:2], strict=True)), c[3]) for c in cells)
@@ -138,10 +140,10 @@ def merge_series(copy_templates: list[CopyTemplate]) -> list[CopyTemplate]:
                 _step(run[-1], copy_template)[0] < 0
                 or (len(run) > 1 and _step(run[-1], copy_template) != _step(*run[:2]))
             ):
-                merged.append(_stacked(run))
+                merged.append(_stack_series(run))
                 run = []
             run.append(copy_template)
-        merged.append(_stacked(run))
+        merged.append(_stack_series(run))
     return merged if len(merged) == len(copy_templates) else merge_series(merged)
 
 
@@ -149,7 +151,7 @@ def _step(a: CopyTemplate, b: CopyTemplate) -> tuple[int, int]:
     return b.source_offset - a.source_offset, b.destination_offset - a.destination_offset
 
 
-def _stacked(run: list[CopyTemplate]) -> CopyTemplate:
+def _stack_series(run: list[CopyTemplate]) -> CopyTemplate:
     if len(run) == 1:
         return run[0]
     first = run[0]
@@ -169,8 +171,10 @@ def _copy_template(region: Region, source: Holding) -> CopyTemplate:
         return holding.offset + sum((a - b) * s for a, b, s in steps)
 
     shape = tuple(b - a for a, b in zip(region.start, region.stop, strict=True))
-    there = region.destination
-    return CopyTemplate(shape, source.slot, offset(source), source.strides, there.slot, offset(there), there.strides)
+    destination = region.destination
+    return CopyTemplate(
+        shape, source.slot, offset(source), source.strides, destination.slot, offset(destination), destination.strides
+    )
 
 
 def _slices(copy_template: CopyTemplate, num_slices: int) -> Iterator[tuple[int, CopyTemplate]]:
@@ -204,12 +208,12 @@ def _cells(holdings: Sequence[Holding]) -> list[_Cell]:
     cells = []
     for ranges in product(*map(pairwise, cuts)):
         start, stop = tuple(a for a, _ in ranges), tuple(b for _, b in ranges)
-        found = tuple(
+        containers = tuple(
             h
             for h in holdings
             if all(a <= c for a, c in zip(h.start, start, strict=True))
             and all(b >= d for b, d in zip(h.stop, stop, strict=True))
         )
-        if found:
-            cells.append((start, stop, found))
+        if containers:
+            cells.append((start, stop, containers))
     return cells

@@ -125,10 +125,10 @@ class Plan:
     ) -> None:
         self.sources, self.destinations, self._bounds_local = sources, destinations, bounds_local
         self.itemsize, self.bucket_bytes = itemsize, bucket_bytes
-        self._near = _numbered(topology)
+        self._near = _number_link_groups(topology)
         self.steps: list[Step] = []
         self.exchanged: list[bool] = []
-        self._chosen: dict[tuple[Sequence[int], Sequence[int], int], NDArray[np.int64]] = {}
+        self._source_ranks: dict[tuple[Sequence[int], Sequence[int], int], NDArray[np.int64]] = {}
         self._make_steps(max(bucket_bytes // itemsize, 1))
 
     @property
@@ -149,19 +149,19 @@ class Plan:
         """Return the part of the plan that one rank executes. The running time grows with the rank's own pieces
         only.
         """
-        own: list[tuple[list[Transfer], list[Transfer], list[Transfer]]] = [([], [], []) for _ in self.exchanged]
+        transfers: list[tuple[list[Transfer], list[Transfer], list[Transfer]]] = [([], [], []) for _ in self.exchanged]
         copies_of = cache(partial(self._copies, rank))
         for tensor, overlap, turn, buckets in self.steps:
             if not (slices := copies_of(overlap, turn, len(buckets))):
                 continue
             name, width = tensor.name, self.width(tensor)
             for bucket, copies in zip(buckets, slices, strict=True):
-                local, sends, receives = own[bucket]
+                local, sends, receives = transfers[bucket]
                 for m, pairs in copies:
-                    there, shift = m.source.of(tensor)
-                    here, step = m.destination.of(tensor)
-                    source_view = View(there, m.source_offset + shift, m.source_strides)
-                    destination_view = View(here, m.destination_offset + step, m.destination_strides)
+                    source_storage, shift = m.source.of(tensor)
+                    destination_storage, step = m.destination.of(tensor)
+                    source_view = View(source_storage, m.source_offset + shift, m.source_strides)
+                    destination_view = View(destination_storage, m.destination_offset + step, m.destination_strides)
                     for source, taker in pairs:
                         transfer = Transfer(source, taker, name, m.shape, source_view, destination_view, width)
                         (local if source == taker else sends if source == rank else receives).append(transfer)
@@ -174,7 +174,7 @@ class Plan:
                 tuple(sorted(receives, key=lambda t: t.source_rank)),
                 exchanged,
             )
-            for (local, sends, receives), exchanged in zip(own, self.exchanged, strict=True)
+            for (local, sends, receives), exchanged in zip(transfers, self.exchanged, strict=True)
         )
         return RankPlan(rank, self.num_ranks, self.itemsize, buckets)
 
@@ -185,36 +185,44 @@ class Plan:
         digest.update(f"{self.sources!r} -> {self.destinations!r}".encode())
         return digest.hexdigest()
 
-    def chosen(self, holders: Sequence[int], takers: Sequence[int], turn: int) -> NDArray[np.int64]:
+    def choose_sources(self, holders: Sequence[int], takers: Sequence[int], turn: int) -> NDArray[np.int64]:
         """Return the source rank of each destination rank: int64 [takers]."""
         key = (holders, takers, turn)
-        if key not in self._chosen:
-            ranks, who = np.asarray(holders), np.asarray(takers)
-            place, found = np.arange(len(who)) + turn, np.where(np.isin(who, ranks), who, -1)
-            for at in self._near:
+        if key not in self._source_ranks:
+            ranks, taker_ranks = np.asarray(holders), np.asarray(takers)
+            place, source_ranks = (
+                np.arange(len(taker_ranks)) + turn,
+                np.where(np.isin(taker_ranks, ranks), taker_ranks, -1),
+            )
+            for link_groups in self._near:
                 # Levels run from the nearest link to the farthest. A taker keeps the first source found (-1 means none
                 # yet).
-                order = np.argsort(at[ranks], kind="stable")
-                first, last = (np.searchsorted(at[ranks[order]], at[who], side) for side in ("left", "right"))
+                order = np.argsort(link_groups[ranks], kind="stable")
+                first, last = (
+                    np.searchsorted(link_groups[ranks[order]], link_groups[taker_ranks], side)
+                    for side in ("left", "right")
+                )
                 # `first` to `last` are the holders at this distance. The place of the taker, shifted by the turn, picks
                 # one of them.
                 index = first + place % np.maximum(last - first, 1)
-                found = np.where((found < 0) & (last > first), ranks[order[index % len(ranks)]], found)
-            self._chosen[key] = found
-        return self._chosen[key]
+                source_ranks = np.where(
+                    (source_ranks < 0) & (last > first), ranks[order[index % len(ranks)]], source_ranks
+                )
+            self._source_ranks[key] = source_ranks
+        return self._source_ranks[key]
 
     def _copies(self, rank: int, overlap: Overlap, turn: int, num_slices: int) -> list[list[_Copies]]:
         """Return a rank's copies of one tensor by slice; empty if the rank has none."""
         slices: list[list[_Copies]] = [[] for _ in range(num_slices)]
         for index, flow in overlap.roles(rank):
-            takers, chosen = np.asarray(flow.takers), self.chosen(flow.holders, flow.takers, turn + index)
+            takers, sources = np.asarray(flow.takers), self.choose_sources(flow.holders, flow.takers, turn + index)
             pairs: dict[int, list[tuple[int, int]]] = {}
-            mine = (takers == rank) | (chosen == rank)
-            for source, taker in zip(chosen[mine].tolist(), takers[mine].tolist(), strict=True):
+            mine = (takers == rank) | (sources == rank)
+            for source, taker in zip(sources[mine].tolist(), takers[mine].tolist(), strict=True):
                 pairs.setdefault(source, []).append((source, taker))
-            for source, found in pairs.items():
+            for source, source_pairs in pairs.items():
                 for part, copy_templates in zip(slices, flow.copy_templates(source, num_slices), strict=True):
-                    part += [(copy_template, found) for copy_template in copy_templates]
+                    part += [(copy_template, source_pairs) for copy_template in copy_templates]
         return slices if any(slices) else []
 
     def _make_steps(self, limit: int) -> None:
@@ -227,13 +235,13 @@ class Plan:
         overlaps: dict[tuple[int, int], tuple[Overlap, _Loads]] = {}
         count: dict[int, int] = {}
         for tensor in self.destinations.tensors:
-            held, wanted = self.sources.holdings(tensor), self.destinations.holdings(tensor)
+            source_holdings, destination_holdings = self.sources.holdings(tensor), self.destinations.holdings(tensor)
             # Holdings are one object for all tensors of a kind, so their ids identify the kind.
-            key = (id(held), id(wanted))
+            key = (id(source_holdings), id(destination_holdings))
             if key not in overlaps:
-                overlap = Overlap(tensor, held, wanted)
+                overlap = Overlap(tensor, source_holdings, destination_holdings)
                 overlaps[key] = overlap, self._fit(overlap, limit, self.width(tensor))
-            place = count[id(held)] = count.get(id(held), -1) + 1
+            place = count[id(source_holdings)] = count.get(id(source_holdings), -1) + 1
             rounds.setdefault((place, tensor.template), []).append((tensor, *overlaps[key]))
         staged = np.zeros(self.num_ranks, dtype=np.int64)
         for _, group in sorted(rounds.items(), key=lambda item: item[0]):
@@ -241,7 +249,7 @@ class Plan:
             # Slice i of every tensor in the group precedes slice i + 1 of any, so that all holders fill a bucket
             # together.
             for index in range(max(loads.num_slices for _, _, loads in group)):
-                for (_, _, loads), own in zip(group, buckets, strict=True):
+                for (_, _, loads), tensor_buckets in zip(group, buckets, strict=True):
                     if index < loads.num_slices:
                         if not self.exchanged or (
                             loads.of_slice is not NOTHING and (staged + loads.of_slice).max() > limit
@@ -251,10 +259,10 @@ class Plan:
                         if loads.of_slice is not NOTHING:
                             staged += loads.of_slice
                         self.exchanged[-1] |= loads.is_exchanged
-                        own.append(len(self.exchanged) - 1)
-            for (tensor, overlap, _), own in zip(group, buckets, strict=True):
+                        tensor_buckets.append(len(self.exchanged) - 1)
+            for (tensor, overlap, _), tensor_buckets in zip(group, buckets, strict=True):
                 turn = (max(tensor.layer, 0) + tensor.expert) % overlap.turns
-                self.steps.append(Step(tensor, overlap, turn, tuple(own)))
+                self.steps.append(Step(tensor, overlap, turn, tuple(tensor_buckets)))
 
     def _fit(self, overlap: Overlap, limit: int, width: int) -> _Loads:
         """Return upper bounds of the units staged by each rank per slice of a tensor, and the number of slices.
@@ -267,10 +275,10 @@ class Plan:
         num_slices = 1
         while True:
             load = np.zeros(self.num_ranks, dtype=np.int64)
-            for flow, most in zip(overlap.flows, reach, strict=True):
-                if most or self._bounds_local:
-                    numel = width * sum(region.staged(num_slices) for region in flow.regions)
-                    load[np.asarray(flow.holders)] += most * numel
+            for flow, num_takers in zip(overlap.flows, reach, strict=True):
+                if num_takers or self._bounds_local:
+                    numel = width * sum(region.largest_slice_numel(num_slices) for region in flow.regions)
+                    load[np.asarray(flow.holders)] += num_takers * numel
                     load[np.asarray(flow.takers)] += numel
             largest = int(load.max())
             # A slice of at most half a bucket leaves space for slices of other tensors in the same bucket.
@@ -283,18 +291,18 @@ class Plan:
         """Return the maximum number of destination ranks that one source rank sends to, over all rotations. 0: all
         copies are local.
         """
-        who, source = np.asarray(takers), self.chosen(holders, takers, 0)
-        most, is_left = 0, source != who
+        taker_ranks, source = np.asarray(takers), self.choose_sources(holders, takers, 0)
+        max_takers, is_left = 0, source != taker_ranks
         # A turn shifts the choices at each distance among holders at this distance. The maxima of all distances may
         # therefore meet on one holder, so they are added.
-        for at in self._near:
-            is_near = is_left & (at[source] == at[who])
-            most += int(np.bincount(source[is_near]).max()) if is_near.any() else 0
+        for link_groups in self._near:
+            is_near = is_left & (link_groups[source] == link_groups[taker_ranks])
+            max_takers += int(np.bincount(source[is_near]).max()) if is_near.any() else 0
             is_left &= ~is_near
-        return most
+        return max_takers
 
 
-def _numbered(topology: RankTopology) -> NDArray[np.int64]:
+def _number_link_groups(topology: RankTopology) -> NDArray[np.int64]:
     """Return group numbers of ranks by kind of link, nearest first: int64 [link kinds, ranks].
 
     Two ranks have the same number if a link of this kind joins them.

@@ -28,8 +28,8 @@ class WaitingRoom:
     to the last.
 
     `destinations` maps names to these weights. They are views of one buffer; a module occupies its place from its first
-    bucket to its last. The buffer has memory only within `opened`. The buckets follow from the plan and are the same on
-    all ranks of an engine, so its ranks quantise together.
+    bucket to its last. The buffer has memory only within `allocate_buffer`. The buckets follow from the plan and are
+    the same on all ranks of an engine, so its ranks quantise together.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class WaitingRoom:
         self._take: Take | None = None
 
     @contextmanager
-    def opened(self, take: Take | None = None) -> Iterator[None]:
+    def allocate_buffer(self, take: Take | None = None) -> Iterator[None]:
         """Context in which the buffer has memory.
 
         `take` is called with each module once its weights are complete.
@@ -77,7 +77,7 @@ class WaitingRoom:
             self._take = None
             storage.resize_(0)
 
-    def arrived(self, bucket: int) -> None:
+    def take_complete_modules(self, bucket: int) -> None:
         """Call `take` for each module that this bucket completes. All pieces of the bucket must have arrived."""
         assert self._take is not None
         for module in self._due.get(bucket, ()):
@@ -108,13 +108,13 @@ class QuantisingConversion:
         self._room = WaitingRoom(modules, plan, layout, dtype=dtype, device=device, collective=collective)
         self.destinations: Mapping[str, Tensor] = self._room.destinations
         self.converted: Collection[str] = {name for module in modules for name in module.live}
-        self.stage = BucketStage("quantise", self._room.arrived) if modules else None
+        self.stage = BucketStage("quantise", self._room.take_complete_modules) if modules else None
 
-    def allocated(self) -> AbstractContextManager[None]:
-        return self._room.opened()
+    def allocate_buffers(self) -> AbstractContextManager[None]:
+        return self._room.allocate_buffer()
 
     def writing(self) -> AbstractContextManager[None]:
-        return self._room.opened(QuantisedModule.write)
+        return self._room.allocate_buffer(QuantisedModule.write)
 
     def compare(self, ledger: Ledger, send: Callable[[], object]) -> tuple[dict[int, Tensor], list[str]]:
         """Send all weights again with `send`, quantise them, and compare them with the live parameters. A collective.
@@ -129,7 +129,7 @@ class QuantisingConversion:
             checksums.update(ledger.compute(weights))
             differing.extend(module.differing(weights))
 
-        with self._room.opened(compare_module):
+        with self._room.allocate_buffer(compare_module):
             send()
         return checksums, differing
 
@@ -144,13 +144,13 @@ def spans_of(modules: Mapping[str, Collection[str]], plan: Plan, layout: Layout)
     for piece in layout:
         if piece.storage in owners:
             of_tensor[piece.box.name].add(owners[piece.storage])
-    found: dict[str, list[int]] = defaultdict(list)
+    buckets_by_module: dict[str, list[int]] = defaultdict(list)
     for step in plan.steps:
         for owner in of_tensor.get(step.tensor.name, ()):
-            found[owner] += step.buckets
-    if missing := [module for module in modules if module not in found]:
+            buckets_by_module[owner] += step.buckets
+    if missing := [module for module in modules if module not in buckets_by_module]:
         raise ValueError(f"the reshard's plan has no tensor for module {missing[0]}")
-    return {module: (min(buckets), max(buckets)) for module, buckets in found.items()}
+    return {module: (min(buckets), max(buckets)) for module, buckets in buckets_by_module.items()}
 
 
 def shared_places(spans: Sequence[tuple[int, int, int]]) -> tuple[list[int], int]:
@@ -159,16 +159,16 @@ def shared_places(spans: Sequence[tuple[int, int, int]]) -> tuple[list[int], int
     `spans` lists (first bucket, last bucket, size) of each module. The search is first fit. A place is free again two
     buckets after its last: a bucket is unpacked while the next one is copied.
     """
-    taken: list[tuple[int, int, int]] = []
+    occupied: list[tuple[int, int, int]] = []
     places = [0] * len(spans)
     for index in sorted(range(len(spans)), key=lambda i: spans[i]):
         first, last, size = spans[index]
-        taken = sorted(place for place in taken if place[2] + 2 > first)
+        occupied = sorted(place for place in occupied if place[2] + 2 > first)
         start = 0
-        for begin, end, _ in taken:
+        for begin, end, _ in occupied:
             if start + size <= begin:
                 break
             start = max(start, end)
         places[index] = start
-        taken.append((start, start + size, last))
+        occupied.append((start, start + size, last))
     return places, max((place + size for place, (_, _, size) in zip(places, spans, strict=True)), default=0)

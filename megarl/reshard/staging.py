@@ -99,13 +99,13 @@ class SharedSlots:
         file = os.memfd_create("megarl-reshard")
         try:
             os.ftruncate(file, self._HEAD_BYTES + 2 * numel * dtype.itemsize)
-            peers = gathered((os.getpid(), file, numel, self._sent), group)
+            peers = gather_values((os.getpid(), file, numel, self._sent), group)
             maps = self._map([(process, number) for process, number, *_ in peers])
-            gathered(None, group)  # A barrier: all peers must have mapped the file before it is closed.
+            gather_values(None, group)  # A barrier: all peers must have mapped the file before it is closed.
         finally:
             os.close(file)
         self._counts = [torch.frombuffer(m, dtype=torch.int64, count=3).numpy() for m in maps]
-        weakref.finalize(self, _tell_left, self._counts[self._rank])
+        weakref.finalize(self, _record_departure, self._counts[self._rank])
         self._slots = [
             torch.frombuffer(m, dtype=dtype, offset=self._HEAD_BYTES).split(numel) if numel else ()
             for m, (_, _, numel, _) in zip(maps, peers, strict=True)
@@ -128,7 +128,7 @@ class SharedSlots:
             for process, _ in files:
                 watched.append(os.pidfd_open(process))
                 self._ended.register(watched[-1], select.POLLIN)
-            return [_mapped(Path(f"/proc/{process}/fd/{number}")) for process, number in files]
+            return [_map_file(Path(f"/proc/{process}/fd/{number}")) for process, number in files]
         except (FileNotFoundError, ProcessLookupError) as error:
             raise PeerGoneError(f"a rank taking part in the reshard has ended or left: {error}") from error
         except PermissionError as error:
@@ -186,8 +186,7 @@ class SharedSlots:
                     raise TimeoutError(f"rank {self._rank} waited {self._PATIENCE_SECONDS:.0f} s for rank {rank}")
 
 
-def _tell_left(counts: NDArray[np.int64]) -> None:
-    """Record in the shared counters that this rank has left."""
+def _record_departure(counts: NDArray[np.int64]) -> None:
     counts[2] = 1
 
 
@@ -196,7 +195,7 @@ def _close_all(descriptors: Iterable[int]) -> None:
         os.close(number)
 
 
-def _mapped(file: Path) -> mmap.mmap:
+def _map_file(file: Path) -> mmap.mmap:
     with file.open("r+b", buffering=0) as opened:
         return mmap.mmap(opened.fileno(), 0)
 
@@ -208,11 +207,11 @@ def is_one_machine(is_willing: bool, group: dist.ProcessGroup | None) -> bool:
     """
     is_ordered = platform.machine() in ("x86_64", "AMD64")
     names = boot_id(), pid_namespace(), os.getuid()
-    machines = set(gathered(names if is_willing and is_ordered else None, group))
+    machines = set(gather_values(names if is_willing and is_ordered else None, group))
     return len(machines) == 1 and None not in machines
 
 
-def gathered(value: Value, group: dist.ProcessGroup | None = None) -> list[Value]:
+def gather_values(value: Value, group: dist.ProcessGroup | None = None) -> list[Value]:
     """Return every rank's value, by rank. A collective."""
     return signed.gather(value, group, purpose="weights")
 

@@ -21,21 +21,21 @@ def partners(topology: RankTopology) -> list[int]:
     on_node = {node: [rank for rank, place in enumerate(topology) if place[0] == node] for node in nodes}
     if len(nodes) == 1:
         return [(rank + 1) % len(topology) for rank in range(len(topology))]
-    found = [0] * len(topology)
+    partner_ranks = [0] * len(topology)
     for number, node in enumerate(nodes):
-        others = on_node[nodes[(number + 1) % len(nodes)]]
+        next_ranks = on_node[nodes[(number + 1) % len(nodes)]]
         for place, rank in enumerate(on_node[node]):
-            found[rank] = others[place % len(others)]
-    return found
+            partner_ranks[rank] = next_ranks[place % len(next_ranks)]
+    return partner_ranks
 
 
-def hand_overs(held: Sequence[Iterable[int]], stays: Sequence[int]) -> list[tuple[int, int, int]]:
+def hand_overs(held_ranks: Sequence[Iterable[int]], stays: Sequence[int]) -> list[tuple[int, int, int]]:
     """Return the copies that only leaving ranks hold: (rank that had the state, sender, receiver).
 
-    `held` lists, for each rank, the ranks whose copies it holds. `stays` are the ranks that stay.
+    `held_ranks` lists, for each rank, the ranks whose copies it holds. `stays` are the ranks that stay.
     """
     holders: dict[int, list[int]] = {}
-    for rank, origins in enumerate(held):
+    for rank, origins in enumerate(held_ranks):
         for origin in origins:
             holders.setdefault(origin, []).append(rank)
     alone = [origin for origin, ranks in sorted(holders.items()) if not set(ranks) & set(stays)]

@@ -90,12 +90,12 @@ class CopyReport:
     num_bytes: Mapping[str, int] = field(default_factory=dict)
     """Bytes by kind of copy: `local`, `sent` and `received`."""
 
-    def __add__(self, other: CopyReport) -> CopyReport:
+    def __add__(self, addend: CopyReport) -> CopyReport:
         """Return the report of two rounds of copies, one after the other."""
         seconds, num_bytes = {**self.seconds}, {**self.num_bytes}
-        for stage, duration in other.seconds.items():
+        for stage, duration in addend.seconds.items():
             seconds[stage] = seconds.get(stage, 0.0) + duration
-        for kind, size in other.num_bytes.items():
+        for kind, size in addend.num_bytes.items():
             num_bytes[kind] = num_bytes.get(kind, 0) + size
         return CopyReport(seconds, num_bytes)
 
@@ -176,15 +176,14 @@ class Transport:
             self._unpack(travelling, clock)
             travelling = step if step.exchange is not None else None
             # The call trails one bucket behind: remote elements of the previous bucket were unpacked only now.
-            self._report_arrival(number - 1, clock)
+            self._run_arrival_stage(number - 1, clock)
         self._unpack(travelling, clock)
-        self._report_arrival(len(self._steps) - 1, clock)
+        self._run_arrival_stage(len(self._steps) - 1, clock)
         seconds = clock.seconds()
         cross_world.check(self._group)
         return CopyReport(seconds, self._num_bytes)
 
-    def _report_arrival(self, bucket: int, clock: _Clock) -> None:
-        """Run the stage after a bucket's arrival, and measure its time."""
+    def _run_arrival_stage(self, bucket: int, clock: _Clock) -> None:
         if self._on_arrival is not None:
             with clock.stage(self._on_arrival.name):
                 self._on_arrival.run(bucket)
@@ -204,8 +203,8 @@ def device_of(storages: Sequence[Tensor]) -> torch.device:
     A rank without storages uses `platform.device.current()`. It thus joins the collectives of the other ranks on the
     right device: the name of the world's backend does not determine the device.
     """
-    others = torch.device("cpu") if storages else device.current()
-    return next((storage.device for storage in storages if storage.is_cuda), others)
+    fallback = torch.device("cpu") if storages else device.current()
+    return next((storage.device for storage in storages if storage.is_cuda), fallback)
 
 
 def strided_view(storage: Tensor, view: View, shape: Sequence[int], name: str) -> Tensor:

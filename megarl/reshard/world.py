@@ -100,14 +100,14 @@ class PlacedLayouts(Layouts):
         return f"{self._layouts!r} from rank {self._first} of {self._num_ranks}"
 
     def holdings(self, tensor: TensorName) -> tuple[Holding, ...]:
-        found = self._layouts.holdings(tensor)
-        if id(found) not in self._placed:
-            placed = tuple(holding._replace(ranks=_moved(holding.ranks, self._first)) for holding in found)
-            self._placed[id(found)] = found, placed
-        return self._placed[id(found)][1]
+        holdings = self._layouts.holdings(tensor)
+        if id(holdings) not in self._placed:
+            placed = tuple(holding._replace(ranks=_shift_ranks(holding.ranks, self._first)) for holding in holdings)
+            self._placed[id(holdings)] = holdings, placed
+        return self._placed[id(holdings)][1]
 
 
-def _moved(ranks: Sequence[int], by: int) -> Sequence[int]:
+def _shift_ranks(ranks: Sequence[int], by: int) -> Sequence[int]:
     if isinstance(ranks, range):
         return range(ranks.start + by, ranks.stop + by, ranks.step)
     return tuple(rank + by for rank in ranks)

@@ -15,7 +15,7 @@ from megarl.platform.spans import span
 from megarl.reshard.checks.ledger import RankChanges
 from megarl.reshard.layouts.vllm_slots import live_parameters
 from megarl.reshard.reshard_report import ReshardReport
-from megarl.reshard.staging import gathered
+from megarl.reshard.staging import gather_values
 from megarl.worker.reshard_checks import ReshardChecks
 from megarl.worker.reshard_planning import ReshardEnds, plan_reshard
 
@@ -104,7 +104,7 @@ class RankReshard:
             return {}
         started = time.perf_counter()
         with span("meet engines"):
-            gathered(None, self._ends.group)
+            gather_values(None, self._ends.group)
         return {"meet": time.perf_counter() - started}
 
     @contextmanager

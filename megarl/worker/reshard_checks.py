@@ -17,7 +17,7 @@ from megarl.reshard.checks.probe import TOLERANCES, check_logprobs, probe_prompt
 from megarl.reshard.layouts.packed import checkpoint_names
 from megarl.reshard.layouts.vllm_slots import live_parameters, without_adapters
 from megarl.reshard.live import DirectReshard
-from megarl.reshard.staging import gathered
+from megarl.reshard.staging import gather_values
 from megarl.types import TrainingSequence
 from megarl.worker.reshard_planning import ReshardEnds, ReshardPlan
 
@@ -78,7 +78,7 @@ class ReshardChecks:
         if not self.is_probed:
             return
         # Synchronise first. If an engine left and some trainers noticed, the others must not start waiting for them.
-        gathered(None, self._ends.group)
+        gather_values(None, self._ends.group)
         policy = self._ends.policy
         if policy is None:
             return

@@ -22,7 +22,7 @@ from megarl.reshard.layouts.placed import Ends, reshard_ends
 from megarl.reshard.layouts.vllm_slots import AdapterSlots, without_adapters
 from megarl.reshard.live import DirectReshard, GatheredReshard, LiveReshard, LoadTensors, record
 from megarl.reshard.plan import RankTopology
-from megarl.reshard.staging import gathered
+from megarl.reshard.staging import gather_values
 from megarl.training.parts.lora import LoraPart
 from megarl.types import ConfigError
 
@@ -80,7 +80,7 @@ def plan_reshard(ends: ReshardEnds, load: LoadTensors | None) -> ReshardPlan:
     an engine written in place.
     """
     # Only ranks with a trainer know it, so ask all ranks and take the first answer.
-    answers = gathered(ends.transformer_engine, ends.group)
+    answers = gather_values(ends.transformer_engine, ends.group)
     transformer_engine = next(answer for answer in answers if answer is not None)
     planner = _Planner(ends, transformer_engine=transformer_engine)
     return planner.plan_adapter() if ends.recipe.sends_adapter else planner.plan_weights(load)

@@ -10,7 +10,7 @@ import torch
 from megarl.families.published import PUBLISHED
 from megarl.families.shape import shape_from_config
 from megarl.reshard.boxes import Box, Piece, contiguous_strides, dense_piece
-from megarl.reshard.layouts.packed import checkpoint_tensors, unpacked
+from megarl.reshard.layouts.packed import checkpoint_tensors, unpack_layout
 from megarl.types import DataError
 from tests.shapes import small_shape
 
@@ -55,7 +55,7 @@ def test_experts_in_packed_tensors() -> None:
     packed = {name: size for name, size in checkpoint_tensors(shape).items() if ".experts." in name}
     layer = "model.layers.1.mlp.experts."
     storages = {name: torch.arange(torch.Size(size).numel()) for name, size in packed.items()}
-    pieces = unpacked((dense_piece(name, size, name, 0) for name, size in packed.items()), shape)
+    pieces = unpack_layout((dense_piece(name, size, name, 0) for name, size in packed.items()), shape)
     assert sum(piece.box.numel for piece in pieces) == sum(value.numel() for value in storages.values())
     found = {piece.box.name: storages[piece.storage].as_strided(piece.box.shape, piece.strides, piece.offset)
              for piece in pieces}  # fmt: skip
@@ -74,7 +74,7 @@ def test_a_part_of_a_packed_tensor() -> None:
     whole = torch.arange(torch.Size(checkpoint_tensors(shape)[name]).numel()).view(checkpoint_tensors(shape)[name])
     box = Box(name, (2, 1, 3), (4, 5, 8))
     part = whole[2:4, 1:5, 3:8].contiguous()
-    pieces = unpacked((Piece(box, "part", 0, contiguous_strides(box.shape)),), shape)
+    pieces = unpack_layout((Piece(box, "part", 0, contiguous_strides(box.shape)),), shape)
     assert sum(piece.box.numel for piece in pieces) == part.numel() and len(pieces) == 4
     for piece in pieces:
         expert, kind = piece.box.name.split(".")[-3:-1]

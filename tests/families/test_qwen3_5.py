@@ -15,7 +15,7 @@ from megarl.families.published import PUBLISHED
 from megarl.families.shape import ModelShape, read_model_shape, shape_from_config
 from megarl.files.model_folder import INDEX, SINGLE
 from megarl.reshard.boxes import Box, Piece, contiguous_strides, dense_piece
-from megarl.reshard.layouts.packed import checkpoint_tensors, unpacked
+from megarl.reshard.layouts.packed import checkpoint_tensors, unpack_layout
 from tests.shapes import small_shape
 
 CONFIG = PUBLISHED["Qwen/Qwen3.5-35B-A3B"]
@@ -34,7 +34,7 @@ def test_experts_in_packed_tensors(family: str) -> None:
     layer = PREFIXES[family] + "layers.1.mlp.experts."
     assert packed.keys() >= {layer + "gate_up_proj", layer + "down_proj"} and len(packed) == 4
     storages = {name: torch.arange(torch.Size(size).numel()) for name, size in packed.items()}
-    pieces = unpacked((dense_piece(name, size, name, 0) for name, size in packed.items()), shape)
+    pieces = unpack_layout((dense_piece(name, size, name, 0) for name, size in packed.items()), shape)
     assert sum(piece.box.numel for piece in pieces) == sum(value.numel() for value in storages.values())
     found = {piece.box.name: storages[piece.storage].as_strided(piece.box.shape, piece.strides, piece.offset)
              for piece in pieces}  # fmt: skip
@@ -54,7 +54,7 @@ def test_a_part_of_a_packed_tensor() -> None:
     rows = shape.moe_intermediate_size
     box = Box(name, (2, rows - 3, 1), (4, rows + 2, 6))
     part = whole[2:4, rows - 3 : rows + 2, 1:6].contiguous()
-    pieces = unpacked((Piece(box, "part", 0, contiguous_strides(box.shape)),), shape)
+    pieces = unpack_layout((Piece(box, "part", 0, contiguous_strides(box.shape)),), shape)
     assert sum(piece.box.numel for piece in pieces) == part.numel() and len(pieces) == 4
     for piece in pieces:
         expert, kind = piece.box.name.split(".")[-3:-1]

@@ -372,13 +372,13 @@ def stored_tensors(file: Path, folder: Path) -> dict[str, np.ndarray]:
 
     from megarl.families.shape import read_model_shape
     from megarl.reshard.boxes import dense_piece
-    from megarl.reshard.layouts.packed import unpacked
+    from megarl.reshard.layouts.packed import unpack_layout
 
     stored = load_file(file)
     whole = (dense_piece(name, tuple(value.shape), name, 0) for name, value in stored.items())
     return {
         piece.box.name: torch.as_strided(stored[piece.storage], piece.box.shape, piece.strides, piece.offset).numpy()
-        for piece in unpacked(whole, read_model_shape(folder))
+        for piece in unpack_layout(whole, read_model_shape(folder))
     }
 
 

@@ -78,7 +78,7 @@ def _pair_sizes(
     """Return the elements of each slice of a tensor: pairs (source * ranks + taker) and sizes, both int64 [pairs]."""
     slices: list[list[tuple[NDArray[np.int64], NDArray[np.int64]]]] = [[] for _ in range(num_slices)]
     for index, flow in enumerate(overlap.flows):
-        takers, chosen = np.asarray(flow.takers), plan.chosen(flow.holders, flow.takers, turn + index)
+        takers, chosen = np.asarray(flow.takers), plan.choose_sources(flow.holders, flow.takers, turn + index)
         for source in np.unique(chosen).tolist():
             pairs = source * plan.num_ranks + takers[(chosen == source) & (takers != source)]
             for parts, templates in zip(slices, flow.copy_templates(source, num_slices), strict=True):

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from megarl.families.names import parse_name
 from megarl.reshard.layouts.vllm import Recorder
 from megarl.reshard.layouts.vllm_quantised import QuantisedModule, all_loadable, quantised_modules
-from megarl.reshard.staging import gathered
+from megarl.reshard.staging import gather_values
 from megarl.types import MegarlError
 
 PER_KIND = 2
@@ -59,7 +59,7 @@ def check_rows(
     MegarlError on all ranks, naming the first tensor that differs or that vLLM's loader did not place.
     """
     fault = None if model is None else _fault(model, names, tensor_of, dtype, seed)
-    for rank, text in enumerate(gathered(fault, group)):
+    for rank, text in enumerate(gather_values(fault, group)):
         if text is not None:
             raise MegarlError(f"rank {rank}: {text}. Please report this with the recipe.")
 
@@ -120,21 +120,21 @@ class RowComparer(Recorder):
                 self._names[_storage(result)] = name
         return result
 
-    def _write(self, func: Any, live: tuple[str, Tensor], target: Tensor, given: Mapping[str, Any]) -> None:
+    def _write(self, func: Any, live: tuple[str, Tensor], target: Tensor, arguments: Mapping[str, Any]) -> None:
         if func.overloadpacket.__name__ != "copy_" or not target.numel():
             return
         parameter_name, parameter = live
-        name = self._names.get(_storage(given["src"]), "an unknown tensor")
+        name = self._names.get(_storage(arguments["src"]), "an unknown tensor")
         self.placed.add(name)
-        source = given["src"].expand(target.shape)
+        source = arguments["src"].expand(target.shape)
         for row in self._rows(target.shape):
-            written, wanted = target[row], source[row].cpu()
+            written, expected = target[row], source[row].cpu()
             if (module := self._modules.get(parameter_name)) is not None:
                 first = int(written.storage_offset() - parameter.storage_offset())
                 # None: its kernel stores the weights in another order.
-                is_equal = module.holds(parameter_name, first, written.stride(-1), wanted) is not False
+                is_equal = module.holds(parameter_name, first, written.stride(-1), expected) is not False
             else:
-                is_equal = self._is_equal(written.cpu(), wanted)
+                is_equal = self._is_equal(written.cpu(), expected)
             if not is_equal:
                 self.faults.append(
                     f"the engine's parameter {parameter_name} does not hold row {_text_of(row)} of its part of "
@@ -142,9 +142,9 @@ class RowComparer(Recorder):
                 )
                 return
 
-    def _is_equal(self, written: Tensor, wanted: Tensor) -> bool:
+    def _is_equal(self, written: Tensor, expected: Tensor) -> bool:
         """Return whether a live row equals one of the folder, rounded as a load into the trainer rounds it."""
-        exact = wanted.to(torch.float32)
+        exact = expected.to(torch.float32)
         return torch.equal(written, exact.to(written.dtype)) or torch.equal(
             written, exact.to(self._dtype).to(written.dtype)
         )

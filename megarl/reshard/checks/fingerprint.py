@@ -37,26 +37,26 @@ class Fingerprint:
     squares: float = 0.0
     numel: int = 0
 
-    def __add__(self, other: Fingerprint) -> Self:
+    def __add__(self, addend: Fingerprint) -> Self:
         """Return the fingerprint of two disjoint parts together."""
         return type(self)(
-            (self.checksum + other.checksum) & MASK,
-            tuple(a + b for a, b in zip(self.sketch, other.sketch, strict=True)),
-            self.squares + other.squares,
-            self.numel + other.numel,
+            (self.checksum + addend.checksum) & MASK,
+            tuple(a + b for a, b in zip(self.sketch, addend.sketch, strict=True)),
+            self.squares + addend.squares,
+            self.numel + addend.numel,
         )
 
-    def distance(self, other: Fingerprint) -> float:
+    def distance(self, reference: Fingerprint) -> float:
         """Return the estimated Euclidean distance of two tensors, relative to the larger norm. 0 for equal tensors.
 
         NaN or infinity if a tensor has elements that are not finite.
         """
-        if (self.checksum, self.numel) == (other.checksum, other.numel):
+        if (self.checksum, self.numel) == (reference.checksum, reference.numel):
             return 0.0
         # The expected square of one projection of a difference is the squared norm of the difference.
-        squares = [(a - b) ** 2 for a, b in zip(self.sketch, other.sketch, strict=True)]
+        squares = [(a - b) ** 2 for a, b in zip(self.sketch, reference.sketch, strict=True)]
         estimate = math.sqrt(sum(squares) / NUM_PROJECTIONS)
-        norm = math.sqrt(max(self.squares, other.squares))
+        norm = math.sqrt(max(self.squares, reference.squares))
         return estimate / norm if norm else estimate
 
 
@@ -131,9 +131,9 @@ def _words(block: Tensor, first: int) -> tuple[Tensor, int]:
     if itemsize >= 4:
         return bits, first
     per_word = 4 // itemsize
-    left, right = first % per_word, -(first + block.shape[1]) % per_word
-    if left or right:
-        bits = torch.nn.functional.pad(bits, (left, right))
+    pad_left, pad_right = first % per_word, -(first + block.shape[1]) % per_word
+    if pad_left or pad_right:
+        bits = torch.nn.functional.pad(bits, (pad_left, pad_right))
     elif bits.storage_offset() % per_word:
         # A view as words must begin at a whole word of the storage.
         bits = bits.clone()
@@ -184,10 +184,10 @@ def _random(first: int, count: int, dim: int, device: torch.device) -> Tensor:
     """
     # 2^40 indices fit between the seeds of two dimensions.
     numbers = torch.arange(first, first + count, dtype=torch.int64, device=device) + (-dim << 40)
-    numbers = numbers * _signed(0x9E3779B97F4A7C15)
-    numbers = (numbers ^ _shifted(numbers, 30)) * _signed(0xBF58476D1CE4E5B9)
-    numbers = (numbers ^ _shifted(numbers, 27)) * _signed(0x94D049BB133111EB)
-    return (numbers ^ _shifted(numbers, 31)) | 1
+    numbers = numbers * _reinterpret_signed(0x9E3779B97F4A7C15)
+    numbers = (numbers ^ _shift_right(numbers, 30)) * _reinterpret_signed(0xBF58476D1CE4E5B9)
+    numbers = (numbers ^ _shift_right(numbers, 27)) * _reinterpret_signed(0x94D049BB133111EB)
+    return (numbers ^ _shift_right(numbers, 31)) | 1
 
 
 def _signs(numbers: Tensor) -> Tensor:
@@ -197,11 +197,11 @@ def _signs(numbers: Tensor) -> Tensor:
     return ((numbers[:, None] >> bits) & 1).to(torch.float64) * 2 - 1
 
 
-def _shifted(numbers: Tensor, count: int) -> Tensor:
+def _shift_right(numbers: Tensor, count: int) -> Tensor:
     """Return int64 numbers [count] shifted to the right, with zeros from the left."""
     return (numbers >> count) & ((1 << (64 - count)) - 1)
 
 
-def _signed(number: int) -> int:
+def _reinterpret_signed(number: int) -> int:
     """Return an unsigned 64-bit number as the signed one with the same bits."""
     return number - (1 << 64) if number >> 63 else number

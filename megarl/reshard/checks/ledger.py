@@ -43,8 +43,8 @@ class RankChecksums:
             for place, (box, dtype) in enumerate(zip(self.boxes, self.dtypes, strict=True))
             if dtypes.get(box.name, dtype) == dtype
         ]
-        boxes, found = (tuple(values[place] for place in places) for values in (self.boxes, self.dtypes))
-        return replace(self, boxes=boxes, values=self.values[places], dtypes=found)
+        boxes, box_dtypes = (tuple(values[place] for place in places) for values in (self.boxes, self.dtypes))
+        return replace(self, boxes=boxes, values=self.values[places], dtypes=box_dtypes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,21 +60,21 @@ class RankChanges:
 class Ledger:
     """Checksums of a rank's weights. `layout` lists the boxes of Hugging Face tensors that are stored in `tensors`.
 
-    `tensors` maps storages to tensors [*shape], which keep their addresses. `who` names the rank, like "trainer rank
-    0". `cast_to` has a data type for each box, to which its elements are cast before; None: their own. The methods need
+    `tensors` maps storages to tensors [*shape], which keep their addresses. `rank_name` is like "trainer rank 0".
+    `cast_to` has a data type for each box, to which its elements are cast before; None: their own. The methods need
     the weights in device memory.
     """
 
     def __init__(
         self,
-        who: str,
+        rank_name: str,
         layout: Layout,
         tensors: Mapping[str, Tensor],
         *,
         is_converted: bool = False,
         cast_to: Sequence[torch.dtype] | None = None,
     ) -> None:
-        self._holder = f"{who} on {socket.gethostname()}"
+        self._holder = f"{rank_name} on {socket.gethostname()}"
         self._cast_to = cast_to
         self._numbers: dict[str, list[int]] = defaultdict(list)
         """Numbers of the pieces in each storage."""
@@ -87,10 +87,10 @@ class Ledger:
         """The checksums taken last; None if the newest version has none."""
 
     @classmethod
-    def of_parameters(cls, who: str, tensors: Mapping[str, Tensor]) -> Ledger:
+    def of_parameters(cls, rank_name: str, tensors: Mapping[str, Tensor]) -> Ledger:
         """Return a ledger of converted weights. Its boxes are whole `tensors` [*shape] by their own names."""
         layout = tuple(dense_piece(name, tuple(value.shape), name, 0) for name, value in tensors.items())
-        return cls(who, layout, tensors, is_converted=True)
+        return cls(rank_name, layout, tensors, is_converted=True)
 
     @torch.no_grad()
     def take(self, version: int) -> RankChecksums:

@@ -9,7 +9,7 @@ import numpy as np
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from megarl.reshard.staging import gathered
+from megarl.reshard.staging import gather_values
 from megarl.types import MegarlError
 
 # Enough tokens for a stable mean, at the cost of one short prefill.
@@ -41,10 +41,10 @@ def check_logprobs(
     The first entry does not count: nothing precedes the first token. Returns the largest mean distance of any engine,
     in nats. Raises MegarlError on all ranks, naming the first rank with a distance above `tolerance` or not finite.
     """
-    found = gathered((trainer, engine, replica), group)
-    expected = next(logprobs for logprobs, _, _ in found if logprobs is not None)
+    values_by_rank = gather_values((trainer, engine, replica), group)
+    expected = next(logprobs for logprobs, _, _ in values_by_rank if logprobs is not None)
     gaps: list[float] = []
-    for rank, (_, logprobs, number) in enumerate(found):
+    for rank, (_, logprobs, number) in enumerate(values_by_rank):
         if logprobs is None:
             continue
         distances = np.abs(expected[1:].astype(np.float64) - logprobs[1:])

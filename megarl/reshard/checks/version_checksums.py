@@ -32,20 +32,20 @@ def merge(ranks: Sequence[RankChecksums], trusted: Checksums | None = None) -> t
 
     A copy is wrong if it differs from the one in `trusted`, else if it differs from the majority.
     """
-    found: dict[Box, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
+    copies_by_box: dict[Box, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
     for rank in ranks:
         for box, value in zip(rank.boxes, rank.values.tolist(), strict=True):
-            found[box][value].append(rank.holder)
+            copies_by_box[box][value].append(rank.holder)
     merged: dict[Box, int] = {}
     differences: list[Difference] = []
-    for box, copies in found.items():
+    for box, copies in copies_by_box.items():
         ranked = sorted(copies, key=lambda value: -len(copies[value]))
         right = (trusted or {}).get(box, ranked[0])
         merged[box] = right
         if list(copies) == [right]:
             continue
         is_certain = box in (trusted or {}) or len(copies[ranked[0]]) > len(copies[ranked[1]])
-        wrong = [who for value, holders in copies.items() if not is_certain or value != right for who in holders]
+        wrong = [holder for value, holders in copies.items() if not is_certain or value != right for holder in holders]
         differences.append(Difference(box, tuple(wrong), is_certain))
     return merged, differences
 
@@ -73,9 +73,9 @@ def engine_differences(trainer: Checksums, engines: Sequence[RankChecksums]) -> 
     merged, differences = merge(comparable, trainer)
     yield from differences
     named = {difference.box.name for difference in differences}
-    expected, found = by_tensor(trainer), by_tensor(merged)
-    for name in found:
-        if name in named or found[name] == expected.get(name):
+    expected, engine_checksums = by_tensor(trainer), by_tensor(merged)
+    for name in engine_checksums:
+        if name in named or engine_checksums[name] == expected.get(name):
             continue
         boxes = [box for box in merged if box.name == name]
         holders = [engine.holder for engine in comparable if not set(boxes).isdisjoint(engine.boxes)]

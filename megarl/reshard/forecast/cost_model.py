@@ -129,7 +129,7 @@ def forecast(
     With `adapter`, the reshard copies the matrices of a LoRA adapter alone.
     """
     speeds = SPEEDS[gpu]
-    planned = partial(
+    plan_with = partial(
         reshard_plan,
         model,
         ranks_per_node=ranks_per_node,
@@ -139,7 +139,7 @@ def forecast(
         adapter=adapter,
     )
     started = time.process_time()
-    plan = planned(parallel)
+    plan = plan_with(parallel)
     # The planning time of a real rank includes its own part of the plan. A middle rank stands for all of them.
     plan.for_rank(parallel.num_ranks // 2)
     plan_seconds = time.process_time() - started
@@ -151,7 +151,7 @@ def forecast(
         "plan_seconds": plan_seconds,
         "reshard": count(plan, speeds).summary(),
         "rank_orders": {
-            name: count(planned(reordered), speeds).summary() for name, reordered in rank_orders(model, parallel)
+            name: count(plan_with(reordered), speeds).summary() for name, reordered in rank_orders(model, parallel)
         },
         "gpu": gpu,
         "bytes_per_second": dataclasses.asdict(speeds),
@@ -174,18 +174,18 @@ def count(plan: Plan, speeds: Speeds = SPEEDS["h200"]) -> Traffic:
     in_bucket = np.zeros((len(plan.exchanged), 4, num), np.float32)
     pairs: list[list[NDArray[np.int64]]] = [[] for _ in plan.exchanged]
     turn_of = cache(partial(_turn, plan))
-    missing_of, gathered_of = (cache(partial(f, plan)) for f in (_lower_bound, _gathered))
+    missing_of, gathered_of = (cache(partial(f, plan)) for f in (_lower_bound, _count_gathered))
     for tensor, overlap, turn, buckets in plan.steps:
-        one, width = turn_of(overlap, turn=turn, num_slices=len(buckets)), plan.width(tensor)
-        received += width * one.received
-        sent += width * one.sent
-        copies += one.copies
+        counts, width = turn_of(overlap, turn=turn, num_slices=len(buckets)), plan.width(tensor)
+        received += width * counts.received
+        sent += width * counts.sent
+        copies += counts.copies
         lower_bound += width * missing_of(overlap)
         gathered += width * gathered_of(overlap)
         for bucket in buckets:
-            in_bucket[bucket, :2] += width * one.received[1:] / len(buckets)
-            in_bucket[bucket, 2:] += width * one.sent[1:] / len(buckets)
-            pairs[bucket].append(one.pairs)
+            in_bucket[bucket, :2] += width * counts.received[1:] / len(buckets)
+            in_bucket[bucket, 2:] += width * counts.sent[1:] / len(buckets)
+            pairs[bucket].append(counts.pairs)
     size = plan.itemsize
     return Traffic(
         received=received * size,
@@ -246,7 +246,7 @@ def align(model: ModelShape, parallel: ParallelConfig, *, ranks_per_node: int) -
     if parallel.is_separate:
         return parallel
 
-    def moved(candidate: ParallelConfig) -> int:
+    def count_missing(candidate: ParallelConfig) -> int:
         # Only the bytes count here. One huge bucket avoids the work of slicing tensors.
         plan = reshard_plan(model, candidate, ranks_per_node=ranks_per_node, itemsize=1, bucket_bytes=1 << 62)
         missing = cache(lambda overlap: int(_lower_bound(plan, overlap).sum()))
@@ -257,7 +257,7 @@ def align(model: ModelShape, parallel: ParallelConfig, *, ranks_per_node: int) -
         for rank_permutation in _rank_permutations(model, parallel)
     ]
     # The identity comes first in the list, and `min` keeps the first of equals: no permutation without a saving.
-    return min(candidates, key=moved) if len(candidates) > 1 else parallel
+    return min(candidates, key=count_missing) if len(candidates) > 1 else parallel
 
 
 def rank_orders(model: ModelShape, parallel: ParallelConfig) -> Iterator[tuple[str, ParallelConfig]]:
@@ -285,12 +285,12 @@ def rank_orders(model: ModelShape, parallel: ParallelConfig) -> Iterator[tuple[s
 def _rank_permutations(model: ModelShape, parallel: ParallelConfig) -> list[tuple[int, int]]:
     """Return the identity (1, 1), then rank permutations giving the ranks of one engine neighbouring positions in the
     trainer's grid."""
-    found = [(1, 1)]
+    permutations = [(1, 1)]
     for size in sorted({parallel.tp, parallel.etp * parallel.ep if model.num_experts else parallel.tp}):
         small, large = sorted((size, parallel.rollout_tp))
         if 1 < small < large and large % small == 0 and parallel.world_size % large == 0:
-            found.append((large // small, small) if size == large else (small, large // small))
-    return found
+            permutations.append((large // small, small) if size == large else (small, large // small))
+    return permutations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -313,7 +313,7 @@ def _turn(plan: Plan, overlap: Overlap, *, turn: int, num_slices: int) -> _Turn:
     received, sent, copies = np.zeros((3, num), np.int64), np.zeros((3, num), np.int64), np.zeros(num, np.int64)
     pairs = []
     for index, flow in enumerate(overlap.flows):
-        takers, source = np.asarray(flow.takers), plan.chosen(flow.holders, flow.takers, turn + index)
+        takers, source = np.asarray(flow.takers), plan.choose_sources(flow.holders, flow.takers, turn + index)
         numel = sum(region.numel for region in flow.regions)
         # 0, 1 and 2 are the indices of TIERS: local, same_node, other_node.
         kind = np.where(source == takers, 0, np.where(plan.nodes[source] == plan.nodes[takers], 1, 2))
@@ -335,7 +335,7 @@ def _lower_bound(plan: Plan, overlap: Overlap) -> _Bytes:
     return missing
 
 
-def _gathered(plan: Plan, overlap: Overlap) -> _Bytes:
+def _count_gathered(plan: Plan, overlap: Overlap) -> _Bytes:
     """Return the number of elements that each rank would receive if it gathered the full tensor: [tier, rank]."""
     gathered = np.zeros((3, plan.num_ranks), np.int64)
     for numel, holders in overlap.cells:
@@ -348,10 +348,10 @@ def _gathered(plan: Plan, overlap: Overlap) -> _Bytes:
 
 def _count_distinct(codes: list[NDArray[np.int64]], num_ranks: int) -> int:
     """Return the number of distinct pair codes. A flag per possible pair is faster than sorting the codes."""
-    seen = np.zeros(num_ranks * num_ranks, dtype=bool)
+    is_present = np.zeros(num_ranks * num_ranks, dtype=bool)
     for part in codes:
-        seen[part] = True
-    return int(np.count_nonzero(seen))
+        is_present[part] = True
+    return int(np.count_nonzero(is_present))
 
 
 def _wire_seconds(by_link: NDArray[Any], speeds: Speeds) -> float:

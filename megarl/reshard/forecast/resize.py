@@ -82,18 +82,21 @@ def forecast_resize(
     for rank, partner in enumerate(partners(topology)):
         origins[partner].add(rank)
     every_rank = range(max(num_old, num_new))
-    first = [origins[rank] if rank < num_old else set() for rank in every_rank]
+    origins_before = [origins[rank] if rank < num_old else set() for rank in every_rank]
     moves = hand_overs(origins, range(min(num_old, num_new)))
-    then = [{*held, *(origin for origin, _, receiver in moves if receiver == rank)} for rank, held in enumerate(first)]
+    origins_after = [
+        {*held_origins, *(origin for origin, _, receiver in moves if receiver == rank)}
+        for rank, held_origins in enumerate(origins_before)
+    ]
     handed_over = sum(old.num_bytes(origin) for origin, _, _ in moves)
     received, minimum, by_rank = 0, 0, defaultdict[int, int](int)
     places = [(rank // nodes[1],) for rank in every_rank]
-    for size, wanted in new.wanted.items():
-        needs = [tuple(wanted[rank]) if rank < num_new else () for rank in every_rank]
-        copies = [old.copies(size, held) for held in first]
+    for size, pieces_by_rank in new.needed.items():
+        needs = [tuple(pieces_by_rank[rank]) if rank < num_new else () for rank in every_rank]
+        copies = [old.copies(size, held_origins) for held_origins in origins_before]
         # The minimum may come from leaving ranks, too.
         minimum += int(_traffic(copies, needs, size, places).lower_bound.sum())
-        copies = [old.copies(size, held) for held in then[:num_new]]
+        copies = [old.copies(size, held_origins) for held_origins in origins_after[:num_new]]
         from_others = _traffic(copies, needs[:num_new], size, places[:num_new]).received[1:].sum(0)
         received += int(from_others.sum())
         for rank, num_bytes in enumerate(from_others.tolist()):
@@ -113,7 +116,7 @@ class _StateLayouts:
 
     def __init__(self, model: ModelShape, parallel: ParallelConfig, settings: StateSettings) -> None:
         num_ranks = parallel.world_size
-        self.wanted: _Ranks = defaultdict(lambda: [[] for _ in range(num_ranks)])
+        self.needed: _Ranks = defaultdict(lambda: [[] for _ in range(num_ranks)])
         """Pieces needed by each rank."""
         self._copied: _Ranks = defaultdict(lambda: [[] for _ in range(num_ranks)])
         padded = padded_vocab_size(model.vocab_size, parallel.tp)
@@ -129,12 +132,12 @@ class _StateLayouts:
                 if is_copied:
                     self._copied[size][holding.ranks[0]].append(piece)
                 for rank in holding.ranks:
-                    self.wanted[size][rank].append(piece)
+                    self.needed[size][rank].append(piece)
                     sharers = (
                         _sharers(layouts, rank, ".experts." in piece.storage) if settings.is_distributed else [rank]
                     )
                     share = list(_share(piece, sharers.index(rank), len(sharers)))
-                    self.wanted[settings.optimizer_bytes][rank] += share
+                    self.needed[settings.optimizer_bytes][rank] += share
                     if is_copied and (settings.is_distributed or rank == holding.ranks[0]):
                         self._copied[settings.optimizer_bytes][rank] += share
 
@@ -149,8 +152,10 @@ class _StateLayouts:
 
 def _sharers(layouts: MegatronLayouts, rank: int, is_expert: bool) -> Sequence[int]:
     """Return the ranks that hold the same parameters as a rank, and share their optimizer's state."""
-    at = layouts.parallel.coordinates(rank)
-    return layouts.ranks[is_expert, at.pp, at.ep if is_expert else 0, at.etp if is_expert else at.tp]
+    coordinates = layouts.parallel.coordinates(rank)
+    return layouts.ranks[
+        is_expert, coordinates.pp, coordinates.ep if is_expert else 0, coordinates.etp if is_expert else coordinates.tp
+    ]
 
 
 def _share(piece: Piece, index: int, num_sharers: int) -> Iterator[Piece]:

@@ -130,14 +130,14 @@ class MegatronLayouts(Layouts):
         ep = tensor.expert * self.parallel.ep // self.model.num_experts if expert else 0
         # Equal keys must give one object: plans identify a kind of tensor by the id of its holdings.
         key = (tensor.template, chunk, ep, tuple(rule.parameter for rule in rules))
-        if key not in self._made:
-            self._made[key] = tuple(
+        if key not in self._holdings_by_kind:
+            self._holdings_by_kind[key] = tuple(
                 holding
                 for rule in rules
                 for where in ([chunk] if chunk else self.chunks_of(rule))
                 for holding in self._holdings(rule, tensor.template, where, ep)
             )
-        return self._made[key]
+        return self._holdings_by_kind[key]
 
     def slot(self, rule: Rule, chunk: ModelChunk, ep: int) -> StorageSlot:
         """Return where a model chunk stores the parameter described by a rule: name, first layer, first expert. `ep` is
@@ -177,14 +177,14 @@ class MegatronLayouts(Layouts):
 
     @cached_property
     def _rules_of_template(self) -> dict[str, list[Rule]]:
-        found: dict[str, list[Rule]] = {}
+        rules_by_template: dict[str, list[Rule]] = {}
         for rule in self.rules:
             for template, _ in rule.tensors:
-                found.setdefault(template, []).append(rule)
-        return found
+                rules_by_template.setdefault(template, []).append(rule)
+        return rules_by_template
 
     @cached_property
-    def _made(self) -> dict[tuple[Any, ...], tuple[Holding, ...]]:
+    def _holdings_by_kind(self) -> dict[tuple[Any, ...], tuple[Holding, ...]]:
         return {}
 
     @cached_property
@@ -237,12 +237,12 @@ class MegatronLayouts(Layouts):
         """
         ranks: dict[tuple[bool, int, int, int | None], list[int]] = {}
         for rank in range(self.parallel.world_size):
-            at = self.parallel.coordinates(rank)
+            coordinates = self.parallel.coordinates(rank)
             # Dense parameters exist on all expert-parallel ranks alike, so their coordinate is always 0.
-            for of_experts, ep, split in ((False, 0, at.tp), (True, at.ep, at.etp)):
-                for key in ((of_experts, at.pp, ep, split), (of_experts, at.pp, ep, None)):
+            for of_experts, ep, split in ((False, 0, coordinates.tp), (True, coordinates.ep, coordinates.etp)):
+                for key in ((of_experts, coordinates.pp, ep, split), (of_experts, coordinates.pp, ep, None)):
                     ranks.setdefault(key, []).append(rank)
-        return {key: tuple(found) for key, found in ranks.items()}
+        return {key: tuple(place_ranks) for key, place_ranks in ranks.items()}
 
 
 def _local_shape(rule: Rule, parts: tuple[int, ...]) -> tuple[int, ...]:

@@ -36,7 +36,7 @@ def checkpoint_names(model: ModelShape) -> dict[str, str]:
     }
 
 
-def unpacked(layout: Iterable[Piece], model: ModelShape) -> Layout:
+def unpack_layout(layout: Iterable[Piece], model: ModelShape) -> Layout:
     """Return a layout with its pieces of packed tensors replaced by pieces of single experts' tensors. Other pieces are
     unchanged."""
     aliases: dict[str, list[Alias]] = {}
@@ -46,15 +46,15 @@ def unpacked(layout: Iterable[Piece], model: ModelShape) -> Layout:
         # Called for each tensor of a file: without aliases no table is needed.
         return tuple(layout)
     shapes = template_shapes(model)
-    found: list[Piece] = []
+    pieces: list[Piece] = []
     for piece in layout:
         tensor = parse_name(piece.box.name)
         if tensor.template in aliases:
             for alias in aliases[tensor.template]:
-                found += _parts(piece, alias, tensor.layer, shapes[alias.tensor])
+                pieces += _parts(piece, alias, tensor.layer, shapes[alias.tensor])
         else:
-            found.append(piece)
-    return tuple(found)
+            pieces.append(piece)
+    return tuple(pieces)
 
 
 def _parts(piece: Piece, alias: Alias, layer: int, shape: tuple[int, ...]) -> Iterator[Piece]:
@@ -71,5 +71,5 @@ def _parts(piece: Piece, alias: Alias, layer: int, shape: tuple[int, ...]) -> It
         return
     for expert in range(box.start[0], box.stop[0]):
         name = TensorName(alias.tensor, layer, expert).name
-        at = offset + (expert - box.start[0]) * piece.strides[0]
-        yield Piece(Box(name, tuple(start), tuple(stop)), piece.storage, at, tuple(strides))
+        expert_offset = offset + (expert - box.start[0]) * piece.strides[0]
+        yield Piece(Box(name, tuple(start), tuple(stop)), piece.storage, expert_offset, tuple(strides))

@@ -42,14 +42,14 @@ def reshard_ends(
     first = parallel.world_size if parallel.is_separate else 0
     engines = VllmLayouts(engine or model, parallel.rollout_tp, num_ranks - first, parallel.rollout_ep)
     if adapter is None:
-        return _placed(trainer, engines, first, num_ranks)
+        return _place_ends(trainer, engines, first, num_ranks)
     targets, rank = adapter.targets, adapter.rank
-    return _placed(
+    return _place_ends(
         adapter_layouts(trainer, targets, rank), VllmAdapterLayouts(engines, targets, rank), first, num_ranks
     )
 
 
-def _placed(trainer: Layouts, engines: Layouts, first: int, num_ranks: int) -> Ends:
+def _place_ends(trainer: Layouts, engines: Layouts, first: int, num_ranks: int) -> Ends:
     if not first:
         return Ends(trainer, engines, first)
     return Ends(PlacedLayouts(trainer, 0, num_ranks), PlacedLayouts(engines, first, num_ranks), first)

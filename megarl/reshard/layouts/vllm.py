@@ -121,14 +121,14 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         names = [argument.name for argument in func._schema.arguments]
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         for argument in func._schema.arguments:
-            target = given.get(argument.name)
+            target = arguments.get(argument.name)
             # torch marks the arguments written by an operation in its schema: they show every in-place write.
             if argument.alias_info is None or not argument.alias_info.is_write or not isinstance(target, torch.Tensor):
                 continue
             if live := self._live.get(_storage(target)):
-                self._write(func, live, target, given)
+                self._write(func, live, target, arguments)
                 return target
             if source := self._sources.get(_storage(target)):
                 self._overwrite(func, source, target)
@@ -137,7 +137,7 @@ class Recorder(TorchDispatchMode):
             self._copies[_storage(result)] = (result, args[0])
         return result
 
-    def _write(self, func, live: tuple[str, torch.Tensor], target: torch.Tensor, given: dict) -> None:
+    def _write(self, func, live: tuple[str, torch.Tensor], target: torch.Tensor, arguments: dict) -> None:
         name, parameter = live
         operation = func.overloadpacket.__name__
         # vLLM's loaders fill and zero padding only; real values always arrive through `copy_`.
@@ -149,7 +149,7 @@ class Recorder(TorchDispatchMode):
                 "into it"
             )
         elif target.numel():
-            piece = self._copied(name, parameter, target, given["src"])
+            piece = self._trace_copy(name, parameter, target, arguments["src"])
             if piece.box.name in self._zeroed:
                 self._padding[name] += target.numel()
             else:
@@ -163,7 +163,7 @@ class Recorder(TorchDispatchMode):
             )
         self._zeroed.add(name)
 
-    def _copied(self, name: str, parameter: torch.Tensor, target: torch.Tensor, source: torch.Tensor) -> Piece:
+    def _trace_copy(self, name: str, parameter: torch.Tensor, target: torch.Tensor, source: torch.Tensor) -> Piece:
         copy, view = self._copies.get(_storage(source), (None, source))
         # Only whole copies are followed: a part of a copy would need the composition of two views.
         if copy is not None and copy.shape == source.shape and copy.stride() == source.stride():

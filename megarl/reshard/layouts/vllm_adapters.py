@@ -63,9 +63,9 @@ class VllmAdapterLayouts(Layouts):
         return {name: shape for rule in self._rules for name, shape in rule.tensors if name in self._places}
 
     def holdings(self, tensor: TensorName) -> tuple[Holding, ...]:
-        if tensor.template not in self._made:
-            self._made[tensor.template] = tuple(self._holdings(tensor.template))
-        return self._made[tensor.template]
+        if tensor.template not in self._holdings_by_template:
+            self._holdings_by_template[tensor.template] = tuple(self._holdings(tensor.template))
+        return self._holdings_by_template[tensor.template]
 
     def bytes_on(self, rank: int, itemsize: int) -> int:
         """Return the bytes of a rank's slots, their unused part included."""
@@ -118,7 +118,7 @@ class VllmAdapterLayouts(Layouts):
         }
 
     @cached_property
-    def _made(self) -> dict[str, tuple[Holding, ...]]:
+    def _holdings_by_template(self) -> dict[str, tuple[Holding, ...]]:
         return {}
 
 

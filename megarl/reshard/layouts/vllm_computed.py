@@ -56,9 +56,9 @@ class VllmLayouts(Layouts):
         # expert.
         owner = self._owner(tensor.expert) if stack.stacks_experts and self.ep else -1
         key = (of_drafter, tensor.template, owner)
-        if key not in self._made:
-            self._made[key] = tuple(self._holdings(stack, tensor.template, owner))
-        return self._made[key]
+        if key not in self._holdings_by_kind:
+            self._holdings_by_kind[key] = tuple(self._holdings(stack, tensor.template, owner))
+        return self._holdings_by_kind[key]
 
     def bytes_on(self, rank: int, itemsize: int) -> int:
         """Return the bytes of a rank's live parameters, padding included; `itemsize` is that of the model's dtype."""
@@ -79,8 +79,8 @@ class VllmLayouts(Layouts):
             layers = self._layers[template]
             count = sum(is_mtp(self.model, TensorName(template, layer)) == of_drafter for layer in layers)
             if stack.stacks_experts:
-                each, more = divmod(self.model.num_experts, self.tp)
-                count *= each + (part < more) if self.ep else self.model.num_experts
+                experts_per_rank, remainder = divmod(self.model.num_experts, self.tp)
+                count *= experts_per_rank + (part < remainder) if self.ep else self.model.num_experts
             yield stack, tuple(shape), count
 
     def range_on(self, stack: Stack, part: Part, rank: int) -> tuple[int, int, int]:
@@ -118,8 +118,8 @@ class VllmLayouts(Layouts):
             lengths = [stored for _, _, stored in ranges]
             shape[stack.dim] = sum(lengths)
             strides = contiguous_strides(shape)
-            own = (index for index, part in enumerate(stack.parts) if part.tensor == template)
-            for index in own:
+            indices = (index for index, part in enumerate(stack.parts) if part.tensor == template)
+            for index in indices:
                 start, stop, _ = ranges[index]
                 if start == stop:
                     continue
@@ -141,12 +141,16 @@ class VllmLayouts(Layouts):
 
         If experts do not divide evenly, the first ranks have one more than the others, as in vLLM.
         """
-        each, more = divmod(self.model.num_experts, self.tp)
-        return expert // (each + 1) if expert < more * (each + 1) else more + (expert - more * (each + 1)) // each
+        experts_per_rank, remainder = divmod(self.model.num_experts, self.tp)
+        return (
+            expert // (experts_per_rank + 1)
+            if expert < remainder * (experts_per_rank + 1)
+            else remainder + (expert - remainder * (experts_per_rank + 1)) // experts_per_rank
+        )
 
     def _first_expert(self, rank: int) -> int:
-        each, more = divmod(self.model.num_experts, self.tp)
-        return rank * each + min(rank, more)
+        experts_per_rank, remainder = divmod(self.model.num_experts, self.tp)
+        return rank * experts_per_rank + min(rank, remainder)
 
     @cached_property
     def _shapes(self) -> dict[str, tuple[int, ...]]:
@@ -158,7 +162,7 @@ class VllmLayouts(Layouts):
         return {(of_drafter, part.tensor): stack for stack, of_drafter in self._stacks for part in stack.parts}
 
     @cached_property
-    def _made(self) -> dict[tuple[bool, str, int], tuple[Holding, ...]]:
+    def _holdings_by_kind(self) -> dict[tuple[bool, str, int], tuple[Holding, ...]]:
         return {}
 
     @cached_property
@@ -168,11 +172,14 @@ class VllmLayouts(Layouts):
         layers = self._layers.items()
         names = [name for name, numbers in layers if not is_mtp(self.model, TensorName(name, numbers[0]))]
         present = [stack for stack in list_stacks(self.model) if stack.parts[0].tensor in names]
-        known = {part.tensor for stack in present for part in stack.parts}
+        fused_names = {part.tensor for stack in present for part in stack.parts}
         # Tensors without a stack (norms, routers) are stored whole on every rank.
-        others = (name for name in names if name not in known)
-        own = (*present, *(Stack(live_name(name, self.model), 0, (Part(name, "copy"),)) for name in others))
-        return (*((stack, False) for stack in own), *((stack, True) for stack in list_mtp_stacks(self.model)))
+        unfused_names = (name for name in names if name not in fused_names)
+        main_stacks = (
+            *present,
+            *(Stack(live_name(name, self.model), 0, (Part(name, "copy"),)) for name in unfused_names),
+        )
+        return (*((stack, False) for stack in main_stacks), *((stack, True) for stack in list_mtp_stacks(self.model)))
 
     @cached_property
     def _layers(self) -> dict[str, tuple[int, ...]]:

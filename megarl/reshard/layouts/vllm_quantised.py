@@ -72,7 +72,9 @@ class QuantisedModule:
         self.name, self._module = name, module
         self._check_kernel()
         self._loaded = _parameters_before_loading(module)
-        self._live = {key: p for key, p in module._parameters.items() if p is not None and key not in _kept(module)}
+        self._live = {
+            key: p for key, p in module._parameters.items() if p is not None and key not in _unquantised_names(module)
+        }
 
     @property
     def live(self) -> dict[str, Tensor]:
@@ -93,26 +95,26 @@ class QuantisedModule:
         if config is None:
             return {}
         hidden, inner = config.hidden_dim_unpadded, config.intermediate_size_per_partition_unpadded
-        found = {}
+        num_padded = {}
         for key, parameter in self._loaded.items():
             projections = self._method.moe.w13_num_shards if key == "w13_weight" else 1
-            found[f"{self.name}.{key}"] = parameter.numel() - parameter.shape[0] * projections * hidden * inner
-        return found
+            num_padded[f"{self.name}.{key}"] = parameter.numel() - parameter.shape[0] * projections * hidden * inner
+        return num_padded
 
     @contextmanager
     def loadable(self) -> Iterator[None]:
         """Context in which the module has unquantised parameters on the meta device, as during vLLM's loading."""
         live = self._module._parameters
-        kept = {key: live[key] for key in _kept(self._module) if key in live}
+        unquantised = {key: live[key] for key in _unquantised_names(self._module) if key in live}
         # `vars` bypasses `nn.Module.__setattr__`: the whole dictionary is exchanged, and no parameter is registered
         # anew.
-        vars(self._module)["_parameters"] = {**self._loaded, **kept}
+        vars(self._module)["_parameters"] = {**self._loaded, **unquantised}
         try:
             yield
         finally:
             vars(self._module)["_parameters"] = live
 
-    def quantised(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def quantise(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Quantise weights [*shape] with vLLM. Returns FP8 weights and scales by the names of `live`. A collective over
         the engine.
 
@@ -127,35 +129,36 @@ class QuantisedModule:
             key: _as_parameter(weights[f"{self.name}.{key}"], like) for key, like in self._loaded.items()
         }
         # The kernel object of a linear layer changes with the weights, so it is copied as well. Expert methods would
-        # create a new kernel instead: `_laid_out` replaces this step.
+        # create a new kernel instead: `_make_format_step` replaces this step.
         if hasattr(method, "fp8_linear"):
             method.fp8_linear = copy.copy(method.fp8_linear)
         else:
-            method._setup_kernel = _laid_out(method)
+            method._setup_kernel = _make_format_step(method)
         method.process_weights_after_loading(module)
-        made = {
+        results = {
             f"{self.name}.{key}": parameter.data
             for key, parameter in module._parameters.items()
             if parameter is not None
         }
         for name, live in self.live.items():
-            found = made.get(name)
-            if found is None or _form(found) != _form(live):
+            result = results.get(name)
+            if result is None or _shape_dtype_strides(result) != _shape_dtype_strides(live):
                 raise MegarlError(
-                    f"{name}: vLLM's quantiser returned {found if found is None else _form(found)} for new weights; "
-                    f"the engine has {_form(live)}. Please report this with the recipe."
+                    f"{name}: vLLM's quantiser returned "
+                    f"{result if result is None else _shape_dtype_strides(result)} for new weights; "
+                    f"the engine has {_shape_dtype_strides(live)}. Please report this with the recipe."
                 )
-        return {name: made[name] for name in self.live}
+        return {name: results[name] for name in self.live}
 
     def write(self, weights: Mapping[str, Tensor]) -> None:
         """Quantise loaded weights [*shape] and write the result into the live tensors, which stay in place."""
-        for name, made in self.quantised(weights).items():
-            _bits(self.live[name]).copy_(_bits(made))
+        for name, result in self.quantise(weights).items():
+            _bits(self.live[name]).copy_(_bits(result))
 
     def differing(self, weights: Mapping[str, Tensor]) -> list[str]:
         """Return the names of live weights and scales differing in any bit from the quantised `weights` [*shape]."""
-        made = self.quantised(weights)
-        return [name for name, live in self.live.items() if not torch.equal(_bits(live), _bits(made[name]))]
+        results = self.quantise(weights)
+        return [name for name, live in self.live.items() if not torch.equal(_bits(live), _bits(results[name]))]
 
     def holds(self, name: str, first: int, stride: int, row: Tensor) -> bool | None:
         """Return whether the live weight `name` equals a row [columns] of unquantised values within FP8's rounding.
@@ -165,7 +168,7 @@ class QuantisedModule:
         """
         key = name.removeprefix(f"{self.name}.")
         live, loaded = self._live.get(key), self._loaded[key]
-        scales = [scale for other, scale in self._live.items() if other.startswith(f"{key}_scale")]
+        scales = [scale for scale_key, scale in self._live.items() if scale_key.startswith(f"{key}_scale")]
         if live is None or len(scales) != 1 or scales[0].dim() != live.dim():
             return None
         [scale] = scales
@@ -234,15 +237,15 @@ def _parameters_before_loading(module: nn.Module) -> dict[str, Tensor]:
     # vLLM 0.30 remembers these for its layerwise reload. Its wrapped loaders would start that reload, so the original
     # loaders are restored.
     remembered, _ = get_layerwise_info(module).restore_metadata
-    made = {}
+    parameters = {}
     for key, parameter in remembered.items():
-        if key not in _kept(module):
-            made[key] = restore_layer_refs(to_meta_tensor(parameter), module)
-            made[key].weight_loader = cast(Any, _get_original_loader(made[key]))
-    return made
+        if key not in _unquantised_names(module):
+            parameters[key] = restore_layer_refs(to_meta_tensor(parameter), module)
+            parameters[key].weight_loader = cast(Any, _get_original_loader(parameters[key]))
+    return parameters
 
 
-def _kept(module: nn.Module) -> set[str]:
+def _unquantised_names(module: nn.Module) -> set[str]:
     """Return the names of the module's parameters that are not quantised. A reshard writes them directly, as in other
     modules."""
     from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
@@ -258,7 +261,7 @@ def _as_parameter(weights: Tensor, like: Tensor) -> Tensor:
     return parameter
 
 
-def _laid_out(method: Any) -> Any:
+def _make_format_step(method: Any) -> Any:
     """Return the part of an MoE method running after quantising, without the creation of a new kernel."""
     from vllm.model_executor.layers.fused_moe.oracle.fp8 import convert_to_fp8_moe_kernel_format
     from vllm.model_executor.utils import replace_parameter
@@ -267,18 +270,19 @@ def _laid_out(method: Any) -> Any:
     names = ("w13_weight", "w2_weight", f"w13_{scale}", f"w2_{scale}")
 
     def set_up(layer: Any, *args: Any, **kwargs: Any) -> None:
-        given = dict(
+        arguments = dict(
             zip(("w13", "w2", "w13_scale", "w2_scale", "w13_input_scale", "w2_input_scale"), args, strict=False)
         )
-        made = convert_to_fp8_moe_kernel_format(fp8_backend=method.fp8_backend, layer=layer, **{**given, **kwargs})
-        for name, tensor in zip(names, made, strict=True):
+        tensors = convert_to_fp8_moe_kernel_format(
+            fp8_backend=method.fp8_backend, layer=layer, **{**arguments, **kwargs}
+        )
+        for name, tensor in zip(names, tensors, strict=True):
             replace_parameter(layer, name, tensor)
 
     return set_up
 
 
-def _form(tensor: Tensor) -> tuple[Any, ...]:
-    """Return shape, dtype and strides of a tensor."""
+def _shape_dtype_strides(tensor: Tensor) -> tuple[Any, ...]:
     return tuple(tensor.shape), str(tensor.dtype), tuple(tensor.stride())
 
 

@@ -29,11 +29,11 @@ class AdapterSlots:
 
     def __init__(self, model: nn.Module, rank: int) -> None:
         self.rank = rank
-        self._modules = dict(_adapted(model))
+        self._modules = dict(_modules_with_slots(model))
         if not self._modules:
             raise MegarlError(f"{type(model).__name__}: vLLM has made no slots for LoRA adapters. Please report this.")
         packed: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
-        self._parts = {name: _parts_of(name, module, packed) for name, module in self._modules.items()}
+        self._parts = {name: _hugging_face_modules(name, module, packed) for name, module in self._modules.items()}
         self.tensors: dict[str, Tensor] = {}
         """The slots by name, A [slot rank, in features of this rank] and B [out features of this rank, slot rank]."""
         for name, module in self._modules.items():
@@ -71,16 +71,19 @@ class AdapterSlots:
         """
         recorder = Recorder(self.tensors.items())
         with recorder:
-            found = dict(recorder.sources({name: (shape, dtype) for name, shape in tensors.items()}))
+            matrices_by_name = dict(recorder.sources({name: (shape, dtype) for name, shape in tensors.items()}))
             for name, module in self._modules.items():
                 matrices = {
-                    letter: [found.pop(adapter_tensor(f"{part}.weight", letter), None) for part in self._parts[name]]
+                    letter: [
+                        matrices_by_name.pop(adapter_tensor(f"{part}.weight", letter), None)
+                        for part in self._parts[name]
+                    ]
                     for letter in "AB"
                 }
-                given = [matrices[letter] if module.n_slices > 1 else matrices[letter][0] for letter in "AB"]
-                module.set_lora(0, *given)
-        if found:
-            raise DirectWriteError(f"{min(found)}: vLLM has no slot for this matrix of the adapter")
+                slot_matrices = [matrices[letter] if module.n_slices > 1 else matrices[letter][0] for letter in "AB"]
+                module.set_lora(0, *slot_matrices)
+        if matrices_by_name:
+            raise DirectWriteError(f"{min(matrices_by_name)}: vLLM has no slot for this matrix of the adapter")
         layout = tuple(recorder.pieces)
         self._check_filled(layout)
         return layout
@@ -129,12 +132,11 @@ def live_parameters(model: nn.Module) -> dict[str, Tensor]:
     return {name.replace(".base_layer.", "."): parameter for name, parameter in model.named_parameters()}
 
 
-def _adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def _modules_with_slots(model: nn.Module) -> Iterator[tuple[str, Any]]:
     return ((name, module) for name, module in model.named_modules() if hasattr(module, "lora_a_stacked"))
 
 
-def _parts_of(name: str, module: Any, packed: Mapping[str, list[str]]) -> list[str]:
-    """Return the Hugging Face modules of a linear layer of vLLM."""
+def _hugging_face_modules(name: str, module: Any, packed: Mapping[str, list[str]]) -> list[str]:
     if module.n_slices == 1:
         return [name]
     parent, _, last = name.rpartition(".")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megarl.families.shape import read_model_shape
-from megarl.reshard.layouts.packed import checkpoint_tensors, unpacked
+from megarl.reshard.layouts.packed import checkpoint_tensors, unpack_layout
 from megarl.reshard.layouts.vllm_computed import VllmLayouts
 from megarl.types import ConfigError
 from tests.rank_pool import RankPool
@@ -31,7 +31,7 @@ def compare(path: str, tp: int, ep: bool) -> tuple[list[str], int]:
     engine = RolloutEngine(path, config, max_model_len=64, dtype="float32", seed=0)
     model = read_model_shape(path)
     tensors = {name: (shape, torch.float32) for name, shape in checkpoint_tensors(model).items()}
-    recorded = unpacked(record_layout(engine.model, tensors), model)
+    recorded = unpack_layout(record_layout(engine.model, tensors), model)
     computed = VllmLayouts(model, tp, dist.get_world_size(), ep)[dist.get_rank()]
     engine.close()
     assert len(set(recorded)) == len(recorded) and len(set(computed)) == len(computed)
