@@ -143,7 +143,7 @@ class AgentProgram:
         assert self.make_agent is not None
         try:
             run = self.make_agent().run(_task_input(task), self.endpoint.url_of(session), session.secret)
-            reward = await self._ended(run, pool)
+            reward = await self._wait_within_limit(run, pool)
         except TimeoutError:
             raise _ProgramError(
                 f"TimeoutError: the agent did not end within {self.config.timeout_seconds:g} s"
@@ -151,7 +151,7 @@ class AgentProgram:
         # A user's agent may raise anything. Its error ends the attempt, not the run.
         except Exception as error:
             raise _ProgramError(f"{type(error).__name__}: {error}") from error
-        return None if reward is None else _checked(reward)
+        return None if reward is None else _check_reward(reward)
 
     async def _run(self, task: Task, session: Session, pool: Generates) -> float | None:
         """Run the agent program and return its reward; None: it prints none. Raises _ProgramError."""
@@ -171,7 +171,7 @@ class AgentProgram:
         except OSError as error:
             raise _ProgramError(f"OSError: {self.config.command[0]}: {error.strerror}") from error
         try:
-            ended = await self._ended(program.wait_for_end(), pool)
+            ended = await self._wait_within_limit(program.wait_for_end(), pool)
         except TimeoutError:
             text = f"TimeoutError: the program did not end within {self.config.timeout_seconds:g} s"
             raise _ProgramError(text) from None
@@ -184,7 +184,7 @@ class AgentProgram:
             raise _ProgramError(f"ExitCode: the program ended with {ended.exit_code}: {ended.stderr_tail()}")
         return _reward(ended.stdout)
 
-    async def _ended(self, work: Coroutine[Any, Any, Result], pool: Generates) -> Result:
+    async def _wait_within_limit(self, work: Coroutine[Any, Any, Result], pool: Generates) -> Result:
         """Wait for `work` and return its result.
 
         Raises TimeoutError after rollout.agent.timeout_seconds, not counting time in which the engines are paused.
@@ -258,7 +258,7 @@ def _task_input(task: Task) -> dict[str, Any]:
     }
 
 
-def _checked(reward: object) -> float:
+def _check_reward(reward: object) -> float:
     """Return an agent's reward as a float. Raises _ProgramError unless it is a finite number."""
     number = finite_reward(reward)
     if number is None:
@@ -284,7 +284,7 @@ def _reward(output: str) -> float | None:
     # The last line may be any JSON, such as a number in quotes or a list; then the program gave no reward.
     elif isinstance(answer, bool) or not isinstance(answer, int | float):
         return None
-    return _checked(answer)
+    return _check_reward(answer)
 
 
 def _trajectory(

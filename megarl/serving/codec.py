@@ -29,12 +29,12 @@ Result = TypeVar("Result")
 class Decoded(NamedTuple):
     """A sampled completion as text.
 
-    `turn` has its parts (text, reasoning, tool calls), `whole` is all of it without special tokens. `is_in_thoughts`:
-    it ended before its thoughts were closed.
+    `turn` has its parts (text, reasoning, tool calls), `full_text` is all of it without special tokens.
+    `is_in_thoughts`: it ended before its thoughts were closed.
     """
 
     turn: ParsedTurn
-    whole: str
+    full_text: str
     is_in_thoughts: bool
 
 
@@ -59,7 +59,7 @@ class Codec:
         messages, tools = conversation.messages, conversation.tools
         return await self._in_thread(lambda: self._dialogue.opening(messages, tools), messages)
 
-    async def continued(
+    async def extend(
         self, token_ids: NDArray[np.int32], messages: Sequence[Message], tools: Sequence[ToolSchema]
     ) -> NDArray[np.int32]:
         """Return `token_ids` [tokens], ending with an assistant's turn, extended by the tokens of later `messages`.
@@ -69,15 +69,15 @@ class Codec:
         added = await self._in_thread(lambda: self._dialogue.observation(token_ids, messages, tools), messages)
         return np.concatenate([token_ids, added])
 
-    async def encoded(self, text: str) -> NDArray[np.int32]:
+    async def encode_text(self, text: str) -> NDArray[np.int32]:
         """Return the token ids [tokens] of a text prompt. Names of special tokens in it become these tokens."""
         messages = ({"role": "user", "content": text},)
         return await self._in_thread(lambda: np.array(encode(self._dialogue.tokenizer, text), np.int32), messages)
 
-    async def parsed(self, call: ModelCall, tools: Sequence[ToolSchema], turn: int) -> Decoded:
+    async def parse_completion(self, call: ModelCall, tools: Sequence[ToolSchema], turn: int) -> Decoded:
         """Parse a sampled completion. Without `tools` the text is not searched for tool calls."""
 
-        def parts() -> Decoded:
+        def parse() -> Decoded:
             prompt, token_ids = call.prompt_token_ids, call.completion.token_ids
             text = self._dialogue.text(token_ids)
             is_in_thoughts = self._dialogue.ends_in_thoughts(prompt, token_ids, text)
@@ -85,7 +85,7 @@ class Codec:
                 return Decoded(ParsedTurn(text, None, ()), text, is_in_thoughts)
             return Decoded(self._dialogue.parse_turn(prompt, token_ids, tools, turn=turn), text, is_in_thoughts)
 
-        return await self._in_thread(parts)
+        return await self._in_thread(parse)
 
     async def tokens(self, token_ids: NDArray[np.int64]) -> list[str]:
         """Return the text of each token in `token_ids` [tokens]."""

@@ -172,7 +172,7 @@ class Endpoint:
         identity, body = await read_body(request)
         session = self._session(request)
         chat, without_effect = dialect.as_chat(body)
-        asked = self._asked(chat, session)
+        asked = self._read_sampling(chat, session)
         self._note_overridden(session, {name: body.get(name) for name in without_effect}, "it has no effect here")
         call = session.chat(read_conversation(chat), asked.sampling, identity, is_retry=_is_retry(request))
         return await self._respond(dialect, request, session, call, asked, body)
@@ -181,7 +181,7 @@ class Endpoint:
         self._check_right(request)
         identity, body = await read_body(request)
         session = self._session(request)
-        asked = self._asked(body, session)
+        asked = self._read_sampling(body, session)
         call = session.complete(read_prompt(body), asked.sampling, identity, is_retry=_is_retry(request))
         return await self._respond(COMPLETIONS, request, session, call, asked, body)
 
@@ -223,7 +223,7 @@ class Endpoint:
         await self._sessions.end(session, reward)
         return web.json_response({"id": session.secret, "reward": session.reward})
 
-    def _asked(self, body: Mapping[str, Any], session: Session) -> Asked:
+    def _read_sampling(self, body: Mapping[str, Any], session: Session) -> Asked:
         """Return the sampling parameters of a request. Fields overridden by the recipe are counted and reported.
 
         Raises RequestError for invalid parameters.
@@ -247,7 +247,7 @@ class Endpoint:
         self._check_right(request)
         session = self._sessions.find(_secret(request))
         assert session is not None, "a request with a right has a session"
-        self._sessions.used(session)
+        self._sessions.restart_timer(session)
         return session
 
     def _check_right(self, request: web.Request) -> None:

@@ -154,8 +154,8 @@ class Session:
         """
 
         def remember(answer: Answer) -> None:
-            whole = conversation.followed_by([answer.message])
-            self._history.add(Answered(whole, answer.call.token_ids.astype(np.int32)))
+            answered_conversation = conversation.followed_by([answer.message])
+            self._history.add(Answered(answered_conversation, answer.call.token_ids.astype(np.int32)))
 
         return self._begin(identity, is_retry, lambda number: self._chat(number, conversation, sampling), remember)
 
@@ -279,32 +279,32 @@ class Session:
         self._codec.check_tools(conversation.tools)
         return await self._encode(conversation, self._history.find(conversation))
 
-    async def _encode(self, conversation: Conversation, known: Answered | None) -> NDArray[np.int32]:
-        """Return the tokens of a conversation's prompt [prompt], after those of the answered beginning `known`."""
+    async def _encode(self, conversation: Conversation, answered: Answered | None) -> NDArray[np.int32]:
+        """Return the tokens of a conversation's prompt [prompt]; they begin with those of the part `answered`."""
         # Appending to recorded tokens keeps a trajectory one sequence. Rendering again could tokenise it differently.
-        if known is None:
+        if answered is None:
             return await self._codec.opening(conversation)
-        added = conversation.messages[len(known.conversation.messages) :]
-        return await self._codec.continued(known.token_ids, added, conversation.tools)
+        added = conversation.messages[len(answered.conversation.messages) :]
+        return await self._codec.extend(answered.token_ids, added, conversation.tools)
 
     async def _chat(self, number: int, conversation: Conversation, sampling: SamplingSettings) -> Answer:
         """Sample an answer to a conversation."""
         self._codec.check_tools(conversation.tools)
-        known = self._history.find(conversation)
-        if fork := self._history.fork(conversation, known):
+        answered = self._history.find(conversation)
+        if fork := self._history.fork(conversation, answered):
             self.counts["forks"] += 1
             self.counts[f"forks/{fork.reason}"] += 1
             self.fork_texts.append(fork.text)
-        token_ids = await self._encode(conversation, known)
+        token_ids = await self._encode(conversation, answered)
         call = await self._sample(number, token_ids, sampling)
         # Parsed from tokens, because special tokens mark reasoning and calls.
-        decoded = await self._codec.parsed(call, conversation.tools, number)
+        decoded = await self._codec.parse_completion(call, conversation.tools, number)
         turn = decoded.turn
         return Answer(
             number,
             call,
             text=_until_stop(turn.text, call.completion, sampling),
-            completion_text=decoded.whole,
+            completion_text=decoded.full_text,
             is_in_thoughts=decoded.is_in_thoughts,
             prompt_messages=conversation.messages,
             reasoning=turn.reasoning,
@@ -315,15 +315,16 @@ class Session:
         """Sample a completion of a prompt. If possible, the prompt reuses the tokens of an earlier text."""
         if not isinstance(prompt, str):
             token_ids = prompt
-        elif (known := self._history.find_text(prompt)) is not None:
-            added = await self._codec.encoded(prompt[len(known[0]) :])
-            token_ids = np.concatenate([known[1], added])
+        elif (earlier := self._history.find_text(prompt)) is not None:
+            earlier_text, earlier_ids = earlier
+            added_ids = await self._codec.encode_text(prompt[len(earlier_text) :])
+            token_ids = np.concatenate([earlier_ids, added_ids])
         else:
-            token_ids = await self._codec.encoded(prompt)
+            token_ids = await self._codec.encode_text(prompt)
         call = await self._sample(number, token_ids, sampling)
-        decoded = await self._codec.parsed(call, (), number)
-        text = _until_stop(decoded.whole, call.completion, sampling)
-        return Answer(number, call, text=text, completion_text=decoded.whole, is_in_thoughts=decoded.is_in_thoughts)
+        decoded = await self._codec.parse_completion(call, (), number)
+        text = _until_stop(decoded.full_text, call.completion, sampling)
+        return Answer(number, call, text=text, completion_text=decoded.full_text, is_in_thoughts=decoded.is_in_thoughts)
 
     async def _sample(self, number: int, token_ids: NDArray[np.int32], sampling: SamplingSettings) -> ModelCall:
         """Sample a completion of `token_ids` [prompt].
@@ -381,7 +382,7 @@ class Sessions:
         unique_name = f"{name}-{self._num_opened}"
         session = Session(unique_name, seed or unique_name, sampling, limits, pool or self.pool, self.codec)
         self._open[session.secret] = session
-        self.used(session)
+        self.restart_timer(session)
         return session
 
     @property
@@ -395,7 +396,7 @@ class Sessions:
             raise ended_error()
         return self._open.get(secret)
 
-    def used(self, session: Session) -> None:
+    def restart_timer(self, session: Session) -> None:
         """Restart the timer ending the session after `idle_seconds` without a request."""
         self._stop_timer(session)
         loop = asyncio.get_running_loop()
@@ -423,7 +424,7 @@ class Sessions:
         """End a session after its idle time, unless a model call is running."""
         # A long completion is not idleness.
         if session.num_under_way:
-            self.used(session)
+            self.restart_timer(session)
             return
         session.counts["timed_out"] += 1
         task = asyncio.create_task(self.end(session))

@@ -198,11 +198,11 @@ def _chat_messages(message: Mapping[str, Any], where: str) -> list[dict[str, Any
     if content == []:
         raise RequestError(f"{where}.content: must not be empty", param=f"{where}.content")
     for place, block in enumerate(read_objects(content, f"{where}.content")):
-        at = f"{where}.content.{place}"
+        block_place = f"{where}.content.{place}"
         if block.get("type") == "tool_result":
-            results.append(_tool_result(block, at))
+            results.append(_tool_result(block, block_place))
         else:
-            texts.append(_text_of(block, at))
+            texts.append(_text_of(block, block_place))
     return [*results, *([_message("user", "\n".join(texts))] if texts else [])]
 
 

@@ -109,7 +109,7 @@ class _Reply:
 
     def events(self, answer: Answer, tokens: Sequence[str] | None) -> Iterator[bytes]:
         for index, (item, deltas) in enumerate(self._output(answer)):
-            yield self._event("response.output_item.added", output_index=index, item=_begun(item))
+            yield self._event("response.output_item.added", output_index=index, item=_empty_item(item))
             for kind, fields in deltas:
                 yield self._event(kind, output_index=index, item_id=item["id"], **fields)
             yield self._event("response.output_item.done", output_index=index, item=item)
@@ -205,7 +205,7 @@ def _argument_events(name: str, arguments: str) -> Iterator[tuple[str, dict[str,
     yield "response.function_call_arguments.done", {"name": name, "arguments": arguments}
 
 
-def _begun(item: Mapping[str, Any]) -> dict[str, Any]:
+def _empty_item(item: Mapping[str, Any]) -> dict[str, Any]:
     """Return an item as it begins in a stream."""
     empty = {"summary": [], "content": [], "arguments": "", "status": "in_progress"}
     return {name: empty.get(name, value) for name, value in item.items()}
