@@ -28,7 +28,7 @@ os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 import pytest
 
 from megarl.files.private_folder import PrivateFolder
-from megarl.platform.imports import uncollected
+from megarl.platform.imports import disable_collector
 from megarl.processes.fork_server import ForkServer, end_fork_servers
 from tests.forked_command import MEGARL
 from tests.hidden_slurm import path_without_slurm
@@ -70,7 +70,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Without the garbage collector, which takes half of the time in which the files of tests are imported."""
-    with uncollected():
+    with disable_collector():
         return (yield)
 
 

@@ -19,7 +19,7 @@ from megarl.cluster.local import LocalGroup
 from megarl.files.private_folder import PrivateFolder
 from megarl.groups import backends, rendezvous
 from megarl.platform import device
-from megarl.platform.imports import uncollected
+from megarl.platform.imports import disable_collector
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -117,7 +117,7 @@ class FunctionRunner:
             spec = importlib.util.spec_from_file_location(module_name, file)
             assert spec is not None and spec.loader is not None
             sys.modules[module_name] = module = importlib.util.module_from_spec(spec)
-            with uncollected():
+            with disable_collector():
                 spec.loader.exec_module(module)
         self._function: Any = operator.attrgetter(qualname)(sys.modules[module_name])
 

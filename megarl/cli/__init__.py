@@ -126,7 +126,7 @@ def train(
             f"megarl: checks and starts {recipe}", style="dim", markup=False
         )
     from megarl.config.override_text import override_text
-    from megarl.platform.imports import uncollected
+    from megarl.platform.imports import disable_collector
     from megarl.tracking.display import Display
     from megarl.tracking.earlier_run import EarlierRun, refuse_other_schema
 
@@ -151,7 +151,7 @@ def train(
         path /= "config.yaml"
     display = Display()
     # Imports create many objects, and collections during them only take time.
-    with uncollected():
+    with disable_collector():
         with checking(display):
             from megarl.preflight import (
                 check_disk,

@@ -90,7 +90,7 @@ def numa_map(places: Sequence[numa.Place]) -> list[Finding]:
     `places` are ordered by local rank. A rank without a binding is slower, not broken, so its finding is not bad.
     """
     return [
-        Finding("NUMA", "absent" if place.fault else "good", f"local rank {local_rank}: {place.described}")
+        Finding("NUMA", "absent" if place.fault else "good", f"local rank {local_rank}: {place.description}")
         for local_rank, place in enumerate(places)
     ]
 

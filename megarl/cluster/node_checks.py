@@ -70,7 +70,7 @@ class NodeReport:
             **_shared_memory_faults(),
             "device": device.fault(),
             # nvidia-smi lists GPUs that a run with cluster.device = cpu does not use.
-            "gpus": [] if chosen_device.chosen() == "cpu" else gpus(),
+            "gpus": [] if chosen_device.read_choice() == "cpu" else gpus(),
             "usable_gpus": installed_gpus(),
             "versions": None if cuda_extensions.runs_on_cpu() else library_versions(),
             "broken": cuda_extensions.import_faults(),

@@ -25,7 +25,7 @@ from megarl.cluster.messages import Inbox, pack
 from megarl.files.atomic import disk_full
 from megarl.groups import rendezvous
 from megarl.groups.peer_errors import is_peer_loss
-from megarl.platform.imports import uncollected
+from megarl.platform.imports import disable_collector
 from megarl.platform.spans import Span, annotation, record, span
 from megarl.processes.process_tree import ENDING_SIGNALS
 from megarl.types import MegarlError
@@ -94,7 +94,7 @@ class _Host:
         module, _, name = worker.partition(":")
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         # With the garbage collector on, a rank's imports take 8.5 s of CPU time instead of 6.3.
-        with uncollected():
+        with disable_collector():
             imported = importlib.import_module(module)
         # A worker that is half constructed cannot clean up after itself. Its predecessor is no worker any more.
         self.has_failed_construction, self.worker = True, None

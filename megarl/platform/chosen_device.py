@@ -21,7 +21,7 @@ LEAST_DRIVERS = {12: "525.60.13", 13: "580.65.06"}
 """Oldest usable Linux driver of NVIDIA, by major version of CUDA. Source: NVIDIA's CUDA Toolkit release notes."""
 
 
-def chosen() -> str:
+def read_choice() -> str:
     """Return the device chosen by the recipe for this rank; `auto` in a process without a rank."""
     return os.environ.get(VARIABLE, "auto")
 
@@ -29,7 +29,7 @@ def chosen() -> str:
 def hide_gpus() -> None:
     """Hide the GPUs from this process if its rank runs on the CPU. Call it before CUDA is initialised."""
     # Slurm and Ray set CUDA_VISIBLE_DEVICES for each task, so the value set by the driver does not last.
-    if chosen() == "cpu":
+    if read_choice() == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
@@ -46,8 +46,8 @@ def device_fault(choice: str, can_use_cuda: bool | None = None) -> str | None:
     """
     if choice == "cpu" or can_use_cuda:
         return None
-    shown = installed_gpus()
-    if not shown:
+    gpus = installed_gpus()
+    if not gpus:
         if choice == "auto":
             return None
         return "cluster.device = cuda: no NVIDIA GPU is visible here; use a node with GPUs, or set cluster.device=auto."
@@ -59,7 +59,7 @@ def device_fault(choice: str, can_use_cuda: bool | None = None) -> str | None:
         "`python -c 'import torch; torch.cuda.init()'` prints the reason"
     )
     return (
-        f"cluster.device = {choice}: this machine has {len(shown)} GPUs ({shown[0].name}), but {reason}. To leave them "
+        f"cluster.device = {choice}: this machine has {len(gpus)} GPUs ({gpus[0].name}), but {reason}. To leave them "
         "unused, set cluster.device=cpu in the environment of launch/setup.sh cpu."
     )
 
@@ -72,27 +72,27 @@ def gpu_fault() -> str | None:
     return driver_fault(driver_version(), int(cuda.partition(".")[0]), supported_cuda())
 
 
-def driver_fault(found: str | None, cuda: int, supported: int | None) -> str | None:
-    """Return why the driver version `found` is too old for CUDA `cuda`; None if it is new enough or unknown.
+def driver_fault(driver: str | None, cuda: int, supported: int | None) -> str | None:
+    """Return why the driver version `driver` is too old for CUDA `cuda`; None if it is new enough or unknown.
 
     `cuda` is a major version, and `supported` that of the loaded driver library. `supported` decides if it is known,
     because NVIDIA's compatibility package provides a newer library for an older kernel driver.
     """
     least = LEAST_DRIVERS.get(cuda)
-    if found is None or least is None:
+    if driver is None or least is None:
         return None
-    is_too_old = Version(found) < Version(least) if supported is None else supported < cuda
+    is_too_old = Version(driver) < Version(least) if supported is None else supported < cuda
     if not is_too_old:
         return None
-    return f"driver {found} is too old: CUDA {cuda} of torch needs driver {least} or newer; update the driver"
+    return f"driver {driver} is too old: CUDA {cuda} of torch needs driver {least} or newer; update the driver"
 
 
 def supported_cuda() -> int | None:
     """Return the major CUDA version supported by the driver's library; None if it cannot be loaded."""
     try:
-        library, found = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
-        error = library.cuDriverGetVersion(ctypes.byref(found))
+        library, cuda_version = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+        error = library.cuDriverGetVersion(ctypes.byref(cuda_version))
     except (OSError, AttributeError):
         return None
     # The version is 1000 * major + 10 * minor (CUDA driver API, cuDriverGetVersion).
-    return found.value // 1000 if error == 0 and found.value else None
+    return cuda_version.value // 1000 if error == 0 and cuda_version.value else None

@@ -107,13 +107,13 @@ def run_in_foreground(command: Sequence[str]) -> int:
 class _Reading(threading.Thread):
     """Reads a stream of a child to its end: keeps lines, and writes them to another stream."""
 
-    def __init__(self, stream: IO[str], kept: deque[str], shown_on: IO[str] | None) -> None:
+    def __init__(self, stream: IO[str], lines: deque[str], shown_on: IO[str] | None) -> None:
         super().__init__(daemon=True)
-        self._stream, self._kept, self._shown_on = stream, kept, shown_on
+        self._stream, self._lines, self._shown_on = stream, lines, shown_on
 
     def run(self) -> None:
         for line in self._stream:
-            self._kept.append(line)
+            self._lines.append(line)
             if self._shown_on is not None:
                 try:
                     self._shown_on.write(line)

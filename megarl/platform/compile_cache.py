@@ -25,20 +25,20 @@ def use_own_folder() -> None:
 
     Raises ConfigError if other users can write the folder, because vLLM executes its contents.
     """
-    here = device.current()
-    if here.type != "cuda":
+    rank_device = device.current()
+    if rank_device.type != "cuda":
         return
     # A folder chosen by the user is not checked: its permissions are the user's decision.
     if not os.environ.get(_VARIABLE):
         _make_private(_own_root())
-    os.environ[_VARIABLE] = str(folder_of_device(here.index or 0))
+    os.environ[_VARIABLE] = str(folder_of_device(rank_device.index or 0))
 
 
 def folder_of_device(index: int) -> Path:
     """Return the folder of this node's GPU `index`: below VLLM_CACHE_ROOT if set, else on the node's own disk."""
     # Nodes may share a folder named by the user, so the host name separates them.
-    given = os.environ.get(_VARIABLE)
-    root = Path(given).expanduser() / socket.gethostname() if given else _own_root() / "vllm"
+    user_folder = os.environ.get(_VARIABLE)
+    root = Path(user_folder).expanduser() / socket.gethostname() if user_folder else _own_root() / "vllm"
     return root / f"cuda{index}"
 
 
@@ -49,8 +49,8 @@ def _own_root() -> Path:
 def _make_private(folder: Path) -> None:
     folder.mkdir(mode=0o700, exist_ok=True)
     # lstat: another user may have put a link here, and `exist_ok` accepts it.
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise ConfigError(
             f"{folder}: vLLM keeps compiled kernels here, but other users can write it; remove it, or set {_VARIABLE} "
             "to a folder of your own."

@@ -55,10 +55,10 @@ def toolkit_fault(toolkit: Path) -> str | None:
     FlashInfer's headers require equal CUDA versions of compiler and runtime headers. An engine compiles the kernels at
     its start, minutes into a run. The preprocessor finds a mismatch in seconds and needs no GPU.
     """
-    found = find_spec("flashinfer")
-    if found is None or found.origin is None:
+    spec = find_spec("flashinfer")
+    if spec is None or spec.origin is None:
         return None
-    headers = Path(found.origin).parent / "data/cccl"
+    headers = Path(spec.origin).parent / "data/cccl"
     includes = [f"-I{headers / folder}" for folder in _CCCL]
     # -E stops after the preprocessor, enough for the version check in the headers.
     command = [str(toolkit / "bin/nvcc"), "-std=c++17", "-arch=sm_90a", *includes, "-E", "-o"]

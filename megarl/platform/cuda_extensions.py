@@ -69,12 +69,12 @@ def import_faults() -> dict[str, str]:
     because otherwise nothing loads their extensions.
     """
     fault = transformer_engine.import_fault()
-    found = {"transformer_engine.pytorch": fault} if fault else {}
+    faults = {"transformer_engine.pytorch": fault} if fault else {}
     if has_driver() and not runs_on_cpu():
         for package, modules in MODULES.items():
             if find_spec(package) is not None:
-                found |= faults_of(modules)
-    return found
+                faults |= faults_of(modules)
+    return faults
 
 
 def deep_ep_fault() -> str | None:

@@ -22,7 +22,7 @@ def current() -> torch.device:
     """Return the accelerator of this rank, or the CPU."""
     import torch
 
-    if chosen_device.chosen() != "cpu" and torch.cuda.is_available():
+    if chosen_device.read_choice() != "cpu" and torch.cuda.is_available():
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     return torch.device("cpu")
 
@@ -35,15 +35,15 @@ def fault(choice: str | None = None) -> str | None:
     """
     import torch
 
-    return chosen_device.device_fault(choice or chosen_device.chosen(), torch.cuda.is_available())
+    return chosen_device.device_fault(choice or chosen_device.read_choice(), torch.cuda.is_available())
 
 
 def require(choice: str | None = None) -> None:
     """Raise ConfigError if this machine cannot provide the device `choice` (auto, cpu, cuda; None: this rank's
     choice).
     """
-    if (found := fault(choice)) is not None:
-        raise ConfigError(found)
+    if (reason := fault(choice)) is not None:
+        raise ConfigError(reason)
 
 
 PEAK_TFLOPS = {
@@ -68,8 +68,8 @@ def peak_tflops(dtype: str) -> float | None:
 def peak_of(device_name: str) -> float | None:
     """Return a GPU's peak performance in TFLOP/s by its name; None if unknown. The longest matching entry decides."""
     # Whole words only: "L4" must not match "L40S", nor "A10" match "A100".
-    found = [part for part in PEAK_TFLOPS if re.search(rf"(?<![A-Za-z0-9]){re.escape(part)}(?![0-9])", device_name)]
-    return PEAK_TFLOPS[max(found, key=len)] if found else None
+    matches = [part for part in PEAK_TFLOPS if re.search(rf"(?<![A-Za-z0-9]){re.escape(part)}(?![0-9])", device_name)]
+    return PEAK_TFLOPS[max(matches, key=len)] if matches else None
 
 
 def rank_environment(
@@ -89,14 +89,14 @@ def rank_environment(
         environment["CUDA_VISIBLE_DEVICES"] = ""
     if choice == "cuda" or (choice == "auto" and not _uses_cpu()):
         caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-        own = {
+        defaults = {
             # The default is a temporary folder, and a rank's temporary folder ends with it.
             "TORCHINDUCTOR_CACHE_DIR": os.path.join(caches, "megarl", "torchinductor"),
             # At a rank's start models are local folders. Nodes must not look up or report anything online.
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
         }
-        environment |= {name: os.environ.get(name, value) for name, value in own.items()}
+        environment |= {name: os.environ.get(name, value) for name, value in defaults.items()}
         if orders_kernels:
             environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
         if binds:
@@ -131,8 +131,8 @@ def toolkit_notice() -> str | None:
     missing = _missing_files(folder)
     if not missing:
         return None
-    other = cuda_toolkit()
-    instead = "no other CUDA toolkit was found" if other is None else f"{other} is used instead"
+    fallback = cuda_toolkit()
+    instead = "no other CUDA toolkit was found" if fallback is None else f"{fallback} is used instead"
     return f"{variable} = {folder}: lacks {', '.join(missing)}, which FlashInfer needs to compile kernels; {instead}."
 
 

@@ -99,23 +99,25 @@ def needs(recipe: Recipe, *, is_trained: bool = True) -> dict[str, Need]:
     With `is_trained` False only fields of the engines count.
     """
     trainer, rollout = recipe.trainer, recipe.rollout
-    given = {"trainer.fp8": trainer.fp8} if is_trained else {}
+    values = {"trainer.fp8": trainer.fp8} if is_trained else {}
     if recipe.has_engine:
-        given |= {"rollout.quantization": rollout.quantization, "rollout.kv_cache_dtype": rollout.kv_cache_dtype}
-    known = field_needs()
-    found = {f"{field} = {value}": known[field] for field, value in given.items() if value not in ("none", "auto")}
+        values |= {"rollout.quantization": rollout.quantization, "rollout.kv_cache_dtype": rollout.kv_cache_dtype}
+    needs_by_field = field_needs()
+    recipe_needs = {
+        f"{field} = {value}": needs_by_field[field] for field, value in values.items() if value not in ("none", "auto")
+    }
     settings = trainer.megatron if is_trained else {}
     # "delayed" is the default of Megatron-Core 0.16.1.
     scaling = str(settings.get("fp8_recipe", "delayed"))
     if settings.get("fp8") and scaling in _MEGATRON_FP8:
-        found[f"trainer.megatron.fp8_recipe = {scaling}"] = replace(
+        recipe_needs[f"trainer.megatron.fp8_recipe = {scaling}"] = replace(
             _MEGATRON_FP8[scaling], remedy="remove trainer.megatron.fp8 and fp8_recipe"
         )
     if settings.get("fp4"):
-        found[f"trainer.megatron.fp4 = {settings['fp4']}"] = replace(
+        recipe_needs[f"trainer.megatron.fp4 = {settings['fp4']}"] = replace(
             _MEGATRON_FP4, remedy="remove trainer.megatron.fp4"
         )
-    return found
+    return recipe_needs
 
 
 def unmet_needs(
@@ -129,8 +131,8 @@ def unmet_needs(
     for field, need in asked.items():
         for gpu in dict.fromkeys(gpus):
             if gpu.capability is not None and (fitting := need.range_missed_by(gpu.capability)) is not None:
-                found = f"{gpu.name} has compute capability {_number(gpu.capability)} ({generation(gpu.capability)})"
-                yield f"{field}: {found}, it needs {fitting}; {need.remedy}, or take other GPUs (CUDA_VISIBLE_DEVICES)"
+                reason = f"{gpu.name} has compute capability {_number(gpu.capability)} ({generation(gpu.capability)})"
+                yield f"{field}: {reason}, it needs {fitting}; {need.remedy}, or take other GPUs (CUDA_VISIBLE_DEVICES)"
         for fault in need.missed_by_libraries(versions) if versions is not None else ():
             yield f"{field}: {fault}; {need.remedy}, or run launch/setup.sh"
 
@@ -140,16 +142,16 @@ def library_versions() -> dict[str, str]:
 
     Keys are "Transformer Engine" and "CUDA". A missing library has no key.
     """
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     with suppress(PackageNotFoundError):
-        found["Transformer Engine"] = version("transformer-engine")
+        versions["Transformer Engine"] = version("transformer-engine")
     torch = find_spec("torch")
     if torch is not None and torch.origin is not None:
         # Read the file instead of importing torch, which takes seconds on a login node.
         written = Path(torch.origin).with_name("version.py")
         stated = re.search(r"^cuda\b.*= *'([0-9.]+)'$", written.read_text(encoding="utf-8"), re.MULTILINE)
-        found |= {"CUDA": stated[1]} if stated else {}
-    return found
+        versions |= {"CUDA": stated[1]} if stated else {}
+    return versions
 
 
 def generation(capability: Capability) -> str:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def disable_collector() -> Iterator[None]:
     """Context for imports: disable the cyclic garbage collector, then exempt all present objects from it.
 
     Otherwise it scans the objects of torch, vLLM and Megatron again and again, also later and at exit. It frees next to

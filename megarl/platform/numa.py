@@ -55,7 +55,7 @@ class Place(NamedTuple):
     fault: str | None = None
 
     @property
-    def described(self) -> str:
+    def description(self) -> str:
         """Return the place as text, for example `GPU 0000:0f:00.0, NUMA node 0, cores 0-11, adapters mlx5_0`."""
         node = f"GPU {self.gpu}, NUMA node {'unknown' if self.node is None else self.node}"
         if self.fault is not None:
@@ -74,20 +74,20 @@ def places(
     nodes = numa_nodes(root)
     adapters = adapter_nodes(nodes, root)
     of_gpus = [_node_of(root / "bus/pci/devices" / gpu, nodes) for gpu in gpus]
-    found = []
+    gpu_places = []
     for index, (gpu, node) in enumerate(zip(gpus, of_gpus, strict=True)):
         if node is None:
-            found.append(Place(gpu, None, fault=UNKNOWN))
+            gpu_places.append(Place(gpu, None, fault=UNKNOWN))
             continue
-        near = tuple(name for name, other in adapters.items() if other == node)
+        near = tuple(name for name, adapter_node in adapters.items() if adapter_node == node)
         usable = nodes.get(node, frozenset()).intersection(allowed)
         if not usable:
-            found.append(Place(gpu, node, adapters=near, fault=OUTSIDE))
+            gpu_places.append(Place(gpu, node, adapters=near, fault=OUTSIDE))
             continue
         turn, count = of_gpus[:index].count(node), of_gpus.count(node)
         cores = tuple(sorted(usable)) if is_allowed_to_one else _share(physical_cores(usable, root), turn, count)
-        found.append(Place(gpu, node, cores, near))
-    return found
+        gpu_places.append(Place(gpu, node, cores, near))
+    return gpu_places
 
 
 def numa_nodes(root: Path = SYS) -> dict[int, frozenset[int]]:
@@ -196,10 +196,10 @@ def rank_places(gpus: Sequence[str], root: Path = SYS, driver: Path = DRIVER_GPU
     setting = os.environ.get(VARIABLE, "0")
     if setting != BY_GPU:
         return places(gpus[: int(setting)], allowed_cores(), root, is_allowed_to_one=has_own_cores())
-    every = sorted({*gpus, *machine_gpus(root, driver)})
+    all_gpus = sorted({*gpus, *machine_gpus(root, driver)})
     # Allowed cores are those of all groups here: a worker of Ray inherits the mask of its node's only Slurm task.
-    found = dict(zip(every, places(every, allowed_cores(), root, is_allowed_to_one=False), strict=True))
-    return [found[gpu] for gpu in gpus]
+    places_by_gpu = dict(zip(all_gpus, places(all_gpus, allowed_cores(), root, is_allowed_to_one=False), strict=True))
+    return [places_by_gpu[gpu] for gpu in gpus]
 
 
 def machine_gpus(root: Path = SYS, driver: Path = DRIVER_GPUS) -> list[str]:
@@ -212,15 +212,15 @@ def machine_gpus(root: Path = SYS, driver: Path = DRIVER_GPUS) -> list[str]:
         # /sys shows a container all devices of the machine. NVIDIA's container runtime shows the container's
         # own GPUs here. This was not tried in a container with some of the GPUs.
         return [folder.name.lower() for folder in driver.iterdir()]
-    found = []
+    addresses = []
     for folder in (root / "bus/pci/devices").glob("*"):
         # Containers may hide files of devices that they do not use.
         with suppress(OSError):
             vendor, kind = ((folder / name).read_text().strip() for name in ("vendor", "class"))
             # 0x10de is NVIDIA. Classes 0x03.... are display controllers, of which GPUs without a display are a part.
             if vendor == "0x10de" and kind.startswith("0x03"):
-                found.append(folder.name)
-    return found
+                addresses.append(folder.name)
+    return addresses
 
 
 class _Outcome:
@@ -239,12 +239,12 @@ def bind_rank(gpus: Callable[[], Sequence[str]] = gpu_addresses, root: Path = SY
     if VARIABLE not in os.environ:
         return
     try:
-        found, rank = rank_places(gpus(), root), int(os.environ.get("LOCAL_RANK", "0"))
-        if rank >= len(found):
+        places_of_ranks, rank = rank_places(gpus(), root), int(os.environ.get("LOCAL_RANK", "0"))
+        if rank >= len(places_of_ranks):
             return
-        _Outcome.fault = found[rank].fault
-        if found[rank].fault is None:
-            bind_threads(found[rank].cores)
+        _Outcome.fault = places_of_ranks[rank].fault
+        if places_of_ranks[rank].fault is None:
+            bind_threads(places_of_ranks[rank].cores)
     except OSError as error:
         # A sandbox may deny the call.
         _Outcome.fault = f"the system refuses to bind threads to cores ({error.strerror})"

@@ -74,6 +74,6 @@ def seconds_of_a_span() -> float:
 def record(is_on: bool) -> list[Span]:
     """Turn recording on or off. Return the spans ended since the last call, in the order of their ends."""
     global _recorded
-    taken = _recorded or []
+    ended_spans = _recorded or []
     _recorded = [] if is_on else None
-    return taken
+    return ended_spans

@@ -63,8 +63,8 @@ def _gpu(line: str) -> Gpu:
     """Parse one line of nvidia-smi's list of GPUs. It writes [N/A] for an unknown value."""
     memory, capability, name = line.split(", ", 2)
     major, _, minor = capability.partition(".")
-    known = (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
-    return Gpu(name.strip(), known, float(memory) / 1024 if memory.strip().isdigit() else None)
+    compute_capability = (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
+    return Gpu(name.strip(), compute_capability, float(memory) / 1024 if memory.strip().isdigit() else None)
 
 
 def installed_gpu_gib() -> float | None:

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from megarl.files.private_folder import PrivateFolder
-from megarl.platform.imports import uncollected
+from megarl.platform.imports import disable_collector
 from megarl.processes.process_tree import ENDING_SIGNALS, die_with, fork, kill_tree
 
 STATUS = struct.Struct("<i")
@@ -180,7 +180,7 @@ def _import(modules: Sequence[str]) -> None:
     os.environ["TMPDIR"] = str(folder.path)
     tempfile.tempdir = None
     try:
-        with uncollected():
+        with disable_collector():
             for module in modules:
                 importlib.import_module(module)
     finally:

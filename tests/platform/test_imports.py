@@ -8,19 +8,19 @@ import sys
 
 import pytest
 
-from megarl.platform.imports import uncollected, unfreeze_disabled, without
+from megarl.platform.imports import disable_collector, unfreeze_disabled, without
 
 
 def test_the_collector_waits_and_leaves_alone_what_is_there_then() -> None:
     frozen = gc.get_freeze_count()
-    with uncollected():
+    with disable_collector():
         assert not gc.isenabled()
         made = [[] for _ in range(1000)]
     assert gc.isenabled() and gc.get_freeze_count() >= frozen + len(made)
 
 
 def test_an_import_that_fails_leaves_it_on() -> None:
-    with pytest.raises(ImportError), uncollected():
+    with pytest.raises(ImportError), disable_collector():
         import megarl.no_such_module  # noqa: F401  # pyright: ignore[reportMissingImports]
     assert gc.isenabled()
 

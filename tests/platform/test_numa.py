@@ -61,7 +61,7 @@ def test_two_sockets_with_four_gpus_and_adapters_each(tmp_path: Path) -> None:
     assert cores_of(found) == [f"{n}-{n + 3},{n + 32}-{n + 35}" for n in range(0, 32, 4)]
     assert found[0].adapters == ("mlx5_0", "mlx5_1", "mlx5_2", "mlx5_3")
     assert found[7].adapters == ("mlx5_4", "mlx5_5", "mlx5_6", "mlx5_7")
-    assert found[4].described == (
+    assert found[4].description == (
         "GPU 0000:89:00.0, NUMA node 1, cores 16-19,48-51, adapters mlx5_4, mlx5_5, mlx5_6, mlx5_7"
     )
 
@@ -123,7 +123,7 @@ def test_an_unknown_node_binds_nobody_else_wrongly(tmp_path: Path) -> None:
     assert [place.node for place in found] == [0, None, 1, None]
     assert cores_of(found) == ["0-15,32-47", "", "16-31,48-63", ""]
     assert [place.fault for place in found] == [None, numa.UNKNOWN, None, numa.UNKNOWN]
-    assert "NUMA node unknown, not bound: /sys does not name" in found[1].described
+    assert "NUMA node unknown, not bound: /sys does not name" in found[1].description
 
 
 def test_a_kernel_without_numa_nodes(tmp_path: Path) -> None:

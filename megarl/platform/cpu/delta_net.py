@@ -25,8 +25,8 @@ class _Batch(NamedTuple):
 
     A step that verifies drafted tokens begins at the state after the last accepted one. It keeps the state after each
     of its tokens, because the next step may begin at any of them. Then `inputs` [sequences] are the slots of the
-    convolution's inputs, `skipped` [sequences] the inputs before those of the last accepted token, and `kept`
-    [sequences, longest] the slots of the states after each token. Other steps have `kept` None.
+    convolution's inputs, `skipped` [sequences] the inputs before those of the last accepted token, and
+    `token_slots` [sequences, longest] the slots of the states after each token. Other steps have None there.
     """
 
     slots: Tensor
@@ -36,18 +36,18 @@ class _Batch(NamedTuple):
     has_state: Tensor
     inputs: Tensor
     skipped: Tensor
-    kept: Tensor | None = None
+    token_slots: Tensor | None = None
 
-    def padded(self, x: Tensor) -> Tensor:
+    def pad(self, x: Tensor) -> Tensor:
         """Return [tokens, ...] as float32 [sequences, longest, ...], padded with zeros."""
         block = torch.zeros(len(self.lengths) * self.longest, *x.shape[1:]).index_copy(0, self.places, x.float())
         return block.unflatten(0, (-1, self.longest))
 
-    def states(self, found: Tensor) -> Tensor:
+    def states(self, cached: Tensor) -> Tensor:
         """Return the sequences' states [sequences, ...] in float32, zero for new sequences."""
-        found = found.float()
+        cached = cached.float()
         # A slot holds the state of its last sequence, which may not be finite: replace, do not multiply.
-        return torch.where(self.has_state.view(-1, *[1] * (found.dim() - 1)), found, 0.0)
+        return torch.where(self.has_state.view(-1, *[1] * (cached.dim() - 1)), cached, 0.0)
 
     def tokens(self, x: Tensor) -> Tensor:
         """Return [sequences, longest, ...] as [tokens, ...]."""
@@ -70,22 +70,22 @@ def attend(mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor, layer
         return
     layer, metadata = context.no_compile_layers[name], context.attn_metadata[name]
     for index, batch in _batches(metadata):
-        convolved = _convolved(layer, mixed_qkv[index], batch)
+        convolved = _convolve(layer, mixed_qkv[index], batch)
         core_attn_out[index] = _delta_rule(layer, convolved, a[index], b[index], batch).to(core_attn_out.dtype)
 
 
 def _batches(metadata: Any) -> Iterator[tuple[Tensor, _Batch]]:
     """Yield the sequences of a step without drafted tokens and those with some, each with its tokens' indices."""
-    every = torch.arange(metadata.num_actual_tokens)
+    all_tokens = torch.arange(metadata.num_actual_tokens)
     if metadata.spec_sequence_masks is None:
-        if len(every):
-            yield every, _batch(metadata)
+        if len(all_tokens):
+            yield all_tokens, _batch(metadata)
         return
     has_others = metadata.num_decodes + metadata.num_prefills > 0
     if has_others:
         yield metadata.non_spec_token_indx.long(), _batch(metadata)
     # vLLM 0.30 lists the tokens only if there are others too.
-    yield metadata.spec_token_indx.long() if has_others else every, _drafted_batch(metadata)
+    yield metadata.spec_token_indx.long() if has_others else all_tokens, _drafted_batch(metadata)
 
 
 def _batch(metadata: Any) -> _Batch:
@@ -102,11 +102,11 @@ def _batch(metadata: Any) -> _Batch:
 def _drafted_batch(metadata: Any) -> _Batch:
     count = metadata.num_spec_decodes
     lengths, longest, places = _lengths(metadata.spec_query_start_loc, count)
-    kept = metadata.spec_state_indices_tensor[:count].long()
+    token_slots = metadata.spec_state_indices_tensor[:count].long()
     skipped = metadata.num_accepted_tokens[:count].long() - 1
-    slots = kept.gather(1, skipped[:, None])[:, 0]
+    slots = token_slots.gather(1, skipped[:, None])[:, 0]
     has_state = torch.ones(count, dtype=torch.bool)
-    return _Batch(slots, lengths, longest, places, has_state, kept[:, 0], skipped, kept[:, :longest])
+    return _Batch(slots, lengths, longest, places, has_state, token_slots[:, 0], skipped, token_slots[:, :longest])
 
 
 def _lengths(starts: Tensor, count: int) -> tuple[Tensor, int, Tensor]:
@@ -117,7 +117,7 @@ def _lengths(starts: Tensor, count: int) -> tuple[Tensor, int, Tensor]:
     return lengths, longest, is_token.flatten().nonzero().squeeze(1)
 
 
-def _convolved(layer: Any, x: Tensor, batch: _Batch) -> Tensor:
+def _convolve(layer: Any, x: Tensor, batch: _Batch) -> Tensor:
     """Return the convolved and activated inputs, float32 [tokens, channels]; keep each sequence's last inputs.
 
     `x` is [tokens, channels]. The cache of an engine that drafts has further rows, for the drafted tokens.
@@ -132,14 +132,16 @@ def _convolved(layer: Any, x: Tensor, batch: _Batch) -> Tensor:
 
     def rows(of: Tensor, first: Tensor, count: int) -> Tensor:
         """Return `count` rows of each sequence, from `first` [sequences] on: [sequences, count, channels]."""
-        at = (first.unsqueeze(1) + torch.arange(count)).unsqueeze(-1).expand(-1, -1, of.size(-1))
-        return of.gather(1, at)
+        index = (first.unsqueeze(1) + torch.arange(count)).unsqueeze(-1).expand(-1, -1, of.size(-1))
+        return of.gather(1, index)
 
     before = batch.states(rows(cache[batch.inputs], batch.skipped, width - 1))
-    whole = torch.cat([before, batch.padded(x)], dim=1)
-    out = sum((whole[:, at : at + batch.longest] * weight[:, at] for at in range(width)), start=torch.zeros(()))
+    all_inputs = torch.cat([before, batch.pad(x)], dim=1)
+    out = sum(
+        (all_inputs[:, tap : tap + batch.longest] * weight[:, tap] for tap in range(width)), start=torch.zeros(())
+    )
     # The inputs before the next token; of drafted tokens, those before every token that may come next.
-    last = rows(whole, batch.lengths, width - 1) if batch.kept is None else whole[:, 1:]
+    last = rows(all_inputs, batch.lengths, width - 1) if batch.token_slots is None else all_inputs[:, 1:]
     cache[batch.inputs, : last.size(1)] = last.to(cache.dtype)
     return F.silu(batch.tokens(out))
 
@@ -155,25 +157,25 @@ def _delta_rule(layer: Any, convolved: Tensor, a: Tensor, b: Tensor, batch: _Bat
     q, k = (_unit(x.unflatten(-1, (keys, -1))).repeat_interleave(heads // keys, dim=1) for x in (q, k))
     decay = -layer.A_log.float().exp() * F.softplus(a.float() + layer.dt_bias.float())
     queries, all_keys, values = (
-        batch.padded(q * layer.head_k_dim**-0.5),
-        batch.padded(k),
-        batch.padded(v.unflatten(-1, (heads, -1))),
+        batch.pad(q * layer.head_k_dim**-0.5),
+        batch.pad(k),
+        batch.pad(v.unflatten(-1, (heads, -1))),
     )
     # Padding follows a sequence's tokens. Its log-decay and rate of zero leave the state unchanged.
-    decays, rates = batch.padded(decay).exp()[..., None, None], batch.padded(b.float().sigmoid()).unsqueeze(-1)
+    decays, rates = batch.pad(decay).exp()[..., None, None], batch.pad(b.float().sigmoid()).unsqueeze(-1)
     cache = layer.kv_cache[1]
     state = batch.states(cache[batch.slots])
     outputs = []
-    for at in range(batch.longest):
-        state = state * decays[:, at]
-        key = all_keys[:, at].unsqueeze(-1)
-        missing = values[:, at] - (state @ key).squeeze(-1)
-        state = state + (rates[:, at] * missing).unsqueeze(-1) * key.mT
-        outputs.append((state @ queries[:, at].unsqueeze(-1)).squeeze(-1))
-        if batch.kept is not None:
-            has_token = at < batch.lengths
-            cache[batch.kept[has_token, at]] = state[has_token].to(cache.dtype)
-    if batch.kept is None:
+    for position in range(batch.longest):
+        state = state * decays[:, position]
+        key = all_keys[:, position].unsqueeze(-1)
+        missing = values[:, position] - (state @ key).squeeze(-1)
+        state = state + (rates[:, position] * missing).unsqueeze(-1) * key.mT
+        outputs.append((state @ queries[:, position].unsqueeze(-1)).squeeze(-1))
+        if batch.token_slots is not None:
+            has_token = position < batch.lengths
+            cache[batch.token_slots[has_token, position]] = state[has_token].to(cache.dtype)
+    if batch.token_slots is None:
         cache[batch.slots] = state.to(cache.dtype)
     return batch.tokens(torch.stack(outputs, dim=1))
 

@@ -45,7 +45,7 @@ def install() -> None:
     if hasattr(torch.Tensor.cuda, _MARK):
         return
     # The CPU, unless a tool replaced `device.current`.
-    here = device.current()
+    rank_device = device.current()
     # Megatron's jit_fuser is torch.compile. On a CPU it would compile C++ code for every tiny function.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     warnings.filterwarnings("ignore", r"(?s).*(Transformer Engine|Apex).* not installed.*", UserWarning)
@@ -53,9 +53,9 @@ def install() -> None:
     # The patches still call them.
     _device_constructors()
     for name in FACTORIES:
-        setattr(torch, name, _on_device(getattr(torch, name), here))
-    _replace_tensor_methods(here)
-    torch.cuda.current_device = lambda: here
+        setattr(torch, name, _on_device(getattr(torch, name), rank_device))
+    _replace_tensor_methods(rank_device)
+    torch.cuda.current_device = lambda: rank_device
     torch.cuda.synchronize = lambda device=None: None
     torch.cuda.get_rng_state = torch.cuda.random.get_rng_state = lambda device="cpu": torch.get_rng_state()
     torch.cuda.set_rng_state = lambda state, device="cpu": torch.set_rng_state(state)
@@ -77,10 +77,10 @@ def install() -> None:
 
     megatron_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     megatron_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
-    _adapt_experts(here)
+    _adapt_experts(rank_device)
 
 
-def _adapt_experts(here: torch.device) -> None:
+def _adapt_experts(rank_device: torch.device) -> None:
     """Patch Megatron's mixture of experts for the CPU: CUDA streams, Transformer Engine, collectives of unequal
     sizes.
     """
@@ -102,7 +102,7 @@ def _adapt_experts(here: torch.device) -> None:
     moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = to_host
     gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
 
-    if here.type != "cpu":
+    if rank_device.type != "cpu":
         return
 
     # gloo gathers and scatters only blocks of equal size, so pad each part to the largest one.
@@ -166,19 +166,19 @@ def _split_parameters(self: Any, offload_fraction: float) -> tuple[Any, ...]:
             if is_on_host:
                 on_host[parameter] = inner
             parts[0 if is_on_host else 1].append(inner)
-        for own, part in zip(groups, parts, strict=True):
+        for target_groups, part in zip(groups, parts, strict=True):
             if part:
-                own.append({**group, "params": part})
+                target_groups.append({**group, "params": part})
     return *groups, on_host, {copy: parameter for parameter, copy in on_host.items()}, in_float32
 
 
-def _on_device(factory: Any, here: torch.device) -> Any:
-    """Return a tensor factory that replaces device "cuda" by `here` and pins no memory."""
+def _on_device(factory: Any, rank_device: torch.device) -> Any:
+    """Return a tensor factory that replaces device "cuda" by `rank_device` and pins no memory."""
 
     @functools.wraps(factory)
     def make(*args: Any, **kwargs: Any) -> Any:
         if str(kwargs.get("device")).startswith("cuda"):
-            kwargs["device"] = here
+            kwargs["device"] = rank_device
         # Without CUDA torch has no pinned memory, on any device.
         kwargs.pop("pin_memory", None)
         return factory(*args, **kwargs)
@@ -186,11 +186,11 @@ def _on_device(factory: Any, here: torch.device) -> Any:
     return make
 
 
-def _replace_tensor_methods(here: torch.device) -> None:
+def _replace_tensor_methods(rank_device: torch.device) -> None:
     type_of = torch.Tensor.type
 
     def cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return self.to(here)
+        return self.to(rank_device)
 
     def type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         # Megatron's optimizer and gradient clipping recognise parameters by the string `torch.cuda.FloatTensor`.

@@ -98,8 +98,8 @@ def _accept_greedy(
     is_accepted = draft_token_ids == target_argmax
     for request, start, end in _requests(cu_num_draft_tokens):
         if is_greedy is None or is_greedy[request]:
-            own = torch.cat((target_argmax[start:end], bonus_token_ids[request].view(1)))
-            _write(output_token_ids[request], draft_token_ids[start:end], own, is_accepted[start:end])
+            replacements = torch.cat((target_argmax[start:end], bonus_token_ids[request].view(1)))
+            _write(output_token_ids[request], draft_token_ids[start:end], replacements, is_accepted[start:end])
 
 
 def _accept_random(
@@ -120,15 +120,15 @@ def _accept_random(
     and target_probs [drafts, vocabulary], recovered_token_ids and uniform_probs [drafts].
     """
     # A padded draft is -1. It has no probability, so it is never accepted.
-    at = draft_token_ids.long().clamp(min=0)[:, None]
-    target = target_probs.gather(1, at)[:, 0]
-    draft = torch.ones_like(target) if draft_probs is None else draft_probs.gather(1, at)[:, 0]
+    columns = draft_token_ids.long().clamp(min=0)[:, None]
+    target = target_probs.gather(1, columns)[:, 0]
+    draft = torch.ones_like(target) if draft_probs is None else draft_probs.gather(1, columns)[:, 0]
     is_likely = (draft > 0) & (target.double() >= uniform_probs * draft.double())
     is_accepted = is_likely & (draft_token_ids >= 0)
     for request, start, end in _requests(cu_num_draft_tokens):
         if not is_greedy[request]:
-            own = torch.cat((recovered_token_ids[start:end], bonus_token_ids[request].view(1)))
-            _write(output_token_ids[request], draft_token_ids[start:end], own, is_accepted[start:end])
+            replacements = torch.cat((recovered_token_ids[start:end], bonus_token_ids[request].view(1)))
+            _write(output_token_ids[request], draft_token_ids[start:end], replacements, is_accepted[start:end])
 
 
 def _expand(
@@ -163,21 +163,21 @@ def _recover(
     vocabulary], the inverse of the noise.
     """
     if draft_probs is None:
-        left = target_probs.scatter(1, draft_token_ids.long().clamp(min=0)[:, None], 0.0)
+        residual = target_probs.scatter(1, draft_token_ids.long().clamp(min=0)[:, None], 0.0)
     else:
-        left = (target_probs - draft_probs).clamp(min=0.0)
+        residual = (target_probs - draft_probs).clamp(min=0.0)
     noise = inv_q.repeat_interleave(_counts(cu_num_draft_tokens), dim=0)
-    output_token_ids.copy_((left * noise).argmax(dim=-1))
+    output_token_ids.copy_((residual * noise).argmax(dim=-1))
 
 
-def _write(output: Tensor, drafts: Tensor, own: Tensor, is_accepted: Tensor) -> None:
-    """Write the accepted first drafts of a request and one own token after them into `output` [most drafts + 1].
+def _write(output: Tensor, drafts: Tensor, replacements: Tensor, is_accepted: Tensor) -> None:
+    """Write the accepted first drafts of a request and one replacement after them into `output` [most drafts + 1].
 
-    Shapes: drafts and is_accepted [drafts], own [drafts + 1]. The other entries of `output` stay.
+    Shapes: drafts and is_accepted [drafts], replacements [drafts + 1]. The other entries of `output` stay.
     """
     num_accepted = int(is_accepted.long().cumprod(0).sum())
     output[:num_accepted] = drafts[:num_accepted]
-    output[num_accepted] = own[num_accepted]
+    output[num_accepted] = replacements[num_accepted]
 
 
 def _requests(cu_num_draft_tokens: Tensor) -> Iterator[tuple[int, int, int]]:

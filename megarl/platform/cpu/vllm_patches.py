@@ -127,9 +127,9 @@ def install() -> None:
         (CpuCommunicator, "_all_group_ranks_share_shm_group_name", lambda self: False),
         # It would bind all memory of the process, including the trainer's, to one NUMA node.
         (torch.ops._C, "init_cpu_memory_env", lambda nodes: None),
-        (CPUWorker, "init_device", _keeping_thread_control(CPUWorker.init_device)),
-        (RotaryEmbedding, "forward_cpu", _rotating_all_heads(RotaryEmbedding.forward_cpu)),
-        (CpuPlatform, "check_and_update_config", _adapted_check(CpuPlatform.check_and_update_config)),
+        (CPUWorker, "init_device", _keep_thread_control(CPUWorker.init_device)),
+        (RotaryEmbedding, "forward_cpu", _rotate_all_heads(RotaryEmbedding.forward_cpu)),
+        (CpuPlatform, "check_and_update_config", _adapt_check(CpuPlatform.check_and_update_config)),
     ]
     for owner, name, replacement in replacements:
         setattr(owner, name, replacement)
@@ -149,12 +149,12 @@ def _without_lora_kernels(select_backend):
     """
 
     @functools.wraps(select_backend)
-    def wrapped(moe_config: Any) -> Any:
+    def select_without_lora(moe_config: Any) -> Any:
         plain = copy.copy(moe_config)
         plain.is_lora_enabled = False
         return select_backend(plain)
 
-    return wrapped
+    return select_without_lora
 
 
 def _with_sinks_of_any_type(kernel):
@@ -165,37 +165,37 @@ def _with_sinks_of_any_type(kernel):
     """
 
     @functools.wraps(kernel)
-    def wrapped(*, query: torch.Tensor, output: torch.Tensor, s_aux: torch.Tensor | None, **others: Any) -> None:
+    def attend(*, query: torch.Tensor, output: torch.Tensor, s_aux: torch.Tensor | None, **kwargs: Any) -> None:
         if s_aux is None or s_aux.dtype == torch.bfloat16:
-            kernel(query=query, output=output, s_aux=s_aux, **others)
+            kernel(query=query, output=output, s_aux=s_aux, **kwargs)
             return
         rounded, plain = s_aux.bfloat16(), torch.empty_like(output)
-        kernel(query=query, output=output, s_aux=rounded, **others)
-        kernel(query=query, output=plain, s_aux=None, **others)
+        kernel(query=query, output=output, s_aux=rounded, **kwargs)
+        kernel(query=query, output=plain, s_aux=None, **kwargs)
         with_sinks, without = output.view(query.shape).float(), plain.view(query.shape).float()
         # Without sinks the weights of all keys sum to one, with them to this share.
         share = (with_sinks * without).sum(-1) / without.square().sum(-1).clamp(min=torch.finfo(torch.float32).tiny)
         to_sink = (1 / share - 1) * (s_aux.float() - rounded.float()).exp()
         output.copy_((without / (1 + to_sink[..., None])).to(output.dtype).view(output.shape))
 
-    return wrapped
+    return attend
 
 
-def _rotating_all_heads(forward_cpu):
+def _rotate_all_heads(forward_cpu):
     """Wrap `RotaryEmbedding.forward_cpu`. Its kernel rotates only the first head of queries [tokens, heads, head_dim].
 
     vLLM's latent attention has such queries; other attention joins the last two dimensions.
     """
 
     @functools.wraps(forward_cpu)
-    def wrapped(self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None) -> Any:
+    def rotate(self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None) -> Any:
         forward = self.forward_native if query.dim() == 3 else functools.partial(forward_cpu, self)
         return forward(positions, query, key)
 
-    return wrapped
+    return rotate
 
 
-def _adapted_check(check_and_update_config):
+def _adapt_check(check_and_update_config):
     """Wrap `CpuPlatform.check_and_update_config`. Choose the plain backend for latent attention, and keep LD_PRELOAD.
 
     vLLM's default on processors with AMX packs the weight of `kv_b_proj` and replaces the parameter by an empty tensor.
@@ -205,7 +205,7 @@ def _adapted_check(check_and_update_config):
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     @functools.wraps(check_and_update_config)
-    def wrapped(vllm_config) -> None:
+    def check(vllm_config) -> None:
         if vllm_config.model_config is not None and vllm_config.model_config.use_mla:
             vllm_config.attention_config.backend = AttentionBackendEnum.CPU_MLA
         preloaded = os.environ.get("LD_PRELOAD")
@@ -215,23 +215,23 @@ def _adapted_check(check_and_update_config):
         else:
             os.environ["LD_PRELOAD"] = preloaded
 
-    return staticmethod(wrapped)
+    return staticmethod(check)
 
 
-def _keeping_thread_control(init_device):
+def _keep_thread_control(init_device):
     """Wrap `CPUWorker.init_device`, which replaces `torch.set_num_threads`, so that the original is restored
     afterwards.
     """
 
     @functools.wraps(init_device)
-    def wrapped(worker) -> None:
+    def initialise(worker) -> None:
         set_num_threads = torch.set_num_threads
         try:
             init_device(worker)
         finally:
             torch.set_num_threads = set_num_threads
 
-    return wrapped
+    return initialise
 
 
 def _add_adapters(
@@ -242,7 +242,7 @@ def _add_adapters(
     lora_b_stacked: tuple[torch.Tensor, ...],
     scale: float,
     output_slices: tuple[int, ...],
-    **others: Any,
+    **kwargs: Any,
 ) -> None:
     """Add to `y` [tokens, out] the outputs of the tokens' adapters for `x` [tokens, in].
 
@@ -266,7 +266,7 @@ def _apply_blocks(kernel, layer, x: torch.Tensor, bias: torch.Tensor | None = No
 
     Shapes: x [..., in], bias [out], layer.weight [out, in], layer.weight_scale_inv [out / 128, in / 128].
     """
-    return F.linear(x, _dequantised(layer.weight, layer.weight_scale_inv, x.dtype), bias)
+    return F.linear(x, _dequantise(layer.weight, layer.weight_scale_inv, x.dtype), bias)
 
 
 def _apply_quantised_experts(
@@ -276,12 +276,12 @@ def _apply_quantised_experts(
 
     Shapes as in `_apply_plain_experts`.
     """
-    plain_w1 = _dequantised(w1, experts.w1_scale, hidden_states.dtype)
-    plain_w2 = _dequantised(w2, experts.w2_scale, hidden_states.dtype)
+    plain_w1 = _dequantise(w1, experts.w1_scale, hidden_states.dtype)
+    plain_w2 = _dequantise(w2, experts.w2_scale, hidden_states.dtype)
     _apply_plain_experts(experts, output, hidden_states, plain_w1, plain_w2, *args, **kwargs)
 
 
-def _dequantised(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, block: int = 128) -> torch.Tensor:
+def _dequantise(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, block: int = 128) -> torch.Tensor:
     """Return FP8 weights [..., out, in] times their scales [..., out / 128, in / 128] (sizes rounded up)."""
     wide = scale.repeat_interleave(block, -2).repeat_interleave(block, -1)
     return (weight.float() * wide[..., : weight.shape[-2], : weight.shape[-1]]).to(dtype)

@@ -23,9 +23,9 @@ def weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
 
     Shapes: values [tokens, top_k, hidden_size], weights float32 [tokens, top_k]; ascending numbers of experts.
     """
-    total, *others = (values.float() * weights[..., None]).unbind(1)
-    for other in others:
-        total = total + other
+    total, *terms = (values.float() * weights[..., None]).unbind(1)
+    for term in terms:
+        total = total + term
     return total.to(values.dtype)
 
 
@@ -74,13 +74,13 @@ def _apply(
     (`expert_map` holds -1 for the others) or of their intermediate channels.
     """
     assert activation.value == "silu" and not apply_router_weight_on_input
-    chosen, order = topk_ids.sort(dim=1)
-    products = hidden_states.new_zeros(*chosen.shape, w2.size(1), dtype=torch.float32)
-    for expert in chosen.unique().tolist():
+    expert_ids, order = topk_ids.sort(dim=1)
+    products = hidden_states.new_zeros(*expert_ids.shape, w2.size(1), dtype=torch.float32)
+    for expert in expert_ids.unique().tolist():
         local = expert if expert_map is None else int(expert_map[expert])
         if local < 0:
             continue
-        tokens, slots = torch.where(chosen == expert)
+        tokens, slots = torch.where(expert_ids == expert)
         gate, up = row_product(hidden_states[tokens], w1[local]).chunk(2, dim=-1)
         products[tokens, slots] = block_product(F.silu(gate) * up, w2[local], num_blocks)
     values = sum_over_ranks(products, group).to(hidden_states.dtype)

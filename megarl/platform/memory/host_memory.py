@@ -44,8 +44,8 @@ def cgroup_limits(cgroup_file: Path = _CGROUP_FILE, root: Path = _CGROUP_ROOT) -
 
 def _limits_around(root: Path, path: str, name: str) -> Iterator[int]:
     """Yield the memory limits, in bytes, of a cgroup and of all its parents, innermost first."""
-    own = root / path.strip("/")
-    for folder in (own, *own.parents):
+    cgroup_folder = root / path.strip("/")
+    for folder in (cgroup_folder, *cgroup_folder.parents):
         if not folder.is_relative_to(root):
             return
         # In a container the path may be the host's, and then only its outer folders exist below `root`.

@@ -12,7 +12,7 @@ _RESET_PEAK = "5"
 (proc(5)).
 """
 
-_settled: int | None = None
+_fixed_peak: int | None = None
 """Peak of the current call in bytes, fixed by `settle_peak` before its end; None: it is still measured."""
 
 
@@ -26,16 +26,16 @@ def settle_peak() -> None:
 
     Call it before the last part of a call prepares the next phase. Memory taken from here on counts for the next call.
     """
-    global _settled
-    _settled = _measured_peak()
+    global _fixed_peak
+    _fixed_peak = _measured_peak()
 
 
 def take_peak_bytes() -> int | None:
     """Return the peak memory in bytes since the last call, and start a new peak. `settle_peak` ends it earlier."""
-    global _settled
-    if (settled := _settled) is not None:
-        _settled = None
-        return settled
+    global _fixed_peak
+    if (peak := _fixed_peak) is not None:
+        _fixed_peak = None
+        return peak
     return _measured_peak()
 
 
@@ -58,10 +58,10 @@ def _measured_peak() -> int | None:
         return None
     from megarl.platform import device
 
-    own = device.current()
-    free, total = torch.cuda.mem_get_info(own)
-    given_back = torch.cuda.max_memory_reserved(own) - torch.cuda.memory_reserved(own)
-    torch.cuda.reset_peak_memory_stats(own)
+    rank_device = device.current()
+    free, total = torch.cuda.mem_get_info(rank_device)
+    given_back = torch.cuda.max_memory_reserved(rank_device) - torch.cuda.memory_reserved(rank_device)
+    torch.cuda.reset_peak_memory_stats(rank_device)
     return total - free + given_back
 
 
