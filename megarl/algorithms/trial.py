@@ -54,6 +54,18 @@ def checked_policy_loss(result: object, policy_logprobs: Tensor) -> LossAndMetri
     return loss, dict(metrics)
 
 
+def refuse_missing_metrics(metrics: Mapping[str, Tensor], needed_metrics: Mapping[str, str]) -> None:
+    """Raise ResultError if a policy loss lacks a metric. `needed_metrics` maps a required metric's name to its reader.
+
+    The check runs in the trial call, and again in each update: a function may return a metric at times only.
+    """
+    for name, reader in needed_metrics.items():
+        if name not in metrics:
+            raise ResultError(
+                f"the function returned no metric {name!r}, which {reader} reads; return it, or leave {reader} out"
+            )
+
+
 def checked_advantages(result: object, rewards: Tensor) -> Tensor:
     """Check the result of an advantage estimator, and return it, [samples], in the dtype of `rewards`.
 
@@ -114,11 +126,7 @@ def _try_policy_loss(
     further = (cu_seqlens, mask) if is_sequence_loss(policy_loss) else ()
     result = _call(policy_loss, (policy_logprobs, old_logprobs, advantages, *further), settings)
     loss, metrics = checked_policy_loss(result, policy_logprobs)
-    for name, reader in needed_metrics.items():
-        if name not in metrics:
-            raise ResultError(
-                f"the function returned no metric {name!r}, which {reader} reads; return it, or leave {reader} out"
-            )
+    refuse_missing_metrics(metrics, needed_metrics)
     for name, values in {"loss": loss, **metrics}.items():
         if not values[mask].isfinite().all():
             raise ResultError(f"the function returned values that are not finite as {name}: {values.detach().tolist()}")

@@ -380,6 +380,11 @@ class AlgorithmConfig(Section):
     """Number of conversations of data.ptx used per step (PPO-ptx)."""
 
     @property
+    def needed_loss_metrics(self) -> dict[str, str]:
+        """Return the metrics that the policy loss must return, each with the recipe field that reads it."""
+        return {} if self.skip_ratio is None else {"ratio": "algorithm.skip_ratio"}
+
+    @property
     def correction_settings(self) -> dict[str, Any]:
         """Return the keyword arguments of the importance-sampling correction."""
         return {

@@ -173,6 +173,7 @@ class RankProcesses:
         self.recipe, self.parallel = asked.recipe, asked.parallel
         await trainers.set_apart()
         await self._replace(trainers, trainers.arranged(asked.parallel.world_size), folder.logs_folder, notify)
+        folder.use_recipe(self.recipe)
 
     def growth(self) -> ResizeAskedError | None:
         """Return the change back to the size before losses, if there are nodes for it again; else None."""

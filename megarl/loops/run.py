@@ -97,8 +97,6 @@ async def run(
                     with stop.listening(warn, folder.path):
                         await processes.change(error, earlier_stop, folder, warn)
                     folder.end_attempt(error)
-                    if isinstance(error, ResizeAskedError):
-                        folder.use_recipe(processes.recipe)
                 copied = processes.copied_origin(origin, folder.earlier)
                 if copied is not None:
                     origin = begin_from_copy(copied, processes.recipe, folder)

@@ -78,7 +78,7 @@ def _failed_call(
     }
     settings |= value_at(recipe, further)
     if field == "algorithm.policy_loss":
-        needed = {} if recipe.algorithm.skip_ratio is None else {"ratio": "algorithm.skip_ratio"}
+        needed = recipe.algorithm.needed_loss_metrics
         # The path is imported by name: an import statement would load torch for every recipe.
         fault = import_object(f"{_TRIAL}:policy_loss_fault", field)(function, settings, needed)
     else:

@@ -17,8 +17,9 @@ from megarl.environments.environment_pool import EnvironmentProcessError, Raised
 from megarl.rewards.scoring.calling import Sample
 from megarl.rewards.scoring.results import verdict_by_value
 from megarl.rewards.scoring.reward_process import Scored
+from megarl.rollout.attempt_engine import AttemptEngine
 from megarl.rollout.attempt_messages import AttemptConversation, History
-from megarl.rollout.engine_requests import Generates, WaitMeasuringPool, seed_of
+from megarl.rollout.engine_requests import seed_of
 from megarl.rollout.stitch import ModelCall, stitch
 from megarl.types import Completion, Ended, Problem, Request, Reward, SamplingSettings, Trajectory
 
@@ -159,13 +160,11 @@ class _Clock:
 async def attempt(
     task: Task,
     make_environment: Callable[[], Environment],
-    pool: Generates,
+    engine: AttemptEngine,
     budget: Budget,
     dialogue: Dialogue,
     score: Score,
     history: History = "append",
-    *,
-    is_followed: bool = False,
 ) -> Trajectory:
     """Run one attempt: reset the environment, sample a completion, step the environment, repeat until the end, then
     score.
@@ -173,17 +172,16 @@ async def attempt(
     The attempt ends when the environment is done or a limit of `budget` is reached. It ends with `error` if the
     environment raises, hangs or returns invalid data, or if the engine rejects a request. The trajectory then has the
     tokens so far, no reward, and the reason in `failure`. The time limit holds even if the environment ignores its
-    cancellation. `is_followed`: another attempt will start as soon as this one ends.
+    cancellation.
     """
     now = asyncio.get_running_loop().time
-    paused_before = pool.seconds_paused
-    clock = _Clock(budget, now, now(), lambda: pool.seconds_paused - paused_before)
-    engines = WaitMeasuringPool(pool, is_followed=is_followed)
+    paused_before = engine.seconds_paused
+    clock = _Clock(budget, now, now(), lambda: engine.seconds_paused - paused_before)
     restarts = 0
     while True:
         conversation = AttemptConversation(dialogue, history, task.problem.messages, budget.reply_tokens)
         try:
-            ended, failure = await _run_with_limits(task, make_environment, engines, conversation, clock)
+            ended, failure = await _run_with_limits(task, make_environment, engine, conversation, clock)
             break
         except EnvironmentUnavailableError as error:
             max_attempts = budget.attempts
@@ -196,7 +194,7 @@ async def attempt(
             restarts += 1
         finally:
             # The pool keeps an affinity until its trajectory ends; without this its table would only grow.
-            pool.forget(task.name)
+            engine.forget(task.name)
     calls, steps = conversation.calls, conversation.steps
     texts = [turn.completion for turn in conversation.turns]
     trajectory = make_trajectory(
@@ -212,7 +210,7 @@ async def attempt(
         metrics=_sum_by_name([step.metrics for step in steps]),
         is_in_thoughts=conversation.is_in_thoughts,
         restarts=restarts,
-        engine_seconds=engines.seconds,
+        engine_seconds=engine.seconds,
         environment_seconds=clock.environment_seconds,
     )
     if failure is not None:
@@ -236,7 +234,7 @@ async def attempt(
 async def _run_with_limits(
     task: Task,
     make_environment: Callable[[], Environment],
-    pool: Generates,
+    engine: AttemptEngine,
     conversation: AttemptConversation,
     clock: _Clock,
 ) -> tuple[Ended, str | None]:
@@ -251,7 +249,7 @@ async def _run_with_limits(
     except (Exception, SystemExit) as error:
         return "error", _failure_text(error)
     # A separate task, because code of environments may block on its cancellation for ever.
-    turns = asyncio.create_task(_take_turns(task, environment, pool, conversation, clock))
+    turns = asyncio.create_task(_take_turns(task, environment, engine, conversation, clock))
     # Retrieve the error of an abandoned task: asyncio would log one never retrieved.
     turns.add_done_callback(lambda task: task.cancelled() or task.exception())
     exceeded_limit: Literal["attempt", "step"] | None = None
@@ -302,7 +300,7 @@ async def _close(environment: Environment) -> str | None:
 
 
 async def _take_turns(
-    task: Task, environment: Environment, pool: Generates, conversation: AttemptConversation, clock: _Clock
+    task: Task, environment: Environment, engine: AttemptEngine, conversation: AttemptConversation, clock: _Clock
 ) -> Ended:
     """Add turns (a completion and an environment step each) to the conversation until the attempt ends.
 
@@ -329,7 +327,7 @@ async def _take_turns(
         )
         # The request id is unique among running requests: name of the attempt, number of the turn.
         request = Request(f"{task.name}.{number}", token_ids, sampling, call_seed(task, token_ids, conversation.calls))
-        completion = await pool.generate(request, affinity=task.name, is_last=is_last)
+        completion = await engine.generate(request, affinity=task.name, is_last=is_last)
         if completion.finish_reason == "error":
             raise _AttemptError(f"Refused: the engine rejects the request: {completion.error}")
         turn = conversation.take(completion, is_last=is_last)

@@ -27,9 +27,10 @@ from pathlib import Path
 import numpy as np
 
 from megarl.config import Recipe
+from megarl.rollout.attempt_engine import AttemptEngine
 from megarl.rollout.buffer_policy import BufferPolicy, StepDemand, passes_filter, refuse_unjudged, starved_message
 from megarl.rollout.pool import BUDGET_SECONDS, AbandonedError
-from megarl.rollout.recording import RecordedPool, StartedGroup
+from megarl.rollout.recording import StartedGroup
 from megarl.rollout.source import Source, mixture_of
 from megarl.rollout.state import RLState, draw_of, flatten, problem_lookup
 from megarl.rollout.step.scoring import Forward, complete_logprobs, lacks_logprobs, with_logprobs
@@ -106,7 +107,7 @@ class GroupBuffer:
         self._mixture = mixture_of(sources, recipe.seed)
         self._demand = StepDemand(self.policy, recipe, recipe.train.prompts_per_step, step=1, engine_version=1)
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._pools: dict[int, list[RecordedPool]] = {}
+        self._engines: dict[int, list[AttemptEngine]] = {}
         self._cancelled: set[asyncio.Task[None]] = set()
         self._wakes = asyncio.Event()
         self._counts: dict[str, float] = {}
@@ -278,7 +279,7 @@ class GroupBuffer:
             seed = f"{seed} repeat {repeat}"
         if self.policy.is_synchronous:
             self._sampling |= {(group.draw, number) for number in range(self._recipe.train.samples_per_prompt)}
-        self._pools[group.draw] = []
+        self._engines[group.draw] = []
         task = self._tasks[group.draw] = asyncio.create_task(self._sample(group, seed))
         task.add_done_callback(self._note_end)
 
@@ -292,8 +293,8 @@ class GroupBuffer:
         source = self._sources[group.problem.source]
         sampler = source.sampler
         is_followed = not self.policy.is_synchronous
-        pool = RecordedPool(sampler.pool, group.calls.setdefault(number, []), is_followed=is_followed)
-        self._pools[group.draw].append(pool)
+        engine = AttemptEngine(sampler.pool, group.calls.setdefault(number, []), is_followed=is_followed)
+        self._engines[group.draw].append(engine)
         sampling = replace(source.sampling(self._demand.step), temperature=group.temperature)
         task = sampler.task(group.problem, group.draw, number, seed, sampling, prefix="draw ")
 
@@ -301,9 +302,9 @@ class GroupBuffer:
             self._end_sampling(group.draw, number)
 
         # Agents and failed attempts never score, so their end counts as the end of their sampling.
-        trajectory = await sampler.attempt(task, pool, end_sampling)
+        trajectory = await sampler.attempt(task, engine, end_sampling)
         end_sampling()
-        group.finish(replace(trajectory, restarts=trajectory.restarts + pool.is_restarted))
+        group.finish(replace(trajectory, restarts=trajectory.restarts + engine.is_restarted))
 
     def _end_sampling(self, draw: int, number: int) -> None:
         """Record the last completion of an attempt. After a batch's last one the engines go to sleep."""
@@ -358,7 +359,7 @@ class GroupBuffer:
             group = [finished[number] for number in range(recipe.train.samples_per_prompt)]
             # Before the group leaves the started ones: if this raises during training, the next `take` raises it again.
             self._observe(group)
-            del self._tasks[draw], self._pools[draw], state.started[draw]
+            del self._tasks[draw], self._engines[draw], state.started[draw]
             self._collected.append(group)
             if passes_filter(group, recipe.algorithm):
                 state.waiting = [*state.waiting, group]
@@ -413,10 +414,9 @@ class GroupBuffer:
         """Cancel the groups with these numbers (`draws`) and withdraw their requests from the engines."""
         for draw in draws:
             if (task := self._tasks.pop(draw, None)) is not None:
-                for pool in self._pools.pop(draw):
-                    # Close the pools before cancelling: an environment may swallow its cancellation and request more
-                    # samples.
-                    pool.close()
+                for engine in self._engines.pop(draw):
+                    # Closed before cancelling: an environment may swallow its cancellation and request more samples.
+                    engine.close()
                 task.cancel()
                 self._cancelled.add(task)
                 task.add_done_callback(self._note_cancelled)

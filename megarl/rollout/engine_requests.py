@@ -1,10 +1,9 @@
-"""Requests to engine replicas: their protocol, completions sampled in several parts, and waiting times."""
+"""Requests to engine replicas: their protocol, and completions sampled in several parts."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -23,7 +22,7 @@ Queue = OrderedDict[str, Request]
 
 
 class Generates(Protocol):
-    """Source of completions for one attempt: `EnginePool`, or a wrapper adding timing or recording."""
+    """Source of completions: `EnginePool`, or `AttemptEngine` for one attempt."""
 
     async def generate(self, request: Request, *, affinity: str | None = None, is_last: bool = False) -> Completion:
         """Sample one completion; see `EnginePool.generate`."""
@@ -77,42 +76,6 @@ class Replica:
     @property
     def is_pumped(self) -> bool:
         return self.pump is not None and not self.pump.done()
-
-
-class WaitMeasuringPool:
-    """The engines for one attempt, measuring how long it waits for completions. Concurrent ones count once.
-
-    `seconds` excludes pauses of the engines, `seconds_by_clock` includes them. `is_followed`: another attempt waits for
-    the end of this one. Then no request counts as the last one.
-    """
-
-    def __init__(self, pool: Generates, *, is_followed: bool = False) -> None:
-        self._pool, self._purpose, self._is_followed = pool, COUNTED_FOR.get(), is_followed
-        self._num_awaited = 0
-        self._began = self._paused_before = 0.0
-        self.seconds = self.seconds_by_clock = 0.0
-
-    async def generate(self, request: Request, *, affinity: str | None = None, is_last: bool = False) -> Completion:
-        # The caller may be a server task with its own context variables: set the purpose of this attempt there.
-        COUNTED_FOR.set(self._purpose)
-        if not self._num_awaited:
-            self._began, self._paused_before = time.monotonic(), self.seconds_paused
-        self._num_awaited += 1
-        try:
-            return await self._pool.generate(request, affinity=affinity, is_last=is_last and not self._is_followed)
-        finally:
-            self._num_awaited -= 1
-            if not self._num_awaited:
-                seconds = time.monotonic() - self._began
-                self.seconds_by_clock += seconds
-                self.seconds += max(0.0, seconds - (self.seconds_paused - self._paused_before))
-
-    def forget(self, affinity: str) -> None:
-        self._pool.forget(affinity)
-
-    @property
-    def seconds_paused(self) -> float:
-        return self._pool.seconds_paused
 
 
 def num_sampled(parts: Sequence[Completion]) -> int:

@@ -15,8 +15,8 @@ from megarl.rewards.scoring.calling import Sample
 from megarl.rewards.scoring.reward_process import Scored
 from megarl.rollout.accuracy import Answers
 from megarl.rollout.attempt import Budget, Score, Task, attempt
+from megarl.rollout.attempt_engine import AttemptEngine
 from megarl.rollout.attempt_messages import History
-from megarl.rollout.engine_requests import Generates
 from megarl.rollout.pool import EnginePool, gather_unless_abandoned
 from megarl.tracking.metric_rows import PER_ATTEMPT, MetricRow
 from megarl.types import Problem, SamplingSettings, Trajectory
@@ -51,7 +51,7 @@ class GroupSampler:
     budget: BudgetConfig = field(default_factory=BudgetConfig)
     is_abandoned: Callable[[], bool] = lambda: False
     notify_once: Callable[[str, str], object] = lambda kind, text: None
-    agent: Callable[[Task, Budget, Generates], Awaitable[Trajectory]] | None = None
+    agent: Callable[[Task, Budget, AttemptEngine], Awaitable[Trajectory]] | None = None
     environment_pool: EnvironmentPool | None = None
     answers: Answers = field(default_factory=Answers)
 
@@ -63,7 +63,7 @@ class GroupSampler:
         Raises AbandonedError if the run must stop. No request is left in the engines then.
         """
         attempts = [
-            self.attempt(self.task(problem, group, number, seed, sampling), self.pool)
+            self.attempt(self.task(problem, group, number, seed, sampling), AttemptEngine(self.pool))
             for group, problem in enumerate(problems)
             for number in range(samples_per_prompt)
         ]
@@ -78,9 +78,9 @@ class GroupSampler:
         return Task(self.environment, problem, group, number, seed, sampling, prefix)
 
     async def attempt(
-        self, task: Task, pool: Generates, before_score: Callable[[], object] = lambda: None
+        self, task: Task, engine: AttemptEngine, before_score: Callable[[], object] = lambda: None
     ) -> Trajectory:
-        """Run one attempt with completions from `pool`.
+        """Run one attempt with completions from `engine`.
 
         `before_score` is called after the last completion, but never for agent programs: these do not report the end of
         their sampling.
@@ -93,18 +93,18 @@ class GroupSampler:
         context_tokens = self.max_prompt_tokens + task.sampling.max_new_tokens
         budget = Budget(context_tokens, self.max_turns, self.truncated_turn, **self.budget.model_dump())
         if self.agent is not None:
-            trajectory = await self.agent(task, budget, pool)
+            trajectory = await self.agent(task, budget, engine)
         elif self.environment_pool is None:
             assert self.make_environment is not None
-            trajectory = await self._attempt_in_environment(task, budget, pool, self.make_environment, score)
+            trajectory = await self._attempt_in_environment(task, budget, engine, self.make_environment, score)
         else:
             began = monotonic()
             async with self.environment_pool.seat() as seat:
                 # Waiting for a free process is part of the environment's time.
                 waited = monotonic() - began
-                trajectory = await self._attempt_in_environment(
-                    task, budget, pool, seat.environment, score, is_followed=True
-                )
+                # The next attempt waits for this process.
+                engine.is_followed = True
+                trajectory = await self._attempt_in_environment(task, budget, engine, seat.environment, score)
                 killed = {"process_killed": float(seat.num_killed)}
             trajectory = replace(
                 trajectory,
@@ -118,15 +118,11 @@ class GroupSampler:
         self,
         task: Task,
         budget: Budget,
-        pool: Generates,
+        engine: AttemptEngine,
         make_environment: Callable[[], Environment],
         score: Score,
-        *,
-        is_followed: bool = False,
     ) -> Trajectory:
-        return await attempt(
-            task, make_environment, pool, budget, self.dialogue, score, self.history, is_followed=is_followed
-        )
+        return await attempt(task, make_environment, engine, budget, self.dialogue, score, self.history)
 
     def _report(self, trajectory: Trajectory) -> None:
         """Notify the user of the error of a failed attempt, once for each kind of error."""

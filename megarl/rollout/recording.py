@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from megarl.rollout.engine_requests import num_sampled
-from megarl.rollout.pool import EnginePool
 from megarl.tracking.renamed_metrics import current_metrics
-from megarl.types import Archive, Completion, ExpertsHandle, FindProblem, Problem, Request, Trajectory
+from megarl.types import Archive, Completion, ExpertsHandle, FindProblem, Problem, Trajectory
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
 
 
@@ -109,59 +106,3 @@ def load_trajectory(values: Mapping[str, Any], archive: Archive, prefix: str, fi
     """Return the trajectory that `Trajectory.to_json` wrote into a checkpoint, its metrics by their current names."""
     current = {**values, "metrics": current_metrics(values["metrics"])}
     return Trajectory.from_json(current, archive, prefix, find_problem)
-
-
-class RecordedPool:
-    """The engines as one attempt sees them: completions are recorded in `calls`, and recorded ones are replayed.
-
-    After a resume, an attempt runs again from its start. While its prompts are the same as before, it receives the
-    recorded completions, each once. With a deterministic environment it reaches its earlier state without sampling. At
-    the first different prompt the remaining records are discarded, and sampling starts there (`is_restarted`).
-
-    `is_followed`: another group will start when this one ends. Then no completion counts as the last one.
-    """
-
-    def __init__(self, pool: EnginePool, calls: list[RecordedCall], *, is_followed: bool = True) -> None:
-        self._pool, self._calls, self._is_followed = pool, calls, is_followed
-        self._to_repeat = list(calls)
-        self._is_closed = False
-        self.is_restarted = False
-
-    @property
-    def seconds_paused(self) -> float:
-        return self._pool.seconds_paused
-
-    def close(self) -> None:
-        """Fail all further requests: the attempt may ignore its cancellation."""
-        self._is_closed = True
-
-    async def generate(self, request: Request, *, affinity: str | None = None, is_last: bool = False) -> Completion:
-        if self._is_closed:
-            raise asyncio.CancelledError
-        call = self._take_recorded_call(request.prompt_token_ids)
-        if call is None:
-            call = RecordedCall(request.prompt_token_ids)
-            self._calls.append(call)
-        if not call.is_done:
-            is_last = is_last and not self._is_followed
-            completion = await self._pool.generate(request, affinity=affinity, is_last=is_last, parts=call.parts)
-            # In place: `StartedGroup.calls` and the pool hold this very list. `completion` already includes all parts.
-            call.parts[:] = [completion]
-            call.is_done = True
-        return call.parts[0]
-
-    def forget(self, affinity: str) -> None:
-        self._pool.forget(affinity)
-
-    def _take_recorded_call(self, prompt_token_ids: NDArray[np.int32]) -> RecordedCall | None:
-        """Return the next recorded call with this prompt; None: the engines must sample."""
-        # Search all: parallel calls of an attempt may come in another order after a resume.
-        for place, call in enumerate(self._to_repeat):
-            if np.array_equal(call.prompt_token_ids, prompt_token_ids):
-                return self._to_repeat.pop(place)
-        for call in self._to_repeat:
-            # Also from the group's record: discarded calls must not enter the next checkpoint.
-            self._calls.remove(call)
-            self.is_restarted = True
-        self._to_repeat.clear()
-        return None

@@ -21,7 +21,7 @@ from megarl.processes.supervised_process import SupervisedProcess
 from megarl.rewards.scoring.calling import Sample
 from megarl.rewards.scoring.results import verdict_by_value
 from megarl.rollout.attempt import Budget, Score, Task, empty_call, make_trajectory
-from megarl.rollout.engine_requests import Generates, WaitMeasuringPool
+from megarl.rollout.attempt_engine import AttemptEngine
 from megarl.rollout.pool import EnginePool
 from megarl.serving.body import finite_reward
 from megarl.serving.codec import Codec
@@ -100,22 +100,21 @@ class AgentProgram:
     places: asyncio.Semaphore
     make_agent: Callable[[], Agent] | None = None
 
-    async def attempt(self, task: Task, budget: Budget, pool: Generates) -> Trajectory:
-        """Run the agent for one attempt with completions from `pool`. Returns the trajectory that its session
+    async def attempt(self, task: Task, budget: Budget, engine: AttemptEngine) -> Trajectory:
+        """Run the agent for one attempt with completions from `engine`. Returns the trajectory that its session
         recorded.
         """
         began = time.monotonic()
-        engines = WaitMeasuringPool(pool)
         # The semaphore limits the programs running at once (rollout.agent.max_processes).
         async with self.places:
             limits = Limits(budget.context_tokens, budget.max_turns, idle_seconds=self.config.timeout_seconds)
-            session = self.sessions.open(task.name, _seed(task), task.sampling, limits, engines)
+            session = self.sessions.open(task.name, _seed(task), task.sampling, limits, engine)
             failure: str | None = None
             reward: float | None = None
             started = time.monotonic()
             try:
                 run = self._run if self.make_agent is None else self._ask
-                reward = await run(task, session, pool)
+                reward = await run(task, session, engine)
             except _ProgramError as error:
                 failure = str(error)
             finally:
@@ -127,8 +126,8 @@ class AgentProgram:
             session,
             failure,
             program_seconds=seconds,
-            engine_seconds=engines.seconds,
-            environment_seconds=time.monotonic() - began - engines.seconds_by_clock,
+            engine_seconds=engine.seconds,
+            environment_seconds=time.monotonic() - began - engine.seconds_by_clock,
         )
         if failure is not None:
             return trajectory
@@ -138,12 +137,12 @@ class AgentProgram:
         scored = await self.score(_sample(task.problem, session))
         return replace(trajectory, reward=scored.trajectory_reward, failure=scored.failure)
 
-    async def _ask(self, task: Task, session: Session, pool: Generates) -> float | None:
+    async def _ask(self, task: Task, session: Session, engine: AttemptEngine) -> float | None:
         """Run an `Agent` class and return its reward; None: it gives none. Raises _ProgramError."""
         assert self.make_agent is not None
         try:
             run = self.make_agent().run(_task_input(task), self.endpoint.url_of(session), session.secret)
-            reward = await self._wait_within_limit(run, pool)
+            reward = await self._wait_within_limit(run, engine)
         except TimeoutError:
             raise _ProgramError(
                 f"TimeoutError: the agent did not end within {self.config.timeout_seconds:g} s"
@@ -153,7 +152,7 @@ class AgentProgram:
             raise _ProgramError(f"{type(error).__name__}: {error}") from error
         return None if reward is None else _check_reward(reward)
 
-    async def _run(self, task: Task, session: Session, pool: Generates) -> float | None:
+    async def _run(self, task: Task, session: Session, engine: AttemptEngine) -> float | None:
         """Run the agent program and return its reward; None: it prints none. Raises _ProgramError."""
         names = (*INHERITED, *self.config.environment)
         environment = {
@@ -171,7 +170,7 @@ class AgentProgram:
         except OSError as error:
             raise _ProgramError(f"OSError: {self.config.command[0]}: {error.strerror}") from error
         try:
-            ended = await self._wait_within_limit(program.wait_for_end(), pool)
+            ended = await self._wait_within_limit(program.wait_for_end(), engine)
         except TimeoutError:
             text = f"TimeoutError: the program did not end within {self.config.timeout_seconds:g} s"
             raise _ProgramError(text) from None
@@ -184,17 +183,17 @@ class AgentProgram:
             raise _ProgramError(f"ExitCode: the program ended with {ended.exit_code}: {ended.stderr_tail()}")
         return _reward(ended.stdout)
 
-    async def _wait_within_limit(self, work: Coroutine[Any, Any, Result], pool: Generates) -> Result:
+    async def _wait_within_limit(self, work: Coroutine[Any, Any, Result], engine: AttemptEngine) -> Result:
         """Wait for `work` and return its result.
 
         Raises TimeoutError after rollout.agent.timeout_seconds, not counting time in which the engines are paused.
         """
         # Seconds in which the engines were paused before the start must not extend the limit.
-        ends = time.monotonic() - pool.seconds_paused + self.config.timeout_seconds
+        ends = time.monotonic() - engine.seconds_paused + self.config.timeout_seconds
         ending = asyncio.create_task(work)
         try:
             while not ending.done():
-                seconds_left = ends - time.monotonic() + pool.seconds_paused
+                seconds_left = ends - time.monotonic() + engine.seconds_paused
                 if seconds_left <= 0:
                     raise TimeoutError
                 await asyncio.wait({ending}, timeout=max(_TICK_SECONDS, seconds_left))

@@ -16,7 +16,7 @@ from megarl.algorithms.kl import KL_ESTIMATORS, k3
 from megarl.algorithms.policy_losses import POLICY_LOSSES, LossAndMetrics, is_sequence_loss
 from megarl.algorithms.preference_losses import PREFERENCE_LOSSES, bradley_terry, kto
 from megarl.algorithms.sequences import sequence_of_tokens, sequence_sums
-from megarl.algorithms.trial import ResultError, checked_policy_loss
+from megarl.algorithms.trial import ResultError, checked_policy_loss, refuse_missing_metrics
 from megarl.algorithms.value_losses import clipped_value_loss
 from megarl.config import AlgorithmConfig, CriticConfig, PreferenceConfig
 from megarl.files.import_path import function_of
@@ -126,6 +126,7 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
                 loss, metrics = _on_whole_row(policy_loss, arguments, batch, settings)
             else:
                 loss, metrics = checked_policy_loss(policy_loss(*arguments, **settings), policy_logprobs)
+            refuse_missing_metrics(metrics, config.needed_loss_metrics)
         except ResultError as error:
             raise ConfigError(f"algorithm.policy_loss = {config.policy_loss}: {error}") from error
         ratios = metrics.pop("ratio", None)
@@ -133,11 +134,6 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
         of_tokens["train/entropy"] = entropies.detach()
         if ratios is not None:
             of_tokens[RATIO] = ratios
-        elif config.skip_ratio is not None:
-            raise ConfigError(
-                f"algorithm.skip_ratio = {config.skip_ratio:g}: algorithm.policy_loss = {config.policy_loss} returns "
-                'no metric "ratio", whose mean it limits; return this metric, or remove the limit'
-            )
         if (weights := per_token.get("importance_weights")) is None and config.importance_sampling is not None:
             weights, unbounded = _importance_weights(config, old_logprobs, batch)
             of_tokens |= weight_metrics(weights, unbounded)

@@ -16,8 +16,8 @@ from megarl.environments.tools import cut_in_the_middle
 from megarl.rewards.scoring.calling import Sample
 from megarl.rewards.scoring.reward_process import Scored
 from megarl.rollout.attempt import Budget, Task, attempt
+from megarl.rollout.attempt_engine import AttemptEngine
 from megarl.rollout.attempt_messages import AttemptConversation
-from megarl.rollout.engine_requests import WaitMeasuringPool
 from megarl.rollout.evaluate import final_answer
 from megarl.rollout.pool import EnginePool
 from megarl.types import Archive, Completion, Problem, Request, Reward, SamplingSettings, Trajectory
@@ -71,7 +71,7 @@ class Policy(EnginePool):
         self.sent: list[Request] = []
         self._replicas = []
 
-    async def generate(self, request: Request, *, affinity: str | None = None, is_last: bool = False) -> Completion:
+    async def generate(self, request: Request, **settings: Any) -> Completion:
         self.sent.append(request)
         token_ids = self.tokenizer.encode(next(self.texts) + "<|im_end|>", add_special_tokens=False)
         kept = np.array(token_ids[: request.sampling.max_new_tokens])
@@ -98,7 +98,7 @@ def attempted(texts: list[str], *, reply: str | None = None, **limits: Any) -> t
     task = Task("test", problem, 0, 0, "s", SamplingSettings(500))
     budget = Budget(9000, 20, "close", **limits)
     return asyncio.run(
-        attempt(task, lambda: Answering(reply), policy, budget, Dialogue(policy.tokenizer), score)
+        attempt(task, lambda: Answering(reply), AttemptEngine(policy), budget, Dialogue(policy.tokenizer), score)
     ), policy
 
 
@@ -187,28 +187,28 @@ def test_waiting_for_engines_counts_once_for_completions_beside_each_other_and_n
 ) -> None:
     """Two completions: from 10 to 25 and from 12 to 40, the engines held from 20 to 26; later one from 50 to 51."""
     clock = Clock()
-    monkeypatch.setattr("megarl.rollout.engine_requests.time", clock)
+    monkeypatch.setattr("megarl.rollout.attempt_engine.time", clock)
     request = Request("r", np.zeros(1, np.int32), SamplingSettings(4), 0)
 
     async def drive() -> None:
-        pool = WaitMeasuringPool(clock)
+        engine = AttemptEngine(clock)
         tasks: list[asyncio.Task[Completion]] = []
         for began in (10.0, 12.0):
             clock.now = began
-            tasks.append(asyncio.create_task(pool.generate(request)))
+            tasks.append(asyncio.create_task(engine.generate(request)))
             await asyncio.sleep(0)
         for place, ended in enumerate((25.0, 40.0)):
             clock.now = ended
             clock.gates[place].set()
             await tasks[place]
-        assert (pool.seconds, pool.seconds_by_clock) == (24.0, 30.0)
+        assert (engine.seconds, engine.seconds_by_clock) == (24.0, 30.0)
         clock.now = 50.0
-        failing = asyncio.create_task(pool.generate(request))
+        failing = asyncio.create_task(engine.generate(request))
         await asyncio.sleep(0)
         clock.now = 51.0
         failing.cancel()
         await asyncio.wait([failing])
-        assert (pool.seconds, pool.seconds_by_clock) == (25.0, 31.0)
+        assert (engine.seconds, engine.seconds_by_clock) == (25.0, 31.0)
 
     asyncio.run(drive())
 
@@ -228,10 +228,10 @@ class Clock(Policy):
     def seconds_paused(self) -> float:
         return min(max(self.now - 20.0, 0.0), 6.0)
 
-    async def generate(self, request: Request, *, affinity: str | None = None, is_last: bool = False) -> Completion:
+    async def generate(self, request: Request, **settings: Any) -> Completion:
         self.gates.append(gate := asyncio.Event())
         await gate.wait()
-        return await super().generate(request, affinity=affinity, is_last=is_last)
+        return await super().generate(request)
 
 
 def test_tools_of_the_record_stay_in_the_prompt_of_an_environment_without_tools() -> None:
@@ -270,7 +270,7 @@ def test_an_attempt_knows_whether_it_ended_in_its_thoughts(said: str, is_in_thou
     problem = Problem(0, QUESTION, (1,), "7")
     task = Task("test", problem, 0, 0, "s", SamplingSettings(500))
     dialogue = Dialogue(policy.tokenizer)
-    trajectory = asyncio.run(attempt(task, lambda: Asking(), policy, Budget(9000, 20, "close"), dialogue, keep))
+    trajectory = asyncio.run(attempt(task, Asking, AttemptEngine(policy), Budget(9000, 20, "close"), dialogue, keep))
     assert trajectory.is_in_thoughts == samples[0].in_thoughts == is_in_thoughts
     assert samples[0].completion_text == turns[0].completion == said
     assert turns[0].text == ("" if is_in_thoughts else said)

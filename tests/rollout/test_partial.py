@@ -22,11 +22,12 @@ from megarl.environments import Environment, Start, Step, Turn
 from megarl.environments.single_turn import SingleTurn
 from megarl.rewards.scoring.calling import Sample
 from megarl.rewards.scoring.reward_process import Scored
+from megarl.rollout.attempt_engine import AttemptEngine
 from megarl.rollout.buffer import GroupBuffer
 from megarl.rollout.buffer_policy import BufferPolicy
 from megarl.rollout.groups import GroupSampler
 from megarl.rollout.pool import EnginePool
-from megarl.rollout.recording import RecordedCall, RecordedPool, StartedGroup
+from megarl.rollout.recording import RecordedCall, StartedGroup
 from megarl.rollout.source import Source
 from megarl.rollout.state import ARRAYS, STATE, TIMES, Group, RLState, problem_lookup
 from megarl.types import Completion, ExpertsHandle, Problem, Request, RetainedSets, Reward, SamplingSettings, Trajectory
@@ -285,10 +286,10 @@ def test_recorded_calls_are_repeated_until_an_attempt_asks_for_something_else(
     async def drive() -> None:
         engines = EnginePool(group, ONE, max_running=4)
         calls: list[RecordedCall] = []
-        first = RecordedPool(engines, calls)
+        first = AttemptEngine(engines, calls)
         found = [await first.generate(request("a.0", 7)), await first.generate(request("a.1", 7, 8))]
         await first.generate(request("a.2", 7, 9))
-        again = RecordedPool(engines, calls)
+        again = AttemptEngine(engines, calls)
         # In another order, as from concurrent calls of an agent, and under another name.
         assert await again.generate(request("b.0", 7, 8)) is found[1]
         assert await again.generate(request("b.1", 7)) is found[0] and not again.is_restarted

@@ -14,7 +14,7 @@ import pytest
 from megarl.cluster.worker_group import WorkerGroup
 from megarl.config.parallel import ParallelConfig
 from megarl.rewards.scoring.http_rewards import COUNTED_FOR
-from megarl.rollout.engine_requests import WaitMeasuringPool
+from megarl.rollout.attempt_engine import AttemptEngine
 from megarl.rollout.pool import AbandonedError, EnginePool, gather_unless_abandoned
 from megarl.types import Completion, PeerLostError, Request, SamplingSettings
 from tests.rollout.engines import engines
@@ -154,10 +154,10 @@ def test_what_an_evaluation_samples_is_counted_apart(group: WorkerGroup, runner:
     async def drive() -> None:
         pool = EnginePool(group, TWO, max_running=16)
         # A server that asks for an attempt has no context of the attempt's.
-        served = WaitMeasuringPool(pool)
+        served = AttemptEngine(pool)
         training = [asyncio.create_task(pool.generate(request(f"{n}", (5, 17, n), 20, n))) for n in range(3)]
         token = COUNTED_FOR.set("evaluation")
-        serving = WaitMeasuringPool(pool)
+        serving = AttemptEngine(pool)
         evaluation = [asyncio.create_task(pool.generate(request(f"e{n}", (5, 17, n), 10, n))) for n in range(2)]
         COUNTED_FOR.reset(token)
         evaluation.append(asyncio.create_task(serving.generate(request("e2", (5, 17, 2), 10, 2))))

@@ -175,19 +175,24 @@ def test_returns_of_tokens_that_are_not_trained_stay_out_of_the_critic_s_gradien
     assert output.grad is not None and output.grad.tolist() == [[-0.5, 0, -0.5, 0]]
 
 
+@pytest.mark.parametrize(
+    ("result", "settings", "fault"),
+    [
+        ("policy_logprobs", {}, r"a tensor \[5\] of"),
+        ("policy_logprobs, {}", {"skip_ratio": 20.0}, "no metric 'ratio', which algorithm.skip_ratio reads"),
+    ],
+)
 def test_a_loss_of_the_user_s_own_that_returns_another_form_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    result: str, settings: dict[str, Any], fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("own.py").write_text("def bare(policy_logprobs, old_logprobs, advantages):\n    return policy_logprobs\n")
-    config = AlgorithmConfig(policy_loss="own.py:bare")
+    Path("own.py").write_text(f"def bare(policy_logprobs, old_logprobs, advantages):\n    return {result}\n")
+    config = AlgorithmConfig(policy_loss="own.py:bare", **settings)
     batch = TokenBatch.from_sequences([segment(LOG_RATIOS[0], 1.0, 2)])
     assign_token_weights(batch, config)
     row = make_microbatch(batch, multiple=1, qkv_format="packed", device=torch.device("cpu"))
     logprobs = row.per_token["values"].requires_grad_()
-    with pytest.raises(
-        ConfigError, match=r"^algorithm\.policy_loss = own\.py:bare: the function returned a tensor \[5\] of"
-    ):
+    with pytest.raises(ConfigError, match=rf"^algorithm\.policy_loss = own\.py:bare: the function returned {fault}"):
         policy_objective(config)(torch.stack([logprobs, logprobs]), row, StepNumbers(0.0))
 
 

@@ -1,0 +1,94 @@
+"""The engines as one attempt sees them: its completions are recorded, and its waiting times measured."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megarl.rewards.scoring.http_rewards import COUNTED_FOR
+from megarl.rollout.pool import EnginePool
+from megarl.rollout.recording import RecordedCall
+from megarl.types import Completion, Request
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+class AttemptEngine:
+    """The engines for one attempt. It records completions in `calls`, and replays those of an earlier start.
+
+    After a resume, an attempt runs again from its start. While its prompts are the same as before, it receives the
+    recorded completions, each once. With a deterministic environment it reaches its earlier state without sampling. At
+    the first different prompt the remaining records are discarded, and sampling starts there (`is_restarted`).
+
+    `seconds` is the time that the attempt waited for completions; concurrent ones count once. It excludes pauses of the
+    engines, and `seconds_by_clock` includes them. `is_followed`: another attempt or group starts when this one ends.
+    Then no completion counts as the last one.
+    """
+
+    def __init__(self, pool: EnginePool, calls: list[RecordedCall] | None = None, *, is_followed: bool = False) -> None:
+        self._pool, self._calls, self._purpose = pool, [] if calls is None else calls, COUNTED_FOR.get()
+        self._to_repeat = list(self._calls)
+        self._is_closed = False
+        self._num_awaited = 0
+        self._began = self._paused_before = 0.0
+        self.is_followed, self.is_restarted = is_followed, False
+        self.seconds = self.seconds_by_clock = 0.0
+
+    @property
+    def seconds_paused(self) -> float:
+        return self._pool.seconds_paused
+
+    def close(self) -> None:
+        """Fail all further requests: the attempt may ignore its cancellation."""
+        self._is_closed = True
+
+    async def generate(self, request: Request, *, affinity: str | None = None, is_last: bool = False) -> Completion:
+        """Return a recorded completion of this prompt, or sample one; see `EnginePool.generate`."""
+        if self._is_closed:
+            raise asyncio.CancelledError
+        # The caller may be a server task with its own context variables: set the purpose of this attempt there.
+        COUNTED_FOR.set(self._purpose)
+        call = self._take_recorded_call(request.prompt_token_ids)
+        if call is None:
+            call = RecordedCall(request.prompt_token_ids)
+            self._calls.append(call)
+        if not call.is_done:
+            completion = await self._sample(request, call, affinity, is_last=is_last and not self.is_followed)
+            # In place: `StartedGroup.calls` and the pool hold this very list. `completion` already includes all parts.
+            call.parts[:] = [completion]
+            call.is_done = True
+        return call.parts[0]
+
+    def forget(self, affinity: str) -> None:
+        self._pool.forget(affinity)
+
+    async def _sample(self, request: Request, call: RecordedCall, affinity: str | None, *, is_last: bool) -> Completion:
+        """Sample the rest of a call, and add the time to the seconds waited."""
+        if not self._num_awaited:
+            self._began, self._paused_before = time.monotonic(), self.seconds_paused
+        self._num_awaited += 1
+        try:
+            return await self._pool.generate(request, affinity=affinity, is_last=is_last, parts=call.parts)
+        finally:
+            self._num_awaited -= 1
+            if not self._num_awaited:
+                seconds = time.monotonic() - self._began
+                self.seconds_by_clock += seconds
+                self.seconds += max(0.0, seconds - (self.seconds_paused - self._paused_before))
+
+    def _take_recorded_call(self, prompt_token_ids: NDArray[np.int32]) -> RecordedCall | None:
+        """Return the next recorded call with this prompt; None: the engines must sample."""
+        # Search all: parallel calls of an attempt may come in another order after a resume.
+        for place, call in enumerate(self._to_repeat):
+            if np.array_equal(call.prompt_token_ids, prompt_token_ids):
+                return self._to_repeat.pop(place)
+        for call in self._to_repeat:
+            # Also from the group's record: discarded calls must not enter the next checkpoint.
+            self._calls.remove(call)
+            self.is_restarted = True
+        self._to_repeat.clear()
+        return None
