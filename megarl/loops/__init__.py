@@ -1,4 +1,4 @@
-"""Training loops. Each is one page of calls on a `Session`.
+"""Training loops. Each is one page of calls on a started `Run`.
 
 `rl` samples, scores, updates and reshards. `sft` updates on conversations, `preference` on pairs or judged answers.
 `run` sets up a run (folder, ranks, tracker), runs its loop, and exports the trained model to `hf/`.

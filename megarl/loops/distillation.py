@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-from megarl.loops.on_policy import on_policy_run
-from megarl.loops.session import Session
+from megarl.loops.on_policy import on_policy_rollout
+from megarl.loops.started_run import Run
 from megarl.rollout.step.advantages import compute_importance_weights
 from megarl.rollout.step.rl_batch import RLBatch
 from megarl.rollout.step.teachers import Teachers, add_reward_advantages, compute_teacher_advantages
 from megarl.rollout.step.updates import PolicyUpdates
 
 
-async def train(session: Session) -> None:
+async def train(run: Run) -> None:
     """Run the loop: sample, score, update, save, reshard and evaluate.
 
     Rewards are measured. They train the policy only with distillation.use_task_rewards.
     """
-    recipe, models, phase = session.recipe, session.models, session.tracker.phase
+    recipe, models, phase = run.recipe, run.models, run.tracker.phase
     algorithm, policy, has_advantages = recipe.algorithm, models["policy"], recipe.has_advantages
     teachers = Teachers(recipe, models)
 
-    async with on_policy_run(session) as run:
-        await run.resume_or_evaluate()
-        for number in session.steps.remaining:
-            async with session.steps.step(number, run.state) as step:
-                groups = await run.sample(step)
+    async with on_policy_rollout(run) as rollout:
+        await rollout.resume_or_evaluate()
+        for number in run.remaining_steps:
+            async with run.step(number, rollout.state) as step:
+                groups = await rollout.sample(step)
                 with phase("logprobs"):
-                    groups = await run.buffer.add_old_logprobs(groups, policy.forward)
+                    groups = await rollout.buffer.add_old_logprobs(groups, policy.forward)
                     truncated = algorithm.mask_truncated
                     batch = RLBatch.from_groups(groups, mask_truncated=truncated, needs_rewards=recipe.trains_rewards)
                     teachers.assign(batch)
@@ -38,11 +38,11 @@ async def train(session: Session) -> None:
                         if recipe.trains_rewards:
                             step.log(add_reward_advantages(batch, recipe))
                         step.log(compute_importance_weights(batch, algorithm))
-                session.steps.abandon_if_asked()
+                run.abandon_if_asked()
                 # Before the update, so that the records show the weights that sampled and trained these tokens.
-                token_records = await session.samples.token_records(number, groups, batch) if has_advantages else []
+                token_records = await run.samples.token_records(number, groups, batch) if has_advantages else []
 
-                async with session.steps.updating(step):
+                async with run.updating(step):
                     updates = PolicyUpdates(batch, recipe, number)
                     for minibatch in updates:
                         if not has_advantages:
@@ -50,11 +50,11 @@ async def train(session: Session) -> None:
                         updates.add(await policy.update(minibatch))
                 updates.add_to(step.outcome)
                 step.log(updates.metrics())
-                run.log_samples(step, groups)
+                rollout.log_samples(step, groups)
 
                 # Before the reshard: the engines sleep, so their memory is free for the save and the export.
-                await session.checkpoints.begin(number, run.state.save)
-                await run.reshard(step)
-                await run.write_samples(step, groups, token_records)
+                await run.checkpoints.begin(number, rollout.state.save)
+                await rollout.reshard(step)
+                await rollout.write_samples(step, groups, token_records)
                 if recipe.evaluates_at(number):
-                    step.log(await session.evaluate(number))
+                    step.log(await run.evaluate(number))

@@ -10,54 +10,54 @@ from numpy.typing import NDArray
 from megarl.data.kinds.preferences import Answers
 from megarl.data.token_batch import TokenBatch
 from megarl.loops.models import move_reference
-from megarl.loops.session import Session
 from megarl.loops.start_comparison import compare_start
+from megarl.loops.started_run import Run
 from megarl.preflight import collect_for, read_preferences
 from megarl.rollout.step.rl_batch import assign_token_weights
 from megarl.types import TrainingSequence
 
 
-async def train(session: Session) -> None:
+async def train(run: Run) -> None:
     """Train on pairs of answers, or on judged answers, for the remaining steps.
 
     Logs `train/loss` (mean over pairs or answers) and other metrics of the loss; for kto also `kl/reference`, in nats
     per answer.
     """
-    recipe, tracker = session.recipe, session.tracker
-    keep = collect_for(recipe, session.folder.path)
-    answers = read_preferences(recipe, session.tokenizer, recipe.data.train, session.dropped, collect=keep)
-    order = session.origin.position.order(recipe, "data.train", len(answers))
+    recipe, tracker = run.recipe, run.tracker
+    keep = collect_for(recipe, run.folder.path)
+    answers = read_preferences(recipe, run.data.tokenizer, recipe.data.train, run.data.dropped, collect=keep)
+    order = run.origin.position.order(recipe, "data.train", len(answers))
     # Each item drawn before has two events.
-    session.rewind_draws(2 * order.start(session.folder.resumed_step))
+    run.data.rewind_draws(2 * order.start(run.folder.resumed_step))
     held_out = {
-        name: read_preferences(recipe, session.tokenizer, path, session.dropped)[: recipe.evaluation.max_problems]
+        name: read_preferences(recipe, run.data.tokenizer, path, run.data.dropped)[: recipe.evaluation.max_problems]
         for name, path in recipe.data.validation.items()
     }
-    await compare_start(session, answers)
-    if not session.folder.resumed_step and recipe.evaluates_first:
-        tracker.log(0, await _evaluate(session, held_out))
-    for number in session.steps.remaining:
-        async with session.steps.step(number) as step:
+    await compare_start(run, answers)
+    if not run.folder.resumed_step and recipe.evaluates_first:
+        tracker.log(0, await _evaluate(run, held_out))
+    for number in run.remaining_steps:
+        async with run.step(number) as step:
             step.log({"data/epoch": order.epochs(number - 1)})
             indices = order.batch(number - 1)
             batch = _batch([answers[index] for index in indices])
             with tracker.phase("logprobs"):
-                await _add_reference(session, batch)
+                await _add_reference(run, batch)
             is_judged = recipe.sequences_per_example == 1
             # Computed before the update, so that it measures the policy that the update starts from.
-            kto_kl = await _divergence(session, batch) if is_judged else None
-            async with session.steps.updating(step):
+            kto_kl = await _divergence(run, batch) if is_judged else None
+            async with run.updating(step):
                 assign_token_weights(
                     batch, recipe.algorithm.model_copy(update={"aggregation": "sequence_mean_token_sum"})
                 )
-                step.log_update(await session.models["policy"].update(batch, kto_kl=kto_kl))
+                step.log_update(await run.models["policy"].update(batch, kto_kl=kto_kl))
                 if kto_kl is not None:
                     step.log({"kl/reference": kto_kl})
-            session.write_draws(number, order, indices)
-            step.log(await move_reference(session.models, recipe, number))
-            await session.checkpoints.begin(number)
+            run.data.write_draws(number, order, indices)
+            step.log(await move_reference(run.models, recipe, number))
+            await run.checkpoints.begin(number)
             if recipe.evaluates_at(number):
-                step.log(await _evaluate(session, held_out))
+                step.log(await _evaluate(run, held_out))
 
 
 def _batch(answers: Sequence[Answers]) -> TokenBatch:
@@ -65,13 +65,13 @@ def _batch(answers: Sequence[Answers]) -> TokenBatch:
     return TokenBatch.from_sequences([sequence for together in answers for sequence in together])
 
 
-async def _add_reference(session: Session, batch: TokenBatch) -> None:
+async def _add_reference(run: Run, batch: TokenBatch) -> None:
     """Add the reference model's log-probs to a batch, if the loss needs them."""
-    if session.recipe.has_reference:
-        batch.per_token["reference_logprobs"] = await session.models["reference"].forward(batch)
+    if run.recipe.has_reference:
+        batch.per_token["reference_logprobs"] = await run.models["reference"].forward(batch)
 
 
-async def _divergence(session: Session, batch: TokenBatch) -> float:
+async def _divergence(run: Run, batch: TokenBatch) -> float:
     """Estimate the KL divergence between policy and reference for KTO, in nats, at least 0.
 
     It is the mean log-ratio of mismatched answers: each prompt with the answer to the next prompt.
@@ -87,13 +87,13 @@ async def _divergence(session: Session, batch: TokenBatch) -> float:
         together = np.concatenate([prompt, answer])[:longest]
         mismatched.append(TrainingSequence(together, np.arange(len(together)) >= len(prompt)))
     batch = TokenBatch.from_sequences(mismatched)
-    with session.tracker.phase("logprobs"):
-        await _add_reference(session, batch)
-        logprobs = await session.models["policy"].forward(batch)
+    with run.tracker.phase("logprobs"):
+        await _add_reference(run, batch)
+        logprobs = await run.models["policy"].forward(batch)
     return max(0.0, float(np.mean(worths(batch, logprobs, by_length=False))))
 
 
-async def _evaluate(session: Session, held_out: Mapping[str, Sequence[Answers]]) -> dict[str, float]:
+async def _evaluate(run: Run, held_out: Mapping[str, Sequence[Answers]]) -> dict[str, float]:
     """Return `val/SET/accuracy` for each held-out set.
 
     For pairs: the share in which the chosen answer has the larger worth (`worths`). For judged answers: the probability
@@ -101,16 +101,16 @@ async def _evaluate(session: Session, held_out: Mapping[str, Sequence[Answers]])
     the higher score for the chosen answer.
     """
     scalars: dict[str, float] = {}
-    policy = session.models["policy"]
-    with session.tracker.phase("evaluation"), policy.work.uncounted():
+    policy = run.models["policy"]
+    with run.tracker.phase("evaluation"), policy.work.uncounted():
         for name, answers in held_out.items():
             batch = _batch(answers)
-            await _add_reference(session, batch)
-            by_length = session.recipe.preference.normalize_by_length
+            await _add_reference(run, batch)
+            by_length = run.recipe.preference.normalize_by_length
             worth = worths(batch, await policy.forward(batch), by_length=by_length)
             # `_batch` stores the chosen and the rejected answer of a pair alternately.
             good, bad = worth[::2], worth[1::2]
-            if session.recipe.sequences_per_example == 1:
+            if run.recipe.sequences_per_example == 1:
                 is_good = np.maximum.reduceat(batch.per_token["desirable"], batch.cu_seqlens[:-1]) > 0
                 # Broadcast to all combinations of a desirable and an undesirable answer.
                 good, bad = worth[is_good, None], worth[None, ~is_good]

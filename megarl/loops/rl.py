@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from megarl.config import Recipe
 from megarl.data.token_batch import TokenBatch
 from megarl.loops.models import move_reference, retain_experts
-from megarl.loops.on_policy import on_policy_run
+from megarl.loops.on_policy import on_policy_rollout
 from megarl.loops.saving.data_position import DataPosition
-from megarl.loops.session import Session
+from megarl.loops.started_run import Run
 from megarl.loops.step import StepSamples
 from megarl.preflight import Dropped, off_policy_notices, read_conversations
 from megarl.rollout.step.advantages import penalty_kl, weigh
@@ -21,40 +21,40 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 
-async def train(session: Session) -> None:
+async def train(run: Run) -> None:
     """Repeat sample, score, weigh, update, save, reshard and evaluate.
 
     A step trains the weights with its own number as version. The engines have the same version, because each step ends
     with a reshard. With rollout.sync_every they have an earlier one. Separate engines sample during the update.
     """
-    recipe, models, phase = session.recipe, session.models, session.tracker.phase
+    recipe, models, phase = run.recipe, run.models, run.tracker.phase
     policy = models["policy"]
     forward = forward_of(policy, recipe)
-    conversations_at = conversations_of(recipe, session.tokenizer, session.dropped, session.origin.position)
+    conversations_at = conversations_of(recipe, run.data.tokenizer, run.data.dropped, run.origin.position)
     for warning in off_policy_notices(recipe):
-        session.tracker.notice(warning)
+        run.tracker.notice(warning)
 
-    async with on_policy_run(session) as run:
-        await run.resume_or_evaluate()
-        for number in session.steps.remaining:
-            async with session.steps.step(number, run.state) as step:
-                groups = await run.sample(step)
+    async with on_policy_rollout(run) as rollout:
+        await rollout.resume_or_evaluate()
+        for number in run.remaining_steps:
+            async with run.step(number, rollout.state) as step:
+                groups = await rollout.sample(step)
                 # Waiting groups of a synchronous step get their log-probs in the same batch.
-                waiting = list(run.state.waiting) if run.buffer.policy.is_synchronous else []
-                samples = StepSamples(groups, waiting, run.state.kl_coefficient)
+                waiting = list(rollout.state.waiting) if rollout.buffer.policy.is_synchronous else []
+                samples = StepSamples(groups, waiting, rollout.state.kl_coefficient)
                 with phase("logprobs"):
-                    groups = await run.buffer.add_old_logprobs(groups, forward)
+                    groups = await rollout.buffer.add_old_logprobs(groups, forward)
                     groups, batch, scores = await score(groups, models, recipe, weight_version=number)
                     step.log(scores)
-                session.steps.abandon_if_asked()
+                run.abandon_if_asked()
                 with phase("advantages"):
                     # Before some tokens are left out of the training.
                     step.outcome.kl = penalty_kl(batch, recipe)
-                    step.log(weigh(batch, recipe, number, run.state.kl_coefficient))
+                    step.log(weigh(batch, recipe, number, rollout.state.kl_coefficient))
                 # Before the update, so that the records show the weights that sampled and trained these tokens.
-                token_records = await session.samples.token_records(number, groups, batch)
+                token_records = await run.samples.token_records(number, groups, batch)
 
-                async with session.steps.updating(step):
+                async with run.updating(step):
                     if "critic" in models:
                         step.log(await update_critic(batch, models["critic"], recipe, step.outcome))
                     updates = PolicyUpdates(batch, recipe, number, conversations_at(number))
@@ -62,19 +62,19 @@ async def train(session: Session) -> None:
                         updates.add(await policy.update(minibatch, samples.kl_coefficient))
                 updates.add_to(step.outcome)
                 step.log(updates.metrics())
-                await session.steps.observers.observe_batch(step, samples, batch)
-                run.log_samples(step, groups)
-                step.log(run.state.adapt_kl(step.outcome.kl, num_samples=len(batch.rewards)))
+                await run.watch.observers.observe_batch(step, samples, batch)
+                rollout.log_samples(step, groups)
+                step.log(rollout.state.adapt_kl(step.outcome.kl, num_samples=len(batch.rewards)))
                 # Before the save: the checkpoint contains the moved reference.
                 step.log(await move_reference(models, recipe, number))
-                step.log(await retain_experts(models, recipe, run.state))
+                step.log(await retain_experts(models, recipe, rollout.state))
 
                 # Before the reshard: colocated engines sleep, so their memory is free for the save and the export.
-                await session.checkpoints.begin(number, run.state.save)
-                await run.reshard(step)
-                await run.write_samples(step, groups, token_records)
+                await run.checkpoints.begin(number, rollout.state.save)
+                await rollout.reshard(step)
+                await rollout.write_samples(step, groups, token_records)
                 if recipe.evaluates_at(number):
-                    step.log(await session.evaluate(number))
+                    step.log(await run.evaluate(number))
 
 
 def conversations_of(

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megarl.data.token_batch import TokenBatch
-from megarl.loops.session import Session
+from megarl.loops.started_run import Run
 from megarl.types import TrainingSequence
 
 _NUM_TOKENS, _LONGEST = 256, 128
@@ -31,33 +31,31 @@ class Gap(NamedTuple):
     num_tokens: int
 
 
-async def compare_start(session: Session, examples: Iterable[Sequence[TrainingSequence]]) -> None:
+async def compare_start(run: Run, examples: Iterable[Sequence[TrainingSequence]]) -> None:
     """Compare log-probs of the first examples, before the first step of a run that is not resumed.
 
     Prints the distance. Warns if it is more than rounding, or if transformers cannot compute the model here.
     `examples` are the sequences of each example, two for a pair of answers.
     """
-    recipe = session.recipe
+    recipe = run.recipe
     # The value head of a reward model has no counterpart. After a resume the weights are not the folder's.
-    if recipe.loop == "reward_model" or session.folder.resumed_step or not recipe.train.steps:
+    if recipe.loop == "reward_model" or run.folder.resumed_step or not recipe.train.steps:
         return
     batch = TokenBatch.from_sequences(first_sequences(examples))
     tokens = np.split(batch.token_ids, batch.cu_seqlens[1:-1])
-    policy = session.models["policy"]
-    with session.tracker.phase("start"), policy.work.uncounted():
+    policy = run.models["policy"]
+    with run.tracker.phase("start"), policy.work.uncounted():
         reference, *_ = await policy.group.call("transformers_model.logprobs", tokens)
         if isinstance(reference, str):
-            session.tracker.notice(
-                f"model.path: log-probs are not compared with transformers at the start: {reference}."
-            )
+            run.tracker.notice(f"model.path: log-probs are not compared with transformers at the start: {reference}.")
             return
         trained = await policy.forward(batch)
     gap = measure_gap(np.split(trained, batch.cu_seqlens[1:-1]), reference)
     limit = _FP8_LIMIT if recipe.trainer.fp8 != "none" else _LIMITS.get(recipe.model.dtype, _ROUNDED_LIMIT)
     if (text := gap_warning(gap, limit)) is not None:
-        session.tracker.notice(text)
+        run.tracker.notice(text)
     else:
-        session.tracker.info(f"trainer against transformers: {_describe(gap)}")
+        run.tracker.info(f"trainer against transformers: {_describe(gap)}")
 
 
 def first_sequences(examples: Iterable[Sequence[TrainingSequence]]) -> list[TrainingSequence]:

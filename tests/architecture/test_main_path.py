@@ -14,7 +14,7 @@ MAIN_PATH = [
     "loops/rl.py",
     "loops/on_policy.py",
     "loops/step.py",
-    "loops/steps.py",
+    "loops/started_run.py",
     "training/training_engine.py",
     "training/model.py",
     "training/rows/packed_rows.py",
@@ -70,7 +70,7 @@ def test_the_loops_name_no_observer_of_a_step() -> None:
     names = {path.stem for path in (PACKAGE / "loops/observers").glob("[!_]*.py")} - {"step_observer", "selection"}
     assert {"canary", "instabilities", "step_checks", "step_recorder", "weight_checks"} <= names
     words = re.compile("|".join(f"{name}|{name.title().replace('_', '')}" for name in names))
-    for module in ("rl", "on_policy", "sft", "preference", "distillation", "session", "step", "steps"):
+    for module in ("rl", "on_policy", "sft", "preference", "distillation", "started_run", "run_data", "step"):
         text = (PACKAGE / f"loops/{module}.py").read_text()
         assert words.findall(text) == [], module
 

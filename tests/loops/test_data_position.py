@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megarl.config import Recipe
 from megarl.data.sampler import DataOrder
+from megarl.loops.run_data import RunData
 from megarl.loops.saving.data_position import DataPosition
-from megarl.loops.session import Session
 from megarl.tracking.draws import LEDGER, account
 
 FIELDS = {"sft": "data.train", "preference": "data.train", "reward_model": "data.train", "rl": "data.ptx"}
@@ -93,14 +93,19 @@ def test_a_step_before_the_start_is_refused() -> None:
         DataOrder(10, 2, 0, first_step=2, num_drawn=9).batch(1)
 
 
+def run_data(ledger: Path, notify: Callable[[str], object] = print) -> RunData:
+    unused: Any = None
+    return RunData(tokenizer=unused, sources=(), dropped=Counter(), draws_file=ledger, notify=notify)
+
+
 def test_the_ledger_accounts_for_each_record_over_starts_with_other_batch_sizes(tmp_path: Path) -> None:
-    session: Any = SimpleNamespace(folder=SimpleNamespace(draws_file=tmp_path / LEDGER), dropped=Counter())
+    data = run_data(tmp_path / LEDGER)
     position, step = DataPosition(), 0
     for batch_size, num_steps in ((4, 3), (8, 2), (1, 5), (16, 2)):
         recipe = recipe_of("sft", batch_size)
         order = position.order(recipe, "data.train", 10)
         for number in range(step + 1, step + num_steps + 1):
-            Session.write_draws(session, number, order, order.batch(number - 1))
+            data.write_draws(number, order, order.batch(number - 1))
         step += num_steps
         position = saved(position, step, recipe)
     found = account(tmp_path)
@@ -109,15 +114,14 @@ def test_the_ledger_accounts_for_each_record_over_starts_with_other_batch_sizes(
 
 def test_a_ledger_cut_or_removed_before_a_resume_is_told(tmp_path: Path) -> None:
     file, notices = tmp_path / LEDGER, list[str]()
-    tracker = SimpleNamespace(notice=notices.append)
-    session: Any = SimpleNamespace(folder=SimpleNamespace(draws_file=file), dropped=Counter(), tracker=tracker)
+    data = run_data(file, notices.append)
     order = DataPosition().order(recipe_of("sft", 4), "data.train", 10)
     for number in (1, 2, 3):
-        Session.write_draws(session, number, order, order.batch(number - 1))
-    Session.rewind_draws(session, 2 * order.start(2))
+        data.write_draws(number, order, order.batch(number - 1))
+    data.rewind_draws(2 * order.start(2))
     assert notices == [] and len(file.read_bytes().splitlines()) == 2
     file.write_bytes(file.read_bytes().splitlines(keepends=True)[0])
-    Session.rewind_draws(session, 2 * order.start(2))
+    data.rewind_draws(2 * order.start(2))
     file.unlink()
-    Session.rewind_draws(session, 2 * order.start(2))
+    data.rewind_draws(2 * order.start(2))
     assert [text.split(" events")[0] for text in notices] == [f"{file}: lacks 8 of 16", f"{file}: lacks 16 of 16"]

@@ -21,9 +21,8 @@ from typing import Any
 from gpu_samples import GpuSamples, means_of
 from run_plan import Settings
 
-from megarl.loops.session import Session
+from megarl.loops.started_run import Run
 from megarl.loops.step import Step
-from megarl.loops.steps import Steps
 from megarl.rollout.state import RLState
 from megarl.types import StoppedError
 
@@ -31,21 +30,21 @@ GEMM_ROUNDS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasuredSteps(Steps):
-    """Steps of a run with the metrics `bench/...`.
+class MeasuredRun(Run):
+    """A run whose steps have the metrics `bench/...`.
 
     `plan` has the settings of each step; None: those of the recipe, for the recipe's steps. `on_step(number)` is called
     after each.
     """
 
-    samples: GpuSamples
+    samples_of_gpu: GpuSamples
     gemm_width: int
     plan: Sequence[Settings] | None = None
     on_step: Callable[[int], None] = lambda number: None
 
     @property
-    def remaining(self) -> range:
-        return super().remaining if self.plan is None else range(1, len(self.plan) + 1)
+    def remaining_steps(self) -> range:
+        return super().remaining_steps if self.plan is None else range(1, len(self.plan) + 1)
 
     @asynccontextmanager
     async def step(self, number: int, state: RLState | None = None) -> AsyncIterator[Step]:
@@ -55,32 +54,32 @@ class MeasuredSteps(Steps):
             await self.ranks.trainers.call("change_settings", settings.offload, settings.recompute)
         [products, *_] = await self.ranks.trainers.call("gemm_tflops", self.gemm_width, GEMM_ROUNDS)
         # They are a part of the time since the previous step, which the tracker counts for all steps but the first.
-        own_seconds = time.monotonic() - began if number > self.remaining.start else 0.0
-        self.samples.take()
+        own_seconds = time.monotonic() - began if number > self.remaining_steps.start else 0.0
+        self.samples_of_gpu.take()
         async with super().step(number, state) as step:
             yield step
-            means = means_of(self.samples.take())
+            means = means_of(self.samples_of_gpu.take())
             step.log({f"bench/{name}": value for name, value in means.items()})
             step.log({"bench/gemm_tflops": statistics.median(products), "bench/own_seconds": own_seconds})
         self.on_step(number)
 
 
-def steps_of(session: Session, samples: GpuSamples, **fields: Any) -> MeasuredSteps:
-    """Return a session's steps with measurements."""
-    values = {field.name: getattr(session.steps, field.name) for field in dataclasses.fields(Steps)}
-    return MeasuredSteps(**values, samples=samples, **fields)
+def measured(run: Run, samples: GpuSamples, **fields: Any) -> MeasuredRun:
+    """Return a run whose steps are measured."""
+    parts = {field.name: getattr(run, field.name) for field in dataclasses.fields(Run)}
+    return MeasuredRun(**parts, samples_of_gpu=samples, **fields)
 
 
-Loop = Callable[[Session], Awaitable[None]]
+Loop = Callable[[Run], Awaitable[None]]
 
 
 def run_measured(arguments: Sequence[str], loop: Loop) -> int:
     """Run megarl's command line in this process with another loop for `loop: rl`. Returns the exit code."""
     from megarl.cli import main
-    from megarl.loops import run
+    from megarl.loops import rank_start, run
 
     run.LOOPS["rl"] = loop
-    run.COLOCATED_WORKER = "measured_worker:MeasuredWorker"
+    rank_start.COLOCATED_WORKER = "measured_worker:MeasuredWorker"
     sys.argv = ["megarl", *arguments]
     try:
         main()
@@ -89,28 +88,27 @@ def run_measured(arguments: Sequence[str], loop: Loop) -> int:
     return 0
 
 
-async def train(session: Session, gemm_width: int) -> None:
+async def train(run: Run, gemm_width: int) -> None:
     """Make the recipe's steps, with measurements."""
     from megarl.loops import rl
 
     with GpuSamples() as samples:
-        await rl.train(dataclasses.replace(session, steps=steps_of(session, samples, gemm_width=gemm_width)))
+        await rl.train(measured(run, samples, gemm_width=gemm_width))
 
 
 async def train_by_plan(
-    session: Session,
+    run: Run,
     gemm_width: int,
     plan: Sequence[Settings],
     on_step: Callable[[int], None],
-    then: Callable[[Session], Awaitable[None]],
+    then: Callable[[Run], Awaitable[None]],
 ) -> None:
     """Make one step for each of the plan's settings, then call `then`. Ends the run without an export."""
     from megarl.loops import rl
 
     with GpuSamples() as samples:
-        steps = steps_of(session, samples, gemm_width=gemm_width, plan=plan, on_step=on_step)
-        await rl.train(dataclasses.replace(session, steps=steps))
-        await then(session)
+        await rl.train(measured(run, samples, gemm_width=gemm_width, plan=plan, on_step=on_step))
+        await then(run)
     raise StoppedError("all that was to be measured is measured")
 
 

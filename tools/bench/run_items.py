@@ -26,7 +26,7 @@ from run_plan import PLAN, Settings, clean_steps
 from shapes import config_of, stop_tokens
 from traces import summary_of
 
-from megarl.loops.session import Session
+from megarl.loops.started_run import Run
 from megarl.preflight import predicted_memory
 from megarl.types import Request, SamplingSettings
 
@@ -41,22 +41,22 @@ class RunItems:
         self._started = time.monotonic()
         self._wants_steps = lines.wants("whole_steps")
         self._steps: list[dict[str, Any]] = []
-        self._session: Session
+        self._run: Run
         self.is_complete = False
 
-    async def loop(self, session: Session) -> None:
+    async def loop(self, run: Run) -> None:
         """Make the steps, then the rollouts. In place of the loop of `loop: rl`."""
-        self._session = session
+        self._run = run
         plan = PLAN if self._wants_steps else ()
         if self._wants_steps:
             self._lines.begin("whole_steps")
         start = time.monotonic() - self._started
         self._lines.write("start_seconds", [start], "s", against="checks, ranks, engine and model")
-        await train_by_plan(session, self._size.gemm_width, plan, self._write_step, self._after_steps)
+        await train_by_plan(run, self._size.gemm_width, plan, self._write_step, self._after_steps)
 
     def _write_step(self, number: int) -> None:
         """Write the line of a step that has just ended, from the last line of the run's metrics."""
-        row = json.loads(self._session.folder.metrics_file.read_text(encoding="utf-8").splitlines()[-1])
+        row = json.loads(self._run.folder.metrics_file.read_text(encoding="utf-8").splitlines()[-1])
         settings, line = PLAN[number - 1], step_line(row)
         predicted = self._predicted(settings)
         for phase, memory in line["memory"].items():
@@ -66,12 +66,12 @@ class RunItems:
 
     def _predicted(self, settings: Settings) -> Mapping[str, int]:
         """Return the planned memory of each phase with these settings."""
-        recipe = self._session.recipe
+        recipe = self._run.recipe
         changes = {"offload": settings.offload, "recompute": settings.recompute}
         trainer = recipe.trainer.model_copy(update=changes)
         return predicted_memory(recipe.model_copy(update={"trainer": trainer}))
 
-    async def _after_steps(self, session: Session) -> None:
+    async def _after_steps(self, run: Run) -> None:
         if self._wants_steps:
             with self._lines.measuring("whole_steps"):
                 self._write_whole_steps()
@@ -111,21 +111,21 @@ class RunItems:
 
     async def _sample(self, num_requests: int, sampling: SamplingSettings, seed: str) -> float:
         """Sample one turn of so many problems by the run's driver. Returns the seconds."""
-        session = self._session
-        sampler = sampler_of(session.pool, session.tokenizer, 1, max_prompt_tokens=PROMPT_TOKENS)
-        problems = problems_of(session.tokenizer, num_requests)
+        run = self._run
+        sampler = sampler_of(run.pool, run.data.tokenizer, 1, max_prompt_tokens=PROMPT_TOKENS)
+        problems = problems_of(run.data.tokenizer, num_requests)
         await self._on_rank("begin_round")
         started = time.monotonic()
         await sampler.sample(problems, sampling, seed=seed)
         return time.monotonic() - started
 
     async def _on_rank(self, method: str, *arguments: Any) -> Any:
-        [answer, *_] = await self._session.steps.ranks.trainers.call(method, *arguments)
+        [answer, *_] = await self._run.ranks.trainers.call(method, *arguments)
         return answer
 
     async def _profile_rollout(self, num_requests: int) -> None:
         """Write the time of an engine step with so many requests, its floor by memory, and a profile."""
-        size, ranks = self._size, self._session.steps.ranks
+        size, ranks = self._size, self._run.ranks
         sampling = SamplingSettings(size.profile_tokens)
         milliseconds, step_counts = [], []
         for number in range(size.rounds + 1):
@@ -152,7 +152,7 @@ class RunItems:
     async def _compare_driver(self) -> None:
         """Write tokens a second of the driver and of `vllm.LLM`, alternating, on the same requests."""
         size, is_cpu = self._size, self._options.device == "cpu"
-        recipe = self._session.recipe
+        recipe = self._run.recipe
         stops = tuple(stop_tokens(config_of(size.run_shape)["vocab_size"], size.mean_tokens))
         sampling = SamplingSettings(size.driver_new_tokens, stop_token_ids=stops)
         settings: dict[str, Any] = {

@@ -1,23 +1,31 @@
-"""Steps of a run: each is measured, logged and checked, and a stop signal or a fault ends the run after a save."""
+"""A started run, made of its parts. A loop calls its steps; each is measured, logged and checked.
+
+A stop signal or a fault ends the run after a save.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 
+from megarl.cluster.rank_model import RankModel
 from megarl.cluster.run_ranks import RunRanks
 from megarl.config import Recipe
 from megarl.loops.observers.step_observer import StepObservers
 from megarl.loops.performance import Performance, Profiles
+from megarl.loops.rank_processes import RankProcesses
 from megarl.loops.reshard_schedule import ReshardSchedule
-from megarl.loops.resizing import ResizeAskedError, take_request
+from megarl.loops.resizing import take_request
+from megarl.loops.run_data import RunData
+from megarl.loops.sample_writer import SampleWriter
 from megarl.loops.saving.checkpointing import Checkpoints
+from megarl.loops.saving.resume import Origin
 from megarl.loops.step import Step
 from megarl.loops.stopping import StopRequest
 from megarl.platform.spans import span
-from megarl.preflight import Dropped
-from megarl.rollout.pool import AbandonedError
+from megarl.rollout.evaluate import EvaluatedSet, evaluate
+from megarl.rollout.pool import AbandonedError, EnginePool
 from megarl.rollout.state import RLState
 from megarl.tracking.metric_rows import MetricRow
 from megarl.tracking.run_folder import RunFolder
@@ -28,28 +36,38 @@ METRICS = (MetricRow("data/dropped", "count", "records dropped because they are 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Steps:
-    """Steps of a run. When `stop` asks for it, they save to `checkpoints` and raise StoppedError."""
+class StepWatch:
+    """What measures and checks the steps of a run."""
 
-    recipe: Recipe
-    ranks: RunRanks
-    folder: RunFolder
-    tracker: Tracker
-    checkpoints: Checkpoints
-    reshard_schedule: ReshardSchedule
-    stop: StopRequest
     performance: Performance
     profiles: Profiles
     observers: StepObservers
-    dropped: Dropped
-    """Number of records dropped because they are too long, by data source."""
-    recovery_metrics: Callable[[], Mapping[str, float]]
-    """Function returning the metrics of a recovery from a lost rank, once, in the first step after it."""
-    growth: Callable[[], ResizeAskedError | None]
-    """Function returning the change back to the run's full size, if lost nodes have come back."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A started run: its recipe, its folder, and what computes, saves and watches its steps."""
+
+    recipe: Recipe
+    folder: RunFolder
+    origin: Origin
+    """Checkpoint the run was resumed from, if any."""
+    tracker: Tracker
+    stop: StopRequest
+    """When it asks for it, a step saves to `checkpoints` and raises StoppedError."""
+    data: RunData
+    processes: RankProcesses
+    ranks: RunRanks
+    models: Mapping[str, RankModel]
+    """The recipe's models by name: `policy`, `reference`, `critic`, `reward_model`, `teacher0` and so on."""
+    pool: EnginePool
+    reshard_schedule: ReshardSchedule
+    checkpoints: Checkpoints
+    samples: SampleWriter
+    watch: StepWatch
 
     @property
-    def remaining(self) -> range:
+    def remaining_steps(self) -> range:
         """Numbers of the remaining steps."""
         return range(self.folder.resumed_step + 1, self.recipe.train.steps + 1)
 
@@ -62,19 +80,19 @@ class Steps:
         step = Step(number)
         self.tracker.begin(number)
         # Before the step's first call to the ranks, so that start-up does not count.
-        await self.performance.begin()
-        step.log(self.recovery_metrics())
+        await self.watch.performance.begin()
+        step.log(self.processes.take_metrics())
         await self.ranks.begin_step(number)
-        if self.dropped:
-            step.log({"data/dropped": float(self.dropped.total())})
+        if self.data.dropped:
+            step.log({"data/dropped": float(self.data.dropped.total())})
         is_profiled = number in self.recipe.train.profile_steps
-        async with self.profiles.record_step(number) if is_profiled else nullcontext():
+        async with self.watch.profiles.record_step(number) if is_profiled else nullcontext():
             async with self.saving_on_stop(step, state):
                 yield step
             with span("log"):
-                await self.observers.observe(step)
+                await self.watch.observers.observe(step)
                 step.log(self.checkpoints.copies.take_metrics())
-                step.log(await self.performance.measure_step(self.tracker.seconds, step.metrics))
+                step.log(await self.watch.performance.measure_step(self.tracker.seconds, step.metrics))
                 fault = self._log(step)
                 self.folder.set_status(step=number)
             # An asynchronous save is published at the end of the first step after it was written.
@@ -90,10 +108,28 @@ class Steps:
     async def updating(self, step: Step) -> AsyncIterator[None]:
         """Enter a context for a step's updates. From then on a stop signal saves this step, not the previous one."""
         with self.tracker.phase("train"):
-            await self.observers.before_updates(step)
+            await self.watch.observers.before_updates(step)
             step.is_trained = True
             yield
-            await self.observers.after_updates(step)
+            await self.watch.observers.after_updates(step)
+
+    async def evaluate(self, step: int) -> dict[str, float]:
+        """Return the metrics of all validation sets (see `rollout.evaluate.EvaluatedSet`) and of the engines.
+
+        The trajectories are written to samples/. Raises AbandonedError, and writes nothing, if a stop signal comes
+        first.
+        """
+        with self.tracker.phase("evaluation"):
+            sets = await self.ranks.watching(self._evaluated_sets())
+        # Read after all sets, so that the tokens of the whole evaluation count.
+        metrics = self.pool.evaluation_metrics()
+        for done in sets:
+            await self.samples.write(step, done.records(), done.trajectories)
+            metrics |= done.metrics
+        return metrics
+
+    async def _evaluated_sets(self) -> list[EvaluatedSet]:
+        return [done async for done in evaluate(self.data.sources, self.recipe.reward.max_failed_fraction)]
 
     def finish(self, step: Step) -> None:
         """Log a step made outside `step`, and end the run on its fault. A checkpoint of its state exists already."""
@@ -130,7 +166,7 @@ class Steps:
     async def complete_background_work(self) -> None:
         """Wait for the reshard, the trace and the save under way."""
         await self.reshard_schedule.finish()
-        await self.profiles.finish()
+        await self.watch.profiles.finish()
         await self.checkpoints.complete(wait=True)
 
     def _log(self, step: Step) -> MegarlError | None:
@@ -138,7 +174,7 @@ class Steps:
         (`StepObserver.find_fault`)."""
         self.tracker.log(step.number, step.metrics)
         self.checkpoints.judge(step.number, step.metrics)
-        return self.observers.find_fault(step)
+        return self.watch.observers.find_fault(step)
 
     async def _stop_if_asked(self, step: int, state: RLState | None, unlogged: Step | None = None) -> None:
         """Save the state after `step` and raise StoppedError, if a signal asked the run to stop.
@@ -169,7 +205,8 @@ class Steps:
         except MegarlError as error:
             self.tracker.notice(f"the run cannot be resized: {error}")
             return
-        asked = asked or self.growth()
+        # Without a request: the change back to the run's full size, if lost nodes have come back.
+        asked = asked or self.processes.growth()
         if asked is None:
             return
         await self.complete_background_work()
@@ -184,4 +221,4 @@ class Steps:
         await self.reshard_schedule.sleep_engines()
         await self.checkpoints.save(step, state and state.save, unlogged)
         # The run ends after this save, so pending traces are written now.
-        await self.profiles.finish()
+        await self.watch.profiles.finish()

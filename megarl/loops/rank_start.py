@@ -1,0 +1,168 @@
+"""Start of a run's ranks: their processes, the checks of their nodes, their workers, and new ones for lost engines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+from megarl.cluster.deadlines import run_deadlines
+from megarl.cluster.launchers import start_group
+from megarl.cluster.node_checks import gpus, inspect, unfit_nodes_error
+from megarl.cluster.replacements import Replacements
+from megarl.cluster.reshard_calls import ReshardCalls
+from megarl.cluster.run_ranks import RunRanks, together
+from megarl.cluster.worker_group import WorkerGroup
+from megarl.config import Recipe
+from megarl.config.parallel import ParallelConfig
+from megarl.loops.rank_processes import RankProcesses
+from megarl.loops.stopping import StackRequest, StopRequest
+from megarl.platform import device
+from megarl.preflight import parallel_of, planned_host_bytes
+from megarl.tracking.run_folder import RunFolder
+from megarl.tracking.tracker import Tracker
+from megarl.types import FaultyNodeError
+
+COLOCATED_WORKER = "megarl.worker.colocated:Worker"
+"""Class of the worker on each rank: it trains and samples. Benchmarks replace it by a measuring class."""
+
+
+def count_of_ranks(recipe: Recipe) -> str:
+    """Return the number of ranks and nodes as text for the terminal."""
+    count, nodes = recipe.cluster.world_size, recipe.cluster.num_nodes
+    text = f"{count} rank{'s' * (count > 1)}" + (f" on {nodes} nodes" if nodes > 1 else "")
+    if recipe.separate_ranks:
+        text += f", of which {recipe.separate_ranks} only sample"
+    return text
+
+
+async def ready_ranks(
+    processes: RankProcesses, folder: RunFolder, tracker: Tracker, stop: StopRequest, stacks: StackRequest
+) -> RunRanks:
+    """Start the processes of all ranks, or after a loss only the missing ones."""
+    ranks = await processes.ready(folder.logs_folder, folder.bad_nodes)
+    ranks.on_asked(stop.ask)
+    ranks.report_hangs(folder.logs_folder, tracker.notice)
+    # From now on SIGQUIT prints the stacks of the ranks too.
+    stacks.ask_others = ranks.show_stacks
+    return ranks
+
+
+async def construct_workers(
+    processes: RankProcesses, folder: RunFolder, tracker: Tracker, ranks: RunRanks, reshard_calls: ReshardCalls
+) -> None:
+    """Construct a worker on each rank, and send separate engines their first weights.
+
+    Raises ConfigError naming the unfit nodes.
+    """
+    recipe, parallel = processes.recipe, processes.parallel
+    await _check_nodes(processes, folder, tracker, ranks)
+    # The node checks used cluster.start_timeout_seconds. From here on each method has its own deadline.
+    ranks.set_deadlines(lambda: run_deadlines(recipe.cluster))
+    teachers = parallel_of(recipe.for_teachers) if recipe.distillation.sizes else None
+    settings = {"recipe": recipe, "parallel": parallel, "frozen_parallel": teachers}
+    settings["topology"] = ranks.trainers.topology
+    if not ranks.is_separate:
+        await ranks.trainers.construct(COLOCATED_WORKER, settings)
+        return
+    replicas = [_construct_engine(group, recipe, parallel) for group in ranks.replicas]
+    await together([ranks.trainers.construct("megarl.worker.trainer_worker:TrainerWorker", settings), *replicas])
+    # Separate engines start without weights. The first reshard is verified, whatever weights.verify_every says.
+    await reshard_calls.run(verify=True, version=1)
+
+
+async def _check_nodes(processes: RankProcesses, folder: RunFolder, tracker: Tracker, ranks: RunRanks) -> None:
+    """Print the nodes of the ranks, and the results of their checks.
+
+    Raises ConfigError naming the unfit nodes, DiskFullError if they only lack room, or FaultyNodeError if they
+    joined the run after a loss.
+    """
+    recipe = processes.recipe
+    if len(nodes := dict.fromkeys(place[0] for place in ranks.topology)) > 1:
+        tracker.info(f"ranks on {', '.join(nodes)}")
+    _refuse_bad_nodes(recipe, folder, tracker, list(nodes))
+    uses_gpu = recipe.cluster.device != "cpu" and device.current().type == "cuda"
+    if uses_gpu and (notice := device.toolkit_notice()) is not None:
+        tracker.notice(notice)
+    # After a loss most nodes have passed the checks; a spare one has not.
+    checked = processes.checked_nodes
+    if not recipe.cluster.preflight or checked >= nodes.keys():
+        return
+    if processes.num_recoveries or checked:
+        # After a loss or a resize the ranks have no workers.
+        await together([group.construct("megarl.cluster.node_checks:NodeReport", {}) for group in ranks.groups])
+    wrong, lines = await inspect(ranks, recipe, folder.path.absolute(), planned_host_bytes(recipe))
+    if wrong:
+        error = unfit_nodes_error(f"nodes of run {recipe.name}", wrong)
+        if checked:
+            # An unfit spare node must not end the run for good: the job is queued again without it.
+            raise FaultyNodeError(str(error), nodes=tuple(node for node in nodes if node not in checked))
+        raise error
+    checked.update(nodes)
+    for line in lines:
+        tracker.info(line)
+
+
+def _refuse_bad_nodes(recipe: Recipe, folder: RunFolder, tracker: Tracker, nodes: Sequence[str]) -> None:
+    """Raise FaultyNodeError if one of the nodes is recorded as faulty. On a single machine, only warn."""
+    bad = [node for node in nodes if node in folder.bad_nodes]
+    if not bad:
+        return
+    text = f"bad_nodes in status.json has {', '.join(bad)}, where a canary was wrong (weights.canary_every)"
+    if recipe.cluster.launcher == "local":
+        tracker.notice(f"{text}; the run goes on there, because it has no other node")
+        return
+    raise FaultyNodeError(
+        f"{text}: exclude the node (Slurm: --exclude), or remove it from bad_nodes after its repair. Go on with: "
+        f"megarl train {folder.path} --resume",
+        nodes=tuple(bad),
+    )
+
+
+@asynccontextmanager
+async def replacing_lost_engines(
+    recipe: Recipe, parallel: ParallelConfig, folder: RunFolder, tracker: Tracker, ranks: RunRanks
+) -> AsyncIterator[Replacements]:
+    """Restart lost engine replicas (separate engines) while the others sample, until the context exits."""
+    cluster = recipe.cluster
+
+    async def start(lost: WorkerGroup) -> WorkerGroup:
+        group = await start_group(
+            cluster, folder.logs_folder, lost.world_size, lost.part, lost.kind, folder.bad_nodes,
+            others=lambda: ranks.groups, places=lost.places,
+        )  # fmt: skip
+        group.deadlines, group.on_asked = run_deadlines(cluster), ranks.trainers.on_asked
+        try:
+            await _construct_engine(group, recipe, parallel)
+        # Includes cancellation: started processes must never outlive the run.
+        except BaseException:
+            await group.close()
+            raise
+        return group
+
+    replacements = Replacements(start, tracker.notice)
+    if ranks.is_separate:
+        ranks.on_lost = lambda group, error: replacements.replace(group, error, len(ranks.replicas))
+    try:
+        yield replacements
+    finally:
+        # Losses while the run ends must not start new replicas.
+        ranks.on_lost = None
+        await replacements.close()
+
+
+async def _construct_engine(group: WorkerGroup, recipe: Recipe, parallel: ParallelConfig) -> None:
+    """Construct the worker (an engine shard) on each rank of a separate engine replica."""
+    # A replica keeps its number for life: its first rank determines it.
+    number = parallel.leaders().index(group.part.first_rank)
+    settings = {"recipe": recipe, "parallel": parallel, "replica": number}
+    await group.construct("megarl.worker.engine_worker:EngineWorker", settings)
+
+
+async def hardware(ranks: RunRanks) -> dict[str, str]:
+    """Return the ranks by node, and the GPUs of the driver's node, for attempt.json."""
+    on_nodes = Counter(place[0] for place in ranks.topology)
+    gpu_counts = Counter(await asyncio.to_thread(gpus))
+    gpu_text = "; ".join(f"{count} x {gpu}" for gpu, count in gpu_counts.items()) or "none: on the CPU"
+    return {"ranks": ", ".join(f"{count} on {node}" for node, count in on_nodes.items()), "GPUs": gpu_text}

@@ -1,0 +1,63 @@
+"""Data of a run: its sources of problems, the tokenizer, and the ledger of the records drawn from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megarl.data.sampler import DataOrder
+from megarl.files.atomic import storage_faults_named
+from megarl.preflight import Dropped
+from megarl.rollout.source import Source
+from megarl.tracking.draws import DrawEvents, rewind
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunData:
+    """Data of a run. `draws_file` is the ledger. `notify` prints a warning about it."""
+
+    tokenizer: Tokenizer
+    sources: Sequence[Source]
+    """Sources of problems, in the order of the recipe."""
+    dropped: Dropped
+    """Number of records dropped because they are too long, by data source."""
+    draws_file: Path
+    notify: Callable[[str], object]
+
+    def rewind_draws(self, num_events: int) -> None:
+        """Cut the ledger of a resumed run to the events before its checkpoint. Raises StorageError.
+
+        A notice says if the ledger lacks some of them.
+        """
+        file = self.draws_file
+        with storage_faults_named(file):
+            num_lacking = rewind(file, num_events)
+        if num_lacking:
+            self.notify(
+                f"{file}: lacks {num_lacking} of {num_events} events of the steps before; it was cut or removed, or an "
+                "earlier version of megarl wrote none. Training is not affected, but megarl samples --account cannot "
+                "prove these steps: restore the file from a copy, then resume again"
+            )
+
+    def write_draws(self, step: int, order: DataOrder, batch: Sequence[int]) -> None:
+        """Write to the ledger: a step's items were drawn from the data and trained on. Raises StorageError.
+
+        Steps are counted from 1. `batch` are the indices that `order` gives for the step. On-policy loops draw in
+        another way, and write their own events.
+        """
+        file, first = self.draws_file, order.start(step - 1)
+        if step > 1 and not file.exists():
+            # The run began with a version of megarl that wrote no ledger for this loop.
+            return
+        # Each item drawn before has two events.
+        events = DrawEvents(num_written=2 * first)
+        for place, index in enumerate(batch, first):
+            events.add("drawn", "train", place, index)
+            events.add("used", "train", index)
+        with storage_faults_named(file):
+            events.write(file, step, {"train": order.num_items}, num_open=0, too_long=self.dropped.total())
