@@ -82,9 +82,9 @@ command -v sbatch >/dev/null ||
 ruff check .
 ruff format --check .
 lint-imports
-# Three files of tests at a time: on two cores a third of them only waits, for Slurm, Ray or a deadline. On a GPU one
-# engine's memory would be taken for another's.
+# Four files of tests at a time: tests with ranks use two thirds of two cores if three run, because many wait for Slurm,
+# Ray, a deadline or each other. On a GPU one engine's memory would be taken for another's.
 workers=()
-command -v nvidia-smi >/dev/null || workers=(-n 3 --dist loadfile --no-loadscope-reorder)
+command -v nvidia-smi >/dev/null || workers=(-n 4 --dist loadfile --no-loadscope-reorder)
 [ "$tier" = all ] || arguments=(-m "$tier" "${arguments[@]}")
 pytest "${workers[@]}" "${arguments[@]}"

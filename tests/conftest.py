@@ -8,6 +8,7 @@ import os
 import resource
 import signal
 import subprocess
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
@@ -39,11 +40,14 @@ if TYPE_CHECKING:
     from tests.rank_pool import RankPool
 
 INSTALLS_SLURM = "launch/test.sh --install-slurm installs Slurm (as root, by apt-get)"
+LEFT = "this run of the tests has left:"
 OWN_JOBS = ("gpu_environment", "standin_gpu", "fault_runs", "long")
 TIERS = ("cluster", "end_to_end", "distributed", "types", "fast")
 """Markers, each test has one. A test without one has the tier that its fixtures declare, by using one of the fixtures
 `cluster_tier` and `distributed_tier`, or else `fast`. The fixtures' first in this order counts."""
 WATCH = pytest.StashKey[Watch]()
+SHARED_BY_WORKERS = pytest.StashKey[contextlib.ExitStack]()
+"""The fork servers that the workers of `-n` share, in the process that starts the workers."""
 _is_interrupted = False
 
 
@@ -65,6 +69,31 @@ def pytest_configure(config: pytest.Config) -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, signal.default_int_handler)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config) -> None:
+    """Share fork servers among all workers: each server's imports take 10 s to 20 s of processor time."""
+    folder = str(config.stash[WATCH].folder)
+    config.stash[SHARED_BY_WORKERS] = stack = contextlib.ExitStack()
+    with pytest.MonkeyPatch.context() as here:
+        here.setenv("TMPDIR", folder)
+        here.setattr(tempfile, "tempdir", folder)
+        stack.enter_context(shared_fork_servers())
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> Generator[None, object, object]:
+    """End the fork servers that workers shared, and fail the run if a process or shared memory of these is left."""
+    result = yield
+    if SHARED_BY_WORKERS in session.config.stash:
+        session.config.stash[SHARED_BY_WORKERS].close()
+        # Workers that failed may have left processes, which their own watching processes are about to end.
+        left = [] if _is_interrupted or session.exitstatus else _leftovers(session.config)
+        if left:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+            sys.stderr.write("\n".join(["", LEFT, *left, ""]))
+    return result
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -142,16 +171,21 @@ def nothing_is_left(pytestconfig: pytest.Config) -> Iterator[None]:
 
     All drivers of the run share their fork servers: it is the imports that would take most of a small run's time.
     """
-    with shared_fork_servers():
+    is_worker = hasattr(pytestconfig, "workerinput")
+    with contextlib.nullcontext() if is_worker else shared_fork_servers():
         yield
         end_fork_servers()
     if _is_interrupted:
         return
     # The folder of a driver that a test has killed is removed by the next run; none comes after the last test.
     PrivateFolder().remove()
-    left = pytestconfig.stash[WATCH].leftovers(pytestconfig.getoption("--leftover-seconds"))
+    left = _leftovers(pytestconfig)
     if left:
-        pytest.fail("this run of the tests has left:\n" + "\n".join(left), pytrace=False)
+        pytest.fail("\n".join([LEFT, *left]), pytrace=False)
+
+
+def _leftovers(config: pytest.Config) -> list[str]:
+    return config.stash[WATCH].leftovers(config.getoption("--leftover-seconds"))
 
 
 @pytest.fixture(autouse=True)

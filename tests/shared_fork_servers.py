@@ -32,7 +32,7 @@ SHARED = "MEGARL_FORK_SERVERS"
 """Environment variable with the broker's address. A driver without it starts servers of its own."""
 _ROOT = str(Path(__file__).resolve().parents[1])
 _MODULE = "tests.shared_fork_servers"
-_MAX_SERVERS = 4
+_MAX_SERVERS = 6
 """Servers retained by the broker. The least recently requested one is closed beyond this number."""
 _MAX_REQUEST_BYTES = 1 << 20
 """Largest request in bytes. It holds the driver's environment and search path as JSON."""
@@ -40,6 +40,8 @@ _REQUEST_SECONDS = 10.0
 """Seconds for a driver to send its request after it connected."""
 _END_SECONDS = 20.0
 """Seconds for the broker to end its servers. It is then killed, and its servers die with it."""
+_LATE = ("MEGARL_TEST_RUN", "PATH", "PYTEST_")
+"""Begin of names of variables that no import reads. A driver's server gets its values after it was forked."""
 _CREDENTIALS = struct.Struct("3i")
 """The kernel's `struct ucred`: process id, user id, group id (unix(7))."""
 
@@ -139,7 +141,15 @@ class _Lender:
 def _server_process(wanted: Mapping[str, Any], log: BinaryIO) -> ForkServerProcess:
     """Start a server for a request. Forked processes have their driver's search path, without this repository."""
     path = [*wanted["path"], _ROOT]
-    return ForkServerProcess(**{**wanted, "path": path}, log=log, function=f"{_MODULE}:lend")
+    # With the broker's late variables, such as the mark of the run of tests that its processes belong to.
+    environment = late_variables(os.environ) | wanted["environment"]
+    changed = {"path": path, "environment": environment}
+    return ForkServerProcess(**{**wanted, **changed}, log=log, function=f"{_MODULE}:lend")
+
+
+def late_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables in which the drivers of one server may differ."""
+    return {name: value for name, value in environment.items() if name.startswith(_LATE)}
 
 
 def lend(number: str, owner: str, *modules: str) -> Callable[[], object]:
@@ -167,6 +177,7 @@ def lend(number: str, owner: str, *modules: str) -> Callable[[], object]:
             # `ps` shows the driver's process id as the name of its server.
             Path("/proc/self/comm").write_text(f"megarl {driver}")
             _end_with(driver, connection)
+            _set_late_variables(connection)
             return fork_on_request(connection)
         connection.close()
     with suppress(ChildProcessError):
@@ -193,6 +204,16 @@ def _end_with(driver: int, connection: socket.socket) -> None:
     os.close(pidfd)
 
 
+def _set_late_variables(connection: socket.socket) -> None:
+    """Receive the late variables of this server's driver. Exit if the driver has ended."""
+    content = connection.recv(_MAX_REQUEST_BYTES)
+    if not content:
+        os._exit(0)
+    for name in late_variables(os.environ):
+        del os.environ[name]
+    os.environ.update(json.loads(content))
+
+
 def make_server(
     environment: Mapping[str, str], path: Sequence[str], imports: Sequence[str], log: BinaryIO
 ) -> ServerHandle:
@@ -212,8 +233,10 @@ class LentServer:
         self, address: str, environment: Mapping[str, str], path: Sequence[str], imports: Sequence[str], log: BinaryIO
     ) -> None:
         """Request a server at the socket `address`. Raises ConfigError if nobody, or another user, listens there."""
+        variables = import_variables(environment)
+        late = late_variables(variables)
         wanted = {
-            "environment": import_variables(environment),
+            "environment": {name: value for name, value in variables.items() if name not in late},
             "path": _shared_path(path, imports),
             "imports": list(imports),
             "executable": sys.executable,
@@ -225,6 +248,8 @@ class LentServer:
             if not is_own(self.requests):
                 raise PermissionError("the server at this address belongs to another user")
             socket.send_fds(self.requests, [json.dumps(wanted, sort_keys=True).encode()], [log.fileno()])
+            # Read by the server that is forked for this driver.
+            self.requests.send(json.dumps(late).encode())
         except OSError as error:
             self.requests.close()
             raise ConfigError(f"{SHARED} = {address}: there are no shared fork servers ({error}); unset it") from None

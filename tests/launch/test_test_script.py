@@ -16,7 +16,7 @@ from tests.conftest import TIERS
 
 ROOT = Path(__file__).resolve().parents[2]
 PROBE = ROOT / "tests/probes/tiers.py"
-WORKERS = "-n 3 --dist loadfile --no-loadscope-reorder"
+WORKERS = "-n 4 --dist loadfile --no-loadscope-reorder"
 CALLED = """#!/bin/bash
 echo "$(basename "$0") $*" >> "$LOG"
 [ "$(basename "$0")" != id ] || echo 0

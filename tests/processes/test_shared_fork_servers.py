@@ -18,6 +18,8 @@ from tests.child_processes import is_alive, rank_processes
 from tests.rewards.pools import wait_until
 from tests.shared_fork_servers import SHARED, shared_fork_servers
 
+ROOT = Path(__file__).resolve().parents[2]
+PROBE = ROOT / "tests/probes/shared.py"
 MODULE = """
 import os, signal
 
@@ -25,7 +27,8 @@ with open(os.environ["IMPORTED"], "a") as file:
     file.write(f"{os.getpid()}\\n")
 
 def wait(connection):
-    connection.sendall(f"{os.getpid()} {os.getppid()} {os.environ.get('COLOUR')}\\n".encode())
+    variables = (os.environ.get("COLOUR"), os.environ.get("PYTEST_XDIST_WORKER"))
+    connection.sendall("{} {} {} {}\\n".format(os.getpid(), os.getppid(), *variables).encode())
     while True:
         signal.pause()  # It ignores the end of its connection, so it must be killed.
 """
@@ -92,7 +95,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
         )
         drivers.append(driver)
         assert driver.stdout is not None
-        pid, parent, colour = driver.stdout.readline().split()
+        pid, parent, colour, _ = driver.stdout.readline().split()
         assert colour == own.get("COLOUR", "None")
         return driver, (int(pid), int(parent))
 
@@ -154,6 +157,17 @@ def test_all_end_with_the_process_that_shares_them(start: Start, tmp_path: Path)
     [importer] = imported(tmp_path)
     wait_until(lambda: not any(map(is_alive, (rank, server, importer))), seconds=60)
     assert not address.parent.exists()
+
+
+def test_workers_of_a_run_of_tests_share_them(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both workers run the probe. Its process has the variables of its own worker."""
+    for name, value in {"PYTEST_ADDOPTS": "", "IMPORTED": str(tmp_path / "imported")}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "modules"))
+    options = ["-q", "-p", "no:cacheprovider", "--numprocesses=2", "--dist=each", f"--basetemp={tmp_path / 'base'}"]
+    done = subprocess.run([sys.executable, "-m", "pytest", *options, PROBE], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "2 passed" in done.stdout, done.stdout + done.stderr
+    assert len(imported(tmp_path)) == 1
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
