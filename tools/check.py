@@ -1,7 +1,9 @@
-"""Run a check: a proof that takes too long for the tests. Prints a table, and exits with 1 if a row fails.
+"""Run a check: a measurement, or a proof on a user's recipe or packages. Prints a table; exits with 1 if a row fails.
 
     python tools/check.py --list
     python tools/check.py NAME [--size small|full] [--json FILE] [options of the check: NAME --help]
+
+A proof that needs neither is a test, marked `long` if it takes more than a minute: `launch/test.sh --tier long`.
 
 A check is a module of `tools/checks/`. Its docstring says what it proves, `DURATION` how long it takes, and `SMALL` the
 values of its options at the small size. `add_options(parser)` adds these options, and `run(options)` yields the rows of
@@ -14,6 +16,7 @@ import argparse
 import ast
 import importlib
 import json
+import resource
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,7 +33,7 @@ class Check(Protocol):
 
     __doc__: str
     DURATION: Mapping[str, str]
-    """Time on two CPU cores by size: measured seconds, or what is run where it was not timed."""
+    """Time by size: measured seconds on two CPU cores, or of CPU time; where it was not timed, what is run."""
     SMALL: Mapping[str, Any]
 
     def add_options(self, parser: argparse.ArgumentParser) -> None: ...
@@ -105,8 +108,15 @@ def run(name: str, arguments: Sequence[str]) -> int:
             with options.json.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
     num_failed = verdicts.count(False)
-    print(f"{name}: {len(verdicts)} rows, {num_failed} failed, {time.monotonic() - started:.0f} s")
+    seconds = f"{time.monotonic() - started:.0f} s, {_cpu_seconds():.0f} s of CPU time"
+    print(f"{name}: {len(verdicts)} rows, {num_failed} failed, {seconds}")
     return int(num_failed > 0 or not verdicts)
+
+
+def _cpu_seconds() -> float:
+    """Return the CPU time of this process and of its children that have ended."""
+    usages = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -114,13 +124,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="print what each check proves, its sizes and their times")
     parser.add_argument("name", nargs="?", choices=NAMES, metavar="NAME", help=", ".join(NAMES))
     parser.add_argument("options", nargs=argparse.REMAINDER, help="of the check")
-    given = parser.parse_args(arguments)
-    if given.list:
+    chosen = parser.parse_args(arguments)
+    if chosen.list:
         print("\n".join(map(describe, NAMES)))
         return 0
-    if given.name is None:
+    if chosen.name is None:
         parser.error("a NAME is missing; --list shows all")
-    return run(given.name, given.options)
+    return run(chosen.name, chosen.options)
 
 
 if __name__ == "__main__":

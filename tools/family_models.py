@@ -15,7 +15,7 @@ import numpy as np
 from megarl.config.parallel import ParallelConfig
 from megarl.data.token_batch import TokenBatch
 from megarl.types import TrainingSequence
-from tools.checks import invariance
+from tests.training import invariance
 
 if TYPE_CHECKING:
     from megarl.training.model import ModelShard

@@ -10,7 +10,7 @@ from megarl.memory_plan.memory_table import MemoryTable
 
 DRIVER_BYTES = LIBRARY_BYTES + 10**9
 """Host memory of the driver, which any node may have: its libraries, and a step's samples. Source of the second:
-tools/check.py driver_bytes, at most a gigabyte."""
+tests/rollout/test_driver_bytes.py, at most a gigabyte."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 from megarl.config.parallel import ParallelConfig
 from megarl.platform.exact.experts import weighted_sum
 from tests.rank_pool import RankPool
-from tools.checks.invariance import parallel_of
+from tests.training.invariance import parallel_of
 
 TOKENS, EXPERTS, TOP_K, BLOCKS = 64, 8, 4, 2
 LAYOUTS = {

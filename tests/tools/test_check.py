@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tools import check
-from tools.checks import streaming
+from tools.checks import allocator
 from tools.runs import read_lines
 
 
@@ -17,7 +17,7 @@ def test_the_list_describes_every_check(capsys: pytest.CaptureFixture[str]) -> N
     assert check.main(["--list"]) == 0
     printed = capsys.readouterr().out
     listed = [line for line in printed.splitlines() if not line.startswith(" ")]
-    assert listed == check.NAMES and len(listed) == 37
+    assert listed == check.NAMES and len(listed) == 21
     assert printed.count("    full: ") + printed.count("; full: ") == len(listed)
 
 
@@ -46,9 +46,9 @@ def test_a_check_fails_if_a_row_does(
         for number, met in enumerate(verdicts):
             yield {"name": f"row {number}", "value": number / 3} | ({} if met is None else {"met": met})
 
-    monkeypatch.setattr(streaming, "run", rows)
+    monkeypatch.setattr(allocator, "run", rows)
     file = tmp_path / "rows.jsonl"
-    assert check.main(["streaming", "--json", str(file)]) == status
+    assert check.main(["allocator", "--json", str(file)]) == status
     printed = capsys.readouterr().out
     assert printed.count("ok\n") == verdicts.count(True) and printed.count("FAILS\n") == verdicts.count(False)
     if verdicts:

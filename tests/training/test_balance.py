@@ -20,7 +20,7 @@ from megarl.families.shape import read_model_shape
 from megarl.tracking.metrics import merge, values
 from megarl.types import TrainingSequence
 from tests.rank_pool import RankPool
-from tools.checks.invariance import cut_out, join
+from tests.training.invariance import cut_out, join
 
 VOCABULARY, TOP_K, NUM_EXPERTS = 431, 2, 4
 COEFFICIENTS = {"aux_loss": 0.5, "seq_aux_loss": 0.3, "z_loss": 0.02}

@@ -20,7 +20,7 @@ from megarl.rollout.step.rl_batch import assign_token_weights
 from megarl.tracking.metrics import merge, values
 from megarl.types import TrainingSequence
 from tests.rank_pool import RankPool
-from tools.checks.invariance import cut_out, join
+from tests.training.invariance import cut_out, join
 
 LENGTHS = [5, 9, 14, 2, 11, 7, 8, 16, 4, 13]
 TEMPERATURE, TOP_K, BETA = 0.8, 6, 0.3

@@ -21,8 +21,8 @@ from megarl.types import TrainingSequence
 from tests.rank_pool import RankPool
 from tests.rounding import MARGIN, allowed_error
 from tests.token_batches import by_sequence, row_batches
+from tests.training.invariance import cut_out
 from tests.training.test_training_engine import distance, make_updates, recipe_of, whole
-from tools.checks.invariance import cut_out
 
 RANK, ALPHA = 3, 7.5
 DENSE = {"hidden_size": 32, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 48}

@@ -23,7 +23,7 @@ from megarl.tracking.metrics import merge, values
 from megarl.types import TrainingSequence
 from tests.mtp_layer import MtpOracle
 from tests.rank_pool import RankPool
-from tools.checks.invariance import cut_out, join
+from tests.training.invariance import cut_out, join
 
 COEFFICIENT = 0.3
 SIZES: dict[str, Any] = dict(

@@ -20,7 +20,7 @@ from megarl.types import MegarlError, RetainedSets, TrainingSequence
 from tests.rank_pool import RankPool
 from tests.rounding import MARGIN
 from tests.token_batches import by_sequence, row_batches, weighed
-from tools.checks.invariance import cut_out, join
+from tests.training.invariance import cut_out, join
 
 LENGTHS = [5, 9, 14, 2, 11, 7, 8, 16, 4, 13]
 NUM_UPDATES = 3

@@ -127,8 +127,7 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
 def check_step(case: Case, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Trace the step of a case and yield its row; with --faults also those of seeded faults."""
     from tools.collectives.jobs import differing_ranks, representatives, shared_job
-    from tools.collectives.traced_rank import Work
-    from tools.collectives.traced_ranks import trace_ranks
+    from tools.collectives.traced_rank import Work, trace_ranks
 
     started = _Clock()
     parallel = case.parallel

@@ -13,7 +13,7 @@ largest difference found and its limit. To add a family, add its line to `FAMILI
 - packing: sequences in one row against each alone, also under context parallelism
 - conversion: Hugging Face to Megatron and back, bit for bit, with tensors that are not trained
 - reshard: live weights and buffers after three updates against vLLM loading the export, bit for bit
-- layouts: three policy updates in several layouts against one rank, see the check `invariance`
+- layouts: three policy updates in several layouts against one rank, see `tests/training/invariance.py`
 - drafts: the layer for multi-token prediction: its gradient, the policy with and without its loss, conversion, reshards
   into live drafters, and greedy tokens with drafts
 - learning: rise of the reward over 10 steps of a recipe, with replayed routers, beside Qwen3's
@@ -45,7 +45,7 @@ from megarl.config.parallel import ParallelConfig
 from megarl.families.shape import read_model_shape
 from megarl.types import DataError, TrainingSequence
 from tests.rank_pool import RankPool
-from tools.checks import invariance
+from tests.training import invariance
 from tools.family_models import (
     ONE_RANK,
     apart,
@@ -323,7 +323,7 @@ def prove_layouts(name: str, folder: Path, pool: RankPool, work: Path) -> Found:
 def alike(
     proof: str, name: str, folder: Path, pool: RankPool, layouts: Sequence[str], *objectives: str
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row per layout and objective of the check `invariance`."""
+    """Yield a row per layout and objective of `tests/training/invariance.py`."""
     row = FAMILIES[name]
     layouts = [at for at in layouts if "etp" not in at or not row.has_expert_biases]
     model = "moe" if row.has_experts else "dense"

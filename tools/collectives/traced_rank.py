@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,3 +137,26 @@ def trace(work: Work, rank: int) -> Trace:
             engine.forward(rows)
         engine.update(rows)
     return Trace(rank, recorder.program(), recorder.groups, time.process_time() - started)
+
+
+_inherited_work: list[Work] = []
+"""Work of forked processes. They inherit it, so that nothing is pickled."""
+
+
+def _trace_inherited(rank: int) -> Trace:
+    return trace(_inherited_work[-1], rank)
+
+
+def trace_ranks(work: Work, ranks: Sequence[int], num_processes: int) -> Iterator[Trace]:
+    """Yield the traces of ranks as they end, from `num_processes` processes at a time.
+
+    Megatron has one set of groups per process, so each rank has a process of its own.
+    """
+    # A thread pool of torch would not survive a fork.
+    torch.set_num_threads(1)
+    _inherited_work.append(work)
+    try:
+        with multiprocessing.get_context("fork").Pool(num_processes, maxtasksperchild=1) as pool:
+            yield from pool.imap_unordered(_trace_inherited, ranks, chunksize=1)
+    finally:
+        _inherited_work.pop()

@@ -1,4 +1,4 @@
-"""What all kinds of training examples have in common."""
+"""Parts that all kinds of training examples share."""
 
 from __future__ import annotations
 

@@ -5,13 +5,11 @@ supervised loss, the clipped policy loss in every aggregation, every other polic
 to it (KL, entropy bonus, corrected tokens), one that renormalises over what top-p and top-k kept, and one with
 conversations besides; pairs; critic and reward model; the balancing losses of experts. Gradients are clipped to one
 small norm, so that every loss moves the weights equally far, and far enough to stand clear of float32's grain. A
-parameter's difference, less one rounding, counts relative to how far training moved it. A row per layout and loss.
+parameter's difference, less one rounding, counts relative to how far training moved it.
 """
 
 from __future__ import annotations
 
-import argparse
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,13 +22,6 @@ from megarl.config.parallel import ParallelConfig
 from megarl.data.token_batch import TokenBatch
 from megarl.types import RetainedSets, TrainingSequence
 from tests.rank_pool import RankPool
-from tools.make_tiny_model import make_tiny_model
-
-DURATION = {
-    "small": "60 s (four layouts of two models)",
-    "full": "minutes: 44 layouts with up to 17 losses each (not timed)",
-}
-SMALL = {"only": ["tp2 cp2", "tp2", "tp2 logits kept", "etp2 dp2"], "ranks": 4}
 
 LOSS_LIMIT, PARAMETER_LIMIT = 1e-5, 1e-4
 NUM_STEPS, NUM_SEQUENCES, LONGEST = 3, 24, 40
@@ -177,17 +168,19 @@ def make_steps(objective: str, vocab_size: int, group_size: int = 1, num_steps: 
                 # Trained tokens common to a pair cancel out, and leave a gradient in which rounding weighs more.
                 num_common = int(random.integers(0, (prompt if objective in IN_PAIRS else length) + 1))
                 token_ids[:num_common] = common[:num_common]
-            kept = retained_sets(token_ids, vocab_size, random) if objective == "kept sets" else None
-            if kept is not None:
+            retained = retained_sets(token_ids, vocab_size, random) if objective == "kept sets" else None
+            if retained is not None:
                 # Over a smaller set all log-probs are higher, those of the past too.
-                raised = np.log(vocab_size / np.where(kept.counts > 0, kept.counts, vocab_size)).astype(np.float32)
+                raised = np.log(vocab_size / np.where(retained.counts > 0, retained.counts, vocab_size)).astype(
+                    np.float32
+                )
                 policy["old_logprobs"] += raised
                 policy["reference_logprobs"] += raised
             sequences.append(
                 TrainingSequence(
                     token_ids=token_ids,
                     loss_mask=np.arange(length) >= prompt,
-                    retained_sets=kept,
+                    retained_sets=retained,
                     **({} if objective in ("sft", "reward model") else policy),
                 )
             )
@@ -206,7 +199,7 @@ def retained_sets(token_ids: np.ndarray, vocab_size: int, random: np.random.Gene
     for token in token_ids.tolist():
         others = random.permutation(vocab_size)[: random.integers(vocab_size // 4, vocab_size)]
         sets.append(np.union1d(others, [token]) if random.random() < 0.8 else np.zeros(0))
-    return RetainedSets(np.array([len(kept) for kept in sets], np.int32), np.concatenate(sets).astype(np.int32))
+    return RetainedSets(np.array([len(tokens) for tokens in sets], np.int32), np.concatenate(sets).astype(np.int32))
 
 
 def value_head(hidden_size: int) -> np.ndarray:
@@ -275,14 +268,14 @@ def train(
         # Buffers are never trained, so they are not compared.
         pieces = [piece for piece in pieces if piece.storage in engine.parameters]
         algorithm = AlgorithmConfig.model_validate(OBJECTIVES[objective])
-        others = {
+        objectives = {
             "sft": supervised_loss,
             # So small a beta that no pair is decided already: its gradient would be what cancellation leaves.
             "dpo": preference_objective(PreferenceConfig(beta=0.05)),
             "critic": critic_objective(CriticConfig()),
             "reward model": reward_objective(PreferenceConfig(margin=1000.0)),
         }
-        engine.role = replace(engine.role, objective=others.get(objective) or policy_objective(algorithm))
+        engine.role = replace(engine.role, objective=objectives.get(objective) or policy_objective(algorithm))
         metrics, together = [], 2 if objective in IN_PAIRS else 1
         for batch in batches:
             packed = pack(
@@ -317,11 +310,11 @@ def join(parts: Sequence[Mapping[str, list[Cut]]]) -> dict[str, np.ndarray]:
     for name in sorted({name for part in parts for name in part}):
         cuts = [cut for part in parts for cut in part.get(name, ())]
         value = np.full(np.max([stop for _, stop, _ in cuts], axis=0), np.nan, np.float32)
-        for start, stop, held in cuts:
+        for start, stop, part_value in cuts:
             place = tuple(slice(a, b) for a, b in zip(start, stop, strict=True))
-            if not np.isnan(value[place]).all() and not np.array_equal(value[place], held):
+            if not np.isnan(value[place]).all() and not np.array_equal(value[place], part_value):
                 raise ValueError(f"ranks hold different values of {name}")
-            value[place] = held
+            value[place] = part_value
         if np.isnan(value).any():
             raise ValueError(f"no rank holds all of {name}")
         whole[name] = value
@@ -415,16 +408,3 @@ def check(
             else:
                 line = {"model": model, "layout": name, "ranks": parallel.world_size, "objective": objective}
                 yield line | compare(own, alone[objective], before)
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--only", action="append", default=[], metavar="LAYOUT", help="check this layout; repeatable")
-    parser.add_argument("--model", action="append", choices=MODELS, help="check this model; repeatable")
-    parser.add_argument("--ranks", type=int, default=8, help="processes to start: layouts of more are left out")
-
-
-def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    with tempfile.TemporaryDirectory() as work, RankPool(options.ranks) as pool:
-        for model in options.model or MODELS:
-            folder = make_tiny_model(Path(work) / model, **MODELS[model])
-            yield from check(model, folder, pool, options.only)

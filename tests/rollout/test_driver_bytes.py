@@ -1,21 +1,19 @@
 """A step of RL sends at most a gigabyte through the driver, for a large mixture of experts with router replay.
 
 Builds a step's trajectories with synthetic lengths, and pickles what the driver receives and sends: requests and
-completions, the rows of log-probs and of the update, their results. No model is needed. The last row shows what the
-routed experts would add if they passed through the driver: in once, and out to each tensor-parallel rank with forward
-and update.
+completions, the rows of log-probs and of the update, their results. No model is needed.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pytest
 
 from megarl.cluster.rank_model import RankModel
 from megarl.config import Recipe
@@ -28,13 +26,8 @@ from megarl.tracking.metrics import Sum
 from megarl.tracking.outcomes import Update, UpdateOutcome
 from megarl.types import Completion, ExpertsHandle, Problem, Request, Reward, SamplingSettings, Trajectory
 
-DURATION = {"small": "1 s", "full": "5 s"}
-SMALL = {"samples": 32, "tokens": 2000, "dp": 2}
-NUM_LAYERS, TOP_K = 48, 8
-"""Those of Qwen3-30B-A3B."""
 SAMPLES_PER_PROMPT, PROMPT_TOKENS = 16, 512
-
-
+LIMIT_BYTES = 10**9
 APPLIED = UpdateOutcome(applied=True, grad_norm=1.0, learning_rate=1e-3)
 
 
@@ -52,19 +45,19 @@ class CountingRanks:
         for rank, rows in enumerate(per_rank):
             at = self.parallel.coordinates(rank)
             self.sent[method] += len(pickle.dumps((method, (rows, *args), {}), protocol=5))
-            of_replica: list[TokenBatch] = per_rank[self.parallel.replica_ranks(at.dp)[0]]
+            replica_rows: list[TokenBatch] = per_rank[self.parallel.replica_ranks(at.dp)[0]]
             result: Any = None if method == "policy.forward" else Update(APPLIED, {})
             if at.tp == 0 and at.pp == self.parallel.pp - 1:
                 result = Update(APPLIED, {"train/tokens": Sum(1.0)})
                 if method == "policy.forward":
-                    result = [np.zeros(len(row.token_ids), np.float32) for row in of_replica]
+                    result = [np.zeros(len(row.token_ids), np.float32) for row in replica_rows]
             self.received[method] += len(pickle.dumps((True, result, None), protocol=5))
             results.append(result)
         return results
 
 
-def sampled(count: int, mean_tokens: int, ranks: CountingRanks) -> list[list[Trajectory]]:
-    """Groups of trajectories of log-normal lengths, with a given mean; what they cost on their way is counted."""
+def make_groups(count: int, mean_tokens: int, ranks: CountingRanks) -> list[list[Trajectory]]:
+    """Return groups of trajectories of log-normal lengths with a given mean, and count the bytes of their calls."""
     random = np.random.default_rng(0)
     lengths = random.lognormal(0.0, 0.6, count)
     lengths = np.maximum(1, lengths / lengths.mean() * mean_tokens - PROMPT_TOKENS).astype(int)
@@ -95,7 +88,7 @@ def sampled(count: int, mean_tokens: int, ranks: CountingRanks) -> list[list[Tra
 
 
 async def step(groups: list[list[Trajectory]], ranks: CountingRanks, row_tokens: int) -> int:
-    """Log-probs and one update on all of a step, as the RL loop asks for them. Returns the step's tokens."""
+    """Compute log-probs and one update on all of a step, as the RL loop does. Returns the number of tokens."""
     recipe = Recipe.model_validate(
         {
             "name": "bytes", "loop": "rl", "model": {"path": "none"}, "data": {"train": "none"},
@@ -113,30 +106,27 @@ async def step(groups: list[list[Trajectory]], ranks: CountingRanks, row_tokens:
     return len(batch.token_ids)
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--samples", type=int, default=512, help="completions of the step")
-    parser.add_argument("--tokens", type=int, default=8192, help="mean tokens of prompt and completion")
-    parser.add_argument("--dp", type=int, default=8, help="data-parallel replicas")
-    parser.add_argument("--tp", type=int, default=4, help="tensor-parallel ranks of a replica")
-    parser.add_argument("--limit-gb", type=float, default=1.0, help="more than this is a failure")
-
-
-def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    ranks = CountingRanks(ParallelConfig(tp=options.tp, pp=1, dp=options.dp, rollout_tp=options.tp))
-    groups = sampled(options.samples, options.tokens, ranks)
+def count_step(num_samples: int, mean_tokens: int, *, tp: int, dp: int) -> tuple[CountingRanks, int]:
+    """Run a step. Returns ranks with the bytes of each call, and the number of tokens."""
+    ranks = CountingRanks(ParallelConfig(tp=tp, pp=1, dp=dp, rollout_tp=tp))
+    groups = make_groups(num_samples, mean_tokens, ranks)
     longest = max(len(segment) for group in groups for t in group for segment in t.segments)
-    num_tokens = asyncio.run(step(groups, ranks, max(longest, 2 * options.tokens)))
-    for call in ("advance", "policy.forward", "policy.update"):
-        yield {
-            "call": call,
-            "sent_mb": ranks.sent[call] / 1e6,
-            "received_mb": ranks.received[call] / 1e6,
-            "tokens": num_tokens,
-        }
-    sent, received = (sum(counts.values()) / 1e6 for counts in (ranks.sent, ranks.received))
-    met = sent + received <= options.limit_gb * 1e3
-    yield {"call": "all", "sent_mb": sent, "received_mb": received, "tokens": num_tokens, "met": met}
-    experts = num_tokens * NUM_LAYERS * TOP_K * 2 / 1e6
-    yield {
-        "call": "routed experts", "sent_mb": 2 * options.tp * experts, "received_mb": experts, "tokens": num_tokens,
-    }  # fmt: skip
+    return ranks, asyncio.run(step(groups, ranks, max(longest, 2 * mean_tokens)))
+
+
+def test_bytes_do_not_grow_with_the_ranks_of_a_replica() -> None:
+    bytes_per_token = []
+    for tp in (1, 8):
+        ranks, num_tokens = count_step(32, 2000, tp=tp, dp=2)
+        assert list(ranks.sent) == list(ranks.received) == ["advance", "policy.forward", "policy.update"]
+        bytes_per_token.append((sum(ranks.sent.values()) + sum(ranks.received.values())) / num_tokens)
+    # Token ids in and out twice, a mask, five arrays of float32 and two answers.
+    assert 40 < bytes_per_token[0] < 70 and bytes_per_token[1] == pytest.approx(bytes_per_token[0], rel=0.05)
+
+
+@pytest.mark.long
+def test_a_large_step_stays_below_a_gigabyte() -> None:
+    """512 completions of 8,192 tokens on 32 ranks. Routed experts would add 2 * 48 layers * 8 bytes a token."""
+    ranks, num_tokens = count_step(512, 8192, tp=4, dp=8)
+    assert num_tokens > 4_000_000
+    assert sum(ranks.sent.values()) + sum(ranks.received.values()) <= LIMIT_BYTES

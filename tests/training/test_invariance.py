@@ -1,4 +1,4 @@
-"""The table's command after one step, on one layout that splits everything, and on two that split parts of experts."""
+"""Layouts that split every part of a model train as one rank does."""
 
 from __future__ import annotations
 
@@ -9,20 +9,28 @@ import numpy as np
 import pytest
 
 from tests.rank_pool import RankPool
-from tools.checks import invariance
+from tests.training import invariance
 
-OF_EXPERTS = ("sft", "gspo", "all added", "critic", "balanced")
+LOSSES_OF_EXPERTS = ("sft", "gspo", "all added", "critic", "balanced")
 """Losses of tokens, of trajectories, with other models' log-probs, of a value head, and those of the router."""
 
 
 @pytest.mark.parametrize(
     ("model", "layouts", "objectives"),
     [
-        pytest.param("dense", ["tp2 cp2"], [name for name in invariance.OBJECTIVES if name != "balanced"], id="dense"),
-        pytest.param("moe", ["tp2", "etp2 dp2", "tp2 etp2 ep2 dp2"], OF_EXPERTS, id="experts"),
+        pytest.param("dense", ["tp2"], ["sft", "all added"], id="dense, tp2"),
+        pytest.param(
+            "dense",
+            ["tp2 cp2"],
+            [name for name in invariance.OBJECTIVES if name != "balanced"],
+            id="dense",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            "moe", ["tp2", "etp2 dp2", "tp2 etp2 ep2 dp2"], LOSSES_OF_EXPERTS, id="experts", marks=pytest.mark.long
+        ),
     ],
 )
-@pytest.mark.long
 def test_layouts_train_as_one_rank_does(
     tiny_model: Callable[..., Path], ranks: RankPool, model: str, layouts: list[str], objectives: Sequence[str]
 ) -> None:
@@ -32,6 +40,18 @@ def test_layouts_train_as_one_rank_does(
     assert [(line["layout"], line["objective"]) for line in lines] == expected
     assert all(line["met"] for line in lines), lines
     assert any(line["parameter"] > 0 for line in lines), "nothing was split"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(10_000)
+@pytest.mark.parametrize("model", list(invariance.MODELS))
+def test_all_layouts_of_up_to_eight_ranks_train_every_loss(
+    tiny_model: Callable[..., Path], distributed_tier: None, model: str
+) -> None:
+    with RankPool(8) as pool:
+        lines = list(invariance.check(model, tiny_model(**invariance.MODELS[model]), pool, only=()))
+    assert [line for line in lines if not line["met"]] == []
+    assert {line["layout"] for line in lines} == {name for name, _, _ in invariance.CASES[model][1:]}
 
 
 def test_a_difference_is_seen() -> None:

@@ -1,38 +1,30 @@
-"""Damaged and hostile files: each file that megarl reads is refused with a clear error, or read, for every mutation.
+"""Mutations of files, drawn by Hypothesis, and crafted pickles: how a format's reader takes them.
 
-A row per file format: its reader gets mutations of a valid sample, drawn by Hypothesis, and crafted pickles. A reader
-may return a value, or raise a MegarlError that names the file. Anything else fails: another error, more than 120 s,
-code that ran, or more memory than twice the file's size above 32 MiB. Readers of reports skip damaged parts, so they
-never raise for a mutated file.
+A reader may return a value, or raise a MegarlError that names the file. Anything else is a fault: another error, more
+than 120 s, code that ran, or more memory than twice the file's size above 32 MiB. Readers of reports skip damaged
+parts, so they never raise for a mutated file.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import pickle
-import re
 import shutil
 import signal
 import struct
-import tempfile
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from megarl.files.strict_json import SMALL as FEW_VALUES
 from megarl.types import MegarlError
-
-DURATION = {"small": "60 s (20 mutations each)", "full": "30 min (1,000 mutations each)"}
-SMALL = {"mutations": 20}
+from tests.hostile_files.formats import Format
 
 SECONDS = 120
 """Limit for reading one file. Readers in a child process may use 10 s of CPU time, and a busy machine is slow."""
@@ -44,8 +36,8 @@ _RETIMED_SECONDS = 1.0
 FREE_BYTES = 32 << 20
 """Memory that a reader may use beside twice the file's size: libraries, caches, buffers of fixed size."""
 _MOST_REPEATED = 1 << 16
-"""Length in bytes of the longest part that is repeated 50 times. Three changes would make gigabytes of a longer one;
-`tools/check.py large_files` grows files."""
+"""Length in bytes of the longest part that is repeated 50 times. Three changes would make gigabytes of a longer
+one."""
 _ODD_VALUES: list[Any] = [
     None,
     True,
@@ -108,22 +100,6 @@ _TOKENS = [
 ]
 
 
-@dataclass(frozen=True)
-class Format:
-    """A file format: `make` writes a valid sample into an empty folder and returns the mutated file."""
-
-    name: str
-    reader: str
-    make: Callable[[Path], Path]
-    read: Callable[[Path], Any]
-    never_raises: bool = False
-    share: float = 1.0
-    """Share of the mutations that this format gets. Below 1: its reader takes seconds for a hostile file."""
-    max_values: int | None = FEW_VALUES
-    """Maximum number of JSON values that the format's reader accepts: in a file, or in each line of JSON Lines. None:
-    it accepts any number."""
-
-
 class Crafted:
     """Makes a folder when it is unpickled."""
 
@@ -134,23 +110,18 @@ class Crafted:
         return os.mkdir, (self.folder,)
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--mutations", type=int, default=1000, help="for each format")
-    parser.add_argument("--only", default="", help="formats whose name matches this regular expression")
-    parser.add_argument("--seed", type=int, default=0)
+class Result(NamedTuple):
+    """How a format's reader took all hostile files."""
+
+    num_read: int
+    num_refused: int
+    longest_seconds: float
+    fault: str | None
+    """What the reader did wrong first."""
 
 
-def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    from tools.fuzz_formats import formats
-
-    with tempfile.TemporaryDirectory(prefix="megarl-fuzz-") as name:
-        for number, format in enumerate(formats(Path(name) / "shared")):
-            if re.search(options.only, format.name):
-                yield row_of(format, Path(name) / str(number), options.mutations, options.seed)
-
-
-def row_of(format: Format, folder: Path, num_mutations: int, seed: int) -> dict[str, Any]:
-    """Read mutations of a format's sample, and crafted pickles. Returns the row of the table."""
+def read_mutations(format: Format, folder: Path, num_mutations: int, seed: int = 0) -> Result:
+    """Read mutations of a format's sample, and crafted pickles, in a new folder."""
     folder.mkdir()
     sample = format.make(folder)
     content = sample.read_bytes()
@@ -158,7 +129,7 @@ def row_of(format: Format, folder: Path, num_mutations: int, seed: int) -> dict[
     fault = reading.fault_of(content)
     if fault is None and reading.num_refused:
         fault = "the sample itself is refused"
-    started, reading.num_read = time.monotonic(), 0
+    reading.num_read = 0
     for hostile in crafted(folder / "executed"):
         fault = fault or reading.fault_of(hostile)
         if (folder / "executed").exists():
@@ -166,17 +137,7 @@ def row_of(format: Format, folder: Path, num_mutations: int, seed: int) -> dict[
     fault = fault or _first_fault(reading, content, max(1, int(num_mutations * format.share)), seed)
     # The errors of a format must not depend on the files that another one left.
     shutil.rmtree(folder)
-    return {
-        "format": format.name,
-        "reader": format.reader,
-        "files": reading.num_read,
-        "refused": reading.num_refused,
-        "longest s": round(reading.longest_seconds, 2),
-        "memory KiB": reading.most_bytes >> 10,
-        "seconds": round(time.monotonic() - started, 1),
-        "fault": fault or "",
-        "met": fault is None,
-    }
+    return Result(reading.num_read, reading.num_refused, reading.longest_seconds, fault)
 
 
 def _first_fault(reading: _Reading, content: bytes, num_mutations: int, seed: int) -> str | None:
@@ -235,7 +196,7 @@ class _Reading:
 
     def __init__(self, format: Format, folder: Path, sample: Path) -> None:
         self._format, self._folder, self._file = format, folder, sample
-        self.num_read = self.num_refused = self.most_bytes = 0
+        self.num_read = self.num_refused = 0
         self.longest_seconds = 0.0
 
     def fault_of(self, content: bytes) -> str | None:
@@ -247,7 +208,6 @@ class _Reading:
             _, peak = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
-        self.most_bytes = max(self.most_bytes, peak)
         self.num_refused += reading.is_refused
         if reading.fault is None and reading.seconds > _RETIMED_SECONDS:
             reading = self._read(content, SECONDS)

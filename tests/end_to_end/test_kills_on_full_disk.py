@@ -1,53 +1,37 @@
 """A run that is killed again and again, and resumed on a full disk, loses nothing and ends with bit-equal weights.
 
-The run's folder is on a small tmpfs of its own, which needs root. Every second kill (SIGKILL, of the driver or of a
-rank) comes during a save. After each, the disk is filled: `--resume` must end with 74 and leave every checkpoint, and
-metrics and samples up to the newest one, as they were. A row per kill; the last row compares weights, optimizer,
-metrics and samples with those of an undisturbed run.
+The run's folder is on a small file system in memory, which needs root. Every second kill (SIGKILL, of the driver or of
+a rank) comes during a save. After each, the disk is filled: `--resume` must end with 74 and leave every checkpoint, and
+metrics and samples up to the newest one, as they were.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
 import signal
-import subprocess
-import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+
+import pytest
 
 from tests.child_processes import rank_processes
 from tests.end_to_end.test_resume import EVERY, RECIPE, REWARD, STEPS, Runs, assert_bit_equal, await_moment
 from tools.make_dataset import make_dataset
 from tools.make_tiny_model import make_tiny_model
 
-DURATION = {"small": "minutes (two kills; not timed)", "full": "minutes (ten kills; not timed)"}
-SMALL = {"kills": 2}
-DISK_MIB = 2048
-"""Nodes with less than a gigabyte left are refused."""
+pytestmark = [pytest.mark.end_to_end, pytest.mark.long]
+
+# Nodes with less than a gigabyte left are refused.
+DISK = "size=2048m"
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--kills", type=int, default=10, help="how often the run is killed")
-    parser.add_argument("--seed", type=int, default=1, help="decides whom and when")
-
-
-def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    with tempfile.TemporaryDirectory(prefix="megarl_kill_") as name:
-        disk = Path(name)
-        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "tmpfs", disk], check=True)
-        try:
-            yield from check(disk, options.kills, random.Random(options.seed))
-        finally:
-            subprocess.run(["umount", "--lazy", disk], check=True)
-
-
-def check(disk: Path, num_kills: int, moments: random.Random) -> Iterator[dict[str, Any]]:
-    """Run undisturbed, then killed; compare."""
+@pytest.mark.parametrize("num_kills", [2, pytest.param(10, marks=pytest.mark.timeout(7200))])
+@pytest.mark.timeout(1800)
+def test_a_killed_run_loses_nothing(small_disk: Callable[[str], Path], num_kills: int) -> None:
+    disk, moments = small_disk(DISK), random.Random(1)
     runs = Runs(disk)
     make_dataset(disk / "data", sft=8, train=64, heldout=8)
     (disk / "letters.py").write_text(REWARD)
@@ -57,26 +41,9 @@ def check(disk: Path, num_kills: int, moments: random.Random) -> Iterator[dict[s
     for number in range(num_kills):
         victim, during_save = moments.choice(["driver", "rank 0", "rank 1"]), number % 2 == 1
         kill(runs, victim, 1 + number * STEPS // num_kills, during_save, moments)
-        code, lost = resume_on_full_disk(runs)
-        met = code == 74 and not lost
-        yield {
-            "victim": victim,
-            "during_save": str(during_save),
-            "step": runs.status("killed")["step"],
-            "saved": runs.checkpoints("killed")[-1:],
-            "exit_code": code,
-            "lost": ", ".join(lost) or "nothing",
-            "met": met,
-        }
-        if not met:
-            return
+        assert resume_on_full_disk(runs) == (74, []), (number, victim, during_save)
     runs.train("recipe.yaml", "name=killed", "--resume", "cluster.max_restarts=100")
-    try:
-        assert_bit_equal(runs.run("killed"), runs.run("whole"))
-    except AssertionError as error:
-        yield {"victim": "compared", "lost": str(error), "met": False}
-    else:
-        yield {"victim": "compared", "lost": "nothing", "met": True}
+    assert_bit_equal(runs.run("killed"), runs.run("whole"))
 
 
 def kill(runs: Runs, victim: str, last: int, during_save: bool, moments: random.Random) -> None:
@@ -96,7 +63,7 @@ def kill(runs: Runs, victim: str, last: int, during_save: bool, moments: random.
 
 
 def resume_on_full_disk(runs: Runs) -> tuple[int, list[str]]:
-    """The exit code of a resume without room, and the names of files that it changed or removed."""
+    """Resume without free space. Returns the exit code, and the names of files that were changed or removed."""
     before = contents(runs.run("killed"))
     filler = runs.folder / "filler"
     try:
@@ -115,14 +82,14 @@ def resume_on_full_disk(runs: Runs) -> tuple[int, list[str]]:
 
 
 def contents(run: Path) -> dict[str, bytes]:
-    """What a resume must not lose: checkpoints, recipe, and metrics and samples up to the newest checkpoint."""
+    """Return what a resume must not lose: checkpoints, recipe, metrics and samples up to the newest checkpoint."""
     checkpoints = sorted((run / "checkpoints").glob("step_*"))
     last = int(checkpoints[-1].name[5:]) if checkpoints else -1
     files = [path for folder in checkpoints for path in folder.rglob("*") if path.is_file()]
     files += [path for path in (run / "samples").glob("step_*.jsonl") if int(path.stem[5:]) <= last]
-    found = {str(path.relative_to(run)): path.read_bytes() for path in [*files, run / "config.yaml"]}
+    by_name = {str(path.relative_to(run)): path.read_bytes() for path in [*files, run / "config.yaml"]}
     for line in (run / "metrics.jsonl").read_bytes().splitlines():
         step = json.loads(line)["step"] if line.endswith(b"}") else last + 1
         if step <= last:
-            found[f"metrics.jsonl step {step}"] = line
-    return found
+            by_name[f"metrics.jsonl step {step}"] = line
+    return by_name

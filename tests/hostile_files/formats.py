@@ -1,10 +1,11 @@
-"""The file formats that megarl reads: a sample of each, and its reader. `tools/check.py fuzz` damages them."""
+"""The file formats that megarl reads: a sample of each, and its reader."""
 
 from __future__ import annotations
 
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,6 @@ from megarl.tracking.draws import DrawEvents, account
 from megarl.tracking.earlier_run import EarlierRun, refuse_other_schema
 from megarl.tracking.run_folder import _forget_lines
 from megarl.types import Problem
-from tools.checks.fuzz import Format
 from tools.make_tiny_model import make_tiny_model
 
 RECIPE = """
@@ -77,7 +77,23 @@ SAMPLE = {
 }
 
 
-def formats(shared: Path) -> Iterator[Format]:
+@dataclass(frozen=True)
+class Format:
+    """A file format: `make` writes a valid sample into an empty folder and returns the mutated file."""
+
+    name: str
+    reader: str
+    make: Callable[[Path], Path]
+    read: Callable[[Path], Any]
+    never_raises: bool = False
+    share: float = 1.0
+    """Share of the mutations that this format gets. Below 1: its reader takes seconds for a hostile file."""
+    max_values: int | None = SMALL
+    """Maximum number of JSON values that the format's reader accepts: in a file, or in each line of JSON Lines. None:
+    it accepts any number."""
+
+
+def list_formats(shared: Path) -> Iterator[Format]:
     """Yield all formats. `shared` is an empty folder for samples that take long to make."""
     model = shared / "model"
     if not model.exists():
@@ -325,16 +341,16 @@ def _run_folder() -> Iterator[Format]:
 
     def report(path: Path) -> None:
         run = next(parent for parent in path.parents if parent.name == "run")
-        found = read_run(run)
-        render([found])
-        run_state(run, found.status)
+        recorded = read_run(run)
+        render([recorded])
+        run_state(run, recorded.status)
         watched = WatchedRun(run)
         watched.refresh()
         write_card(run, run, 2)
 
     def earlier(path: Path) -> None:
-        found = EarlierRun.read(next(parent for parent in path.parents if parent.name == "run"))
-        _ = found.recipe(), found.parent(), found.finished_text(4), found.refuse_newer_version()
+        run = EarlierRun.read(next(parent for parent in path.parents if parent.name == "run"))
+        _ = run.recipe(), run.parent(), run.finished_text(4), run.refuse_newer_version()
         _forget_lines(path, 1) if path.name.endswith(".jsonl") else None
 
     for name in (
@@ -383,7 +399,9 @@ def _run_folder() -> Iterator[Format]:
         "report.browse",
         in_run("samples/step_000002.jsonl"),
         lambda path: [
-            sample_text(one) for order in ("file", "best") for one in select({2: path}, Selection(2, order, None, ""))
+            sample_text(sample)
+            for order in ("file", "best")
+            for sample in select({2: path}, Selection(2, order, None, ""))
         ],
         never_raises=True,
         # All samples of a step.

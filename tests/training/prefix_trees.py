@@ -1,16 +1,13 @@
-"""Trees of prefixes train as separate sequences do: gradients, layouts, and the number of trained tokens.
+"""Trees of prefixes against separate sequences: gradients, layouts, and the number of trained tokens.
 
-`gradients`: random trees of 1 to 5 levels in float64, on a dense model, a mixture of experts with all balancing losses,
-one with sliding windows and sinks, and one with latent attention. `layouts`: three steps of the objectives of
-`invariance`, rows as trees on every layout, against separate sequences on one rank. `edges`: random groups whose
-trained tokens and edges are counted.
+Gradients: random trees of 1 to 5 levels in float64, on a dense model, a mixture of experts with all balancing losses,
+one with sliding windows and sinks, and one with latent attention. Layouts: three steps of the objectives of
+`invariance`, rows as trees on every layout, against separate sequences on one rank.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,14 +22,8 @@ from megarl.data.token_batch import TokenBatch
 from megarl.tracking.metrics import merge, values
 from megarl.types import TrainingSequence
 from tests.rank_pool import RankPool
-from tools.checks import invariance
+from tests.training import invariance
 from tools.make_tiny_model import make_tiny_model
-
-DURATION = {
-    "small": "45 s (depths 1 and 5, two layouts)",
-    "full": "minutes: all depths, 30 layouts (seven losses: 187 s)",
-}
-SMALL = {"depths": [1, 5], "only": ["tp2", "pp2 vpp2"], "ranks": 2, "objectives": ["all added", "dpo", "balanced"]}
 
 MODELS = {
     **invariance.MODELS,
@@ -68,7 +59,7 @@ def random_tree(depth: int, random: np.random.Generator, vocab_size: int, num_le
             for parent, end in zip(parents, ends, strict=True)
         ]
     chosen = random.permutation(len(sequences))[: num_leaves + 3]
-    found = [
+    drawn = [
         TrainingSequence(
             token_ids=sequences[index],
             loss_mask=random.random(len(sequences[index])) < 0.6,
@@ -77,7 +68,7 @@ def random_tree(depth: int, random: np.random.Generator, vocab_size: int, num_le
         )
         for index in chosen
     ]
-    return TokenBatch.from_sequences(found)
+    return TokenBatch.from_sequences(drawn)
 
 
 def gradients(folder: Path, rows: Sequence[TokenBatch], shares_prefixes: bool) -> list[dict[str, np.ndarray]]:
@@ -107,7 +98,7 @@ def gradients(folder: Path, rows: Sequence[TokenBatch], shares_prefixes: bool) -
     layouts = megatron_layouts(shape, parallel, padded_vocab_size=padded_vocab_size(shape.vocab_size, 1))
     safetensors.load(folder, layouts[0], dict(model.named_parameters()) | dict(saved_buffers(model)))
     model.double()
-    balance, found = ExpertBalance(config, [model]), []
+    balance, results = ExpertBalance(config, [model]), []
     for row in rows:
         batch = make_microbatch(
             replace(row, shares_prefixes=shares_prefixes),
@@ -128,11 +119,11 @@ def gradients(folder: Path, rows: Sequence[TokenBatch], shares_prefixes: bool) -
         losses = {f"loss {name}": router.sums[name] for router in routers_of(model) for name in BALANCE}
         tensors = {name: parameter.grad for name, parameter in model.named_parameters()} | losses
         tensors["trained"] = logprobs.detach()[batch.mask]
-        found.append({name: tensor.double().numpy().copy() for name, tensor in tensors.items() if tensor is not None})
+        results.append({name: tensor.double().numpy().copy() for name, tensor in tensors.items() if tensor is not None})
     # Megatron-Core 0.16.1 keeps the scale of the balancing losses, and its schedules expect another shape.
     MoEAuxLossAutoScaler.main_loss_backward_scale = None
     parallel_state.destroy_model_parallel()
-    return found
+    return results
 
 
 def outputs(model: Any, batch: Any) -> Any:
@@ -168,11 +159,11 @@ def check_gradients(model: str, folder: Path, pool: RankPool, depths: Sequence[i
     for index, depth in enumerate(depths):
         pairs = list(zip(apart, shared, strict=True))[3 * index : 3 * index + 3]
         worst = max(
-            float(np.linalg.norm(one[name] - other[name]) / max(np.linalg.norm(one[name]), 1e-300))
-            for one, other in pairs
-            for name in one
+            float(np.linalg.norm(separate[name] - tree[name]) / max(np.linalg.norm(separate[name]), 1e-300))
+            for separate, tree in pairs
+            for name in separate
         )
-        line = {"part": "gradients", "model": model, "case": f"depth {depth}", "worst": worst}
+        line = {"depth": depth, "worst": worst}
         yield line | {"met": 0 < worst <= GRADIENT_LIMITS.get(model, 1e-10)}
 
 
@@ -192,87 +183,22 @@ def check_layouts(
             invariance.train, recipe, parallel, steps, shares_prefixes,
             timeout_seconds=900, world_size=parallel.world_size,
         )  # fmt: skip
-        found = {}
+        by_objective = {}
         for name in chosen:
             reported = [
                 [part for part in step if part] for step in zip(*(rank[name][0] for rank in ranks), strict=True)
             ]
             metrics = [values(merge(parts)) for parts in reported]
-            found[name] = metrics, invariance.join([rank[name][1] for rank in ranks])
-        return found
+            by_objective[name] = metrics, invariance.join([rank[name][1] for rank in ranks])
+        return by_objective
 
     alone = results(invariance.parallel_of({}), {}, False)
     for name, sizes, trainer in invariance.CASES[model]:
         parallel = invariance.parallel_of(sizes)
         if parallel.world_size > pool.world_size or (only and name not in ("one rank", *only)):
             continue
-        own = results(parallel, trainer, True)
+        trees = results(parallel, trainer, True)
         for objective in chosen:
-            line = {"part": "layouts", "model": model, "case": f"{name}, {objective}"}
-            compared = invariance.compare(own[objective], alone[objective], before)
-            yield line | {"worst": max(compared["loss"], compared["grad_norm"])} | compared
-
-
-def check_edges(num_groups: int = 200) -> Iterator[dict[str, Any]]:
-    """One line: random groups whose number of trained tokens, as edges, is counted against the sampled tokens."""
-    import torch
-
-    from megarl.models.trees.row import TreeRow
-    from megarl.training.rows.choice import make_microbatch
-
-    random, wrong, sampled, stored = np.random.default_rng(3), 0, 0, 0
-    for number in range(num_groups):
-        prompt = random.integers(1, 9, int(random.integers(1, 30)))
-        # Few tokens: answers of a group often begin alike, and some are equal.
-        answers = [random.integers(1, 4, int(random.integers(1, 12))) for _ in range(int(random.integers(2, 9)))]
-        batch = TokenBatch.from_sequences(
-            [
-                TrainingSequence(
-                    token_ids=np.concatenate([prompt, answer]),
-                    loss_mask=np.arange(len(prompt) + len(answer)) >= len(prompt),
-                    token_weights=np.ones(len(prompt) + len(answer), np.float32),
-                )
-                for answer in answers
-            ]
-        )
-        row = make_microbatch(
-            replace(batch, shares_prefixes=True),
-            multiple=1 + number % 4,
-            qkv_format="packed",
-            device=torch.device("cpu"),
-        )
-        assert isinstance(row.row, TreeRow)
-        tree = row.row.tree
-        edges = tree.edges[row.mask]
-        targets = row.labels[0][edges].tolist()
-        tokens = torch.zeros(len(row.labels[0])).index_add_(0, edges, torch.ones(len(edges)))
-        is_exact = (
-            targets == np.concatenate(answers).tolist()
-            and int(tokens.sum()) == sum(map(len, answers))
-            and (tree.edge_sources < len(tree.positions)).all()
-        )
-        wrong += not is_exact
-        sampled += sum(map(len, answers))
-        stored += len(tree.positions)
-    line = {"part": "edges", "model": "-", "case": f"{num_groups} groups, {sampled} sampled tokens", "worst": wrong}
-    yield line | {"met": wrong == 0 and 0 < stored < sampled * 4}
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--only", action="append", default=[], metavar="LAYOUT", help="check this layout; repeatable")
-    parser.add_argument("--model", action="append", choices=MODELS, help="check this model; repeatable")
-    parser.add_argument("--ranks", type=int, default=8, help="processes to start: layouts of more are left out")
-    parser.add_argument("--depths", type=int, nargs="+", default=[1, 2, 3, 4, 5], help="levels of the random trees")
-    parser.add_argument(
-        "--objectives", nargs="+", default=list(invariance.OBJECTIVES), help="losses, by the names in invariance"
-    )
-
-
-def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    yield from check_edges()
-    with tempfile.TemporaryDirectory() as work, RankPool(options.ranks) as pool:
-        for model in options.model or MODELS:
-            folder = make_model(model, Path(work) / model)
-            yield from check_gradients(model, folder, pool, options.depths)
-            if model in invariance.MODELS:
-                yield from check_layouts(model, folder, pool, options.only, options.objectives)
+            line = {"layout": name, "objective": objective}
+            compared = invariance.compare(trees[objective], alone[objective], before)
+            yield line | compared

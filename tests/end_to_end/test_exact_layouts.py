@@ -1,43 +1,35 @@
 """With trainer.exact, every sampled token has the same log-prob in trainer and engine, bit by bit, in every layout.
 
-Each row is a run of GRPO on CPU ranks in bfloat16, from a random model, with updates and reshards between its steps.
-Temperature, top-p, top-k and min-p are in effect. The row without trainer.exact shows the usual difference. It passes
-if some tokens differ, so that the comparison is known to see a difference.
+Each case is a run of GRPO on CPU ranks in bfloat16, from a random model, with updates and reshards between its steps.
+Temperature, top-p, top-k and min-p are in effect. In the case without trainer.exact some tokens differ, so that the
+comparison is known to see a difference.
 """
 
 from __future__ import annotations
 
-import argparse
-import os
 import statistics
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
+import pytest
 
 from megarl.config import AlgorithmConfig
 from megarl.data.token_batch import TokenBatch
 from megarl.rollout.step.rl_batch import assign_token_weights
 from megarl.types import TrainingSequence
 from tests.rank_pool import RankPool
-from tools.checks import invariance
+from tests.training import invariance
 from tools.family_models import ONE_RANK
 from tools.make_dataset import make_dataset
 from tools.make_tiny_model import make_tiny_model
 from tools.make_tool_data import make_tool_data
 from tools.runs import DIGITS_REWARD, read_metrics, train
 
-DURATION = {"small": "4 minutes (five runs)", "full": "50 minutes on a busy CPU without AVX-512 (35 runs of 4 steps)"}
-SMALL = {
-    "only": ["usual", "tp2 pp2 -> tp4", "tools", "experts, tp2 etp2 -> tp1", "lora, experts, dp2 ep2"],
-    "steps": 2,
-    "pairs": 2,
-}
+pytestmark = [pytest.mark.end_to_end, pytest.mark.long, pytest.mark.timeout(900)]
 
 RECIPE = """
 name: exact
@@ -51,7 +43,8 @@ reward: {functions: ["exact_reward:digits"]}
 algorithm: {kl_coefficient: 0.1}
 train: {prompts_per_step: 6, samples_per_prompt: 4}
 """
-MOST_TIME = 1.15
+STEPS = 4
+LARGEST_TIME_RATIO = 1.15
 """Largest accepted ratio of an update's time with trainer.exact to that without."""
 MODELS: dict[str, dict[str, Any]] = {
     "small": dict(hidden_size=128, num_layers=4, num_heads=4, num_kv_heads=2),
@@ -118,14 +111,10 @@ CASES: dict[str, tuple[int, Sequence[str], dict[str, str]]] = {
 """Ranks, overrides and environment variables by name."""
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--steps", type=int, default=4, help="updates of each run")
-    parser.add_argument("--only", action="append", choices=list(CASES), help="cases to run; default: all")
-    parser.add_argument("--pairs", type=int, default=6, help="timed updates with and without trainer.exact; 0: none")
-
-
-def make_inputs(folder: Path) -> None:
-    """Write models, data, reward and recipe into a folder."""
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with models, data, reward and recipe."""
+    folder = tmp_path_factory.mktemp("exact")
     for name, sizes in MODELS.items():
         make_tiny_model(folder / "models" / name, initializer_range=0.08 if name != "wide" else 0.03, **sizes)
     make_tiny_model(folder / "models/tools", num_layers=2, initializer_range=0.08, tool_words=True)
@@ -133,54 +122,33 @@ def make_inputs(folder: Path) -> None:
     make_tool_data(folder / "tools", sft=8, train=32, heldout=8)
     (folder / "exact_reward.py").write_text(DIGITS_REWARD)
     (folder / "recipe.yaml").write_text(RECIPE)
+    return folder
 
 
-def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    with tempfile.TemporaryDirectory() as made:
-        folder = Path(made)
-        make_inputs(folder)
-        for number, name in enumerate(options.only or CASES):
-            ranks, overrides, environment = CASES[name]
-            with patch.dict(os.environ, environment):
-                train(
-                    "recipe.yaml", f"name=run_{number}", f"train.steps={options.steps}", "trainer.exact=true",
-                    f"cluster.ranks_per_node={ranks}", *overrides, folder=folder,
-                )  # fmt: skip
-            steps = [step for step in read_metrics(folder / f"runs/run_{number}") if "logprob_gap/max" in step]
-            gap = max(step["logprob_gap/max"] for step in steps)
-            equal = min(step["logprob_gap/bit_equal"] for step in steps)
-            is_equal = gap == 0.0 and equal == 1.0
-            compared = min(step["logprob_gap/measured"] for step in steps)
-            yield {
-                "case": name,
-                "steps": len(steps),
-                "largest gap": gap,
-                "bit-equal": equal,
-                "compared": compared,
-                # A column of the last row: the table takes its columns from the first one.
-                "time": "-",
-                "met": len(steps) == options.steps and is_equal == (name != "usual") and compared > 0,
-            }
-        if options.pairs:
-            yield from update_times(folder / "models/wide", options.pairs)
+@pytest.mark.parametrize("name", list(CASES))
+def test_logprobs_are_bit_equal(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    ranks, overrides, environment = CASES[name]
+    for variable, value in environment.items():
+        monkeypatch.setenv(variable, value)
+    run = f"run_{list(CASES).index(name)}"
+    train(
+        "recipe.yaml", f"name={run}", f"train.steps={STEPS}", "trainer.exact=true",
+        f"cluster.ranks_per_node={ranks}", *overrides, folder=folder,
+    )  # fmt: skip
+    steps = [step for step in read_metrics(folder / "runs" / run) if "logprob_gap/max" in step]
+    assert len(steps) == STEPS and all(step["logprob_gap/measured"] > 0 for step in steps)
+    is_equal = all(step["logprob_gap/max"] == 0 and step["logprob_gap/bit_equal"] == 1 for step in steps)
+    assert is_equal == (name != "usual")
 
 
-def update_times(model: Path, pairs: int) -> Iterator[dict[str, Any]]:
-    """Yield a row with the processor time of updates with trainer.exact over that of usual ones, in pairs."""
-    with RankPool(1) as pool:
-        [seconds] = pool.run(timed_updates, str(model), pairs)
-    ratio = statistics.median(exact / usual for exact, usual in seconds)
-    yield {
-        "case": "time of an update",
-        "steps": pairs,
-        "time": ratio,
-        "met": ratio <= MOST_TIME,
-    }
+def test_an_update_takes_little_longer(folder: Path, ranks: RankPool) -> None:
+    [seconds] = ranks.run(time_updates, str(folder / "models/wide"), 6, world_size=1)
+    assert statistics.median(exact / usual for exact, usual in seconds) <= LARGEST_TIME_RATIO
 
 
-def timed_updates(folder: str, pairs: int) -> list[tuple[float, float]]:
+def time_updates(folder: str, pairs: int) -> list[tuple[float, float]]:
     """Return seconds of processor time of updates with and without trainer.exact, in turns, after one of each."""
-    # Imported on the rank: the check's own process needs no torch.
+    # Imported on the rank: the test's own process needs no torch.
     from megarl.training.objective import supervised_loss
 
     engines = []
