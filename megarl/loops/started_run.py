@@ -37,7 +37,7 @@ METRICS = (MetricRow("data/dropped", "count", "records dropped because they are 
 
 @dataclass(frozen=True, kw_only=True)
 class StepWatch:
-    """What measures and checks the steps of a run."""
+    """The parts that measure and check the steps of a run."""
 
     performance: Performance
     profiles: Profiles
