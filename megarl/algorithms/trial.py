@@ -57,7 +57,8 @@ def checked_policy_loss(result: object, policy_logprobs: Tensor) -> LossAndMetri
 def refuse_missing_metrics(metrics: Mapping[str, Tensor], needed_metrics: Mapping[str, str]) -> None:
     """Raise ResultError if a policy loss lacks a metric. `needed_metrics` maps a required metric's name to its reader.
 
-    `metrics` are float [tokens]. The check runs in the trial call, and again in each update: a function may return a metric at times only.
+    `metrics` are float [tokens]. The check runs in the trial call, and again in each update: a function may return a
+    metric at times only.
     """
     for name, reader in needed_metrics.items():
         if name not in metrics:
