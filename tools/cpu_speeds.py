@@ -44,8 +44,8 @@ def measure(*, hidden_size: int, intermediate_size: int, message_bytes: int) -> 
     of a row.
     """
     with RankPool(2, imports=["torch"]) as ranks:
-        found = ranks.run(probe, hidden_size, intermediate_size, message_bytes)
-    flops, half_tokens, memory, link, latency = zip(*found, strict=True)
+        speeds = ranks.run(probe, hidden_size, intermediate_size, message_bytes)
+    flops, half_tokens, memory, link, latency = zip(*speeds, strict=True)
     return CpuSpeeds(mean(flops), mean(half_tokens), mean(memory), min(link), max(latency))
 
 
@@ -70,12 +70,12 @@ def probe(hidden_size: int, intermediate_size: int, message_bytes: int) -> tuple
 
 def _seconds(work: Callable[[], object]) -> float:
     """Return the median seconds of some work that all ranks begin together."""
-    found = []
+    seconds = []
     # The first calls allocate memory and open connections.
     for number in range(_REPEATS + 2):
         dist.barrier()
         started = time.perf_counter()
         work()
         if number >= 2:
-            found.append(time.perf_counter() - started)
-    return median(found)
+            seconds.append(time.perf_counter() - started)
+    return median(seconds)

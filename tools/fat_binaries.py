@@ -64,7 +64,7 @@ def choose(container: Sequence[Code], architecture: int) -> list[Code]:
     machine_code = [code for code in container if code.kind == "cubin" and code.runs_on(architecture)]
     exact = [code for code in machine_code if code.number == architecture]
     ptx = [code for code in container if code.kind == "ptx" and code.runs_on(architecture)]
-    newest_ptx = [code for code in ptx if code.number == max(other.number for other in ptx)]
+    newest_ptx = [code for code in ptx if code.number == max(newer.number for newer in ptx)]
     unknown = [code for code in container if code.kind is None]
     return unknown + (exact or machine_code or newest_ptx)
 
@@ -94,15 +94,15 @@ def blank_other_architectures(path: Path, architecture: int) -> int:
         if file.read(len(_ELF_64_LITTLE)) != _ELF_64_LITTLE:
             return 0
         with mmap.mmap(file.fileno(), 0) as library:
-            others = [
+            unused = [
                 code
                 for container in read_containers(library, str(path))
                 for code in container
                 if code not in choose(container, architecture)
             ]
-            for code in others:
+            for code in unused:
                 library[code.offset : code.offset + code.size] = bytes(code.size)
-    return sum(code.size for code in others)
+    return sum(code.size for code in unused)
 
 
 class _LayoutError(ValueError):
@@ -120,10 +120,10 @@ def _find_sections(library: mmap.mmap | bytes) -> Iterator[tuple[int, int]]:
     if names_index >= count:
         raise _LayoutError(f"section {names_index} of {count} is to hold the names")
     names = headers[names_index][4]
-    known = [name.encode() + b"\0" for name in SECTIONS]
+    section_names = [name.encode() + b"\0" for name in SECTIONS]
     for name, kind, _, _, offset, size in headers:
         begin = names + name
-        if kind == _NO_CONTENT or not any(library[begin : begin + len(text)] == text for text in known):
+        if kind == _NO_CONTENT or not any(library[begin : begin + len(text)] == text for text in section_names):
             continue
         if offset + size > len(library):
             raise _LayoutError(f"a section ends at byte {offset + size}, the file at {len(library)}")

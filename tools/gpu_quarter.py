@@ -103,7 +103,7 @@ class Clock:
         return time.monotonic() - self._started
 
     @property
-    def left(self) -> float:
+    def seconds_left(self) -> float:
         """Seconds left for items in this call."""
         return min(self._call, self._budget) - END_SECONDS - self.at
 
@@ -126,9 +126,9 @@ class Followed:
         with self._path.open("rb") as file:
             file.seek(self._place)
             text = file.read()
-        whole = text[: text.rfind(b"\n") + 1]
-        self._place += len(whole)
-        return [json.loads(line) for line in whole.splitlines()]
+        lines = text[: text.rfind(b"\n") + 1]
+        self._place += len(lines)
+        return [json.loads(line) for line in lines.splitlines()]
 
 
 class Quarter:
@@ -169,22 +169,22 @@ class Quarter:
 
     def _choose(self) -> list[Item]:
         """Return the next items of one program that fit in the call, in the order of the list."""
-        size, seconds, chosen = self._options.size, 0.0, list[Item]()
+        size, seconds, items = self._options.size, 0.0, list[Item]()
         for item in self._pending:
-            if chosen and item.program is not chosen[0].program:
+            if items and item.program is not items[0].program:
                 continue
-            needed = item.seconds[size] + (0.0 if chosen else item.program.start_seconds[size])
-            if seconds + needed <= self._clock.left:
-                chosen.append(item)
+            needed = item.seconds[size] + (0.0 if items else item.program.start_seconds[size])
+            if seconds + needed <= self._clock.seconds_left:
+                items.append(item)
                 seconds += needed
-        return chosen
+        return items
 
     def _reason_without_time(self, item: Item) -> str:
         size = self._options.size
         needed = item.seconds[size] + item.program.start_seconds[size]
         if needed > self._clock.left_in_budget:
             return f"it usually takes {needed:g} s, {max(self._clock.left_in_budget, 0):.0f} s of --budget are left"
-        return f"it usually takes {needed:g} s, {max(self._clock.left, 0):.0f} s of --call-limit are left"
+        return f"it usually takes {needed:g} s, {max(self._clock.seconds_left, 0):.0f} s of --call-limit are left"
 
     def _run_program(self, items: Sequence[Item]) -> None:
         """Run the program of some items until its end, or until an item exceeds its limit."""
@@ -211,7 +211,7 @@ class Quarter:
             return [*command, *(program.on_cpu if options.device == "cpu" else ())]
         seconds = [f"{item.name}={item.seconds[options.size]:g}" for item in items]
         command += ["--items", *seconds, "--size", options.size, "--device", options.device]
-        return [*command, "--work", str(self._work), "--budget-seconds", f"{self._clock.left:.0f}"]
+        return [*command, "--work", str(self._work), "--budget-seconds", f"{self._clock.seconds_left:.0f}"]
 
     @property
     def _work(self) -> Path:
@@ -253,17 +253,20 @@ class Quarter:
 
     def write_number(self, item: Item, line: Mapping[str, Any]) -> None:
         """Write a line that an item's program reported; machine and versions are in the call's first line."""
-        whole = {"item": item.name, **{key: value for key, value in line.items() if key not in ("machine", "versions")}}
-        self._write(whole)
+        full_line = {
+            "item": item.name,
+            **{key: value for key, value in line.items() if key not in ("machine", "versions")},
+        }
+        self._write(full_line)
         if "metric" in line:
-            self._numbers.append(whole)
+            self._numbers.append(full_line)
 
     def end(self, item: Item, status: str, why: str, seconds: float) -> None:
         """Write the last line of an item."""
         self._end(item, status, why, {"seconds": round(seconds, 1)})
 
     def _end(self, item: Item, status: str, why: str, fields: Mapping[str, Any] | None = None) -> None:
-        self._pending = [other for other in self._pending if other is not item]
+        self._pending = [pending for pending in self._pending if pending is not item]
         if status in FINAL:
             self._finished[item.name] = status
         if status != "done":
@@ -328,7 +331,7 @@ class Running:
                 self._take(line)
             if has_ended:
                 return self._conclude()
-            if self._quarter.clock.left <= 0:
+            if self._quarter.clock.seconds_left <= 0:
                 return self._end_current("no time", "the call's or the budget's time ended while it ran")
             if self._current is not None and time.monotonic() - self._begun > self._limit:
                 show_stacks(self._process.pid)
@@ -405,7 +408,7 @@ def log_files(folder: Path, left_out: Sequence[Path]) -> list[Path]:
         if path.suffix in LOGS
         and path.is_file()
         and path.stat().st_size <= LARGEST_LOG_BYTES
-        and not any(path.is_relative_to(other) for other in left_out)
+        and not any(path.is_relative_to(excluded) for excluded in left_out)
     ]
 
 
@@ -435,10 +438,10 @@ def commit() -> str | None:
     def git(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True)
 
-    if shutil.which("git") is None or (found := git("rev-parse", "HEAD")).returncode:
+    if shutil.which("git") is None or (head := git("rev-parse", "HEAD")).returncode:
         return None
     is_changed = bool(git("status", "--porcelain", "--untracked-files=no").stdout.strip())
-    return found.stdout.strip() + ("+changes" if is_changed else "")
+    return head.stdout.strip() + ("+changes" if is_changed else "")
 
 
 def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -26,28 +26,31 @@ NUM_TESTS = 5
 
 def problem(task: str, constant: int, form: str, generator: random.Random) -> dict[str, Any]:
     """A record: the task with its constant, and tests with numbers of their own."""
-    given = [[generator.randint(-50, 50) for _ in range(generator.randint(1, 6))] for _ in range(NUM_TESTS)]
-    outputs = [TASKS[task](numbers, constant) for numbers in given]
-    what = task.format(constant)
+    number_lists = [[generator.randint(-50, 50) for _ in range(generator.randint(1, 6))] for _ in range(NUM_TESTS)]
+    outputs = [TASKS[task](numbers, constant) for numbers in number_lists]
+    result_text = task.format(constant)
     if form == "calls":
-        asked = f"Write a function solve(numbers) that returns {what}."
-        tests = {"fn_name": "solve", "inputs": [[numbers] for numbers in given], "outputs": outputs}
+        asked = f"Write a function solve(numbers) that returns {result_text}."
+        tests = {"fn_name": "solve", "inputs": [[numbers] for numbers in number_lists], "outputs": outputs}
     else:
-        asked = f"Read numbers from one line. Print {what}."
-        tests = {"inputs": [" ".join(map(str, numbers)) for numbers in given], "outputs": list(map(str, outputs))}
+        asked = f"Read numbers from one line. Print {result_text}."
+        tests = {
+            "inputs": [" ".join(map(str, numbers)) for numbers in number_lists],
+            "outputs": list(map(str, outputs)),
+        }
     return {"messages": {"role": "user", "content": asked}, "test_cases": tests}
 
 
 def make_code_data(folder: Path, num_train: int, num_heldout: int, form: str, seed: int) -> None:
     """Write both files. Raises ValueError where there are not so many problems."""
-    every = [(task, constant) for task in TASKS for constant in range(2, 100)]
-    if num_train + num_heldout > len(every):
-        raise ValueError(f"there are {len(every)} problems; {num_train} and {num_heldout} are more")
+    problems = [(task, constant) for task in TASKS for constant in range(2, 100)]
+    if num_train + num_heldout > len(problems):
+        raise ValueError(f"there are {len(problems)} problems; {num_train} and {num_heldout} are more")
     generator = random.Random(seed)
-    generator.shuffle(every)
+    generator.shuffle(problems)
     folder.mkdir(parents=True, exist_ok=True)
-    for name, chosen in {"train": every[:num_train], "heldout": every[num_train:][:num_heldout]}.items():
-        lines = [json.dumps(problem(task, constant, form, generator)) for task, constant in chosen]
+    for name, selected in {"train": problems[:num_train], "heldout": problems[num_train:][:num_heldout]}.items():
+        lines = [json.dumps(problem(task, constant, form, generator)) for task, constant in selected]
         (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
@@ -58,9 +61,9 @@ def main() -> None:
     parser.add_argument("--heldout", type=int, default=32, help="problems for validation")
     parser.add_argument("--form", choices=["stdin", "calls"], default="stdin", help="how programs get the numbers")
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
-    make_code_data(given.out, given.train, given.heldout, given.form, given.seed)
-    for path in sorted(given.out.glob("*.jsonl")):
+    options = parser.parse_args()
+    make_code_data(options.out, options.train, options.heldout, options.form, options.seed)
+    for path in sorted(options.out.glob("*.jsonl")):
         print(f"wrote {path}: {len(path.read_bytes().splitlines())} lines, first: {path.open().readline().strip()}")
 
 

@@ -61,10 +61,10 @@ def worked_answer(question: str, answer: str) -> str:
             steps.append(f"{before}{operator}{term}={total}\n")
         if str(total) != answer:
             steps = []
-    return "".join([*steps, boxed(answer)])
+    return "".join([*steps, box_answer(answer)])
 
 
-def boxed(answer: str) -> str:
+def box_answer(answer: str) -> str:
     return f"\\boxed{{{answer}}}"
 
 
@@ -73,16 +73,16 @@ def demonstration(question: str, answer: str, generator: random.Random) -> str:
     chain = CHAIN.search(question)
     long = chain is None or len(chain.group().split(" ")[::2]) >= LONG_TERMS
     worked = generator.random() < (WORKED_IF_LONG if long else WORKED_IF_SHORT)
-    return worked_answer(question, answer) if worked else boxed(answer)
+    return worked_answer(question, answer) if worked else box_answer(answer)
 
 
 def make_pair(question: str, answer: str, generator: random.Random) -> dict[str, str]:
     """A right and a wrong answer; the wrong one is off by little, where the answer is a number."""
     number = re.fullmatch(r"-?\d+", answer)
     wrong = str(int(answer) + generator.choice((-2, -1, 1, 2))) if number else answer[::-1] + "?"
-    chosen = worked_answer(question, answer)
-    work = chosen.removesuffix(boxed(answer)) if generator.random() < 0.5 else ""
-    return {"chosen": chosen, "rejected": work + boxed(wrong)}
+    right = worked_answer(question, answer)
+    work = right.removesuffix(box_answer(answer)) if generator.random() < 0.5 else ""
+    return {"chosen": right, "rejected": work + box_answer(wrong)}
 
 
 def distinct_questions(task: str, settings: Mapping[str, Any], count: int, seed: int) -> list[tuple[str, str]]:
@@ -91,13 +91,13 @@ def distinct_questions(task: str, settings: Mapping[str, Any], count: int, seed:
 
     draws = 20 * count
     seed *= 1_000_003  # reasoning-gym draws question i from seed + i: neighbouring seeds would share almost all
-    found: dict[str, str] = {}
+    answers: dict[str, str] = {}
     for entry in reasoning_gym.create_dataset(task, size=draws, seed=seed, **settings):
-        found.setdefault(entry["question"], str(entry["answer"]))
-        if len(found) == count:
-            return list(found.items())
+        answers.setdefault(entry["question"], str(entry["answer"]))
+        if len(answers) == count:
+            return list(answers.items())
     raise ValueError(
-        f"{task} gave {len(found)} different questions in {draws} draws, {count} are needed: widen --settings"
+        f"{task} gave {len(answers)} different questions in {draws} draws, {count} are needed: widen --settings"
     )
 
 

@@ -60,19 +60,19 @@ def make_play_data(
     for name, count in (("search_heldout", heldout), ("search_train", train)):
         _write(out / f"{name}.jsonl", [_problem(item, codes[item]) for item in _take(drawn, count)])
     conversations = [
-        {"messages": asyncio.run(_searched(item, codes[item], search, generator)), "tools": search.tools}
+        {"messages": asyncio.run(_search_item(item, codes[item], search, generator)), "tools": search.tools}
         for item in drawn
     ]
     _write(out / "search_sft.jsonl", conversations)
     return out
 
 
-def guess_of_number(game: GuessNumber, said: Sequence[Mapping[str, Any]], generator: random.Random) -> str:
-    """One at random, or the middle of those that what was `said` leaves."""
+def guess_of_number(game: GuessNumber, messages: Sequence[Mapping[str, Any]], generator: random.Random) -> str:
+    """Return a possible number at random, or the middle of the numbers left by the answers in `messages`."""
     low, high = 1, game.max_number
     if generator.random() >= HEEDED:
         return str(generator.randint(low, high))
-    for guess, hint in zip(said[1::2], said[2::2], strict=True):
+    for guess, hint in zip(messages[1::2], messages[2::2], strict=True):
         if hint["content"] == "Higher.":
             low = max(low, int(guess["content"]) + 1)
         else:
@@ -80,16 +80,16 @@ def guess_of_number(game: GuessNumber, said: Sequence[Mapping[str, Any]], genera
     return str((low + high) // 2)
 
 
-def guess_of_word(game: Mastermind, said: Sequence[Mapping[str, Any]], generator: random.Random) -> str:
+def guess_of_word(game: Mastermind, messages: Sequence[Mapping[str, Any]], generator: random.Random) -> str:
     """One at random, or one at random that was not tried."""
     words = ["".join(letters) for letters in itertools.product(game.letters, repeat=game.length)]
     if generator.random() < HEEDED:
-        tried = {guess["content"] for guess in said[1::2]}
+        tried = {guess["content"] for guess in messages[1::2]}
         words = [word for word in words if word not in tried]
     return generator.choice(words)
 
 
-def guess_of_expression(game: Countdown, said: Sequence[Mapping[str, Any]], generator: random.Random) -> str:
+def guess_of_expression(game: Countdown, messages: Sequence[Mapping[str, Any]], generator: random.Random) -> str:
     return generator.choice("+-*").join(map(str, generator.sample(game.numbers, len(game.numbers))))
 
 
@@ -97,15 +97,15 @@ async def _games(count: int, generator: random.Random) -> list[dict[str, Any]]:
     """So many games, of each kind in turn."""
     makers = {"guess_number": GuessNumber, "mastermind": Mastermind, "countdown": Countdown}
     guesses = {"guess_number": guess_of_number, "mastermind": guess_of_word, "countdown": guess_of_expression}
-    found = []
+    games = []
     for number in range(count):
         name = list(GAMES)[number % len(GAMES)]
         game = makers[name](**GAMES[name])
-        found.append({"messages": await _played(game, FIRST_INDEX + number, guesses[name], generator)})
-    return found
+        games.append({"messages": await _play(game, FIRST_INDEX + number, guesses[name], generator)})
+    return games
 
 
-async def _played(
+async def _play(
     game: Environment, index: int, guess: Callable[..., str], generator: random.Random
 ) -> list[Mapping[str, Any]]:
     """The conversation of one game."""
@@ -129,7 +129,7 @@ def _question(item: int) -> dict[str, Any]:
     return {"role": "user", "content": f"Find the code of item {item}."}
 
 
-async def _searched(item: int, code: int, search: Search, generator: random.Random) -> list[Mapping[str, Any]]:
+async def _search_item(item: int, code: int, search: Search, generator: random.Random) -> list[Mapping[str, Any]]:
     """A conversation about an item, with the reply of a search or without."""
     is_replied, is_searched = generator.random() < REPLIED, generator.random() < SEARCHED
     if not is_replied and not is_searched:

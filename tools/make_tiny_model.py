@@ -264,7 +264,7 @@ def add_mtp_layers(file: Path, num_layers: int, num_mtp_layers: int, seed: int) 
     tensors = load_file(file)
     generator = torch.Generator().manual_seed(seed + 1)
 
-    def drawn(like: torch.Tensor) -> torch.Tensor:
+    def draw_like(like: torch.Tensor) -> torch.Tensor:
         noise = torch.randn(like.shape, generator=generator)
         # Norms and biases spread around their mean, as in `draw_weights`.
         return like.mean() + 0.05 * noise if like.dim() == 1 else like.std() * noise
@@ -281,8 +281,8 @@ def add_mtp_layers(file: Path, num_layers: int, num_mtp_layers: int, seed: int) 
     for number in range(num_mtp_layers):
         first = f"mtp.layers.{number}." if has_own_names else f"{text}layers.{num_layers + number}."
         around = "mtp." if has_own_names else first
-        tensors |= {first + name: drawn(tensor) for name, tensor in layer.items()}
-        tensors |= {f"{around}{name}.weight": drawn(norm) for name in names[:3]}
+        tensors |= {first + name: draw_like(tensor) for name, tensor in layer.items()}
+        tensors |= {f"{around}{name}.weight": draw_like(norm) for name in names[:3]}
         projection = embedding.std() * torch.randn(len(norm), 2 * len(norm), generator=generator)
         tensors[f"{around}{names[3]}.weight"] = projection
         if not has_own_names:

@@ -26,10 +26,10 @@ CALLED = 0.1
 
 def expressions(count: int, generator: random.Random) -> list[str]:
     """Different products of two numbers of three digits."""
-    found: dict[str, None] = {}
-    while len(found) < count:
-        found[f"{generator.randint(100, 999)} * {generator.randint(100, 999)}"] = None
-    return list(found)
+    products: dict[str, None] = {}
+    while len(products) < count:
+        products[f"{generator.randint(100, 999)} * {generator.randint(100, 999)}"] = None
+    return list(products)
 
 
 def question(expression: str) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def question(expression: str) -> dict[str, Any]:
 
 def at_once(expression: str) -> list[dict[str, Any]]:
     """A conversation with an answer that repeats the product."""
-    answer = f"The product is {expression} = {boxed(expression)}"
+    answer = f"The product is {expression} = {box_product(expression)}"
     return [question(expression), {"role": "assistant", "content": answer}]
 
 
@@ -49,11 +49,11 @@ def with_reply(expression: str, *, is_called: bool) -> list[dict[str, Any]]:
         question(expression),
         *([{"role": "assistant", "content": "", "tool_calls": [call]}] if is_called else []),
         {"role": "tool", "name": "calculator", "content": as_text(evaluate(expression))},
-        {"role": "assistant", "content": boxed(expression)},
+        {"role": "assistant", "content": box_product(expression)},
     ]
 
 
-def boxed(expression: str) -> str:
+def box_product(expression: str) -> str:
     return f"\\boxed{{{as_text(evaluate(expression))}}}"
 
 

@@ -94,8 +94,8 @@ def prove(python: Path, family: str, proofs: Sequence[str], log: Path) -> dict[s
     """Run the check of a family. Returns a cell for each proof, also for those it did not come to."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "rows.jsonl"
-        chosen = [argument for proof in proofs for argument in ("--proof", proof)]
-        command = ("tools/check.py", "families", "--json", str(file), "--only", family, *chosen)
+        proof_options = [argument for proof in proofs for argument in ("--proof", proof)]
+        command = ("tools/check.py", "families", "--json", str(file), "--only", family, *proof_options)
         run_in(python, log, *command)
         lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     return cells([json.loads(line) for line in lines], proofs, log)
@@ -106,14 +106,14 @@ def cells(rows: Sequence[Mapping[str, Any]], proofs: Sequence[str], log: Path) -
 
     The cell shows the worst row, or where to read why the proof has none.
     """
-    found = {}
+    cell_of_proof = {}
     for proof in proofs:
-        own = [row for row in rows if row["proof"].partition(",")[0] == proof]
-        for name in dict.fromkeys(row["proof"] for row in own):
-            found[name] = _worst([row for row in own if row["proof"] == name])
-        if not own:
-            found[proof] = Cell(f"FAILS (no result, see {log})", False)
-    return found
+        proof_rows = [row for row in rows if row["proof"].partition(",")[0] == proof]
+        for name in dict.fromkeys(row["proof"] for row in proof_rows):
+            cell_of_proof[name] = _worst([row for row in proof_rows if row["proof"] == name])
+        if not proof_rows:
+            cell_of_proof[proof] = Cell(f"FAILS (no result, see {log})", False)
+    return cell_of_proof
 
 
 def _worst(rows: Sequence[Mapping[str, Any]]) -> Cell:
@@ -148,18 +148,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--set", action="append", choices=INTERPRETERS, help="run this version set; repeatable")
     parser.add_argument("--family", action="append", help="prove this family; repeatable")
     parser.add_argument("--proof", action="append", choices=PROOFS, help="make this proof; repeatable")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     LOGS.mkdir(parents=True, exist_ok=True)
     outcomes, started = [], time.monotonic()
-    for name in given.set or INTERPRETERS:
+    for name in options.set or INTERPRETERS:
         python = make_environment(name)
         print(f"{name}: {INTERPRETERS[name]}, {', '.join(versions(name))}", flush=True)
         outcomes.append((name, "-", GUARDS, guard(python, LOGS / f"{name}-{GUARDS}.log")))
-        for family in given.family or FAMILIES:
-            found = prove(python, family, given.proof or PROOFS, LOGS / f"{name}-{family}.log")
-            outcomes += [(name, family, proof, cell) for proof, cell in found.items()]
+        for family in options.family or FAMILIES:
+            cell_of_proof = prove(python, family, options.proof or PROOFS, LOGS / f"{name}-{family}.log")
+            outcomes += [(name, family, proof, cell) for proof, cell in cell_of_proof.items()]
             print(
-                f"{name}: {family}: {sum(cell.met for cell in found.values())} of {len(found)} proofs passed",
+                f"{name}: {family}: {sum(cell.met for cell in cell_of_proof.values())} of {len(cell_of_proof)} proofs "
+                "passed",
                 flush=True,
             )
     print(*table(outcomes), sep="\n")

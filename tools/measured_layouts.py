@@ -60,8 +60,8 @@ class Layout(NamedTuple):
     @property
     def sizes(self) -> dict[str, int]:
         """Return the trainer's sizes by axis."""
-        given = {size.rstrip("0123456789"): int(size[-1]) for size in self.trainer.split()}
-        return {"tp": 1, "pp": 1, "cp": 1, "vpp": 1, "ep": 1, "etp": 1, "dp": 1} | given
+        sizes = {size.rstrip("0123456789"): int(size[-1]) for size in self.trainer.split()}
+        return {"tp": 1, "pp": 1, "cp": 1, "vpp": 1, "ep": 1, "etp": 1, "dp": 1} | sizes
 
     @property
     def name(self) -> str:
@@ -70,8 +70,8 @@ class Layout(NamedTuple):
     @property
     def overrides(self) -> list[str]:
         """Return the fields of the recipe as command-line overrides."""
-        own = [f"trainer.{axis}={size}" for axis, size in self.sizes.items() if size > 1 and axis != "dp"]
-        return [*own, f"rollout.tp={self.engine_tp}", f"trainer.max_tokens_per_microbatch={self.row_tokens}"]
+        trainer_fields = [f"trainer.{axis}={size}" for axis, size in self.sizes.items() if size > 1 and axis != "dp"]
+        return [*trainer_fields, f"rollout.tp={self.engine_tp}", f"trainer.max_tokens_per_microbatch={self.row_tokens}"]
 
 
 LONG_ROWS, SHORT_ROWS = 2048, 512
@@ -128,8 +128,8 @@ class Machine:
             updates=1,
             scoring_passes=0,
         )
-        at = Layouts.of(layout.sizes)
-        never = np.zeros(1)
+        layouts = Layouts.of(layout.sizes)
+        no_recomputation = np.zeros(1)
         trainer = TrainerCost(
             work=work,
             gpu=rank,
@@ -138,8 +138,8 @@ class Machine:
             item_bytes=ITEM_BYTES,
         )
         update = trainer.update(
-            at,
-            Recomputed(attention=never, feed_forward=never),
+            layouts,
+            Recomputed(attention=no_recomputation, feed_forward=no_recomputation),
             tokens=load.tokens,
             updates=load.updates,
             row_tokens=np.array([float(layout.row_tokens)]),
@@ -176,13 +176,13 @@ class Machine:
 
         def residuals(values: Numbers) -> Numbers:
             calibrated = Calibrated(*np.exp(values).tolist())
-            found = [
+            deviations = [
                 math.log(getattr(predicted, phase) / max(measured[layout][phase], 1e-4)) / _ERROR
                 for layout in CALIBRATING
                 for predicted in [self.predict(layout, calibrated)]
                 for phase in ("rollout", "train", "other")
             ]
-            return np.append(found, (values - expected) / _SPREAD)
+            return np.append(deviations, (values - expected) / _SPREAD)
 
         return Calibrated(*np.exp(minimise(residuals, expected)).tolist())
 
@@ -236,14 +236,14 @@ def run_layouts(folder: Path, rounds: int) -> dict[Layout, list[Path]]:
 
     Every other round goes backwards, so that a drift of the machine's speed affects all layouts alike.
     """
-    found: dict[Layout, list[Path]] = {layout: [] for layout in LAYOUTS}
+    folders: dict[Layout, list[Path]] = {layout: [] for layout in LAYOUTS}
     for number in range(rounds):
         for place, layout in enumerate(LAYOUTS[:: -1 if number % 2 else 1]):
             name = f"round{number}_{place:02}"
             seconds = train("recipe.yaml", f"name={name}", *layout.overrides, folder=folder)
             print(f"round {number + 1}, {layout.name}: ran for {seconds:.0f} s", file=sys.stderr, flush=True)
-            found[layout].append(folder / "runs" / name)
-    return found
+            folders[layout].append(folder / "runs" / name)
+    return folders
 
 
 def phase_seconds(runs: Sequence[Sequence[Mapping[str, float]]]) -> dict[str, float]:
@@ -252,9 +252,9 @@ def phase_seconds(runs: Sequence[Sequence[Mapping[str, float]]]) -> dict[str, fl
     rows = [row for run in runs for row in run if row["step"] > WARM_STEPS]
 
     def phases(row: Mapping[str, float]) -> dict[str, float]:
-        known = {phase: row.get(f"time/{phase}_seconds", 0.0) for phase in PHASES if phase != "other"}
+        phase_values = {phase: row.get(f"time/{phase}_seconds", 0.0) for phase in PHASES if phase != "other"}
         step = row["time/step_seconds"]
-        return known | {"other": step - sum(known.values()), "step": step}
+        return phase_values | {"other": step - sum(phase_values.values()), "step": step}
 
     split = [phases(row) for row in rows]
     return {name: median(row[name] for row in split) for name in ("step", *PHASES)}
@@ -274,8 +274,8 @@ def table(machine: Machine, measured: Mapping[Layout, Mapping[str, float]]) -> I
             row[f"{phase}_predicted"] = getattr(predicted[layout], phase)
             row[phase] = measured[layout][phase]
         yield row
-    yield {"layout": f"speeds: {_named(machine.speeds)}", **machine.speeds._asdict()}
-    yield {"layout": f"calibrated: {_named(calibrated)}", **calibrated._asdict()}
+    yield {"layout": f"speeds: {_format_values(machine.speeds)}", **machine.speeds._asdict()}
+    yield {"layout": f"calibrated: {_format_values(calibrated)}", **calibrated._asdict()}
     errors = [
         abs(predicted[layout].step / measured[layout]["step"] - 1) for layout in measured if layout not in CALIBRATING
     ]
@@ -297,7 +297,7 @@ def table(machine: Machine, measured: Mapping[Layout, Mapping[str, float]]) -> I
     }
 
 
-def _named(values: CpuSpeeds | Calibrated) -> str:
+def _format_values(values: CpuSpeeds | Calibrated) -> str:
     return ", ".join(f"{name} {value:.3g}" for name, value in values._asdict().items())
 
 
@@ -314,7 +314,9 @@ def measure_layouts(rounds: int) -> Iterator[dict[str, Any]]:
             message_bytes=message_bytes,
         )
         runs = run_layouts(folder, rounds)
-        measured = {layout: phase_seconds([read_metrics(run) for run in found]) for layout, found in runs.items()}
+        measured = {
+            layout: phase_seconds([read_metrics(run) for run in run_folders]) for layout, run_folders in runs.items()
+        }
         # The prompts' mean is read from the run.
         lengths = lengths_of_run(runs[CALIBRATING[0]][0], limit=MAX_NEW_TOKENS, prompt_tokens=math.nan)
         yield from table(Machine(shape, speeds, lengths), measured)

@@ -150,7 +150,7 @@ def normalise(name: str) -> str:
 def read_host_packages(values: Sequence[str], python: str) -> dict[str, str | None]:
     """Return the packages that `--host-has` names. Raises SystemExit for what is neither a package nor a file."""
     packages: dict[str, str | None] = {}
-    known = {normalise(line.split("==")[0]) for line in _lock_lines(python)}
+    needed_packages = {normalise(line.split("==")[0]) for line in _lock_lines(python)}
     for value in values:
         if Path(value).is_file():
             for number, line in enumerate(Path(value).read_text(encoding="utf-8").splitlines(), 1):
@@ -160,8 +160,8 @@ def read_host_packages(values: Sequence[str], python: str) -> dict[str, str | No
             continue
         for text in filter(None, value.split(",")):
             name, version = _read_package(text, "--host-has")
-            if name not in known:
-                near = difflib.get_close_matches(name, known, 1)
+            if name not in needed_packages:
+                near = difflib.get_close_matches(name, needed_packages, 1)
                 advice = (
                     f"did you mean {near[0]}?" if near else "name a file or packages of launch/requirements-gpu-*.txt"
                 )
@@ -430,13 +430,17 @@ def table(rows: Sequence[Row], count: int = 14) -> str:
     """Return the packages that take most, the rest and the sum, in MiB."""
     ranked = sorted(rows, key=lambda row: -row.packed)
     rest = ranked[count:]
-    shown = [(f"{row.package} {row.version}".strip(), row.unpacked, row.blanked, row.packed) for row in ranked[:count]]
+    table_rows = [
+        (f"{row.package} {row.version}".strip(), row.unpacked, row.blanked, row.packed) for row in ranked[:count]
+    ]
     for title, group in ((f"{len(rest)} others", rest), ("all", rows)):
-        shown.append(
+        table_rows.append(
             (title, sum(r.unpacked for r in group), sum(r.blanked for r in group), sum(r.packed for r in group))
         )
     lines = [f"{'MiB':40}{'unpacked':>10}{'blanked':>10}{'packed':>10}"]
-    return "\n".join(lines + [f"{title:40}" + "".join(f"{n / 2**20:10.1f}" for n in sizes) for title, *sizes in shown])
+    return "\n".join(
+        lines + [f"{title:40}" + "".join(f"{n / 2**20:10.1f}" for n in sizes) for title, *sizes in table_rows]
+    )
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

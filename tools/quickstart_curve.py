@@ -48,8 +48,8 @@ def picture(training: Sequence[Point], heldout: Sequence[Point]) -> str:
         parts.append(f'<text x="{x}" y="{y + 18}" text-anchor="middle">{step}</text>')
     parts += [
         f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 8}" text-anchor="middle">GRPO step</text>',
-        f'<polyline points="{_joined(map(place, training))}" fill="none" stroke="#f0a040" stroke-width="1.5"/>',
-        f'<polyline points="{_joined(map(place, heldout))}" fill="none" stroke="#2060c0" stroke-width="2"/>',
+        f'<polyline points="{_join_points(map(place, training))}" fill="none" stroke="#f0a040" stroke-width="1.5"/>',
+        f'<polyline points="{_join_points(map(place, heldout))}" fill="none" stroke="#2060c0" stroke-width="2"/>',
     ]
     for point in heldout:
         x, y = place(point)
@@ -68,7 +68,7 @@ def picture(training: Sequence[Point], heldout: Sequence[Point]) -> str:
     return "\n".join(parts)
 
 
-def _joined(placed: Iterable[Point]) -> str:
+def _join_points(placed: Iterable[Point]) -> str:
     return " ".join(f"{x},{y}" for x, y in placed)
 
 

@@ -93,8 +93,8 @@ def main() -> None:
         records = [json.loads(next(file)) for _ in range(3)]
     questions = [record["messages"]["content"] for record in records]
     console.print("three held-out problems, answered by transformers from the exported model")
-    for record, question, said in zip(records, questions, answer(arguments.grpo / "hf", questions), strict=True):
-        console.print(f"  {question!r}\n    -> {said!r} (gold {record['gt_answer']})", markup=False)
+    for record, question, completion in zip(records, questions, answer(arguments.grpo / "hf", questions), strict=True):
+        console.print(f"  {question!r}\n    -> {completion!r} (gold {record['gt_answer']})", markup=False)
     programs = ".venv/bin/" if is_clone() else ""
     console.print(
         f"\nreport:  {programs}megarl report {arguments.grpo}\n"

@@ -1,7 +1,7 @@
 """Print random docstrings, field descriptions and messages for a reader, or the numbers of the package's language.
 
     python tools/read_aloud.py [--count 20] [--seed 1] [--kind docstring|field|message] [--bare]
-    python tools/read_aloud.py --numbers [--room NAME]
+    python tools/read_aloud.py --numbers [--package NAME]
 
 Give what it prints to somebody who does not know the code: each text must be understood at the first reading.
 """
@@ -153,9 +153,9 @@ class Text:
     words: str
 
 
-def files(room: str = "") -> list[Path]:
-    """Return the package's source files, or those of one room, sorted."""
-    return sorted((PACKAGE / room).rglob("*.py"))
+def files(package: str = "") -> list[Path]:
+    """Return the package's source files, or those of one package, sorted."""
+    return sorted((PACKAGE / package).rglob("*.py"))
 
 
 # Each file is walked three times, one after another.
@@ -174,7 +174,7 @@ def texts(path: Path) -> Iterator[Text]:
             if words is not None:
                 is_field = isinstance(before, ast.AnnAssign) and "config" in name.parts
                 yield Text("field" if is_field else "docstring", f"{name}:{statement.lineno}", words)
-        if isinstance(node, ast.Call) and node.args and _called(node.func).endswith(_CALLS):
+        if isinstance(node, ast.Call) and node.args and _callee_name(node.func).endswith(_CALLS):
             words = _literal(node.args[0])
             if words is not None and " " in words:
                 yield Text("message", f"{name}:{node.lineno}", words)
@@ -292,7 +292,9 @@ def _without_shapes(path: Path) -> Iterator[str]:
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.name.startswith("_"):
             continue
         annotations = [argument.annotation for argument in (*node.args.args, *node.args.kwonlyargs)]
-        written = " ".join(ast.unparse(one) for one in (*annotations, node.returns) if one is not None)
+        written = " ".join(
+            ast.unparse(annotation) for annotation in (*annotations, node.returns) if annotation is not None
+        )
         docstring = ast.get_docstring(node) or ""
         # An override says only how it differs; a method without a docstring is one.
         if re.search(r"\bTensor\b", written) and docstring and not _SHAPE.search(docstring):
@@ -314,7 +316,7 @@ def _literal(node: ast.AST | None) -> str | None:
     return None
 
 
-def _called(node: ast.expr) -> str:
+def _callee_name(node: ast.expr) -> str:
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
@@ -323,33 +325,33 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=20, help="texts of each kind")
     parser.add_argument("--seed", type=int, default=1, help="seed of the draw")
     parser.add_argument("--kind", choices=KINDS, help="texts of this kind only")
-    parser.add_argument("--room", default="", help="texts of this folder of megarl/ only")
+    parser.add_argument("--package", default="", help="texts of this package of megarl only")
     parser.add_argument("--bare", action="store_true", help="print no places, as for a reader without the code")
     parser.add_argument("--numbers", action="store_true", help="print the numbers of the language instead")
     parser.add_argument("--places", action="store_true", help="with --numbers: print the places too")
-    given = parser.parse_args()
-    paths = files(given.room)
+    options = parser.parse_args()
+    paths = files(options.package)
     if not paths:
-        sys.exit(f"--room {given.room}: megarl/ has no such folder")
-    if given.numbers:
-        found = numbers(paths)
-        print(f"relative words per 100 words of docstrings  {found.relative_per_100_words:.2f}")
-        print(f"comment lines per 100 code lines            {found.comments_per_100_code_lines:.2f}")
-        print(f"code lines                                  {found.code_lines}")
-        print(f"docstring words per 100 code lines          {found.docstring_words_per_100_code_lines:.0f}")
-        print(f"vague variable names per 1,000 code lines   {found.vague_names_per_1000_code_lines:.1f}")
-        print(f"functions named by a participle             {found.participle_function_percentage:.1f} %")
+        sys.exit(f"--package {options.package}: megarl has no such package")
+    if options.numbers:
+        language = numbers(paths)
+        print(f"relative words per 100 words of docstrings  {language.relative_per_100_words:.2f}")
+        print(f"comment lines per 100 code lines            {language.comments_per_100_code_lines:.2f}")
+        print(f"code lines                                  {language.code_lines}")
+        print(f"docstring words per 100 code lines          {language.docstring_words_per_100_code_lines:.0f}")
+        print(f"vague variable names per 1,000 code lines   {language.vague_names_per_1000_code_lines:.1f}")
+        print(f"functions named by a participle             {language.participle_function_percentage:.1f} %")
         for name in ("unclear", "as_of", "without_shapes", "vague_names", "participle_functions"):
-            places = getattr(found, name)
+            places = getattr(language, name)
             print(f"{name:<43} {len(places)}")
-            print("".join(f"    {place}\n" for place in places) if given.places else "", end="")
+            print("".join(f"    {place}\n" for place in places) if options.places else "", end="")
         return
-    draw = random.Random(given.seed)
+    draw = random.Random(options.seed)
     found_texts = [text for path in paths for text in texts(path)]
-    for kind in [given.kind] if given.kind else KINDS:
+    for kind in [options.kind] if options.kind else KINDS:
         of_kind = [text for text in found_texts if text.kind == kind]
-        for text in draw.sample(of_kind, min(given.count, len(of_kind))):
-            print(f"[{text.kind}]{'' if given.bare else f' {text.place}'}\n    {text.words}\n")
+        for text in draw.sample(of_kind, min(options.count, len(of_kind))):
+            print(f"[{text.kind}]{'' if options.bare else f' {text.place}'}\n    {text.words}\n")
 
 
 if __name__ == "__main__":

@@ -87,8 +87,8 @@ def make_environment(folder: Path, packages: Sequence[str], *, shares_packages: 
         venv.create(folder, with_pip=True)
         if shares_packages:
             version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
-            own = folder / "lib" / version / "site-packages/shared.pth"
-            own.write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
+            path_file = folder / "lib" / version / "site-packages/shared.pth"
+            path_file.write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
         # Not uv: it does not see packages that a .pth file adds.
         subprocess.run([python, "-m", "pip", "install", "--quiet", *packages], check=True)
     return python

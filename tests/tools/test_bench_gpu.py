@@ -129,7 +129,7 @@ rounds = []
 for number in allowed.rounds(9):
     rounds.append(number)
     now += 4.0
-print(rounds, allowed.left, allowed.leaves_out(["more"], 3.0), allowed.leaves_out(["less"], 1.0))
+print(rounds, allowed.seconds_left, allowed.leaves_out(["more"], 3.0), allowed.leaves_out(["less"], 1.0))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     told, values = done.stdout.splitlines()

@@ -16,7 +16,7 @@ from tests.rank_pool import RankPool
 def test_exact_operators_are_equal_and_usual_ones_differ(
     ranks: RankPool, tool: Callable[[str], ModuleType], tiny_model: Callable[..., Path], family: str, last: str
 ) -> None:
-    compared = tool("checks.exact_operators").compared
+    compared = tool("checks.exact_operators").compare_operators
     model = tiny_model(family=family, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=32, hidden_size=128)
     tokens = np.random.default_rng(0).integers(3, 200, 40)
     [exact] = ranks.run(compared, str(model), tokens, True, world_size=1)

@@ -10,7 +10,7 @@ import pytest
 from tools.collectives.agreement import mismatches
 from tools.collectives.links import link_bytes
 from tools.collectives.programs import MESSAGES, Call, Group, Job, Program, RankProgram
-from tools.collectives.symmetry import reduced
+from tools.collectives.symmetry import reduce_job
 from tools.collectives.waits import _Execution, deadlocks
 
 PAIRS = [Group("FIRST", (0, 1)), Group("SECOND", (0, 1)), Group("ALL", (0, 1, 2))]
@@ -166,7 +166,7 @@ def replicated(size: int, calls: Sequence[str]) -> Job:
 
 def test_one_rank_of_each_stage_stands_for_all_replicas() -> None:
     whole = replicated(16, ["message", "stage", "sum", "all", "message"])
-    few = reduced(whole)
+    few = reduce_job(whole)
     assert len(whole.ranks) == 32 and len(few.ranks) == 2
     assert _Execution(whole).run() == _Execution(few).run() == []
     assert [group.ranks for group in few.groups] == [(0, 1), (0, 1), (0,), (1,)]
@@ -186,7 +186,7 @@ def test_ranks_that_stand_for_others_end_if_all_end(seed: int) -> None:
         programs.append(Program.blocking(calls))
         ranks[rank] = RankProgram(len(programs) - 1, ranks[rank].groups)
     changed = Job(job.groups, programs, ranks)
-    assert bool(_Execution(changed).run()) == bool(_Execution(reduced(changed)).run()) == bool(deadlocks(changed))
+    assert bool(_Execution(changed).run()) == bool(_Execution(reduce_job(changed)).run()) == bool(deadlocks(changed))
 
 
 def test_bytes_are_counted_by_link() -> None:

@@ -67,7 +67,7 @@ def test_the_work_is_mostly_left_out_where_the_chain_is_short(tool):
 
     def worked_share(question, answer):
         answers = [make.demonstration(question, answer, generator) for _ in range(1000)]
-        assert set(answers) <= {make.worked_answer(question, answer), make.boxed(answer)}
+        assert set(answers) <= {make.worked_answer(question, answer), make.box_answer(answer)}
         return sum("=" in text for text in answers) / 1000
 
     assert worked_share("Calculate 9 - 2 + 4.", "11") == pytest.approx(make.WORKED_IF_SHORT, abs=0.05)

@@ -71,7 +71,7 @@ class DecodingEngine:
             done = engine.advance(new if engine.is_leader else (), (), BUDGET_SECONDS, leave_after=leave_after)
             new = []
             num_tokens += sum(len(completion.token_ids) for completion in done)
-            num_left = _told(num_left - len(done))
+            num_left = _broadcast_left(num_left - len(done))
         seconds = time.perf_counter() - start
         return Round(num_tokens, seconds, values(engine.metrics()).get("perf/steps_ahead", 0.0))
 
@@ -83,17 +83,17 @@ class DecodingEngine:
         dist.destroy_process_group()
 
 
-def _told(num_left: int) -> int:
+def _broadcast_left(num_left: int) -> int:
     """The leader's number, on all ranks."""
     import torch
     import torch.distributed as dist
 
-    left = torch.tensor(num_left)
-    dist.broadcast(left, 0)
-    return int(left)
+    leaders_number = torch.tensor(num_left)
+    dist.broadcast(leaders_number, 0)
+    return int(leaders_number)
 
 
-async def measured(options: argparse.Namespace, *, is_ahead: bool) -> list[Round]:
+async def measure_rounds(options: argparse.Namespace, *, is_ahead: bool) -> list[Round]:
     """The rounds of an engine, after one that is not counted."""
     settings = {
         name: getattr(options, name) for name in ("kv_cache_gib", "requests", "prompt_tokens", "new_tokens", "dtype")
@@ -120,10 +120,10 @@ async def run(options: argparse.Namespace) -> None:
     }  # fmt: skip
     speeds: dict[bool, list[float]] = {}
     for is_ahead in (False, True) if options.device == "cuda" else (False,):
-        rounds = await measured(options, is_ahead=is_ahead)
-        speeds[is_ahead] = [one.num_tokens / one.seconds for one in rounds]
+        rounds = await measure_rounds(options, is_ahead=is_ahead)
+        speeds[is_ahead] = [sampled.num_tokens / sampled.seconds for sampled in rounds]
         name = "decode_asynchronous" if is_ahead else "decode_synchronous"
-        steps_ahead = [round(one.steps_ahead, 3) for one in rounds]
+        steps_ahead = [round(sampled.steps_ahead, 3) for sampled in rounds]
         print_line(
             metric_line(
                 name, speeds[is_ahead], "tokens/s", target=None, against="none", steps_ahead=steps_ahead, **fields

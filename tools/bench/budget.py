@@ -20,15 +20,15 @@ class Budget:
         self._end = time.monotonic() + seconds
 
     @property
-    def left(self) -> float:
+    def seconds_left(self) -> float:
         """Seconds until it is used up; negative afterwards."""
         return self._end - time.monotonic()
 
-    def rounds(self, most: int) -> Iterator[int]:
+    def rounds(self, max_rounds: int) -> Iterator[int]:
         """The numbers of at most so many rounds: the first in any case, another where the longest before would fit."""
         longest = 0.0
-        for number in range(most):
-            if number and longest > self.left:
+        for number in range(max_rounds):
+            if number and longest > self.seconds_left:
                 return
             started = time.monotonic()
             yield number
@@ -36,7 +36,7 @@ class Budget:
 
     def leaves_out(self, names: Sequence[str], seconds_needed: float = 0.0) -> bool:
         """Whether there is no time left for the metrics of these names; prints a line that says so."""
-        if self.left > seconds_needed:
+        if self.seconds_left > seconds_needed:
             return False
         print_line({"left_out": list(names), "why": f"--budget-seconds {self.seconds:g} is used up"})
         return True

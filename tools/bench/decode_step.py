@@ -67,11 +67,11 @@ class Clock:
         """Count the calls of a method of this object to part `name`."""
         call: Callable[..., Any] = getattr(owner, method)
 
-        def timed(*args: Any, **kwargs: Any) -> Any:
+        def time_call(*args: Any, **kwargs: Any) -> Any:
             with self.part(name):
                 return call(*args, **kwargs)
 
-        setattr(owner, method, timed)
+        setattr(owner, method, time_call)
 
 
 class MeasuredEngine:

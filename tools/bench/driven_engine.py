@@ -81,22 +81,22 @@ class MeasuredEngine:
             "vllm": dict(settings.vllm), **settings.rollout,
         }  # fmt: skip
         config = RolloutConfig.model_validate(fields)
-        self._own = RolloutEngine(
+        self._rollout_engine = RolloutEngine(
             settings.model_path, config, max_model_len=settings.context_tokens, dtype=settings.dtype, seed=3
         )
         if (weights := Path(settings.model_path) / "model.safetensors").is_file():
-            self._own.load_tensors(load_file(weights).items())
-        assert self._own._requests is not None
-        self._requests = self._own._requests
+            self._rollout_engine.load_tensors(load_file(weights).items())
+        assert self._rollout_engine._requests is not None
+        self._requests = self._rollout_engine._requests
         self._engine: Any = self._requests.engine
         self._step = self._engine.step
-        self._engine.step = self._counted
+        self._engine.step = self._count_step
         self._log: list[Request] = []
         self.reset()
 
     def reset(self) -> None:
         """Forget what was cached, sent and used."""
-        self._own.reset_prefix_cache()
+        self._rollout_engine.reset_prefix_cache()
         self._log, self._num_steps = [], 0
         self._busy_seconds, self._first, self._last = 0.0, None, 0.0
         self._cpu_start = time.process_time()
@@ -107,19 +107,19 @@ class MeasuredEngine:
         """As `RolloutEngine.advance`; `work` is (requests, ids to abort)."""
         self._log += work[0]
         start = time.monotonic()
-        found = self._own.advance(*work, budget_seconds, leave_after=leave_after)
+        completions = self._rollout_engine.advance(*work, budget_seconds, leave_after=leave_after)
         self._last = time.monotonic()
         self._first = start if self._first is None else self._first
         self._busy_seconds += self._last - start
-        return found
+        return completions
 
-    def used(self) -> Used:
+    def measure_use(self) -> Used:
         """What was used since `reset`."""
         span = self._last - (self._first or 0.0)
         idle = 1.0 - self._busy_seconds / span if self._first is not None and span > 0 else 0.0
         return Used(self._num_steps, time.process_time() - self._cpu_start, idle, span)
 
-    def sent(self) -> list[Request]:
+    def list_requests(self) -> list[Request]:
         """The requests since `reset`, in the order in which they came."""
         return self._log
 
@@ -128,8 +128,10 @@ class MeasuredEngine:
         from megarl.engine.random_state import preserved_random_state
         from megarl.engine.vllm_arguments import sampling_params
 
-        following = {one.request_id: two for chain in chains for one, two in itertools.pairwise(chain)}
-        found: dict[str, list[int]] = {}
+        following = {
+            request.request_id: next_request for chain in chains for request, next_request in itertools.pairwise(chain)
+        }
+        tokens_of_requests: dict[str, list[int]] = {}
         scheduler = self._requests._scheduler
         internal_ids: dict[str, str] = {}
 
@@ -145,15 +147,17 @@ class MeasuredEngine:
                 add(first)
             while self._engine.has_unfinished_requests():
                 for output in self._engine.step():
-                    found[output.request_id] = scheduler.sampled.pop(internal_ids[output.request_id]).token_ids
+                    tokens_of_requests[output.request_id] = scheduler.sampled.pop(
+                        internal_ids[output.request_id]
+                    ).token_ids
                     if output.request_id in following:
                         add(following[output.request_id])
             # What asynchronous scheduling has begun ahead: the driven engine reads it too.
             self._requests.finish_started_steps()
         self._last = time.monotonic()
-        return found
+        return tokens_of_requests
 
-    def _counted(self) -> Any:
+    def _count_step(self) -> Any:
         self._num_steps += 1
         return self._step()
 
@@ -161,7 +165,7 @@ class MeasuredEngine:
         """End the engine."""
         import torch.distributed as dist
 
-        self._own.close()
+        self._rollout_engine.close()
         dist.destroy_process_group()
 
 
@@ -183,19 +187,19 @@ class Talk:
         pass
 
 
-async def unscored(sample: Sample) -> Scored:
+async def score_nothing(sample: Sample) -> Scored:
     """A reward at no cost."""
     return Scored(Reward(0.0, format_valid=True, answer_correct=False))
 
 
 def problems_of(tokenizer: Any, number: int) -> list[Problem]:
     """Problems of a few words each."""
-    found = []
+    problems = []
     for index in range(number):
         messages = ({"role": "user", "content": f"What is {index} times {index + 7}?"},)
         token_ids = tuple(Dialogue(tokenizer).opening(messages, ()).tolist())
-        found.append(Problem(index=index, messages=messages, prompt_token_ids=token_ids, answer="0", record={}))
-    return found
+        problems.append(Problem(index=index, messages=messages, prompt_token_ids=token_ids, answer="0", record={}))
+    return problems
 
 
 def sampler_of(pool: EnginePool, tokenizer: Any, num_turns: int, *, max_prompt_tokens: int) -> GroupSampler:
@@ -203,7 +207,7 @@ def sampler_of(pool: EnginePool, tokenizer: Any, num_turns: int, *, max_prompt_t
     return GroupSampler(
         pool=pool,
         dialogue=Dialogue(tokenizer),
-        score=unscored,
+        score=score_nothing,
         environment="talk",
         make_environment=lambda: Talk(num_turns),
         max_prompt_tokens=max_prompt_tokens,
@@ -231,10 +235,10 @@ class Bench:
         """Return the sampler of a run whose environment is `Talk`."""
         world = self.group.world_size
         pool = EnginePool(self.group, ParallelConfig(1, 1, world, 1), max_running=2 * self._settings.num_slots)
-        most = self._settings.context_tokens - self.sampling.max_new_tokens
-        return sampler_of(pool, self._tokenizer, num_turns, max_prompt_tokens=most)
+        max_prompt_tokens = self._settings.context_tokens - self.sampling.max_new_tokens
+        return sampler_of(pool, self._tokenizer, num_turns, max_prompt_tokens=max_prompt_tokens)
 
-    async def driven(self, num_turns: int) -> tuple[Used, list[Trajectory]]:
+    async def sample_driven(self, num_turns: int) -> tuple[Used, list[Trajectory]]:
         """Sample with the driver; what was used, its own CPU seconds included, its clock's, and the trajectories."""
         problems = problems_of(self._tokenizer, self._num_attempts)
         sampler = self.sampler(num_turns)
@@ -242,37 +246,37 @@ class Bench:
         start, started = time.process_time(), time.monotonic()
         trajectories = await sampler.sample(problems, self.sampling, seed="bench")
         driver_seconds, seconds = time.process_time() - start, time.monotonic() - started
-        [used] = await self.group.call("used")
+        [used] = await self.group.call("measure_use")
         return replace(used, cpu_seconds=used.cpu_seconds + driver_seconds, seconds=seconds), trajectories
 
     async def bare(self, chains: Sequence[Sequence[Request]]) -> tuple[Used, dict[str, list[int]]]:
         """Sample the same with a bare engine."""
         await self.group.call("reset")
-        [found] = await self.group.call("bare", chains)
-        [used] = await self.group.call("used")
-        return used, found
+        [tokens_of_requests] = await self.group.call("bare", chains)
+        [used] = await self.group.call("measure_use")
+        return used, tokens_of_requests
 
     async def pairs(self, num_turns: int, rounds: Iterable[int]) -> AsyncIterator[Pair]:
         """Both ways for each of the rounds, by turns the one and the other first, after a round that warms up."""
-        _, trajectories = await self.driven(num_turns)
+        _, trajectories = await self.sample_driven(num_turns)
         first, chains = sorted_tokens(trajectories), await self.chains()
         await self.bare(chains)
         for number in rounds:
             if number % 2:
-                ours, trajectories = await self.driven(num_turns)
-                bare, found = await self.bare(chains)
+                ours, trajectories = await self.sample_driven(num_turns)
+                bare, tokens_of_requests = await self.bare(chains)
             else:
-                bare, found = await self.bare(chains)
-                ours, trajectories = await self.driven(num_turns)
-            yield Pair(number, ours, bare, first, sorted_tokens(trajectories), sorted(found.values()))
+                bare, tokens_of_requests = await self.bare(chains)
+                ours, trajectories = await self.sample_driven(num_turns)
+            yield Pair(number, ours, bare, first, sorted_tokens(trajectories), sorted(tokens_of_requests.values()))
 
     async def chains(self) -> list[list[Request]]:
-        """The requests of the last `driven`, by attempt."""
-        [sent] = await self.group.call("sent")
-        found: dict[str, list[Request]] = {}
+        """The requests of the last `sample_driven`, by attempt."""
+        [sent] = await self.group.call("list_requests")
+        chains: dict[str, list[Request]] = {}
         for request in sent:
-            found.setdefault(request.request_id.rpartition(".")[0], []).append(request)
-        return list(found.values())
+            chains.setdefault(request.request_id.rpartition(".")[0], []).append(request)
+        return list(chains.values())
 
 
 def sorted_tokens(trajectories: Sequence[Trajectory]) -> list[list[int]]:

@@ -82,31 +82,31 @@ class MeasuredGroup(ForkedGroup):
         self._num_messages = 0
 
     @contextmanager
-    def measured(self, name: str) -> Iterator[None]:
+    def measure(self, name: str) -> Iterator[None]:
         """Within it the driver does nothing but what is measured."""
-        before = self._used()
+        before = self._read_counters()
         yield
-        used = [after - earlier for after, earlier in zip(self._used(), before, strict=True)]
+        used = [after - earlier for after, earlier in zip(self._read_counters(), before, strict=True)]
         self.costs.setdefault(name, []).append(Cost(used[0], used[1], *map(int, used[2:])))
 
     async def _start_processes(self, log_folder: Path, environment: Mapping[str, str]) -> None:
-        with self.measured("start.connect"):
+        with self.measure("start.connect"):
             await super()._start_processes(log_folder, environment)
 
     async def construct(self, worker: str, kwargs: Mapping[str, Any]) -> None:
-        with self.measured("start.construct"):
+        with self.measure("start.construct"):
             await super().construct(worker, kwargs)
 
     def _ask(self, messages: Mapping[RankHandle, bytes]) -> tuple[Answers, list[asyncio.Future[Any]]]:
         self._num_messages += len(messages)
         return super()._ask(messages)
 
-    def _used(self) -> tuple[float, ...]:
-        told = [
+    def _read_counters(self) -> tuple[float, ...]:
+        tcp_counts = [
             _TCP_INFO_BYTES.unpack(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES.size))
             for connection in self.connections
         ]
-        sent, received = (sum(counts) for counts in zip(*told, strict=True)) if told else (0, 0)
+        sent, received = (sum(counts) for counts in zip(*tcp_counts, strict=True)) if tcp_counts else (0, 0)
         return time.process_time(), time.monotonic(), sent, received, self._num_messages
 
 
@@ -168,15 +168,15 @@ class Driver:
 
     def _sources(self) -> list[Source]:
         random, attempts = np.random.default_rng(0), cast(Any, Attempts(self.pool))
-        (given,) = self.recipe.sources
+        (source,) = self.recipe.sources
         count = self.recipe.train.prompts_per_step
         prompts = random.integers(0, 150000, (count, PROMPT_TOKENS)).tolist()
-        problems = [Problem(n, (), tuple(prompt), "", source=given.name) for n, prompt in enumerate(prompts)]
-        return [Source(given.name, given.weight, given.recipe, attempts, problems)]
+        problems = [Problem(n, (), tuple(prompt), "", source=source.name) for n, prompt in enumerate(prompts)]
+        return [Source(source.name, source.weight, source.recipe, attempts, problems)]
 
     async def begin(self) -> None:
         """As a run begins: the digests of the ranks' plans agree, and what was before the first step is forgotten."""
-        with self.group.measured("start.digests"):
+        with self.group.measure("start.digests"):
             digests = await self.group.call("plan_digest")
             assert len(set(digests)) == 1
         await self.performance.begin()
@@ -187,38 +187,38 @@ class Driver:
         replicas = [range(leader, leader + tp) for leader in self.parallel.leaders()]
         await self.group.call("nothing")
         for _ in range(repeats):
-            with self.group.measured("call"):
+            with self.group.measure("call"):
                 await self.group.call("nothing")
             nothing: list[Any] = [((), ())] * tp
-            with self.group.measured("advance"):
+            with self.group.measure("advance"):
                 await asyncio.gather(*(self.group.ask(ranks, "advance", nothing, 0.0, 1) for ranks in replicas))
 
     async def step(self, number: int) -> dict[str, float]:
         """A step of RL, with the calls that `loops.rl` makes; its metrics."""
-        measured, recipe, began = self.group.measured, self.recipe, time.monotonic()
-        with measured("step.sample"):
+        measure, recipe, began = self.group.measure, self.recipe, time.monotonic()
+        with measure("step.sample"):
             groups = await self.buffer.take(recipe.train.prompts_per_step, weight_version=number)
-        with measured("step.sleep"):
+        with measure("step.sleep"):
             await self.pool.pause()
             await self.group.call("sleep_engine")
-        with measured("step.logprobs"):
+        with measure("step.logprobs"):
             batch = RLBatch.from_groups(groups)
             # As for stale groups, where the correction needs the trainer's log-probs before the update.
-            found = await self.policy.forward(batch)
-            batch.per_token["old_logprobs"] = np.where(batch.loss_mask, found, np.float32(0))
-        with measured("step.batch"):
+            logprobs = await self.policy.forward(batch)
+            batch.per_token["old_logprobs"] = np.where(batch.loss_mask, logprobs, np.float32(0))
+        with measure("step.batch"):
             self.num_tokens = len(batch.token_ids)
             metrics = compute_advantages(batch, recipe, 0.0) | compute_importance_weights(batch, recipe.algorithm)
             minibatches = batch.minibatches(recipe, number)
         updates = []
         for minibatch in minibatches:
-            with measured("step.update"):
+            with measure("step.update"):
                 updates.append(await self.policy.update(minibatch, 0.0))
-        with measured("step.metrics"):
+        with measure("step.metrics"):
             metrics |= update_metrics([update.metrics for update in updates]) | self._metrics_of(groups, number)
             seconds = {"time/step_seconds": time.monotonic() - began}
             metrics |= await self.performance.measure_step(seconds, metrics)
-        with measured("step.reshard"):
+        with measure("step.reshard"):
             reports = await self.group.call("reshard", verify=False)
             metrics |= reshard_metrics(reports)
             self.pool.resume()
@@ -236,7 +236,7 @@ async def measure(options: argparse.Namespace, *, relayed: bool) -> dict[str, An
     group = MeasuredGroup(size, options.per_node)
     group.most_direct = 1 if relayed else size
     with tempfile.TemporaryDirectory() as folder:
-        with group.measured("start"):
+        with group.measure("start"):
             await group.start(
                 "idle_ranks:Idle",
                 {"parallel": parallel, "topology": [(f"node{rank // tp}",) for rank in range(size)]},
@@ -247,13 +247,13 @@ async def measure(options: argparse.Namespace, *, relayed: bool) -> dict[str, An
             driver = Driver(group, parallel, options.samples, options.tokens)
             await driver.begin()
             await driver.verbs(options.repeats)
-            found: dict[str, Any] = {"costs": group.costs, "num_connections": len(group.connections)}
+            measurements: dict[str, Any] = {"costs": group.costs, "num_connections": len(group.connections)}
             if relayed:
                 for number in range(1, options.steps + 1):
-                    with group.measured("step"):
+                    with group.measure("step"):
                         await driver.step(number)
-                found |= {"num_tokens": driver.num_tokens, "memory": memory(await group.call("pid"))}
-            return found
+                measurements |= {"num_tokens": driver.num_tokens, "memory": memory(await group.call("pid"))}
+            return measurements
         finally:
             await group.close()
 
@@ -261,9 +261,13 @@ async def measure(options: argparse.Namespace, *, relayed: bool) -> dict[str, An
 def memory(ranks: Sequence[int]) -> dict[str, int]:
     """Bytes: of the driver its peak; of ranks the resident set of the largest, and their own and shared parts' sum."""
     driver = _kibibytes("/proc/self/status", "VmHWM")
-    own = [_kibibytes(f"/proc/{pid}/smaps_rollup", "Pss") for pid in ranks]
+    proportional = [_kibibytes(f"/proc/{pid}/smaps_rollup", "Pss") for pid in ranks]
     resident = [_kibibytes(f"/proc/{pid}/smaps_rollup", "Rss") for pid in ranks]
-    return {"driver_peak": driver << 10, "rank_rss": max(resident) << 10, "rank_pss": sum(own) // len(own) << 10}
+    return {
+        "driver_peak": driver << 10,
+        "rank_rss": max(resident) << 10,
+        "rank_pss": sum(proportional) // len(proportional) << 10,
+    }
 
 
 def _kibibytes(path: str, name: str) -> int:
@@ -279,23 +283,23 @@ def lines(options: argparse.Namespace, direct: dict[str, Any], relayed: dict[str
     by_node = f"CPU of the driver in a call of {size} ranks that do nothing, {relayed['num_connections']} connections"
     tokens = f"{options.samples} samples, {relayed['num_tokens']} tokens, to the first rank of each replica"
 
-    def made(metric: str, values: Sequence[float], unit: str, against: str, digits: int = 3) -> dict[str, Any]:
+    def line(metric: str, values: Sequence[float], unit: str, against: str, digits: int = 3) -> dict[str, Any]:
         return metric_line(metric, values, unit, target=LIMITS.get(metric), against=against, digits=digits, **where)
 
     calls, steps = relayed["costs"]["call"], relayed["costs"]["step"]
     per_rank = [1e3 * cost.cpu / size for cost in direct["costs"]["call"]]
     starts = [run["costs"]["start"][0].cpu for run in (direct, relayed)]
-    found = [
-        made("driver_cpu_per_rank_and_call", per_rank, "ms", by_rank, digits=4),
-        made("driver_cpu_per_call_relayed", [1e3 * cost.cpu for cost in calls], "ms", by_node),
-        made("driver_cpu_of_rows", [cost.cpu for cost in relayed["costs"]["step.update"]], "s", tokens),
-        made("driver_cpu_of_start", starts, "s", f"connect, introduce, construct {size} ranks, directly and relayed"),
-        made("driver_cpu_of_step", [cost.cpu for cost in steps], "s", tokens),
-        made("driver_bytes_of_step", [cost.sent + cost.received for cost in steps], "bytes", tokens),
+    all_lines = [
+        line("driver_cpu_per_rank_and_call", per_rank, "ms", by_rank, digits=4),
+        line("driver_cpu_per_call_relayed", [1e3 * cost.cpu for cost in calls], "ms", by_node),
+        line("driver_cpu_of_rows", [cost.cpu for cost in relayed["costs"]["step.update"]], "s", tokens),
+        line("driver_cpu_of_start", starts, "s", f"connect, introduce, construct {size} ranks, directly and relayed"),
+        line("driver_cpu_of_step", [cost.cpu for cost in steps], "s", tokens),
+        line("driver_bytes_of_step", [cost.sent + cost.received for cost in steps], "bytes", tokens),
     ]
     for name, num_bytes in relayed["memory"].items():
-        found.append(made(f"memory_{name}", [num_bytes], "bytes", "after the last step"))
-    return found
+        all_lines.append(line(f"memory_{name}", [num_bytes], "bytes", "after the last step"))
+    return all_lines
 
 
 def table(options: argparse.Namespace, direct: dict[str, Any], relayed: dict[str, Any]) -> str:
@@ -327,11 +331,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     direct = asyncio.run(measure(options, relayed=False))
     relayed = asyncio.run(measure(options, relayed=True))
-    found = lines(options, direct, relayed)
-    for line in found:
+    all_lines = lines(options, direct, relayed)
+    for line in all_lines:
         print_line(line)
     print(table(options, direct, relayed), flush=True)
-    return int(not options.no_limits and any(line["met"] is False for line in found))
+    return int(not options.no_limits and any(line["met"] is False for line in all_lines))
 
 
 if __name__ == "__main__":

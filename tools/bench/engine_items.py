@@ -60,8 +60,8 @@ async def measure(options: Options, lines: ItemLines) -> None:
         bench = Bench(group, tokenizer, settings, num_attempts=size.driver_requests, sampling=sampling)
         rates = []
         for _ in range(size.rounds + 1):
-            used, trajectories = await bench.driven(1)
-            tokens = sum(int(segment.loss_mask.sum()) for one in trajectories for segment in one.segments)
+            used, trajectories = await bench.sample_driven(1)
+            tokens = sum(int(segment.loss_mask.sum()) for trajectory in trajectories for segment in trajectory.segments)
             rates.append(tokens / used.seconds)
         lines.write(
             "fp8_tokens_per_second", rates[1:], "tokens/s", against="driver_tokens_per_second, in bfloat16",

@@ -166,8 +166,8 @@ def last_lines(steps: Sequence[Mapping[str, Any]], fields: Mapping[str, Any]) ->
     warm, make = (steps[1:], metric_line) if len(steps) > 1 else (steps, warm_up_line)
 
     def line(metric: str, values: Sequence[float | None], unit: str, against: str) -> Iterator[dict[str, Any]]:
-        if known := [value for value in values if value is not None]:
-            yield make(f"grpo_{metric}", known, unit, target=None, against=against, steps=len(warm), **fields)
+        if known_values := [value for value in values if value is not None]:
+            yield make(f"grpo_{metric}", known_values, unit, target=None, against=against, steps=len(warm), **fields)
 
     for metric, unit in MEDIANS.items():
         yield from line(metric, [step[metric] for step in warm], unit, "steps as megarl train logs them")
@@ -207,20 +207,20 @@ class Training:
                 start_new_session=True,
             )
 
-    def steps(self, most: int, budget: Budget) -> Iterator[dict[str, Any]]:
+    def steps(self, num_steps: int, budget: Budget) -> Iterator[dict[str, Any]]:
         """The lines of metrics.jsonl as they come, until so many steps, the end of the run or of the budget.
 
         The first, step 0, is that of the start.
         """
         last = -1
-        while last < most:
+        while last < num_steps:
             is_running = self.is_running
             text = self._metrics.read_text(encoding="utf-8") if self._metrics.exists() else ""
             rows = text[: text.rfind("\n") + 1].splitlines()
-            for row in rows[last + 1 : most + 1]:
+            for row in rows[last + 1 : num_steps + 1]:
                 yield json.loads(row)
                 last += 1
-            if not is_running or budget.left < END_SECONDS:
+            if not is_running or budget.seconds_left < END_SECONDS:
                 return
             time.sleep(0.1)
 
@@ -246,14 +246,14 @@ class Training:
         return "\n".join(self._output.read_text(errors="replace").splitlines()[-20:])
 
 
-def keep_logs(folder: Path, kept: Path) -> None:
+def keep_logs(folder: Path, target: Path) -> None:
     """Copy the run's output, logs and metrics, but no weights."""
     weights = shutil.ignore_patterns("checkpoints", "hf", "*.safetensors")
-    kept.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(folder / "output.txt", kept / "output.txt")
+    target.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(folder / "output.txt", target / "output.txt")
     # Absent where the run ended before it had a folder.
     if (folder / "runs").is_dir():
-        shutil.copytree(folder / "runs", kept / "runs", ignore=weights, symlinks=True, dirs_exist_ok=True)
+        shutil.copytree(folder / "runs", target / "runs", ignore=weights, symlinks=True, dirs_exist_ok=True)
 
 
 def run(options: argparse.Namespace, budget: Budget) -> int:
@@ -275,7 +275,7 @@ def run(options: argparse.Namespace, budget: Budget) -> int:
                     continue
                 steps.append(step_line(row))
                 print_line(steps[-1])
-            is_cut = budget.left < END_SECONDS
+            is_cut = budget.seconds_left < END_SECONDS
             has_failed = not training.is_running
         finally:
             status = training.end()

@@ -77,7 +77,7 @@ def train_with_trl(options: argparse.Namespace, seed: int) -> dict[str, list[flo
 
     records = [json.loads(line) for line in Path(options.data).read_text().splitlines()]
     prompts = {"prompt": [[r["messages"]] for r in records], "gold": [r["gt_answer"] for r in records]}
-    found: dict[str, list[float]] = {"seconds": [], "rewards": [], "tokens": []}
+    curves: dict[str, list[float]] = {"seconds": [], "rewards": [], "tokens": []}
 
     def reward(completions: list[Any], gold: list[str], **_: Any) -> list[float]:
         texts = [completion[0]["content"] for completion in completions]
@@ -88,12 +88,12 @@ def train_with_trl(options: argparse.Namespace, seed: int) -> dict[str, list[flo
             self.started = time.perf_counter()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            found["seconds"].append(time.perf_counter() - self.started)
+            curves["seconds"].append(time.perf_counter() - self.started)
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
             if "reward" in logs:
-                found["rewards"].append(logs["reward"])
-                found["tokens"].append(logs["completions/mean_length"])
+                curves["rewards"].append(logs["reward"])
+                curves["tokens"].append(logs["completions/mean_length"])
 
     with tempfile.TemporaryDirectory() as folder:
         settings = GRPOConfig(
@@ -114,7 +114,7 @@ def train_with_trl(options: argparse.Namespace, seed: int) -> dict[str, list[flo
             callbacks=[Clock()],
         )
         trainer.train()
-    return found
+    return curves
 
 
 def median_seconds(run: dict[str, list[float]]) -> float:
@@ -124,8 +124,8 @@ def median_seconds(run: dict[str, list[float]]) -> float:
 def within(run: list[float], band: list[list[float]]) -> float:
     """The share of a run's steps whose reward is within the band of others, widened by its width to both sides."""
     inside = []
-    for reward, others in zip(run, zip(*band, strict=True), strict=True):
-        low, high = min(others), max(others)
+    for reward, peer_rewards in zip(run, zip(*band, strict=True), strict=True):
+        low, high = min(peer_rewards), max(peer_rewards)
         width = max(high - low, 0.02)
         inside.append(low - width <= reward <= high + width)
     return statistics.mean(inside)
@@ -180,7 +180,7 @@ def main() -> None:
         )
     )  # fmt: skip
     if len(options.seeds) > 1:
-        shares = [within(run["rewards"], [other["rewards"] for other in peer]) for run in mine]
+        shares = [within(run["rewards"], [peer_run["rewards"] for peer_run in peer]) for run in mine]
         print_line(
             metric_line(
                 "grpo_reward_within_trl", shares, "share of steps", target=None, against="the band of TRL's seeds",

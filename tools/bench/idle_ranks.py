@@ -125,10 +125,10 @@ class ForkedGroup(ConnectedGroup):
         return "127.0.0.1"
 
     async def launch(self, log_folder: Path, environment: Mapping[str, str], address: Address, key: bytes) -> None:
-        told = (address[0], address[1], os.getpid(), self.world_size, self._ranks_per_node)
+        arguments = (address[0], address[1], os.getpid(), self.world_size, self._ranks_per_node)
         with (log_folder / self.start_log).open("ab") as log:
             self._forker = await asyncio.create_subprocess_exec(
-                sys.executable, "-c", _MAIN, *map(str, told),
+                sys.executable, "-c", _MAIN, *map(str, arguments),
                 env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
                 stdin=asyncio.subprocess.PIPE, stdout=log, stderr=log,
             )  # fmt: skip
@@ -150,18 +150,18 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     for name in ("host", "port", "driver", "world_size", "per_node"):
         parser.add_argument(name, type=str if name == "host" else int)
-    told = parser.parse_args()
-    die_with(told.driver)
+    options = parser.parse_args()
+    die_with(options.driver)
     key = bytes.fromhex(sys.stdin.readline())
     # What the ranks share is not to be copied by a collection in each of them.
     gc.collect()
     gc.freeze()
-    own = os.getpid()
-    for turn in range(told.world_size):
+    parent = os.getpid()
+    for turn in range(options.world_size):
         if os.fork() == 0:
-            die_with(own)
-            node = f"node{turn // told.per_node}"
-            connect((told.host, told.port), key, Introduction(turn, node, told.host))
+            die_with(parent)
+            node = f"node{turn // options.per_node}"
+            connect((options.host, options.port), key, Introduction(turn, node, options.host))
             leave()
     while True:
         try:

@@ -38,8 +38,10 @@ class ItemLines:
         """Return whether to measure this item now. Writes a line if the budget has no time for it any more."""
         if name not in self._seconds:
             return False
-        if self._budget.left < self._seconds[name]:
-            why = f"{self._budget.left:.0f} s of the budget are left, it usually takes {self._seconds[name]:g} s"
+        if self._budget.seconds_left < self._seconds[name]:
+            why = (
+                f"{self._budget.seconds_left:.0f} s of the budget are left, it usually takes {self._seconds[name]:g} s"
+            )
             report.print_line({"end": name, "status": "no time", "why": why})
             return False
         return True

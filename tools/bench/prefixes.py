@@ -50,12 +50,12 @@ class OneRank:
 
 def batch_of(sequences: Sequence[np.ndarray], num_trained: Sequence[int]) -> TokenBatch:
     """Sequences of which the last tokens are trained."""
-    found = []
+    training_sequences = []
     for ids, trained in zip(sequences, num_trained, strict=True):
         values = np.full(len(ids), 0.01, np.float32)
         mask = np.arange(len(ids)) >= len(ids) - trained
-        found.append(TrainingSequence(ids, mask, token_weights=values * mask, advantages=values))
-    return TokenBatch.from_sequences(found)
+        training_sequences.append(TrainingSequence(ids, mask, token_weights=values * mask, advantages=values))
+    return TokenBatch.from_sequences(training_sequences)
 
 
 def cases(prompt: int, answer: int, group: int, vocab_size: int) -> dict[str, TokenBatch]:

@@ -53,9 +53,9 @@ def command(name: str, *arguments: str, on_cpu: Sequence[str] = ()) -> Program:
     return Program(name, arguments, {"h200": 0.0, "tiny": 0.0}, reports=False, on_cpu=on_cpu)
 
 
-def gpu_tests(name: str, chosen: str, settles: str, needs_gpu: str, seconds: float) -> Item:
-    """Return the item of those GPU tests that pytest's expression `chosen` selects."""
-    program = command(name, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", str(TESTS), "-k", chosen)
+def gpu_tests(name: str, selection: str, settles: str, needs_gpu: str, seconds: float) -> Item:
+    """Return the item of those GPU tests that pytest's expression `selection` selects."""
+    program = command(name, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", str(TESTS), "-k", selection)
     return Item(name, program, settles, {"h200": seconds, "tiny": seconds}, needs_gpu)
 
 

@@ -34,14 +34,14 @@ def metric_line(
     A target is a comparison and a number, as in `>= 0.8`; None: the metric informs, and `met` is None. Raises
     ValueError for another target.
     """
-    value, met = statistics.median(values), None
+    value, is_met = statistics.median(values), None
     if target is not None:
         sign, _, number = target.partition(" ")
         if sign not in _COMPARISONS:
             raise ValueError(f"target {target!r} must be one of {' '.join(_COMPARISONS)} and a number")
-        met = bool(_COMPARISONS[sign](value, float(number)))
+        is_met = bool(_COMPARISONS[sign](value, float(number)))
     return {
-        "metric": metric, "value": round(value, digits), "unit": unit, "target": target, "met": met,
+        "metric": metric, "value": round(value, digits), "unit": unit, "target": target, "met": is_met,
         "spread": sorted(round(v, digits) for v in values), "against": against, **more,
         "machine": dict(machine), "versions": dict(versions),
     }  # fmt: skip
@@ -82,13 +82,13 @@ def machine() -> dict[str, Any]:
 
 def versions(*packages: str) -> dict[str, str]:
     """The versions of megarl, torch and other packages, those that are installed."""
-    found = {}
+    versions_found = {}
     for package in ("megarl", "torch", *packages):
         try:
-            found[package] = version(package)
+            versions_found[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return versions_found
 
 
 def available_bytes() -> int:

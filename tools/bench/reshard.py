@@ -48,7 +48,7 @@ def needed_bytes(to_vllm: ModelShape, to_megatron: ModelShape, num_ranks: int) -
     )
 
 
-def summed(results: Sequence[Any], method: str, key: str) -> list[float]:
+def sum_over_ranks(results: Sequence[Any], method: str, key: str) -> list[float]:
     """Over the ranks, round by round."""
     return [sum(r["rounds"][i][method][key] for r in results) for i in range(len(results[0]["rounds"]))]
 
@@ -65,7 +65,7 @@ def ratios(above: Sequence[float], below: Sequence[float]) -> list[float]:
 def stage_lines(prefix: str, results: Sequence[Any], base: dict[str, Any]) -> list[dict[str, Any]]:
     """Where our time goes, and how many bytes went over any wire."""
     first, ours = results[0], slowest(results, "ours")
-    stages = {s: statistics.median(summed(results, "ours", f"{s}_seconds")) / len(results) for s in STAGES}
+    stages = {s: statistics.median(sum_over_ranks(results, "ours", f"{s}_seconds")) / len(results) for s in STAGES}
     sent = sum(r["rounds"][0]["ours"]["received_bytes"] for r in results)
     seconds = {"plan": round(max(r["plan_seconds"] for r in results), 4), **{k: round(v, 4) for k, v in stages.items()}}
     return [
@@ -82,18 +82,20 @@ def stage_lines(prefix: str, results: Sequence[Any], base: dict[str, Any]) -> li
 
 def vllm_lines(results: Sequence[Any], base: dict[str, Any]) -> list[dict[str, Any]]:
     lines = stage_lines("reshard_to_vllm", results, base)
-    copied = ratios(summed(results, "memcpy", "own_seconds"), summed(results, "local", "own_seconds"))
-    in_place = ratios(summed(results, "memcpy", "own_seconds"), summed(results, "ours", "local_seconds"))
+    copied = ratios(sum_over_ranks(results, "memcpy", "own_seconds"), sum_over_ranks(results, "local", "own_seconds"))
+    in_place = ratios(
+        sum_over_ranks(results, "memcpy", "own_seconds"), sum_over_ranks(results, "ours", "local_seconds")
+    )
     local_bytes = int(sum(r["rounds"][0]["ours"]["local_bytes"] for r in results))
     ours, memcpy, gathered = (slowest(results, method) for method in ("ours", "memcpy", "gathered"))
     rate = f"memcpy of {local_bytes} bytes, all ranks at once: {local_bytes / statistics.median(memcpy):.3g} B/s"
-    whole = [ratio * results[0]["received_bytes"] / local_bytes for ratio in ratios(memcpy, ours)]
+    all_bytes = [ratio * results[0]["received_bytes"] / local_bytes for ratio in ratios(memcpy, ours)]
     against = f"full tensors gathered over gloo and sliced: {statistics.median(gathered):.2f} s"
     return [
         *lines,
         report.metric_line("reshard_local_copies", copied, "of memcpy", target=">= 0.8", against=rate, **base),
         report.metric_line("reshard_local_stage", in_place, "of memcpy", target=None, against=rate, **base),
-        report.metric_line("reshard_all_bytes", whole, "of memcpy of all bytes", target=None, against=rate, **base),
+        report.metric_line("reshard_all_bytes", all_bytes, "of memcpy of all bytes", target=None, against=rate, **base),
         report.metric_line(
             "reshard_vs_gathered", ratios(gathered, ours), "times as fast", target=">= 10", against=against, **base
         ),

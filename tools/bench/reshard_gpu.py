@@ -42,11 +42,15 @@ class Exporter:
     """Full tensors under their Hugging Face names, from Megatron's parameters, and where each belongs in vLLM's."""
 
     def __init__(
-        self, held: Layout, wanted: Layout, sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor]
+        self,
+        source_layout: Layout,
+        target_layout: Layout,
+        sources: Mapping[str, Tensor],
+        destinations: Mapping[str, Tensor],
     ) -> None:
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._parts: dict[str, list[tuple[tuple[slice, ...], Tensor]]] = {}
-        for piece in held:
+        for piece in source_layout:
             box = piece.box
             view = View(piece.storage, piece.offset, piece.strides)
             part = strided_view(sources[piece.storage], view, box.shape, box.name)
@@ -60,7 +64,7 @@ class Exporter:
                 piece.box.shape,
                 piece.box.name,
             )
-            for piece in wanted
+            for piece in target_layout
         }
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
@@ -114,16 +118,16 @@ def measure(
     """Seconds of every method, round by round; bytes and copies of the plan."""
     parallel = ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1)
     padded = padded_vocab_size(model.vocab_size, 1)
-    held = megatron_layouts(model, parallel, padded_vocab_size=padded)
-    wanted = VllmLayouts(model, 1, 1)
-    shapes = parameter_shapes(held, parallel.coordinates(0))
+    source_layouts = megatron_layouts(model, parallel, padded_vocab_size=padded)
+    target_layouts = VllmLayouts(model, 1, 1)
+    shapes = parameter_shapes(source_layouts, parallel.coordinates(0))
     sources = Arena(sum(map(prod, shapes.values())), device).tensors(shapes)
-    fill(held[0], sources)
-    storages = storage_shapes(wanted[0])
+    fill(source_layouts[0], sources)
+    storages = storage_shapes(target_layouts[0])
     arena = Arena(sum(map(prod, storages.values())), device)
     live = arena.tensors(storages)
-    plan = make_plan(held, wanted, itemsize=2, bucket_bytes=256 << 20).for_rank(0)
-    exporter = Exporter(held[0], wanted[0], sources, live)
+    plan = make_plan(source_layouts, target_layouts, itemsize=2, bucket_bytes=256 << 20).for_rank(0)
+    exporter = Exporter(source_layouts[0], target_layouts[0], sources, live)
     methods: dict[str, Method] = {
         "ours": Transport(plan, sources, live, dtype=torch.bfloat16).reshard,
         "one_by_one": exporter.one_by_one,
@@ -132,7 +136,7 @@ def measure(
     for name, run in methods.items():
         arena.flat.zero_()
         run()
-        if difference := first_difference(wanted[0], live):
+        if difference := first_difference(target_layouts[0], live):
             raise SystemExit(f"{name} differs: {difference}")
         report.print_line({"checked": name})
     local = [t for bucket in plan.buckets for t in bucket.local]
@@ -163,7 +167,9 @@ def lines_of(seconds: Mapping[str, Sequence[float]], plan: Mapping[str, int], **
         ("repack_vs_one_by_one", "one_by_one", "times as fast", ">= 5", "each tensor exported and copied by itself"),
         ("repack_vs_buckets", "in_buckets", "times as fast", ">= 2", "tensors exported into flat buckets of 512 MB"),
     ):
-        ratios = [other / own for other, own in zip(seconds[peer], seconds["ours"], strict=True)]
+        ratios = [
+            peer_seconds / own_seconds for peer_seconds, own_seconds in zip(seconds[peer], seconds["ours"], strict=True)
+        ]
         lines.append(report.metric_line(metric, ratios, unit, target=target, against=against, **base))
     return lines
 

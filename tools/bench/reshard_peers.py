@@ -18,17 +18,17 @@ from megarl.reshard.layouts.megatron import MegatronLayouts
 
 def rules_by_parameter(layouts: MegatronLayouts, rank: int) -> dict[str, tuple[Rule, str]]:
     """The rule of each of a rank's parameters, and the parameter's name with the model's layer number."""
-    at = layouts.parallel.coordinates(rank)
-    found = {}
-    for chunk in (chunk for chunk in layouts.chunks if chunk.stage == at.pp):
+    coordinates = layouts.parallel.coordinates(rank)
+    rules = {}
+    for chunk in (chunk for chunk in layouts.chunks if chunk.stage == coordinates.pp):
         for rule in layouts.rules:
             layers = range(chunk.first_layer, chunk.first_layer + chunk.num_layers)
             if rule.place != "every_layer":
                 layers = (-1,) if chunk in layouts.chunks_of(rule) else ()
-            slot = layouts.slot(rule, chunk, at.ep)
+            slot = layouts.slot(rule, chunk, coordinates.ep)
             for layer in layers:
-                found[slot.of(TensorName("", layer))[0]] = (rule, rule.parameter.format(layer=layer, expert=0))
-    return found
+                rules[slot.of(TensorName("", layer))[0]] = (rule, rule.parameter.format(layer=layer, expert=0))
+    return rules
 
 
 class Gathered:
@@ -54,15 +54,15 @@ class Gathered:
         self._pp = _own_group([[parallel.rank(t, 0, p) for p in range(parallel.pp)] for t in range(parallel.tp)])
 
     def run(self) -> None:
-        at = self._parallel.coordinates(self._rank)
+        coordinates = self._parallel.coordinates(self._rank)
         for stage in range(self._parallel.pp):
-            first = self._parallel.rank(at.tp, 0, stage)
+            first = self._parallel.rank(coordinates.tp, 0, stage)
             for name, (rule, full_name) in rules_by_parameter(self._layouts, first).items():
                 shape = self._shape(rule)
                 parts = [torch.empty(shape, dtype=torch.bfloat16) for _ in range(self._splits(rule))]
-                if stage == at.pp and rule.dim is not None:
+                if stage == coordinates.pp and rule.dim is not None:
                     dist.all_gather(parts, self._sources[name], group=self._tp)
-                elif stage == at.pp:
+                elif stage == coordinates.pp:
                     parts = [self._sources[name]]
                 if self._parallel.pp > 1:
                     for part in parts:
@@ -109,12 +109,12 @@ class Gathered:
 
 def _range(parts: list[torch.Tensor], start: int, length: int, dim: int = 0) -> torch.Tensor:
     """A range of what the parts are one after another."""
-    taken, size = [], parts[0].shape[dim]
+    pieces, size = [], parts[0].shape[dim]
     for index, part in enumerate(parts):
         low, high = max(start, index * size), min(start + length, (index + 1) * size)
         if low < high:
-            taken.append(part.narrow(dim, low - index * size, high - low))
-    return taken[0] if len(taken) == 1 else torch.cat(taken, dim)
+            pieces.append(part.narrow(dim, low - index * size, high - low))
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
 
 def _vllm_name(megatron_name: str) -> str:
@@ -132,8 +132,10 @@ def _vllm_name(megatron_name: str) -> str:
 def _own_group(groups: list[list[int]]) -> dist.ProcessGroup:
     """Make all groups, as every rank must, and return the one that this rank is in."""
     # Dealt ranks are not in order, their parts are.
-    made = [dist.new_group(ranks, sort_ranks=False) for ranks in groups]
-    return next(group for group in made if isinstance(group, dist.ProcessGroup))  # of the others, a rank has a number
+    process_groups = [dist.new_group(ranks, sort_ranks=False) for ranks in groups]
+    return next(
+        group for group in process_groups if isinstance(group, dist.ProcessGroup)
+    )  # of the others, a rank has a number
 
 
 def import_megatron() -> Any:

@@ -31,10 +31,10 @@ def to_vllm(model: ModelShape, parallel: ParallelConfig, rounds: int, bucket_byt
     parallel = align(model, parallel, ranks_per_node=parallel.world_size)
     rank, padded = dist.get_rank(), padded_vocab_size(model.vocab_size, parallel.tp)
     layouts = megatron_layouts(model, parallel, padded_vocab_size=padded)
-    wanted = VllmLayouts(model, parallel.rollout_tp, parallel.world_size)
-    plan, part, plan_seconds = _planned(layouts, wanted, bucket_bytes)
+    engine_layouts = VllmLayouts(model, parallel.rollout_tp, parallel.world_size)
+    plan, part, plan_seconds = _make_plan(layouts, engine_layouts, bucket_bytes)
     sources = _sources(layouts)
-    shapes = storage_shapes(wanted[rank])
+    shapes = storage_shapes(engine_layouts[rank])
     arena = Arena(sum(map(prod, shapes.values())))
     live = arena.tensors(shapes)
     transport = Transport(part, sources, live, dtype=torch.bfloat16)
@@ -45,11 +45,11 @@ def to_vllm(model: ModelShape, parallel: ParallelConfig, rounds: int, bucket_byt
         "gathered": Gathered(layouts, parallel.rollout_tp, sources, live).run,
         "gloo": Transport(part, sources, live, dtype=torch.bfloat16, shared_memory=False).reshard,
     }
-    checked = _check(methods, wanted[rank], live, arena)
+    checked = _check(methods, engine_layouts[rank], live, arena)
     methods["local"] = Transport(alone, sources, live, dtype=torch.bfloat16).reshard
     methods["memcpy"] = _memcpy(arena, local_bytes)
     del methods["gloo"]
-    return {"wrong": checked, "rounds": _timed(methods, rounds), "plan_seconds": plan_seconds, **_traffic(plan)}
+    return {"wrong": checked, "rounds": _time_rounds(methods, rounds), "plan_seconds": plan_seconds, **_traffic(plan)}
 
 
 def to_megatron(
@@ -58,29 +58,29 @@ def to_megatron(
     """Megatron's shards into another Megatron layout's: our transport and `megatron.core.resharding`."""
     rank, padded = dist.get_rank(), padded_vocab_size(model.vocab_size, source.tp)
     layouts = megatron_layouts(model, source, padded_vocab_size=padded)
-    wanted = megatron_layouts(model, target, padded_vocab_size=padded)
-    plan, part, plan_seconds = _planned(layouts, wanted, bucket_bytes)
+    target_layouts = megatron_layouts(model, target, padded_vocab_size=padded)
+    plan, part, plan_seconds = _make_plan(layouts, target_layouts, bucket_bytes)
     sources = _sources(layouts)
-    shapes = _shapes(wanted)
+    shapes = _shapes(target_layouts)
     arena = Arena(sum(map(prod, shapes.values())))
     live = arena.tensors(shapes)
     start = time.perf_counter()
-    peer = MegatronResharding(layouts, wanted, sources, live)
+    peer = MegatronResharding(layouts, target_layouts, sources, live)
     methods: dict[str, Method] = {
         "ours": Transport(part, sources, live, dtype=torch.bfloat16).reshard,
         "megatron": peer.run,
     }
-    checked = _check(methods, wanted[rank], live, arena)
+    checked = _check(methods, target_layouts[rank], live, arena)
     peer_seconds = time.perf_counter() - start
     return {
-        "wrong": checked, "rounds": _timed(methods, rounds), "plan_seconds": plan_seconds,
+        "wrong": checked, "rounds": _time_rounds(methods, rounds), "plan_seconds": plan_seconds,
         "peer_start_seconds": peer_seconds, **_traffic(plan),
     }  # fmt: skip
 
 
-def _planned(layouts: Any, wanted: Any, bucket_bytes: int) -> tuple[Plan, RankPlan, float]:
+def _make_plan(layouts: Any, target_layouts: Any, bucket_bytes: int) -> tuple[Plan, RankPlan, float]:
     start = time.perf_counter()
-    plan = make_plan(layouts, wanted, itemsize=2, bucket_bytes=bucket_bytes)
+    plan = make_plan(layouts, target_layouts, itemsize=2, bucket_bytes=bucket_bytes)
     part = plan.for_rank(dist.get_rank())
     return plan, part, time.perf_counter() - start
 
@@ -97,7 +97,9 @@ def _shapes(layouts: MegatronLayouts) -> dict[str, tuple[int, ...]]:
     return parameter_shapes(layouts, layouts.parallel.coordinates(dist.get_rank()))
 
 
-def _check(methods: dict[str, Method], wanted: Layout, live: dict[str, torch.Tensor], arena: Arena) -> dict[str, str]:
+def _check(
+    methods: dict[str, Method], target_layout: Layout, live: dict[str, torch.Tensor], arena: Arena
+) -> dict[str, str]:
     """Each method's output, which starts from nothing: method -> first tensor that is wrong."""
     wrong = {}
     for name, run in methods.items():
@@ -105,7 +107,7 @@ def _check(methods: dict[str, Method], wanted: Layout, live: dict[str, torch.Ten
         dist.barrier()
         run()
         dist.barrier()
-        if difference := first_difference(wanted, live):
+        if difference := first_difference(target_layout, live):
             wrong[name] = difference
     return wrong
 
@@ -117,7 +119,7 @@ def _memcpy(arena: Arena, num_bytes: int) -> Method:
     return lambda: np.copyto(target, source)
 
 
-def _timed(methods: dict[str, Method], rounds: int) -> list[dict[str, dict[str, float]]]:
+def _time_rounds(methods: dict[str, Method], rounds: int) -> list[dict[str, dict[str, float]]]:
     """Round by round and method by method: seconds until this rank and until all ranks are done, and the stages.
 
     Each round begins with another method, since one that allocates much slows the next.
@@ -130,10 +132,10 @@ def _timed(methods: dict[str, Method], rounds: int) -> list[dict[str, dict[str, 
             dist.barrier()
             start = time.perf_counter()
             report = run()
-            own = time.perf_counter() - start
+            rank_seconds = time.perf_counter() - start
             stages = _named(report) if isinstance(report, CopyReport) else report or {}
             dist.barrier()
-            measured[-1][name] = {**stages, "own_seconds": own, "seconds": time.perf_counter() - start}
+            measured[-1][name] = {**stages, "own_seconds": rank_seconds, "seconds": time.perf_counter() - start}
     return measured
 
 

@@ -48,13 +48,13 @@ async def idle_share(bench: Bench, tokenizer: Any, options: argparse.Namespace) 
     await sampler.sample(problems_of(tokenizer, options.attempts // 4), bench.sampling, seed="bench")
     if going.done():
         raise SystemExit("the long request ended before the conversations did: give more --long-tokens")
-    used = await bench.group.call("used")
-    sent = await bench.group.call("sent")
+    used = await bench.group.call("measure_use")
+    sent = await bench.group.call("list_requests")
     going.cancel()
     await asyncio.gather(going, return_exceptions=True)
     await sampler.pool.wait_until_drained()
-    [other] = [rank for rank, requests in enumerate(sent) if not any(r.request_id == "long" for r in requests)]
-    return used[other].idle
+    [idle_rank] = [rank for rank, requests in enumerate(sent) if not any(r.request_id == "long" for r in requests)]
+    return used[idle_rank].idle
 
 
 async def compare(bench: Bench, num_turns: int, repeats: int) -> dict[str, list[float]]:

@@ -40,17 +40,23 @@ LEAST = {1: 0.97, 4: 0.90}
 
 async def measure(bench: Bench, num_turns: int, repeats: int, budget: Budget, fields: dict[str, Any]) -> None:
     """The lines of attempts of so many turns."""
-    found: dict[str, list[float]] = {"driven": [], "bare": [], "idle": [], "equal": []}
+    values: dict[str, list[float]] = {"driven": [], "bare": [], "idle": [], "equal": []}
     async for pair in bench.pairs(num_turns, budget.rounds(repeats)):
-        again, others = pair.driven_tokens, pair.bare_tokens
-        found["driven"].append(sum(map(len, again)) / pair.driven.seconds)
-        found["bare"].append(sum(map(len, others)) / pair.bare.seconds)
-        found["idle"].append(pair.driven.idle)
-        found["equal"].append(min(_equal_share(pair.first_tokens, again), _equal_share(pair.first_tokens, others)))
-        print_line({"turns": num_turns, "round": pair.number, **{name: round(of[-1], 4) for name, of in found.items()}})
+        driven_tokens, bare_tokens = pair.driven_tokens, pair.bare_tokens
+        values["driven"].append(sum(map(len, driven_tokens)) / pair.driven.seconds)
+        values["bare"].append(sum(map(len, bare_tokens)) / pair.bare.seconds)
+        values["idle"].append(pair.driven.idle)
+        values["equal"].append(
+            min(_equal_share(pair.first_tokens, driven_tokens), _equal_share(pair.first_tokens, bare_tokens))
+        )
+        print_line(
+            {"turns": num_turns, "round": pair.number, **{name: round(of[-1], 4) for name, of in values.items()}}
+        )
     name = f"rollout_{num_turns}_turns"
     against = "a loop around the same engine"
-    ratios = [own / other for own, other in zip(found["driven"], found["bare"], strict=True)]
+    ratios = [
+        driven_speed / bare_speed for driven_speed, bare_speed in zip(values["driven"], values["bare"], strict=True)
+    ]
     least = LEAST.get(num_turns, LEAST[4])
     print_line(metric_line(f"{name}_speed", ratios, "of bare", target=f">= {least}", against=against, **fields))
     for metric, kind, unit in (
@@ -58,12 +64,14 @@ async def measure(bench: Bench, num_turns: int, repeats: int, budget: Budget, fi
         ("engine_idle", "idle", "share of time"),
         ("equal_completions", "equal", "share"),
     ):
-        print_line(metric_line(f"{name}_{metric}", found[kind], unit, target=None, against=against, **fields))
+        print_line(metric_line(f"{name}_{metric}", values[kind], unit, target=None, against=against, **fields))
 
 
-def _equal_share(some: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> float:
+def _equal_share(first: Sequence[Sequence[int]], second: Sequence[Sequence[int]]) -> float:
     """The share of completions that are the same token by token."""
-    return len({tuple(one) for one in some} & {tuple(one) for one in others}) / max(len({*map(tuple, some)}), 1)
+    return len({tuple(completion) for completion in first} & {tuple(completion) for completion in second}) / max(
+        len({*map(tuple, first)}), 1
+    )
 
 
 async def run(options: argparse.Namespace, budget: Budget) -> None:

@@ -76,10 +76,10 @@ def _blocks(layout: Layout, storages: Mapping[str, Tensor]) -> Iterable[tuple[Te
     """A few rows of a piece at a time, as they lie and as they should be, in bits."""
     for piece in layout:
         box, storage = piece.box, storages[piece.storage].view(torch.int16)
-        whole = strided_view(storage, View(piece.storage, piece.offset, piece.strides), box.shape, box.name)
+        piece_view = strided_view(storage, View(piece.storage, piece.offset, piece.strides), box.shape, box.name)
         seed = zlib.crc32(box.name.encode()) % 30000
         for start in range(0, box.shape[0], ROWS):
-            view = whole[start : start + ROWS]
+            view = piece_view[start : start + ROWS]
             # Odd factors make shifted rows and columns differ; sixteen bits wrap around.
             bits = torch.full((), seed, dtype=torch.int16, device=view.device)
             for dim, (factor, low) in enumerate(zip((7919, 12289), box.start, strict=False)):

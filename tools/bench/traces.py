@@ -32,7 +32,7 @@ def summarise(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     end = max(event["ts"] + event["dur"] for event in events)
     on_gpu = [event for event in events if event["cat"] in GPU_KINDS]
     on_host = [event for event in events if event["cat"] not in GPU_KINDS]
-    busy = covered((event["ts"], event["ts"] + event["dur"]) for event in on_gpu)
+    busy = union_length((event["ts"], event["ts"] + event["dur"]) for event in on_gpu)
     return {
         "seconds": round((end - start) / 1e6, 6),
         "gpu_busy_share": round(busy / max(end - start, 1e-9), 4) if on_gpu else None,
@@ -43,7 +43,7 @@ def summarise(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def covered(intervals: Iterable[tuple[float, float]]) -> float:
+def union_length(intervals: Iterable[tuple[float, float]]) -> float:
     """Return the length of the union of intervals."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(intervals):

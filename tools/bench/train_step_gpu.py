@@ -112,13 +112,13 @@ def export(engine: Any) -> dict[str, torch.Tensor]:
         engine.shape, engine.parallel, padded_vocab_size=padded_vocab_size(engine.shape.vocab_size, 1),
         transformer_engine=engine.chunks[0].qkv_format == "thd",
     )  # fmt: skip
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for piece in layouts[0]:
         flat = engine.parameters[piece.storage].detach().reshape(-1)
         view = flat.as_strided(piece.box.shape, piece.strides, flat.storage_offset() + piece.offset)
-        whole = found.setdefault(piece.box.name, view.new_empty([s.stop for s in engine_slices(engine, piece)]))
-        whole[tuple(slice(a, b) for a, b in zip(piece.box.start, piece.box.stop, strict=True))] = view
-    return found
+        tensor = tensors.setdefault(piece.box.name, view.new_empty([s.stop for s in engine_slices(engine, piece)]))
+        tensor[tuple(slice(a, b) for a, b in zip(piece.box.start, piece.box.stop, strict=True))] = view
+    return tensors
 
 
 def engine_slices(engine: Any, piece: Any) -> list[slice]:
@@ -171,25 +171,25 @@ class Timed(NamedTuple):
     is_warm_up: bool
 
 
-def timed(work: Callable[[], object], budget: Budget, rounds: int = 5, name: str | None = None) -> Timed:
+def time_rounds(work: Callable[[], object], budget: Budget, rounds: int = 5, name: str | None = None) -> Timed:
     """The rounds that the budget allows. With a name, a line is printed after each."""
-    taken = []
+    seconds = []
     for index in budget.rounds(rounds + 1):
         torch.cuda.synchronize()
         started = time.perf_counter()
         work()
         torch.cuda.synchronize()
-        taken.append(time.perf_counter() - started)
+        seconds.append(time.perf_counter() - started)
         if name is not None:
-            report.print_line({"round": index, "warms_up": index == 0, f"{name}_seconds": round(taken[-1], 4)})
-    return Timed(taken[1:], False) if len(taken) > 1 else Timed(taken, True)
+            report.print_line({"round": index, "warms_up": index == 0, f"{name}_seconds": round(seconds[-1], 4)})
+    return Timed(seconds[1:], False) if len(seconds) > 1 else Timed(seconds, True)
 
 
 def gemm_flops_per_second(budget: Budget) -> tuple[list[float], bool]:
     """Of each round, and whether that is the one alone that warms up."""
     gemm = Gemm(8192 if torch.cuda.is_available() else 512)
-    taken = timed(gemm.multiply, budget)
-    return [gemm.flops / t for t in taken.seconds], taken.is_warm_up
+    rounds = time_rounds(gemm.multiply, budget)
+    return [gemm.flops / t for t in rounds.seconds], rounds.is_warm_up
 
 
 def measure_logprobs(
@@ -219,10 +219,10 @@ def measure_logprobs(
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     work = 6 * num_tokens * config["vocab_size"] * config["hidden_size"]
-    taken = timed(run, budget)
-    shares = [work / t / ceiling for t in taken.seconds]
+    rounds = time_rounds(run, budget)
+    shares = [work / t / ceiling for t in rounds.seconds]
     target, against = f">= {LOGPROB_TARGET}", "8192-wide GEMM of this run"
-    line("logprobs_forward_backward", shares, "of GEMM", target, against, is_warm_up or taken.is_warm_up)
+    line("logprobs_forward_backward", shares, "of GEMM", target, against, is_warm_up or rounds.is_warm_up)
     extra = torch.cuda.max_memory_allocated() - before
     naive = 12.0 * num_tokens * config["vocab_size"]
     line("logprobs_memory", [extra / naive], "of naive", "<= 0.05", f"{naive:.0f} bytes of logits and gradients")
@@ -250,8 +250,8 @@ def own_steps(
     weights = {key: value.cpu() for key, value in export(engine).items()}
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    taken = timed(lambda: engine.update(batches), budget, options.rounds, "train_step")
-    return logprobs, weights, taken, torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+    rounds = time_rounds(lambda: engine.update(batches), budget, options.rounds, "train_step")
+    return logprobs, weights, rounds, torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
 
 
 def measure(
@@ -279,29 +279,29 @@ def measure(
     batch = make_batch(lengths, config["vocab_size"])
     (rows,) = pack(lengths, max_tokens=options.row, num_ranks=1)
     batches = [batch.select(indices) for indices in rows]
-    own, weights, taken, peak = own_steps(config, batches, options, dtype, adam, budget)
-    shares = [flops(config, lengths) / t / ceiling for t in taken.seconds]
-    is_flagged = is_warm_up or taken.is_warm_up
+    policy_logprobs, weights, rounds, peak = own_steps(config, batches, options, dtype, adam, budget)
+    shares = [flops(config, lengths) / t / ceiling for t in rounds.seconds]
+    is_flagged = is_warm_up or rounds.is_warm_up
     line("train_step", shares, "of GEMM", f">= {MFU_TARGET}", "8192-wide GEMM of this run", is_flagged)
     line("train_step_peak_memory", [peak / 2**30], "GiB", None, "all of the step, optimizer included")
     release()
     if torch.cuda.is_available() and not budget.leaves_out(["logprobs_forward_backward", "logprobs_memory"]):
         measure_logprobs(config, 2 * options.row, ceiling, line, budget, is_warm_up)
         release()
-    if budget.leaves_out(["logprob_gap", "train_step_speedup"], 2 * max(taken.seconds)):
+    if budget.leaves_out(["logprob_gap", "train_step_speedup"], 2 * max(rounds.seconds)):
         return True
     peer = Peer(config, {key: value.to(device()) for key, value in weights.items()}, adam)
     with torch.no_grad():
         logprobs = peer.logprobs(batches[0]).cpu().numpy()
     within = np.concatenate([np.arange(length) > 0 for length in batches[0].lengths])[1:]
-    gap = float(np.abs(own[0][1:] - logprobs)[within].mean())
+    gap = float(np.abs(policy_logprobs[0][1:] - logprobs)[within].mean())
     line("logprob_gap", [gap], "nats, mean", f"<= {GAP_LIMIT}", f"transformers, {peer.kind}")
     if gap > GAP_LIMIT:
         return False
-    theirs = timed(partial(peer.step, batches), budget, min(3, options.rounds), "transformers_step")
-    fastest, is_flagged = min(theirs.seconds), taken.is_warm_up or theirs.is_warm_up
+    theirs = time_rounds(partial(peer.step, batches), budget, min(3, options.rounds), "transformers_step")
+    fastest, is_flagged = min(theirs.seconds), rounds.is_warm_up or theirs.is_warm_up
     against = f"transformers packed, {peer.kind}, checkpointing"
-    line("train_step_speedup", [fastest / t for t in taken.seconds], "times", f">= {PEER_TARGET}", against, is_flagged)
+    line("train_step_speedup", [fastest / t for t in rounds.seconds], "times", f">= {PEER_TARGET}", against, is_flagged)
     del peer
     release()
     return True

@@ -61,12 +61,12 @@ class Updates:
             products += self._gemm.tflops(1)
             seconds.append(seconds_of(lambda: self.engine.update(batches)))
         work = flops(self._config, lengths) / 1e12
-        shares = [work / taken / product for taken, product in zip(seconds, products, strict=True)]
+        shares = [work / round_seconds / product for round_seconds, product in zip(seconds, products, strict=True)]
         fields |= {"tokens": sum(lengths), "row": row, "rows": len(batches), "shape": self._size.update_shape}
         fields["chunk_tokens"] = self.engine.chunks[0].logprob_chunk_tokens
         write = self._lines.write
         write("update", shares, "of GEMM", against="products before each update", **fields)
-        write("update_tflops", [work / taken for taken in seconds], "TFLOP/s", **fields)
+        write("update_tflops", [work / round_seconds for round_seconds in seconds], "TFLOP/s", **fields)
         write("gemm", products, "TFLOP/s", width=self._size.gemm_width)
         write("update_seconds", seconds, "s", **fields)
         if self._is_gpu:

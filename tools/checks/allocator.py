@@ -86,17 +86,17 @@ class Pool:
         self.num_driver_calls += 1
         number = next(self._numbers)
         if self.is_small:
-            taken = SMALL_BUFFER
+            num_bytes = SMALL_BUFFER
         elif size < MIN_LARGE:
-            taken = LARGE_BUFFER
+            num_bytes = LARGE_BUFFER
         else:
-            taken = rounded(size, ROUND_LARGE)
-        self.reserved += taken
-        block = self.first[number] = Block(number, 0, taken, "free")
+            num_bytes = round_up(size, ROUND_LARGE)
+        self.reserved += num_bytes
+        block = self.first[number] = Block(number, 0, num_bytes, "free")
         self.add(block)
         return block
 
-    def grown(self, size: int) -> Block:
+    def grow(self, size: int) -> Block:
         """Map memory behind a free block, or in a gap, until a block of this size is free. Returns the block."""
         block: Block | None = self.first[0]
         while block is not None:
@@ -105,23 +105,23 @@ class Pool:
                 while available < size and end is not None and end.kind != "used":
                     available, end = available + end.size, end.next
                 if available >= size:
-                    return self._mapped(block, size)
+                    return self._map(block, size)
             block = block.next
         raise AssertionError("the address range is used up")
 
-    def _mapped(self, block: Block, size: int) -> Block:
+    def _map(self, block: Block, size: int) -> Block:
         while block.kind != "free" or block.size < size:
             gap = block if block.kind == "unmapped" else block.next
             assert gap is not None and gap.kind == "unmapped"
             missing = size - (block.size if block.kind == "free" else 0)
-            taken = min(gap.size, rounded(gap.start + missing, self.unit) - gap.start)
+            num_bytes = min(gap.size, round_up(gap.start + missing, self.unit) - gap.start)
             self.num_driver_calls += 1
-            self.reserved += taken
-            if taken < gap.size:
-                self._cut(gap, taken)
+            self.reserved += num_bytes
+            if num_bytes < gap.size:
+                self._cut(gap, num_bytes)
             gap.kind = "free"
             self.add(gap)
-            block = self.merged(gap)
+            block = self.merge(gap)
         return block
 
     def _cut(self, block: Block, size: int) -> Block:
@@ -140,15 +140,15 @@ class Pool:
             self.add(self._cut(block, size))
         block.kind, block.requested = "used", requested
 
-    def merged(self, block: Block) -> Block:
+    def merge(self, block: Block) -> Block:
         """Join a free block with free neighbours. Returns the joined block."""
         if block.previous is not None and block.previous.kind == "free":
-            block = self._joined(block.previous)
+            block = self._join(block.previous)
         if block.next is not None and block.next.kind == "free":
-            block = self._joined(block)
+            block = self._join(block)
         return block
 
-    def _joined(self, block: Block) -> Block:
+    def _join(self, block: Block) -> Block:
         assert block.next is not None
         self.remove(block)
         self.remove(block.next)
@@ -160,7 +160,7 @@ class Pool:
         """Return memory to the driver: whole free segments, or whole units inside free blocks."""
         for *_, block in list(self.free):
             if self.is_expandable:
-                start, end = rounded(block.start, self.unit), (block.start + block.size) // self.unit * self.unit
+                start, end = round_up(block.start, self.unit), (block.start + block.size) // self.unit * self.unit
                 if end > start:
                     self._unmap(block, start, end)
             elif block.previous is None and block.next is None:
@@ -188,12 +188,12 @@ class Pool:
 
 def _absorb_next(block: Block) -> None:
     """Make a block as long as it and its next one together."""
-    other = block.next
-    assert other is not None
-    block.size += other.size
-    block.next = other.next
-    if other.next is not None:
-        other.next.previous = block
+    following = block.next
+    assert following is not None
+    block.size += following.size
+    block.next = following.next
+    if following.next is not None:
+        following.next.previous = block
 
 
 class Allocator:
@@ -204,11 +204,11 @@ class Allocator:
         self.requested = self.most_requested = self.most_reserved = 0
 
     def allocate(self, requested: int) -> Block:
-        size = rounded(max(requested, 1), MIN_BLOCK)
+        size = round_up(max(requested, 1), MIN_BLOCK)
         pool = self.pools[0 if size <= SMALL_SIZE else 1]
         block = pool.best_fit(size)
         if block is None:
-            block = pool.grown(size) if pool.is_expandable else pool.new_segment(size)
+            block = pool.grow(size) if pool.is_expandable else pool.new_segment(size)
         pool.use(block, size, requested)
         self.requested += requested
         self.most_requested = max(self.most_requested, self.requested)
@@ -216,12 +216,12 @@ class Allocator:
         return block
 
     def free(self, block: Block) -> None:
-        size = rounded(max(block.requested, 1), MIN_BLOCK)
+        size = round_up(max(block.requested, 1), MIN_BLOCK)
         pool = self.pools[0 if size <= SMALL_SIZE else 1]
         self.requested -= block.requested
         block.kind, block.requested = "free", 0
         pool.add(block)
-        pool.merged(block)
+        pool.merge(block)
 
     def empty_cache(self) -> None:
         for pool in self.pools:
@@ -236,7 +236,7 @@ class Allocator:
         return sum(pool.num_driver_calls for pool in self.pools)
 
 
-def rounded(size: int, unit: int) -> int:
+def round_up(size: int, unit: int) -> int:
     return -(-size // unit) * unit
 
 
@@ -282,23 +282,23 @@ class Rank:
     def _forward(self, tokens: int, *, saves: bool = False) -> list[list[Block]]:
         """Return the blocks saved by each layer, and last those of the head. Without gradients none are left."""
         allocate = self.allocator.allocate
-        part, whole = tokens // TP * HIDDEN * BF16, tokens * HIDDEN * BF16
+        part, full = tokens // TP * HIDDEN * BF16, tokens * HIDDEN * BF16
         layers: list[list[Block]] = []
         residual = allocate(part)
         for _ in range(self.num_layers):
             saved = [residual, allocate(tokens // TP * FP32)]
-            with self._temporary(part, whole):
+            with self._temporary(part, full):
                 saved.append(allocate(tokens * (QUERY + 2 * KEY) * BF16))
             saved += [allocate(tokens * QUERY * BF16), allocate(tokens * KEY * BF16)]
             saved += [allocate(tokens * QUERY * BF16), allocate(tokens * HEADS * FP32)]
-            with self._temporary(whole):
+            with self._temporary(full):
                 projected = allocate(part)
             saved += [allocate(part), allocate(tokens // TP * FP32)]
             self.allocator.free(projected)
-            with self._temporary(part, whole):
+            with self._temporary(part, full):
                 saved.append(allocate(tokens * 2 * FEED_FORWARD * BF16))
             saved.append(allocate(tokens * FEED_FORWARD * BF16))
-            with self._temporary(whole):
+            with self._temporary(full):
                 projected = allocate(part)
             residual = allocate(part)
             self.allocator.free(projected)
@@ -306,7 +306,7 @@ class Rank:
             if not saves:
                 for block in layers.pop():
                     self.allocator.free(block)
-        head = [residual, allocate(part), allocate(whole), allocate(tokens * 64)]
+        head = [residual, allocate(part), allocate(full), allocate(tokens * 64)]
         blocks = -(-tokens * VOCABULARY * BF16 // LOGITS)
         with self._temporary(tokens * -(-VOCABULARY // blocks) * BF16, *[tokens * FP32] * (2 * blocks)):
             pass
@@ -317,11 +317,11 @@ class Rank:
         return layers
 
     def _backward(self, tokens: int, layers: list[list[Block]]) -> None:
-        part, whole = tokens // TP * HIDDEN * BF16, tokens * HIDDEN * BF16
+        part, full = tokens // TP * HIDDEN * BF16, tokens * HIDDEN * BF16
         blocks = -(-tokens * VOCABULARY * BF16 // LOGITS)
-        with self._temporary(2 * whole, VOCABULARY * HIDDEN * BF16, tokens * -(-VOCABULARY // blocks) * BF16):
+        with self._temporary(2 * full, VOCABULARY * HIDDEN * BF16, tokens * -(-VOCABULARY // blocks) * BF16):
             for _ in range(blocks):
-                with self._temporary(whole):
+                with self._temporary(full):
                     pass
         gradient = self.allocator.allocate(part)
         for block in layers.pop():
@@ -329,18 +329,18 @@ class Rank:
         while layers:
             saved = layers.pop()
             with (
-                self._temporary(whole, tokens * FEED_FORWARD * BF16),
+                self._temporary(full, tokens * FEED_FORWARD * BF16),
                 self._temporary(tokens * 2 * FEED_FORWARD * BF16),
-                self._temporary(part, whole, whole),
+                self._temporary(part, full, full),
             ):
                 between = self.allocator.allocate(part)
             for block in saved[8:]:
                 self.allocator.free(block)
             self.allocator.free(gradient)
             with (
-                self._temporary(whole, tokens * QUERY * BF16),
+                self._temporary(full, tokens * QUERY * BF16),
                 self._temporary(*[tokens * (QUERY + 2 * KEY) * BF16] * 2),
-                self._temporary(part, whole, whole),
+                self._temporary(part, full, full),
             ):
                 gradient = self.allocator.allocate(part)
             self.allocator.free(between)
@@ -377,7 +377,7 @@ def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             rank = Rank(allocator, options.layers)
             tokens = padded = calls = 0
             for rows in rows_of(options.steps):
-                widened = [rounded(row, padding) for row in rows]
+                widened = [round_up(row, padding) for row in rows]
                 tokens, padded = tokens + sum(rows), padded + sum(widened)
                 rank.step(widened)
                 # The first step warms up.

@@ -109,8 +109,8 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
 
     if options.recipe:
         file, *overrides = options.recipe
-        given = load(file, overrides)
-        yield case(given.name, given, planned_shape(given.model.folder, given.model.override_config))
+        recipe = load(file, overrides)
+        yield case(recipe.name, recipe, planned_shape(recipe.model.folder, recipe.model.override_config))
         return
     if options.cases == "shipped":
         for name, (file, overrides) in SHIPPED.items():
@@ -175,11 +175,11 @@ def check_reshard(case: Case, num_ranks: int, name: str) -> dict[str, Any]:
     started = _Clock()
     dtype = case.recipe.model.dtype
     plan = plan_of(case.recipe, case.parallel, case.shape, num_ranks, getattr(torch, dtype).itemsize)
-    found = exchanges(plan)
+    exchanged = exchanges(plan)
     examined = sorted({*range(0, num_ranks, -(-num_ranks // _MOST_EXAMINED)), num_ranks - 1})
-    differing = differing_ranks(plan, found, examined)
+    differing = differing_ranks(plan, exchanged, examined)
     findings = [f"rank {rank}: its own part of the reshard has other sizes than its peers expect" for rank in differing]
-    return _row(case, name, reshard_job(plan, found, dtype), findings, traced=len(examined), started=started)
+    return _row(case, name, reshard_job(plan, exchanged, dtype), findings, traced=len(examined), started=started)
 
 
 def _row(

@@ -78,15 +78,19 @@ def distil(folder: Path, loss: str, overrides: Sequence[str]) -> dict[str, Any]:
 
 def keep_training(samples: Path, out: Path) -> None:
     """Write the samples of a run that solve training problems and ended by themselves."""
-    kept = [line for line in read_lines(samples) if line["set"] == "train" and line["finish_reason"] == "stop"]
-    out.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+    samples_to_keep = [
+        line for line in read_lines(samples) if line["set"] == "train" and line["finish_reason"] == "stop"
+    ]
+    out.write_text("".join(json.dumps(line) + "\n" for line in samples_to_keep), encoding="utf-8")
 
 
 def judge(result: dict[str, Any], teacher: float, num_heldout: int) -> dict[str, Any]:
     """Return a result with the teacher's accuracy, its interval, and whether the student came near enough."""
     low, high = wilson(teacher, num_heldout)
-    met = result["after"] >= low and teacher - result["before"] >= LEAST_DISTANCE and result["seconds"] <= MOST_SECONDS
-    return result | {"teacher": teacher, "low": low, "high": high, "met": met}
+    is_met = (
+        result["after"] >= low and teacher - result["before"] >= LEAST_DISTANCE and result["seconds"] <= MOST_SECONDS
+    )
+    return result | {"teacher": teacher, "low": low, "high": high, "met": is_met}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -67,14 +67,14 @@ def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     if options.run is not None:
         tokens = recorded_tokens(options.run, options.step, options.sample)
         recorded = load(record_folder(options.run / RECORDS, options.step) / RECIPE, is_of_run=True).model.folder
-    with tempfile.TemporaryDirectory() as made, RankPool(1) as pool:
+    with tempfile.TemporaryDirectory() as temporary, RankPool(1) as pool:
         folder = options.model or recorded or make_tiny_model(
-            Path(made) / "model", family=options.family, hidden_size=options.hidden_size,
+            Path(temporary) / "model", family=options.family, hidden_size=options.hidden_size,
             num_layers=options.num_layers, num_heads=8, num_kv_heads=4, head_dim=HEAD, initializer_range=0.05,
             intermediate_size=3 * options.hidden_size,
         )  # fmt: skip
-        [found] = pool.run(compared, str(folder), tokens, not options.usual)
-    for row in found:
+        [rows] = pool.run(compare_operators, str(folder), tokens, not options.usual)
+    for row in rows:
         yield row if options.usual else {**row, "met": row["differing"] == 0}
 
 
@@ -84,16 +84,16 @@ def recorded_tokens(run: Path, step: int, sample: int) -> Any:
     from safetensors.numpy import load_file
 
     arrays = load_file(record_folder(run / RECORDS, step) / ARRAYS)
-    wanted = int(arrays["digest.token_ids"][sample])
+    digest = int(arrays["digest.token_ids"][sample])
     for name, array in arrays.items():
         if name.startswith("sampled.") and name.endswith("token_ids"):
             tokens = array.astype(np.int64)
-            if zlib.crc32(tokens.tobytes()) == wanted:
+            if zlib.crc32(tokens.tobytes()) == digest:
                 return tokens
     raise SystemExit(f"{run}: step {step} has no tokens of sample {sample}")
 
 
-def compared(folder: str, tokens: Any, is_exact: bool) -> list[dict[str, Any]]:
+def compare_operators(folder: str, tokens: Any, is_exact: bool) -> list[dict[str, Any]]:
     """Return a row per operator: how many of its output's elements differ, and the largest difference.
 
     `tokens` int64 [tokens] is the sequence. `checksum` is that of the trainer's output.
@@ -133,9 +133,9 @@ def of_trainer(folder: str, tokens: Any, is_exact: bool) -> dict[str, Any]:
         folder, ONE_RANK, "bfloat16", trainer={"exact": is_exact}, parts=ModelParts(exact_blocks=int(is_exact))
     )
     [chunk] = model.chunks
-    found: dict[str, Any] = {}
+    outputs_by_name: dict[str, Any] = {}
     for name, module in _modules(chunk, "decoder.layers", "embedding", "decoder.final_layernorm", 1).items():
-        keep = _keep(found, name, len(tokens))
+        keep = _keep(outputs_by_name, name, len(tokens))
         if name.endswith("router"):
             _call_with_output(module, "gating", keep)
         else:
@@ -145,12 +145,12 @@ def of_trainer(folder: str, tokens: Any, is_exact: bool) -> dict[str, Any]:
     assert outputs is not None
     shape = model.shape
     per_group = shape.num_heads // shape.num_kv_heads
-    for name in [name for name in found if name.endswith("query, key, value")]:
+    for name in [name for name in outputs_by_name if name.endswith("query, key, value")]:
         # Megatron keeps the heads of a group together; vLLM has all queries first, then keys, then values.
-        groups = found[name].view(len(tokens), shape.num_kv_heads, per_group + 2, shape.head_dim)
+        groups = outputs_by_name[name].view(len(tokens), shape.num_kv_heads, per_group + 2, shape.head_dim)
         parts = groups[:, :, :per_group], groups[:, :, per_group], groups[:, :, per_group + 1]
-        found[name] = torch.cat([part.flatten(1) for part in parts], dim=1)
-    return found | {"log-probs": torch.from_numpy(outputs[0][1:])}
+        outputs_by_name[name] = torch.cat([part.flatten(1) for part in parts], dim=1)
+    return outputs_by_name | {"log-probs": torch.from_numpy(outputs[0][1:])}
 
 
 def of_engine(folder: str, tokens: Any, is_exact: bool) -> dict[str, Any]:
@@ -171,13 +171,13 @@ def of_engine(folder: str, tokens: Any, is_exact: bool) -> dict[str, Any]:
         features=EngineFeatures(exact_blocks=int(is_exact)),
     )
     engine.load_tensors(tensors_in(folder).items())
-    found: dict[str, Any] = {}
+    outputs_by_name: dict[str, Any] = {}
     for name, module in _modules(engine.model, "model.layers", "model.embed_tokens", "model.norm", 2).items():
-        module.register_forward_hook(_keep(found, name, len(tokens)))
+        module.register_forward_hook(_keep(outputs_by_name, name, len(tokens)))
     logprobs = engine.prompt_logprobs(tokens)
     assert logprobs is not None
     engine.close()
-    return found | {"log-probs": torch.from_numpy(logprobs[1:])}
+    return outputs_by_name | {"log-probs": torch.from_numpy(logprobs[1:])}
 
 
 def _modules(model: Any, layers: str, embedding: str, norm: str, column: int) -> dict[str, Any]:
@@ -185,35 +185,35 @@ def _modules(model: Any, layers: str, embedding: str, norm: str, column: int) ->
 
     `column` is the place of this side's module names in `OPERATORS`.
     """
-    known = dict(model.named_modules())
-    found = {"embedding": known[embedding]}
-    for number in range(len(known[layers])):
-        is_mixture = f"{layers}.{number}.{ROUTER[column]}" in known
+    modules = dict(model.named_modules())
+    modules_by_operator = {"embedding": modules[embedding]}
+    for number in range(len(modules[layers])):
+        is_mixture = f"{layers}.{number}.{ROUTER[column]}" in modules
         for operator in (*OPERATORS, *([ROUTER, EXPERTS] if is_mixture else [])):
-            module = known.get(f"{layers}.{number}.{operator[column]}")
+            module = modules.get(f"{layers}.{number}.{operator[column]}")
             # Llama has no norms of queries and keys; Megatron has modules without effect in their place.
             if module is not None and type(module).__name__ != "IdentityOp":
-                found[f"layer {number} {operator[0]}"] = module
-    return found | {"last norm": known[norm]}
+                modules_by_operator[f"layer {number} {operator[0]}"] = module
+    return modules_by_operator | {"last norm": modules[norm]}
 
 
 def _call_with_output(module: Any, method: str, hook: Any) -> None:
     """Call the forward hook with the output of a module's method. Megatron's router has no module for its logits."""
     original = getattr(module, method)
 
-    def wrapped(*inputs: Any) -> Any:
+    def call_with_hook(*inputs: Any) -> Any:
         output = original(*inputs)
         hook(module, inputs, output)
         return output
 
-    setattr(module, method, wrapped)
+    setattr(module, method, call_with_hook)
 
 
-def _keep(found: dict[str, Any], name: str, num_tokens: int) -> Any:
+def _keep(outputs_by_name: dict[str, Any], name: str, num_tokens: int) -> Any:
     """Return a forward hook that stores the first output [tokens, ...] of an operator, without padding."""
 
     def hook(module: Any, inputs: Any, output: Any) -> None:
         first = output[0] if isinstance(output, tuple) else output
-        found.setdefault(name, first[:num_tokens].detach().clone())
+        outputs_by_name.setdefault(name, first[:num_tokens].detach().clone())
 
     return hook

@@ -39,30 +39,30 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    wanted = options.row or range(1, NUM_ROWS + 1)
-    rows = [row for row in ROWS if row.number in wanted]
+    row_numbers = options.row or range(1, NUM_ROWS + 1)
+    rows = [row for row in ROWS if row.number in row_numbers]
     proofs = dict.fromkeys(proof for row in rows for proof in row.proofs)
     outcomes, leftovers = run_tests(list(proofs), options.kills)
     for row in rows:
-        yield described(row, [(proof, outcome) for proof in row.proofs for outcome in outcomes.get(proof, [])])
-    for number in sorted(set(wanted) - {row.number for row in rows}):
+        yield describe(row, [(proof, outcome) for proof in row.proofs for outcome in outcomes.get(proof, [])])
+    for number in sorted(set(row_numbers) - {row.number for row in rows}):
         yield {"row": number, "fault": UNPROVED.get(number, "is not in the table"), "met": False}
     if leftovers:
         yield {"row": 50, "fault": "leftovers of all tests above", "left": leftovers, "met": False}
 
 
-def described(row: Row, found: Sequence[tuple[str, Outcome]]) -> dict[str, Any]:
+def describe(row: Row, outcomes: Sequence[tuple[str, Outcome]]) -> dict[str, Any]:
     """Return a row of the printed table from the outcomes of its tests."""
     facts: dict[str, str] = {}
-    for _, outcome in found:
+    for _, outcome in outcomes:
         facts = {**outcome.facts, **facts}
-    problems = [f"{proof.rpartition('::')[2]}: {outcome.problem}" for proof, outcome in found if outcome.problem]
-    missing = len(set(row.proofs) - {proof for proof, _ in found})
+    problems = [f"{proof.rpartition('::')[2]}: {outcome.problem}" for proof, outcome in outcomes if outcome.problem]
+    missing = len(set(row.proofs) - {proof for proof, _ in outcomes})
     skipped = [problem for problem in problems if ": skipped" in problem]
-    met: bool | None = not problems and not missing
+    is_met: bool | None = not problems and not missing
     # A machine without Slurm or Ray proves nothing, but it refutes nothing either.
     if skipped and len(skipped) == len(problems) and not missing:
-        met = None
+        is_met = None
     seconds = float(facts["seconds"]) if "seconds" in facts else None
     return {
         "row": row.number,
@@ -73,9 +73,9 @@ def described(row: Row, found: Sequence[tuple[str, Outcome]]) -> dict[str, Any]:
         "status": facts.get("status", f"[{row.state or '-'}]"),
         "cause": facts.get("cause", f"[{row.cause}]"),
         "left": facts.get("left", f"[{row.left}]"),
-        "tests": f"{sum(not outcome.problem for _, outcome in found)} of {len(found) + missing}",
+        "tests": f"{sum(not outcome.problem for _, outcome in outcomes)} of {len(outcomes) + missing}",
         "problems": "; ".join(problems) or "-",
-        "met": met if seconds is None or not row.seconds else met is not False and seconds <= row.seconds,
+        "met": is_met if seconds is None or not row.seconds else is_met is not False and seconds <= row.seconds,
     }
 
 
@@ -94,14 +94,14 @@ def run_tests(proofs: Sequence[str], num_kills: int) -> tuple[dict[str, list[Out
         for case in ElementTree.parse(report).iter("testcase"):
             proof = f"{case.get('file')}::{str(case.get('name')).partition('[')[0]}"
             outcomes.setdefault(proof, []).append(_outcome(case))
-    _, _, left = done.stdout.partition("this run of the tests has left:\n")
-    return outcomes, left.partition("\n\n")[0].strip()
+    _, _, leftovers = done.stdout.partition("this run of the tests has left:\n")
+    return outcomes, leftovers.partition("\n\n")[0].strip()
 
 
 def _outcome(case: ElementTree.Element) -> Outcome:
     facts = {str(fact.get("name")): str(fact.get("value")) for fact in case.iter("property")}
     problem = ""
     for kind in ("skipped", "failure", "error"):
-        if (found := case.find(kind)) is not None:
-            problem = f"{kind}: {str(found.get('message')).splitlines()[0][:120]}"
+        if (result := case.find(kind)) is not None:
+            problem = f"{kind}: {str(result.get('message')).splitlines()[0][:120]}"
     return Outcome(problem, float(case.get("time", "0")), facts)

@@ -117,8 +117,8 @@ START = "quickstart_sft"
 def start_of(name: str) -> str:
     """The run whose model a method starts with."""
     recipe, *overrides = METHODS[name]
-    own = [run for run in (PLAYER, SEARCHER) if f"model.path=runs/{run}/hf" in overrides]
-    return own[0] if own else "tiny_tools_sft" if recipe == "tools" else START
+    start_runs = [run for run in (PLAYER, SEARCHER) if f"model.path=runs/{run}/hf" in overrides]
+    return start_runs[0] if start_runs else "tiny_tools_sft" if recipe == "tools" else START
 
 
 def make_start(folder: Path, run: str) -> None:
@@ -127,12 +127,12 @@ def make_start(folder: Path, run: str) -> None:
         START: ("quickstart_input", make_dataset),
         "tiny_tools_sft": ("tiny_tools_input", make_tool_data),
     }.get(run, ("player_input", make_play_data))
-    made = folder / "runs" / inputs
-    if not (made / "model").is_dir():
-        make_tiny_model(made / "model", num_layers=2, initializer_range=0.08, tool_words=run != START)
-    if not (made / "data").is_dir():
+    input_folder = folder / "runs" / inputs
+    if not (input_folder / "model").is_dir():
+        make_tiny_model(input_folder / "model", num_layers=2, initializer_range=0.08, tool_words=run != START)
+    if not (input_folder / "data").is_dir():
         write_data: Callable[[Path], Path] = make_data
-        write_data(made / "data")
+        write_data(input_folder / "data")
     overrides = {
         PLAYER: (
             "data.validation.heldout=environment:50", "data.max_prompt_tokens=128", "rollout.environment=guess_number",

@@ -53,8 +53,8 @@ def by_megarl(model: Path, recipe: Path, name: str, limit: int, out: Path) -> tu
     overrides = [f"evaluation.max_problems={limit}"]
     options = {"samples_per_prompt": 1, "k": [], "sampling.temperature": 0.0}
     evaluation = prepare(model, recipe, overrides, options=options, sets=[name], out=out)
-    [found] = asyncio.run(run(evaluation))
-    return evaluation, found.records()
+    [evaluated_set] = asyncio.run(run(evaluation))
+    return evaluation, evaluated_set.records()
 
 
 def by_harness(python: Path, model: Path, records: Sequence[Any], max_new_tokens: int, folder: Path) -> list[Any]:
@@ -97,12 +97,16 @@ def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         max_new_tokens = evaluation.recipe.evaluation_sampling.max_new_tokens
         theirs = by_harness(python, evaluation.model, ours, max_new_tokens, folder)
     pairs = list(zip(ours, theirs, strict=True))
-    same_text = sum(own["completion"].strip() == other["resps"][0][0].strip() for own, other in pairs) / len(pairs)
-    same_verdict = sum(own["answer_correct"] == bool(other["exact_match"]) for own, other in pairs) / len(pairs)
+    same_text = sum(
+        our_record["completion"].strip() == their_record["resps"][0][0].strip() for our_record, their_record in pairs
+    ) / len(pairs)
+    same_verdict = sum(
+        our_record["answer_correct"] == bool(their_record["exact_match"]) for our_record, their_record in pairs
+    ) / len(pairs)
     yield {
         "problems": len(pairs),
-        "accuracy_megarl": sum(own["answer_correct"] for own in ours) / len(ours),
-        "accuracy_lm_eval": sum(other["exact_match"] for other in theirs) / len(theirs),
+        "accuracy_megarl": sum(our_record["answer_correct"] for our_record in ours) / len(ours),
+        "accuracy_lm_eval": sum(their_record["exact_match"] for their_record in theirs) / len(theirs),
         "same_text": same_text,
         "same_verdict": same_verdict,
         "met": min(same_text, same_verdict) >= options.least_equal,

@@ -45,7 +45,7 @@ print(json.dumps({**read, "reward": [(entry.step, entry.value) for entry in hist
 
 
 @contextmanager
-def served(python: Path, folder: Path) -> Iterator[str]:
+def serve(python: Path, folder: Path) -> Iterator[str]:
     """The address of a server that runs within. Raises SystemExit with its output where it does not start."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -102,8 +102,8 @@ def compare(read: dict[str, Any]) -> Iterator[dict[str, Any]]:
     }
     read |= {"system prompt": read["params"].get("data.system_prompt")}
     for name, value in expected.items():
-        met = read[name] == value
-        yield {"record": name, "read": "as logged" if met else f"{read[name]!r:.200}", "met": met}
+        is_equal = read[name] == value
+        yield {"record": name, "read": "as logged" if is_equal else f"{read[name]!r:.200}", "met": is_equal}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -114,7 +114,7 @@ def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     with TemporaryDirectory(prefix="megarl_mlflow_") as temporary:
         folder = Path(temporary)
         python = make_environment(options.venv or folder / "venv", [PACKAGE])
-        with served(python, folder) as address:
+        with serve(python, folder) as address:
             os.environ |= {"MLFLOW_TRACKING_URI": address, "MLFLOW_EXPERIMENT_NAME": EXPERIMENT}
             log_run(folder / "small")
             command = [python, "-c", READ, address, EXPERIMENT]

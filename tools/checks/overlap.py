@@ -68,16 +68,16 @@ def pin(process: subprocess.Popen[bytes]) -> None:
 
 
 def _descendants(pid: int) -> list[int]:
-    found = [pid]
-    for parent in found:
+    pids = [pid]
+    for parent in pids:
         with contextlib.suppress(OSError):
             for thread in os.listdir(f"/proc/{parent}/task"):
                 children = Path(f"/proc/{parent}/task/{thread}/children").read_text(encoding="utf-8")
-                found += [int(child) for child in children.split()]
-    return found
+                pids += [int(child) for child in children.split()]
+    return pids
 
 
-def timed(folder: Path, name: str, options: argparse.Namespace, prompts: int, steps: int, **rollout: Any) -> Timing:
+def time_run(folder: Path, name: str, options: argparse.Namespace, prompts: int, steps: int, **rollout: Any) -> Timing:
     """Train one run."""
     is_separate = rollout.get("placement") == "separate"
     recipe = {
@@ -121,17 +121,19 @@ def compare(folder: Path, options: argparse.Namespace) -> Iterator[dict[str, Any
     separate = {"placement": "separate", "ranks": 2}
     prompts = options.prompts
     for attempt in range(options.calibrations):
-        found = timed(folder, f"try{attempt}", options, prompts, WARM_STEPS + 3, max_staleness=0, **separate)
+        timing = time_run(folder, f"try{attempt}", options, prompts, WARM_STEPS + 3, max_staleness=0, **separate)
         # Training goes with the number of samples, sampling with their length first of all.
-        prompts = max(2, 2 * round(prompts * found.sampling / found.training / 2))
+        prompts = max(2, 2 * round(prompts * timing.sampling / timing.training / 2))
     runs: dict[int, list[Timing]] = {0: [], 1: []}
     for pair in range(options.pairs):
         for staleness in (0, 1) if pair % 2 else (1, 0):
             name = f"pair{pair}_{staleness}"
             runs[staleness].append(
-                timed(folder, name, options, prompts, WARM_STEPS + options.steps, max_staleness=staleness, **separate)
+                time_run(
+                    folder, name, options, prompts, WARM_STEPS + options.steps, max_staleness=staleness, **separate
+                )
             )
-    colocated = timed(folder, "colocated", options, prompts, WARM_STEPS + options.steps)
+    colocated = time_run(folder, "colocated", options, prompts, WARM_STEPS + options.steps)
     medians = {
         name: Timing(*(median(getattr(timing, side) for timing in timings) for side in Timing.__slots__))
         for name, timings in (("in turns", runs[0]), ("one step ahead", runs[1]), ("colocated", [colocated]))

@@ -60,10 +60,10 @@ class LongTailed(GroupSampler):
     def task(
         self, problem: Problem, group: int, number: int, seed: str, sampling: SamplingSettings, *, prefix: str = ""
     ) -> Task:
-        made = GroupSampler.task(self, problem, group, number, seed, sampling, prefix=prefix)
+        task = GroupSampler.task(self, problem, group, number, seed, sampling, prefix=prefix)
         assert self.lengths is not None
         length = int(self.lengths[problem.index, number])
-        return replace(made, sampling=replace(sampling, max_new_tokens=length))
+        return replace(task, sampling=replace(sampling, max_new_tokens=length))
 
 
 class Engine:
@@ -96,11 +96,11 @@ class Engine:
         vllm: Any = requests.engine
         step = vllm.step
 
-        def counted() -> Any:
+        def count_step() -> Any:
             self._num_steps += 1
             return step()
 
-        vllm.step = counted
+        vllm.step = count_step
 
     def advance(self, work: Any, budget_seconds: float, leave_after: int) -> list[Any]:
         new, aborts = work
@@ -117,7 +117,7 @@ class Engine:
     def logprobs(self, token_ids: list[int]) -> NDArray[np.float32] | None:
         return self.engine.prompt_logprobs(np.array(token_ids, np.int64))
 
-    def spent(self) -> tuple[int, float]:
+    def read_costs(self) -> tuple[int, float]:
         """Steps of the engine and CPU seconds of this process so far."""
         return self._num_steps, time.process_time()
 
@@ -153,19 +153,19 @@ async def rollouts(
     state = RLState(recipe.algorithm)
     source = Source("single_turn", 1.0, recipe, sampler, [replace(p, source="single_turn") for p in problems])
     buffer = GroupBuffer(recipe, [source], state, BufferPolicy.from_recipe(recipe))
-    [(steps, cpu)] = await ranks.call("spent")
+    [(steps, cpu)] = await ranks.call("read_costs")
     driver = time.process_time()
-    found: list[Trajectory] = []
+    trajectories: list[Trajectory] = []
     for version in range(1, options.steps + 1):
         await ranks.call("update", version)
         pool.resume()
         for group in await buffer.take(options.prompts, version):
-            found += group
+            trajectories += group
         await pool.pause()
-    [(last_steps, last_cpu)] = await ranks.call("spent")
+    [(last_steps, last_cpu)] = await ranks.call("read_costs")
     cpu_seconds = last_cpu - cpu + time.process_time() - driver
     await buffer.aclose()
-    return found, (last_steps - steps) / len(found), cpu_seconds / len(found)
+    return trajectories, (last_steps - steps) / len(trajectories), cpu_seconds / len(trajectories)
 
 
 async def largest_gap(ranks: WorkerGroup, trajectories: Sequence[Trajectory]) -> float:
@@ -181,7 +181,7 @@ async def largest_gap(ranks: WorkerGroup, trajectories: Sequence[Trajectory]) ->
     return gap
 
 
-async def measured(options: argparse.Namespace, model_path: Path, logs: Path) -> dict[str, Any]:
+async def measure(options: argparse.Namespace, model_path: Path, logs: Path) -> dict[str, Any]:
     """Lengths, engine steps and CPU seconds of both, and how far partial rollouts' log-probs are off."""
     random = np.random.default_rng(0)
     drawn = random.lognormal(np.log(options.median), 1.0, (NUM_PROBLEMS, options.samples))
@@ -222,21 +222,21 @@ def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             intermediate_size=2 * options.hidden_size,
             num_layers=options.layers,
         )
-        report = asyncio.run(measured(options, model_path, Path(folder, "logs")))
-    for measure in ("engine_steps", "cpu_seconds"):
-        found = report[measure]
-        yield {"measure": measure, **found, "limit": MOST_RATIO, "met": found["ratio"] <= MOST_RATIO}
-    for measure in ("median", "mean", "max"):
-        wait, park = (report[name][measure] for name in ("lengths", "parked_lengths"))
-        yield {"measure": f"{measure} length", "wait": wait, "park": park}
+        report = asyncio.run(measure(options, model_path, Path(folder, "logs")))
+    for title in ("engine_steps", "cpu_seconds"):
+        values = report[title]
+        yield {"measure": title, **values, "limit": MOST_RATIO, "met": values["ratio"] <= MOST_RATIO}
+    for title in ("median", "mean", "max"):
+        wait, park = (report[name][title] for name in ("lengths", "parked_lengths"))
+        yield {"measure": f"{title} length", "wait": wait, "park": park}
     yield {"measure": "share of several versions", "park": report["share_of_several_versions"]}
     gap = report["largest_gap"]
     yield {"measure": "largest difference of log-probs", "park": gap, "limit": MOST_GAP, "met": gap <= MOST_GAP}
 
 
 def _lengths(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    found = [trajectory.num_sampled for trajectory in trajectories]
-    return {"median": float(np.median(found)), "mean": float(np.mean(found)), "max": float(max(found))}
+    lengths = [trajectory.num_sampled for trajectory in trajectories]
+    return {"median": float(np.median(lengths)), "mean": float(np.mean(lengths)), "max": float(max(lengths))}
 
 
 def _versions(trajectory: Trajectory) -> list[int]:

@@ -64,7 +64,7 @@ gather whole tensors, and megarl does not. So the times are fitted next to the c
 
 
 @cache
-def published() -> tuple[Mapping[str, Any], ...]:
+def read_rows() -> tuple[Mapping[str, Any], ...]:
     """Return the rows of the data file."""
     return tuple(json.loads(ROWS.read_text(encoding="utf-8"))["rows"])
 
@@ -72,8 +72,8 @@ def published() -> tuple[Mapping[str, Any], ...]:
 @cache
 def shape_of(model: str) -> ModelShape:
     """Return the shape of a row's model."""
-    own = json.loads(ROWS.read_text(encoding="utf-8"))["models"]
-    return shape_from_config(dict(own[model] if model in own else PUBLISHED[model]))
+    shapes = json.loads(ROWS.read_text(encoding="utf-8"))["models"]
+    return shape_from_config(dict(shapes[model] if model in shapes else PUBLISHED[model]))
 
 
 def _group(row: Mapping[str, Any]) -> tuple[str, str]:
@@ -86,12 +86,12 @@ def held_out() -> frozenset[str]:
 
     Expected constants were measured in megarl's own rows, so these are fitted.
     """
-    groups = {_group(row) for row in published() if not row["id"].startswith("megarl")}
+    groups = {_group(row) for row in read_rows() if not row["id"].startswith("megarl")}
     names: list[str] = []
     for group in sorted(groups, key=lambda group: hashlib.sha256(" ".join(group).encode()).hexdigest()):
-        own = [row["id"] for row in published() if _group(row) == group]
-        if len(names) + len(own) <= round(len(published()) * HELD_OUT_SHARE):
-            names += own
+        row_names = [row["id"] for row in read_rows() if _group(row) == group]
+        if len(names) + len(row_names) <= round(len(read_rows()) * HELD_OUT_SHARE):
+            names += row_names
     return frozenset(names)
 
 
@@ -118,13 +118,13 @@ def predict(row: Mapping[str, Any], constants: Constants, refit: Sequence[float]
     )
     trainers = row["gpus"] - row["engine_gpus"]
     dp = trainers // (row["tp"] * row["cp"] * row["pp"])
-    at = Layouts.of({axis: row[axis] for axis in ("tp", "pp", "cp", "ep")} | {"dp": dp})
+    layouts = Layouts.of({axis: row[axis] for axis in ("tp", "pp", "cp", "ep")} | {"dp": dp})
     score_flops = work.score_flops(load.lengths.sequences)
     trainer = TrainerCost(work=work, gpu=gpu, constants=constants, score_flops=score_flops)
-    again = np.array([float(row["recompute"] == "full")])
+    recomputed_share = np.array([float(row["recompute"] == "full")])
     update = trainer.update(
-        at,
-        Recomputed(attention=again, feed_forward=again),
+        layouts,
+        Recomputed(attention=recomputed_share, feed_forward=recomputed_share),
         tokens=load.tokens,
         updates=load.updates,
         row_tokens=np.array([float(row["row_tokens"])]),
@@ -132,7 +132,7 @@ def predict(row: Mapping[str, Any], constants: Constants, refit: Sequence[float]
         keeps_logits=not row["id"].startswith("megarl"),
     )
     train = float(update.seconds[0])
-    scoring = trainer.scoring(at, tokens=load.tokens, row_tokens=np.array([float(row["forward_row_tokens"])]))
+    scoring = trainer.scoring(layouts, tokens=load.tokens, row_tokens=np.array([float(row["forward_row_tokens"])]))
     engines = _engines(row, gpu.memory_bytes)
     cost = RolloutCost(work=work, gpu=gpu, constants=constants)
     if row["staleness"]:
@@ -162,8 +162,8 @@ def predict(row: Mapping[str, Any], constants: Constants, refit: Sequence[float]
     )
     flops = work.layer_flops + work.expert_flops + work.head_flops + trainer.score_flops
     mfu = 3 * flops * load.tokens / (train * trainers * gpu.flops)
-    found = asdict(step) | {"step": step.step, "train_mfu": mfu}
-    return {name: found[name] for name in row["measured"]}
+    seconds = asdict(step) | {"step": step.step, "train_mfu": mfu}
+    return {name: seconds[name] for name in row["measured"]}
 
 
 def _engines(row: Mapping[str, Any], memory_bytes: float) -> EngineLayout:
@@ -171,13 +171,13 @@ def _engines(row: Mapping[str, Any], memory_bytes: float) -> EngineLayout:
     shape, tp = shape_of(row["model"]), row["rollout_tp"]
     work = model_work(shape)
     # 2 GB: activations of a prefill, and CUDA graphs.
-    left = row["gpu_memory_utilization"] * memory_bytes - 2 * work.weights / tp - 2e9
+    cache_bytes = row["gpu_memory_utilization"] * memory_bytes - 2 * work.weights / tp - 2e9
     token = 2 * shape.attention.cached_numbers(tp) * work.num_layers
     return EngineLayout(
         tp=tp,
         num_engines=(row["engine_gpus"] or row["gpus"]) // tp,
         max_requests=row["max_requests"],
-        cache_tokens=max(left / token, row["max_tokens"]),
+        cache_tokens=max(cache_bytes / token, row["max_tokens"]),
     )
 
 
@@ -186,31 +186,31 @@ def residuals(rows: Iterable[Mapping[str, Any]], values: NDArray[np.float64]) ->
     around their expected values [rows' values + constants]. `values` are logarithms of constants and refit."""
     constants = Constants(**dict(zip(_NAMES, np.exp(values[: len(_NAMES)]).tolist(), strict=True)))
     refit = np.exp(values[len(_NAMES) :]).tolist()
-    found = []
+    deviations = []
     for row in rows:
         predicted = predict(row, constants, refit)
         # A row counts once, however many phases it has.
         weight = 1 / (_ERROR * math.sqrt(len(predicted)))
-        found += [weight * math.log(value / row["measured"][name]) for name, value in predicted.items()]
+        deviations += [weight * math.log(value / row["measured"][name]) for name, value in predicted.items()]
     spread = np.array([_SPREAD.get(name, _WIDE) for name in _NAMES] + [_WIDE] * len(refit))
-    return np.append(found, (values - _expected()) / spread)
+    return np.append(deviations, (values - _expected_values()) / spread)
 
 
-def _expected() -> NDArray[np.float64]:
+def _expected_values() -> NDArray[np.float64]:
     return np.log([*(getattr(PRIOR, name) for name in _NAMES), *REFIT])
 
 
 def fit(rows: Sequence[Mapping[str, Any]]) -> tuple[Constants, list[float]]:
     """Return the constants fitted to rows by damped least squares, and the refit's three constants."""
-    values = minimise(lambda tried: residuals(rows, tried), _expected())
-    found = np.exp(values).tolist()
-    return Constants(**dict(zip(_NAMES, found[: len(_NAMES)], strict=True))), found[len(_NAMES) :]
+    values = minimise(lambda tried: residuals(rows, tried), _expected_values())
+    constants = np.exp(values).tolist()
+    return Constants(**dict(zip(_NAMES, constants[: len(_NAMES)], strict=True))), constants[len(_NAMES) :]
 
 
 def split() -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
     """Return the rows that are fitted, and those held out."""
     out = held_out()
-    rows = published()
+    rows = read_rows()
     return [row for row in rows if row["id"] not in out], [row for row in rows if row["id"] in out]
 
 
@@ -255,10 +255,10 @@ def run(options: argparse.Namespace) -> Iterable[dict[str, Any]]:
     if options.print_constants:
         print(",\n".join(f"    {name}={getattr(constants, name):.4g}" for name in _NAMES))
     for kind, rows in (("fitted", fitted), ("held out", out)):
-        found = list(errors(rows, constants))
-        for line in found:
+        row_errors = list(errors(rows, constants))
+        for line in row_errors:
             yield {"set": kind, **line}
-        middle = median(abs(line["error_percent"]) for line in found)
+        middle = median(abs(line["error_percent"]) for line in row_errors)
         is_met = abs(middle - 100 * HELD_OUT_ERROR) <= _STATED_TOLERANCE if kind == "held out" else None
         yield {"set": kind, "row": "median of absolute errors", "error_percent": middle, "met": is_met}
         middle = median(abs(line["error_percent"]) for line in errors(rows, constants, refit))

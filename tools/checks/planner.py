@@ -105,8 +105,8 @@ def recipe_of(model: Path, case: Case) -> Recipe:
     }
     if parallel.rollout_ep:
         sections["rollout"]["vllm"] = {"enable_expert_parallel": True}
-    for given in case.fields:
-        for name, values in given.items():
+    for fields in case.fields:
+        for name, values in fields.items():
             sections[name] = sections.get(name, {}) | dict(values)
     return Recipe.model_validate({"name": "planner", "loop": "rl", **sections})
 
@@ -209,31 +209,31 @@ def count(recipe: Recipe, parallel: ParallelConfig, rows: Sequence[Any]) -> dict
         saved = SavedTensors([*policy.parameters.values(), *policy._gradients()])
         with saved.hooks():
             policy.update(rows)
-        found = trained_counts(policy, "") | {"activations": saved.peak}
+        counts = trained_counts(policy, "") | {"activations": saved.peak}
         if worker.critic is not None:
             worker.critic.update([critic_row(row) for row in rows])
             worker.critic.onload()
-            found |= trained_counts(worker.critic, "critic ")
+            counts |= trained_counts(worker.critic, "critic ")
             worker.critic.offload()
         reference = worker.find_part(ScoringModels).models.get("reference")
         if isinstance(reference, FrozenModel):
-            found["reference"] = counted_bytes(reference.parameters.values())
+            counts["reference"] = counted_bytes(reference.parameters.values())
         policy.offload()
         copies = copies_of(policy)
-        found["offloaded copies"] = sum(copies)
+        counts["offloaded copies"] = sum(copies)
         copies += [] if worker.critic is None else copies_of(worker.critic)
-        found["page-locked"] = worker.arena.num_locked_bytes
+        counts["page-locked"] = worker.arena.num_locked_bytes
         # What torch's allocator would lock: each copy by a call of its own, as a power of two.
-        found["copies"] = len(copies)
-        found["as powers of two"] = sum(1 << (size - 1).bit_length() for size in copies)
-        found["locking calls"] = worker.arena.num_calls
+        counts["copies"] = len(copies)
+        counts["as powers of two"] = sum(1 << (size - 1).bit_length() for size in copies)
+        counts["locking calls"] = worker.arena.num_calls
         buffers = [*engine.model.parameters(), *engine.model.buffers()]
-        found["engine weights"] = counted_bytes(buffers)
-        found["KV cache"] = counted_bytes(engine._worker.model_runner.kv_caches)
+        counts["engine weights"] = counted_bytes(buffers)
+        counts["KV cache"] = counted_bytes(engine._worker.model_runner.kv_caches)
         assert worker.rank_reshard is not None
         assert isinstance(worker.rank_reshard.live_reshard, DirectReshard)
-        found["staging"] = worker.rank_reshard.live_reshard.staged_bytes
-        return found
+        counts["staging"] = worker.rank_reshard.live_reshard.staged_bytes
+        return counts
     finally:
         worker.close()
 
@@ -265,7 +265,7 @@ def rows_of(parallel: ParallelConfig, vocab_size: int) -> list[Any]:
 _PER_TOKEN = ("advantages", "old_logprobs", "reference_logprobs", "values", "returns")
 
 
-def planned(recipe: Recipe, parallel: ParallelConfig, rank: int) -> dict[str, int]:
+def plan_bytes(recipe: Recipe, parallel: ParallelConfig, rank: int) -> dict[str, int]:
     """What the planner says of a rank, in bytes by kind."""
     from megarl.families.shape import read_model_shape
     from megarl.memory_plan.devices import CPU
@@ -275,11 +275,11 @@ def planned(recipe: Recipe, parallel: ParallelConfig, rank: int) -> dict[str, in
 
     models = read_models(recipe, read_model_shape(recipe.model.path), parallel)
     memory = RankMemory(recipe, models, CPU, rank, expert_load=1.0)
-    found: dict[str, int] = {}
+    plan: dict[str, int] = {}
     for prefix, states in (("", memory.policy), ("critic ", memory.critic)):
         if prefix and models.critic is None:
             continue
-        found |= {
+        plan |= {
             f"{prefix}parameters": states.parameters,
             f"{prefix}gradients": states.gradients,
             f"{prefix}main weights": states.main_weights,
@@ -288,7 +288,7 @@ def planned(recipe: Recipe, parallel: ParallelConfig, rank: int) -> dict[str, in
         }
     uses = {phase.name: phase for phase in RankPhases(memory).list_phases()}
     offload = recipe.trainer.offload
-    return found | {
+    return plan | {
         **memory.frozen,
         "activations": uses["train"].use("activations").host_bytes,
         "offloaded copies": memory.policy.offloaded_bytes(offload),
@@ -304,7 +304,7 @@ def check(name: str, model: Path, ranks: RankPool) -> Iterator[dict[str, Any]]:
     case = CASES[name]
     parallel, recipe = parallel_of(case), recipe_of(model, case)
     counts = ranks.run(count, recipe, parallel, rows_of(parallel, 1000), world_size=parallel.world_size)
-    plans = [planned(recipe, parallel, rank) for rank in range(parallel.world_size)]
+    plans = [plan_bytes(recipe, parallel, rank) for rank in range(parallel.world_size)]
     for kind in plans[0]:
         pairs = [(counted.get(kind, 0), plan[kind]) for counted, plan in zip(counts, plans, strict=True)]
         if kind == "staging":

@@ -120,8 +120,8 @@ def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         }
         for kind, model in models.items():
             (folder / f"{kind}.yaml").write_text(RECIPE.replace("MODEL", str(model)))
-        for chosen in options.only:
-            yield {"case": chosen, **check(folder, CASES[chosen])}
+        for case_name in options.only:
+            yield {"case": case_name, **check(folder, CASES[case_name])}
         if options.resizes:
             yield {"case": "resizes", **check_resizes(folder)}
         if options.timed:
@@ -137,7 +137,7 @@ def check(folder: Path, case: Case) -> dict[str, Any]:
     seconds, named, step_seconds, run = disturb(folder, case, f"cluster.recover={case.recover} checkpoint.replicate=1")
     run.finish()
     # Before the next run, which has the same name.
-    recovered, found, printed = run.steps(), difference(calm.steps(), run.steps()), run.screen()
+    recovered, largest_difference, printed = run.steps(), difference(calm.steps(), run.steps()), run.screen()
     restart_seconds, _, _, restarted = disturb(folder, case, "checkpoint.every_steps=1")
     restarted.finish()
     # A stopped rank is noticed when it misses its deadline.
@@ -150,15 +150,15 @@ def check(folder: Path, case: Case) -> dict[str, Any]:
         "seconds beyond the step": beyond,
         "full restart": restart_seconds - step_seconds,
         "recovery itself": next(s["fault/recovery_seconds"] for s in recovered if "fault/recovery_seconds" in s),
-        "difference": found,
-        "met": beyond <= limit and named - deadline <= NAMING_SECONDS and found <= LIMIT_DIFFERENCE,
+        "difference": largest_difference,
+        "met": beyond <= limit and named - deadline <= NAMING_SECONDS and largest_difference <= LIMIT_DIFFERENCE,
     }
 
 
 def missed_deadline(printed: str) -> float:
     """Return the seconds of the deadline that a rank missed, from what the run printed; 0 if it missed none."""
-    found = re.search(r"did not answer `[\w.]+` within ([\d.]+) s", " ".join(printed.split()))
-    return float(found.group(1)) if found else 0.0
+    match = re.search(r"did not answer `[\w.]+` within ([\d.]+) s", " ".join(printed.split()))
+    return float(match.group(1)) if match else 0.0
 
 
 def start(folder: Path, case: Case, name: str, overrides: str) -> HeldRun:
@@ -204,17 +204,17 @@ def check_resizes(folder: Path) -> dict[str, Any]:
     planned, minimum = [], 0
     for before, after in pairwise(SIZES.values()):
         sizes = ("--from", before, "--to", after, "--json")
-        found = json.loads(output_of("plan", f"{case.model}.yaml", *options.split(), *sizes, folder=folder))
-        planned.append(found["received_bytes"])
-        minimum += found["minimum_bytes"]
+        plan = json.loads(output_of("plan", f"{case.model}.yaml", *options.split(), *sizes, folder=folder))
+        planned.append(plan["received_bytes"])
+        minimum += plan["minimum_bytes"]
     # After the plans: the run does not wait between two changes.
     run = start(folder, case, "resized", f"{steps} {options}")
     for number, after in enumerate([*SIZES.values()][1:]):
         with run.held(after=3 * number + 1):
             output_of("resize", run.path, *after.split(), folder=folder)
-        run.wait_for(lambda number=number: len(resized(run)) > number)
+        run.wait_for(lambda number=number: len(list_received_bytes(run)) > number)
     run.finish()
-    received, changed = resized(run), difference(calm.steps(), run.steps())
+    received, changed = list_received_bytes(run), difference(calm.steps(), run.steps())
     is_as_planned = all(abs(a - b) <= 0.01 * b for a, b in zip(received, planned, strict=True))
     ratio = sum(received) / minimum
     return {
@@ -235,7 +235,7 @@ def output_of(*arguments: str | Path, folder: Path) -> str:
     return done.stdout
 
 
-def resized(run: HeldRun) -> list[float]:
+def list_received_bytes(run: HeldRun) -> list[float]:
     """Return the bytes that ranks received in each change of the sizes so far."""
     return [step["fault/restored_bytes"] for step in run.steps() if "fault/restored_bytes" in step]
 
@@ -310,18 +310,18 @@ def check_kills(folder: Path, num_kills: int, seed: int) -> dict[str, Any]:
             killed[name] += 1
     while not is_over(run, ends):
         time.sleep(0.1)
-    found, ledger = difference(calm.steps(), run.steps()), account(run.path)
-    weights = [load_file(one.path / "hf/model.safetensors") for one in (calm, run)]
+    largest_difference, ledger = difference(calm.steps(), run.steps()), account(run.path)
+    weights = [load_file(compared_run.path / "hf/model.safetensors") for compared_run in (calm, run)]
     largest = max(float((weights[0][name] - weights[1][name]).abs().max()) for name in weights[0])
     return {
         "killed": ", ".join(f"{name} {count}" for name, count in sorted(killed.items())),
         "restarts": ", ".join(f"{code}: {count}" for code, count in sorted(ends.items())) or "none",
-        "difference": found,
+        "difference": largest_difference,
         "weights": largest,
         "ledger": "; ".join(ledger.faults) or "every prompt accounted for",
         "met": killed.total() == num_kills
         and set(ends) <= {-signal.SIGKILL, PeerLostError.exit_code}
-        and max(found, largest) <= LIMIT_DIFFERENCE
+        and max(largest_difference, largest) <= LIMIT_DIFFERENCE
         and not ledger.faults,
     }
 

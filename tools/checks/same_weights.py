@@ -67,7 +67,7 @@ def train(code: Path, folder: Path, name: str, steps: int) -> str:
 
 def hashes(folder: Path) -> dict[str, str]:
     """Return the sha256 of each exported model of a run (names, types, values), and of its completions."""
-    found = {}
+    hashes_by_file = {}
     for exported in sorted(folder.glob("*/*.safetensors")):
         digest = hashlib.sha256()
         with safe_open(exported, "numpy") as tensors:
@@ -75,12 +75,12 @@ def hashes(folder: Path) -> dict[str, str]:
                 values = tensors.get_tensor(name)
                 digest.update(f"{name} {values.dtype} {values.shape}".encode())
                 digest.update(values.tobytes())
-        found[f"{exported.parent.name}/{exported.name}"] = digest.hexdigest()
+        hashes_by_file[f"{exported.parent.name}/{exported.name}"] = digest.hexdigest()
     completions = hashlib.sha256()
     for file in sorted(folder.glob("samples/*.jsonl")):
         for sample in read_lines(file):
             completions.update(json.dumps(sample["completion"]).encode())
-    return found | {"completions": completions.hexdigest()}
+    return hashes_by_file | {"completions": completions.hexdigest()}
 
 
 def compare(earlier: Path, work: Path, name: str, steps: int) -> Iterator[dict[str, Any]]:
@@ -96,8 +96,14 @@ def compare(earlier: Path, work: Path, name: str, steps: int) -> Iterator[dict[s
             return
         sides[side] = hashes(folder / "runs" / name)
     for file in sorted(sides["earlier"].keys() | sides["here"].keys()):
-        one, other = (sides[side].get(file, "absent") for side in ("earlier", "here"))
-        yield {"recipe": name, "file": f"{file:40}", "earlier": one[:16], "here": other[:16], "met": one == other}
+        earlier_hash, hash_here = (sides[side].get(file, "absent") for side in ("earlier", "here"))
+        yield {
+            "recipe": name,
+            "file": f"{file:40}",
+            "earlier": earlier_hash[:16],
+            "here": hash_here[:16],
+            "met": earlier_hash == hash_here,
+        }
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -273,11 +273,11 @@ class Host:
 
     def _visits(self) -> list[str]:
         """Those who have reached a socket since the last call."""
-        found = []
+        visitors = []
         for listener in self.sockets:
             with contextlib.suppress(BlockingIOError):
-                found.append(repr(listener.recv(100) if listener.type == socket.SOCK_DGRAM else listener.accept()))
-        return found
+                visitors.append(repr(listener.recv(100) if listener.type == socket.SOCK_DGRAM else listener.accept()))
+        return visitors
 
 
 def _hash(path: Path) -> str:
@@ -355,17 +355,17 @@ def attack(sandbox: Sandbox, target: Host, names: Sequence[str]) -> dict[str, tu
     """
     before = target.state()
     sandbox.run("print('SECRET of an earlier run')", "SECRET")
-    found = {}
+    results = {}
     for name in names:
         observed = Observed(sandbox)
         answer = f"```python\n{target.program(ATTACKS[name])}\n```"
         earned = code(answer, TEST, {}, observed, score="fraction").score
         assert observed.last is not None
         after = target.state()
-        changed = [what for what in before if before[what] != after[what]]
+        changed = [place for place in before if before[place] != after[place]]
         fault = f"changed the host's {', '.join(changed)}" if changed else fault_of(name, observed.last)
-        found[name] = observed.last, fault or (f"earned {earned}" if earned else None)
-    return found
+        results[name] = observed.last, fault or (f"earned {earned}" if earned else None)
+    return results
 
 
 def speed(sandbox: Sandbox, runs: int) -> tuple[float, float]:

@@ -41,7 +41,7 @@ def steps_per_second(run_folder: Path) -> float:
 def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Train what is missing. Yields the accuracies of the seeds and the speed, by bound and correction."""
     for staleness, correction in product(options.staleness, CORRECTIONS):
-        found: list[float] = []
+        accuracies: list[float] = []
         speeds: list[float] = []
         for seed in options.seeds:
             name = f"staleness_{staleness}_{correction}_{seed}"
@@ -53,11 +53,11 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     f"train.prompts_per_step={options.prompts}", f"train.samples_per_prompt={options.samples}",
                     folder=options.work,
                 )  # fmt: skip
-            found.append(heldout_accuracies(run_folder)[-1])
+            accuracies.append(heldout_accuracies(run_folder)[-1])
             speeds.append(options.prompts * options.samples * steps_per_second(run_folder))
         yield {
-            "staleness": staleness, "correction": correction, "accuracies": found, "mean": mean(found),
-            "least": min(found), "most": max(found), "samples_per_second": mean(speeds),
+            "staleness": staleness, "correction": correction, "accuracies": accuracies, "mean": mean(accuracies),
+            "least": min(accuracies), "most": max(accuracies), "samples_per_second": mean(speeds),
         }  # fmt: skip
 
 

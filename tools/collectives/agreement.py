@@ -24,27 +24,27 @@ def mismatches(job: Job) -> Iterator[str]:
     from it.
     """
     calls = [_CallsByGroup(program) for program in job.programs]
-    seen: dict[tuple[tuple[int, int], ...], bool] = {}
+    agrees: dict[tuple[tuple[int, int], ...], bool] = {}
     for number, members in members_by_group(job).items():
         group = job.groups[number]
         # Groups whose members run the same programs give the same result.
         key = tuple((member.program, member.slot) for member in members)
-        if seen.get(key):
+        if agrees.get(key):
             continue
-        found = False
+        has_mismatch = False
         for text in _group_mismatches(group, members, calls):
-            found = True
+            has_mismatch = True
             yield text
-        seen[key] = not found
+        agrees[key] = not has_mismatch
 
 
 def members_by_group(job: Job) -> dict[int, list[Member]]:
     """Return the members of each group that any rank calls, in the order of their group ranks."""
     called = [sorted({call.group for call in program.calls}) for program in job.programs]
     slots: dict[int, dict[int, int]] = defaultdict(dict)
-    for rank, own in enumerate(job.ranks):
-        for slot in called[own.program]:
-            slots[own.group(slot)][rank] = slot
+    for rank, program in enumerate(job.ranks):
+        for slot in called[program.program]:
+            slots[program.group(slot)][rank] = slot
     return {
         number: [
             Member(rank, job.ranks[rank].program, slots[number].get(rank, -1)) for rank in job.groups[number].ranks
@@ -88,30 +88,30 @@ def _group_mismatches(group: Group, members: Sequence[Member], calls: Sequence[_
     for on_host in (False, True):
         sequences = [calls[member.program].signatures(member.slot, on_host) for member in members]
         if any(sequence != sequences[0] for sequence in sequences[1:]):
-            made = [calls[member.program].collectives(member.slot, on_host) for member in members]
-            yield _first_difference(group, members, made)
+            collectives = [calls[member.program].collectives(member.slot, on_host) for member in members]
+            yield _first_difference(group, members, collectives)
             continue
         yield from _unequal_exchanges(group, members, calls, on_host)
         for is_batch in (False, True):
             yield from _unequal_messages(group, members, calls, (on_host, is_batch))
 
 
-def _first_difference(group: Group, members: Sequence[Member], made: Sequence[Sequence[Call]]) -> str:
+def _first_difference(group: Group, members: Sequence[Member], collectives: Sequence[Sequence[Call]]) -> str:
     """Return a sentence about the first call that differs. The ranks with the rarer call are named."""
     place = next(
         place
-        for place in range(max(map(len, made)))
-        if len({calls[place].signature if place < len(calls) else None for calls in made}) > 1
+        for place in range(max(map(len, collectives)))
+        if len({calls[place].signature if place < len(calls) else None for calls in collectives}) > 1
     )
-    signatures = [calls[place].signature if place < len(calls) else None for calls in made]
+    signatures = [calls[place].signature if place < len(calls) else None for calls in collectives]
     [(usual, _), *_] = Counter(signatures).most_common(1)
     texts: dict[str, list[int]] = {}
-    for member, calls, signature in zip(members, made, signatures, strict=True):
+    for member, calls, signature in zip(members, collectives, signatures, strict=True):
         if signature != usual:
             text = str(calls[place]) if place < len(calls) else f"no call after {len(calls)}"
             texts.setdefault(text, []).append(member.rank)
-    others = next(calls for calls, signature in zip(made, signatures, strict=True) if signature == usual)
-    expected = str(others[place]) if place < len(others) else f"no call after {len(others)}"
+    usual_calls = next(calls for calls, signature in zip(collectives, signatures, strict=True) if signature == usual)
+    expected = str(usual_calls[place]) if place < len(usual_calls) else f"no call after {len(usual_calls)}"
     deviating = "; ".join(f"{_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} {t}" for t, ranks in texts.items())
     return f"{group}: collective {place} differs: {deviating}; the others have {expected}"
 
@@ -120,29 +120,30 @@ def _unequal_exchanges(
     group: Group, members: Sequence[Member], calls: Sequence[_CallsByGroup], on_host: bool
 ) -> Iterator[str]:
     """Yield a sentence for the first exchange of all with all in which a pair sends and receives unequal sizes."""
-    made = [calls[member.program].collectives(member.slot, on_host) for member in members]
-    for place, same in enumerate(zip(*made, strict=True)):
-        exchanged = {call.sends for call in same} | {call.receives for call in same}
-        if exchanged == {()} or (len(exchanged) == 1 and not same[0].names_peers):
+    collectives = [calls[member.program].collectives(member.slot, on_host) for member in members]
+    for place, member_calls in enumerate(zip(*collectives, strict=True)):
+        exchanged = {call.sends for call in member_calls} | {call.receives for call in member_calls}
+        if exchanged == {()} or (len(exchanged) == 1 and not member_calls[0].names_peers):
             continue
         size = len(members)
-        sent = {(a, b): n for a, call in enumerate(same) for b, n in _expanded(call.sends, a, size)}
-        received = {(a, b): n for b, call in enumerate(same) for a, n in _expanded(call.receives, b, size)}
+        sent = {(a, b): n for a, call in enumerate(member_calls) for b, n in _expand(call.sends, a, size)}
+        received = {(a, b): n for b, call in enumerate(member_calls) for a, n in _expand(call.receives, b, size)}
         if sent == received:
             continue
         a, b = next(pair for pair in sorted(sent | received) if sent.get(pair, 0) != received.get(pair, 0))
         yield (
-            f"{group}: collective {place}, {same[a].operation}: rank {members[a].rank} sends {sent.get((a, b), 0)} "
-            f"elements to rank {members[b].rank}, which receives {received.get((a, b), 0)}, at {same[a].place}"
+            f"{group}: collective {place}, {member_calls[a].operation}: rank {members[a].rank} sends "
+            f"{sent.get((a, b), 0)} "
+            f"elements to rank {members[b].rank}, which receives {received.get((a, b), 0)}, at {member_calls[a].place}"
         )
         return
 
 
-def _expanded(parts: Sequence[tuple[int, int]], own: int, size: int) -> Iterator[tuple[int, int]]:
+def _expand(parts: Sequence[tuple[int, int]], rank: int, size: int) -> Iterator[tuple[int, int]]:
     """Yield each peer and its number of elements, without those of no elements."""
     for peer, numel in parts:
         if numel:
-            yield from ((peer, numel),) if peer != EVERY_OTHER else ((p, numel) for p in range(size) if p != own)
+            yield from ((peer, numel),) if peer != EVERY_OTHER else ((p, numel) for p in range(size) if p != rank)
 
 
 def _unequal_messages(
@@ -158,12 +159,13 @@ def _unequal_messages(
         if [(numel, call.dtype) for numel, call in sent] == [(numel, call.dtype) for numel, call in received]:
             continue
         for place in range(max(len(sent), len(received))):
-            here = _message(sent, place)
-            there = _message(received, place)
-            if here[:2] != there[:2]:
+            sent_part = _message(sent, place)
+            received_part = _message(received, place)
+            if sent_part[:2] != received_part[:2]:
                 yield (
-                    f"{group}: message {place} from rank {members[a].rank} to rank {members[b].rank}: sent {here[0]} "
-                    f"{here[1]}{here[2]}, received {there[0]} {there[1]}{there[2]}"
+                    f"{group}: message {place} from rank {members[a].rank} to rank {members[b].rank}: sent "
+                    f"{sent_part[0]} "
+                    f"{sent_part[1]}{sent_part[2]}, received {received_part[0]} {received_part[1]}{received_part[2]}"
                 )
                 break
 
@@ -177,5 +179,5 @@ def _message(messages: Sequence[tuple[int, Call]], place: int) -> tuple[int | st
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+    numbers = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"rank {numbers}" if len(ranks) == 1 else f"ranks {numbers}"

@@ -12,11 +12,11 @@ def with_skipped_call(job: Job, rank: int, index: int) -> Job:
     """Return a job in which a rank leaves out one call."""
     program = job.programs[job.ranks[rank].program]
     calls = [*program.calls[:index], *program.calls[index + 1 :]]
-    steps = [_renumbered(step, index) for step in program.steps if step not in (index, ~index)]
+    steps = [_renumber(step, index) for step in program.steps if step not in (index, ~index)]
     return _with_program(job, rank, Program(calls, steps))
 
 
-def _renumbered(step: int, removed: int) -> int:
+def _renumber(step: int, removed: int) -> int:
     number = step if step >= 0 else ~step
     number -= number > removed
     return number if step >= 0 else ~number
@@ -51,9 +51,9 @@ def pair_in_the_middle(job: Job, rank: int) -> int:
     calls = _calls(job, rank)
 
     def is_ordered(index: int) -> bool:
-        here, there = calls[index], calls[index + 1]
-        common = _members(job, rank, here) & _members(job, rank, there)
-        return here.group != there.group and not here.on_host and not there.on_host and len(common) > 1
+        call, next_call = calls[index], calls[index + 1]
+        common = _members(job, rank, call) & _members(job, rank, next_call)
+        return call.group != next_call.group and not call.on_host and not next_call.on_host and len(common) > 1
 
     places = [*range(len(calls) // 2, len(calls) - 1), *range(len(calls) // 2)]
     return next(index for index in places if is_ordered(index))

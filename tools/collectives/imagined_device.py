@@ -77,8 +77,8 @@ def values_of(tensor: Tensor) -> Tensor | None:
 
 
 def _is_small(tensor: Tensor) -> bool:
-    most = _MOST_NUMBERS if tensor.dtype.is_floating_point else _MOST_INTEGERS
-    return tensor.numel() <= most and tensor.untyped_storage().nbytes() <= _MOST_BYTES
+    limit = _MOST_NUMBERS if tensor.dtype.is_floating_point else _MOST_INTEGERS
+    return tensor.numel() <= limit and tensor.untyped_storage().nbytes() <= _MOST_BYTES
 
 
 def _keep(tensor: Tensor, values: Tensor) -> None:
@@ -120,13 +120,13 @@ def _tensors(values: Any) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
-def _mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
+def _map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, (list, tuple)):
-        return type(value)(_mapped(part, change) for part in value)
+        return type(value)(_map_tensors(part, change) for part in value)
     if isinstance(value, dict):
-        return {name: _mapped(part, change) for name, part in value.items()}
+        return {name: _map_tensors(part, change) for name, part in value.items()}
     return value
 
 
@@ -134,7 +134,7 @@ class _UnknownError(Exception):
     """Raised where a value is needed and not known."""
 
 
-def _known(tensor: Tensor) -> Tensor:
+def _require_values(tensor: Tensor) -> Tensor:
     if not tensor.is_meta:
         return tensor
     values = values_of(tensor)
@@ -161,44 +161,47 @@ class ImaginedDevice(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = [*_tensors(args), *_tensors(kwargs.values())]
-        imagined = [tensor for tensor in given if tensor.is_meta]
+        tensors = [*_tensors(args), *_tensors(kwargs.values())]
+        imagined = [tensor for tensor in tensors if tensor.is_meta]
         special = _SPECIAL.get(func)
         if special is not None and (imagined or func in _FROM_HOST):
             return special(func, args, kwargs)
         if not imagined:
-            made = func(*args, **kwargs)
-            if func in _CONSTANTS and made.is_meta and _is_small(made):
-                _keep(made, func(*args, **{name: _to_host(value) for name, value in kwargs.items()}))
-            return made
+            result = func(*args, **kwargs)
+            if func in _CONSTANTS and result.is_meta and _is_small(result):
+                _keep(result, func(*args, **{name: _to_host(value) for name, value in kwargs.items()}))
+            return result
         if func in _LIKE_CONSTANTS:
-            made = self._run(func, args, kwargs)
-            if not _is_small(made):
-                return made
+            result = self._run(func, args, kwargs)
+            if not _is_small(result):
+                return result
             if func in _ZEROS:
-                _keep_zeros(made)
+                _keep_zeros(result)
             else:
                 host = {name: _to_host(value) for name, value in kwargs.items()}
                 stand_in = torch.empty(args[0].shape, dtype=args[0].dtype, device="cpu")
-                _keep(made, func(stand_in, *args[1:], **host))
-            return made
+                _keep(result, func(stand_in, *args[1:], **host))
+            return result
         kind = _kind(func)
         if kind.is_view:
             return func(*args, **kwargs)
-        made = self._run(func, args, kwargs)
+        result = self._run(func, args, kwargs)
         if kind.is_mutable:
             _write(func, kind, args, kwargs)
-            return made
-        results = [result for result in _tensors((made,)) if result.is_meta]
+            return result
+        results = [result for result in _tensors((result,)) if result.is_meta]
         if not results or not all(map(_is_small, results)) or not all(map(_is_small, imagined)):
-            return made
+            return result
         try:
-            found = func(*_mapped(args, _known), **{n: _to_host(v) for n, v in _mapped(kwargs, _known).items()})
+            computed = func(
+                *_map_tensors(args, _require_values),
+                **{n: _to_host(v) for n, v in _map_tensors(kwargs, _require_values).items()},
+            )
         except _UnknownError:
-            return made
-        for result, values in zip(results, _tensors((found,)), strict=True):
+            return result
+        for result, values in zip(results, _tensors((computed,)), strict=True):
             _keep(result, values)
-        return made
+        return result
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the result of a function on imagined tensors, without values.
@@ -207,42 +210,42 @@ class ImaginedDevice(TorchDispatchMode):
         """
         key = (func, _description(args), _description(kwargs.items()))
         try:
-            known = self._results.get(key)
+            repeat = self._results.get(key)
         except TypeError:
             return func(*args, **kwargs)
-        if known is not None:
-            return known(args, kwargs)
-        made = func(*args, **kwargs)
-        self._results[key] = _repeater(_kind(func), made)
-        return made
+        if repeat is not None:
+            return repeat(args, kwargs)
+        result = func(*args, **kwargs)
+        self._results[key] = _repeater(_kind(func), result)
+        return result
 
 
 def _description(values: Iterable[Any]) -> tuple[Any, ...]:
     """Return arguments in a form by which results are remembered: tensors [*shape] by shape, strides and type."""
-    found: list[Any] = []
+    parts: list[Any] = []
     for value in values:
         if isinstance(value, Tensor):
-            found.append((value.shape, value.stride(), value.dtype, value.is_meta))
+            parts.append((value.shape, value.stride(), value.dtype, value.is_meta))
         elif isinstance(value, (list, tuple)):
-            found.append(_description(value))
+            parts.append(_description(value))
         else:
             # 1, 1.0 and True are equal, but their results differ in type.
-            found.append((type(value), value))
-    return tuple(found)
+            parts.append((type(value), value))
+    return tuple(parts)
 
 
-def _repeater(kind: _Kind, made: Any) -> Callable[[Any, Any], Any] | None:
-    """Return a function of a call's arguments that returns what `made` was; None if it cannot be repeated."""
+def _repeater(kind: _Kind, result: Any) -> Callable[[Any, Any], Any] | None:
+    """Return a function of a call's arguments that returns what `result` was; None if it cannot be repeated."""
     if kind.is_mutable:
-        if len(kind.written) == 1 and isinstance(made, Tensor):
-            [at] = kind.written
-            return lambda args, kwargs: args[at] if isinstance(at, int) else kwargs[at]
+        if len(kind.written) == 1 and isinstance(result, Tensor):
+            [place] = kind.written
+            return lambda args, kwargs: args[place] if isinstance(place, int) else kwargs[place]
         return None
-    if isinstance(made, Tensor) and made.is_meta:
-        shape, stride, dtype = made.shape, made.stride(), made.dtype
+    if isinstance(result, Tensor) and result.is_meta:
+        shape, stride, dtype = result.shape, result.stride(), result.dtype
         return lambda args, kwargs: torch.empty_strided(shape, stride, dtype=dtype, device=META)
-    if isinstance(made, tuple) and all(isinstance(part, Tensor) and part.is_meta for part in made):
-        parts = [(part.shape, part.stride(), part.dtype) for part in made]
+    if isinstance(result, tuple) and all(isinstance(part, Tensor) and part.is_meta for part in result):
+        parts = [(part.shape, part.stride(), part.dtype) for part in result]
         return lambda args, kwargs: tuple(
             torch.empty_strided(shape, stride, dtype=dtype, device=META) for shape, stride, dtype in parts
         )
@@ -251,27 +254,27 @@ def _repeater(kind: _Kind, made: Any) -> Callable[[Any, Any], Any] | None:
 
 def _write(func: Any, kind: _Kind, args: Any, kwargs: Any) -> None:
     """Repeat a function that writes its arguments on their values, or forget these if its inputs are unknown."""
-    written = [args[at] if isinstance(at, int) else kwargs.get(at) for at in kind.written]
+    written = [args[place] if isinstance(place, int) else kwargs.get(place) for place in kind.written]
     targets = [tensor for tensor in _tensors(written) if tensor.is_meta]
     if not all(map(_is_small, targets)):
         for target in targets:
             _forget(target)
         return
-    others = {id(target) for target in targets}
+    target_ids = {id(target) for target in targets}
     overwrites = func in _OVERWRITING
     try:
         for target in targets:
             if values_of(target) is None and not overwrites:
                 raise _UnknownError
-        inputs = [t for t in [*_tensors(args), *_tensors(kwargs.values())] if id(t) not in others]
+        inputs = [t for t in [*_tensors(args), *_tensors(kwargs.values())] if id(t) not in target_ids]
         if not all(not tensor.is_meta or _is_small(tensor) for tensor in inputs):
             raise _UnknownError
         for tensor in inputs:
-            _known(tensor)
+            _require_values(tensor)
         for target in targets:
             if values_of(target) is None:
                 _keep(target, torch.zeros(target.shape, dtype=target.dtype, device="cpu"))
-        func(*_mapped(args, _known), **_mapped(kwargs, _known))
+        func(*_map_tensors(args, _require_values), **_map_tensors(kwargs, _require_values))
     except _UnknownError:
         for target in targets:
             _forget(target)
@@ -291,12 +294,12 @@ def _to_copy(func: Any, args: Any, kwargs: Any) -> Any:
         if values is None:
             values = torch.zeros(source.shape, dtype=source.dtype, device="cpu")
         return func(values, **{**kwargs, "device": target})
-    made = func(*args, **kwargs)
-    if target.type == "meta" and _is_small(made):
+    result = func(*args, **kwargs)
+    if target.type == "meta" and _is_small(result):
         values = values_of(source) if source.is_meta else source
         if values is not None:
-            _keep(made, func(values, **{**kwargs, "device": torch.device("cpu")}))
-    return made
+            _keep(result, func(values, **{**kwargs, "device": torch.device("cpu")}))
+    return result
 
 
 def _copy(func: Any, args: Any, kwargs: Any) -> Any:
@@ -323,15 +326,15 @@ def _empty_like(tensor: Tensor, *shape: int) -> Tensor:
     return torch.empty(shape, dtype=tensor.dtype, device=META)
 
 
-def _selected(func: Any, args: Any, kwargs: Any) -> Any:
+def _select_masked(func: Any, args: Any, kwargs: Any) -> Any:
     """Select the elements [selected] of a tensor by a known mask."""
     source, mask = args
-    known = _known_or_refuse(mask, func)
-    made = _empty_like(source, int(known.expand(torch.broadcast_shapes(source.shape, mask.shape)).sum()))
+    mask_values = _known_or_refuse(mask, func)
+    result = _empty_like(source, int(mask_values.expand(torch.broadcast_shapes(source.shape, mask.shape)).sum()))
     values = values_of(source)
-    if values is not None and _is_small(made):
-        _keep(made, func(values, known))
-    return made
+    if values is not None and _is_small(result):
+        _keep(result, func(values, mask_values))
+    return result
 
 
 def _known_or_refuse(tensor: Tensor, func: Any) -> Tensor:
@@ -343,8 +346,8 @@ def _known_or_refuse(tensor: Tensor, func: Any) -> Tensor:
 
 
 def _nonzero(func: Any, args: Any, kwargs: Any) -> Any:
-    found = func(_known_or_refuse(args[0], func))
-    return found.to(META)
+    places = func(_known_or_refuse(args[0], func))
+    return places.to(META)
 
 
 def _index(func: Any, args: Any, kwargs: Any) -> Any:
@@ -359,23 +362,23 @@ def _index(func: Any, args: Any, kwargs: Any) -> Any:
                 places.append(index)
         indices = places
     rest = args[2:]
-    made = func(source, indices, *rest, **kwargs)
+    result = func(source, indices, *rest, **kwargs)
     try:
-        if _is_small(made) and _is_small(source):
-            _keep(made, func(_known(source), [None if i is None else _known(i) for i in indices]))
+        if _is_small(result) and _is_small(source):
+            _keep(result, func(_require_values(source), [None if i is None else _require_values(i) for i in indices]))
     except _UnknownError:
         pass
-    return made
+    return result
 
 
 def _top(func: Any, args: Any, kwargs: Any) -> Any:
     """Choose the largest elements. Of unknown numbers, choose all places in turn, so that all are chosen equally."""
     values, places = func(*args, **kwargs)
-    known = values_of(args[0])
-    if known is not None:
-        found = func(known, *args[1:], **kwargs)
-        _keep(values, found[0])
-        _keep(places, found[1])
+    known_values = values_of(args[0])
+    if known_values is not None:
+        largest = func(known_values, *args[1:], **kwargs)
+        _keep(values, largest[0])
+        _keep(places, largest[1])
     elif _is_small(places):
         count, length = places.shape[-1], args[0].shape[-1]
         _keep(places, (torch.arange(places.numel()) % length).view(*places.shape[:-1], count))
@@ -390,7 +393,7 @@ _SPECIAL: dict[Any, Callable[[Any, Any, Any], Any]] = {
     aten._to_copy.default: _to_copy,
     aten.copy_.default: _copy,
     aten._local_scalar_dense.default: _number,
-    aten.masked_select.default: _selected,
+    aten.masked_select.default: _select_masked,
     aten.nonzero.default: _nonzero,
     aten.index.Tensor: _index,
     aten.topk.default: _top,
@@ -417,10 +420,10 @@ def imagined_device() -> Iterator[None]:
     def tensor(data: Any, *args: Any, **kwargs: Any) -> Tensor:
         device = kwargs.pop("device", None)
         # torch 2.13 drops the data of a tensor that is made on the meta device.
-        made = made_on(_read_numbers(data), *args, **kwargs, device="cpu")
+        made_tensor = made_on(_read_numbers(data), *args, **kwargs, device="cpu")
         if device is None:
-            return made
-        return made.to(META if str(device).startswith("cuda") else device)
+            return made_tensor
+        return made_tensor.to(META if str(device).startswith("cuda") else device)
 
     torch.tensor = tensor
     try:

@@ -19,8 +19,8 @@ def part(parallel: ParallelConfig, rank: int) -> tuple[int, bool]:
     group. All their other collectives have equal sizes on all members. So they make the same calls, each on its own
     groups. The first tensor-parallel ranks of the last stage make further calls: they gather and report results.
     """
-    at = parallel.coordinates(rank)
-    return at.pp, at.tp == 0
+    coordinates = parallel.coordinates(rank)
+    return coordinates.pp, coordinates.tp == 0
 
 
 def representatives(parallel: ParallelConfig) -> list[int]:
@@ -30,29 +30,29 @@ def representatives(parallel: ParallelConfig) -> list[int]:
     """
     ends: dict[tuple[int, bool], tuple[int, int]] = {}
     for rank in range(parallel.world_size):
-        own = part(parallel, rank)
-        ends[own] = ends.get(own, (rank, rank))[0], rank
+        rank_part = part(parallel, rank)
+        ends[rank_part] = ends.get(rank_part, (rank, rank))[0], rank
     return sorted({rank for pair in ends.values() for rank in pair})
 
 
 def _own_groups(groups: Sequence[Group]) -> _OwnGroups:
     """Return the groups of each rank. The first of `groups` is the world."""
-    found: _OwnGroups = [defaultdict(list) for _ in groups[0].ranks]
+    numbers_of_ranks: _OwnGroups = [defaultdict(list) for _ in groups[0].ranks]
     for number, group in enumerate(groups):
         for rank in group.ranks:
-            found[rank][group.name].append(number)
-    return found
+            numbers_of_ranks[rank][group.name].append(number)
+    return numbers_of_ranks
 
 
-def _moved_groups(own: _OwnGroups, traced: int, rank: int) -> dict[int, int]:
+def _moved_groups(own_groups: _OwnGroups, traced: int, rank: int) -> dict[int, int]:
     """Return the numbers of a rank's groups by the numbers of a traced rank's groups.
 
     Groups correspond if they have the same name, in the order of their creation.
     """
     return {
-        here: there
-        for name, numbers in own[traced].items()
-        for here, there in zip(numbers, own[rank][name], strict=True)
+        traced_number: number
+        for name, numbers in own_groups[traced].items()
+        for traced_number, number in zip(numbers, own_groups[rank][name], strict=True)
     }
 
 
@@ -69,13 +69,13 @@ def shared_job(
     A rank takes the program of the first traced rank of its part. It needs one of its own if the program names peers
     by places that differ on the two ranks.
     """
-    traced, own = _first_traced(parallel, programs), _own_groups(groups)
+    traced, own_groups = _first_traced(parallel, programs), _own_groups(groups)
     order = {rank: number for number, rank in enumerate(sorted(programs))}
     named = {rank: {call.group for call in program.calls if call.names_peers} for rank, program in programs.items()}
     ranks, missing = [], []
     for rank in range(parallel.world_size):
         source = rank if rank in programs else traced[part(parallel, rank)]
-        moved = {} if source == rank else _moved_groups(own, source, rank)
+        moved = {} if source == rank else _moved_groups(own_groups, source, rank)
         if moved and not all(
             groups[slot].ranks.index(source) == groups[moved[slot]].ranks.index(rank) for slot in named[source]
         ):
@@ -86,18 +86,18 @@ def shared_job(
 
 def differing_ranks(parallel: ParallelConfig, groups: Sequence[Group], programs: Mapping[int, Program]) -> list[int]:
     """Return the traced ranks whose program is not that of their part's first one, after translation of the groups."""
-    first, own = _first_traced(parallel, programs), _own_groups(groups)
-    found = []
+    first, own_groups = _first_traced(parallel, programs), _own_groups(groups)
+    differing = []
     for rank, program in programs.items():
         source = first[part(parallel, rank)]
         if source == rank:
             continue
-        moved = _moved_groups(own, source, rank)
-        translated = [_translated(call, moved) for call in programs[source].calls]
+        moved = _moved_groups(own_groups, source, rank)
+        translated = [_translate(call, moved) for call in programs[source].calls]
         if translated != list(program.calls) or list(programs[source].steps) != list(program.steps):
-            found.append(rank)
-    return found
+            differing.append(rank)
+    return differing
 
 
-def _translated(call: Call, groups: Mapping[int, int]) -> Call:
+def _translate(call: Call, groups: Mapping[int, int]) -> Call:
     return call._replace(group=groups.get(call.group, call.group))

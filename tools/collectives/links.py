@@ -26,26 +26,26 @@ def link_bytes(job: Job, ranks_per_node: int) -> dict[str, float]:
     by node, as NCCL's rings do. A ring's link between two nodes is a rail if the nodes have members of equal place.
     """
     sums = [_Sums(program) for program in job.programs]
-    found: dict[str, float] = dict.fromkeys(LINKS, 0.0)
+    num_bytes_of: dict[str, float] = dict.fromkeys(LINKS, 0.0)
     first_ranks = {group.ranks[0]: None for group in job.groups}
-    for rank, own in enumerate(job.ranks):
-        of_program = sums[own.program]
+    for rank, program in enumerate(job.ranks):
+        of_program = sums[program.program]
         for slot, by_peer in of_program.pairs.items():
-            members = job.groups[own.group(slot)].ranks
+            members = job.groups[program.group(slot)].ranks
             for peer, num_bytes in by_peer.items():
-                for other in members if peer == EVERY_OTHER else (members[peer],):
-                    if other != rank:
-                        found[_link(rank, other, ranks_per_node)] += num_bytes
+                for receiver in members if peer == EVERY_OTHER else (members[peer],):
+                    if receiver != rank:
+                        num_bytes_of[_link(rank, receiver, ranks_per_node)] += num_bytes
         if rank not in first_ranks:
             continue
         for slot, num_bytes in of_program.rings.items():
-            members = job.groups[own.group(slot)].ranks
+            members = job.groups[program.group(slot)].ranks
             # All members make the same calls, so the first one's are counted.
             if members[0] == rank:
                 crossing = (len(members) - 1) * (of_program.parts[slot] + num_bytes / len(members))
                 for link, count in _ring_links(members, ranks_per_node).items():
-                    found[link] += count * crossing
-    return found
+                    num_bytes_of[link] += count * crossing
+    return num_bytes_of
 
 
 class _Sums:
@@ -79,8 +79,8 @@ def _ring_links(members: Sequence[int], ranks_per_node: int) -> dict[str, int]:
     for rank in members:
         places[rank // ranks_per_node].add(rank % ranks_per_node)
     nodes = sorted(places)
-    found = Counter({"node": len(members) - (len(nodes) if len(nodes) > 1 else 0)})
+    counts = Counter({"node": len(members) - (len(nodes) if len(nodes) > 1 else 0)})
     if len(nodes) > 1:
-        for here, there in zip(nodes, [*nodes[1:], nodes[0]], strict=True):
-            found["rail" if places[here] & places[there] else "switch"] += 1
-    return dict(found)
+        for node, next_node in zip(nodes, [*nodes[1:], nodes[0]], strict=True):
+            counts["rail" if places[node] & places[next_node] else "switch"] += 1
+    return dict(counts)

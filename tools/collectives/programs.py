@@ -14,8 +14,8 @@ class Group(NamedTuple):
     ranks: tuple[int, ...]
 
     def __str__(self) -> str:
-        shown = ", ".join(map(str, self.ranks[:8])) + (", ..." if len(self.ranks) > 8 else "")
-        return f"{self.name} [{shown}]"
+        numbers = ", ".join(map(str, self.ranks[:8])) + (", ..." if len(self.ranks) > 8 else "")
+        return f"{self.name} [{numbers}]"
 
 
 class Call(NamedTuple):
@@ -58,10 +58,10 @@ class Call(NamedTuple):
         sides = [f"{n} elements to {peer}" for peer, n in self.sends] + [
             f"{n} elements from {peer}" for peer, n in self.receives
         ]
-        what = f" ({', '.join(sides[:4])})" if self.is_message else f" of {self.size} elements" if self.size else ""
+        content = f" ({', '.join(sides[:4])})" if self.is_message else f" of {self.size} elements" if self.size else ""
         setting = f" {self.setting}" if self.setting else ""
         where = f" at {self.place}" if self.place else ""
-        return f"{self.operation}{setting} {self.dtype}{what}{where}"
+        return f"{self.operation}{setting} {self.dtype}{content}{where}"
 
 
 EVERY_OTHER = -1

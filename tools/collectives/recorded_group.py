@@ -102,19 +102,19 @@ class RecordedWork(Work):
     def __init__(self, recorder: Recorder, index: int) -> None:
         super().__init__()
         self._recorder, self.index, self._is_waited_for = recorder, index, False
-        self.whole: RecordedWork | None = None
+        self.batch: RecordedWork | None = None
         """The handle of the batch with this message."""
 
     def wait(self, timeout: Any = None) -> bool:
-        if self.whole is not None:
-            return self.whole.wait()
+        if self.batch is not None:
+            return self.batch.wait()
         if not self._is_waited_for:
             self._is_waited_for = True
             self._recorder.wait(self.index)
         return True
 
     def is_completed(self) -> bool:
-        return self._is_waited_for if self.whole is None else self.whole.is_completed()
+        return self._is_waited_for if self.batch is None else self.batch.is_completed()
 
 
 class _Batch:
@@ -140,9 +140,9 @@ class _Batch:
             receives=tuple(part for message in self._messages for part in message.receives),
             lane=None,
         )
-        whole = self._recorder.start(joined)
+        handle = self._recorder.start(joined)
         for work in self._works:
-            work.whole = whole
+            work.batch = handle
 
 
 class RecordedGroup(ProcessGroup):
@@ -226,7 +226,7 @@ class RecordedGroup(ProcessGroup):
             return self._start("reduce_scatter", outputs[0], sum(sizes), setting=setting)
         return self._start("reduce_scatter", outputs[0], outputs[0].numel(), setting=_reduction(opts))
 
-    def reduce_scatter_single(self, output: Tensor, whole: Tensor, opts: Any = None) -> RecordedWork:
+    def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any = None) -> RecordedWork:
         return self._start("reduce_scatter", output, output.numel(), setting=_reduction(opts))
 
     def reduce_scatter_single_coalesced(
@@ -238,12 +238,12 @@ class RecordedGroup(ProcessGroup):
     def all_to_all_single(
         self, output: Tensor, source: Tensor, received: Any, sent: Any, opts: Any = None
     ) -> RecordedWork:
-        own, size = self.rank(), self.size()
+        rank, size = self.rank(), self.size()
         if len(sent) == 0:
             # Blocks of equal size: all ranks send this rank the block that it sends to itself.
             sends, receives = [source.numel() // size] * size, [output.numel() // size] * size
             blocks = output.view(-1).split(receives)
-            mine = source.reshape(-1).split(sends)[own]
+            mine = source.reshape(-1).split(sends)[rank]
             for block in blocks:
                 _fill(block, mine)
         else:
@@ -257,9 +257,9 @@ class RecordedGroup(ProcessGroup):
                 )
             # Only what a rank sends to itself is known. The rest is zero: on the host, a number of rows to follow.
             parts, arrived = source.split(rows_sent), output.split(rows_received)
-            if rows_sent[own] == rows_received[own]:
+            if rows_sent[rank] == rows_received[rank]:
                 for place, block in enumerate(arrived):
-                    _fill(block, parts[own] if place == own else None)
+                    _fill(block, parts[rank] if place == rank else None)
             sends = [n * width_sent for n in rows_sent]
             receives = [n * width_received for n in rows_received]
         return self._start("all_to_all", source, 0, sends=self._to_others(sends), receives=self._to_others(receives))
@@ -269,9 +269,9 @@ class RecordedGroup(ProcessGroup):
 
         Ranks of other data-parallel replicas then make the same call.
         """
-        others = {size for peer, size in enumerate(sizes) if peer != self.rank()}
-        if len(others) == 1:
-            [size] = others
+        sizes_of_peers = {size for peer, size in enumerate(sizes) if peer != self.rank()}
+        if len(sizes_of_peers) == 1:
+            [size] = sizes_of_peers
             return ((EVERY_OTHER, size),) if size else ()
         return tuple((peer, size) for peer, size in enumerate(sizes) if size and peer != self.rank())
 
@@ -286,7 +286,7 @@ class RecordedGroup(ProcessGroup):
         return self._message(tensors[0], peer, is_send=False)
 
     def _message(self, tensor: Tensor, peer: int, *, is_send: bool) -> RecordedWork:
-        group, own, peer = self._recorder.end_of_message(self._number, peer)
+        group, own_rank, peer = self._recorder.end_of_message(self._number, peer)
         end = ((peer, tensor.numel()),)
         return self._start(
             MESSAGES,
@@ -295,7 +295,7 @@ class RecordedGroup(ProcessGroup):
             group,
             sends=end if is_send else (),
             receives=() if is_send else end,
-            lane=(min(own, peer), max(own, peer)),
+            lane=(min(own_rank, peer), max(own_rank, peer)),
         )
 
 
@@ -334,7 +334,7 @@ _ROOTS = (f"{_PACKAGES}/", f"{Path(__file__).parents[2]}/")
 
 
 @cache
-def _shown(file: str, line: int) -> str:
+def _format_place(file: str, line: int) -> str:
     for root in _ROOTS:
         file = file.removeprefix(root)
     return f"{file}:{line}"
@@ -345,7 +345,7 @@ def _calling_place() -> str:
     frame: Any = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename.startswith(_WRAPPERS):
         frame = frame.f_back
-    return "" if frame is None else _shown(frame.f_code.co_filename, frame.f_lineno)
+    return "" if frame is None else _format_place(frame.f_code.co_filename, frame.f_lineno)
 
 
 @contextmanager

@@ -57,19 +57,19 @@ def exchanges(plan: Plan) -> list[Exchange]:
     A rank of a run computes its own part alone, by `Plan.for_rank`. That takes 0.9 s for one of 1,024 ranks.
     """
     size = plan.num_ranks
-    found: list[list[tuple[NDArray[np.int64], NDArray[np.int64]]]] = [[] for _ in plan.exchanged]
+    parts_of_buckets: list[list[tuple[NDArray[np.int64], NDArray[np.int64]]]] = [[] for _ in plan.exchanged]
     sizes_of = cache(partial(_pair_sizes, plan))
     for tensor, overlap, turn, buckets in plan.steps:
         width = plan.width(tensor)
         for bucket, (pairs, numel) in zip(buckets, sizes_of(overlap, turn, len(buckets)), strict=True):
-            found[bucket].append((pairs, width * numel))
-    made = []
-    for parts in found:
+            parts_of_buckets[bucket].append((pairs, width * numel))
+    exchanges_of_buckets = []
+    for parts in parts_of_buckets:
         pairs, numel = (np.concatenate(part) for part in zip(*parts, strict=True))
         sums = np.bincount(pairs, weights=numel, minlength=size * size)
         present = sums.nonzero()[0]
-        made.append(Exchange(present // size, present % size, sums[present].astype(np.int64)))
-    return made
+        exchanges_of_buckets.append(Exchange(present // size, present % size, sums[present].astype(np.int64)))
+    return exchanges_of_buckets
 
 
 def _pair_sizes(
@@ -78,46 +78,48 @@ def _pair_sizes(
     """Return the elements of each slice of a tensor: pairs (source * ranks + taker) and sizes, both int64 [pairs]."""
     slices: list[list[tuple[NDArray[np.int64], NDArray[np.int64]]]] = [[] for _ in range(num_slices)]
     for index, flow in enumerate(overlap.flows):
-        takers, chosen = np.asarray(flow.takers), plan.choose_sources(flow.holders, flow.takers, turn + index)
-        for source in np.unique(chosen).tolist():
-            pairs = source * plan.num_ranks + takers[(chosen == source) & (takers != source)]
+        takers, sources = np.asarray(flow.takers), plan.choose_sources(flow.holders, flow.takers, turn + index)
+        for source in np.unique(sources).tolist():
+            pairs = source * plan.num_ranks + takers[(sources == source) & (takers != source)]
             for parts, templates in zip(slices, flow.copy_templates(source, num_slices), strict=True):
                 numel = sum(prod(template.shape) for template in templates)
                 parts.append((pairs, np.full(len(pairs), numel)))
     return [(np.concatenate([p for p, _ in parts]), np.concatenate([n for _, n in parts])) for parts in slices]
 
 
-def differing_ranks(plan: Plan, found: Sequence[Exchange], ranks: Sequence[int]) -> list[int]:
-    """Return the ranks, out of `ranks`, whose own part of the plan has other sizes than `found`."""
+def differing_ranks(plan: Plan, exchanged: Sequence[Exchange], ranks: Sequence[int]) -> list[int]:
+    """Return the ranks, out of `ranks`, whose own part of the plan has other sizes than `exchanged`."""
     differing = []
     for rank in ranks:
-        own = plan.for_rank(rank)
-        for bucket, exchange in zip(own.buckets, found, strict=True):
+        rank_plan = plan.for_rank(rank)
+        for bucket, exchange in zip(rank_plan.buckets, exchanged, strict=True):
             sent, received = (np.zeros(plan.num_ranks, np.int64) for _ in range(2))
             sends, receives = exchange.sources == rank, exchange.takers == rank
             sent[exchange.takers[sends]] = exchange.numel[sends]
             received[exchange.sources[receives]] = exchange.numel[receives]
-            if (sent.tolist(), received.tolist()) != splits(own, bucket):
+            if (sent.tolist(), received.tolist()) != splits(rank_plan, bucket):
                 differing.append(rank)
                 break
     return differing
 
 
-def reshard_job(plan: Plan, found: Sequence[Exchange], dtype: str) -> Job:
+def reshard_job(plan: Plan, exchanged: Sequence[Exchange], dtype: str) -> Job:
     """Return the exchanges of all ranks."""
-    every = tuple(range(plan.num_ranks))
-    calls: list[list[Call]] = [[] for _ in every]
-    for exchange, is_exchanged in zip(found, plan.exchanged, strict=True):
+    all_ranks = tuple(range(plan.num_ranks))
+    calls: list[list[Call]] = [[] for _ in all_ranks]
+    for exchange, is_exchanged in zip(exchanged, plan.exchanged, strict=True):
         if not is_exchanged:
             continue
         sends = _by_rank(exchange.sources, exchange.takers, exchange.numel, plan.num_ranks)
         order = np.lexsort((exchange.sources, exchange.takers))
         receives = _by_rank(exchange.takers[order], exchange.sources[order], exchange.numel[order], plan.num_ranks)
-        for rank in every:
+        for rank in all_ranks:
             calls[rank].append(
                 Call("all_to_all", 0, False, dtype, sends=sends[rank], receives=receives[rank], place="megarl/reshard")
             )
-    return Job.of_programs([Group("RESHARD", every)], [Program(own, _overlapped(len(own))) for own in calls])
+    return Job.of_programs(
+        [Group("RESHARD", all_ranks)], [Program(rank_calls, _overlap_steps(len(rank_calls))) for rank_calls in calls]
+    )
 
 
 def _by_rank(
@@ -129,7 +131,7 @@ def _by_rank(
     return [tuple(pairs[first:end]) for first, end in pairwise(ends)]
 
 
-def _overlapped(num_calls: int) -> list[int]:
+def _overlap_steps(num_calls: int) -> list[int]:
     """Return the steps of a program that starts each call before it waits for the one before, as in a reshard."""
     steps: list[int] = []
     for call in range(num_calls):

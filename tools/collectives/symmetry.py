@@ -14,7 +14,7 @@ from tools.collectives.agreement import Member, members_by_group
 from tools.collectives.programs import Group, Job, RankProgram
 
 
-def reduced(job: Job) -> Job:
+def reduce_job(job: Job) -> Job:
     """Return a job with one rank of each class of ranks that progress equally. Returns the job itself if that fails.
 
     It fails if two ranks of a class are in one group whose calls tell them apart: they exchange messages, or use the
@@ -22,7 +22,7 @@ def reduced(job: Job) -> Job:
     """
     groups = members_by_group(job)
     exchanging = _exchanging(job, groups)
-    colors, signs = _refined(job, groups, exchanging)
+    colors, signs = _refine(job, groups, exchanging)
     for number, members in groups.items():
         places = {(colors[member.rank], member.slot) for member in members}
         num_colors = len({color for color, _ in places})
@@ -32,17 +32,17 @@ def reduced(job: Job) -> Job:
     for rank, color in enumerate(colors):
         first.setdefault(color, rank)
     new_rank = {color: place for place, color in enumerate(first)}
-    made: dict[int, int] = {}
+    new_numbers: dict[int, int] = {}
     new_groups: list[Group] = []
     for number, members in groups.items():
-        if signs[number] not in made:
-            made[signs[number]] = len(new_groups)
+        if signs[number] not in new_numbers:
+            new_numbers[signs[number]] = len(new_groups)
             ranks = dict.fromkeys(new_rank[colors[member.rank]] for member in members)
             new_groups.append(Group(job.groups[number].name, tuple(ranks)))
     slots = [sorted({call.group for call in program.calls}) for program in job.programs]
     ranks = [
-        RankProgram(own.program, {slot: made[signs[own.group(slot)]] for slot in slots[own.program]})
-        for own in (job.ranks[rank] for rank in first.values())
+        RankProgram(program.program, {slot: new_numbers[signs[program.group(slot)]] for slot in slots[program.program]})
+        for program in (job.ranks[rank] for rank in first.values())
     ]
     return Job(new_groups, job.programs, ranks)
 
@@ -55,19 +55,17 @@ def _exchanging(job: Job, groups: Mapping[int, Sequence[Member]]) -> set[int]:
     }
 
 
-def _refined(
-    job: Job, groups: Mapping[int, Sequence[Member]], exchanging: set[int]
-) -> tuple[list[int], dict[int, int]]:
+def _refine(job: Job, groups: Mapping[int, Sequence[Member]], exchanging: set[int]) -> tuple[list[int], dict[int, int]]:
     """Return a class for each rank, and a number for each group. Groups with members of equal classes have equal
     numbers.
     """
-    own: list[dict[int, tuple[int, int]]] = [{} for _ in job.ranks]
+    group_places: list[dict[int, tuple[int, int]]] = [{} for _ in job.ranks]
     """For each rank: a group and the rank's place in it, by the group's number in the program."""
     for number, members in groups.items():
         for place, member in enumerate(members):
             if member.slot >= 0:
-                own[member.rank][member.slot] = number, place if number in exchanging else 0
-    ordered = [[used[slot] for slot in sorted(used)] for used in own]
+                group_places[member.rank][member.slot] = number, place if number in exchanging else 0
+    ordered = [[used[slot] for slot in sorted(used)] for used in group_places]
     colors = [rank.program for rank in job.ranks]
     while True:
         known_signs: dict[tuple[tuple[int, int], ...], int] = {}
@@ -78,7 +76,7 @@ def _refined(
             sign = tuple(sign if number in exchanging else sorted(sign))
             signs[number] = known_signs.setdefault(sign, len(known_signs))
         known_colors: dict[tuple[int, tuple[tuple[int, int], ...]], int] = {}
-        found = [
+        new_colors = [
             known_colors.setdefault(
                 (colors[rank], tuple((signs[number], place) for number, place in used)), len(known_colors)
             )
@@ -86,4 +84,4 @@ def _refined(
         ]
         if len(known_colors) == len(set(colors)):
             return colors, signs
-        colors = found
+        colors = new_colors

@@ -58,12 +58,12 @@ class Work:
         parallel, router = self.parallel, self.shape.router
         turn = router.num_experts // math.gcd(router.num_experts, router.top_k) if router else 1
         unit = math.lcm(2 * parallel.cp, parallel.cp * parallel.tp) * turn
-        most = self.recipe.trainer.max_tokens_per_microbatch
-        return [self._row(unit, most, number, rank) for number in range(self.num_rows)]
+        max_tokens = self.recipe.trainer.max_tokens_per_microbatch
+        return [self._row(unit, max_tokens, number, rank) for number in range(self.num_rows)]
 
-    def _row(self, unit: int, most: int, number: int, rank: int) -> TokenBatch:
-        longest = max(unit, min(_MOST_TOKENS, most) // unit * unit)
-        lengths = [longest] * max(1, most // longest - 1)
+    def _row(self, unit: int, max_tokens: int, number: int, rank: int) -> TokenBatch:
+        longest = max(unit, min(_MOST_TOKENS, max_tokens) // unit * unit)
+        lengths = [longest] * max(1, max_tokens // longest - 1)
         # The last sequence differs from row to row.
         lengths.append(unit * (1 + number % max(1, longest // unit)))
         batch = TokenBatch.from_sequences([self._sequence(length) for length in lengths])
@@ -74,19 +74,19 @@ class Work:
     def _sequence(self, length: int) -> TrainingSequence:
         values = np.zeros(length, np.float32)
         recipe = self.recipe
-        others: dict[str, Any] = {}
+        rl_values: dict[str, Any] = {}
         if recipe.loop == "rl":
-            others = {"advantages": values, "rollout_logprobs": values}
+            rl_values = {"advantages": values, "rollout_logprobs": values}
             if recipe.algorithm.old_logprobs == "trainer":
-                others["old_logprobs"] = values
+                rl_values["old_logprobs"] = values
             if recipe.has_reference:
-                others["reference_logprobs"] = values
+                rl_values["reference_logprobs"] = values
         return TrainingSequence(
             np.arange(length) % self.shape.vocab_size,
             np.arange(length) > 0,
             token_weights=values,
             temperature=recipe.rollout.sampling.temperature if recipe.loop == "rl" else 1.0,
-            **others,
+            **rl_values,
         )
 
 
@@ -99,9 +99,9 @@ class _BalancedExperts:
 
     def of_tokens(self, number: int, first: int, end: int) -> NDArray[np.int16]:
         """Return the experts of a span of tokens: [end - first, layers, top_k]."""
-        chosen = np.arange(first * self._top_k, end * self._top_k) % self._num_experts
+        experts = np.arange(first * self._top_k, end * self._top_k) % self._num_experts
         shape = (end - first, self._num_layers, self._top_k)
-        return np.broadcast_to(chosen.astype(np.int16).reshape(-1, 1, self._top_k), shape)
+        return np.broadcast_to(experts.astype(np.int16).reshape(-1, 1, self._top_k), shape)
 
 
 class _KnownLayers(ExpertExchange):

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tools.collectives.programs import Call, Job
-from tools.collectives.symmetry import reduced
+from tools.collectives.symmetry import reduce_job
 
 _Lane = tuple[int, bool, tuple[int, int] | None]
 """A queue of calls of one communicator: the group, whether it is on the host, and the pair of a single message."""
@@ -41,7 +41,7 @@ class _Execution:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._programs = [job.programs[own.program] for own in job.ranks]
+        self._programs = [job.programs[rank.program] for rank in job.ranks]
         self._position = [0] * len(job.ranks)
         self._calls: list[dict[int, _Started]] = [{} for _ in job.ranks]
         self._lanes: list[dict[_Lane, deque[_Started]]] = [{} for _ in job.ranks]
@@ -94,18 +94,18 @@ class _Execution:
             arrived.append(started)
             if len(arrived) == len(members):
                 del self._arrived[started.lane, started.order]
-                for each in arrived:
-                    self._end_part(each)
+                for arrived_call in arrived:
+                    self._end_part(arrived_call)
             return
-        own = self._group_rank[started.lane[0]][started.rank]
-        ends = [(own, peer, True) for peer, _ in started.call.sends]
-        ends += [(peer, own, False) for peer, _ in started.call.receives]
+        group_rank = self._group_rank[started.lane[0]][started.rank]
+        ends = [(group_rank, peer, True) for peer, _ in started.call.sends]
+        ends += [(peer, group_rank, False) for peer, _ in started.call.receives]
         started.missing = len(ends)
         for source, destination, is_send in ends:
-            others = self._messages[started.lane, source, destination, not is_send]
-            if others:
-                other = others.popleft()
-                self._end_part(other)
+            opposites = self._messages[started.lane, source, destination, not is_send]
+            if opposites:
+                opposite = opposites.popleft()
+                self._end_part(opposite)
                 self._end_part(started)
             else:
                 self._messages[started.lane, source, destination, is_send].append(started)
@@ -125,27 +125,27 @@ class _Execution:
 
     def _problems(self) -> Iterator[str]:
         if self._waiting:
-            awaited = {rank: self._awaited(call) for rank, call in self._waiting.items()}
-            yield from self._blocked(awaited)
+            awaited = {rank: self._awaited_ranks(call) for rank, call in self._waiting.items()}
+            yield from self._explain_blocked(awaited)
             return
         for rank, calls in enumerate(self._calls):
             for index, started in calls.items():
                 if not started.has_ended:
                     yield f"rank {rank} ends, but its {self._text(started, index)} never does"
 
-    def _awaited(self, started: _Started) -> list[int]:
+    def _awaited_ranks(self, started: _Started) -> list[int]:
         """Return the ranks whose calls are missing for a call to end, or for an earlier one of its lane."""
         head = self._lanes[started.rank][started.lane][0]
         group = self._job.groups[started.lane[0]]
         if not head.call.is_message:
-            here = {each.rank for each in self._arrived[head.lane, head.order]}
-            return [rank for rank in group.ranks if rank not in here]
-        own = self._group_rank[head.lane[0]][head.rank]
-        peers = [peer for peer, _ in head.call.sends if head in self._messages[head.lane, own, peer, True]]
-        peers += [peer for peer, _ in head.call.receives if head in self._messages[head.lane, peer, own, False]]
+            arrived_ranks = {started_call.rank for started_call in self._arrived[head.lane, head.order]}
+            return [rank for rank in group.ranks if rank not in arrived_ranks]
+        group_rank = self._group_rank[head.lane[0]][head.rank]
+        peers = [peer for peer, _ in head.call.sends if head in self._messages[head.lane, group_rank, peer, True]]
+        peers += [peer for peer, _ in head.call.receives if head in self._messages[head.lane, peer, group_rank, False]]
         return [group.ranks[peer] for peer in dict.fromkeys(peers)]
 
-    def _blocked(self, awaited: dict[int, list[int]]) -> Iterator[str]:
+    def _explain_blocked(self, awaited: dict[int, list[int]]) -> Iterator[str]:
         """Yield a sentence with the ranks that wait for each other, or for a rank that has ended."""
         path = [min(awaited)]
         while True:
@@ -171,16 +171,16 @@ class _Execution:
             head = self._lanes[rank][started.lane][0]
             if head is not started:
                 text += f", queued after {self._text(head, head.index)},"
-            parts.append(f"{text} for {_listed(awaited[rank])}")
+            parts.append(f"{text} for {_list_ranks(awaited[rank])}")
         yield start + "; ".join(parts)
 
     def _text(self, started: _Started, index: int) -> str:
         return f"call {index}, {started.call}, on {self._job.groups[started.lane[0]]}"
 
 
-def _listed(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+def _list_ranks(ranks: Sequence[int]) -> str:
+    numbers = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"rank {numbers}" if len(ranks) == 1 else f"ranks {numbers}"
 
 
 def deadlocks(job: Job) -> list[str]:
@@ -189,7 +189,7 @@ def deadlocks(job: Job) -> list[str]:
     The sentence follows the waits from rank to rank, to a cycle or to a rank that has ended.
     """
     # A few ranks, which stand for all, show whether all end. Only the sentence needs the execution of all.
-    few = reduced(job)
+    few = reduce_job(job)
     if few is not job and not _Execution(few).run():
         return []
     return _Execution(job).run()

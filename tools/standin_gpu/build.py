@@ -40,19 +40,19 @@ def call(*command: object) -> str:
 
 def site_packages(environment: Path) -> Path:
     """Return the folder of the packages of a CUDA environment. Raises BuildError for other folders."""
-    found = sorted(environment.glob("lib/python3*/site-packages"))
-    if not found:
+    folders = sorted(environment.glob("lib/python3*/site-packages"))
+    if not folders:
         raise BuildError(f"{environment}: not a Python environment; make one: VENV={environment} launch/setup.sh gpu")
     for needed in ("torch/lib/libtorch_cuda.so", "nvidia/cu13/include/cuda.h", "nvidia/nccl/include/nccl.h"):
-        if not (found[0] / needed).exists():
+        if not (folders[0] / needed).exists():
             raise BuildError(
                 f"{environment}: {needed} is missing, so this is no CUDA environment; make one in another folder: "
                 "VENV=DIR launch/setup.sh gpu"
             )
-    return found[0]
+    return folders[0]
 
 
-def declared(header: Path, prefix: str, include: Path) -> set[str]:
+def declared_functions(header: Path, prefix: str, include: Path) -> set[str]:
     """Return the names of the functions that a header declares, in all their versions."""
     options = ("-E", "-P", "-D__CUDA_API_VERSION_INTERNAL", f"-I{include}", "-x", "c++", header)
     return set(re.findall(rf"\b({prefix}[A-Z]\w*) *\(", call("gcc", *options)))
@@ -66,7 +66,7 @@ def declared_operators(headers: Path) -> set[str]:
     return {name for name, arguments in functions if "cudaStream_t" in arguments}
 
 
-def defined(objects: list[Path]) -> set[str]:
+def defined_functions(objects: list[Path]) -> set[str]:
     """Return the names of the functions that object files define."""
     lines = call("nm", "--defined-only", *objects).splitlines()
     return {fields[2] for fields in map(str.split, lines) if len(fields) == 3 and fields[1] in "TW"}
@@ -87,7 +87,7 @@ def unknown_functions(names: set[str], file: Path, report: str, has_table: bool 
     file.write_text("\n".join(lines) + "\n")
 
 
-def compiled(source: Path, folder: Path, *options: object) -> Path:
+def compile_source(source: Path, folder: Path, *options: object) -> Path:
     """Compile a file into the folder and return the object file."""
     target = folder / f"{source.stem}.o"
     call(*COMPILER, *options, f"-I{SOURCE}", "-c", source, "-o", target)
@@ -98,8 +98,8 @@ def build_libraries(packages: Path, target: Path, work: Path) -> None:
     """Compile and link the libraries of the device into the folder `target`."""
     cuda, nccl, torch = packages / "nvidia/cu13/include", packages / "nvidia/nccl/include", packages / "torch"
     of_torch = (f"-I{torch}/include", f"-I{torch}/include/torch/csrc/api/include", "-Wno-all")
-    others = (*CORE, "runtime", "kernels", "nvml", "nccl", "reductions")
-    sources = dict.fromkeys(others, (f"-I{cuda}", f"-I{nccl}"))
+    source_names = (*CORE, "runtime", "kernels", "nvml", "nccl", "reductions")
+    sources = dict.fromkeys(source_names, (f"-I{cuda}", f"-I{nccl}"))
     # The largest first: each takes as long as all others together.
     largest: dict[str, tuple[str, ...]] = dict.fromkeys(OF_TORCH, (f"-I{cuda}", *of_torch))
     engine, engine_headers = packages / ENGINE, packages / "transformer_engine/common/include"
@@ -108,37 +108,40 @@ def build_libraries(packages: Path, target: Path, work: Path) -> None:
     sources = {**largest, **sources}
     with ThreadPoolExecutor(4) as pool:
         tasks = {
-            name: pool.submit(compiled, SOURCE / f"{name}.cpp", work, *options) for name, options in sources.items()
+            name: pool.submit(compile_source, SOURCE / f"{name}.cpp", work, *options)
+            for name, options in sources.items()
         }
         objects = {name: task.result() for name, task in tasks.items()}
 
-    def linked(library: str, parts: list[Path], *options: object) -> None:
-        own = ("-shared", f"-Wl,-soname,{library}", "-Wl,-rpath,$ORIGIN", f"-L{target}")
-        call("g++", *own, *parts, *options, "-o", target / library)
+    def link_library(library: str, parts: list[Path], *options: object) -> None:
+        linker_options = ("-shared", f"-Wl,-soname,{library}", "-Wl,-rpath,$ORIGIN", f"-L{target}")
+        call("g++", *linker_options, *parts, *options, "-o", target / library)
 
     def rest_of(names: set[str], parts: list[Path], name: str, report: str = "unknown_function") -> Path:
-        unknown_functions(names - defined(parts), work / f"{name}.cpp", report, has_table=name == "rest_of_driver")
-        return compiled(work / f"{name}.cpp", work)
+        unknown_functions(
+            names - defined_functions(parts), work / f"{name}.cpp", report, has_table=name == "rest_of_driver"
+        )
+        return compile_source(work / f"{name}.cpp", work)
 
     core = [objects[name] for name in CORE]
-    core.append(rest_of(declared(cuda / "cuda.h", "cu", cuda), core, "rest_of_driver"))
-    linked("libcuda.so.1", core, "-ldl")
+    core.append(rest_of(declared_functions(cuda / "cuda.h", "cu", cuda), core, "rest_of_driver"))
+    link_library("libcuda.so.1", core, "-ldl")
     device = ("-l:libcuda.so.1",)
     runtime = [objects["runtime"], objects["kernels"]]
-    runtime.append(rest_of(declared(cuda / "cuda_runtime_api.h", "cuda", cuda), runtime, "rest_of_runtime"))
+    runtime.append(rest_of(declared_functions(cuda / "cuda_runtime_api.h", "cuda", cuda), runtime, "rest_of_runtime"))
     # Libraries that were linked with the real runtime ask for this version of each name.
     (work / "runtime.map").write_text("libcudart.so.13 { global: cuda*; __cuda*; local: *; };\n")
-    linked("libcudart.so.13", runtime, f"-Wl,--version-script={work}/runtime.map", *device)
-    linked("libnvidia-ml.so.1", [objects["nvml"]], *device)
+    link_library("libcudart.so.13", runtime, f"-Wl,--version-script={work}/runtime.map", *device)
+    link_library("libnvidia-ml.so.1", [objects["nvml"]], *device)
     parts = [objects["nccl"], objects["reductions"]]
     # torch asks for functions of NCCL's other headers, too: the wheel's library lists all.
     exported = call("nm", "-D", "--defined-only", packages / "nvidia/nccl/lib/libnccl.so.2")
     parts.append(rest_of(set(re.findall(r" (nccl[A-Z]\w*)", exported)), parts, "rest_of_nccl"))
-    linked("libnccl.so.2", parts, *device)
+    link_library("libnccl.so.2", parts, *device)
     libraries = ("-ltorch_cpu", "-ltorch_cuda", "-lc10", "-lc10_cuda", "-l:libcudart.so.13")
     # torch's libraries are in the process already; they need the ones of the device, in the same folder.
     allowed = (f"-L{torch}/lib", "-Wl,--allow-shlib-undefined")
-    linked("libstandin_numerics.so", [objects[name] for name in OF_TORCH], *allowed, *libraries, *device)
+    link_library("libstandin_numerics.so", [objects[name] for name in OF_TORCH], *allowed, *libraries, *device)
     if engine.exists():
         # The loader finds the wheel's own library under its name, after this one.
         (target / engine.name).symlink_to(engine)
@@ -148,7 +151,7 @@ def build_libraries(packages: Path, target: Path, work: Path) -> None:
                 declared_operators(engine_headers / "transformer_engine"), parts, "rest_of_engine", "unknown_operator"
             )
         )
-        linked("libstandin_transformer_engine.so", parts, *allowed, *libraries, f"-l:{engine.name}", *device)
+        link_library("libstandin_transformer_engine.so", parts, *allowed, *libraries, f"-l:{engine.name}", *device)
 
 
 def link_environment(environment: Path, folder: Path, libraries: Path) -> None:
@@ -196,15 +199,15 @@ def build(environment: Path, folder: Path) -> None:
     work.mkdir()
     build_libraries(packages, partial / "standin_gpu/libraries", work)
     shutil.rmtree(work)
-    whole = partial / "environment"
-    link_environment(environment, whole, partial / "standin_gpu/libraries")
-    (partial / "standin_gpu").rename(whole / "standin_gpu")
-    for link in (whole / "lib").glob("python3*/site-packages/**/lib*.so*"):
+    environment_folder = partial / "environment"
+    link_environment(environment, environment_folder, partial / "standin_gpu/libraries")
+    (partial / "standin_gpu").rename(environment_folder / "standin_gpu")
+    for link in (environment_folder / "lib").glob("python3*/site-packages/**/lib*.so*"):
         if link.is_symlink() and link.readlink().parent == partial / "standin_gpu/libraries":
             name = link.readlink().name
             link.unlink()
             link.symlink_to(libraries / name)
-    whole.rename(folder)
+    environment_folder.rename(folder)
     partial.rmdir()
 
 

@@ -56,9 +56,9 @@ def scores(q: Tensor, k: Tensor, settings: Settings) -> Tensor:
     `q` is [queries, heads, dim], `k` is [keys, groups, dim]. The last query is that of the last key.
     """
     k = k.float().repeat_interleave(q.size(1) // k.size(1), dim=1)
-    found = torch.einsum("qhd,khd->hqk", q.float(), k) * settings.scale
+    logits = torch.einsum("qhd,khd->hqk", q.float(), k) * settings.scale
     if settings.softcap > 0:
-        found = settings.softcap * torch.tanh(found / settings.softcap)
+        logits = settings.softcap * torch.tanh(logits / settings.softcap)
     # [queries, keys]: how far each key lies behind the query, in tokens.
     distance = (torch.arange(q.size(0)) + k.size(0) - q.size(0))[:, None] - torch.arange(k.size(0))
     is_hidden = torch.zeros_like(distance, dtype=torch.bool)
@@ -66,7 +66,7 @@ def scores(q: Tensor, k: Tensor, settings: Settings) -> Tensor:
         is_hidden |= distance > settings.left
     if settings.right >= 0:
         is_hidden |= distance < -settings.right
-    return found.masked_fill(is_hidden, float("-inf"))
+    return logits.masked_fill(is_hidden, float("-inf"))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
@@ -109,19 +109,19 @@ def spans(cumulative: Tensor) -> Iterator[slice]:
 def torch_forward(
     query: Tensor, key: Tensor, value: Tensor, cum_seq_q: Tensor | None, cum_seq_k: Tensor | None, max_q: int,
     max_k: int, dropout_p: float, is_causal: bool, return_debug_mask: bool, *, scale: float | None = None,
-    window_size_left: int | None = None, window_size_right: int | None = None, **others: Any,
+    window_size_left: int | None = None, window_size_right: int | None = None, **further: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute `aten::_flash_attention_forward` of packed sequences: output, log-sum-exps, and three unused tensors."""
     name = "aten::_flash_attention_forward"
-    others.pop("num_splits", None)
-    refuse(name, dropout_p=dropout_p, return_debug_mask=return_debug_mask, **others)
+    further.pop("num_splits", None)
+    refuse(name, dropout_p=dropout_p, return_debug_mask=return_debug_mask, **further)
     if cum_seq_q is None or cum_seq_k is None:
         raise NotImplementedError(f"{name} without cum_seq_q and cum_seq_k is not imitated (stand-in)")
     settings = torch_settings(query, is_causal, scale, window_size_left, window_size_right)
     out, sums = torch.zeros_like(query), query.new_zeros(query.size(1), query.size(0), dtype=torch.float32)
     for q, k in zip(spans(cum_seq_q), spans(cum_seq_k), strict=True):
-        found, sums[:, q] = attend(query[q], key[k], value[k], settings)
-        out[q] = found.to(out.dtype)
+        output, sums[:, q] = attend(query[q], key[k], value[k], settings)
+        out[q] = output.to(out.dtype)
     nothing = query.new_zeros(0)
     return out, sums, query.new_zeros(2, dtype=torch.uint64), nothing, nothing.clone()
 
@@ -136,8 +136,8 @@ def torch_backward(
     settings = torch_settings(query, is_causal, scale, window_size_left, window_size_right)
     of_q, of_k, of_v = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
     for q, k in zip(spans(cum_seq_q), spans(cum_seq_k), strict=True):
-        found = attend_backward(grad_out[q], query[q], key[k], value[k], out[q], logsumexp[:, q], settings)
-        of_q[q], of_k[k], of_v[k] = (x.to(query.dtype) for x in found)
+        gradients = attend_backward(grad_out[q], query[q], key[k], value[k], out[q], logsumexp[:, q], settings)
+        of_q[q], of_k[k], of_v[k] = (x.to(query.dtype) for x in gradients)
     return of_q, of_k, of_v
 
 
@@ -171,32 +171,32 @@ def flash_attention_3(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """
     schema = torch.ops._vllm_fa3_C.fwd.default._schema
     names = [argument.name for argument in schema.arguments]
-    given = SimpleNamespace(**dict(zip(names, arguments, strict=True)))
+    call = SimpleNamespace(**dict(zip(names, arguments, strict=True)))
     refuse(
-        "FlashAttention 3", k_new=given.k_new, q_v=given.q_v, seqused_q=given.seqused_q, leftpad_k=given.leftpad_k,
-        rotary_cos=given.rotary_cos, kv_batch_idx=given.kv_batch_idx, context_parallelism=given.cp_world_size > 1,
+        "FlashAttention 3", k_new=call.k_new, q_v=call.q_v, seqused_q=call.seqused_q, leftpad_k=call.leftpad_k,
+        rotary_cos=call.rotary_cos, kv_batch_idx=call.kv_batch_idx, context_parallelism=call.cp_world_size > 1,
     )  # fmt: skip
-    if given.q.element_size() < 2 or given.k.element_size() < 2:
+    if call.q.element_size() < 2 or call.k.element_size() < 2:
         raise NotImplementedError("FlashAttention 3 of FP8 values is not imitated (stand-in)")
-    q = given.q
-    right = 0 if given.is_causal else given.window_size_right
+    q = call.q
+    right = 0 if call.is_causal else call.window_size_right
     settings = Settings(
-        given.softmax_scale or q.size(-1) ** -0.5, given.window_size_left, right, given.softcap, given.s_aux
+        call.softmax_scale or q.size(-1) ** -0.5, call.window_size_left, right, call.softcap, call.s_aux
     )
-    out = torch.empty_like(q) if given.out is None else given.out
+    out = torch.empty_like(q) if call.out is None else call.out
     sums = q.new_zeros(q.size(1), q.size(0), dtype=torch.float32)
-    for number, tokens in enumerate(spans(given.cu_seqlens_q)):
+    for number, tokens in enumerate(spans(call.cu_seqlens_q)):
         if tokens.stop == tokens.start:
             continue
-        if given.page_table is None:
-            keys = slice(*given.cu_seqlens_k[number : number + 2].tolist())
-            k, v = given.k[keys], given.v[keys]
+        if call.page_table is None:
+            keys = slice(*call.cu_seqlens_k[number : number + 2].tolist())
+            k, v = call.k[keys], call.v[keys]
         else:
-            length = int(given.seqused_k[number])
-            pages = given.page_table[number, : -(-length // given.k.size(1))].long()
-            k, v = (cache[pages].flatten(0, 1)[:length] for cache in (given.k, given.v))
-        found, sums[:, tokens] = attend(q[tokens], k, v, settings)
-        out[tokens] = found.to(out.dtype)
+            length = int(call.seqused_k[number])
+            pages = call.page_table[number, : -(-length // call.k.size(1))].long()
+            k, v = (cache[pages].flatten(0, 1)[:length] for cache in (call.k, call.v))
+        output, sums[:, tokens] = attend(q[tokens], k, v, settings)
+        out[tokens] = output.to(out.dtype)
     nothing = q.new_zeros(0, dtype=torch.float32)
     return out, sums, nothing, nothing.clone()
 
@@ -209,7 +209,7 @@ def flash_attention_3_plan(*_: Any) -> Tensor:
 # ---- vLLM's kernels of a dense model
 
 
-def normalised(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
+def normalise(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
     """Return the RMS norm of the last dimension, of x's shape and type."""
     wide = x.float()
     result = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)).to(x.dtype)
@@ -217,12 +217,12 @@ def normalised(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
 
 
 def rms_norm(result: Tensor, x: Tensor, weight: Tensor | None, epsilon: float) -> None:
-    result.copy_(normalised(x, weight, epsilon).view_as(result))
+    result.copy_(normalise(x, weight, epsilon).view_as(result))
 
 
 def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, epsilon: float) -> None:
     residual.add_(x)
-    x.copy_(normalised(residual, weight, epsilon))
+    x.copy_(normalise(residual, weight, epsilon))
 
 
 def silu_and_mul(result: Tensor, x: Tensor) -> None:
@@ -285,15 +285,15 @@ def vocab_parallel_embedding(
 
 
 def per_token_group_fp8_quant(
-    x: Tensor, result: Tensor, scales: Tensor, group_size: int, epsilon: float, least: float, most: float,
+    x: Tensor, result: Tensor, scales: Tensor, group_size: int, epsilon: float, smallest: float, largest: float,
     scale_ue8m0: bool, *_: bool,
 ) -> None:  # fmt: skip
     """Quantise each token of x [*tokens, dim] to FP8 `result`, with float32 `scales` [*tokens, dim / group_size]."""
     refuse("per_token_group_fp8_quant", scale_ue8m0=scale_ue8m0)
     groups = x.float().unflatten(-1, (-1, group_size))
-    found = groups.abs().amax(-1).clamp_min(epsilon) / most
-    scales.copy_(found)
-    result.copy_((groups / found[..., None]).clamp(least, most).flatten(-2))
+    group_scales = groups.abs().amax(-1).clamp_min(epsilon) / largest
+    scales.copy_(group_scales)
+    result.copy_((groups / group_scales[..., None]).clamp(smallest, largest).flatten(-2))
 
 
 VLLM_KERNELS = {
@@ -363,13 +363,13 @@ def after_interpreter(module: ModuleType) -> None:
     # Triton's interpreter (3.7) copies each argument to the host and back, also those that a kernel only reads. Device
     # memory is the host's here, so the kernel gets the tensors themselves.
     def tensors_of(values: Any) -> list[Tensor]:
-        found = []
+        tensors = []
         for value in values:
             if isinstance(value, tuple):
-                found += tensors_of(value)
+                tensors += tensors_of(value)
             elif isinstance(value, Tensor):
-                found.append(value)
-        return found
+                tensors.append(value)
+        return tensors
 
     def pass_on(self: Any, arguments: Any, named: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         torch.ops.standin_gpu.use(tensors_of([*arguments, *named.values()]), f"Triton's {self.fn.__name__}")

@@ -20,7 +20,7 @@ def option(name: str) -> str | None:
     return next((part.split("=", 1)[1] for part in sys.argv[1:] if part.startswith(f"--{name}=")), None)
 
 
-def chosen(asked: str | None, count: int) -> list[int]:
+def choose_devices(asked: str | None, count: int) -> list[int]:
     """Return the numbers of the devices in a list like "0,GPU-7374...". Without a list, return all of them."""
     if asked is None:
         return list(range(count))
@@ -38,7 +38,7 @@ def main() -> None:
         sys.exit("nvidia-smi: no stand-in runs: start the program with tools/standin_gpu/run.py")
     lines = (Path(state) / "properties").read_text().splitlines()
     properties = dict(line.split("=", 1) for line in lines)
-    numbers = chosen(option("id"), int(properties["count"]))
+    numbers = choose_devices(option("id"), int(properties["count"]))
     query, shape = option("query-gpu"), option("format") or ""
     if query is None:
         for number in numbers:
@@ -55,8 +55,8 @@ def main() -> None:
     if "noheader" not in shape:
         print(", ".join(names))
     for number in numbers:
-        own = {**values, "index": str(number), "uuid": uuid(number)}
-        print(", ".join(own.get(name, "[N/A]") for name in names))
+        device_values = {**values, "index": str(number), "uuid": uuid(number)}
+        print(", ".join(device_values.get(name, "[N/A]") for name in names))
 
 
 if __name__ == "__main__":

@@ -34,26 +34,26 @@ def read_devices(name: str, count: int | None = None) -> dict[str, Any]:
     """Return the checked properties of a file of `devices/`, or of a JSON file's path. Raises PropertyError."""
     file = Path(name) if name.endswith(".json") else HERE / "devices" / f"{name}.json"
     if not file.is_file():
-        known = ", ".join(sorted(path.stem for path in (HERE / "devices").glob("*.json")))
-        raise PropertyError(f"devices = {name}: no such file; choose one of {known}, or a path that ends in .json")
+        names = ", ".join(sorted(path.stem for path in (HERE / "devices").glob("*.json")))
+        raise PropertyError(f"devices = {name}: no such file; choose one of {names}, or a path that ends in .json")
     try:
-        found = json.loads(file.read_text())
+        properties = json.loads(file.read_text())
     except ValueError as error:
         raise PropertyError(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(found, dict) or set(found) != set(FIELDS):
+    if not isinstance(properties, dict) or set(properties) != set(FIELDS):
         raise PropertyError(f"{file}: its fields must be {', '.join(FIELDS)}")
     if count is not None:
-        found["count"] = count
+        properties["count"] = count
     for field, kind in FIELDS.items():
-        value = found[field]
+        value = properties[field]
         if type(value) is not kind or (kind is int and value < 1) or (kind is str and not value.isprintable()):
             meaning = "a whole number from 1 on" if kind is int else "a line of text"
             raise PropertyError(f"{file}: {field} = {value!r}: give {meaning}")
-    if found["count"] > MOST_DEVICES:
-        raise PropertyError(f"count = {found['count']}: the stand-in has at most {MOST_DEVICES} devices")
-    if not re.fullmatch(r"\d+\.\d", found["compute_capability"]):
-        raise PropertyError(f"{file}: compute_capability = {found['compute_capability']}: write it as 9.0")
-    return found
+    if properties["count"] > MOST_DEVICES:
+        raise PropertyError(f"count = {properties['count']}: the stand-in has at most {MOST_DEVICES} devices")
+    if not re.fullmatch(r"\d+\.\d", properties["compute_capability"]):
+        raise PropertyError(f"{file}: compute_capability = {properties['compute_capability']}: write it as 9.0")
+    return properties
 
 
 def environment_variables(folder: Path, state: Path, is_strict: bool = False) -> dict[str, str]:
