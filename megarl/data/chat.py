@@ -125,8 +125,8 @@ def template_text(model: ModelConfig) -> str | None:
     if (file := folder / "chat_template.jinja").is_file():
         return _template_of(str(file))
     settings = read_object(config) if (config := folder / "tokenizer_config.json").is_file() else {}
-    found = settings.get("chat_template")
-    return found if isinstance(found, str | None) else json.dumps(found, sort_keys=True)
+    template = settings.get("chat_template")
+    return template if isinstance(template, str | None) else json.dumps(template, sort_keys=True)
 
 
 def _template_of(name: str) -> str:

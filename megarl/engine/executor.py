@@ -97,7 +97,7 @@ def _without_message_queues() -> Iterator[None]:
     commands.
     """
     # vLLM 0.30's queue takes 24 MiB of shared memory, left behind by a killed rank, and sends pickles over sockets.
-    made = MessageQueue.create_from_process_group
+    create_group_with_queue = MessageQueue.create_from_process_group
     # vLLM's annotations promise a queue, but its code handles None: a group of a single rank has none.
     MessageQueue.create_from_process_group = staticmethod(  # pyright: ignore[reportAttributeAccessIssue]
         lambda *args, **kwargs: None
@@ -105,7 +105,7 @@ def _without_message_queues() -> Iterator[None]:
     try:
         yield
     finally:
-        MessageQueue.create_from_process_group = made
+        MessageQueue.create_from_process_group = create_group_with_queue
 
 
 def serve(worker: WorkerWrapperBase, channel: CommandChannel) -> None:

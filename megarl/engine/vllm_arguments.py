@@ -95,10 +95,10 @@ def engine_arguments(
     engine's optional features. Raises ConfigError for a field of `rollout.vllm` that vLLM does not know, or that megarl
     refuses.
     """
-    known = {field.name for field in dataclasses.fields(EngineArgs)}
+    field_names = {field.name for field in dataclasses.fields(EngineArgs)}
     for key in config.vllm:
-        if key not in known and key not in refusals_by_field():
-            hint = f"did you mean {near}?" if (near := nearest(key, known)) else "remove it"
+        if key not in field_names and key not in refusals_by_field():
+            hint = f"did you mean {near}?" if (near := nearest(key, field_names)) else "remove it"
             raise ConfigError(f"rollout.vllm.{key}: vLLM's EngineArgs has no such field; {hint}")
         # The check before a start refuses a field that another recipe field decides; an engine can take it. Values are
         # left out of the message, because a token may be one of them.
@@ -130,8 +130,10 @@ def engine_arguments(
     arguments |= _state_arguments(shape)
     fields = read_object(Path(model_path) / "config.json")
     changes = engine_overrides(fields, override, _family_rope(shape)) if override else {}
-    whole = completed_config(fields, Path(model_path))
-    changes |= {name: value for name, value in whole.items() if fields.get(name) is None and value is not None}
+    completed_fields = completed_config(fields, Path(model_path))
+    changes |= {
+        name: value for name, value in completed_fields.items() if fields.get(name) is None and value is not None
+    }
     if architecture := FAMILIES[shape.family].engine_architecture:
         changes |= {"architectures": [architecture]}
     if fields.get("quantization_config") is not None:

@@ -89,8 +89,8 @@ class Parts:
     """Reduction of gradients and gathering of new parameters over data-parallel ranks."""
     optimizer: Any = 0.0
 
-    def __add__(self, other: Parts) -> Parts:
-        return Parts(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+    def __add__(self, addend: Parts) -> Parts:
+        return Parts(**{f.name: getattr(self, f.name) + getattr(addend, f.name) for f in fields(self)})
 
     def __mul__(self, factor: Any) -> Parts:
         return Parts(**{f.name: getattr(self, f.name) * factor for f in fields(self)})

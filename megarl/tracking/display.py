@@ -155,7 +155,7 @@ class Display:
             self._recent_values.append(followed)
         if self._has_line(step, row):
             max_characters = min(LINE_CHARACTERS, self.console.width) if self.is_live else LINE_CHARACTERS
-            for line in self._table.lines(step, row, self._seconds_left(now), most=max_characters):
+            for line in self._table.lines(step, row, self._seconds_left(now), max_characters=max_characters):
                 text = Text(line, style="" if line.startswith("step ") else "dim")
                 text.highlight_regex(r"^step \S+", "bold")
                 self._print(text)

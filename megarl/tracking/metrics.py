@@ -20,7 +20,7 @@ class Metric:
         """Return the value to log."""
         return self.number
 
-    def merged(self, other: Metric) -> Metric:
+    def merge_with(self, metric: Metric) -> Metric:
         """Return the combination of two metrics of the same subclass."""
         raise NotImplementedError
 
@@ -34,10 +34,10 @@ class Mean(Metric):
     def value(self) -> float:
         return self.number if self.count else math.nan
 
-    def merged(self, other: Metric) -> Mean:
-        assert isinstance(other, Mean)
+    def merge_with(self, metric: Metric) -> Mean:
+        assert isinstance(metric, Mean)
         # Empty parts are skipped, because their NaN would survive the weight 0.
-        parts = [part for part in (self, other) if part.count]
+        parts = [part for part in (self, metric) if part.count]
         count = sum(part.count for part in parts)
         return Mean(sum(part.number * (part.count / count) for part in parts), count)
 
@@ -46,17 +46,17 @@ class Mean(Metric):
 class Sum(Metric):
     """Sum over ranks and microbatches."""
 
-    def merged(self, other: Metric) -> Sum:
-        return Sum(self.number + other.number)
+    def merge_with(self, metric: Metric) -> Sum:
+        return Sum(self.number + metric.number)
 
 
 @dataclass(frozen=True, slots=True)
 class Max(Metric):
     """Maximum over ranks and microbatches."""
 
-    def merged(self, other: Metric) -> Metric:
+    def merge_with(self, metric: Metric) -> Metric:
         # Comparisons with NaN are false, so NaN needs its own test to survive.
-        return self if math.isnan(self.number) or self.number >= other.number else other
+        return self if math.isnan(self.number) or self.number >= metric.number else metric
 
 
 def merge(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
@@ -73,7 +73,7 @@ def merge(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
                     f"the metric {name} is a {type(before).__name__} from one rank or microbatch and a "
                     f"{type(metric).__name__} from another"
                 )
-            merged[name] = metric if before is None else before.merged(metric)
+            merged[name] = metric if before is None else before.merge_with(metric)
     return merged
 
 

@@ -272,7 +272,7 @@ class RunFolder:
         moved = [path for path in self.path.iterdir() if path.name not in (HOME, "earlier")]
         if not moved:
             return
-        target = _unused(self.path / "earlier" / datetime.now().strftime("%Y-%m-%d_%H-%M-%S"))
+        target = _find_free_path(self.path / "earlier" / datetime.now().strftime("%Y-%m-%d_%H-%M-%S"))
         target.mkdir(parents=True)
         for path in moved:
             path.rename(target / path.name)
@@ -408,7 +408,7 @@ def _new_attempt(logs: Path) -> Path:
     return folder
 
 
-def _unused(path: Path) -> Path:
+def _find_free_path(path: Path) -> Path:
     """Return the path, or if it exists the first free one with a number appended."""
     number = 1
     free = path

@@ -49,14 +49,14 @@ class StepTable:
         self._lines_left = 0
 
     def lines(
-        self, step: int, row: Mapping[str, float], seconds_left: float | None, *, most: int = LINE_CHARACTERS
+        self, step: int, row: Mapping[str, float], seconds_left: float | None, *, max_characters: int = LINE_CHARACTERS
     ) -> list[str]:
         """Return the lines of a step: a header every 20 lines or for other columns, then numbers, then the accuracies
         and rewards of validation sets.
 
         `row` maps names of metrics to values. Results of validation sets have lines of their own, because their names
-        may be long. Lines have at most `most` characters: columns beyond that are left out. A step with nothing but
-        these results has no line of numbers.
+        may be long. Columns beyond `max_characters` characters of a line are left out. A step with nothing but these
+        results has no line of numbers.
         """
         head = f"step {step}" + (f"/{self.steps}" if self.steps else "")
         # Without a number of steps there is room for six digits.
@@ -64,8 +64,8 @@ class StepTable:
         values = _values(row)
         results = [f"{name}={short_number(row[name])}" for name in heldout_metrics([row])]
         if results and not values:
-            return _wrap(results, f"{head}  ", most)
-        columns = self._columns(values, most - len(head))
+            return _wrap(results, f"{head}  ", max_characters)
+        columns = self._columns(values, max_characters - len(head))
         texts = {label: short_number(value) for label, value in values.items()}
         texts |= {"s/step": _seconds(row["time/step_seconds"]), "left": left_text(seconds_left)}
         lines = []
@@ -74,7 +74,7 @@ class StepTable:
             self._lines_left = LINES_PER_HEADER
         self._lines_left -= 1
         lines.append(head + "".join(f" {texts.get(label, '-'):>{width}}" for label, width in columns.items()))
-        return [line.rstrip() for line in lines] + _wrap(results, " " * (len(head) + 2), most)
+        return [line.rstrip() for line in lines] + _wrap(results, " " * (len(head) + 2), max_characters)
 
     def _columns(self, values: Mapping[str, float], room: int) -> dict[str, int]:
         """Return the labels and widths of the columns fitting into `room` characters. A new column needs a new

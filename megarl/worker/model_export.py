@@ -14,11 +14,11 @@ from megarl.worker.model_builder import ModelBuilder
 
 
 def export_model(
-    builder: ModelBuilder, trained: TrainingEngine, *, folder: Path, source: str, others: Mapping[str, str]
+    builder: ModelBuilder, trained: TrainingEngine, *, folder: Path, source: str, texts_by_file: Mapping[str, str]
 ) -> None:
     """Export a trained model to a Hugging Face folder. LoRA adapters, if any, go to a folder next to it.
 
-    `source` is the model's original folder. `others` are the texts of further files by name, which rank 0 writes.
+    `source` is the model's original folder. `texts_by_file` holds the texts of further files, which rank 0 writes.
     Raises DiskFullError.
     """
     recipe = builder.recipe
@@ -38,7 +38,7 @@ def export_model(
                 weights,
                 dtype=trained.dtype,
                 bucket_bytes=bucket_bytes,
-                other_texts=others,
+                other_texts=texts_by_file,
                 override=recipe.override_of(source),
             )
         lora = recipe.lora

@@ -174,7 +174,7 @@ class TrainerWorker:
         source = recipe.model.folder if model == "policy" else self._critic_source
         # Rank 0 writes these files. The critic's folder keeps its own.
         files = own_files(recipe.model) if self.rank == 0 and model == "policy" else {}
-        export_model(self.builder, trained, folder=folder, source=source, others=files)
+        export_model(self.builder, trained, folder=folder, source=source, texts_by_file=files)
 
     def save_checkpoint(self, folder: Path, asynchronous: bool, is_resharded: bool) -> None:
         """Save the trainer's state into an empty folder. With `asynchronous` only start saving.

@@ -184,7 +184,7 @@ def test_lines_have_at_most_100_columns_and_align(steps: int | None) -> None:
 
 
 def test_a_narrow_terminal_has_fewer_columns() -> None:
-    lines = StepTable().lines(1, ROW, 1.0, most=60)
+    lines = StepTable().lines(1, ROW, 1.0, max_characters=60)
     assert lines[0].split() == ["reward", "accuracy", "length", "trunc.", "s/step", "left"]
     assert max(map(len, lines)) <= 60
 

@@ -120,16 +120,16 @@ def _other_readings(prediction: str, answer: str) -> list[tuple[Node, Node]]:
 def _same_with_units(gold: Node, predicted_tree: Node) -> bool:
     gold, gold_unit = _without_unit(gold)
     predicted_tree, unit = _without_unit(predicted_tree)
-    same: Callable[[Fraction], bool] = lambda factor: Comparison(factor).same(gold, predicted_tree)  # noqa: E731
+    is_equal: Callable[[Fraction], bool] = lambda factor: Comparison(factor).same(gold, predicted_tree)  # noqa: E731
     # Both with units: convert between units of equal dimensions.
     if gold_unit and unit:
-        return gold_unit.dimensions == unit.dimensions and same(unit.factor / gold_unit.factor)
+        return gold_unit.dimensions == unit.dimensions and is_equal(unit.factor / gold_unit.factor)
     # A percentage may also be written as its value: 50% and 0.5.
     if unit and unit.is_percentage:
-        return same(unit.factor)
-    if gold_unit and gold_unit.is_percentage and same(1 / gold_unit.factor):
+        return is_equal(unit.factor)
+    if gold_unit and gold_unit.is_percentage and is_equal(1 / gold_unit.factor):
         return True
-    return same(Fraction(1))
+    return is_equal(Fraction(1))
 
 
 def _without_unit(node: Node) -> tuple[Node, Unit | None]:

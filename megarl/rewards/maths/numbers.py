@@ -105,6 +105,6 @@ def _repeating_value(match: re.Match[str]) -> Fraction:
         start = match["dotted"]
         while start.endswith(period):
             start = start.removesuffix(period)
-    whole, _, decimals = start.partition(".")
+    integer_digits, _, decimals = start.partition(".")
     scale = Fraction(10) ** len(decimals)
-    return int(whole + decimals or "0") / scale + Fraction(int(period), 10 ** len(period) - 1) / scale
+    return int(integer_digits + decimals or "0") / scale + Fraction(int(period), 10 ** len(period) - 1) / scale

@@ -21,13 +21,13 @@ class Evaluation:
     """Numeric evaluation of formulas, for one choice of values of their variables.
 
     `scale` is the largest summand so far. A difference small against it counts as a rounding error. `bits` is the
-    largest distance of two summands' magnitudes. Variables in `whole` have whole numbers as values.
+    largest distance of two summands' magnitudes. Variables in `whole_names` have whole numbers as values.
     """
 
-    def __init__(self, kind: str, seed: int, whole: frozenset[str] = frozenset()) -> None:
+    def __init__(self, kind: str, seed: int, whole_names: frozenset[str] = frozenset()) -> None:
         self._kind = kind
         self._seed = seed
-        self._whole = whole
+        self._whole_names = whole_names
         self.scale = CONTEXT.mpf(0)
         self.bits = 0
 
@@ -120,7 +120,7 @@ class Evaluation:
             if node.value == "degree":
                 return CONTEXT.pi / 180
             raise NoValueError
-        return _point(node.value, self._kind, self._seed, is_whole=node.value in self._whole)
+        return _point(node.value, self._kind, self._seed, is_whole=node.value in self._whole_names)
 
     def _unknown_function(self, name: str, parts: list[Any]) -> Any:
         """Return the value of an unknown function f(x): a smooth function of all arguments, different for every name.

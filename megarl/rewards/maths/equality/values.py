@@ -41,24 +41,24 @@ def same_value(gold: Node, prediction: Node, factor: Fraction = Fraction(1)) -> 
     has_symbols = bool(gold.symbols() | prediction.symbols())
     if not has_symbols and any(_is_longer(value) for value in (first, second)):
         return False
-    same, bits = _same_at_points(gold, prediction, factor, has_symbols=has_symbols)
+    is_equal, bits = _compare_at_points(gold, prediction, factor, has_symbols=has_symbols)
     digits = count_digits(bits)
-    if not same or digits == DIGITS:
-        return same
+    if not is_equal or digits == DIGITS:
+        return is_equal
     with with_digits(digits):
-        return digits <= MAX_DIGITS and _same_at_points(gold, prediction, factor, has_symbols=has_symbols)[0]
+        return digits <= MAX_DIGITS and _compare_at_points(gold, prediction, factor, has_symbols=has_symbols)[0]
 
 
-def _same_at_points(gold: Node, prediction: Node, factor: Fraction, *, has_symbols: bool) -> tuple[bool, int]:
+def _compare_at_points(gold: Node, prediction: Node, factor: Fraction, *, has_symbols: bool) -> tuple[bool, int]:
     """Return whether two formulas have equal values at all points, and the largest distance of magnitudes in bits."""
     kinds = _KINDS_OF_POINTS if has_symbols else ("positive",)
-    whole: frozenset[str] = frozenset()
+    whole_names: frozenset[str] = frozenset()
     if has_symbols and any(map(_is_stepwise, (*gold.walk(), *prediction.walk()))):
-        whole = _whole_names(gold) | _whole_names(prediction)
+        whole_names = _find_whole_names(gold) | _find_whole_names(prediction)
         kinds = (*kinds, *_HALVES)
     num_equal = bits = 0
     for seed, kind in enumerate(kinds):
-        verdict, bits_here = _same_at(gold, prediction, factor, kind, seed, whole)
+        verdict, bits_here = _compare_at(gold, prediction, factor, kind, seed, whole_names)
         if verdict is False:
             return False, 0
         num_equal += verdict is True
@@ -71,7 +71,7 @@ def _is_stepwise(node: Node) -> bool:
     return node.kind == "series" or (node.kind == "call" and node.value in _ROUNDING)
 
 
-def _whole_names(formula: Node) -> frozenset[str]:
+def _find_whole_names(formula: Node) -> frozenset[str]:
     """Return the variables that are whole numbers: by their usual letters, or because they count terms."""
     names: set[str] = set()
     for node in formula.walk():
@@ -88,13 +88,13 @@ def _is_longer(number: Fraction | None) -> bool:
     return number is not None and max(number.numerator, number.denominator).bit_length() > 130
 
 
-def _same_at(
-    gold: Node, prediction: Node, factor: Fraction, kind: str, seed: int, whole: frozenset[str]
+def _compare_at(
+    gold: Node, prediction: Node, factor: Fraction, kind: str, seed: int, whole_names: frozenset[str]
 ) -> tuple[bool | None, int]:
     """Return whether two formulas have equal values at one point, and the distance of magnitudes in bits. None: they
     cannot be compared there.
     """
-    evaluation = Evaluation(kind, seed, whole)
+    evaluation = Evaluation(kind, seed, whole_names)
     try:
         first = evaluation.value(gold)
     except NoValueError:

@@ -267,12 +267,12 @@ class _Parser(DigitGroups):
             return self._make_mixed_number(first, part)
         return self.power()
 
-    def _make_mixed_number(self, whole: Token, part: Node) -> Node:
+    def _make_mixed_number(self, whole_number: Token, part: Node) -> Node:
         over, under = (operand.value for operand in part.parts)
         # 3 5/2 is not a mixed number, and reading it as a product would guess.
         if not 0 <= over < under:
             raise NotMathematicsError("the fraction of a mixed number is not between 0 and 1")
-        return number((whole.number or 0) + over / under)
+        return number((whole_number.number or 0) + over / under)
 
     def _is_unit_at(self, token: Token) -> bool:
         return _UNIT_FRACTION.match(self.source, token.start) is not None
