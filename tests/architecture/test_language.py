@@ -16,6 +16,10 @@ MOST_RELATIVE_WORDS = 1.4
 """Per 100 words of docstrings. Nine codebases known for their clarity have 0.5 to 1.3; riddles had 3.8."""
 LEAST_COMMENTS = 4.0
 """Comment lines per 100 code lines. The nine codebases have 2 to 20."""
+MOST_VAGUE_NAMES = 3.0
+"""Per 1,000 code lines. Four trainers known for their clarity have 0.07 to 1.7."""
+MOST_PARTICIPLE_FUNCTIONS = 2.0
+"""Percentage of functions. The four trainers have 0 to 2.7."""
 OPENINGS = ("Of ", "Those ", "Who ", "What ", "As of ")
 """Words with which no sentence begins: its subject comes first."""
 
@@ -28,6 +32,8 @@ def test_the_package_reads_plainly(tool: Tool) -> None:
     assert found.code_lines > 30_000, "the package was not read"
     assert found.relative_per_100_words <= MOST_RELATIVE_WORDS
     assert found.comments_per_100_code_lines >= LEAST_COMMENTS
+    assert found.vague_names_per_1000_code_lines <= MOST_VAGUE_NAMES
+    assert found.participle_function_percentage <= MOST_PARTICIPLE_FUNCTIONS
     assert (found.unclear, found.as_of, found.without_shapes) == ((), (), ())
 
 
