@@ -31,7 +31,7 @@ def _kind(row: Mapping[str, Any]) -> tuple[bool | str, ...]:
 
 # A row of each kind, on GPUs that recipes name. A row without a step has measurements of a phase alone.
 ROWS = {
-    _kind(row): row for row in plan_search.published() if row["gpu"] in ("h100", "h200") and "step" in row["measured"]
+    _kind(row): row for row in plan_search.read_rows() if row["gpu"] in ("h100", "h200") and "step" in row["measured"]
 }
 
 
