@@ -28,3 +28,10 @@ def test_the_order_of_a_seed_stays_the_same_over_releases():
 def test_without_shuffle_the_file_is_read_in_order():
     order = DataOrder(5, 3, seed=0, shuffle=False)
     assert [order.batch(step) for step in range(3)] == [[0, 1, 2], [3, 4, 0], [1, 2, 3]]
+
+
+def test_epochs_are_passes_complete_at_the_end_of_a_step():
+    order = DataOrder(5, 2, seed=0)
+    assert [order.epochs(step) for step in range(3)] == [0.4, 0.8, 1.2]
+    # Five steps drew 7 items before the batch size changed.
+    assert DataOrder(5, 2, seed=0, first_step=5, num_drawn=7).epochs(5) == 1.8
