@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,6 +12,7 @@ import pytest
 
 from tests.child_processes import rank_processes
 from tests.forked_command import MEGARL
+from tests.logged_steps import logged_steps
 
 REWARD = """
 import os
@@ -85,10 +85,7 @@ class HeldRun:
 
 def steps_of(run: Path) -> list[dict[str, float]]:
     """Return the metrics of each complete step in a run's folder."""
-    file = run / "metrics.jsonl"
-    # The driver may be writing the last line at this moment.
-    lines = file.read_text().rpartition("\n")[0].splitlines() if file.exists() else []
-    return [line for line in map(json.loads, lines) if line["step"]]
+    return [step for step in logged_steps(run) if step["step"]]
 
 
 def assert_trained_alike(expected: Sequence[Mapping[str, float]], found: Sequence[Mapping[str, float]]) -> None:

@@ -33,24 +33,11 @@ class OnPolicyRollout:
         # Free the engines' memory as soon as sampling ends, while rewards are still awaited.
         buffer.on_sampled = run.reshard_schedule.sleep_engines
 
-    async def resume_or_evaluate(self) -> None:
-        """Continue from the checkpoint and repeat an interrupted evaluation, or evaluate before the first step."""
-        run = self._run
-        # A signal may have interrupted the evaluation of this step: its other metrics were saved unlogged.
-        step = run.origin.unlogged or Step(run.folder.resumed_step, is_trained=True)
-        if run.origin.checkpoint is not None:
-            await self._resume(step.number)
-            if run.origin.unlogged is None:
-                return
-        elif not self._recipe.evaluates_first:
-            return
-        async with run.saving_on_stop(step, self.state):
-            step.log(await run.evaluate(step.number))
-        run.finish(step)
-
-    async def _resume(self, step: int) -> None:
+    async def resume(self) -> None:
+        """Continue from the checkpoint, if the run starts from one."""
         run, checkpoint = self._run, self._run.origin.checkpoint
-        assert checkpoint is not None
+        if checkpoint is None:
+            return
         if lacking := self.buffer.load(checkpoint):
             run.tracker.notice(
                 f"{checkpoint}: {lacking} trajectories waiting for training have no log-probs of the trainer, because "
@@ -61,7 +48,7 @@ class OnPolicyRollout:
         run.data.rewind_draws(self.state.draws.num_written)
         await load_experts(run.models, self._recipe, self.state, checkpoint)
         # The engines hold the initial weights, not the checkpoint's.
-        await run.reshard_schedule.run(step)
+        await run.reshard_schedule.run(run.folder.resumed_step)
 
     async def sample(self, step: Step) -> list[Group]:
         """Return the groups to train the step on. Colocated engines sleep afterwards.

@@ -185,11 +185,7 @@ class Performance:
             seconds = {**seconds, "time/step_seconds": min(since_first, seconds["time/step_seconds"])}
             self._first_began = None
         await self._ask_for_peak()
-        activities: list[Activity] = await self._ranks.trainers.call("__activity__")
-        asked, self._asked = self._asked or self.ask_engines(), None
-        of_engines, engine_reports = await asked
-        activities += of_engines
-        engines = values(merge(engine_reports))
+        activities, engines = await self._take()
         # The bound avoids a division by zero in a step that took no measurable time.
         step_seconds = max(seconds["time/step_seconds"], 1e-9)
         memory = peak_memory(activities)
@@ -199,6 +195,20 @@ class Performance:
             # The first activities are those of the trainers; separate engines were appended.
             metrics["time/trainers_idle"] = idle_share(activities[: self._ranks.trainers.world_size], step_seconds)
         return metrics | self._throughput(seconds, scalars)
+
+    async def measure_evaluation(self) -> dict[str, float]:
+        """Return the engines' metrics and the peak memory of a step's evaluation. The next step's measurement begins
+        here."""
+        activities, engines = await self._take()
+        memory = peak_memory(activities)
+        return engines | memory | self._predicted_metrics(memory)
+
+    async def _take(self) -> tuple[list[Activity], dict[str, float]]:
+        """Fetch and reset the ranks' call statistics, those of trainers first, and the engines' metrics."""
+        activities: list[Activity] = await self._ranks.trainers.call("__activity__")
+        asked, self._asked = self._asked or self.ask_engines(), None
+        of_engines, engine_reports = await asked
+        return [*activities, *of_engines], values(merge(engine_reports))
 
     def _predicted_metrics(self, measured: Mapping[str, float]) -> dict[str, float]:
         """Return `memory/PHASE_predicted_gib` for the phases whose memory was measured."""

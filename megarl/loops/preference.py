@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,10 +35,10 @@ async def train(run: Run) -> None:
         for name, path in recipe.data.validation.items()
     }
     await compare_start(run, answers)
-    if not run.folder.resumed_step and recipe.evaluates_first:
-        tracker.log(0, await _evaluate(run, held_out))
+    evaluate = partial(_evaluate, run, held_out)
+    await run.evaluate_at_start(evaluate)
     for number in run.remaining_steps:
-        async with run.step(number) as step:
+        async with run.step(number, evaluate) as step:
             step.log({"data/epoch": order.epochs(number - 1)})
             indices = order.batch(number - 1)
             batch = _batch([answers[index] for index in indices])
@@ -56,8 +57,6 @@ async def train(run: Run) -> None:
             run.data.write_draws(number, order, indices)
             step.log(await move_reference(run.models, recipe, number))
             await run.checkpoints.begin(number)
-            if recipe.evaluates_at(number):
-                step.log(await _evaluate(run, held_out))
 
 
 def _batch(answers: Sequence[Answers]) -> TokenBatch:
@@ -93,7 +92,7 @@ async def _divergence(run: Run, batch: TokenBatch) -> float:
     return max(0.0, float(np.mean(worths(batch, logprobs, by_length=False))))
 
 
-async def _evaluate(run: Run, held_out: Mapping[str, Sequence[Answers]]) -> dict[str, float]:
+async def _evaluate(run: Run, held_out: Mapping[str, Sequence[Answers]], step: int) -> dict[str, float]:
     """Return `val/SET/accuracy` for each held-out set.
 
     For pairs: the share in which the chosen answer has the larger worth (`worths`). For judged answers: the probability

@@ -35,9 +35,10 @@ async def train(run: Run) -> None:
         run.tracker.notice(warning)
 
     async with on_policy_rollout(run) as rollout:
-        await rollout.resume_or_evaluate()
+        await rollout.resume()
+        await run.evaluate_at_start(run.evaluate, rollout.state)
         for number in run.remaining_steps:
-            async with run.step(number, rollout.state) as step:
+            async with run.step(number, run.evaluate, rollout.state) as step:
                 groups = await rollout.sample(step)
                 # Waiting groups of a synchronous step get their log-probs in the same batch.
                 waiting = list(rollout.state.waiting) if rollout.buffer.policy.is_synchronous else []
@@ -73,8 +74,6 @@ async def train(run: Run) -> None:
                 await run.checkpoints.begin(number, rollout.state.save)
                 await rollout.reshard(step)
                 await rollout.write_samples(step, groups, token_records)
-                if recipe.evaluates_at(number):
-                    step.log(await run.evaluate(number))
 
 
 def conversations_of(

@@ -186,11 +186,9 @@ async def _start_run(
         max_running = 2 * recipe.rollout.max_concurrent_requests
         pool = EnginePool(ranks, parallel, max_running=max_running, stragglers=StragglerDetector(tracker.notice))
         monitor.pool = pool
-        # A signal may have interrupted a step's evaluation: its other metrics are in the checkpoint alone.
-        earlier = [*folder.logged_steps(), *([origin.unlogged.metrics] if origin.unlogged else [])]
         sources = await make_sources(
             recipe, data, rewards, pool, tokenizer, stack, folder.logs_folder, tracker,
-            is_abandoned=lambda: bool(stop), earlier=earlier,
+            is_abandoned=lambda: bool(stop), earlier=[step.metrics for step in folder.logged_steps()],
         )  # fmt: skip
         spikes = spike_detector(recipe, origin.spikes)
         models = models_of(recipe, parallel, ranks.trainers, spikes)

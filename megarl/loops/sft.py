@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -10,7 +11,6 @@ from megarl.data.kinds.conversations import Conversation
 from megarl.data.token_batch import TokenBatch
 from megarl.loops.start_comparison import compare_start
 from megarl.loops.started_run import Run
-from megarl.loops.step import Step
 from megarl.platform.spans import span
 from megarl.preflight import collect_for, read_conversations
 from megarl.rollout.step.rl_batch import assign_token_weights
@@ -37,11 +37,15 @@ async def train(run: Run) -> None:
     order = run.origin.position.order(recipe, "data.train", len(conversations))
     # Each item drawn before has two events.
     run.data.rewind_draws(2 * order.start(run.folder.resumed_step))
-    await _resume_or_evaluate(run, held_out)
+    evaluate = partial(_evaluate, run, held_out)
+    await run.evaluate_at_start(evaluate)
+    if not run.folder.resumed_step:
+        # Engines start awake.
+        await run.reshard_schedule.sleep_engines()
     await compare_start(run, conversations)
 
     for number in run.remaining_steps:
-        async with run.step(number) as step:
+        async with run.step(number, evaluate) as step:
             step.log({"data/epoch": order.epochs(number - 1)})
             with span("batch"):
                 indices = order.batch(number - 1)
@@ -51,38 +55,23 @@ async def train(run: Run) -> None:
                 step.log_update(await run.models["policy"].update(batch))
             run.data.write_draws(number, order, indices)
             await run.checkpoints.begin(number)
-            if recipe.evaluates_at(number):
-                await _evaluate(run, step, held_out)
 
 
-async def _resume_or_evaluate(run: Run, held_out: HeldOut) -> None:
-    """Evaluate before the first step; after a resume, repeat an interrupted evaluation."""
-    step = run.origin.unlogged or Step(run.folder.resumed_step, is_trained=True)
-    if step.number and run.origin.unlogged is None:
-        return
-    async with run.saving_on_stop(step):
-        if run.origin.unlogged is not None:
-            await _evaluate(run, step, held_out)
-        else:
-            # The engines start awake and have the trainer's initial weights, so sampling comes first.
-            if run.recipe.evaluates_first:
-                step.log(await run.evaluate(0))
-            await run.reshard_schedule.sleep_engines()
-            if run.recipe.evaluates_first:
-                step.log(await _losses(run, held_out))
-    run.finish(step)
-
-
-async def _evaluate(run: Run, step: Step, held_out: HeldOut) -> None:
-    """Add a step's evaluation to its metrics. An interrupted evaluation adds nothing."""
-    evaluated = await _losses(run, held_out)
+async def _evaluate(run: Run, held_out: HeldOut, step: int) -> dict[str, float]:
+    """Return the metrics of a step's evaluation."""
+    if not step:
+        # The engines start awake and have the trainer's initial weights, so sampling comes first.
+        sampled = await run.evaluate(0)
+        await run.reshard_schedule.sleep_engines()
+        return sampled | await _losses(run, held_out)
+    metrics = await _losses(run, held_out)
     if any(source.validation for source in run.data.sources):
         # SFT reshards only for an evaluation that samples; training itself needs no engine.
         with run.tracker.phase("reshard"):
-            evaluated |= await run.reshard_schedule.run(step.number)
-        evaluated |= await run.evaluate(step.number)
+            metrics |= await run.reshard_schedule.run(step)
+        metrics |= await run.evaluate(step)
         await run.reshard_schedule.sleep_engines()
-    step.log(evaluated)
+    return metrics
 
 
 async def _losses(run: Run, held_out: HeldOut) -> dict[str, float]:

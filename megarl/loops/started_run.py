@@ -5,7 +5,7 @@ A stop signal or a fault ends the run after a save.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -31,6 +31,9 @@ from megarl.tracking.metric_rows import MetricRow
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.tracker import Tracker
 from megarl.types import MegarlError, StoppedError
+
+Evaluate = Callable[[int], Awaitable[dict[str, float]]]
+"""Async function that evaluates the model after a step and returns the metrics. It may raise AbandonedError."""
 
 METRICS = (MetricRow("data/dropped", "count", "records dropped because they are too long"),)
 
@@ -71,11 +74,28 @@ class Run:
         """Numbers of the remaining steps."""
         return range(self.folder.resumed_step + 1, self.recipe.train.steps + 1)
 
-    @asynccontextmanager
-    async def step(self, number: int, state: RLState | None = None) -> AsyncIterator[Step]:
-        """Enter a context for one training step. At its end, log metrics; end the run on a fault or a stop signal.
+    async def evaluate_at_start(self, evaluate: Evaluate, state: RLState | None = None) -> None:
+        """Evaluate before the first step. After a resume, make up for the step's evaluation if a signal interrupted it.
 
-        `state`: state of the RL loop, saved with the step.
+        `state` as in `step`.
+        """
+        number = self.folder.resumed_step
+        if not (self.folder.lacks_evaluation if number else self.recipe.evaluates_first):
+            return
+        try:
+            metrics = await evaluate(number)
+        except AbandonedError:
+            await self._stop_if_asked(number, state)
+            raise
+        fault = self._log_evaluation(number, metrics)
+        if fault is not None:
+            raise fault
+
+    @asynccontextmanager
+    async def step(self, number: int, evaluate: Evaluate, state: RLState | None = None) -> AsyncIterator[Step]:
+        """Enter a context for one training step. At its end, log metrics, then `evaluate` if an evaluation is due.
+
+        A fault or a stop signal ends the run then. `state`: state of the RL loop, saved with the step.
         """
         step = Step(number)
         self.tracker.begin(number)
@@ -87,14 +107,14 @@ class Run:
             step.log({"data/dropped": float(self.data.dropped.total())})
         is_profiled = number in self.recipe.train.profile_steps
         async with self.watch.profiles.record_step(number) if is_profiled else nullcontext():
-            async with self.saving_on_stop(step, state):
+            async with self._saving_when_abandoned(number, state):
                 yield step
-            with span("log"):
-                await self.watch.observers.observe(step)
-                step.log(self.checkpoints.copies.take_metrics())
-                step.log(await self.watch.performance.measure_step(self.tracker.seconds, step.metrics))
-                fault = self._log(step)
-                self.folder.set_status(step=number)
+            fault = await self._log(step)
+            if self.recipe.evaluates_at(number):
+                evaluation_fault = await self._evaluate_unless_abandoned(number, evaluate)
+                fault = fault or evaluation_fault
+            else:
+                self.checkpoints.judge(number, {})
             # An asynchronous save is published at the end of the first step after it was written.
             await self.checkpoints.complete()
         if fault is not None:
@@ -106,10 +126,9 @@ class Run:
 
     @asynccontextmanager
     async def updating(self, step: Step) -> AsyncIterator[None]:
-        """Enter a context for a step's updates. From then on a stop signal saves this step, not the previous one."""
+        """Enter a context for a step's updates."""
         with self.tracker.phase("train"):
             await self.watch.observers.before_updates(step)
-            step.is_trained = True
             yield
             await self.watch.observers.after_updates(step)
 
@@ -131,11 +150,6 @@ class Run:
     async def _evaluated_sets(self) -> list[EvaluatedSet]:
         return [done async for done in evaluate(self.data.sources, self.recipe.reward.max_failed_fraction)]
 
-    def finish(self, step: Step) -> None:
-        """Log a step made outside `step`, and end the run on its fault. A checkpoint of its state exists already."""
-        if (fault := self._log(step)) is not None:
-            raise fault
-
     def abandon_if_asked(self) -> None:
         """Abandon the step if a signal asked the run to stop. Its updates must not have begun.
 
@@ -145,22 +159,15 @@ class Run:
             raise AbandonedError
 
     @asynccontextmanager
-    async def saving_on_stop(self, step: Step, state: RLState | None = None) -> AsyncIterator[None]:
-        """Save the progress and raise StoppedError if a stop signal aborts sampling within.
-
-        Before the step's updates, the previous step is saved. After them, this step is saved without its evaluation.
-        """
+    async def _saving_when_abandoned(self, number: int, state: RLState | None) -> AsyncIterator[None]:
+        """Save the previous step and raise StoppedError if a stop signal aborts this step's sampling within."""
         try:
             yield
         except AbandonedError:
-            if step.is_trained:
-                self.folder.set_status(step=step.number)
-                await self._stop_if_asked(step.number, state, unlogged=step)
-            else:
-                if state is not None:
-                    # This step will be sampled again, so its groups must not count as drawn.
-                    state.forget_step()
-                await self._stop_if_asked(step.number - 1, state)
+            if state is not None:
+                # This step will be sampled again, so its groups must not count as drawn.
+                state.forget_step()
+            await self._stop_if_asked(number - 1, state)
             raise
 
     async def complete_background_work(self) -> None:
@@ -169,23 +176,42 @@ class Run:
         await self.watch.profiles.finish()
         await self.checkpoints.complete(wait=True)
 
-    def _log(self, step: Step) -> MegarlError | None:
-        """Log a step's metrics, and keep its model if it is the best so far. Return the error that ends the run, if any
+    async def _log(self, step: Step) -> MegarlError | None:
+        """Measure and log a step, before its evaluation. Return the error that ends the run, if any
         (`StepObserver.find_fault`)."""
-        self.tracker.log(step.number, step.metrics)
-        self.checkpoints.judge(step.number, step.metrics)
-        return self.watch.observers.find_fault(step)
+        with span("log"):
+            await self.watch.observers.observe(step)
+            step.log(self.checkpoints.copies.take_metrics())
+            step.log(await self.watch.performance.measure_step(self.tracker.seconds, step.metrics))
+            self.tracker.log(step.number, step.metrics, evaluation_follows=self.recipe.evaluates_at(step.number))
+            self.folder.set_status(step=step.number)
+            return self.watch.observers.find_fault(step)
 
-    async def _stop_if_asked(self, step: int, state: RLState | None, unlogged: Step | None = None) -> None:
-        """Save the state after `step` and raise StoppedError, if a signal asked the run to stop.
+    async def _evaluate_unless_abandoned(self, number: int, evaluate: Evaluate) -> MegarlError | None:
+        """Evaluate and log the model of a step. Return the error that ends the run, if any.
 
-        `unlogged` is the step if its evaluation was interrupted. The resumed run repeats the evaluation and logs it.
+        A stop signal aborts the evaluation, and nothing is logged: the resumed run makes up for it.
         """
+        try:
+            metrics = await evaluate(number)
+        except AbandonedError:
+            return None
+        return self._log_evaluation(number, metrics | await self.watch.performance.measure_evaluation())
+
+    def _log_evaluation(self, number: int, metrics: dict[str, float]) -> MegarlError | None:
+        """Log the evaluation of a step, and keep the step's model if it is the best so far. Return the error that ends
+        the run, if any."""
+        self.tracker.log_evaluation(number, metrics)
+        self.checkpoints.judge(number, metrics)
+        return self.watch.observers.find_fault(Step(number, metrics))
+
+    async def _stop_if_asked(self, step: int, state: RLState | None) -> None:
+        """Save the state after `step` and raise StoppedError, if a signal asked the run to stop."""
         if not self.stop:
             return
         saved = "there is nothing to save yet"
         if step > 0:
-            await self._save(step, state, unlogged)
+            await self._save(step, state)
             saved = f"saved after step {step} of {self.recipe.train.steps}"
         raise StoppedError(f"{self.stop.by}: {saved}; go on with: megarl train {self.folder.path} --resume")
 
@@ -216,9 +242,9 @@ class Run:
         await self._stop_if_asked(step, state)
         raise asked
 
-    async def _save(self, step: int, state: RLState | None, unlogged: Step | None = None) -> None:
+    async def _save(self, step: int, state: RLState | None) -> None:
         """Save a checkpoint outside of the regular steps, with the engines asleep."""
         await self.reshard_schedule.sleep_engines()
-        await self.checkpoints.save(step, state and state.save, unlogged)
+        await self.checkpoints.save(step, state and state.save)
         # The run ends after this save, so pending traces are written now.
         await self.watch.profiles.finish()

@@ -25,15 +25,11 @@ class StepSamples:
 
 @dataclass
 class Step:
-    """Step in progress. Decisions are taken from `outcome`; `metrics` are written, and never decide.
-
-    `is_trained`: its updates have begun. A stop signal then saves this step, else the previous one.
-    """
+    """Step in progress. Decisions are taken from `outcome`; `metrics` are written, and never decide."""
 
     number: int
     metrics: dict[str, float] = field(default_factory=dict)
     outcome: StepOutcome = field(default_factory=StepOutcome)
-    is_trained: bool = False
 
     def log(self, metrics: Mapping[str, float]) -> None:
         """Add metrics. They are written at the step's end."""

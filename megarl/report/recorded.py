@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from megarl.files.folder_lock import owner_is_gone
 from megarl.files.plain_yaml import flatten_sections, read_mapping
 from megarl.files.strict_json import MEDIUM, SMALL, loads
 from megarl.tracking.earlier_run import EarlierRun, attempt_folders, whole_number
-from megarl.tracking.renamed_metrics import current_metrics
+from megarl.tracking.step_lines import StepLine, join_steps
 from megarl.types import ConfigError
 
 _MARKS = ("config.yaml", "status.json", "metrics.jsonl")
@@ -187,15 +186,14 @@ def parsed_line(line: bytes, max_values: int = SMALL) -> Any:
 
 def _rows(path: Path, notes: list[str]) -> list[tuple[int, dict[str, float]]]:
     """Return the steps in metrics.jsonl. Adds notes about unreadable lines."""
-    rows: dict[int, dict[str, float]] = {}
+    lines: list[StepLine] = []
     unreadable = 0
     try:
         with path.open("rb") as file:
-            for line in filter(bytes.strip, file):
-                if row := metrics_row(line):
-                    # If a step occurs twice, it was trained again, so the last line counts.
-                    step, rows[step] = row
-                elif line.endswith(b"\n") or parsed_line(line) is not None:
+            for content in filter(bytes.strip, file):
+                if line := StepLine.read(content, SMALL):
+                    lines.append(line)
+                elif content.endswith(b"\n") or parsed_line(content) is not None:
                     unreadable += 1
                 else:
                     # A running or killed process may leave half a line at the end.
@@ -205,31 +203,8 @@ def _rows(path: Path, notes: list[str]) -> list[tuple[int, dict[str, float]]]:
         return []
     if unreadable:
         notes.append(f"{unreadable} lines of metrics.jsonl cannot be read; they are left out.")
-    return sorted(rows.items())
-
-
-def metrics_row(line: bytes) -> tuple[int, dict[str, float]] | None:
-    """Return the step of a line of metrics.jsonl and its metrics by their current names. None: it is unreadable."""
-    row = parsed_line(line)
-    step = row.get("step") if isinstance(row, dict) else None
-    if not isinstance(step, int | float) or isinstance(step, bool) or not math.isfinite(step):
-        return None
-    metrics = {name: _number(value) for name, value in row.items() if name != "step" and _is_number(value)}
-    return int(step), current_metrics(metrics)
-
-
-def _is_number(value: Any) -> bool:
-    # bool is excluded, because Python counts it as an int.
-    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
-
-
-def _number(value: float | None) -> float:
-    """Return a logged number, NaN if it was not finite (the file then has null)."""
-    try:
-        return math.nan if value is None or not math.isfinite(value) else float(value)
-    # JSON integers have any size; a float has not.
-    except OverflowError:
-        return math.nan
+    # If a step occurs twice, it was trained again, so the last one counts.
+    return sorted({step.step: dict(step.metrics) for step in join_steps(lines)}.items())
 
 
 def _attempts(logs: Path) -> list[Attempt]:

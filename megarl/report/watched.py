@@ -16,16 +16,16 @@ from statistics import fmean
 from typing import Any
 
 from megarl.files.folder_lock import Heartbeats
-from megarl.files.strict_json import MEDIUM
+from megarl.files.strict_json import MEDIUM, SMALL
 from megarl.report.curves import phase_times
 from megarl.report.recorded import (
-    metrics_row,
     parsed_line,
     refuse_other_folders,
     run_state,
     step_files,
 )
 from megarl.tracking.earlier_run import attempt_folders, whole_number
+from megarl.tracking.step_lines import StepLine
 
 ACTIVE = ("starting", "running")
 """States of a running run in status.json."""
@@ -89,7 +89,7 @@ class WatchedRun:
     attempt: Mapping[str, Any] = field(default_factory=dict)
     """Facts about the newest start of the run: attempt.json."""
     attempt_number: int = 0
-    rows: dict[int, dict[str, float]] = field(default_factory=dict)
+    rows: dict[int, Mapping[str, float]] = field(default_factory=dict)
     """Metrics of the newest steps, keyed by step in their order."""
     notices: list[str] = field(default_factory=list)
     """Warnings of the newest start."""
@@ -102,6 +102,7 @@ class WatchedRun:
     _heartbeats: Heartbeats | None = None
     _metrics: GrowingFile | None = None
     _warnings: GrowingFile | None = None
+    _line: StepLine | None = None
     _samples_step: int = -1
     _changed_at: float = 0.0
     _changed_seen: bool = False
@@ -169,7 +170,7 @@ class WatchedRun:
         return {phase: seconds / len(rows) for phase, seconds in total.items()}
 
     def refresh(self) -> list[int]:
-        """Read what is new, and return the numbers of the steps logged since the last call.
+        """Read what is new, and return the numbers of the steps logged or evaluated since the last call.
 
         An unreadable file leaves its last contents, and `trouble` names it: a shared file system may be away for a
         moment.
@@ -186,7 +187,7 @@ class WatchedRun:
         self._read_heartbeats()
         return new
 
-    def _newest(self, count: int) -> list[dict[str, float]]:
+    def _newest(self, count: int) -> list[Mapping[str, float]]:
         return list(self.rows.values())[-count:]
 
     def _read_heartbeats(self) -> None:
@@ -234,21 +235,23 @@ class WatchedRun:
         was_read = bool(self.rows)
         lines, is_replaced = self._metrics.read()
         if is_replaced:
-            self.rows = {}
-        new = []
-        for line in lines[-_MOST_ROWS:]:
-            row = metrics_row(line)
-            if row is not None:
-                step, values = row
-                self.rows.pop(step, None)
-                self.rows[step] = values
-                new.append(step)
+            self.rows, self._line = {}, None
+        new: dict[int, None] = {}
+        # An evaluated step has two lines.
+        for line in filter(None, (StepLine.read(line, SMALL) for line in lines[-2 * _MOST_ROWS :])):
+            step, earlier = line.step, self._line
+            if earlier is not None and earlier.evaluation_follows and earlier.step == step:
+                line = earlier.with_evaluation(line)
+            self._line = line
+            self.rows.pop(step, None)
+            self.rows[step] = line.metrics
+            new[step] = None
         for step in list(self.rows)[:-_MOST_ROWS]:
             del self.rows[step]
         if new:
             self._changed_seen = was_read
             self._changed_at = time.time() if was_read else (self.path / "metrics.jsonl").stat().st_mtime
-        return new
+        return list(new)
 
     def _read_samples(self) -> None:
         # Listing a folder of many files is slow on a shared file system, so it is done once a step.

@@ -140,10 +140,11 @@ class Display:
         """Print a warning."""
         self._print(Text(f"warning: {printable(text)}", style="yellow"))
 
-    def step(self, step: int, row: Mapping[str, float]) -> None:
+    def step(self, step: int, row: Mapping[str, float], *, evaluation_follows: bool = False) -> None:
         """Print a line with a step's metrics, and a header if one is due.
 
-        Long runs omit most steps without an evaluation.
+        Long runs omit most steps without an evaluation. If `evaluation_follows`, its metrics come in a second call,
+        which prints only them.
         """
         now = self._clock()
         self._first_logged = self._first_logged or (step, now)
@@ -153,7 +154,7 @@ class Display:
         # One NaN would make every later scale NaN.
         if math.isfinite(followed):
             self._recent_values.append(followed)
-        if self._has_line(step, row):
+        if evaluation_follows or self._has_line(step, row):
             max_characters = min(LINE_CHARACTERS, self.console.width) if self.is_live else LINE_CHARACTERS
             for line in self._table.lines(step, row, self._seconds_left(now), max_characters=max_characters):
                 text = Text(line, style="" if line.startswith("step ") else "dim")

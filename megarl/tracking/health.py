@@ -14,6 +14,7 @@ from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from megarl.config.health import HealthConfig
+from megarl.tracking.step_lines import StepLine
 
 LOWEST_LEARNING_RATE = 1e-8
 """Lowest usual learning rate. Adam moves a weight by about the rate per update, so 10,000 updates move it by 1e-4."""
@@ -63,6 +64,11 @@ class Rule(NamedTuple):
     check: Callable[[Series, HealthConfig], Evidence | None]
     meaning: str
     remedy: str
+    reads_evaluations: bool = False
+
+    def is_due_after(self, metrics: Iterable[str]) -> bool:
+        """Return whether to check the rule when metrics of these names were logged."""
+        return any(name in self.metrics or (self.reads_evaluations and is_accuracy(name)) for name in metrics)
 
 
 def _always(metric: str, holds: Callable[[float, HealthConfig], bool]) -> Callable[[Series, HealthConfig], Any]:
@@ -196,6 +202,7 @@ RULES = (
         "the reward is earned in a way that does not solve the problems (reward hacking)",
         "read held-out answers with `megarl samples`, fix or drop the exploited reward, add "
         "algorithm.kl_coefficient, and keep checkpoint.best",
+        reads_evaluations=True,
     ),
 )
 """All health rules checked after each step."""
@@ -220,7 +227,7 @@ class Health:
         findings = []
         for rule in RULES:
             # Check a rule only after steps with its metrics.
-            if not any(name in metrics for name in rule.metrics) or not self.takes(rule.name):
+            if not rule.is_due_after(metrics) or not self.takes(rule.name):
                 continue
             if (evidence := rule.check(self._series, self.config)) is not None:
                 # Once per run: a broken rule stays broken in most later steps.
@@ -233,13 +240,13 @@ class Health:
         """Return whether a health rule is enabled in the recipe and has not warned in this run."""
         return rule not in self.warned and rule not in self.config.off
 
-    def replay(self, steps: Iterable[Mapping[str, Any]]) -> None:
-        """Add the metrics of the steps logged before a resume. Each row has its step number as `step`.
+    def replay(self, steps: Iterable[StepLine]) -> None:
+        """Add the metrics of the steps logged before a resume.
 
         Rules broken by these steps count as reported, because an earlier attempt has warned.
         """
-        for row in steps:
-            self.observe(int(row["step"]), {name: value for name, value in row.items() if name != "step"})
+        for line in steps:
+            self.observe(line.step, line.metrics)
 
 
 def usual_learning_rates(hidden_size: int, *, has_lora: bool) -> tuple[float, float]:

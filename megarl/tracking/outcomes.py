@@ -6,9 +6,9 @@ too, so this module imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple, TypeVar, cast
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeVar, cast
 
 from megarl.tracking.metric_rows import MetricRow
 from megarl.tracking.metrics import Max, Mean, Metric, Sum, merge
@@ -119,32 +119,6 @@ class StepOutcome:
             self.excess_mismatch = mismatch.value()
         if (kl := merge_measured(outcome.kl for outcome in outcomes)) is not None:
             self.kl = kl.value()
-
-    def as_json(self) -> dict[str, Any]:
-        """Return JSON values, for a checkpoint's driver.json."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, saved: Mapping[str, Any]) -> StepOutcome:
-        """Return the outcome written by `as_json`. Missing values mean that nothing was skipped.
-
-        Raises ValueError naming an unknown field, or a field of another type.
-        """
-        for name, value in saved.items():
-            if name not in _SAVED_TYPES or not isinstance(value, _SAVED_TYPES[name]):
-                raise ValueError(f"outcome.{name}")
-        if not all(isinstance(model, str) for model in saved.get("not_finite", ())):
-            raise ValueError("outcome.not_finite")
-        return cls(**{**saved, "not_finite": tuple(saved.get("not_finite", ()))})
-
-
-_SAVED_TYPES: Mapping[str, Any] = {
-    "not_finite": list | tuple,
-    "has_empty_update": bool,
-    "excess_mismatch": float | None,
-    "kl": float | None,
-}
-"""Types of the fields of a saved `StepOutcome`, by name. A checkpoint may come from a stranger."""
 
 
 def merge_measured(parts: Iterable[Kind | None]) -> Kind | None:

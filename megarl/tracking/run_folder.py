@@ -10,6 +10,7 @@ import platform
 import re
 import shutil
 import socket
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from datetime import datetime
@@ -30,7 +31,7 @@ from megarl.files.folder_lock import HOME, FolderLock
 from megarl.files.strict_json import loads
 from megarl.tracking.draws import LEDGER
 from megarl.tracking.earlier_run import EarlierRun, attempt_folders, whole_number
-from megarl.tracking.renamed_metrics import current_metrics
+from megarl.tracking.step_lines import StepLine, join_steps, numbers_of
 from megarl.types import (
     ConfigError,
     EndedError,
@@ -95,7 +96,8 @@ class RunFolder:
         self.model_folder = self.path / "hf"
         self.checkpoints_folder = self.path / "checkpoints"
         self.resumed_step = 0
-        self.has_logged_resumed_step = False
+        self.resumed_line: StepLine | None = None
+        """Metrics of the resumed step, as far as they are logged."""
         self._recipe_text = to_yaml(recipe)
         self._steps = recipe.train.steps
         self._is_config_current = False
@@ -117,9 +119,15 @@ class RunFolder:
             self.close()
             raise
 
-    def begin(self, step: int | None = None, most_restarts: int | None = None) -> int:
+    def begin(
+        self,
+        step: int | None = None,
+        most_restarts: int | None = None,
+        unlogged: Mapping[str, Any] | None = None,
+    ) -> int:
         """Begin an attempt: from the beginning, or from the checkpoint of `step`. Metrics and samples of later steps
-        are removed.
+        are removed. `unlogged` are metrics of `step` in a checkpoint of an earlier version, which logged a step after
+        its evaluation; they are logged now.
 
         Returns the number of unreadable lines removed from metrics.jsonl, not counting a last line cut short. Raises
         MegarlError if the run was resumed from this step more than `most_restarts` times in a row. Raises StorageError
@@ -138,6 +146,10 @@ class RunFolder:
             if step is None or not (self.path / "config.yaml").exists():
                 self._write_config()
             unreadable = self._forget_after(step)
+            self.resumed_line = self._logged_step(step or 0)
+            if unlogged is not None and self.resumed_line is None:
+                self.resumed_line = StepLine(step or 0, numbers_of(unlogged), evaluation_follows=True)
+                append_whole(self.metrics_file, json.dumps(self.resumed_line.as_json()).encode() + b"\n")
             self.resumed_step = step or 0
             self._status["step"] = self.resumed_step
             if step is not None and (findings := _findings(self.earlier.status)):
@@ -225,16 +237,22 @@ class RunFolder:
         self._status["health"] = [*self.findings, dict(finding)]
         self.set_status()
 
-    def logged_steps(self) -> Iterator[dict[str, Any]]:
-        """Yield the lines of metrics.jsonl as objects (step and metrics), including those of earlier attempts.
+    @property
+    def lacks_evaluation(self) -> bool:
+        """Whether the evaluation of the resumed step was interrupted."""
+        return self.resumed_line is not None and self.resumed_line.evaluation_follows
 
-        Metrics have their current names.
-        """
+    def logged_steps(self) -> Iterator[StepLine]:
+        """Yield the steps in metrics.jsonl, including those of earlier attempts."""
         if not self.metrics_file.exists():
             return
-        with self.metrics_file.open(encoding="utf-8") as file:
-            for line in file:
-                yield current_metrics(json.loads(line))
+        with self.metrics_file.open("rb") as file:
+            yield from join_steps(filter(None, map(StepLine.read, file)))
+
+    def _logged_step(self, number: int) -> StepLine | None:
+        """Return the newest step in metrics.jsonl if it has this number, else None."""
+        newest = next(iter(deque(self.logged_steps(), maxlen=1)), None)
+        return newest if newest is not None and newest.step == number else None
 
     def add_version(self, version: int, step: int, checksum: str) -> None:
         """Append a version of the weights, made by a step, to versions.jsonl. Raises OSError."""
@@ -285,7 +303,6 @@ class RunFolder:
         last = -1 if step is None else step
         steps = _forget_lines(self.metrics_file, last)
         unreadable = steps.count(None)
-        self.has_logged_resumed_step = last in steps
         _forget_lines(self.versions_file, last)
         _forget_lines(self.draws_file, last)
         for path in (*self.samples_folder.glob("step_*.jsonl"), *self.tokens_folder.glob("step_*.jsonl")):

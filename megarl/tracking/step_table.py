@@ -47,6 +47,8 @@ class StepTable:
         self.steps: int | None = None
         self._labels: tuple[str, ...] = ()
         self._lines_left = 0
+        self._last_step: int | None = None
+        """Step of the last line of numbers."""
 
     def lines(
         self, step: int, row: Mapping[str, float], seconds_left: float | None, *, max_characters: int = LINE_CHARACTERS
@@ -56,15 +58,18 @@ class StepTable:
 
         `row` maps names of metrics to values. Results of validation sets have lines of their own, because their names
         may be long. Columns beyond `max_characters` characters of a line are left out. A step with nothing but these
-        results has no line of numbers.
+        results has no line of numbers. A step that has one already gets only lines of results.
         """
         head = f"step {step}" + (f"/{self.steps}" if self.steps else "")
         # Without a number of steps there is room for six digits.
         head = head.ljust(len(f"step {self.steps}/{self.steps}") if self.steps else len("step 123456"))
         values = _values(row)
         results = [f"{name}={short_number(row[name])}" for name in heldout_metrics([row])]
+        if step == self._last_step:
+            return _wrap(results, " " * (len(head) + 2), max_characters)
         if results and not values:
             return _wrap(results, f"{head}  ", max_characters)
+        self._last_step = step
         columns = self._columns(values, max_characters - len(head))
         texts = {label: short_number(value) for label, value in values.items()}
         texts |= {"s/step": _seconds(row["time/step_seconds"]), "left": left_text(seconds_left)}

@@ -17,6 +17,7 @@ from megarl.tracking.display import Closing, Display
 from megarl.tracking.health import Finding, heldout_metrics
 from megarl.tracking.metric_rows import MetricRow
 from megarl.tracking.run_folder import RunFolder
+from megarl.tracking.step_lines import StepLine
 from megarl.tracking.trackers import RunTracker, start
 from megarl.types import DiskFullError
 
@@ -51,6 +52,8 @@ class Tracker:
         self._display.begin_steps(steps)
         self._notices = FirstOfEachKind(self.notice)
         self._last_step: int | None = None
+        self._line = folder.resumed_line
+        """The line logged last."""
         # Creates the file, so that a folder that cannot be written fails before the run starts.
         append_whole(folder.metrics_file, b"")
         self._trackers: dict[str, RunTracker] = {}
@@ -80,22 +83,46 @@ class Tracker:
         """Seconds of the current step so far, in total and by phase, keyed by metric name."""
         return {"time/step_seconds": time.monotonic() - self._step_started, **self._phase_seconds}
 
-    def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Log a step's metrics. Step numbers must increase. Values that are not finite become null in metrics.jsonl."""
+    def log(self, step: int, scalars: Mapping[str, float], *, evaluation_follows: bool = False) -> None:
+        """Log a step's metrics. Step numbers must increase. Values that are not finite become null in metrics.jsonl.
+
+        `evaluation_follows`: `log_evaluation` is called next for this step.
+        """
         if self._last_step is not None and step <= self._last_step:
             raise ValueError(f"step {step} is logged after step {self._last_step}, but step numbers must increase")
+        timing = self._take_timing()
+        self._log(StepLine(step, _floats({**scalars, **timing}), evaluation_follows))
+
+    def log_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log a step's evaluation, as a second line of the step if its other metrics are logged.
+
+        The line has the step's time with its evaluation, and the larger peak memory of both. Other metrics that the
+        step's line has already stay: they describe its training.
+        """
+        timing = self._take_timing()
+        earlier = self._line.metrics if self._line is not None and self._line.step == step else {}
+        added = {name: value for name, value in metrics.items() if name not in earlier or name.startswith("memory/")}
+        added = {name: max(value, earlier.get(name, value)) for name, value in added.items()}
+        timing = {name: seconds + earlier.get(name, 0.0) for name, seconds in timing.items()}
+        self._log(StepLine(step, _floats({**added, **timing})))
+
+    def _take_timing(self) -> dict[str, float]:
+        """Return the seconds since the last line was logged, in total and by phase, and begin to count anew."""
         timing = self.seconds
-        row = {name: float(value) for name, value in {**scalars, **timing}.items()}
         self._add_to_totals(timing)
         self._phase_seconds = {}
         # Not time.monotonic(): steps then follow without gaps, so their times add up to the run's.
         self._step_started += timing["time/step_seconds"]
+        return timing
+
+    def _log(self, line: StepLine) -> None:
+        """Write a line to metrics.jsonl, the trackers and the screen."""
         faults.reach("log")
         # metrics.jsonl first: it is complete even if a tracker fails.
-        append_whole(self._folder.metrics_file, json_line({"step": step, **row}))
-        self._to_trackers(lambda tracker: tracker.log(step, row))
-        self._last_step = step
-        self._display.step(step, row)
+        append_whole(self._folder.metrics_file, json_line(line.as_json()))
+        self._to_trackers(lambda tracker: tracker.log(line.step, line.metrics))
+        self._last_step, self._line = line.step, line
+        self._display.step(line.step, line.metrics, evaluation_follows=line.evaluation_follows)
 
     def samples(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
         """Append records (prompt, completion, reward...) to samples/step_NNNNNN.jsonl and pass them to trackers.
@@ -193,11 +220,18 @@ class Tracker:
         """Return the first and last values of `heldout_metrics`, over all starts of the run."""
         # Only these values are read into memory: a long run has millions of others.
         rows = [
-            {name: value for name, value in row.items() if name.startswith("val/")}
-            for row in self._folder.logged_steps()
+            {name: value for name, value in step.metrics.items() if name.startswith("val/")}
+            for step in self._folder.logged_steps()
         ]
-        values = {name: [row[name] for row in rows if row.get(name) is not None] for name in heldout_metrics(rows)}
+        values = {
+            name: [value for row in rows if math.isfinite(value := row.get(name, math.nan))]
+            for name in heldout_metrics(rows)
+        }
         return {name: (of[0], of[-1]) for name, of in values.items() if of}
+
+
+def _floats(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {name: float(value) for name, value in metrics.items()}
 
 
 def _write_finding(tracker: RunTracker, finding: Finding) -> None:

@@ -27,6 +27,7 @@ from megarl.types import ConfigError
 from tests.child_processes import processes_writing_to
 from tests.cluster.local_slurm import MEGARL, ROOT, Cluster
 from tests.cluster.losing import scenes
+from tests.logged_steps import logged_steps
 from tests.test_leftovers import end_pytest
 
 _skip_without_slurm = pytest.mark.skipif(
@@ -242,7 +243,7 @@ def test_the_engines_of_a_dead_node_move_to_a_spare_one(cluster: Cluster) -> Non
     cluster.until_ended(job, "moved", 0)
     cluster.local("start-node", "n2")
     assert cluster.until_over(job) == "COMPLETED"
-    steps = [json.loads(line) for line in _metrics(cluster, "moved").splitlines()]
+    steps = logged_steps(cluster.folder / "runs/moved")
     replicas = [int(step["rollout/replicas"]) for step in steps if step["step"]]
     assert len(replicas) == 20 and replicas[0] == replicas[-1] == 3 and 1 in replicas, replicas
 
@@ -262,7 +263,7 @@ def test_a_run_within_a_job_goes_on_without_a_lost_rank_and_grows_back(cluster: 
     cluster.pace(0)
     cluster.until_ended(job, "smaller", 0)
     assert cluster.until_over(job) == "COMPLETED"
-    log, steps = cluster.log(job), [json.loads(line) for line in _metrics(cluster, "smaller").splitlines()]
+    log, steps = cluster.log(job), logged_steps(cluster.folder / "runs/smaller")
     assert "the run continues on 1 of them" in log and "there are nodes for 2 ranks again" in log, log
     assert [step["step"] for step in steps] == list(range(21))
     recovered = [step for step in steps if "fault/recovery_seconds" in step]

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from megarl.tracking.metric_table import find
+from tests.logged_steps import logged_steps
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics.jsonl."""
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    """The steps of a run's metrics.jsonl."""
+    return logged_steps(run)
 
 
 def unknown_metrics(run: Path) -> set[str]:

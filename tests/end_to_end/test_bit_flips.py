@@ -16,6 +16,7 @@ from megarl.checkpoint.manifest import file_record
 from megarl.files.model_folder import CHECKSUMS
 from tests.end_to_end.test_layouts import RECIPE, REWARD
 from tests.forked_command import MEGARL
+from tests.logged_steps import logged_steps
 from tests.package_copy import copy_package
 
 pytestmark = pytest.mark.end_to_end
@@ -81,7 +82,7 @@ def test_layouts_give_each_version_the_same_checksum(
         assert exported["weights"] == found[name][-1]["checksum"]
     assert len({lines[0]["checksum"] for lines in found.values()}) == 1
     assert found["one"] == found["separate"]
-    steps = [json.loads(line) for line in (tmp_path / "runs/one/metrics.jsonl").read_text().splitlines()]
+    steps = logged_steps(tmp_path / "runs/one")
     assert all(step["time/weight_check_seconds"] > 0 for step in steps if step["step"])
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 
 from tests.end_to_end.test_layouts import RECIPE, REWARD
 from tests.forked_command import MEGARL
+from tests.logged_steps import logged_steps
 from tests.package_copy import copy_package
 
 pytestmark = pytest.mark.end_to_end
@@ -37,7 +37,7 @@ def train(
         done = subprocess.run(
             [*command, "trainer.exact=true", *overrides], cwd=tmp_path, capture_output=True, text=True, timeout=900
         )
-        lines = [json.loads(line) for line in (tmp_path / f"runs/{name}/metrics.jsonl").read_text().splitlines()]
+        lines = logged_steps(tmp_path / f"runs/{name}")
         return done, [line for line in lines if "logprob_gap/mean" in line]
 
     return run

@@ -13,6 +13,7 @@ import pytest
 
 from tests.end_to_end.test_layouts import RECIPE, REWARD
 from tests.forked_command import MEGARL
+from tests.logged_steps import logged_steps
 
 pytestmark = pytest.mark.end_to_end
 
@@ -34,7 +35,7 @@ def test_a_step_beyond_the_limit_is_not_learnt_from(
         return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=900)
 
     def metrics() -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        return logged_steps(run)
 
     stopped = train("recipe.yaml", "train.max_logprob_gap=1e-12")
     assert stopped.returncode == 70, stopped.stdout + stopped.stderr

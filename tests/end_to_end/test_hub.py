@@ -21,6 +21,7 @@ from megarl.report.page import write_report
 from megarl.report.recorded import RecordedRun
 from tests.forked_command import MEGARL
 from tests.hub_server import TOKEN, Hub, hub_server
+from tests.logged_steps import logged_steps
 
 pytestmark = pytest.mark.end_to_end
 
@@ -100,7 +101,7 @@ def test_a_model_is_fetched_trained_pushed_loaded_and_forked(tiny_model: Callabl
         assert f"pushed me/sums: commit {repository.head}" in output
         pushed = ModelCard(repository.files["README.md"].decode())
         [result] = pushed.data.eval_results or ()
-        last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+        last = logged_steps(run)[-1]
         assert (result.metric_type, result.metric_value) == ("loss", last["val/heldout/loss"])
         assert 'from_pretrained("me/sums")' in pushed.text
 
@@ -113,7 +114,7 @@ def test_a_model_is_fetched_trained_pushed_loaded_and_forked(tiny_model: Callabl
         # The fork repeats the third step from the same weights, then trains one step more.
         client.megarl("fork", "runs/fetched", "--step", "2", "--set", "name=forked", "--set", "train.steps=4")
         assert json.loads((forked / "parent.json").read_text())["step"] == 2
-        steps = [json.loads(line) for line in (forked / "metrics.jsonl").open()]
+        steps = logged_steps(forked)
         assert [step["step"] for step in steps] == [0, 1, 2, 3, 4] and steps[3]["train/loss"] == last["train/loss"]
         _, _, [reported] = write_report([forked])
         assert isinstance(reported, RecordedRun) and reported.parent == f"fetched at step 2 ({run})"

@@ -91,5 +91,7 @@ def contents(run: Path) -> dict[str, bytes]:
     for line in (run / "metrics.jsonl").read_bytes().splitlines():
         step = json.loads(line)["step"] if line.endswith(b"}") else last + 1
         if step <= last:
-            by_name[f"metrics.jsonl step {step}"] = line
+            # An evaluated step has two lines.
+            name = f"metrics.jsonl step {step}"
+            by_name[name] = by_name.get(name, b"") + line
     return by_name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.forked_command import MEGARL
+from tests.logged_steps import logged_steps
 
 pytestmark = pytest.mark.end_to_end
 
@@ -62,8 +62,7 @@ def run(
                 timeout=900,
             )
             assert done.returncode == 0, done.stdout + done.stderr
-            lines = (folder / f"runs/run_{name}/metrics.jsonl").read_text().splitlines()
-            made[layout] = [json.loads(line) for line in lines]
+            made[layout] = logged_steps(folder / f"runs/run_{name}")
         return made[layout]
 
     return train

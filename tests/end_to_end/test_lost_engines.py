@@ -19,6 +19,7 @@ import pytest
 from tests.child_processes import is_alive, rank_processes
 from tests.end_to_end.recorded_metrics import unknown_metrics
 from tests.forked_command import MEGARL
+from tests.logged_steps import logged_steps
 
 pytestmark = pytest.mark.end_to_end
 
@@ -93,8 +94,7 @@ def step_of(folder: Path) -> int:
 
 def steps_of(folder: Path) -> list[dict[str, float]]:
     """The lines of all steps, without that of the evaluation before them."""
-    written = (folder / "runs/run/metrics.jsonl").read_text().rpartition("\n")[0]
-    return [line for line in map(json.loads, written.splitlines()) if line["step"]]
+    return [step for step in logged_steps(folder / "runs/run") if step["step"]]
 
 
 def logged(folder: Path, text: str) -> list[str]:

@@ -17,6 +17,7 @@ import pytest
 
 from tests.end_to_end.recorded_metrics import unknown_metrics
 from tests.forked_command import MEGARL
+from tests.logged_steps import logged_steps
 from tools.checks.same_weights import hashes
 from tools.make_dataset import make_dataset
 from tools.make_tiny_model import make_tiny_model
@@ -96,7 +97,7 @@ def runs(folder: Path) -> Runs:
 
 
 def steps(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return logged_steps(run)
 
 
 def check_weights(runs: Runs) -> None:

@@ -28,6 +28,7 @@ from megarl.tracking.draws import account
 from tests.child_processes import driver_process, is_alive, rank_processes
 from tests.forked_command import MEGARL
 from tests.leftovers import Process, mapped_memory
+from tests.logged_steps import logged_steps
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(7200)]
 
@@ -120,7 +121,7 @@ def runs(
 
 @pytest.mark.long
 def test_groups_that_waited_are_trained_from_the_log_probs_of_the_weights_that_sampled_them(runs: Runs) -> None:
-    steps = [json.loads(line) for line in (runs.run("whole") / "metrics.jsonl").open()][1:]
+    steps = logged_steps(runs.run("whole"))[1:]
     waited = [step for step in steps if step["staleness/max"] > 0]
     assert waited and len(waited) < STEPS and all(step["staleness/mean"] <= step["staleness/max"] for step in steps)
     # One update a step: the ratio is 1 where all is fresh, and elsewhere is not.
@@ -241,9 +242,10 @@ def test_an_evaluation_that_a_signal_cuts_short_is_made_up_for(runs: Runs) -> No
         hold.unlink(missing_ok=True)
     assert driver.returncode == 75 and runs.status(name)["step"] == step, output
     newest = runs.run(name) / "checkpoints" / runs.checkpoints(name)[-1]
-    unlogged = json.loads((newest / "driver.json").read_text())["unlogged"]
-    logged = [json.loads(line)["step"] for line in (runs.run(name) / "metrics.jsonl").open()]
-    assert newest.name == f"step_{step:06d}" and unlogged and logged == list(range(step))
+    logged = logged_steps(runs.run(name))
+    # The step was logged before its evaluation.
+    assert newest.name == f"step_{step:06d}" and [row["step"] for row in logged] == list(range(step + 1))
+    assert logged[-1]["evaluation_follows"] and "train/loss" in logged[-1]
     runs.train(f"runs/{name}", "--resume")
     assert_bit_equal(runs.run(name), runs.run("whole"))
 
@@ -317,7 +319,7 @@ def assert_bit_equal(mine: Path, other: Path) -> None:
     for name in files[0].keys() - {"driver.json", ".metadata", TIMES}:  # These name the run and the moment.
         assert files[0][name] == files[1][name], name
     assert (mine / "checkpoints/latest").read_text() == f"step_{STEPS:06d}\n"
-    steps = [[untimed(json.loads(line)) for line in (run / "metrics.jsonl").open()] for run in (mine, other)]
+    steps = [[*map(untimed, logged_steps(run))] for run in (mine, other)]
     assert steps[0] == steps[1] and [step["step"] for step in steps[0]] == list(range(STEPS + 1))
     assert len({step["train/loss"] for step in steps[0][1:]}) == STEPS, "nothing was trained"
     samples = [{path.name: path.read_bytes() for path in (run / "samples").iterdir()} for run in (mine, other)]
@@ -445,7 +447,7 @@ def test_a_run_without_checkpoints_starts_again(runs: Runs) -> None:
         "recipe.yaml", "name=none", "train.steps=1", "optimizer.warmup_steps=0", "checkpoint.every_steps=0", "--resume"
     )
     assert "has no checkpoint yet: starting from the beginning" in output
-    assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").open()] == [0, 1]
+    assert [step["step"] for step in logged_steps(folder)] == [0, 1]
     # Six prompts of four samples at a time until four groups pass, and four held-out answers of each set.
     drawn = len((folder / "samples/step_000001.jsonl").read_text().splitlines()) - 8
     assert drawn >= 24 and drawn % 24 == 0

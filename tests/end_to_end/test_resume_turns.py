@@ -16,6 +16,7 @@ from safetensors.numpy import load_file
 
 from megarl.rollout.state import ARRAYS, STATE, TIMES
 from tests.forked_command import MEGARL
+from tests.logged_steps import logged_steps
 
 pytestmark = pytest.mark.end_to_end
 
@@ -107,7 +108,7 @@ def test_turns_and_truncated_sampling_of_a_mixture_go_on_bit_equal_after_a_kill(
     # These name the run and the moment.
     for name in files[0].keys() - {"driver.json", ".metadata", TIMES}:
         assert files[0][name] == files[1][name], name
-    steps = [list(map(untimed, lines(run / "metrics.jsonl"))) for run in (killed, whole)]
+    steps = [list(map(untimed, logged_steps(run))) for run in (killed, whole)]
     assert steps[0] == steps[1]
     for step in steps[0][1:]:
         assert step["logprob_gap/max"] <= 1e-5 and step["rollout/candidates_left/mean"] > 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 
 from tests.end_to_end.recorded_metrics import unknown_metrics
 from tests.forked_command import MEGARL
+from tests.logged_steps import logged_steps
 
 pytestmark = pytest.mark.end_to_end
 
@@ -33,8 +33,7 @@ def test_a_policy_learns_calls_from_demonstrations_and_makes_them_in_grpo(
         command = [*MEGARL, "train", f"launch/recipes/{recipe}.yaml", *one_rank, *overrides]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
         assert done.returncode == 0, done.stdout + done.stderr
-        lines = (tmp_path / f"runs/{recipe}/metrics.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines]
+        return logged_steps(tmp_path / f"runs/{recipe}")
 
     sft = train(
         "tiny_tools_sft", f"model.path={tmp_path}/model", f"data.train={data}/sft.jsonl", "train.steps=60",

@@ -21,6 +21,7 @@ import pytest
 from tests.child_processes import is_alive, rank_processes
 from tests.end_to_end.recorded_metrics import unknown_metrics
 from tests.forked_command import MEGARL
+from tests.logged_steps import logged_steps
 from tests.terminal_screen import run_in_terminal, shown
 
 pytestmark = pytest.mark.end_to_end
@@ -44,7 +45,7 @@ class Runs:
         )
 
     def steps(self, name: str) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+        return logged_steps(self.folder / "runs" / name)
 
     def status(self, name: str) -> dict[str, Any]:
         return json.loads((self.folder / "runs" / name / "status.json").read_text())

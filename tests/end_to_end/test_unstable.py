@@ -12,6 +12,7 @@ import pytest
 
 from tests.end_to_end.test_bit_flips import flip_in_copy, versions
 from tests.forked_command import MEGARL
+from tests.logged_steps import logged_steps
 
 pytestmark = pytest.mark.end_to_end
 
@@ -61,7 +62,7 @@ def test_a_spike_rolls_back_and_a_faulty_rank_ends_the_run(tmp_path: Path, tiny_
     )
     assert done.returncode == 76, done.stdout + done.stderr
     run = tmp_path / "runs/unstable"
-    steps = [step for step in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if step["step"]]
+    steps = [step for step in logged_steps(run) if step["step"]]
     assert [step["train/spikes"] for step in steps] == [0, 0, 0, 0, 1, 0], [step["train/loss"] for step in steps]
     assert [step["train/rollbacks"] for step in steps] == [0, 0, 0, 0, 1, 1]
     assert all(step["train/update_skipped"] == step["train/spikes"] for step in steps)

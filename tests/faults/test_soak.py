@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 
 import pytest
@@ -13,6 +12,7 @@ import pytest
 from megarl.checkpoint.manifest import file_record
 from megarl.tracking.draws import account
 from tests.faults.broken_runs import BrokenRuns
+from tests.logged_steps import logged_steps
 
 pytestmark = [pytest.mark.end_to_end, pytest.mark.fault_runs, pytest.mark.timeout(7200)]
 
@@ -42,9 +42,10 @@ OVERRIDES = (
 
 def outcome(runs: BrokenRuns) -> tuple[list[dict[str, float]], dict[str, object]]:
     """Return the metrics of all steps without times, and the hash of the exported weights."""
-    lines = map(json.loads, (runs.run / "metrics.jsonl").read_text().splitlines())
     untimed = ("time/", "perf/", "memory/")
-    steps = [{name: value for name, value in line.items() if not name.startswith(untimed)} for line in lines]
+    steps = [
+        {name: value for name, value in line.items() if not name.startswith(untimed)} for line in logged_steps(runs.run)
+    ]
     return steps, file_record(runs.run / "hf/model.safetensors")
 
 

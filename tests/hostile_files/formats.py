@@ -290,7 +290,11 @@ def _run(folder: Path) -> Path:
             "exit_code": None,
             "health": [{"rule": "r", "step": 1, "text": "t"}],
         },
-        "metrics.jsonl": [{"step": 1, "reward/mean": 0.5, "time/step_seconds": 2.0}, {"step": 2, "reward/mean": None}],
+        "metrics.jsonl": [
+            {"step": 1, "reward/mean": 0.5, "time/step_seconds": 2.0},
+            {"step": 2, "evaluation_follows": True, "reward/mean": None},
+            {"step": 2, "val/held/accuracy": 0.5},
+        ],
         "versions.jsonl": [{"version": 1, "step": 1, "checksum": "ab"}],
         "parent.json": {"run": "runs/a", "name": "a", "step": 1, "megarl": "0.1.0"},
         "samples/step_000002.jsonl": [SAMPLE, {**SAMPLE, "set": ""}],

@@ -22,9 +22,7 @@ from megarl.config import Recipe
 from megarl.loops.saving.checkpointing import plain_recipe, survey
 from megarl.loops.saving.data_position import DataPosition
 from megarl.loops.saving.resume import Inputs, Origin, begin_from_copy, find_origin, read_driver
-from megarl.loops.step import Step
 from megarl.tracking.earlier_run import DRIVER, SCHEMA, EarlierRun
-from megarl.tracking.outcomes import StepOutcome
 from megarl.tracking.run_folder import RunFolder
 from megarl.types import ConfigError, DataError, StorageError
 
@@ -66,7 +64,7 @@ def _write_checkpoint(folder: Path, recipe: Recipe, step: int, kept: dict[str, s
     (folder / ".metadata").write_bytes(pickle.dumps(Metadata(state_dict_metadata={}, storage_data={})))
     driver = {
         "schema": SCHEMA, "step": step, "recipe": plain_recipe(recipe), **Inputs.read(recipe, kept).as_json(),
-        "unlogged": {"x": 1.0}, "outcome": StepOutcome(excess_mismatch=0.3, not_finite=("critic",)).as_json(),
+        "unlogged": {"x": 1.0, "step": 9, "text": "no number"}, "outcome": {},
     }  # fmt: skip
     (folder / DRIVER).write_text(json.dumps(driver))
     write_manifest(folder, {path.name: file_record(path) for path in folder.iterdir()}, {"format": "torch_dist"})
@@ -113,12 +111,30 @@ def test_a_resume_on_a_full_disk_condemns_nothing(
         assert before.items() <= contents(home.parent).items()
         origin = find_origin(recipe, folder, "if-any")
     assert origin.checkpoint == home / "step_000004"
-    assert origin.unlogged == Step(4, {"x": 1.0}, StepOutcome(excess_mismatch=0.3, not_finite=("critic",)), True)
     assert (home / "latest").read_text() == "step_000004\n"
-    # An evaluation is made up for once.
-    folder.metrics_file.write_text('{"step": 3}\n{"step": 4}\n')
+
+
+@pytest.mark.parametrize(
+    ("logged", "expected", "is_interrupted"),
+    [
+        # An earlier version logged a step after its evaluation; the checkpoint has the metrics of an interrupted one.
+        ('{"step": 3}\n', '{"step": 3}\n{"step": 4, "evaluation_follows": true, "x": 1.0}\n', True),
+        ('{"step": 3}\n{"step": 4, "x": 1.0, "val/a/accuracy": 0.5}\n{"step": 5}\n', None, False),
+        ('{"step": 4, "evaluation_follows": true, "x": 2.0}\n', None, True),
+        ('{"step": 4, "evaluation_follows": true}\n{"step": 4, "val/a/accuracy": 0.5}\n', None, False),
+        # Not this version's word: the line counts as one without an evaluation.
+        ('{"step": 4, "evaluation_follows": "yes"}\n', None, False),
+    ],
+)
+def test_an_interrupted_evaluation_is_made_up_for_once(
+    recipe: Recipe, home: Path, logged: str, expected: str | None, is_interrupted: bool
+) -> None:
+    file = home.parent / "metrics.jsonl"
+    file.write_text(logged)
     with RunFolder(recipe, resume=True) as folder:
-        assert find_origin(recipe, folder, "if-any").unlogged is None
+        find_origin(recipe, folder, "if-any")
+        assert folder.lacks_evaluation is is_interrupted
+    assert file.read_text() == (expected or logged.replace('{"step": 5}\n', ""))
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_never_starts_over(recipe: Recipe, home: Path) -> None:
@@ -307,20 +323,9 @@ def test_steps_of_epochs_are_refused_if_they_count_other_records(recipe: Recipe,
             assert origin.position.drawn == ({} if loop == "rl" else {"data.train": 8})
 
 
-@pytest.mark.parametrize(
-    ("outcome", "field"),
-    [
-        ({"kl": "high"}, "outcome.kl"),
-        ({"not_finite": [3]}, "outcome.not_finite"),
-        ({"has_empty_update": 1}, "outcome.has_empty_update"),
-        ({"of_another_version": None}, "outcome.of_another_version"),
-        ([], "outcome"),
-    ],
-)
-def test_a_damaged_outcome_is_named(tmp_path: Path, outcome: object, field: str) -> None:
-    driver = {"recipe": {"name": "small"}, "outcome": outcome}
-    (tmp_path / DRIVER).write_text(json.dumps(driver))
-    with pytest.raises(DataError, match=rf"{DRIVER}: the field {field} is missing or damaged"):
+def test_damaged_metrics_of_an_earlier_version_are_named(tmp_path: Path) -> None:
+    (tmp_path / DRIVER).write_text(json.dumps({"recipe": {"name": "small"}, "unlogged": [1]}))
+    with pytest.raises(DataError, match=rf"{DRIVER}: the field unlogged is missing or damaged"):
         read_driver(tmp_path)
 
 

@@ -106,6 +106,20 @@ def test_a_long_run_is_thinned_out_to_means() -> None:
     assert series(rows[:50], 100)["of"]["reward/mean"].keys() == {"y"}
 
 
+def test_an_evaluation_in_a_line_of_its_own_belongs_to_its_step(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", steps=4)
+    before = dict(read_run(folder).rows)[4]
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "evaluation_follows": true, "train/loss": 2.0, "time/step_seconds": 1.0}\n')
+    assert dict(read_run(folder).rows)[5] == {"train/loss": 2.0, "time/step_seconds": 1.0}
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "val/heldout/accuracy": 0.5, "time/step_seconds": 3.0}\n')
+    run = read_run(folder)
+    assert dict(run.rows)[5] == {"train/loss": 2.0, "val/heldout/accuracy": 0.5, "time/step_seconds": 3.0}
+    # Earlier versions wrote one line for both.
+    assert dict(run.rows)[4] == before and run.notes == []
+
+
 def test_phases_add_up_to_the_step() -> None:
     row = {
         "time/step_seconds": 10.0,

@@ -27,6 +27,7 @@ from megarl.serving.sessions import Sessions
 from megarl.types import Problem, Reward, SamplingSettings, Trajectory
 from tests.child_processes import is_alive
 from tests.forked_command import MEGARL
+from tests.logged_steps import logged_steps
 from tests.rewards.pools import wait_until
 from tests.rollout.engines import CONTEXT_TOKENS
 
@@ -192,7 +193,7 @@ def test_an_agent_program_with_tools_trains(tool_model: Path, tmp_path: Path) ->
     )
     assert done.returncode == 0, done.stderr[-3000:]
     [run] = (tmp_path / "runs").iterdir()
-    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = logged_steps(run)
     steps = [step for step in steps if "rollout/turns/mean" in step]
     assert len(steps) == 2
     for step in steps:

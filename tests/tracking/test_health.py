@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from megarl.config.health import HealthConfig
 from megarl.tracking.display import Display
 from megarl.tracking.health import RULES, Finding, Health, unusual_learning_rate, usual_learning_rates
 from megarl.tracking.run_folder import RunFolder
+from megarl.tracking.step_lines import StepLine
 from megarl.tracking.tracker import Tracker
 
 Rows = list[dict[str, float]]
@@ -127,13 +128,17 @@ def test_thresholds_are_the_recipes() -> None:
     assert finding.step == 2 and observed(rows) == []
 
 
+def lines_of(rows: Sequence[Mapping[str, Any]]) -> list[StepLine]:
+    return [StepLine(row["step"], {name: row[name] for name in row if name != "step"}) for row in rows]
+
+
 def test_a_rule_that_has_warned_before_a_resume_does_not_warn_again() -> None:
     rows, *_ = BROKEN["truncated"]
     resumed = Health(HealthConfig())
-    resumed.replay(rows)
+    resumed.replay(lines_of(rows))
     assert resumed.observe(5, {"rollout/truncated": 1.0}) == []
     half = Health(HealthConfig())
-    half.replay(rows[:-1])
+    half.replay(lines_of(rows[:-1]))
     [finding] = half.observe(4, rows[-1])
     assert finding.rule == "truncated", "the steps before the resume count"
 

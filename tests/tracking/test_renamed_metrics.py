@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 
 from megarl.config import Recipe
-from megarl.loops.saving.resume import _unlogged_step
-from megarl.report.recorded import metrics_row
 from megarl.tracking.metric_table import find, rows
 from megarl.tracking.renamed_metrics import RENAMED, current_metrics, current_name, renamed_error
 from megarl.tracking.run_folder import RunFolder
+from megarl.tracking.step_lines import StepLine
 
 
 def test_the_table_has_all_new_names_and_no_old_one() -> None:
@@ -55,19 +55,25 @@ def test_two_names_that_became_one_are_added() -> None:
 def test_reports_and_resumed_runs_read_old_lines(tmp_path: Path) -> None:
     old = {"step": 1, "entropy/kept": 0.2, "rollout/held_seconds": None, "train/loss": 0.5}
     line = json.dumps(old).encode() + b"\n"
-    assert (read := metrics_row(line)) is not None
-    assert read[0] == 1 and set(read[1]) == {"entropy/trained_share", "rollout/paused_seconds", "train/loss"}
+    assert (read := StepLine.read(line)) is not None
+    assert read.step == 1 and set(read.metrics) == {"entropy/trained_share", "rollout/paused_seconds", "train/loss"}
     recipe = Recipe.model_validate(
         {"name": "old", "loop": "rl", "runs_folder": str(tmp_path), "model": {"path": "m"}, "data": {"train": "t"}}
     )
     with RunFolder(recipe) as folder:
         folder.metrics_file.write_bytes(line)
-        assert [*folder.logged_steps()] == [
-            {"step": 1, "entropy/trained_share": 0.2, "rollout/paused_seconds": None, "train/loss": 0.5}
-        ]
+        [logged] = folder.logged_steps()
+        assert logged.metrics == pytest.approx(
+            {"entropy/trained_share": 0.2, "rollout/paused_seconds": math.nan, "train/loss": 0.5}, nan_ok=True
+        )
         assert folder.metrics_file.read_bytes() == line, "the file stays as it was written"
 
 
 def test_an_interrupted_step_of_an_older_version_is_logged_by_new_names(tmp_path: Path) -> None:
-    step = _unlogged_step(tmp_path / "step_000004", {"unlogged": {"rollout/given_up": 3.0, "train/loss": 0.5}})
-    assert step is not None and step.metrics == {"rollout/dropped_groups": 3.0, "train/loss": 0.5}
+    recipe = Recipe.model_validate(
+        {"name": "old", "loop": "rl", "runs_folder": str(tmp_path), "model": {"path": "m"}, "data": {"train": "t"}}
+    )
+    with RunFolder(recipe) as folder:
+        folder.begin(4, unlogged={"rollout/given_up": 3.0, "train/loss": 0.5})
+        [step] = folder.logged_steps()
+    assert step == StepLine(4, {"rollout/dropped_groups": 3.0, "train/loss": 0.5}, evaluation_follows=True)

@@ -26,7 +26,6 @@ from megarl.files.atomic import disk_full_named, replace_text, storage_faults_na
 from megarl.files.model_folder import read_object
 from megarl.loops.saving.data_position import DataPosition
 from megarl.loops.saving.state_replication import StateReplication
-from megarl.loops.step import Step
 from megarl.report.model_card import write_card
 from megarl.tracking.earlier_run import DRIVER, SCHEMA, EarlierRun, checkpoint_step
 from megarl.tracking.run_folder import RunFolder
@@ -72,7 +71,6 @@ class Checkpoints:
         self._inputs, self._spikes, self._position = inputs, spikes, position
         self._spikes_then: Mapping[str, Any] | None = None
         """Memory of the spikes at the begin of the save. A background save ends when later updates have been added."""
-        self._unlogged: Step | None = None
         self._begun: int | None = None
         self._exported_at: int | None = None
         self._best = BestModel(recipe, folder, tracker, ranks)
@@ -99,9 +97,9 @@ class Checkpoints:
         await self.copies.begin(self._ranks, step, save_driver, self._checksum_after(step), self._memory_of_spikes())
 
     def judge(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Move the step's model to `hf_best/` if its evaluation, part of `metrics`, is the best so far.
+        """Move the step's model to `hf_best/` if its evaluation is the best so far. `metrics` are the evaluation's.
 
-        Also write the cards of models exported at this step. Its metrics must have been logged.
+        Also write the cards of models exported at this step. All its metrics must have been logged.
         """
         self._best.judge(step, metrics)
         exported = {self._step_folder(step): self._exported_at, self._folder.path / "hf_best": self._best.step}
@@ -113,14 +111,9 @@ class Checkpoints:
         self,
         step: int,
         save_driver: Callable[[Path], None] | None = None,
-        unlogged: Step | None = None,
     ) -> None:
-        """Save the state after a step and its reshard, and wait for the save. Does nothing if the checkpoint exists.
-
-        `unlogged` is the step if its evaluation was interrupted. The resumed run logs its metrics.
-        """
+        """Save the state after a step and its reshard, and wait for the save. Does nothing if the checkpoint exists."""
         await self._check_weights()
-        self._unlogged = unlogged
         if self._begun != step and not self._published(step).exists():
             await self._begin(step, save_driver, False, is_resharded=True)
         await self.complete(wait=True)
@@ -178,13 +171,9 @@ class Checkpoints:
         """Write driver.json and the manifest, rename the folder to its final name, and remove old checkpoints."""
         faults.reach("manifest")
         partial, home = self._partial(step), self._folder.checkpoints_folder
-        unlogged = outcome = None
-        if self._unlogged is not None:
-            unlogged = {name: float(value) for name, value in self._unlogged.metrics.items()}
-            outcome = self._unlogged.outcome.as_json()
         driver = {
             "schema": SCHEMA, "step": step, "recipe": plain_recipe(self._recipe), **self._inputs,
-            "unlogged": unlogged, "outcome": outcome, "checksum": self._checksum_after(step),
+            "checksum": self._checksum_after(step),
             "spikes": self._spikes_then, "drawn": self._position.after(step, self._recipe).as_json(),
         }  # fmt: skip
         replace_text(partial / DRIVER, json.dumps(driver, indent=2) + "\n")

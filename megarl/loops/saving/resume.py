@@ -21,12 +21,9 @@ from megarl.files.atomic import storage_faults_named
 from megarl.files.model_folder import read_object
 from megarl.loops.saving.checkpointing import Survey, plain_recipe, remove_incomplete_saves, survey
 from megarl.loops.saving.data_position import DataPosition
-from megarl.loops.step import Step
 from megarl.preflight.files import RecordDigests, data_paths
 from megarl.terminal import Console
 from megarl.tracking.earlier_run import DRIVER, checkpoint_step, refuse_other_schema
-from megarl.tracking.outcomes import StepOutcome
-from megarl.tracking.renamed_metrics import current_metrics
 from megarl.tracking.run_folder import RunFolder
 from megarl.types import ConfigError, DataError
 
@@ -83,7 +80,7 @@ class Inputs:
 class Origin:
     """Where a run starts: at a checkpoint, or (None) from the beginning.
 
-    `position` is that in the data. `unlogged` is the checkpoint's step if a signal interrupted its evaluation.
+    `position` is that in the data.
     `checksum` is that of the policy's weights; None if the saving run computed none (weights.check_every).
     `spikes` is the memory of the spike detector; None if the saving run had none. With `copied_step`, the ranks have
     copies of the state after this step in memory; `checkpoint` is then a folder with the driver's part alone.
@@ -92,7 +89,6 @@ class Origin:
     checkpoint: Path | None
     inputs: Inputs
     position: DataPosition
-    unlogged: Step | None = None
     checksum: str | None = None
     spikes: Mapping[str, Any] | None = None
     copied_step: int | None = None
@@ -137,25 +133,14 @@ def find_origin(recipe: Recipe, folder: RunFolder, resume: Resume | None, kept: 
         console.print(f"{folder.path} has no checkpoint yet: starting from the beginning")
     # Begin before `settle` removes incomplete saves. A full disk is then reported now, not hidden by the little space
     # freed.
-    unreadable = folder.begin(checkpoint_step(surveyed.good) if surveyed.good else None, recipe.cluster.max_restarts)
+    unreadable = folder.begin(
+        checkpoint_step(surveyed.good) if surveyed.good else None, recipe.cluster.max_restarts, earlier.get("unlogged")
+    )
     if resume:
         surveyed.settle(folder.checkpoints_folder)
     if unreadable:
         _warn(console, [f"{folder.metrics_file}: {unreadable} lines are not readable and are skipped"])
-    # The step's metrics may have been logged after the save. Logging them again would duplicate the step.
-    unlogged = (
-        None if folder.has_logged_resumed_step or surveyed.good is None else _unlogged_step(surveyed.good, earlier)
-    )
-    return Origin(surveyed.good, inputs, position, unlogged, earlier.get("checksum"), earlier.get("spikes"))
-
-
-def _unlogged_step(checkpoint: Path, driver: Mapping[str, Any]) -> Step | None:
-    """Return a checkpoint's step if a signal interrupted its evaluation, from its driver.json; else None."""
-    metrics = driver.get("unlogged")
-    if metrics is None:
-        return None
-    outcome = StepOutcome.from_json(driver.get("outcome") or {})
-    return Step(checkpoint_step(checkpoint), current_metrics(metrics), outcome, is_trained=True)
+    return Origin(surveyed.good, inputs, position, earlier.get("checksum"), earlier.get("spikes"))
 
 
 def begin_from_copy(origin: Origin, recipe: Recipe, folder: RunFolder) -> Origin:
@@ -183,14 +168,10 @@ def read_driver(checkpoint: Path) -> dict[str, Any]:
     path = checkpoint / DRIVER
     driver = read_object(path)
     kinds = dict.fromkeys(("recipe", "models", "data", "kept", "drawn"), dict)
-    optional = {"unlogged": dict, "outcome": dict, "template": str, "checksum": str}
+    # Earlier versions logged a step after its evaluation, and saved the metrics of an interrupted one as `unlogged`.
+    optional = {"unlogged": dict, "template": str, "checksum": str}
     wrong = [name for name, kind in kinds.items() if not isinstance(driver.get(name, {}), kind)]
     wrong += [name for name, kind in optional.items() if not isinstance(driver.get(name), kind | None)]
-    if not wrong:
-        try:
-            StepOutcome.from_json(driver.get("outcome") or {})
-        except ValueError as error:
-            wrong.append(str(error))
     if wrong or not driver.get("recipe"):
         raise DataError(
             f"{path}: the field {(wrong or ['recipe'])[0]} is missing or damaged. Remove this checkpoint, and resume "

@@ -35,7 +35,10 @@ class RunTracker(Protocol):
     """
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Log a step's metrics, keyed by name. Step numbers increase."""
+        """Log a step's metrics, keyed by name. Step numbers increase.
+
+        If a step is evaluated, a second call with its number has the evaluation's metrics.
+        """
 
     def samples(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
         """Log samples as plain records (prompt, completion, reward...). `set` in a record names its validation set."""

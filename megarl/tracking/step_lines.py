@@ -1,0 +1,86 @@
+"""Lines of metrics.jsonl. A step has one, and a second one after it if the step is evaluated.
+
+The file may have been written by an earlier version, cut short, or changed by anybody: lines are checked when read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+from megarl.files.strict_json import loads
+from megarl.tracking.renamed_metrics import current_metrics
+
+_FOLLOWS = "evaluation_follows"
+"""Field of a step's line, true if a line with the step's evaluation follows."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepLine:
+    """Line of a step. `metrics` have their current names, and NaN for values that are not finite."""
+
+    step: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    evaluation_follows: bool = False
+
+    @classmethod
+    def read(cls, line: bytes, max_values: int | None = None) -> Self | None:
+        """Return the line; None if it is not a JSON object with a step, or has more than `max_values` values.
+
+        Values that are not numbers are left out.
+        """
+        try:
+            row = loads(line, max_values)
+        except ValueError:
+            return None
+        step = row.get("step") if isinstance(row, dict) else None
+        if not isinstance(step, int | float) or isinstance(step, bool) or not math.isfinite(step):
+            return None
+        return cls(int(step), numbers_of(row), row.get(_FOLLOWS) is True)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return JSON values for a line of the file."""
+        return {"step": self.step, **({_FOLLOWS: True} if self.evaluation_follows else {}), **self.metrics}
+
+    def with_evaluation(self, line: StepLine) -> StepLine:
+        """Return the whole step, from this line and its evaluation's.
+
+        Metrics of both, such as times, are those of the whole step in the evaluation's line.
+        """
+        return replace(line, metrics={**self.metrics, **line.metrics})
+
+
+def numbers_of(row: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics in a JSON object by their current names, without values that are not numbers."""
+    metrics = {name: _number(value) for name, value in row.items() if name != "step" and _is_number(value)}
+    return current_metrics(metrics)
+
+
+def join_steps(lines: Iterable[StepLine]) -> Iterator[StepLine]:
+    """Yield the steps of lines in their order. A step that was trained again comes once more."""
+    step: StepLine | None = None
+    for line in lines:
+        if step is not None and step.evaluation_follows and step.step == line.step:
+            step = step.with_evaluation(line)
+            continue
+        if step is not None:
+            yield step
+        step = line
+    if step is not None:
+        yield step
+
+
+def _is_number(value: Any) -> bool:
+    # bool is excluded, because Python counts it as an int.
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+
+
+def _number(value: float | None) -> float:
+    """Return a logged number, NaN if it was not finite (the file then has null)."""
+    try:
+        return math.nan if value is None or not math.isfinite(value) else float(value)
+    # JSON integers have any size; a float has not.
+    except OverflowError:
+        return math.nan
