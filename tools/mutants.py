@@ -36,11 +36,15 @@ class Mutant:
     end: int
     old: str
     new: str
+    old_lines: str
+    """The lines with the place."""
+    new_lines: str
+    """The same lines with the change."""
 
     @property
     def key(self) -> str:
         """Name of the mutant that does not change when lines move."""
-        return f"{self.path} {self.function}: {self.kind}: {self.old} -> {self.new}"
+        return f"{self.path} {self.function}: {self.kind}: {self.old_lines} -> {self.new_lines}"
 
     def apply(self, source: str) -> str:
         """Return the file's text with this change."""
@@ -81,8 +85,11 @@ class _Finder(ast.NodeVisitor):
     def _add(self, node: ast.expr | ast.stmt, kind: str, start: int, end: int, new: str) -> None:
         if self._num_functions:
             function = ".".join(self._scopes)
-            old = self._source[start:end]
-            self.mutants.append(Mutant(self._path, function, node.lineno, kind, start, end, old, new))
+            first = self._source.rfind("\n", 0, start) + 1
+            last = self._source.find("\n", end)
+            old, before, after = self._source[start:end], self._source[first:start], self._source[end:last]
+            lines = (before + old + after).strip(), (before + new + after).strip()
+            self.mutants.append(Mutant(self._path, function, node.lineno, kind, start, end, old, new, *lines))
 
     def _replace_operator(self, kind: str, node: ast.expr, left: ast.expr, right: ast.expr, new: str) -> None:
         """Add a mutant that replaces the operator between two operands, which may stand in brackets."""

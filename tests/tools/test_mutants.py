@@ -40,8 +40,18 @@ def test_each_place_has_its_mutants(statement: str, tmp_path: Path) -> None:
     mutants = find_mutants(tmp_path, path)
     assert [(mutant.kind, mutant.old, mutant.new) for mutant in mutants] == CASES[statement]
     for mutant in mutants:
-        assert mutant.key == f"module.py f: {mutant.kind}: {mutant.old} -> {mutant.new}" and mutant.line >= 6
+        assert mutant.key.startswith(f"module.py f: {mutant.kind}: ") and mutant.line >= 6
+        assert mutant.old in mutant.old_lines and mutant.new in mutant.new_lines
         ast.parse(mutant.apply(path.read_text(encoding="utf-8")))
+
+
+def test_changes_of_one_kind_in_a_function_have_keys_of_their_own(tmp_path: Path) -> None:
+    path = tmp_path / "module.py"
+    path.write_text("def f(a):\n    return a[0] + a[0]\n", encoding="utf-8")
+    assert [mutant.key for mutant in find_mutants(tmp_path, path) if mutant.kind == "off by one"] == [
+        "module.py f: off by one: return a[0] + a[0] -> return a[1] + a[0]",
+        "module.py f: off by one: return a[0] + a[0] -> return a[0] + a[1]",
+    ]
 
 
 def test_the_kinds_take_turns_in_a_draw_by_seed() -> None:
@@ -61,6 +71,9 @@ def test_each_mutant_without_effect_exists_and_has_a_reason() -> None:
 
 def test_the_tests_that_import_a_module_run_first() -> None:
     path = "megarl/algorithms/advantages.py"
-    tests = mutations.tests_of(Mutant(path, "gae", 1, "constant", 0, 0, "", ""))
+    tests = mutations.tests_of(Mutant(path, "gae", 1, "constant", 0, 0, "", "", "", ""))
     assert tests[-1] == "tests/algorithms"
     assert {"tests/algorithms/test_advantages.py", "tests/rollout/test_batch_advantages.py"} <= set(tests[:-1])
+    # This test imports the module from its package.
+    transport = Mutant("megarl/reshard/transport.py", "f", 1, "constant", 0, 0, "", "", "", "")
+    assert "tests/reshard/checks/test_verify.py" in mutations.tests_of(transport)

@@ -1,6 +1,6 @@
 """Tests notice small changes of the code: of mutants drawn by seed, at least 92 % are killed.
 
-    python tools/check.py mutations [--package algorithms] [--count 200] [--seed 1] [--jobs 2] [--list]
+    python tools/check.py mutations [--package algorithms] [--count 200] [--seed 1] [--jobs 2] [--fast] [--list]
 
 A mutant is one change of one place (`tools/mutants.py`): an operator, a constant, a condition, a dropped statement, two
 swapped arguments. The tests that import its module run with it, then all of its package, until the first
@@ -64,6 +64,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--count", type=int, default=200, help="number of mutants")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=2, help="number of mutants tried at the same time")
+    parser.add_argument("--fast", action="store_true", help="try no test that starts ranks or runs")
     parser.add_argument("--list", action="store_true", help="print the drawn mutants, and try none")
 
 
@@ -147,8 +148,9 @@ def _texts_of_tests() -> dict[Path, str]:
 
 def tests_of(mutant: Mutant) -> list[str]:
     """Return the tests for a mutant: the files that import its module first, then all of its package's folders."""
-    module = re.escape(mutant.path.removesuffix(".py").replace("/", "."))
-    files = [path for path, text in _texts_of_tests().items() if re.search(rf"\b{module}\b", text)]
+    package, _, module = mutant.path.removesuffix(".py").replace("/", ".").rpartition(".")
+    imports = rf"\b{re.escape(package)}(\.{module}\b| import .*\b{module}\b)"
+    files = [path for path, text in _texts_of_tests().items() if re.search(imports, text)]
     return [*(str(path.relative_to(ROOT)) for path in files), *_folders_of(_package_of(mutant))]
 
 
@@ -194,7 +196,7 @@ def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 limit = limit_of(_package_of(mutant), checkout)
                 checkout.write(mutant.path, mutant.apply(source))
                 killer, _ = checkout.run_tests(paths, "fast and not long", limit)
-                if not killer:
+                if not killer and not options.fast:
                     slower = "not fast and not types and not long and not slurm"
                     killer, _ = checkout.run_tests(paths, slower, 10 * limit)
                 return killer
