@@ -11,7 +11,7 @@ from math import comb
 import numpy as np
 import pytest
 
-from megarl.algorithms.estimates import majority_at_k, mean_with_interval, pass_at_k, wilson
+from megarl.algorithms.estimates import majority_at_k, mean_with_interval, paired_difference, pass_at_k, wilson
 
 
 @pytest.mark.parametrize("num_attempts", [1, 2, 7, 10])
@@ -128,3 +128,16 @@ def test_intervals_hold_the_true_rate_as_often_as_they_say() -> None:
         drawn = generator.binomial(num_attempts, 0.3, size=(200, 60)) / num_attempts
         held = [measure.low <= 0.3 <= measure.high for measure in map(mean_with_interval, drawn.tolist())]
         assert np.mean(held) >= 0.9
+
+
+def test_the_interval_of_a_rate_stays_within_0_and_1_despite_rounding() -> None:
+    # For some of these counts the formula gives 1 + 2e-16 or -1e-17.
+    assert all(wilson(count, count)[1] <= 1.0 and wilson(0, count)[0] >= 0.0 for count in range(1, 1000))
+
+
+@pytest.mark.parametrize(("difference", "bound"), [(1.0, 1.0), (-1.0, -1.0)])
+def test_the_interval_of_paired_differences_stays_within_its_range(difference: float, bound: float) -> None:
+    # The formula gives 0.6 + 0.58 here.
+    measure = paired_difference([difference] * 3)
+    assert (measure.high if bound > 0 else measure.low) == bound
+    assert measure.low < measure.high

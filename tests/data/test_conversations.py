@@ -135,6 +135,7 @@ def test_a_file_of_conversations(tmp_path, tokenizer):
     assert second.token_ids.dtype == np.int64 and second.loss_mask.dtype == np.bool_
     with pytest.raises(DataError, match=rf"line 1: the conversation has {len(first)} tokens"):
         read(tmp_path, tokenizer, DIALOGUE, max_tokens=len(first) - 1)
+    assert read(tmp_path, tokenizer, DIALOGUE, max_tokens=len(first))
 
 
 def test_a_record_without_an_answer(tmp_path, tokenizer):

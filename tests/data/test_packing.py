@@ -120,3 +120,5 @@ def test_attention_ratio_is_the_length_of_equal_work():
 def test_a_sequence_above_the_cap_is_refused():
     with pytest.raises(ValueError, match="sequence 1 takes 12 tokens, but a microbatch holds at most 10"):
         pack([3, 9, 5], max_tokens=10, num_ranks=2, multiple=4)
+    # A sequence may fill its microbatch.
+    assert pack([3, 9, 5], max_tokens=12, num_ranks=1, multiple=4)

@@ -80,6 +80,14 @@ def test_faults_are_named(tmp_path, tokenizer, record, told):
     assert "pairs.jsonl, line 1: " in str(caught.value) and told in str(caught.value)
 
 
+def test_a_pair_may_take_the_whole_microbatch(tmp_path, tokenizer):
+    record = {"messages": USER, "chosen": "5", "rejected": "6"}
+    size = sum(len(tokenizer.encode(prompt + answer)) for prompt, answer in FIVE_AND_SIX)
+    assert read(tmp_path, tokenizer, record, max_tokens=size) == FIVE_AND_SIX
+    with pytest.raises(DataError, match=f"the pair has {size} tokens"):
+        read(tmp_path, tokenizer, record, max_tokens=size - 1)
+
+
 def judged(tmp_path, tokenizer, *records: dict[str, Any], max_tokens: int = 200):
     (tmp_path / "judged.jsonl").write_text("\n".join(map(json.dumps, records)))
     return read_examples(
