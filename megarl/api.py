@@ -90,9 +90,9 @@ class Run:
         return _table([record for number in steps for record in read_records(files[number], number)])
 
     def _read(self) -> Any:
-        from megarl.report.recorded import read_run
+        from megarl.tracking.run_record import RunRecord
 
-        return read_run(self.path)
+        return RunRecord.open(self.path)
 
 
 def train(
@@ -160,7 +160,7 @@ def evaluate(
 
 def load_run(path: str | Path) -> Run:
     """Return the run in a folder. Raises ConfigError if the folder is not that of a run."""
-    from megarl.report.recorded import refuse_other_folders
+    from megarl.tracking.run_record import refuse_other_folders
 
     refuse_other_folders(Path(path))
     return Run(Path(path))

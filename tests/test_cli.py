@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megarl.tracking.earlier_run import SCHEMA
+from megarl.tracking.run_record import SCHEMA
 from tests.forked_command import MEGARL
 
 pytestmark = pytest.mark.end_to_end

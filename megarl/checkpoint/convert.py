@@ -64,7 +64,7 @@ from megarl.reshard.checks.ledger import piece_checksum
 from megarl.reshard.layouts.packed import checkpoint_names, checkpoint_tensors, unpack_layout
 from megarl.reshard.plan import make_plan
 from megarl.reshard.transport import Transport
-from megarl.tracking.earlier_run import EarlierRun, newest_checkpoint
+from megarl.tracking.run_record import RunRecord, newest_checkpoint
 from megarl.types import ConfigError, DataError
 
 # 64 MiB. Bounds the memory of a conversion: one slab is filled while another is written.
@@ -503,7 +503,7 @@ def _checkpoint_of_run(folder: Path) -> Path:
         )
     if folder.is_dir() and folder.name == "checkpoints":
         raise ConfigError(f"{folder}: has no checkpoint step_NNNNNN; set checkpoint.every_steps so that the run saves")
-    if not folder.exists() and (checkpoints := EarlierRun.read(folder.parent.parent).checkpoints):
+    if not folder.exists() and (checkpoints := RunRecord.read(folder.parent.parent).checkpoints):
         raise ConfigError(
             f"{folder}: not found; the run's checkpoints are {', '.join(checkpoint.name for checkpoint in checkpoints)}"
         )

@@ -128,7 +128,7 @@ def train(
     from megarl.config.override_text import override_text
     from megarl.platform.imports import disable_collector
     from megarl.tracking.display import Display
-    from megarl.tracking.earlier_run import EarlierRun, refuse_other_schema
+    from megarl.tracking.run_record import RunRecord, refuse_other_schema
 
     if resume and restart:
         raise ConfigError(
@@ -142,7 +142,7 @@ def train(
             raise ConfigError(_folder_hint(path))
         if resume:
             # Checked before config.yaml is read: fields of another version would be reported as unknown keys.
-            earlier = EarlierRun.read(path)
+            earlier = RunRecord.read(path)
             earlier.refuse_newer_version()
             for checkpoint in earlier.checkpoints[:1]:
                 refuse_other_schema(checkpoint)
@@ -250,10 +250,10 @@ def _has_work(recipe: Recipe, resume: str | None) -> bool:
     Raises ConfigError if the run folder does not fit the options.
     """
     from megarl.config.recipe import recipe_changes
-    from megarl.tracking.earlier_run import EarlierRun
     from megarl.tracking.run_folder import run_path
+    from megarl.tracking.run_record import RunRecord
 
-    earlier = EarlierRun.read(run_path(recipe))
+    earlier = RunRecord.read(run_path(recipe))
     if resume is None:
         earlier.refuse_new_start()
         return True

@@ -114,12 +114,12 @@ def _model_of_run(checkpoint: Path) -> tuple[Path, Mapping[str, Any]] | None:
     """Return model folder and model.override_config from the run containing a checkpoint. None: it is in no run
     folder."""
     from megarl.config.recipe import load_of_run
-    from megarl.tracking.earlier_run import EarlierRun
+    from megarl.tracking.run_record import RunRecord
 
     folder = checkpoint.absolute()
     home = folder if folder.name == "checkpoints" else folder.parent
     if home.name != "checkpoints" or not (home.parent / "config.yaml").is_file():
         return None
-    EarlierRun.read(home.parent).refuse_newer_version()
+    RunRecord.read(home.parent).refuse_newer_version()
     model = load_of_run(home.parent).model
     return Path(model.folder), model.override_config

@@ -125,8 +125,8 @@ def samples(
     """Show samples of a run, or answers of an evaluation: one at a time on a terminal, otherwise all."""
     if is_account:
         from megarl.console.results import print_account
-        from megarl.report.recorded import refuse_other_folders
         from megarl.tracking.draws import account
+        from megarl.tracking.run_record import refuse_other_folders
 
         refuse_other_folders(run)
         prompts = account(run)

@@ -48,11 +48,11 @@ def resize(
     """
     from megarl.config.recipe import load_of_run
     from megarl.loops.resizing import FIELDS, request, resized
-    from megarl.tracking.earlier_run import EarlierRun
+    from megarl.tracking.run_record import RunRecord
 
     if not overrides:
         raise ConfigError(f"megarl resize: give the new sizes as overrides; it can change {', '.join(FIELDS)}")
-    state = EarlierRun.read(run).status.get("state")
+    state = RunRecord.open_of_this_version(run).status.get("state")
     if state != "running":
         raise ConfigError(f"{run}: the run is not running (status.json: {state}); start it with megarl train")
     before = load_of_run(run)

@@ -17,8 +17,8 @@ from megarl.config.secrets import HIDDEN, holds_secret, secret_items
 from megarl.files.script_values import host_name, is_host_name
 from megarl.files.shipped import home, is_clone
 from megarl.platform.commands import run_command
-from megarl.tracking.earlier_run import EarlierRun
 from megarl.tracking.run_folder import run_path
+from megarl.tracking.run_record import RunRecord
 from megarl.types import ConfigError, FaultyNodeError
 
 _OPTIONS = ("cluster", "sbatch_options")
@@ -99,7 +99,7 @@ def _excluded_nodes(recipe: Recipe) -> list[str]:
     if recipe.cluster.launcher == "ray":
         return []
     folder = run_path(recipe)
-    return [host_name(node, f"{folder / 'status.json'}: bad_nodes") for node in EarlierRun.read(folder).bad_nodes]
+    return [host_name(node, f"{folder / 'status.json'}: bad_nodes") for node in RunRecord.read(folder).bad_nodes]
 
 
 def _sizes(nodes: ClusterConfig | NodeGroup, has_gpus: bool) -> dict[str, object]:

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from megarl.algorithms.estimates import Measure
     from megarl.checkpoint.convert import Conversion
     from megarl.report.evaluations import RecordedEvaluation
-    from megarl.report.recorded import RecordedRun
     from megarl.rollout.evaluate import EvaluatedSet
     from megarl.tracking.draws import Account
     from megarl.tracking.metric_table import Row
+    from megarl.tracking.run_record import RunRecord
 
 
 def print_evaluation(evaluated_sets: Sequence[EvaluatedSet], folder: Path) -> None:
@@ -61,7 +61,7 @@ def measure_text(name: str, measure: Measure, *, signed: bool = False) -> str:
     return f"{value} ({low} to {high})"
 
 
-def print_report(page: Path, num_bytes: int, entries: Sequence[RecordedRun] | Sequence[RecordedEvaluation]) -> None:
+def print_report(page: Path, num_bytes: int, entries: Sequence[RunRecord] | Sequence[RecordedEvaluation]) -> None:
     """Print the summary and the path of an HTML page about runs or evaluations."""
     from megarl.report.evaluations import RecordedEvaluation
 
@@ -73,10 +73,10 @@ def print_report(page: Path, num_bytes: int, entries: Sequence[RecordedRun] | Se
     print(printable(f"wrote {page}: {size_text(num_bytes)}; {', '.join(names)}. Open it in a browser."))
 
 
-def _run_text(run: RecordedRun) -> str:
+def _run_text(run: RunRecord) -> str:
     """Return a run's name, state and step, and its parent if it is a fork."""
-    parent = f", fork of {run.parent}" if run.parent else ""
-    return f"{run.name} ({run.state}, step {run.step}{parent})"
+    origin = f", fork of {run.origin}" if run.origin else ""
+    return f"{run.name} ({run.state}, step {run.last_step}{origin})"
 
 
 def _accuracies(evaluation: RecordedEvaluation, first: RecordedEvaluation | None) -> Iterator[str]:

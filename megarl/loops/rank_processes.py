@@ -23,9 +23,9 @@ from megarl.loops.saving.resume import Origin
 from megarl.loops.saving.state_replication import StateReplication
 from megarl.loops.stopping import StopRequest
 from megarl.reshard.state_holders import hand_overs
-from megarl.tracking.earlier_run import EarlierRun, checkpoint_step
 from megarl.tracking.metric_rows import MetricRow
 from megarl.tracking.run_folder import RunFolder
+from megarl.tracking.run_record import RunRecord, checkpoint_step
 from megarl.types import MegarlError, PeerLostError
 
 _GROWTH_SECONDS = 30.0
@@ -314,7 +314,7 @@ class RankProcesses:
         await between.set_apart()
         return between, [present.index(source) if source in present else None for source in sources]
 
-    def copied_origin(self, origin: Origin, earlier: EarlierRun) -> Origin | None:
+    def copied_origin(self, origin: Origin, earlier: RunRecord) -> Origin | None:
         """Return the copies in host memory as the run's origin; None if they are incomplete or older than a checkpoint.
 
         `origin` is where the run started before. `earlier` lists the checkpoints on disk.

@@ -13,9 +13,9 @@ from rich.text import Text
 
 from megarl.files.atomic import storage_faults_named
 from megarl.report.evaluations import ANSWERS, is_evaluation
-from megarl.report.recorded import read_run
 from megarl.report.sample_text import make_visible
 from megarl.report.samples import extreme, read_records
+from megarl.tracking.run_record import RunRecord
 from megarl.types import ConfigError
 
 Order = Literal["file", "best", "worst"]
@@ -58,7 +58,7 @@ def browse(
             raise ConfigError(f"--step {selection.step}: {path} is an evaluation, which has no steps; leave --step out")
         files = {_EVALUATION: path / ANSWERS}
     else:
-        files = dict(read_run(path).sample_files)
+        files = dict(RunRecord.open(path).sample_files)
     if not files:
         raise ConfigError(
             f"{path}: the run has no samples yet; they are written at the first evaluation and at the first step of "

@@ -8,7 +8,7 @@ from typing import Any
 
 from megarl.algorithms.estimates import Measure
 from megarl.report.evaluations import ANSWERS, RecordedEvaluation, SetDifference, differences
-from megarl.report.recorded import now_text
+from megarl.report.labels import now_text
 from megarl.report.sample_text import compact, shortened_text
 from megarl.report.samples import changed_between, read_records
 

@@ -11,10 +11,10 @@ from typing import Any, Literal
 from megarl.algorithms.estimates import Measure, mean_score, mean_with_interval, paired_difference
 from megarl.files.atomic import storage_faults_named
 from megarl.files.plain_yaml import flatten_sections
+from megarl.files.record_files import json_lines, mapping_or_empty, object_or_empty
 from megarl.files.strict_json import MEDIUM
-from megarl.report.recorded import json_lines, mapping_or_empty, object_or_empty
 from megarl.report.samples import digest
-from megarl.tracking.earlier_run import whole_number
+from megarl.tracking.run_record import whole_number
 from megarl.types import ConfigError
 
 ANSWERS = "answers.jsonl"

@@ -22,7 +22,7 @@ from megarl.files.hub import is_hub_name
 from megarl.files.model_folder import CARD, find_folder, read_object
 from megarl.files.plain_yaml import is_too_large
 from megarl.report.evaluations import is_evaluation, read_evaluation
-from megarl.report.recorded import RecordedRun, read_run
+from megarl.tracking.run_record import RunRecord
 from megarl.types import DataError, MegarlError
 
 # A data source belongs to the set's name, a reward function to the measure's: val/SET/data_source/NAME/reward/mean.
@@ -70,12 +70,12 @@ def write_card(run: Path, model: Path, step: int, name: str | None = None) -> No
 
     `name` is the model's name on the Hub. Default: the one of the run. Raises StorageError.
     """
-    text = str(model_card(read_run(run), model, step, name))
+    text = str(model_card(RunRecord.open(run), model, step, name))
     with storage_faults_named(model / CARD):
         replace_text(model / CARD, text)
 
 
-def model_card(run: RecordedRun, model: Path, step: int, name: str | None = None) -> ModelCard:
+def model_card(run: RunRecord, model: Path, step: int, name: str | None = None) -> ModelCard:
     """Return the model card of a run's model after a step. `model` is its folder, `name` its name on the Hub."""
     from huggingface_hub import ModelCard
 
@@ -84,7 +84,7 @@ def model_card(run: RecordedRun, model: Path, step: int, name: str | None = None
     return ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n{_body(run, model, step, results, name, metadata)}")
 
 
-def _results_of_step(run: RecordedRun, step: int) -> Iterator[Result]:
+def _results_of_step(run: RunRecord, step: int) -> Iterator[Result]:
     """Yield the measures of the run's own evaluation of a step, if it evaluated this step."""
     rows = dict(run.rows)
     row, before = rows.get(step, {}), rows.get(0, {}) if step else {}
@@ -99,7 +99,7 @@ def _results_of_step(run: RecordedRun, step: int) -> Iterator[Result]:
             yield Result(name.split("/")[1], "loss", value, None, before.get(name))
 
 
-def _results_of_evaluations(run: RecordedRun, model: Path) -> Iterator[Result]:
+def _results_of_evaluations(run: RunRecord, model: Path) -> Iterator[Result]:
     """Yield the measures that `megarl eval` recorded for this model in the run's folder.
 
     Broken ones are left out, and those of earlier weights in the same folder.
@@ -125,7 +125,7 @@ def _result_of(set_name: str, name: str, measure: Measure, config: Mapping[str, 
     return Result(set_name, name, measure.value, (measure.low, measure.high), None, sampling)
 
 
-def _metadata(run: RecordedRun, model: Path, results: Sequence[Result], name: str) -> ModelCardData:
+def _metadata(run: RunRecord, model: Path, results: Sequence[Result], name: str) -> ModelCardData:
     from huggingface_hub import ModelCardData
 
     base, inherited = _base_model(run)
@@ -146,7 +146,7 @@ def _metadata(run: RecordedRun, model: Path, results: Sequence[Result], name: st
     )
 
 
-def _base_model(run: RecordedRun) -> tuple[str | None, dict[str, Any]]:
+def _base_model(run: RunRecord) -> tuple[str | None, dict[str, Any]]:
     """Return the trained model's name on the Hub, None if unknown, and the metadata taken from its card."""
     from huggingface_hub import ModelCard
 
@@ -206,7 +206,7 @@ def _eval_result(result: Result, sources: Mapping[str, str | None]) -> EvalResul
 
 
 def _body(
-    run: RecordedRun, model: Path, step: int, results: Sequence[Result], name: str | None, metadata: ModelCardData
+    run: RunRecord, model: Path, step: int, results: Sequence[Result], name: str | None, metadata: ModelCardData
 ) -> str:
     """Return the card's text below the metadata, as Markdown."""
     base = metadata.base_model or f"the local model {Path(str(run.config.get('model.path', ''))).name}"
@@ -256,8 +256,8 @@ def _results_text(results: Sequence[Result], step: int) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows))
 
 
-def _versions_text(run: RecordedRun) -> str:
-    versions = next((a.record["versions"] for a in reversed(run.attempts) if a.record.get("versions")), None)
+def _versions_text(run: RunRecord) -> str:
+    versions = next((s.facts["versions"] for s in reversed(run.starts) if s.facts.get("versions")), None)
     if not isinstance(versions, Mapping):
         return "The run did not record them."
     return "\n".join(f"- {package} {version}" for package, version in versions.items())

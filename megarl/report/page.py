@@ -16,9 +16,10 @@ from megarl.files.atomic import replace_bytes, storage_faults_named
 from megarl.report import curves, samples
 from megarl.report.evaluation_page import evaluation_content
 from megarl.report.evaluations import RecordedEvaluation, is_evaluation, read_evaluation, refuse_mixed
-from megarl.report.recorded import Attempt, RecordedRun, distinct_labels, now_text, read_run
+from megarl.report.labels import distinct_labels, now_text
 from megarl.report.replays import replay_contents
 from megarl.report.sample_text import shortened_text
+from megarl.tracking.run_record import RunRecord, StartRecord
 from megarl.types import ConfigError
 
 _PAGE = """<!doctype html>
@@ -49,7 +50,7 @@ _VALUE = 400
 
 def write_report(
     paths: Sequence[Path], out: Path | None = None
-) -> tuple[Path, int, list[RecordedRun] | list[RecordedEvaluation]]:
+) -> tuple[Path, int, list[RunRecord] | list[RecordedEvaluation]]:
     """Write the HTML page about run folders or evaluation folders. Return its path, its size, and the data read.
 
     Default of `out`: `report.html` in the folder, or in the current folder for several. Raises ConfigError for other
@@ -64,7 +65,7 @@ def write_report(
         entries = [read_evaluation(path) for path in different]
         content = render_evaluations(entries)
     else:
-        entries = [read_run(path) for path in different]
+        entries = [RunRecord.open(path) for path in different]
         content = render(entries)
     with storage_faults_named(target):
         replace_bytes(target, content)
@@ -85,7 +86,7 @@ def _refuse_other_files(target: Path) -> None:
             raise ConfigError(f"--out {target}: the file exists and is not an HTML page; choose another name")
 
 
-def render(runs: Sequence[RecordedRun]) -> bytes:
+def render(runs: Sequence[RunRecord]) -> bytes:
     labels = distinct_labels(runs)
     return _page(labels, content_of(runs, labels))
 
@@ -116,7 +117,7 @@ def _page(labels: Sequence[str], content: Mapping[str, Any]) -> bytes:
     return page.encode("utf-8", "replace")
 
 
-def content_of(runs: Sequence[RecordedRun], labels: Sequence[str]) -> dict[str, Any]:
+def content_of(runs: Sequence[RunRecord], labels: Sequence[str]) -> dict[str, Any]:
     all_rows = [curves.with_derived(run.rows) for run in runs]
     points = curves.points_for(all_rows)
     return {
@@ -131,7 +132,7 @@ def content_of(runs: Sequence[RecordedRun], labels: Sequence[str]) -> dict[str, 
 
 
 def _seeds(
-    runs: Sequence[RecordedRun], labels: Sequence[str], all_rows: Sequence[curves.Rows], points: int
+    runs: Sequence[RunRecord], labels: Sequence[str], all_rows: Sequence[curves.Rows], points: int
 ) -> list[dict[str, Any]]:
     """Return groups of runs differing only in their seed: the runs' positions, and their mean curves."""
     groups: dict[str, list[int]] = {}
@@ -158,7 +159,7 @@ def _seeds_label(seeds: Mapping[str, Any]) -> str:
     return shortened_text(f"{shared or 'runs'}, seeds {', '.join(map(str, seeds.values()))}", 120)
 
 
-def config_differences(runs: Sequence[RecordedRun] | Sequence[RecordedEvaluation]) -> list[dict[str, Any]]:
+def config_differences(runs: Sequence[RunRecord] | Sequence[RecordedEvaluation]) -> list[dict[str, Any]]:
     """Return the recipe fields with different values in these runs. None: the recipe lacks the field."""
     fields = dict.fromkeys(name for run in runs for name in run.config)
     rows = [{"field": name, "values": [_value(run.config, name) for run in runs]} for name in fields]
@@ -187,16 +188,16 @@ def _health(findings: Any) -> list[str]:
     return [shortened_text(line, 1000) for line in lines]
 
 
-def _run(run: RecordedRun, label: str, rows: curves.Rows, points: int) -> dict[str, Any]:
+def _run(run: RunRecord, label: str, rows: curves.Rows, points: int) -> dict[str, Any]:
     return {
         "label": shortened_text(label, 120),
         "path": shortened_text(str(run.path.resolve()), _VALUE),
-        "parent": shortened_text(run.parent, _VALUE),
+        "parent": shortened_text(run.origin, _VALUE),
         "loop": shortened_text(str(run.config.get("loop", "")), 40),
         "model": shortened_text(str(run.config.get("model.path", "")), _VALUE),
         "state": run.state,
-        "step": run.step,
-        "steps": run.steps,
+        "step": run.last_step,
+        "steps": run.planned_steps,
         "num_logged": len(rows),
         "cause": shortened_text(str(run.status.get("cause") or ""), 2000),
         "exit_code": run.status.get("exit_code") if isinstance(run.status.get("exit_code"), int) else None,
@@ -207,44 +208,44 @@ def _run(run: RecordedRun, label: str, rows: curves.Rows, points: int) -> dict[s
         "phases": curves.phase_times(rows),
         "faults": curves.fault_counts(rows),
         "not_finite": curves.not_finite(rows),
-        "attempts": [_attempt(run, number) for number in range(len(run.attempts))],
-        "checkpoints": list(run.checkpoints),
-        "damaged": list(run.damaged),
-        "earlier": list(run.earlier),
+        "attempts": [_start(run, number) for number in range(len(run.starts))],
+        "checkpoints": [folder.name for folder in reversed(run.checkpoints)],
+        "damaged": [folder.name for folder in run.damaged],
+        "earlier": list(run.moved_aside),
         "config": [[shortened_text(name, 120), _value(run.config, name)] for name in run.config],
         "samples": samples.summary(run),
         "replays": replay_contents(run.path),
     }
 
 
-def _attempt(run: RecordedRun, place: int) -> dict[str, Any]:
+def _start(run: RunRecord, place: int) -> dict[str, Any]:
     """Return the content about one start of a run: its recorded facts, and the recipe fields it changed."""
-    attempt = run.attempts[place]
-    record = attempt.record
+    start = run.starts[place]
+    recorded = start.facts
     environment = {
         shortened_text(str(name), 80): shortened_text(value if isinstance(value, str) else json.dumps(value), _VALUE)
         for section in ("machine", "versions")
-        if isinstance(record.get(section), Mapping)
-        for name, value in record[section].items()
+        if isinstance(recorded.get(section), Mapping)
+        for name, value in recorded[section].items()
     }
     facts = {
-        name: shortened_text(str(record[name]), 2000)
+        name: shortened_text(str(recorded[name]), 2000)
         for name in ("started", "ended", "state", "cause", "exit_code", "rank", "step", "resumed_step", "command")
-        if record.get(name) is not None
+        if recorded.get(name) is not None
     }
-    changes = _changes(run.attempts[place - 1], attempt) if place else []
+    changes = _changes(run.starts[place - 1], start) if place else []
     return {
-        "number": attempt.number, **facts, "environment": environment, "changes": changes,
-        "stacks": [shortened_text(name, 120) for name in attempt.stacks],
+        "number": start.number, **facts, "environment": environment, "changes": changes,
+        "stacks": [shortened_text(name, 120) for name in start.stacks],
         "notices": [
             {"step": notice.get("step"), "text": shortened_text(str(notice.get("text", "")), _VALUE)}
-            for notice in attempt.notices
+            for notice in start.notices
         ],
-        "is_last": place == len(run.attempts) - 1,
+        "is_last": place == len(run.starts) - 1,
     }  # fmt: skip
 
 
-def _changes(before: Attempt, after: Attempt) -> list[list[str | None]]:
+def _changes(before: StartRecord, after: StartRecord) -> list[list[str | None]]:
     # If one recipe is missing, every field would look changed.
     names = dict.fromkeys([*before.config, *after.config]) if before.config and after.config else {}
     rows = [[name, _value(before.config, name), _value(after.config, name)] for name in names]

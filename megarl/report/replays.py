@@ -11,7 +11,7 @@ from typing import Any
 
 from megarl.files.atomic import replace_text, storage_faults_named
 from megarl.files.strict_json import MEDIUM, loads
-from megarl.report.recorded import now_text
+from megarl.report.labels import now_text
 from megarl.report.sample_text import shortened_text
 
 REPLAYS = "replays"

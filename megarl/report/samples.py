@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megarl.report.recorded import RecordedRun, json_lines
+from megarl.files.record_files import json_lines
 from megarl.report.sample_text import as_list, compact, is_finite_number, short_number, token_columns
+from megarl.tracking.run_record import RunRecord
 
 STEPS_READ = 40
 """Maximum number of steps with samples read for a page, including the first and the last."""
@@ -44,7 +45,7 @@ def spread(items: Sequence[Any], max_items: int) -> list[Any]:
     return [items[round(number * (len(items) - 1) / (max_items - 1))] for number in range(max_items)]
 
 
-def summary(run: RecordedRun) -> dict[str, Any]:
+def summary(run: RunRecord) -> dict[str, Any]:
     """Return the samples for a page about a run, as JSON values.
 
     rewards, lengths  histograms of training samples by step
@@ -324,7 +325,7 @@ def _steps_to_read(files: Sequence[tuple[int, Path]]) -> list[tuple[int, Path]]:
     return spread(files, num_steps)
 
 
-def _token_samples(run: RecordedRun) -> list[dict[str, Any]]:
+def _token_samples(run: RunRecord) -> list[dict[str, Any]]:
     samples: list[dict[str, Any]] = []
     for step, path in reversed(spread(run.token_files, _NUM_TOKEN_STEPS)):
         for record in read_records(path, step):

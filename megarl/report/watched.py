@@ -16,15 +16,10 @@ from statistics import fmean
 from typing import Any
 
 from megarl.files.folder_lock import Heartbeats
+from megarl.files.record_files import parsed_value
 from megarl.files.strict_json import MEDIUM, SMALL
 from megarl.report.curves import phase_times
-from megarl.report.recorded import (
-    parsed_line,
-    refuse_other_folders,
-    run_state,
-    step_files,
-)
-from megarl.tracking.earlier_run import attempt_folders, whole_number
+from megarl.tracking.run_record import attempt_folders, refuse_other_folders, run_state, step_files, whole_number
 from megarl.tracking.step_lines import StepLine
 
 ACTIVE = ("starting", "running")
@@ -203,7 +198,7 @@ class WatchedRun:
 
     def _read_status(self) -> None:
         try:
-            status = parsed_line((self.path / "status.json").read_bytes())
+            status = parsed_value((self.path / "status.json").read_bytes())
         except FileNotFoundError:
             return
         # On a full disk the file is overwritten in place, so a reader may find half of it.
@@ -219,7 +214,7 @@ class WatchedRun:
             self.attempt_number, self.attempt, self.notices = number, {}, []
             self._warnings = GrowingFile(folder / "notices.jsonl")
         try:
-            facts = parsed_line((folder / "attempt.json").read_bytes())
+            facts = parsed_value((folder / "attempt.json").read_bytes())
         except FileNotFoundError:
             facts = None
         if isinstance(facts, dict):
@@ -227,7 +222,7 @@ class WatchedRun:
         lines, is_replaced = self._warnings.read()
         if is_replaced:
             self.notices = []
-        texts = (value.get("text") for line in lines if isinstance(value := parsed_line(line), dict))
+        texts = (value.get("text") for line in lines if isinstance(value := parsed_value(line), dict))
         self.notices += [text for text in texts if isinstance(text, str)]
 
     def _read_metrics(self) -> list[int]:
@@ -266,5 +261,5 @@ class WatchedRun:
             file.seek(max(0, size - _SAMPLE_BYTES))
             lines = file.read().split(b"\n")
         # The first line may lack its begin, the last one its end; neither is then valid JSON.
-        records = [value for line in lines if line and isinstance(value := parsed_line(line, MEDIUM), dict)]
+        records = [value for line in lines if line and isinstance(value := parsed_value(line, MEDIUM), dict)]
         self._samples_step, self.samples = self.step, [{**record, "step": step} for record in records[-2:]]

@@ -11,7 +11,7 @@ from megarl.families.model_tensors import list_copied_prefixes
 from megarl.families.shape import read_model_shape
 from megarl.files.model_folder import read_object, weight_files
 from megarl.groups import world
-from megarl.tracking.earlier_run import checkpoint_step, newest_checkpoint
+from megarl.tracking.run_record import checkpoint_step, newest_checkpoint
 from megarl.types import DataError, Request
 
 

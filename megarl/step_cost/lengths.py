@@ -11,8 +11,8 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.report.recorded import read_run
 from megarl.report.samples import read_records
+from megarl.tracking.run_record import RunRecord
 from megarl.types import DataError
 
 _NUM_QUANTILES = 512
@@ -120,7 +120,7 @@ def lengths_of_run(folder: Path, *, limit: int, prompt_tokens: float) -> Lengths
     The mean length of prompts is the run's metric, or else `prompt_tokens`. Raises ConfigError for a folder of another
     kind, DataError if it has no samples.
     """
-    run = read_run(folder)
+    run = RunRecord.open(folder)
     records = [record for step, path in run.sample_files[-_STEPS_READ:] for record in read_records(path, step)]
     logged = [row[_PROMPT_METRIC] for _, row in run.rows if math.isfinite(row.get(_PROMPT_METRIC, math.nan))]
     prompt_tokens = logged[-1] if logged else prompt_tokens

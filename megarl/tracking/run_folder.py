@@ -30,7 +30,7 @@ from megarl.files.atomic import (
 from megarl.files.folder_lock import HOME, FolderLock
 from megarl.files.strict_json import loads
 from megarl.tracking.draws import LEDGER
-from megarl.tracking.earlier_run import EarlierRun, attempt_folders, whole_number
+from megarl.tracking.run_record import RunRecord, attempt_folders, whole_number
 from megarl.tracking.step_lines import StepLine, join_steps, numbers_of
 from megarl.types import (
     ConfigError,
@@ -108,7 +108,7 @@ class RunFolder:
         with storage_faults_named(self.path):
             self._lock = self._acquire(recipe.name, on_wait)
         try:
-            self.earlier = EarlierRun.read(self.path)
+            self.earlier = RunRecord.read(self.path)
             if not resume and not restart:
                 self.earlier.refuse_new_start()
             if resume:
@@ -168,7 +168,7 @@ class RunFolder:
         """Record in attempt.json that an error ended this attempt. The same process may then `begin` another one."""
         self._attempt |= {"ended": _now(), **self._status, "cause": f"{type(error).__name__}: {error}"}
         self.describe({})
-        self.earlier = EarlierRun.read(self.path)
+        self.earlier = RunRecord.read(self.path)
         self._counted = self.earlier.status
         self._is_restart = False
 

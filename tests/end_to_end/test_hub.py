@@ -18,7 +18,7 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 
 from megarl.report.page import write_report
-from megarl.report.recorded import RecordedRun
+from megarl.tracking.run_record import RunRecord
 from tests.forked_command import MEGARL
 from tests.hub_server import TOKEN, Hub, hub_server
 from tests.logged_steps import logged_steps
@@ -117,7 +117,7 @@ def test_a_model_is_fetched_trained_pushed_loaded_and_forked(tiny_model: Callabl
         steps = logged_steps(forked)
         assert [step["step"] for step in steps] == [0, 1, 2, 3, 4] and steps[3]["train/loss"] == last["train/loss"]
         _, _, [reported] = write_report([forked])
-        assert isinstance(reported, RecordedRun) and reported.parent == f"fetched at step 2 ({run})"
+        assert isinstance(reported, RunRecord) and reported.origin == f"fetched at step 2 ({run})"
         assert "fetched at step 2" in (forked / "report.html").read_text()
     # The server has ended: nothing answers at its address.
     recipe = RECIPE.replace("megarl-tests/tiny", "megarl-tests/other").replace("name: fetched", "name: other")

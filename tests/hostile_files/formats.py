@@ -39,14 +39,13 @@ from megarl.report.browse import Selection, sample_text, select
 from megarl.report.evaluations import read_evaluation
 from megarl.report.model_card import write_card
 from megarl.report.page import render, render_evaluations
-from megarl.report.recorded import read_run, run_state
 from megarl.report.replays import replay_contents
 from megarl.report.watched import WatchedRun
 from megarl.rollout.state import RLState
 from megarl.rollout.step.step_record import StepRecord
 from megarl.tracking.draws import DrawEvents, account
-from megarl.tracking.earlier_run import EarlierRun, refuse_other_schema
 from megarl.tracking.run_folder import _forget_lines
+from megarl.tracking.run_record import RunRecord, refuse_other_schema, run_state
 from megarl.types import Problem
 from tools.make_tiny_model import make_tiny_model
 
@@ -345,7 +344,7 @@ def _run_folder() -> Iterator[Format]:
 
     def report(path: Path) -> None:
         run = next(parent for parent in path.parents if parent.name == "run")
-        recorded = read_run(run)
+        recorded = RunRecord.open(run)
         render([recorded])
         run_state(run, recorded.status)
         watched = WatchedRun(run)
@@ -353,7 +352,7 @@ def _run_folder() -> Iterator[Format]:
         write_card(run, run, 2)
 
     def earlier(path: Path) -> None:
-        run = EarlierRun.read(next(parent for parent in path.parents if parent.name == "run"))
+        run = RunRecord.read(next(parent for parent in path.parents if parent.name == "run"))
         _ = run.recipe(), run.parent(), run.finished_text(4), run.refuse_newer_version()
         _forget_lines(path, 1) if path.name.endswith(".jsonl") else None
 
@@ -388,7 +387,7 @@ def _run_folder() -> Iterator[Format]:
         # No line may be lost because it is long. The others are read like driver.json.
         max_values = None if name.endswith(".jsonl") else MEDIUM
         yield Format(
-            f"run at a start: {name}", "tracking.earlier_run, run_folder", in_run(name), earlier, max_values=max_values
+            f"run at a start: {name}", "tracking.run_record, run_folder", in_run(name), earlier, max_values=max_values
         )
     yield Format(
         "run: replays",

@@ -16,8 +16,7 @@ from megarl.checkpoint.convert import to_megatron
 from megarl.cli import main
 from megarl.loops.commands.exporting import export
 from megarl.loops.commands.forking import make_fork
-from megarl.report.recorded import read_run
-from megarl.tracking.earlier_run import SCHEMA
+from megarl.tracking.run_record import SCHEMA, RunRecord
 from megarl.types import ConfigError, DataError
 
 
@@ -174,7 +173,7 @@ def test_a_fork_has_the_checkpoint_the_changed_recipe_and_its_parent(run: Path) 
     assert {p.name: p.stat().st_ino for p in copied.iterdir()} == {p.name: p.stat().st_ino for p in original.iterdir()}
     recipe = yaml.safe_load((made / "config.yaml").read_text())
     assert (recipe["name"], recipe["train"]["steps"], recipe["optimizer"]["learning_rate"]) == ("sums_fork_2", 6, 2e-6)
-    assert read_run(made).parent == f"sums at step 2 ({run})" and read_run(run).parent == ""
+    assert RunRecord.open(made).origin == f"sums at step 2 ({run})" and RunRecord.open(run).origin == ""
     assert make_fork(run, 4, ["name=other", "train.steps=6"]) == run.with_name("other")
 
 

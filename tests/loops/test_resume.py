@@ -22,8 +22,8 @@ from megarl.config import Recipe
 from megarl.loops.saving.checkpointing import plain_recipe, survey
 from megarl.loops.saving.data_position import DataPosition
 from megarl.loops.saving.resume import Inputs, Origin, begin_from_copy, find_origin, read_driver
-from megarl.tracking.earlier_run import DRIVER, SCHEMA, EarlierRun
 from megarl.tracking.run_folder import RunFolder
+from megarl.tracking.run_record import DRIVER, SCHEMA, RunRecord
 from megarl.types import ConfigError, DataError, StorageError
 
 
@@ -89,7 +89,7 @@ def no_file_can_be_opened() -> Iterator[None]:
 
 
 def test_a_checkpoint_that_cannot_be_read_is_not_condemned(home: Path) -> None:
-    earlier, before = EarlierRun.read(home.parent), contents(home.parent)
+    earlier, before = RunRecord.read(home.parent), contents(home.parent)
     assert survey(earlier).good == home / "step_000004"  # what it imports is imported
     with no_file_can_be_opened(), pytest.raises(StorageError, match=r"step_000004.*Too many open files") as caught:
         survey(earlier)

@@ -18,9 +18,10 @@ from megarl.report.curves import (
     series,
     with_derived,
 )
-from megarl.report.recorded import distinct_labels, read_run
+from megarl.report.labels import distinct_labels
 from megarl.report.sample_text import make_visible, shortened_text
 from megarl.report.samples import histograms, spread
+from megarl.tracking.run_record import RunRecord
 from megarl.types import ConfigError
 from tests.report.made_runs import make_run
 
@@ -32,7 +33,7 @@ def test_torn_and_broken_lines_are_left_out_and_told(tmp_path: Path) -> None:
     bad = ["[1]", '{"step": "x"}', '{"step": Infinity}', "{", "\x00"]
     with (folder / "metrics.jsonl").open("a") as file:
         file.write("\n".join([good, again, *bad, '{"step": 8, "train/lo']))
-    run = read_run(folder)
+    run = RunRecord.open(folder)
     assert [step for step, _ in run.rows] == [0, 1, 2, 3, 4, 7]
     assert dict(run.rows)[3] == {"train/loss": 5.0}
     last = dict(run.rows)[7]
@@ -52,7 +53,7 @@ def test_a_run_that_lacks_a_part_is_read(tmp_path: Path, name: str, content: byt
     (folder / name).unlink()
     if content is not None:
         (folder / name).write_bytes(content)
-    run = read_run(folder)
+    run = RunRecord.open(folder)
     # Of an empty metrics.jsonl there is nothing to show: no step was logged.
     assert bool(run.notes) == (content != b"" or name != "metrics.jsonl")
     assert run.name == "run"
@@ -61,11 +62,11 @@ def test_a_run_that_lacks_a_part_is_read(tmp_path: Path, name: str, content: byt
 def test_what_is_no_run_is_refused_and_its_runs_are_named(tmp_path: Path) -> None:
     make_run(tmp_path / "runs/first", steps=2)
     with pytest.raises(ConfigError, match=r"it holds the runs first\. Give"):
-        read_run(tmp_path / "runs")
+        RunRecord.open(tmp_path / "runs")
     with pytest.raises(ConfigError, match="there is no such folder"):
-        read_run(tmp_path / "no")
+        RunRecord.open(tmp_path / "no")
     with pytest.raises(ConfigError, match="is a file"):
-        read_run(tmp_path / "runs/first/config.yaml")
+        RunRecord.open(tmp_path / "runs/first/config.yaml")
 
 
 def test_an_end_that_nobody_wrote_is_shown(tmp_path: Path) -> None:
@@ -75,19 +76,19 @@ def test_an_end_that_nobody_wrote_is_shown(tmp_path: Path) -> None:
     (folder / HOME).mkdir()
     owner = folder / HOME / "00000001"
     owner.write_text(json.dumps(me))
-    assert read_run(folder).state == "running"
+    assert RunRecord.open(folder).state == "running"
     gone = 2**22 + 1  # no process has so large a number
     owner.write_text(json.dumps({**me, "pid": gone}))
-    assert read_run(folder).state == "ended unseen"
+    assert RunRecord.open(folder).state == "ended unseen"
     owner.write_text(json.dumps({**me, "started": me["started"] - 1}))  # the number was used again
-    assert read_run(folder).state == "ended unseen"
+    assert RunRecord.open(folder).state == "ended unseen"
     owner.write_text(json.dumps({**me, "pid": gone, "boot_id": "another"}))
-    assert read_run(folder).state == "running"
+    assert RunRecord.open(folder).state == "running"
 
 
 def test_labels_tell_runs_of_one_name_apart(tmp_path: Path) -> None:
     folders = [make_run(tmp_path / place / "same", steps=2) for place in ("a", "b")]
-    runs = [read_run(folder) for folder in (*folders, make_run(tmp_path / "other", steps=2))]
+    runs = [RunRecord.open(folder) for folder in (*folders, make_run(tmp_path / "other", steps=2))]
     assert distinct_labels(runs) == ["a/same", "b/same", "other"]
 
 
@@ -108,13 +109,13 @@ def test_a_long_run_is_thinned_out_to_means() -> None:
 
 def test_an_evaluation_in_a_line_of_its_own_belongs_to_its_step(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", steps=4)
-    before = dict(read_run(folder).rows)[4]
+    before = dict(RunRecord.open(folder).rows)[4]
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "evaluation_follows": true, "train/loss": 2.0, "time/step_seconds": 1.0}\n')
-    assert dict(read_run(folder).rows)[5] == {"train/loss": 2.0, "time/step_seconds": 1.0}
+    assert dict(RunRecord.open(folder).rows)[5] == {"train/loss": 2.0, "time/step_seconds": 1.0}
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "val/heldout/accuracy": 0.5, "time/step_seconds": 3.0}\n')
-    run = read_run(folder)
+    run = RunRecord.open(folder)
     assert dict(run.rows)[5] == {"train/loss": 2.0, "val/heldout/accuracy": 0.5, "time/step_seconds": 3.0}
     # Earlier versions wrote one line for both.
     assert dict(run.rows)[4] == before and run.notes == []
@@ -179,14 +180,14 @@ def test_histograms_and_spread() -> None:
     assert spread(range(101), 3) == [0, 50, 100] and spread([1, 2], 3) == [1, 2]
 
 
-def test_the_attempts_of_a_run(tmp_path: Path) -> None:
-    run = read_run(make_run(tmp_path / "run", steps=8))
-    assert [attempt.record["state"] for attempt in run.attempts] == ["failed", "done"]
-    assert run.attempts[0].config["train.prompts_per_step"] == 8
-    assert run.steps == 8
+def test_the_starts_of_a_run(tmp_path: Path) -> None:
+    run = RunRecord.open(make_run(tmp_path / "run", steps=8))
+    assert [start.facts["state"] for start in run.starts] == ["failed", "done"]
+    assert run.starts[0].config["train.prompts_per_step"] == 8
+    assert run.planned_steps == 8
     (run.path / "logs/attempt_2/attempt.json").write_text(json.dumps({"steps": 12}))
-    assert read_run(run.path).steps == 12, "those that train.epochs makes are in no recipe"
+    assert RunRecord.open(run.path).planned_steps == 12, "those that train.epochs makes are in no recipe"
     (run.path / "logs/attempt_1/attempt.json").write_text(json.dumps([1]))
     (run.path / "logs/attempt_10").mkdir()
-    again = read_run(run.path).attempts
-    assert [attempt.number for attempt in again] == [1, 2, 10] and again[0].record == {}
+    again = RunRecord.open(run.path).starts
+    assert [start.number for start in again] == [1, 2, 10] and again[0].facts == {}

@@ -6,7 +6,6 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.report.recorded import refuse_other_folders
 from megarl.rollout.step.step_record import (
     Difference,
     StepRecord,
@@ -14,8 +13,8 @@ from megarl.rollout.step.step_record import (
     differences,
     recorded_steps,
 )
-from megarl.tracking.earlier_run import EarlierRun
 from megarl.tracking.run_folder import RECORDS
+from megarl.tracking.run_record import RunRecord
 from megarl.types import ConfigError
 
 
@@ -37,8 +36,7 @@ def bisect(first: Path, second: Path) -> Bisection:
     be compared, DataError for a damaged record.
     """
     for run in (first, second):
-        refuse_other_folders(run)
-        EarlierRun.read(run).refuse_newer_version()
+        RunRecord.open_of_this_version(run)
     common = sorted(recorded_steps(first / RECORDS) & recorded_steps(second / RECORDS))
     if not common:
         raise ConfigError(f"{first} and {second}: have no recorded step in common; record both with train.record")

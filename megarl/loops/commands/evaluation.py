@@ -46,7 +46,7 @@ from megarl.rollout.tool_use import ToolUse, uncalled_text
 from megarl.serving.local_model import model_folder
 from megarl.terminal import FirstOfEachKind
 from megarl.tracking.display import Display
-from megarl.tracking.earlier_run import EarlierRun
+from megarl.tracking.run_record import RunRecord
 from megarl.tracking.tracker import json_line
 from megarl.types import ConfigError
 
@@ -97,7 +97,7 @@ def prepare(
     """
     for run in filter(Path.is_dir, (model, recipe)):
         # Before config.yaml is read: fields of another version would be reported as unknown keys.
-        EarlierRun.read(run).refuse_newer_version()
+        RunRecord.read(run).refuse_newer_version()
     notify = Display().info
     download_model(str(model), "MODEL", notify)
     folder = model_folder(model if model.exists() else Path(find_folder(str(model))), is_best=is_best)

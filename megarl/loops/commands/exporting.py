@@ -17,8 +17,7 @@ from megarl.files import hub
 from megarl.files.model_folder import CARD, check_model_folder, read_object
 from megarl.loops.saving.checkpointing import BEST
 from megarl.report.model_card import write_card
-from megarl.report.recorded import refuse_other_folders
-from megarl.tracking.earlier_run import EarlierRun, checkpoint_step
+from megarl.tracking.run_record import RunRecord, checkpoint_step
 from megarl.types import ConfigError, DataError
 
 
@@ -38,9 +37,7 @@ def export(run: Path, *, step: int | None = None, is_best: bool = False, out: Pa
     `step`, the checkpoint of this step is converted to `out`; default: `hf_step_NNNNNN/` in the run's folder, and an
     existing folder there is used. Raises ConfigError or DataError if there is no such model, or if it is incomplete.
     """
-    refuse_other_folders(run)
-    earlier = EarlierRun.read(run)
-    earlier.refuse_newer_version()
+    earlier = RunRecord.open_of_this_version(run)
     exported = _finished(earlier, is_best=is_best) if step is None else _of_step(earlier, step, out)
     if problems := check_model_folder(exported.folder):
         raise DataError(f"{problems[0]}; or export a checkpoint: megarl export {run} --step N --out FOLDER")
@@ -56,7 +53,7 @@ def push(run: Path, exported: Exported, name: str, *, is_private: bool) -> hub.P
     return hub.push(exported.folder, name, message, is_private=is_private, without=(BEST,))
 
 
-def _finished(earlier: EarlierRun, *, is_best: bool) -> Exported:
+def _finished(earlier: RunRecord, *, is_best: bool) -> Exported:
     """Return the model that a run exported itself. Raises ConfigError if there is none."""
     folder = earlier.path / ("hf_best" if is_best else "hf")
     if is_best and (folder / BEST).is_file():
@@ -75,7 +72,7 @@ def _finished(earlier: EarlierRun, *, is_best: bool) -> Exported:
     raise ConfigError(f"{earlier.path}: the run {reason}; {remedy}")
 
 
-def _of_step(earlier: EarlierRun, step: int, out: Path | None) -> Exported:
+def _of_step(earlier: RunRecord, step: int, out: Path | None) -> Exported:
     """Return the model of a run's checkpoint, converted unless its default folder exists."""
     folder = out or earlier.path / f"hf_step_{step:06d}"
     # First: the run may have exported this step itself and removed its checkpoint.

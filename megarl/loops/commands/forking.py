@@ -18,10 +18,9 @@ from megarl.config import Recipe
 from megarl.config.override_text import override_text
 from megarl.config.recipe import load_of_run, to_yaml
 from megarl.files.atomic import replace_text, storage_faults_named
-from megarl.report.recorded import refuse_other_folders
 from megarl.tracking.draws import LEDGER
-from megarl.tracking.earlier_run import PARENT, EarlierRun
 from megarl.tracking.run_folder import run_path
+from megarl.tracking.run_record import PARENT, RunRecord
 from megarl.types import ConfigError
 
 
@@ -32,9 +31,7 @@ def make_fork(run: Path, step: int, overrides: Sequence[str] = ()) -> Path:
     NAME_fork_STEP unless an override sets it. Raises ConfigError for an unknown step, an existing folder or a recipe
     with errors, DataError for a damaged checkpoint or a run of a newer megarl. Nothing is left after an error.
     """
-    refuse_other_folders(run)
-    earlier = EarlierRun.read(run)
-    earlier.refuse_newer_version()
+    earlier = RunRecord.open_of_this_version(run)
     checkpoint = earlier.checkpoint(step)
     place = run.absolute()
     fork_fields = {"runs_folder": str(place.parent), "name": f"{place.name}_fork_{step}"}

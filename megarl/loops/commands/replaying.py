@@ -41,7 +41,6 @@ from megarl.loops.sources import read_data, start_rewards
 from megarl.loops.step import StepSamples
 from megarl.loops.stopping import leaving_on_signals
 from megarl.preflight import Dropped, check, with_memory_defaults, with_steps
-from megarl.report.recorded import refuse_other_folders
 from megarl.rewards.scoring.calling import Sample
 from megarl.rewards.scoring.reward_pool import RewardPool
 from megarl.rollout.state import flatten, problem_lookup
@@ -59,9 +58,9 @@ from megarl.rollout.step.step_record import (
     recorded_steps,
 )
 from megarl.rollout.step.updates import PolicyUpdates, update_critic
-from megarl.tracking.earlier_run import EarlierRun, checkpoint_step
 from megarl.tracking.outcomes import StepOutcome
 from megarl.tracking.run_folder import RECORDS
+from megarl.tracking.run_record import RunRecord, checkpoint_step
 from megarl.types import ConfigError, FindProblem, Group, Trajectory
 
 CHANGEABLE = ("algorithm.", "reward.", "train.updates_per_step", "train.epochs_per_step")
@@ -138,9 +137,7 @@ def prepare(run: Path, step: int, overrides: Sequence[str] = (), changes: Sequen
     `changes` apply to `step` alone. Raises ConfigError or DataError if a record is missing, a checkpoint is damaged, or
     a field cannot be changed.
     """
-    refuse_other_folders(run)
-    earlier = EarlierRun.read(run)
-    earlier.refuse_newer_version()
+    earlier = RunRecord.open_of_this_version(run)
     checkpoint, steps, recorded_layout = _executed_steps(earlier, step)
     place = run.absolute()
     run_fields = [override_text("runs_folder", str(place.parent)), override_text("name", place.name)]
@@ -164,7 +161,7 @@ def prepare(run: Path, step: int, overrides: Sequence[str] = (), changes: Sequen
     return Replay(run, recipe, parallel, changed, changed_fields, checkpoint, steps)
 
 
-def _executed_steps(earlier: EarlierRun, step: int) -> tuple[Path | None, range, Mapping[str, Any]]:
+def _executed_steps(earlier: RunRecord, step: int) -> tuple[Path | None, range, Mapping[str, Any]]:
     """Return the checkpoint to start from (None: the initial weights), the steps to execute, and the recorded layout.
 
     Raises ConfigError if a step has no record, or if its recipe is not that of the last step. Raises DataError for a

@@ -13,10 +13,10 @@ from megarl.config import Recipe
 from megarl.loops.observers.step_observer import StepObserver
 from megarl.loops.saving.checkpointing import Checkpoints, survey
 from megarl.loops.step import Step
-from megarl.tracking.earlier_run import EarlierRun, checkpoint_step
 from megarl.tracking.metric_rows import SINCE_RUN_BEGAN, MetricRow
 from megarl.tracking.model_outputs import NotFinite
 from megarl.tracking.run_folder import RunFolder
+from megarl.tracking.run_record import RunRecord, checkpoint_step
 from megarl.tracking.spikes import SpikeDetector
 from megarl.tracking.tracker import Tracker
 from megarl.types import MegarlError, UnhealthyError
@@ -86,7 +86,7 @@ class Instabilities(StepObserver):
         """Load the newest checkpoint into the trainer. Step numbers and the position in the data stay."""
         # A save may be under way; it is of a step before the spike.
         await self._checkpoints.complete(wait=True)
-        checkpoint: Path | None = survey(EarlierRun.read(self._folder.path)).good
+        checkpoint: Path | None = survey(RunRecord.read(self._folder.path)).good
         if checkpoint is None:
             self._tracker.notice(f"{text}. No rollback: there is no checkpoint yet")
             return

@@ -27,8 +27,8 @@ from megarl.files.model_folder import read_object
 from megarl.loops.saving.data_position import DataPosition
 from megarl.loops.saving.state_replication import StateReplication
 from megarl.report.model_card import write_card
-from megarl.tracking.earlier_run import DRIVER, SCHEMA, EarlierRun, checkpoint_step
 from megarl.tracking.run_folder import RunFolder
+from megarl.tracking.run_record import DRIVER, SCHEMA, RunRecord, checkpoint_step
 from megarl.tracking.spikes import SpikeDetector
 from megarl.tracking.tracker import Tracker
 from megarl.types import DataError, DiskFullError
@@ -194,7 +194,7 @@ class Checkpoints:
         faults.reach("remove")
         # Older checkpoints go only after the new one is seen complete under its final name.
         if check_sizes(target):
-            for older in EarlierRun.read(self._folder.path).checkpoints[self._recipe.checkpoint.keep :]:
+            for older in RunRecord.read(self._folder.path).checkpoints[self._recipe.checkpoint.keep :]:
                 # `checkpoint.best` also retains the checkpoint of the best step, in addition to the newest `keep`.
                 if checkpoint_step(older) != self._best.step:
                     # Rename before removal: if the process dies during rmtree, a half-removed folder must not look like
@@ -337,7 +337,7 @@ def remove_incomplete_saves(home: Path) -> None:
             shutil.rmtree(leftover, ignore_errors=True)
 
 
-def survey(earlier: EarlierRun) -> Survey:
+def survey(earlier: RunRecord) -> Survey:
     """Find the newest checkpoint whose files match its manifest. Changes nothing.
 
     A checkpoint counts as damaged only if a file is proved wrong. Raises StorageError if a checkpoint cannot be read at

@@ -23,8 +23,8 @@ from megarl.loops.saving.checkpointing import Survey, plain_recipe, remove_incom
 from megarl.loops.saving.data_position import DataPosition
 from megarl.preflight.files import RecordDigests, data_paths
 from megarl.terminal import Console
-from megarl.tracking.earlier_run import DRIVER, checkpoint_step, refuse_other_schema
 from megarl.tracking.run_folder import RunFolder
+from megarl.tracking.run_record import DRIVER, checkpoint_step, refuse_other_schema
 from megarl.types import ConfigError, DataError
 
 Resume = Literal["if-any", "must"]

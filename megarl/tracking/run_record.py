@@ -1,18 +1,35 @@
-"""State of a run folder left by an earlier start of the run. This module only reads."""
+"""A run folder as recorded, even if files are missing or broken. This module only reads.
+
+All that reads run folders begins here: starts of a run, reports, model cards, exports, forks, replays.
+"""
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Self
 
 from megarl.files.atomic import storage_faults_named
-from megarl.files.plain_yaml import read_mapping
-from megarl.files.strict_json import MEDIUM, loads
+from megarl.files.folder_lock import owner_is_gone
+from megarl.files.plain_yaml import flatten_sections, read_mapping
+from megarl.files.record_files import (
+    json_lines,
+    mapping_or_empty,
+    names_in,
+    numbered,
+    object_or_empty,
+    parsed_object,
+    parsed_value,
+    read_or_none,
+)
+from megarl.files.strict_json import MEDIUM, SMALL
+from megarl.tracking.step_lines import StepLine, join_steps
 from megarl.types import ConfigError, DataError
 
 SCHEMA = 6
@@ -28,9 +45,48 @@ _CHECKPOINT = re.compile(r"step_(\d{6,})")
 _DAMAGED = re.compile(r"step_\d{6,}\.damaged(_\d+)?")
 
 
+_MARKS = ("config.yaml", "status.json", "metrics.jsonl")
+"""A run folder has at least one of these files."""
+_MOST_NOTICES = 50
+"""Maximum number of warnings read from a start."""
+
+
 @dataclass(frozen=True, slots=True)
-class EarlierRun:
-    """A run folder before a start. `status` is empty if status.json is missing or is not a JSON object."""
+class StartRecord:
+    """One start of a run: its number, its recorded facts and its recipe.
+
+    `facts` has the contents of attempt.json; versions of megarl without the file leave it empty. `config` has the
+    recipe fields by dotted name. `stacks` are files with stacks that a user requested.
+    """
+
+    number: int
+    facts: Mapping[str, Any]
+    config: Mapping[str, Any]
+    stacks: tuple[str, ...] = ()
+    notices: tuple[Mapping[str, Any], ...] = ()
+
+    @classmethod
+    def read(cls, number: int, folder: Path) -> Self:
+        """Read a start from its folder in `logs/`."""
+        try:
+            notices = tuple(itertools.islice(json_lines(folder / "notices.jsonl"), _MOST_NOTICES))
+        except OSError:
+            notices = ()
+        return cls(
+            number,
+            object_or_empty(folder / "attempt.json"),
+            flatten_sections(mapping_or_empty(folder / "config.yaml")),
+            tuple(file for file in names_in(folder) if "stack" in file),
+            notices,
+        )
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A run folder. Status and checkpoints are those when it was read, everything else is read when it is needed.
+
+    `status` is empty if status.json is missing or is not a JSON object.
+    """
 
     path: Path
     status: Mapping[str, Any]
@@ -45,20 +101,107 @@ class EarlierRun:
         """Read the state of a run folder, which need not exist. Raises StorageError if it cannot be read."""
         home = path / "checkpoints"
         with storage_faults_named(path):
-            content = _content(path / "status.json")
+            content = read_or_none(path / "status.json")
             folders = _folders(home)
         return cls(
             path,
-            _as_object(content),
+            parsed_object(content, MEDIUM),
             content is not None,
             tuple(sorted(filter(is_checkpoint, folders), key=checkpoint_step, reverse=True)),
             tuple(sorted(folder for folder in folders if _DAMAGED.fullmatch(folder.name))),
         )
 
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """Read a run folder that a command names. Raises ConfigError for other folders (`refuse_other_folders`)."""
+        refuse_other_folders(path)
+        return cls.read(path)
+
+    @classmethod
+    def open_of_this_version(cls, path: Path) -> Self:
+        """Read a run folder that a command works with. Raises DataError if a newer megarl wrote it last."""
+        record = cls.open(path)
+        record.refuse_newer_version()
+        return record
+
     @property
     def step(self) -> int:
         """Last trained step in status.json."""
         return whole_number(self.status.get("step"))
+
+    @property
+    def last_step(self) -> int:
+        """Last step in status.json, which may be missing or old, or the last logged one."""
+        return max(self.step, self.rows[-1][0] if self.rows else 0)
+
+    @property
+    def planned_steps(self) -> int | None:
+        """Planned number of steps, from the newest start or else the recipe. None: not known."""
+        planned = [start.facts.get("steps") for start in reversed(self.starts)]
+        numbers = [steps for steps in [*planned, self.config.get("train.steps")] if type(steps) is int and steps > 0]
+        return numbers[0] if numbers else None
+
+    @property
+    def state(self) -> str:
+        """State of the run in status.json. `ended unseen`: it is active by the file, but its process is gone."""
+        return run_state(self.path, self.status)
+
+    @property
+    def name(self) -> str:
+        return str(self.config.get("name") or self.path.resolve().name)
+
+    @cached_property
+    def config(self) -> Mapping[str, Any]:
+        """Fields of the run's recipe, keyed by dotted name. Empty if config.yaml cannot be read."""
+        return flatten_sections(self.recipe())
+
+    @cached_property
+    def starts(self) -> tuple[StartRecord, ...]:
+        """Starts of the run, in order."""
+        with storage_faults_named(self.path):
+            return tuple(StartRecord.read(number, folder) for number, folder in attempt_folders(self.path / "logs"))
+
+    @property
+    def rows(self) -> list[tuple[int, dict[str, float]]]:
+        """Steps in order, each with its metrics; NaN for values that were not finite."""
+        return self._logged[0]
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences about unreadable parts of the folder."""
+        notes = []
+        if not self.config:
+            notes.append("config.yaml is missing or cannot be read: the recipe is not shown.")
+        if not self.status:
+            notes.append("status.json is missing or cannot be read: the state of the run is not known.")
+        return notes + self._logged[1]
+
+    @cached_property
+    def _logged(self) -> tuple[list[tuple[int, dict[str, float]]], list[str]]:
+        with storage_faults_named(self.path):
+            return _read_rows(self.path / "metrics.jsonl")
+
+    @property
+    def moved_aside(self) -> tuple[str, ...]:
+        """Names of the folders in `earlier/`: runs moved aside by --restart."""
+        with storage_faults_named(self.path):
+            return names_in(self.path / "earlier")
+
+    @property
+    def origin(self) -> str:
+        """Run and step of which this run is a fork, as text. Empty: it is not a fork."""
+        parent = self.parent()
+        return f"{parent.get('name')} at step {parent.get('step')} ({parent.get('run')})" if parent else ""
+
+    @property
+    def sample_files(self) -> list[tuple[int, Path]]:
+        """Files of samples with their steps, in order."""
+        return step_files(self.path / "samples")
+
+    @property
+    def token_files(self) -> list[tuple[int, Path]]:
+        """Files of samples written token by token, with their steps, in order."""
+        return step_files(self.path / "tokens")
 
     @property
     def bad_nodes(self) -> tuple[str, ...]:
@@ -75,7 +218,7 @@ class EarlierRun:
     def recipe(self) -> dict[str, Any]:
         """Return the earlier start's recipe (config.yaml) as JSON values, {} if it cannot be read."""
         with storage_faults_named(self.path):
-            content = _content(self.path / "config.yaml")
+            content = read_or_none(self.path / "config.yaml")
         return read_mapping(content or b"")
 
     def refuse_new_start(self) -> None:
@@ -123,7 +266,7 @@ class EarlierRun:
     def parent(self) -> dict[str, Any]:
         """Return the run and the step from which this run was forked (parent.json), {} if it is not a fork."""
         with storage_faults_named(self.path):
-            return _as_object(_content(self.path / PARENT))
+            return parsed_object(read_or_none(self.path / PARENT), MEDIUM)
 
     def require_checkpoint(self) -> None:
         """Raise ConfigError if the folder has no checkpoint to resume from."""
@@ -147,8 +290,8 @@ class EarlierRun:
 def refuse_other_schema(checkpoint: Path) -> None:
     """Raise DataError for a checkpoint with another schema version. Unreadable checkpoints are left to other checks."""
     with storage_faults_named(checkpoint):
-        content = _content(checkpoint / DRIVER)
-    if not (driver := _as_object(content)):
+        content = read_or_none(checkpoint / DRIVER)
+    if not (driver := parsed_object(content, MEDIUM)):
         return
     # The first schema did not write its number.
     schema = driver.get("schema", 1)
@@ -174,7 +317,7 @@ def newest_checkpoint(path: Path) -> Path | None:
     if is_checkpoint(path) and path.is_dir():
         return path
     run = path.parent if path.name == "checkpoints" else path
-    return next(iter(EarlierRun.read(run).checkpoints), None)
+    return next(iter(RunRecord.read(run).checkpoints), None)
 
 
 def checkpoint_step(folder: Path) -> int:
@@ -184,20 +327,66 @@ def checkpoint_step(folder: Path) -> int:
 
 def attempt_folders(logs: Path) -> list[tuple[int, Path]]:
     """Return the folders of a run's attempts in its `logs/` with their numbers, in order. Raises OSError."""
+    return numbered(logs, r"attempt_(\d+)")
+
+
+def step_files(folder: Path) -> list[tuple[int, Path]]:
+    """Return the files step_N.jsonl of a folder with their steps, in order."""
+    return numbered(folder, r"step_(\d+)\.jsonl")
+
+
+def refuse_other_folders(path: Path) -> None:
+    """Raise ConfigError unless the path is a run folder. If it contains run folders, the error names them."""
+    if any((path / name).is_file() for name in _MARKS):
+        return
+    if not path.exists():
+        raise ConfigError(f"{path}: there is no such folder; give the folder of a run, such as runs/NAME")
+    if not path.is_dir():
+        raise ConfigError(f"{path}: this is a file; give the folder of a run, such as runs/NAME")
+    with storage_faults_named(path):
+        inside = [name for name in names_in(path) if any((path / name / mark).is_file() for mark in _MARKS)]
+    contents = f"; it holds the runs {', '.join(inside[:8])}" if inside else ""
+    raise ConfigError(
+        f"{path}: this is not a run folder, because it has none of {', '.join(_MARKS)}{contents}. Give runs/NAME"
+    )
+
+
+def run_state(path: Path, status: Mapping[str, Any]) -> str:
+    """Return the state of a run; see `RunRecord.state`."""
+    state = str(status.get("state") or "unknown")
+    return "ended unseen" if state in ("starting", "running") and owner_is_gone(path) else state
+
+
+def _read_rows(path: Path) -> tuple[list[tuple[int, dict[str, float]]], list[str]]:
+    """Return the steps in metrics.jsonl, and notes about unreadable lines."""
+    notes: list[str] = []
+    lines: list[StepLine] = []
+    unreadable = 0
     try:
-        names = os.listdir(logs)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    matches = [(re.fullmatch(r"attempt_(\d+)", name), name) for name in names]
-    return sorted((int(match[1]), logs / name) for match, name in matches if match)
+        with path.open("rb") as file:
+            for content in filter(bytes.strip, file):
+                if line := StepLine.read(content, SMALL):
+                    lines.append(line)
+                elif content.endswith(b"\n") or parsed_value(content) is not None:
+                    unreadable += 1
+                else:
+                    # A running or killed process may leave half a line at the end.
+                    notes.append("The last line of metrics.jsonl is cut short; it is left out.")
+    except FileNotFoundError:
+        notes.append("metrics.jsonl is not there yet: no step was logged.")
+        return [], notes
+    if unreadable:
+        notes.append(f"{unreadable} lines of metrics.jsonl cannot be read; they are left out.")
+    # If a step occurs twice, it was trained again, so the last one counts.
+    return sorted({step.step: dict(step.metrics) for step in join_steps(lines)}.items()), notes
 
 
 def _written_by(run: Path) -> str | None:
     """Return the version of megarl at the newest start of a run (logs/attempt_N/attempt.json), None if unknown."""
     with storage_faults_named(run):
         newest = [folder for _, folder in attempt_folders(run / "logs")][-1:]
-        content = _content(newest[0] / "attempt.json") if newest else None
-    versions = _as_object(content).get("versions")
+        content = read_or_none(newest[0] / "attempt.json") if newest else None
+    versions = parsed_object(content, MEDIUM).get("versions")
     written_by = versions.get("megarl") if isinstance(versions, Mapping) else None
     return written_by if isinstance(written_by, str) else None
 
@@ -222,23 +411,6 @@ def _refuse_newer(place: Path, theirs: str | None) -> None:
 def whole_number(value: Any) -> int:
     """Return an integer field of status.json, 0 if it has any other value."""
     return value if isinstance(value, int) and not isinstance(value, bool) else 0
-
-
-def _content(path: Path) -> bytes | None:
-    """Return the contents of a file, None if it is missing."""
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        return None
-
-
-def _as_object(content: bytes | None) -> dict[str, Any]:
-    """Return the JSON object in `content`, {} if it is not one."""
-    try:
-        value = loads(content or b"{}", MEDIUM)
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _folders(home: Path) -> list[Path]:

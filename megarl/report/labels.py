@@ -1,0 +1,36 @@
+"""What reports say of several runs: labels that tell them apart, and the time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Protocol
+
+
+class Named(Protocol):
+    """A run or an evaluation, read from a folder with a name."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def path(self) -> Path: ...
+
+
+def distinct_labels(runs: Sequence[Named]) -> list[str]:
+    """Return a unique label for each run: its name, after as many of its parent folders as needed."""
+    labels = [run.name for run in runs]
+    depth = 1
+    # Six parts of a path are long enough for a label; then numbers make it unique.
+    while len(set(labels)) < len(labels) and depth < 6:
+        depth += 1
+        paths = [run.path.resolve().parts[-depth:] for run in runs]
+        labels = [
+            "/".join(parts) if labels.count(label) > 1 else label for parts, label in zip(paths, labels, strict=True)
+        ]
+    return [f"{label} ({number})" if labels.count(label) > 1 else label for number, label in enumerate(labels, 1)]
+
+
+def now_text() -> str:
+    return datetime.now().astimezone().isoformat(" ", "seconds")
