@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from megarl.families.config_json.rotary import Rotary
 from megarl.families.parts import DeltaNet, GroupedQuery, Latent, LayerKind, Router
-from megarl.families.rotary import Rotary
 from megarl.families.shape import ModelShape
 
 _PARTS = {"attention": (GroupedQuery, Latent), "router": (Router,), "linear_attention": (DeltaNet,)}

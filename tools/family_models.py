@@ -230,7 +230,7 @@ def stored_parts(folder: str) -> dict[str, Any]:
 
 def sample(folder: str) -> tuple[list[TrainingSequence], list[np.ndarray]]:
     """Return completions of an engine with their log-probs, and the experts [tokens - 1, layers, top_k] of each."""
-    from megarl.engine.engine_parts import EngineFeatures
+    from megarl.engine.parts.choice import EngineFeatures
     from megarl.families.shape import read_model_shape
     from megarl.types import ExpertsHandle, Request, SamplingSettings
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from megarl.checkpoint.kept import KeptTensor, places_in
-from megarl.families.frequencies import scaled_frequencies
+from megarl.families.config_json.frequencies import scaled_frequencies
 from megarl.families.model_tensors import checkpoint_name, list_mtp_copies
 from megarl.families.pages.llama import EMBEDDING, HEAD
 from megarl.families.shape import ModelShape, read_model_shape

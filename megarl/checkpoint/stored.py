@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from megarl.checkpoint.redundant import is_redundant, redundant_faults
 from megarl.families.model_tensors import list_aliases, list_copied_prefixes
-from megarl.families.names import parse_name
 from megarl.families.registry import FAMILIES
 from megarl.families.shape import ModelShape
+from megarl.families.tensors.names import parse_name
 from megarl.files.model_folder import read_safetensors_header, weight_files
 from megarl.reshard.layouts.packed import checkpoint_tensors
 

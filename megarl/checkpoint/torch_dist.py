@@ -33,8 +33,8 @@ from megarl.families.model_tensors import list_rules
 from megarl.families.mtp import PARAMETERS as MTP
 from megarl.families.parts import Latent
 from megarl.families.registry import FAMILIES
-from megarl.families.rules import Rule
 from megarl.families.shape import ModelShape, padded_vocab_size
+from megarl.families.tensors.rules import Rule
 from megarl.reshard.boxes import Box, Layout, Piece, contiguous_strides
 from megarl.reshard.layouts.megatron import MegatronLayouts
 from megarl.types import DataError

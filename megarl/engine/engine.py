@@ -28,10 +28,10 @@ from vllm.distributed import parallel_state  # noqa: E402
 from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
 
 from megarl.engine import full_tensors  # noqa: E402
-from megarl.engine.engine_part import EnginePart  # noqa: E402
-from megarl.engine.engine_parts import EngineFeatures, build_parts  # noqa: E402
 from megarl.engine.executor import CommandChannel, LeaderExecutor, serve, start_worker  # noqa: E402
 from megarl.engine.leader_requests import LeaderRequests  # noqa: E402
+from megarl.engine.parts.choice import EngineFeatures, build_parts  # noqa: E402
+from megarl.engine.parts.engine_part import EnginePart  # noqa: E402
 from megarl.engine.progress import Progress  # noqa: E402
 from megarl.engine.random_state import preserved_random_state  # noqa: E402
 from megarl.engine.sleep import EngineSleep  # noqa: E402

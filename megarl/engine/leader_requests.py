@@ -14,7 +14,7 @@ from vllm.exceptions import VLLMClientError
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from megarl.engine.engine_part import EnginePart
+from megarl.engine.parts.engine_part import EnginePart
 from megarl.engine.running_request import RunningRequest
 from megarl.engine.scheduler import RecordingScheduler
 from megarl.engine.vllm_arguments import REASON_LENGTH, sampling_params

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megarl.engine.engine_part import EnginePart
+from megarl.engine.parts.engine_part import EnginePart
 
 _MOST_NAMED = 5
 """Maximum number of tensor names listed in a notice. Every layer has tensors of the same names."""

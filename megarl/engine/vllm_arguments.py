@@ -18,7 +18,7 @@ from megarl.config.engine_fields import engine_field_fault, refusals_by_field
 from megarl.config.library_settings import reserved_settings
 from megarl.config.override import engine_overrides
 from megarl.engine.compilation_guard import without_fused_all_reduce
-from megarl.engine.engine_part import EnginePart
+from megarl.engine.parts.engine_part import EnginePart
 from megarl.families.registry import FAMILIES
 from megarl.families.shape import ModelShape, completed_config, read_model_shape
 from megarl.files.model_folder import read_object

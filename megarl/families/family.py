@@ -6,14 +6,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from megarl.families import stacks
 from megarl.families.mtp import MtpForm
-from megarl.families.packed import Alias
 from megarl.families.reading import Read
+from megarl.families.tensors import stacks
+from megarl.families.tensors.packed import Alias
 
 if TYPE_CHECKING:
-    from megarl.families.rules import Rule
     from megarl.families.shape import ModelShape
+    from megarl.families.tensors.rules import Rule
 
 
 DEFAULTS: Mapping[str, Any] = {

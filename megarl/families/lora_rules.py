@@ -9,8 +9,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from megarl.families.model_tensors import list_rules, list_tensors
-from megarl.families.rules import Rule, Segment
 from megarl.families.shape import ModelShape
+from megarl.families.tensors.rules import Rule, Segment
 
 LINEARS = {
     # Latent attention has the last three instead: the projections that make heads. Its down projections get no adapter.

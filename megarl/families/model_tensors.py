@@ -8,11 +8,11 @@ from itertools import combinations
 from typing import TYPE_CHECKING
 
 from megarl.families.mtp import copied_mtp_prefixes, is_mtp, mtp_copies, mtp_rules, mtp_stacks, without_mtp_layers
-from megarl.families.names import TensorName, in_order
-from megarl.families.packed import Alias
 from megarl.families.registry import FAMILIES
-from megarl.families.rules import Rule, overlap
-from megarl.families.stacks import Stack
+from megarl.families.tensors.names import TensorName, in_order
+from megarl.families.tensors.packed import Alias
+from megarl.families.tensors.rules import Rule, overlap
+from megarl.families.tensors.stacks import Stack
 
 if TYPE_CHECKING:
     from megarl.families.shape import ModelShape

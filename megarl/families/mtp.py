@@ -14,9 +14,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from megarl.families.names import TensorName
-from megarl.families.rules import Rule, Variant, column, replicate
-from megarl.families.stacks import Part, Stack
+from megarl.families.tensors.names import TensorName
+from megarl.families.tensors.rules import Rule, Variant, column, replicate
+from megarl.families.tensors.stacks import Part, Stack
 
 if TYPE_CHECKING:
     from megarl.families.shape import ModelShape

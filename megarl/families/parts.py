@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from megarl.families.rotary import Rotary
+from megarl.families.config_json.rotary import Rotary
 
 
 class LayerKind(NamedTuple):

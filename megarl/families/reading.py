@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from megarl.families import windows as sliding
-from megarl.families.config_values import COPY_AGAIN, flag, positive, quote, size
+from megarl.families.config_json import windows as sliding
+from megarl.families.config_json.config_values import COPY_AGAIN, flag, positive, quote, size
+from megarl.families.config_json.rotary import read_rotary
 from megarl.families.parts import GroupedQuery, LayerKind, Parts, Router
-from megarl.families.rotary import read_rotary
 from megarl.types import DataError
 
 DEFAULT_EXPERTS = {

@@ -10,13 +10,13 @@ from typing import Any
 
 from megarl.config.formulas import either
 from megarl.config.override import overridden
-from megarl.families.config_values import COPY_AGAIN, flag, mapping, positive, quote, size
+from megarl.families.config_json.config_values import COPY_AGAIN, flag, mapping, positive, quote, size
+from megarl.families.config_json.rotary import Rotary
 from megarl.families.model_tensors import list_aliases
-from megarl.families.names import parse_name
 from megarl.families.parts import DeltaNet, GroupedQuery, Latent, LayerKind, Parts, Router
 from megarl.families.published import PUBLISHED, published_name
 from megarl.families.registry import FAMILIES
-from megarl.families.rotary import Rotary
+from megarl.families.tensors.names import parse_name
 from megarl.files.model_folder import missing_folder, read_object, stored_names
 from megarl.types import DataError
 

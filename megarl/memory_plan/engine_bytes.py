@@ -7,7 +7,7 @@ from functools import lru_cache
 from math import prod
 
 from megarl.families.shape import ModelShape, padded_vocab_size
-from megarl.families.stacks import Stack
+from megarl.families.tensors.stacks import Stack
 from megarl.reshard.layouts.vllm_computed import VllmLayouts
 
 BLOCK_TOKENS = {"cpu": 32, "cuda": 16}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megarl.families.frequencies import scaled_frequencies
-from megarl.families.rotary import Rotary
+from megarl.families.config_json.frequencies import scaled_frequencies
+from megarl.families.config_json.rotary import Rotary
 
 
 def frequencies(rotary: Rotary, num_channels: int) -> Tensor:

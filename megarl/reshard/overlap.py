@@ -12,7 +12,7 @@ from itertools import groupby, pairwise, product
 from math import prod
 from typing import Any, NamedTuple
 
-from megarl.families.names import TensorName
+from megarl.families.tensors.names import TensorName
 from megarl.reshard.boxes import Box
 from megarl.reshard.world import Holding, StorageSlot
 

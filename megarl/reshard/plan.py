@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.families.names import TensorName
+from megarl.families.tensors.names import TensorName
 from megarl.reshard.boxes import Layout
 from megarl.reshard.overlap import CopyTemplate, Overlap
 from megarl.reshard.world import Layouts, ListedLayouts

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
 
-from megarl.families.names import TensorName, in_order, parse_name
+from megarl.families.tensors.names import TensorName, in_order, parse_name
 from megarl.reshard.boxes import Box, Layout, Piece
 
 

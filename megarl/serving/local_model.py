@@ -36,7 +36,7 @@ class EngineRank:
         # Imported in the rank's process: the driver needs neither torch nor vLLM.
         from megarl.checkpoint.safetensors import check_folder
         from megarl.engine.engine import RolloutEngine
-        from megarl.engine.engine_parts import EngineFeatures
+        from megarl.engine.parts.choice import EngineFeatures
 
         # The timeout in seconds of collectives between the engine's ranks.
         world.initialize(600.0)

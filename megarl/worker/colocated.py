@@ -14,8 +14,8 @@ from megarl.reshard.reshard_report import ReshardReport
 from megarl.tracking.metrics import Metric
 from megarl.types import Completion, Request
 from megarl.worker.engine_builder import build_engine
-from megarl.worker.rank_reshard import RankReshard
-from megarl.worker.reshard_planning import ReshardEnds
+from megarl.worker.reshard.planning import ReshardEnds
+from megarl.worker.reshard.rank_reshard import RankReshard
 from megarl.worker.trainer_worker import TrainerWorker
 
 

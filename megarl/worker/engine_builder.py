@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from megarl.config import Recipe
 from megarl.engine.engine import RolloutEngine
-from megarl.engine.engine_parts import EngineFeatures
+from megarl.engine.parts.choice import EngineFeatures
 from megarl.worker.replayed_experts import ReplayedExperts
 from megarl.worker.trainer_part import TrainerPart
 

@@ -15,8 +15,8 @@ from megarl.reshard.plan import RankTopology
 from megarl.reshard.reshard_report import ReshardReport
 from megarl.tracking.metrics import Metric
 from megarl.types import Completion, Request
-from megarl.worker.cross_world_reshard import CrossWorldReshard
 from megarl.worker.engine_builder import build_engine
+from megarl.worker.reshard.cross_world_reshard import CrossWorldReshard
 
 
 class EngineWorker:

@@ -23,10 +23,10 @@ from megarl.training.state import checkpoint
 from megarl.training.state.copies import StateCopies
 from megarl.training.training_engine import Snapshot, TrainingEngine
 from megarl.worker.arena_size import start_arena
-from megarl.worker.cross_world_reshard import CrossWorldReshard
 from megarl.worker.model_builder import ModelBuilder
 from megarl.worker.model_export import export_model
 from megarl.worker.rank_state import RankState
+from megarl.worker.reshard.cross_world_reshard import CrossWorldReshard
 from megarl.worker.trainer_part import TrainerPart
 from megarl.worker.trainer_parts import build_trainer_parts
 from megarl.worker.untrained_tensors import untrained_notices

@@ -11,7 +11,7 @@ import pytest
 from megarl.config import Recipe
 from megarl.config.override import engine_overrides, overridden, override_fault
 from megarl.config.recipe import load
-from megarl.families.rotary import Rotary
+from megarl.families.config_json.rotary import Rotary
 from megarl.families.shape import read_model_shape
 from megarl.types import DataError
 from tests.config.refusals import faults

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 
 from megarl.reshard import transport
-from megarl.worker import cross_world_reshard, engine_worker, trainer_worker
+from megarl.worker import engine_worker, trainer_worker
+from megarl.worker.reshard import cross_world_reshard
 
 
 def _choose(via):

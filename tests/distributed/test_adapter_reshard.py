@@ -53,7 +53,7 @@ def train_and_load(recipe: Recipe, parallel: ParallelConfig, exported: str) -> d
     from safetensors.torch import load_file
     from vllm.lora.request import LoRARequest
 
-    from megarl.engine.trained_adapter import TrainedAdapter
+    from megarl.engine.parts.trained_adapter import TrainedAdapter
     from megarl.families.shape import read_model_shape
     from megarl.reshard.adapters import AdapterReshard
     from megarl.reshard.layouts.vllm_adapters import VllmAdapterLayouts

@@ -119,7 +119,9 @@ def test_a_flip_in_a_separate_engine_after_the_last_reshard_is_named(
         name="embed_tokens.weight",
     )
     flip = flip.replace("if self.weight_version == 2 and self.rank == self.rank", "if True")
-    flip_in_copy(tmp_path, "worker/cross_world_reshard.py", "        self._note_changes()\n        changes, self", flip)
+    flip_in_copy(
+        tmp_path, "worker/reshard/cross_world_reshard.py", "        self._note_changes()\n        changes, self", flip
+    )
     done = train(
         "name=flip", "rollout.placement=separate", "rollout.ranks=1", "cluster.ranks_per_node=2", "train.steps=1"
     )

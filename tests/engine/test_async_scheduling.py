@@ -44,7 +44,7 @@ class Bench:
         from safetensors.torch import load_file
 
         from megarl.engine.engine import RolloutEngine
-        from megarl.engine.engine_parts import EngineFeatures
+        from megarl.engine.parts.choice import EngineFeatures
 
         settings = {"kv_cache_gib": 0.05, "max_concurrent_requests": 32} | rollout
         self.experts: list[np.ndarray] = []

@@ -534,7 +534,7 @@ def refusals(model_path: str) -> list[str]:
 
 def refused_caches() -> list[str]:
     """The messages for errors that vLLM raises on other machines: on a GPU, and on a CPU without AVX-512."""
-    from megarl.engine.engine_parts import EngineFeatures, build_parts
+    from megarl.engine.parts.choice import EngineFeatures, build_parts
     from megarl.engine.vllm_arguments import refusals_named
 
     found = []

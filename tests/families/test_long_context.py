@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megarl.families.rotary import Rotary
+from megarl.families.config_json.rotary import Rotary
 from megarl.families.shape import shape_from_config
 from megarl.types import DataError
 

@@ -12,8 +12,8 @@ import pytest
 from megarl.families.flops import forward_flops
 from megarl.families.model_tensors import hf_tensors, layers_by_template, list_copied_prefixes, list_rules
 from megarl.families.registry import FAMILIES
-from megarl.families.rules import Variant, overlap, replicate
 from megarl.families.shape import ModelShape, shape_from_config, value_head_fields
+from megarl.families.tensors.rules import Variant, overlap, replicate
 from megarl.types import DataError
 from tests.shapes import small_shape
 

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.families.rules import Segment, column, gate_up, query_groups, replicate, row, vocabulary, with_experts
+from megarl.families.tensors.rules import (
+    Segment,
+    column,
+    gate_up,
+    query_groups,
+    replicate,
+    row,
+    vocabulary,
+    with_experts,
+)
 from tests.shapes import small_shape
 
 

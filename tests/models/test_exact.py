@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megarl.data.token_batch import ranges
-from megarl.families.rotary import Rotary
+from megarl.families.config_json.rotary import Rotary
 from megarl.models.attention import PackedAttention, PackedRow
 from megarl.models.exact.attention import ExactAttention
 from megarl.models.exact.logprobs import ExactLogprobs

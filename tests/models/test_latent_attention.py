@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megarl.families.rotary import Rotary
+from megarl.families.config_json.rotary import Rotary
 from megarl.models.attention import PackedAttention, PackedRow
 from megarl.models.latent_attention import RowRotary, with_padded_values
 from megarl.models.rotary import frequencies

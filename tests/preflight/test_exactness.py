@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from megarl.config import Recipe
+from megarl.families.config_json.rotary import Rotary
 from megarl.families.parts import Router
-from megarl.families.rotary import Rotary
 from megarl.preflight import check
 from megarl.preflight.model.exactness import exactness_faults
 from megarl.preflight.model.exactness_on_gpus import OPERATORS

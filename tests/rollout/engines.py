@@ -39,7 +39,7 @@ class Engines:
 
         from megarl.config import RolloutConfig, SamplingConfig
         from megarl.engine.engine import RolloutEngine
-        from megarl.engine.engine_parts import EngineFeatures
+        from megarl.engine.parts.choice import EngineFeatures
 
         world.initialize(600.0)
         has_experts = "num_experts" in Path(model_path, "config.json").read_text()

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from megarl.config.parallel import ParallelConfig
-from megarl.families.names import TensorName
-from megarl.families.rules import Rule
+from megarl.families.tensors.names import TensorName
+from megarl.families.tensors.rules import Rule
 from megarl.reshard.layouts.megatron import MegatronLayouts
 
 

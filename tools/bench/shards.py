@@ -10,8 +10,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from megarl.families.config_json.rotary import Rotary
 from megarl.families.parts import GroupedQuery
-from megarl.families.rotary import Rotary
 from megarl.families.shape import ModelShape
 from megarl.reshard.boxes import Layout, Piece
 from megarl.reshard.plan import View

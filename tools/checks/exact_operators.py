@@ -159,7 +159,7 @@ def of_engine(folder: str, tokens: Any, is_exact: bool) -> dict[str, Any]:
 
     from megarl.config import RolloutConfig
     from megarl.engine.engine import RolloutEngine
-    from megarl.engine.engine_parts import EngineFeatures
+    from megarl.engine.parts.choice import EngineFeatures
 
     config = RolloutConfig(kv_cache_gib=0.1, max_concurrent_requests=4)
     engine = RolloutEngine(

@@ -10,15 +10,24 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from megarl.families import stacks
-from megarl.families.config_values import COPY_AGAIN, flag, quote, size
+from megarl.families.config_json.config_values import COPY_AGAIN, flag, quote, size
+from megarl.families.config_json.rotary import Rotary, read_rotary, rope_settings
 from megarl.families.family import DEFAULTS, Family, StoredNames
 from megarl.families.mtp import NUMBERED
 from megarl.families.pages import llama
 from megarl.families.parts import Latent, Parts
 from megarl.families.reading import first_layers_dense, refuse_biases, require_field, sigmoid_router
-from megarl.families.rotary import Rotary, read_rotary, rope_settings
-from megarl.families.rules import Rule, Variant, column, expert_bias, replicate, row, with_experts, with_shared_expert
+from megarl.families.tensors import stacks
+from megarl.families.tensors.rules import (
+    Rule,
+    Variant,
+    column,
+    expert_bias,
+    replicate,
+    row,
+    with_experts,
+    with_shared_expert,
+)
 from megarl.types import DataError
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from megarl.families import stacks
-from megarl.families.config_values import flag, size
+from megarl.families.config_json.config_values import flag, size
+from megarl.families.config_json.rotary import read_rotary
 from megarl.families.family import DEFAULTS, Family
 from megarl.families.mtp import NUMBERED
 from megarl.families.pages import llama, qwen2, qwen3
@@ -21,8 +21,8 @@ from megarl.families.reading import (
     refuse_biases,
     sigmoid_router,
 )
-from megarl.families.rotary import read_rotary
-from megarl.families.rules import Rule, expert_bias, with_experts, with_shared_expert
+from megarl.families.tensors import stacks
+from megarl.families.tensors.rules import Rule, expert_bias, with_experts, with_shared_expert
 from megarl.types import DataError
 
 if TYPE_CHECKING:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from megarl.families import stacks
-from megarl.families.config_values import quote, size
+from megarl.families.config_json.config_values import quote, size
 from megarl.families.family import Family, StoredNames
 from megarl.families.mtp import NUMBERED
 from megarl.families.pages import deepseek_v3, llama
 from megarl.families.parts import Parts
+from megarl.families.tensors import stacks
 from megarl.types import DataError
 
 if TYPE_CHECKING:

@@ -9,15 +9,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from megarl.families import stacks
-from megarl.families.config_values import quote, size
+from megarl.families.config_json.config_values import quote, size
+from megarl.families.config_json.rotary import read_rotary, rope_settings
 from megarl.families.family import DEFAULTS, Family
-from megarl.families.packed import Alias, Axis
 from megarl.families.pages import llama, qwen2
 from megarl.families.parts import LayerKind, Parts, Router
 from megarl.families.reading import check_normalised, grouped_query, refuse_biases, top_k
-from megarl.families.rotary import read_rotary, rope_settings
-from megarl.families.rules import Rule, Segment, Variant, replicate, with_experts
+from megarl.families.tensors import stacks
+from megarl.families.tensors.packed import Alias, Axis
+from megarl.families.tensors.rules import Rule, Segment, Variant, replicate, with_experts
 from megarl.types import DataError
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from megarl.families.family import DEFAULTS, Family
 from megarl.families.reading import read_dense
-from megarl.families.rules import Rule, gate_up, query_groups, replicate, row, vocabulary
+from megarl.families.tensors.rules import Rule, gate_up, query_groups, replicate, row, vocabulary
 
 if TYPE_CHECKING:
     from megarl.families.shape import ModelShape

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from megarl.families import windows
+from megarl.families.config_json import windows
 from megarl.families.family import DEFAULTS, Family
 from megarl.families.pages import llama
 from megarl.families.reading import read_dense

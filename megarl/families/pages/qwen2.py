@@ -5,11 +5,11 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from megarl.families import windows
+from megarl.families.config_json import windows
 from megarl.families.family import DEFAULTS, Family
 from megarl.families.pages import llama
 from megarl.families.reading import read_dense
-from megarl.families.rules import Rule, query_groups
+from megarl.families.tensors.rules import Rule, query_groups
 
 if TYPE_CHECKING:
     from megarl.families.shape import ModelShape

@@ -10,16 +10,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from megarl.families import stacks
-from megarl.families.config_values import mapping, quote, size
+from megarl.families.config_json.config_values import mapping, quote, size
 from megarl.families.family import Family, no_aliases
 from megarl.families.mtp import OWN_PREFIX
-from megarl.families.packed import Alias, Axis
 from megarl.families.pages import llama, qwen3_next
 from megarl.families.pages.qwen3_next import LINEAR, delta_net
 from megarl.families.parts import Parts
 from megarl.families.reading import softmax_router
-from megarl.families.rules import Rule, Segment
+from megarl.families.tensors import stacks
+from megarl.families.tensors.packed import Alias, Axis
+from megarl.families.tensors.rules import Rule, Segment
 from megarl.types import DataError
 
 if TYPE_CHECKING:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from megarl.families import windows
+from megarl.families.config_json import windows
 from megarl.families.family import Family
 from megarl.families.pages import qwen2, qwen3
 from megarl.families.reading import DEFAULT_EXPERTS, read_experts
-from megarl.families.rules import Rule, with_experts
+from megarl.families.tensors.rules import Rule, with_experts
 
 if TYPE_CHECKING:
     from megarl.families.shape import ModelShape

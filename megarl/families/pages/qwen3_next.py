@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from megarl.families import stacks
-from megarl.families.config_values import quote, size
+from megarl.families.config_json.config_values import quote, size
+from megarl.families.config_json.rotary import read_rotary
 from megarl.families.family import DEFAULTS, Family
 from megarl.families.mtp import OWN_PREFIX, MtpForm
 from megarl.families.pages import llama, qwen3
@@ -23,8 +23,8 @@ from megarl.families.reading import (
     refuse_biases,
     softmax_router,
 )
-from megarl.families.rotary import read_rotary
-from megarl.families.rules import Rule, Segment, replicate, row, with_experts, with_shared_expert
+from megarl.families.tensors import stacks
+from megarl.families.tensors.rules import Rule, Segment, replicate, row, with_experts, with_shared_expert
 from megarl.types import DataError
 
 if TYPE_CHECKING:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.families.config_values import quote
+from megarl.families.config_json.config_values import quote
+from megarl.families.config_json.rotary import rope_settings
 from megarl.families.family import DEFAULTS, Family
 from megarl.families.pages import qwen2
 from megarl.families.parts import Parts
 from megarl.families.reading import read_dense
-from megarl.families.rotary import rope_settings
 from megarl.types import DataError
 
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from megarl.families.names import parse_name
+from megarl.families.tensors.names import parse_name
 from megarl.reshard.layouts.vllm import Recorder
 from megarl.reshard.layouts.vllm_quantised import QuantisedModule, all_loadable, quantised_modules
 from megarl.reshard.staging import gather_values

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.families.names import TensorName
+from megarl.families.tensors.names import TensorName
 from megarl.groups import cross_world, signed
 from megarl.reshard.boxes import Box, Piece
 from megarl.reshard.checks.ledger import Ledger

@@ -8,8 +8,8 @@ from functools import cached_property
 
 from megarl.families.lora_rules import adapter_rules
 from megarl.families.model_tensors import list_tensors
-from megarl.families.names import TensorName
-from megarl.families.rules import Rule
+from megarl.families.tensors.names import TensorName
+from megarl.families.tensors.rules import Rule
 from megarl.reshard.layouts.megatron import MegatronLayouts
 
 

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 from megarl.config.parallel import Coordinates, ParallelConfig
 from megarl.families.model_tensors import float32_templates, list_model_tensors, list_rules
-from megarl.families.names import TensorName
-from megarl.families.rules import Rule
 from megarl.families.shape import ModelShape, sizes_of
+from megarl.families.tensors.names import TensorName
+from megarl.families.tensors.rules import Rule
 from megarl.reshard.boxes import contiguous_strides
 from megarl.reshard.world import Holding, Layouts, StorageSlot
 from megarl.types import ConfigError

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from megarl.families.model_tensors import hf_tensors, list_aliases, template_shapes
-from megarl.families.names import TensorName, parse_name
-from megarl.families.packed import Alias
 from megarl.families.shape import ModelShape
+from megarl.families.tensors.names import TensorName, parse_name
+from megarl.families.tensors.packed import Alias
 from megarl.reshard.boxes import Box, Layout, Piece
 
 

@@ -12,9 +12,9 @@ from functools import cached_property
 
 from megarl.families.lora_rules import adapter_rules, adapter_tensor
 from megarl.families.model_tensors import layers_by_template, list_stacks, list_tensors
-from megarl.families.names import TensorName
-from megarl.families.rules import Rule
-from megarl.families.stacks import Stack
+from megarl.families.tensors.names import TensorName
+from megarl.families.tensors.rules import Rule
+from megarl.families.tensors.stacks import Stack
 from megarl.reshard.layouts.vllm_computed import VllmLayouts
 from megarl.reshard.world import Holding, Layouts, StorageSlot
 

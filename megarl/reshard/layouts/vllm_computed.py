@@ -21,9 +21,9 @@ from megarl.families.model_tensors import (
     template_shapes,
 )
 from megarl.families.mtp import is_mtp
-from megarl.families.names import TensorName
 from megarl.families.shape import ModelShape, padded_vocab_size, sizes_of
-from megarl.families.stacks import Part, Stack
+from megarl.families.tensors.names import TensorName
+from megarl.families.tensors.stacks import Part, Stack
 from megarl.reshard.boxes import contiguous_strides
 from megarl.reshard.world import Holding, Layouts, StorageSlot
 from megarl.types import ConfigError

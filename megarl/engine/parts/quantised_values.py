@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.engine.engine_part import EnginePart
+from megarl.engine.parts.engine_part import EnginePart
 
 VLLM_QUANTIZATION = {"fp8": "fp8_per_block", "fp8_per_channel": "fp8_per_channel"}
 """Values of vLLM's setting `quantization`, by the value of `rollout.quantization`. vLLM quantises the weights when it

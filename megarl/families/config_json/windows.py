@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megarl.families.config_values import COPY_AGAIN, flag, quote, size
+from megarl.families.config_json.config_values import COPY_AGAIN, flag, quote, size
 from megarl.types import DataError
 
 Windows = Callable[[Mapping[str, Any], int], tuple[int, ...]]

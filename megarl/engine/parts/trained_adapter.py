@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megarl.config import LoraConfig
-from megarl.engine.engine_part import EnginePart
+from megarl.engine.parts.engine_part import EnginePart
 from megarl.reshard.layouts.vllm_adapters import slot_rank
 from megarl.reshard.layouts.vllm_slots import AdapterSlots
 from megarl.types import Request

@@ -7,20 +7,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.config import LoraConfig, RolloutConfig
-from megarl.engine.engine_part import EnginePart
+from megarl.engine.parts.engine_part import EnginePart
 from megarl.families.model_tensors import list_copied_prefixes
 from megarl.families.shape import read_model_shape
 from megarl.platform import libraries
 
 libraries.prepare_vllm()
 
-from megarl.engine.drafts import Drafts  # noqa: E402
-from megarl.engine.exact_rounding import ExactRounding  # noqa: E402
-from megarl.engine.quantised_values import QuantisedCache, QuantisedWeights  # noqa: E402
-from megarl.engine.retained_kv import RetainedKV  # noqa: E402
-from megarl.engine.retained_tokens import RetainedTokens  # noqa: E402
-from megarl.engine.routed_experts import KeepExperts, RoutedExperts  # noqa: E402
-from megarl.engine.trained_adapter import TrainedAdapter  # noqa: E402
+from megarl.engine.parts.drafts import Drafts  # noqa: E402
+from megarl.engine.parts.exact_rounding import ExactRounding  # noqa: E402
+from megarl.engine.parts.quantised_values import QuantisedCache, QuantisedWeights  # noqa: E402
+from megarl.engine.parts.retained_kv import RetainedKV  # noqa: E402
+from megarl.engine.parts.retained_tokens import RetainedTokens  # noqa: E402
+from megarl.engine.parts.routed_experts import KeepExperts, RoutedExperts  # noqa: E402
+from megarl.engine.parts.trained_adapter import TrainedAdapter  # noqa: E402
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from megarl.engine.engine_part import EnginePart
+from megarl.engine.parts.engine_part import EnginePart
 from megarl.families.mtp import COPIED, DRAFTER
 from megarl.tracking.metric_rows import MetricRow
 from megarl.tracking.metrics import Mean, Metric

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
-from megarl.engine.trained_adapter import TrainedAdapter
+from megarl.engine.parts.trained_adapter import TrainedAdapter
 from megarl.families.lora_rules import adapter_shapes
 from megarl.families.shape import ModelShape, read_model_shape
 from megarl.reshard.adapters import AdapterReshard, record_slots

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from megarl.families.rotary import Rotary
+from megarl.families.config_json.rotary import Rotary
 
 Array = Any
 """A one-dimensional float32 array of numpy, or a tensor of torch."""

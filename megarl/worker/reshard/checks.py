@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from megarl.checkpoint.mapped import MappedFolder
 from megarl.data.token_batch import TokenBatch
-from megarl.engine.trained_adapter import TrainedAdapter
+from megarl.engine.parts.trained_adapter import TrainedAdapter
 from megarl.groups.peer_errors import engine_collectives_marked
 from megarl.reshard.checks.file_rows import check_rows, sampled_names
 from megarl.reshard.checks.ledger import Ledger, RankChanges, RankChecksums
@@ -19,7 +19,7 @@ from megarl.reshard.layouts.vllm_slots import live_parameters, without_adapters
 from megarl.reshard.live import DirectReshard
 from megarl.reshard.staging import gather_values
 from megarl.types import TrainingSequence
-from megarl.worker.reshard_planning import ReshardEnds, ReshardPlan
+from megarl.worker.reshard.planning import ReshardEnds, ReshardPlan
 
 
 class ReshardChecks:

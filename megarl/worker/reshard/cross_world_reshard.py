@@ -18,8 +18,8 @@ from megarl.platform import background
 from megarl.reshard.checks.ledger import RankChanges
 from megarl.reshard.plan import RankTopology
 from megarl.reshard.reshard_report import ReshardReport
-from megarl.worker.rank_reshard import RankReshard
-from megarl.worker.reshard_planning import ReshardEnds
+from megarl.worker.reshard.planning import ReshardEnds
+from megarl.worker.reshard.rank_reshard import RankReshard
 
 if TYPE_CHECKING:
     from megarl.engine.engine import RolloutEngine

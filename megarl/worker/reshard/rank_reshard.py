@@ -16,8 +16,8 @@ from megarl.reshard.checks.ledger import RankChanges
 from megarl.reshard.layouts.vllm_slots import live_parameters
 from megarl.reshard.reshard_report import ReshardReport
 from megarl.reshard.staging import gather_values
-from megarl.worker.reshard_checks import ReshardChecks
-from megarl.worker.reshard_planning import ReshardEnds, plan_reshard
+from megarl.worker.reshard.checks import ReshardChecks
+from megarl.worker.reshard.planning import ReshardEnds, plan_reshard
 
 FIRST_VERSION = 1
 """Version of the weights before the first update: those of the model folder."""

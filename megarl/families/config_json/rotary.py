@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from megarl.families.config_values import flag, mapping, positive, quote
+from megarl.families.config_json.config_values import flag, mapping, positive, quote
 from megarl.types import DataError
 
 Scaling = Literal["default", "linear", "llama3", "yarn"]

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megarl.data.prefixes import digests
-from megarl.engine.engine_part import EnginePart
+from megarl.engine.parts.engine_part import EnginePart
 from megarl.types import Completion, ExpertsHandle
 
 KeepExperts = Callable[[NDArray[np.integer]], ExpertsHandle]

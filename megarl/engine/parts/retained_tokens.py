@@ -17,7 +17,7 @@ from torch import Tensor
 from vllm import SamplingParams
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput, SamplingMaskLists
 
-from megarl.engine.engine_part import EnginePart
+from megarl.engine.parts.engine_part import EnginePart
 from megarl.types import Completion, Request, RetainedSets
 
 

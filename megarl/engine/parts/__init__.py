@@ -1,0 +1,1 @@
+"""The optional features of a vLLM engine, each behind the interface `EnginePart`. `choice` chooses them."""

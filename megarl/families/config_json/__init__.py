@@ -1,0 +1,1 @@
+"""Values of config.json, checked: sizes, rotary embeddings, attention windows. No torch."""

@@ -1,0 +1,1 @@
+"""How tensors are named in Megatron and in checkpoints, and the rules and stacks that compose them. No torch."""

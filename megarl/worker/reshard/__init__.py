@@ -1,0 +1,1 @@
+"""One rank's part in reshards: plans, copies, and checks of what was copied."""
