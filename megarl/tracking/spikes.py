@@ -35,6 +35,17 @@ class Spike(NamedTuple):
         return " and ".join(over)
 
 
+def is_memory(saved: Any) -> bool:
+    """Return whether a value has the form that `SpikeDetector.as_json` writes."""
+    if not isinstance(saved, dict) or type(saved.get("rollbacks")) is not int or saved["rollbacks"] < 0:
+        return False
+    numbers = [saved.get("norms"), saved.get("losses")]
+    return all(
+        isinstance(values, list) and all(type(value) in (int, float) and 0 < value < math.inf for value in values)
+        for values in numbers
+    )
+
+
 class SpikeDetector:
     """Limits of the next update from the last `window` updates: their median times a factor.
 

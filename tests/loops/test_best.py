@@ -13,7 +13,8 @@ from typing import Any, cast
 import pytest
 
 from megarl.config import Recipe
-from megarl.loops.saving.checkpointing import BestModel
+from megarl.loops.saving.best_model import BEST, BestModel, BestRecord
+from megarl.types import DataError
 
 
 class Ranks:
@@ -136,3 +137,28 @@ def test_a_metric_that_no_evaluation_has_is_reported(tmp_path: Path) -> None:
     assert run.names == set() and best.step is None
     [notice] = run.notices
     assert "checkpoint.best = val/a/accuracy" in notice and "val/a/format_valid" in notice
+
+
+@pytest.mark.parametrize(
+    ("content", "field"),
+    [
+        ({}, "step"),
+        ({"step": "4"}, "step"),
+        ({"step": True}, "step"),
+        ({"step": -1}, "step"),
+        ({"step": 4, "metric": ["a"]}, "metric"),
+        ({"step": 4, "metric": "val/a/accuracy", "value": "high"}, "value"),
+        ({"step": 4, "metric": "val/a/accuracy", "value": False}, "value"),
+    ],
+)
+def test_a_damaged_record_of_the_best_model_is_named(tmp_path: Path, content: object, field: str) -> None:
+    (tmp_path / BEST).write_text(json.dumps(content))
+    with pytest.raises(DataError, match=rf"{BEST}: {field} = "):
+        BestRecord.read(tmp_path)
+
+
+@pytest.mark.parametrize("record", [BestRecord(3), BestRecord(4, "val/a/loss", 0.25)])
+def test_the_record_of_the_best_model_is_read_as_written(tmp_path: Path, record: BestRecord) -> None:
+    assert BestRecord.read(tmp_path) is None
+    record.write(tmp_path)
+    assert BestRecord.read(tmp_path) == record

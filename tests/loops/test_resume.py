@@ -323,9 +323,33 @@ def test_steps_of_epochs_are_refused_if_they_count_other_records(recipe: Recipe,
             assert origin.position.drawn == ({} if loop == "rl" else {"data.train": 8})
 
 
-def test_damaged_metrics_of_an_earlier_version_are_named(tmp_path: Path) -> None:
-    (tmp_path / DRIVER).write_text(json.dumps({"recipe": {"name": "small"}, "unlogged": [1]}))
-    with pytest.raises(DataError, match=rf"{DRIVER}: the field unlogged is missing or damaged"):
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("unlogged", [1]),
+        ("drawn", {"data.train": "7"}),
+        ("drawn", {"data.train": -1}),
+        ("drawn", {"data.train": True}),
+        ("drawn", [3]),
+        ("models", {"model.path": 5}),
+        ("template", 5),
+        ("spikes", []),
+        ("spikes", {"norms": "x", "losses": [], "rollbacks": 0}),
+        ("spikes", {"norms": [1.0], "losses": ["1"], "rollbacks": 0}),
+        ("spikes", {"norms": [1.0], "losses": [], "rollbacks": -1}),
+        ("recipe", {"name": "small", "train": "x"}),
+        ("recipe", {"name": "small", "loop": 3}),
+        ("recipe", {"name": "small", "train": {"prompts_per_step": "8"}}),
+        ("recipe", {"name": "small", "rollout": {"stragglers": 7}}),
+    ],
+)
+def test_a_damaged_field_of_a_checkpoint_is_named(tmp_path: Path, field: str, value: object) -> None:
+    driver = {"recipe": {"name": "small", "loop": "rl", "train": {"prompts_per_step": 8}, "rollout": {}}}
+    whole = {"drawn": {"data.ptx": 7}, "spikes": {"norms": [0.5], "losses": [], "rollbacks": 1}, "checksum": None}
+    (tmp_path / DRIVER).write_text(json.dumps(driver | whole))
+    assert read_driver(tmp_path) == driver | whole
+    (tmp_path / DRIVER).write_text(json.dumps(driver | whole | {field: value}))
+    with pytest.raises(DataError, match=rf"{DRIVER}: the field {field} is missing or damaged"):
         read_driver(tmp_path)
 
 

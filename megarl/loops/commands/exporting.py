@@ -14,8 +14,8 @@ from megarl.config import Recipe
 from megarl.config.recipe import load_of_run
 from megarl.data.templates.turn_ends import own_files
 from megarl.files import hub
-from megarl.files.model_folder import CARD, check_model_folder, read_object
-from megarl.loops.saving.checkpointing import BEST
+from megarl.files.model_folder import CARD, check_model_folder
+from megarl.loops.saving.best_model import BEST, BestRecord
 from megarl.report.model_card import write_card
 from megarl.tracking.run_record import RunRecord, checkpoint_step
 from megarl.types import ConfigError, DataError
@@ -56,8 +56,8 @@ def push(run: Path, exported: Exported, name: str, *, is_private: bool) -> hub.P
 def _finished(earlier: RunRecord, *, is_best: bool) -> Exported:
     """Return the model that a run exported itself. Raises ConfigError if there is none."""
     folder = earlier.path / ("hf_best" if is_best else "hf")
-    if is_best and (folder / BEST).is_file():
-        return Exported(folder, int(read_object(folder / BEST)["step"]))
+    if is_best and (best := BestRecord.read(folder)) is not None:
+        return Exported(folder, best.step)
     if not is_best and (folder / "config.json").is_file():
         # A resumed run leaves the earlier model in place until it ends again.
         if (state := earlier.status.get("state")) != "done":

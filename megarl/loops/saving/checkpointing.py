@@ -7,7 +7,6 @@ their position in the data (`collection`). `checkpoints/latest` names the newest
 from __future__ import annotations
 
 import json
-import math
 import re
 import shutil
 from collections import ChainMap
@@ -23,7 +22,7 @@ from megarl.cluster.worker_group import WorkerGroup
 from megarl.config import Recipe
 from megarl.config.recipe import to_yaml
 from megarl.files.atomic import disk_full_named, replace_text, storage_faults_named, sync
-from megarl.files.model_folder import read_object
+from megarl.loops.saving.best_model import BestModel
 from megarl.loops.saving.data_position import DataPosition
 from megarl.loops.saving.state_replication import StateReplication
 from megarl.report.model_card import write_card
@@ -32,9 +31,6 @@ from megarl.tracking.run_record import DRIVER, SCHEMA, RunRecord, checkpoint_ste
 from megarl.tracking.spikes import SpikeDetector
 from megarl.tracking.tracker import Tracker
 from megarl.types import DataError, DiskFullError
-
-BEST = "best.json"
-"""File in a retained model folder with its step, metric and value."""
 
 _LEFTOVER = re.compile(r"\.step_\d{6,}\.(partial|removed)")
 
@@ -226,90 +222,6 @@ class Checkpoints:
             raise
 
 
-class BestModel:
-    """Model of the best evaluated step so far.
-
-    Before a step's evaluation, while the engines sleep, its model is exported to `hf_candidate/`. If the evaluation is
-    the best so far, the folder is renamed to `hf_best/`, else it is removed. A run killed in between still has the
-    previous best model.
-    """
-
-    def __init__(self, recipe: Recipe, folder: RunFolder, tracker: Tracker, ranks: WorkerGroup) -> None:
-        """Read the step and the metric of the best model so far (hf_best/best.json). Raises StorageError or DataError
-        if it cannot be read."""
-        self._recipe, self._tracker, self._ranks = recipe, tracker, ranks
-        self._metric = recipe.checkpoint.best
-        self._candidate, self._kept = folder.path / "hf_candidate", folder.path / "hf_best"
-        self._taken_at: int | None = None
-        self.step: int | None = None
-        """Step of the best model. None: no step was evaluated."""
-        self._value = math.nan
-        if self._metric is None:
-            return
-        with storage_faults_named(folder.path):
-            # Complete renames interrupted by a kill before anything is read.
-            for model_folder in (self._kept, _adapter(self._kept)):
-                _settle(model_folder)
-            candidate = _read_best(self._candidate)
-            # The value is written only after the verdict, so this candidate won and only the renaming is missing.
-            if "value" in candidate:
-                self._keep()
-            else:
-                self._taken_at = candidate.get("step")
-            best = _read_best(self._kept)
-        # This step may come after the resumed checkpoint and be trained again. Its model still exists and its value was
-        # measured, so it counts.
-        if best.get("metric") == self._metric:
-            self.step, self._value = best["step"], float(best["value"])
-
-    async def take(self, step: int) -> None:
-        """Export the model of a step followed by an evaluation. The engines must sleep. Raises DiskFullError."""
-        if self._metric is None or not self._recipe.evaluates_at(step):
-            return
-        with self._tracker.phase("export"):
-            await self._ranks.call("export", self._candidate)
-        self._describe({"step": step})
-        self._taken_at = step
-
-    def judge(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Keep the model exported at `step` if its evaluation is the best so far, else remove it."""
-        if self._metric is None or self._taken_at != step:
-            return
-        self._taken_at = None
-        value = metrics.get(self._metric)
-        if value is None:
-            measured = ", ".join(name for name in metrics if name.startswith("val/")) or "none"
-            self._tracker.notice_once(
-                "best",
-                f"checkpoint.best = {self._metric}: is not a metric of this run's evaluations; they have {measured}",
-            )
-        if value is None or not self._is_best(value):
-            for folder in (self._candidate, _adapter(self._candidate)):
-                shutil.rmtree(folder, ignore_errors=True)
-            return
-        # After this line the candidate counts as the best. If the run is killed before the folders are renamed, the
-        # resumed run renames them.
-        self._describe({"step": step, "metric": self._metric, "value": value})
-        self._keep()
-        self.step, self._value = step, value
-
-    def _keep(self) -> None:
-        # Adapters first: `hf_best/best.json`, in the model folder, then implies that both are complete.
-        if _adapter(self._candidate).exists():
-            _replace(_adapter(self._kept), _adapter(self._candidate))
-        _replace(self._kept, self._candidate)
-
-    def _is_best(self, value: float) -> bool:
-        if not math.isfinite(value):
-            return False
-        # Losses improve downwards, all other metrics of evaluations upwards.
-        is_falling = str(self._metric).endswith("/loss")
-        return self.step is None or (value < self._value if is_falling else value > self._value)
-
-    def _describe(self, facts: Mapping[str, Any]) -> None:
-        replace_text(self._candidate / BEST, json.dumps(facts) + "\n")
-
-
 @dataclass(frozen=True, slots=True)
 class Survey:
     """The newest valid checkpoint, and the faults of newer, damaged ones by name."""
@@ -387,41 +299,3 @@ def _read(path: Path) -> str | None:
         return path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return None
-
-
-def _adapter(folder: Path) -> Path:
-    """Return the folder with the LoRA adapters of the model exported to `folder`."""
-    return folder.with_name("adapter" + folder.name.removeprefix("hf"))
-
-
-def _removed(folder: Path) -> Path:
-    """Return the temporary name of a folder under removal."""
-    return folder.with_name(f".{folder.name}.removed")
-
-
-def _replace(folder: Path, newer: Path) -> None:
-    """Rename `newer` to `folder`, which may be missing. `_settle` completes an interrupted call."""
-    shutil.rmtree(_removed(folder), ignore_errors=True)
-    if folder.exists():
-        folder.rename(_removed(folder))
-    # Two renames, not copy and delete: a model of 100 GB would take minutes, and a kill would leave a partial folder.
-    newer.rename(folder)
-    # Only the sync of the parent makes the rename survive a crash of the machine.
-    sync(folder.parent)
-    shutil.rmtree(_removed(folder), ignore_errors=True)
-
-
-def _settle(folder: Path) -> None:
-    """Complete a `_replace` interrupted by the end of the process."""
-    if not _removed(folder).exists():
-        return
-    if folder.exists():
-        shutil.rmtree(_removed(folder), ignore_errors=True)
-    else:
-        _removed(folder).rename(folder)
-
-
-def _read_best(folder: Path) -> dict[str, Any]:
-    """Return the contents of `best.json` in a model folder, {} if it is missing."""
-    path = folder / BEST
-    return read_object(path) if path.is_file() else {}

@@ -5,10 +5,12 @@ Everything is read and checked before the run folder is changed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
+
+from pydantic import BaseModel
 
 from megarl.checkpoint.manifest import canonical_sha256, file_record
 from megarl.config import Recipe, RolloutConfig
@@ -25,6 +27,7 @@ from megarl.preflight.files import RecordDigests, data_paths
 from megarl.terminal import Console
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.run_record import DRIVER, checkpoint_step, refuse_other_schema
+from megarl.tracking.spikes import is_memory
 from megarl.types import ConfigError, DataError
 
 Resume = Literal["if-any", "must"]
@@ -32,6 +35,8 @@ Resume = Literal["if-any", "must"]
 
 _PASSING_FIELDS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 """Fields of config.json that do not identify a model. They change with the path or the version of transformers."""
+_DRAW_FIELDS = ("stragglers", "placement", "max_staleness")
+"""Fields of `rollout` that decide whether single prompts or batches are drawn."""
 _MODEL_SECTIONS = ("text_config", "vision_config")
 """Sections of config.json with the fields of a whole model, in models with a vision tower."""
 
@@ -167,17 +172,55 @@ def read_driver(checkpoint: Path) -> dict[str, Any]:
     """Return the driver's state in a checkpoint (driver.json). Raises DataError naming the file if it is damaged."""
     path = checkpoint / DRIVER
     driver = read_object(path)
-    kinds = dict.fromkeys(("recipe", "models", "data", "kept", "drawn"), dict)
-    # Earlier versions logged a step after its evaluation, and saved the metrics of an interrupted one as `unlogged`.
-    optional = {"unlogged": dict, "template": str, "checksum": str}
-    wrong = [name for name, kind in kinds.items() if not isinstance(driver.get(name, {}), kind)]
-    wrong += [name for name, kind in optional.items() if not isinstance(driver.get(name), kind | None)]
+    wrong = [name for name, is_right in _DRIVER_FIELDS.items() if name in driver and not is_right(driver[name])]
     if wrong or not driver.get("recipe"):
         raise DataError(
             f"{path}: the field {(wrong or ['recipe'])[0]} is missing or damaged. Remove this checkpoint, and resume "
             "from an older one."
         )
     return driver
+
+
+def _is_recipe(value: Any) -> bool:
+    """Return whether a value is a recipe of JSON values, as far as a resume reads it."""
+    if not isinstance(value, dict) or not isinstance(value.get("loop"), str | None):
+        return False
+    sections = (value.get(name) for name, field in Recipe.model_fields.items() if _is_section(field.annotation))
+    if not all(isinstance(section, dict | None) for section in sections):
+        return False
+    try:
+        _draw_settings(value)
+    except ValueError:
+        return False
+    sizes = (_value_at(value, name) for name in ("train.prompts_per_step", "algorithm.ptx_conversations"))
+    return all(size is None or (type(size) is int and size > 0) for size in sizes)
+
+
+def _is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
+
+
+def _are_counts(value: Any) -> bool:
+    return value is None or (isinstance(value, dict) and all(type(n) is int and n >= 0 for n in value.values()))
+
+
+_DRIVER_FIELDS: Mapping[str, Callable[[Any], bool]] = {
+    "recipe": _is_recipe,
+    "models": _are_texts,
+    "data": _are_texts,
+    "kept": _are_texts,
+    "drawn": _are_counts,
+    "template": lambda value: isinstance(value, str | None),
+    "checksum": lambda value: isinstance(value, str | None),
+    "spikes": lambda value: value is None or is_memory(value),
+    # Earlier versions logged a step after its evaluation, and saved the metrics of an interrupted one as `unlogged`.
+    "unlogged": lambda value: isinstance(value, dict | None),
+}
+"""Checks of the fields of driver.json by name. A checkpoint may come from a stranger."""
 
 
 def _refuse_other_models(earlier: Mapping[str, Any], recipe: Recipe, inputs: Inputs) -> None:
@@ -214,19 +257,23 @@ def _refuse_other_draws(earlier: Mapping[str, Any], recipe: Recipe) -> None:
     A run whose groups continue over several steps draws single prompts; other runs draw batches. Positions in the data
     cannot be converted.
     """
-    names = ("stragglers", "placement", "max_staleness")
-    saved_fields = {name: _value_at(earlier["recipe"], f"rollout.{name}") for name in names}
-    before = RolloutConfig.model_validate({name: value for name, value in saved_fields.items() if value is not None})
+    before = _draw_settings(earlier["recipe"])
     if recipe.loop != "rl" or before.carries_groups == recipe.rollout.carries_groups:
         return
-    then, now = before.model_dump(include=set(names)), recipe.rollout.model_dump(include=set(names))
-    changed = [name for name in names if now[name] != then[name]]
+    then, now = (rollout.model_dump(include=set(_DRAW_FIELDS)) for rollout in (before, recipe.rollout))
+    changed = [name for name in _DRAW_FIELDS if now[name] != then[name]]
     fields = ", ".join(f"rollout.{name} = {now[name]}" for name in changed)
     back = " ".join(f"rollout.{name}={'null' if then[name] is None else then[name]}" for name in changed)
     raise ConfigError(
         f"{fields}: the run began with {back} and cannot continue, because it counts its position in the data "
         f"differently; set {back}, choose another name=NAME, or start over with --restart"
     )
+
+
+def _draw_settings(recipe: Mapping[str, Any]) -> RolloutConfig:
+    """Return the fields of a plain recipe that decide how prompts are drawn. Raises ValueError for impossible ones."""
+    values = {name: _value_at(recipe, f"rollout.{name}") for name in _DRAW_FIELDS}
+    return RolloutConfig.model_validate({name: value for name, value in values.items() if value is not None})
 
 
 def _refuse_other_order(earlier: Mapping[str, Any], recipe: Recipe) -> None:
