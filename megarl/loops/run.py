@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
+from pathlib import Path
 
 from megarl import faults
 from megarl.cluster.reshard_calls import ReshardCalls
@@ -239,17 +240,23 @@ async def _start_run(
             samples=SampleWriter(recipe, tracker, tokenizer, models["policy"]),
             watch=StepWatch(performance=performance, profiles=profiles, observers=observers),
         )
-        if origin.checkpoint:
+        if origin.checkpoint is not None:
             with display.phase("loading the checkpoint", is_printed=True):
-                await reshard_schedule.sleep_engines()
-                if origin.copied_step is None:
-                    await ranks.trainers.call("load_checkpoint", origin.checkpoint)
-                else:
-                    received = await ranks.trainers.call("replicated_state.restore", origin.copied_step)
-                    processes.note_received(sum(received))
-                    # At once: until the next copy is due, another loss would cost the steps since a checkpoint.
-                    await processes.copies.renew(ranks.trainers)
-                await observers.resume_run(origin)
+                await _load_state(run, origin.checkpoint)
         # Last: until here a signal ends the run at once, because there is no progress to save.
         stop.steps_begin()
         yield run
+
+
+async def _load_state(run: Run, checkpoint: Path) -> None:
+    """Load the state that the run starts from: a checkpoint, or the ranks' copies of the state in memory."""
+    origin, trainers, processes = run.origin, run.ranks.trainers, run.processes
+    await run.reshard_schedule.sleep_engines()
+    if origin.copied_step is None:
+        await trainers.call("load_checkpoint", checkpoint)
+    else:
+        received = await trainers.call("replicated_state.restore", origin.copied_step)
+        processes.note_received(sum(received))
+        # At once: until the next copy is due, another loss would cost the steps since a checkpoint.
+        await processes.copies.renew(trainers)
+    await run.watch.observers.resume_run(origin)

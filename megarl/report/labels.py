@@ -1,4 +1,4 @@
-"""What reports say of several runs: labels that tell them apart, and the time."""
+"""Labels of the runs in a report, and the time at which it is written."""
 
 from __future__ import annotations
 
