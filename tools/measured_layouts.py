@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megarl.families.shape import ModelShape, shape_from_config
-from megarl.step_cost.constants import Constants
-from megarl.step_cost.gpus import GpuSpeeds
-from megarl.step_cost.lengths import Lengths, lengths_of_run
-from megarl.step_cost.rollout import EngineLayout, RolloutCost
-from megarl.step_cost.step import StepSeconds, Workload, moved_seconds
-from megarl.step_cost.trainer import Layouts, Recomputed, TrainerCost
-from megarl.step_cost.work import model_work
+from megarl.planner.seconds.constants import Constants
+from megarl.planner.seconds.gpus import GpuSpeeds
+from megarl.planner.seconds.lengths import Lengths, lengths_of_run
+from megarl.planner.seconds.rollout import EngineLayout, RolloutCost
+from megarl.planner.seconds.step import StepSeconds, Workload, moved_seconds
+from megarl.planner.seconds.trainer import Layouts, Recomputed, TrainerCost
+from megarl.planner.seconds.work import model_work
 from tools.cpu_speeds import CpuSpeeds, measure
 from tools.least_squares import Numbers, minimise
 from tools.make_dataset import make_dataset

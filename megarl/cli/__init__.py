@@ -153,14 +153,8 @@ def train(
     # Imports create many objects, and collections during them only take time.
     with disable_collector():
         with checking(display):
-            from megarl.preflight import (
-                check_disk,
-                download_missing,
-                load,
-                memory_defaults,
-                with_memory_defaults,
-                with_steps,
-            )
+            from megarl.planner.defaults import memory_defaults, with_memory_defaults
+            from megarl.preflight import check_disk, download_missing, load, with_steps
 
             written = load(path, override_texts, is_start=not dry_run, is_of_run=is_of_run)
             check_disk(written)
@@ -294,7 +288,7 @@ def doctor(
     """Show whether this machine's libraries and devices fit together, and which of them megarl will use."""
     from megarl.cluster.doctor import differences, examine, examine_nodes
     from megarl.config.recipe import error_page, load
-    from megarl.preflight import planned_host_bytes
+    from megarl.planner.predictions import planned_host_bytes
     from megarl.preflight.sizes import machines
 
     # Without a recipe only this machine is examined, so no ranks start.

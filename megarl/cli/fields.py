@@ -53,7 +53,7 @@ def show_config(
 ) -> None:
     """Print a recipe in full: each field with its description."""
     from megarl.config.recipe import load, to_yaml
-    from megarl.preflight import with_chunk_tokens, with_memory_defaults
+    from megarl.planner.defaults import with_chunk_tokens, with_memory_defaults
 
     loaded = with_notices_shown(load(recipe, overrides or ()))
     print(to_yaml(with_chunk_tokens(with_memory_defaults(loaded)), comments=True), end="")

@@ -12,8 +12,8 @@ from megarl.types import ConfigError
 
 if TYPE_CHECKING:
     from megarl.config import Recipe
-    from megarl.layout_search.overrides import RecipeFile
-    from megarl.step_cost.lengths import Lengths
+    from megarl.planner.seconds.lengths import Lengths
+    from megarl.preflight.recipe_file import RecipeFile
 
 SearchOption = Annotated[
     bool,
@@ -84,9 +84,9 @@ def search_layouts(
     searchable, or its GPUs are unknown.
     """
     from megarl.console.predictions import print_layouts
-    from megarl.layout_search.search import search_of
+    from megarl.planner.layouts.search import search_of
 
-    result = search_of(recipe, _lengths(recipe, run, mean_tokens), max_staleness, file).search(count)
+    result = search_of(recipe, _lengths(recipe, run, mean_tokens), max_staleness, file.refusal).search(count)
     if as_json:
         print(json.dumps({"recipe": recipe.name, "model": recipe.model.path, **result.as_json()}))
     else:
@@ -97,7 +97,7 @@ def search_layouts(
 
 def _lengths(recipe: Recipe, run: Path | None, mean_tokens: int | None) -> Lengths:
     """Return the distribution of completion lengths. Raises ConfigError if it is given twice or is too long."""
-    from megarl.step_cost.lengths import assumed_lengths, assumed_prompt_tokens, lengths_of_run, log_normal
+    from megarl.planner.seconds.lengths import assumed_lengths, assumed_prompt_tokens, lengths_of_run, log_normal
 
     limit, max_prompt_tokens = recipe.rollout.sampling.max_new_tokens, recipe.data.max_prompt_tokens
     prompt_tokens = assumed_prompt_tokens(max_prompt_tokens)

@@ -53,7 +53,7 @@ def plan(
         return
     if search:
         from megarl.config.recipe import load
-        from megarl.layout_search.overrides import RecipeFile
+        from megarl.preflight.recipe_file import RecipeFile
 
         search_layouts(
             with_notices_shown(load(recipe, overrides or ())),
@@ -67,20 +67,13 @@ def plan(
         return
     refuse_search_options(context)
     from megarl.config.recipe import load
-    from megarl.memory_plan.terms import explain_terms
-    from megarl.preflight import (
-        align_parallel,
-        check_plan,
-        gpu_kind,
-        memory_defaults,
-        not_downloaded,
-        slower_layout,
-        small_cache,
-        table_of,
-        verdict_of,
-        with_chunk_tokens,
-        with_memory_defaults,
-    )
+    from megarl.planner.defaults import memory_defaults, with_chunk_tokens, with_memory_defaults
+    from megarl.planner.gpus_of_run import gpu_kind
+    from megarl.planner.memory.terms import explain_terms
+    from megarl.planner.predictions import not_downloaded, table_of
+    from megarl.planner.sizes import align_parallel
+    from megarl.planner.verdict import verdict_of
+    from megarl.preflight import check_plan, slower_layout, small_cache
     from megarl.reshard.forecast.cost_model import forecast
 
     loaded = with_notices_shown(load(recipe, overrides or ()))

@@ -84,7 +84,8 @@ def plan_resize(recipe: Path | str, overrides: Sequence[str], before: str, after
     from megarl.config.recipe import load
     from megarl.loops.models import trained_shape
     from megarl.loops.resizing import with_sizes
-    from megarl.preflight import align_parallel, check_plan
+    from megarl.planner.sizes import align_parallel
+    from megarl.preflight import check_plan
     from megarl.reshard.forecast.resize import StateSettings, forecast_resize
 
     first = [*overrides, *before.split()]

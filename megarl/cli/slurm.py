@@ -37,7 +37,8 @@ def submit(recipe: RecipePath, overrides: Overrides = None, option: SbatchOption
     check_options(option or ())
     # Before the checks, which take half a minute.
     require_sbatch()
-    from megarl.preflight import load, with_memory_defaults, with_steps
+    from megarl.planner.defaults import with_memory_defaults
+    from megarl.preflight import load, with_steps
     from megarl.tracking.display import Display
 
     override_texts = list(overrides or ())

@@ -25,7 +25,7 @@ from megarl.cluster.launchers import start_ranks
 from megarl.cluster.node_checks import NodeReport, gpus, inspect
 from megarl.config import Recipe
 from megarl.files.temporary_folder import temporary_folder
-from megarl.memory_plan.node_bytes import RankHostBytes
+from megarl.planner.memory.node_bytes import RankHostBytes
 from megarl.platform import compilers, cuda_extensions, device, numa, transformer_engine
 from megarl.platform.gpu_needs import field_needs, library_versions, unmet_needs
 from megarl.platform.visible_gpus import Gpu, installed_gpus

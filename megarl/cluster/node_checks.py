@@ -19,7 +19,7 @@ from megarl.cluster.worker_group import WorkerGroup
 from megarl.config import Recipe
 from megarl.config.recipe import error_page
 from megarl.files.atomic import LEAST_FREE_BYTES
-from megarl.memory_plan.node_bytes import NodeRanks, RankHostBytes
+from megarl.planner.memory.node_bytes import NodeRanks, RankHostBytes
 from megarl.platform import chosen_device, compilers, cuda_extensions, device, transformer_engine
 from megarl.platform.commands import run_command
 from megarl.platform.gpu_needs import Need, library_versions, needs, unmet_needs

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
     from megarl.config import Recipe
     from megarl.config.parallel import ParallelConfig
-    from megarl.layout_search.results import SearchResult
-    from megarl.memory_plan.memory_table import MemoryTable
+    from megarl.planner.layouts.results import SearchResult
+    from megarl.planner.memory.memory_table import MemoryTable
     from megarl.terminal import Console
 
 _MOST_REASONS = 8
@@ -127,7 +127,7 @@ def print_memory(recipe: Recipe, table: MemoryTable) -> None:
     """Print the predicted GPU memory by phase and by use (weights, gradients, ...), in GiB. Host memory follows a +."""
     from rich.table import Table
 
-    from megarl.memory_plan.node_bytes import node_terms
+    from megarl.planner.memory.node_bytes import node_terms
     from megarl.terminal import Console
 
     def gib_text(device_bytes: int, host_bytes: int) -> str:
@@ -159,8 +159,8 @@ def print_memory(recipe: Recipe, table: MemoryTable) -> None:
 def print_terms(recipe: Recipe, table: MemoryTable) -> None:
     """Print each term of the predicted memory: most GiB in a phase (host memory after a +), formula, source. Then the
     parts of a node's host memory."""
-    from megarl.memory_plan.node_bytes import node_terms
-    from megarl.memory_plan.terms import explain_terms
+    from megarl.planner.memory.node_bytes import node_terms
+    from megarl.planner.memory.terms import explain_terms
 
     lines = []
     for term in explain_terms(table):

@@ -17,9 +17,9 @@ from megarl.data.packing import attention_ratio
 from megarl.families.parts import Latent
 from megarl.families.shape import ModelShape, read_model_shape
 from megarl.files.import_path import function_of
+from megarl.planner.sizes import parallel_of, row_multiple
 from megarl.platform import transformer_engine
 from megarl.platform.spans import span
-from megarl.preflight import parallel_of, row_multiple
 from megarl.rollout.state import RLState
 from megarl.tracking.metric_rows import MetricRow
 from megarl.tracking.run_folder import RunFolder

@@ -18,8 +18,9 @@ from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.loops.rank_processes import RankProcesses
 from megarl.loops.stopping import StackRequest, StopRequest
+from megarl.planner.predictions import planned_host_bytes
+from megarl.planner.sizes import parallel_of
 from megarl.platform import device
-from megarl.preflight import parallel_of, planned_host_bytes
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.tracker import Tracker
 from megarl.types import FaultyNodeError

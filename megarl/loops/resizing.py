@@ -13,7 +13,7 @@ from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.files.atomic import replace_text
 from megarl.files.model_folder import read_object
-from megarl.memory_plan.remedies import with_field_values
+from megarl.planner.search import with_field_values
 from megarl.preflight import check
 from megarl.types import ConfigError, DataError
 

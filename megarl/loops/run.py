@@ -33,7 +33,8 @@ from megarl.loops.saving.resume import Origin, Resume, begin_from_copy, find_ori
 from megarl.loops.sources import make_sources, read_data, start_rewards
 from megarl.loops.started_run import Run, StepWatch
 from megarl.loops.stopping import DRIVER_LOG, StackRequest, StopRequest, stacks_on_quit, stopping_at_once
-from megarl.preflight import Dropped, RecordDigests, predicted_memory
+from megarl.planner.predictions import predicted_memory
+from megarl.preflight import Dropped, RecordDigests
 from megarl.report.model_card import write_card
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.stragglers import StragglerDetector

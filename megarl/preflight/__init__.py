@@ -13,7 +13,9 @@ from megarl.config.parallel import ParallelConfig
 from megarl.config.recipe import error_page, read
 from megarl.families.shape import ModelShape, planned_shape, read_model_shape
 from megarl.files.model_folder import check_model_folder
-from megarl.preflight import sizes
+from megarl.planner.defaults import with_memory_defaults
+from megarl.planner.model_sizes import model_fit
+from megarl.planner.sizes import align_parallel, parallel_of, ranks
 from megarl.preflight.downloads import download_missing, download_model
 from megarl.preflight.files import (
     Dropped,
@@ -28,29 +30,17 @@ from megarl.preflight.files import (
 )
 from megarl.preflight.learning import shortened_warmups
 from megarl.preflight.memory.disk_space import check_disk
-from megarl.preflight.memory.memory_defaults import memory_defaults, with_chunk_tokens, with_memory_defaults
-from megarl.preflight.memory.memory_fit import (
-    gpu_kind,
-    memory_faults,
-    not_downloaded,
-    planned_host_bytes,
-    predicted_memory,
-    table_of,
-    verdict_of,
-)
+from megarl.preflight.memory.memory_fit import memory_faults
 from megarl.preflight.memory.resources import resource_warnings, slower_layout, small_cache
-from megarl.preflight.model import model_sizes
 from megarl.preflight.off_policy import kept_kv, off_policy_notices, uncorrected_staleness
 from megarl.preflight.overview import overview
 from megarl.preflight.registry import Cost, Fault, faults
 from megarl.preflight.rewards import check_rewards
-from megarl.preflight.sizes import align_parallel, parallel_of, row_multiple
 from megarl.types import ConfigError, DataError
 
 __all__ = [
     "Dropped",
     "RecordDigests",
-    "align_parallel",
     "check",
     "check_disk",
     "check_plan",
@@ -59,30 +49,19 @@ __all__ = [
     "count_records",
     "download_missing",
     "download_model",
-    "gpu_kind",
     "kept_kv",
     "load",
-    "memory_defaults",
-    "not_downloaded",
     "off_policy_notices",
     "overview",
-    "parallel_of",
-    "planned_host_bytes",
-    "predicted_memory",
     "read_conversations",
     "read_preferences",
     "read_problems",
     "recognised_formats",
     "resource_warnings",
-    "row_multiple",
     "shortened_warmups",
     "slower_layout",
     "small_cache",
-    "table_of",
     "uncorrected_staleness",
-    "verdict_of",
-    "with_chunk_tokens",
-    "with_memory_defaults",
     "with_steps",
 ]
 
@@ -166,7 +145,7 @@ def _merge_sources(by_source: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def _faults_of_source(recipe: Recipe, *, is_start: bool, is_trained: bool) -> _Faults:
-    parallel, folder = sizes.parallel_of(recipe), recipe.model.folder
+    parallel, folder = parallel_of(recipe), recipe.model.folder
     incomplete = check_model_folder(folder)
     facts: dict[str, Any] = {"recipe": recipe, "dp": parallel.dp, "is_start": is_start, "is_trained": is_trained}
     facts["has_model"] = not incomplete
@@ -181,7 +160,7 @@ def _faults_of_source(recipe: Recipe, *, is_start: bool, is_trained: bool) -> _F
         else:
             # Aligning ranks to the reshard takes long and needs sizes that divide, so skip it if the recipe has faults.
             if not _recipe_errors(source_faults):
-                parallel = sizes.align_parallel(recipe, shape, parallel)
+                parallel = align_parallel(recipe, shape, parallel)
     return _Faults(
         _recipe_errors(source_faults), [str(fault) for fault in source_faults if isinstance(fault, DataError)], parallel
     )
@@ -199,6 +178,6 @@ def check_plan(recipe: Recipe) -> tuple[ModelShape, ParallelConfig]:
     invalid config.json, or one ConfigError listing all sizes that do not fit.
     """
     shape = planned_shape(recipe.model.folder, recipe.model.override_config)
-    if wrong := [*sizes.ranks(recipe), *model_sizes.model_fit(recipe, shape)]:
+    if wrong := [*ranks(recipe), *model_fit(recipe, shape)]:
         raise ConfigError(error_page(f"recipe {recipe.name}", wrong))
-    return shape, sizes.parallel_of(recipe)
+    return shape, parallel_of(recipe)

@@ -36,9 +36,9 @@ from megarl.data.records import Record, TooLongError
 from megarl.data.sources.rows import data_files as found_files
 from megarl.data.streamed import Streamed
 from megarl.data.survey import Survey, survey
+from megarl.planner.sizes import row_multiple
 from megarl.preflight.environment_tools import tools_of_environment
 from megarl.preflight.registry import Cost, checks
-from megarl.preflight.sizes import row_multiple
 from megarl.rewards import system_prompt_of
 from megarl.types import ConfigError, DataError, MegarlError, Problem
 

@@ -14,7 +14,7 @@ from megarl.config.judges import REMEDY, judges_answers
 from megarl.config.optimizer_on_host import obstacles
 from megarl.families.model_tensors import list_aliases
 from megarl.families.shape import ModelShape, read_model_shape
-from megarl.preflight.memory.memory_fit import ranks_on_cpu
+from megarl.planner.gpus_of_run import ranks_on_cpu
 from megarl.preflight.registry import Cost, checks
 from megarl.tracking.health import LEARNING_RATE, Finding, unusual_learning_rate, usual_learning_rates
 from megarl.tracking.renamed_metrics import renamed_error

@@ -8,12 +8,12 @@ from megarl.config import Recipe
 from megarl.config.formulas import either
 from megarl.families.registry import FAMILIES
 from megarl.families.shape import ModelShape
+from megarl.planner.gpus_of_run import uses_this_machine
 from megarl.platform import transformer_engine
 from megarl.platform.chosen_device import device_fault
 from megarl.platform.cuda_extensions import runs_on_cpu
 from megarl.platform.gpu_needs import NAMED_GPUS, library_versions, needs, unmet_needs
 from megarl.platform.visible_gpus import Gpu, installed_gpus
-from megarl.preflight.memory.memory_fit import uses_this_machine
 from megarl.preflight.registry import checks
 
 

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from math import ceil
 
 from megarl.config import Recipe
+from megarl.config.corrections import is_uncorrected, lacks_correction, nothing_corrects
 from megarl.config.effects import unmet
-from megarl.config.formulas import formulas
-from megarl.files.import_path import is_import_path
 from megarl.preflight.registry import checks
 
 
@@ -85,8 +84,7 @@ def staleness(recipe: Recipe) -> Iterator[str]:
             f"weight versions old before the next reshard; set it to at least {lag}, or to {lag + 1} if engines are to "
             "sample ahead"
         )
-    # An explicit importance_sampling = none states intent, so it passes here and gives a warning instead.
-    if _is_uncorrected(recipe) and "importance_sampling" not in recipe.algorithm.model_fields_set:
+    if lacks_correction(recipe):
         setting = "rollout.placement = separate" if rollout.is_paced else f"rollout.stragglers = {rollout.stragglers}"
         yield (
             f"{setting}: tokens sampled by older weights are trained (rollout.max_staleness = {bound}), and nothing "
@@ -104,7 +102,7 @@ def off_policy_notices(recipe: Recipe) -> Iterator[str]:
 
 def uncorrected_staleness(recipe: Recipe) -> Iterator[str]:
     """Yield a warning if a recipe sets importance_sampling none and still trains on stale tokens."""
-    if unmet(recipe, "rollout.max_staleness") is None and _is_uncorrected(recipe):
+    if unmet(recipe, "rollout.max_staleness") is None and is_uncorrected(recipe):
         yield (
             "algorithm.importance_sampling = none: tokens up to rollout.max_staleness = "
             f"{recipe.rollout.staleness_bound} versions old are trained as if the newest weights had sampled them; "
@@ -117,7 +115,7 @@ def uncorrected_fp8(recipe: Recipe) -> Iterator[str]:
     plain = {"quantization": "none", "kv_cache_dtype": "auto"}
     values = {name: getattr(recipe.rollout, name) for name in plain}
     settings = [f"rollout.{name} = {value}" for name, value in values.items() if value != plain[name]]
-    if recipe.has_engine and settings and _nothing_corrects(recipe):
+    if recipe.has_engine and settings and nothing_corrects(recipe):
         yield (
             f"{', '.join(settings)}: the engines' distribution differs from the trainer's, and nothing corrects for "
             "it; set algorithm.importance_sampling=tis; the metrics logprob_gap/ show the difference"
@@ -131,23 +129,3 @@ def kept_kv(recipe: Recipe) -> Iterator[str]:
             "rollout.recompute_kv = false: requests interrupted by a reshard continue with the old keys and values; "
             "the metrics logprob_gap/ include this difference, so they no longer measure rounding alone"
         )
-
-
-def _is_uncorrected(recipe: Recipe) -> bool:
-    """Return whether the recipe trains on stale tokens without a correction."""
-    return recipe.rollout.staleness_bound > 0 and _nothing_corrects(recipe)
-
-
-def _nothing_corrects(recipe: Recipe) -> bool:
-    """Return whether the loss has no correction for the sampling policy: no importance weight and no clipped ratio to
-    it."""
-    algorithm = recipe.algorithm
-    # Starting from the engine's log-probs, the clipped ratio itself is the correction.
-    is_clipped = algorithm.old_logprobs == "rollout" and "clip_low" in _settings_of_policy_loss(recipe)
-    return algorithm.importance_sampling is None and not is_clipped
-
-
-def _settings_of_policy_loss(recipe: Recipe) -> frozenset[str]:
-    """Return the recipe fields used as arguments by the policy loss. A user's own loss counts as using all."""
-    name = recipe.algorithm.policy_loss
-    return frozenset({"clip_low"}) if is_import_path(name) else frozenset(formulas("algorithm.policy_loss")[name])

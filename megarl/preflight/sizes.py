@@ -1,58 +1,16 @@
-"""Checks of sizes: whether ranks, batches and lengths fit each other and the model."""
+"""Checks of sizes: whether ranks can be started here, and whether ranks, batches and lengths fit each other."""
 
 from __future__ import annotations
 
-import math
 import os
 import shutil
 from collections.abc import Iterator
 from importlib.util import find_spec
 
 from megarl.config import Recipe
-from megarl.config.cluster import ClusterConfig, NodeGroup
-from megarl.config.formulas import either, taking
-from megarl.config.parallel import ParallelConfig
-from megarl.families.shape import ModelShape
+from megarl.config.cluster import ClusterConfig
+from megarl.planner import sizes
 from megarl.preflight.registry import checks
-
-_LOWEST_TEMPERATURE = 0.01
-"""Lowest sampling temperature above 0. vLLM 0.30 replaces a lower one by this value, with a warning."""
-
-
-def parallel_of(recipe: Recipe) -> ParallelConfig:
-    trainer = recipe.trainer
-    return ParallelConfig(
-        tp=trainer.tp,
-        pp=trainer.pp,
-        cp=trainer.cp,
-        vpp=trainer.vpp,
-        ep=trainer.ep,
-        etp=trainer.etp,
-        dp=max(recipe.trainer_ranks // (trainer.tp * trainer.pp * trainer.cp), 1),
-        rollout_tp=recipe.rollout.tp,
-        rollout_ep=bool(recipe.rollout.vllm.get("enable_expert_parallel", False)),
-        rollout_ranks=recipe.separate_ranks,
-        order=trainer.rank_order,
-    )
-
-
-def row_multiple(recipe: Recipe) -> int:
-    """Return a number of tokens: a packed microbatch is padded to a multiple of it.
-
-    Each context-parallel rank gets two chunks, and tensor-parallel ranks get equal parts of whole blocks.
-    """
-    trainer = recipe.trainer
-    parts = trainer.tp if trainer.sequence_parallel is not False else 1
-    return parallel_of(recipe).sequence_multiple * parts * trainer.token_block
-
-
-def align_parallel(recipe: Recipe, shape: ModelShape, parallel: ParallelConfig) -> ParallelConfig:
-    if not recipe.trainer.align_ranks:
-        return parallel
-    # Only a recipe that aligns ranks pays for importing the reshard's cost model.
-    from megarl.reshard.forecast.cost_model import align
-
-    return align(shape, parallel, ranks_per_node=recipe.cluster.ranks_per_node)
 
 
 @checks("cluster")
@@ -120,125 +78,8 @@ def _components(cluster: ClusterConfig) -> Iterator[str]:
         )
 
 
-@checks("trainer")
-def ranks(recipe: Recipe) -> Iterator[str]:
-    """Yield errors if the trainer's parallel sizes do not fit the number of its ranks."""
-    cluster, trainer, world = recipe.cluster, recipe.trainer, recipe.trainer_ranks
-    if misplaced := [*placement(recipe)]:
-        # Without a valid placement the number of ranks that train is unknown, so further faults would mislead.
-        yield from misplaced
-        return
-    axes = ("tp", "pp", "cp") if trainer.cp > 1 else ("tp", "pp")
-    model_ranks = math.prod(getattr(trainer, axis) for axis in axes)
-    product = cluster.rank_product
-    ranks = f"the {world} ranks ({product})"
-    if recipe.separate_ranks:
-        ranks = f"the {world} training ranks ({product} - rollout.ranks {recipe.separate_ranks})"
-    if world % model_ranks:
-        product = " * ".join(axes)
-        sizes = ", ".join(f"trainer.{axis} = {getattr(trainer, axis)}" for axis in axes)
-        yield (
-            f"{sizes}: {product} = {model_ranks} does not divide {ranks}; "
-            f"make {product} {either(divisors(world))}, or have {_around(world, model_ranks)} ranks"
-        )
-    elif trainer.dp is not None and trainer.dp != world // model_ranks:
-        yield (
-            f"trainer.dp = {trainer.dp}: {ranks} / {' * '.join(axes)} {model_ranks} make {world // model_ranks}; "
-            f"set trainer.dp={world // model_ranks}, leave it out, or have {trainer.dp * model_ranks} ranks"
-        )
-    # Experts have their own grid of ranks (etp * ep * pp), which must divide the same ranks.
-    expert_ranks = trainer.etp * trainer.ep * trainer.pp
-    if trainer.etp * trainer.ep > 1 and world % expert_ranks:
-        yield (
-            f"trainer.etp = {trainer.etp}, trainer.ep = {trainer.ep}, trainer.pp = {trainer.pp}: etp * ep * pp = "
-            f"{expert_ranks} does not divide {ranks}; make it {either(divisors(world))}"
-        )
-    if trainer.vpp > 1 and trainer.pp == 1:
-        yield f"trainer.vpp = {trainer.vpp}: needs trainer.pp > 1, which is 1; leave it out or raise trainer.pp"
-    if not recipe.separate_ranks and world % recipe.rollout.tp:
-        yield (
-            f"rollout.tp = {recipe.rollout.tp}: does not divide {ranks}; "
-            f"use {either(divisors(world))}, or have {_around(world, recipe.rollout.tp)} ranks"
-        )
-    if trainer.sequence_parallel and trainer.tp == 1:
-        yield "trainer.sequence_parallel = True: needs trainer.tp > 1, which is 1; leave it out or raise trainer.tp"
-
-
-def placement(recipe: Recipe) -> Iterator[str]:
-    """Yield errors if separate engines cannot use their ranks, or leave none to the trainer."""
-    cluster, rollout, trainer = recipe.cluster, recipe.rollout, recipe.trainer
-    engines = cluster.groups.engines
-    if not recipe.has_engine or rollout.placement != "separate":
-        if engines is not None:
-            yield (
-                "cluster.groups.engines: engines have no ranks of their own without rollout.placement = separate; set "
-                "that, or leave the group out"
-            )
-        return
-    world, tp, product = cluster.world_size, rollout.tp, cluster.rank_product
-    fitting = list(range(tp, world, tp))
-    use = f"use {either(fitting)}" if fitting else f"have more than {tp} ranks (cluster.ranks_per_node)"
-    if engines is not None:
-        yield from _engines_of_a_kind(recipe, engines)
-    elif rollout.ranks is None:
-        yield (
-            f"rollout.placement = separate: needs rollout.ranks, how many of the {world} ranks ({product}) sample; "
-            f"{use}"
-        )
-    elif rollout.ranks >= world:
-        yield f"rollout.ranks = {rollout.ranks}: leaves none of the {world} ranks ({product}) to the trainer; {use}"
-    elif rollout.ranks % tp:
-        yield f"rollout.ranks = {rollout.ranks}: is not a multiple of rollout.tp {tp}, an engine's ranks; {use}"
-    if trainer.router_replay:
-        yield (
-            "trainer.router_replay = True: an engine's choice of experts stays on its ranks, and with "
-            "rollout.placement separate these do not train; leave it out, or set rollout.placement=colocated"
-        )
-
-
-def _engines_of_a_kind(recipe: Recipe, engines: NodeGroup) -> Iterator[str]:
-    """Yield errors if engines do not use all ranks of cluster.groups.engines."""
-    rollout = recipe.rollout
-    setting = f"cluster.groups.engines = {engines.nodes} nodes of {engines.ranks_per_node} ranks"
-    if rollout.ranks not in (None, engines.num_ranks):
-        yield f"rollout.ranks = {rollout.ranks}: {setting} make {engines.num_ranks}; leave it out"
-    if engines.num_ranks % rollout.tp:
-        yield f"rollout.tp = {rollout.tp}: does not divide the {engines.num_ranks} ranks of {setting}; change either"
-
-
-@checks("train")
-def batches(recipe: Recipe, dp: int) -> Iterator[str]:
-    train, trainer, is_sampled = recipe.train, recipe.trainer, recipe.is_on_policy
-    updates, samples = (train.updates_per_step, train.samples_per_prompt) if is_sampled else (1, 1)
-    parts, sequences = updates * dp, train.prompts_per_step * samples
-    if sequences % parts:
-        remainder_text = f"times train.samples_per_prompt {samples} makes {sequences} completions, which do"
-        remainder_text = remainder_text if is_sampled else "does"
-        yield (
-            f"train.prompts_per_step = {train.prompts_per_step}: {remainder_text} not divide by "
-            f"{f'train.updates_per_step {updates} * ' if is_sampled else ''}the data-parallel size {dp} (trainer.dp); "
-            f"use {_around(train.prompts_per_step, parts // math.gcd(parts, samples))}"
-        )
-    critic = recipe.critic.updates_per_step if recipe.has_critic else 1
-    # Checked only if the policy's batch divides: otherwise the fault above changes these numbers anyway.
-    if not sequences % dp and sequences % (critic * dp):
-        yield (
-            f"critic.updates_per_step = {critic}: times the data-parallel size {dp} does not divide the {sequences} "
-            f"completions of a step; use {either(divisors(sequences // dp))}"
-        )
-    # Interleaved pipelines of Megatron-Core run groups of pp microbatches.
-    if trainer.vpp > 1 and sequences // parts < trainer.pp:
-        yield (
-            f"trainer.vpp = {trainer.vpp}: takes trainer.pp {trainer.pp} microbatches at a time, an update has "
-            f"{sequences // parts} sequences for each data-parallel rank; use larger batches or vpp 1"
-        )
-    advantage = recipe.algorithm.advantage
-    compares = advantage in taking("algorithm.advantage", "lone_sample")
-    if recipe.trains_rewards and compares and samples < 2 and recipe.algorithm.lone_sample == "zero":
-        yield (
-            f"train.samples_per_prompt = {samples}: algorithm.advantage {advantage} compares several samples; use 2 or "
-            "more, or set algorithm.lone_sample=reward"
-        )
+checks("trainer")(sizes.ranks)
+checks("train")(sizes.batches)
 
 
 @checks("trainer")
@@ -255,42 +96,4 @@ def forward_rows(recipe: Recipe) -> Iterator[str]:
         )
 
 
-@checks("trainer")
-def lengths(recipe: Recipe) -> Iterator[str]:
-    if not recipe.is_on_policy:
-        return
-    trainer, sampling = recipe.trainer, recipe.rollout.sampling
-    # The reward model reads its score at one further position.
-    longest = recipe.data.max_prompt_tokens + sampling.max_new_tokens + bool(recipe.reward.model)
-    multiple = row_multiple(recipe)
-    padded = -(-longest // multiple) * multiple
-    if trainer.max_tokens_per_microbatch < padded:
-        yield (
-            f"trainer.max_tokens_per_microbatch = {trainer.max_tokens_per_microbatch}: one sequence of "
-            f"data.max_prompt_tokens {recipe.data.max_prompt_tokens} + rollout.sampling.max_new_tokens "
-            f"{sampling.max_new_tokens} does not fit; raise it to {padded}, or lower these"
-        )
-    if sampling.temperature == 0:
-        yield (
-            "rollout.sampling.temperature = 0: all completions of a prompt would be equal; use 1.0, or any "
-            "value above 0"
-        )
-    lowest = {"temperature": sampling.temperature}
-    if sampling.temperature_schedule != "constant":
-        lowest["end_temperature"] = sampling.end_temperature
-    for field, temperature in lowest.items():
-        if 0 < temperature < _LOWEST_TEMPERATURE:
-            yield (
-                f"rollout.sampling.{field} = {temperature}: the engine would sample at {_LOWEST_TEMPERATURE}, but the "
-                f"trainer would compute log-probs at {temperature}; use {_LOWEST_TEMPERATURE} or more"
-            )
-
-
-def divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0]
-
-
-def _around(value: int, multiple: int) -> str:
-    """Return the nearest multiples below and above a value, in words: `28 or 32`."""
-    lower = value // multiple * multiple
-    return either([size for size in (lower, lower + multiple) if size > 0])
+checks("trainer")(sizes.lengths)

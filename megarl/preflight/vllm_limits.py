@@ -10,12 +10,7 @@ from megarl.config import Recipe
 from megarl.config.formulas import either
 from megarl.families.parts import Latent
 from megarl.families.shape import ModelShape
-from megarl.memory_plan.devices import GPU, MARGIN_GIB, GpuMemory
-from megarl.memory_plan.engine_bytes import BLOCK_TOKENS, cache_block_bytes
-from megarl.memory_plan.models import Models
-from megarl.memory_plan.phases import memory_table
-from megarl.memory_plan.rank_memory import ITEM_BYTES
-from megarl.memory_plan.remedies import cache_within, with_field_values
+from megarl.planner.cache import block_tokens, gib_text, needed_bytes
 from megarl.platform.cuda_extensions import runs_on_cpu
 from megarl.preflight.library_fields import supported_head_sizes
 from megarl.preflight.registry import checks
@@ -123,60 +118,21 @@ def _kv_cache(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     """Yield an error if the KV cache of a rank cannot hold the longest possible sequence."""
     rollout = recipe.rollout
     # Under gpu_memory_utilization vLLM sizes the cache itself; `preflight.memory.memory_fit` checks that case.
-    if rollout.gpu_memory_utilization is not None or (block := _block_tokens(recipe)) is None:
+    if rollout.gpu_memory_utilization is not None or (block := block_tokens(recipe)) is None:
         return
     new_tokens = max(rollout.sampling.max_new_tokens, recipe.evaluation_sampling.max_new_tokens)
     longest = recipe.data.max_prompt_tokens + new_tokens
-    needed = _needed_bytes(recipe, shape, block=block, tokens=longest)
+    needed = needed_bytes(recipe, shape, block=block, tokens=longest)
     if needed > rollout.kv_cache_gib * 2**30:
-        block_bytes = _needed_bytes(recipe, shape, block=block, tokens=0)
+        block_bytes = needed_bytes(recipe, shape, block=block, tokens=0)
         # vLLM holds one block back, so it is not counted here.
         cached_tokens = max(0, int(rollout.kv_cache_gib * 2**30 / block_bytes) - 1) * block
         yield (
             f"rollout.kv_cache_gib = {rollout.kv_cache_gib:g}: holds {cached_tokens} tokens on a rank, but one "
             "sequence of "
             f"data.max_prompt_tokens {recipe.data.max_prompt_tokens} + max_new_tokens {new_tokens} has {longest}; use "
-            f"at least {_gib(needed)}, or lower these limits"
+            f"at least {gib_text(needed)}, or lower these limits"
         )
-
-
-def least_cache_gib(recipe: Recipe, shape: ModelShape) -> float:
-    """Return the size in GiB of the smallest KV cache of a rank holding the longest possible sequence."""
-    block = _block_tokens(recipe) or BLOCK_TOKENS["cuda"]
-    return float(_gib(_needed_bytes(recipe, shape, block=block, tokens=recipe.context_tokens)))
-
-
-def is_cache_given(recipe: Recipe) -> bool:
-    """Return whether the recipe sets the size of the KV cache, in GiB or as a share of the GPU."""
-    rollout = recipe.rollout
-    return "kv_cache_gib" in rollout.model_fields_set or rollout.gpu_memory_utilization is not None
-
-
-def default_cache_gib(recipe: Recipe, models: Models, gpus: GpuMemory) -> float:
-    """Return the default size of one rank's KV cache in GiB: the GPU memory left over by the run, minus a margin.
-
-    It is at least the size needed by the longest possible sequence.
-    """
-    least = least_cache_gib(recipe, models.policy.shape)
-    # Plan with the smallest cache first. The memory then left in the fullest sampling phase is added to the cache.
-    smallest = with_field_values(recipe, {"rollout.kv_cache_gib": least})
-    table = memory_table(smallest, models, GPU, gpu_gib=gpus.engine)
-    return max(least, cache_within(table, gpus.engine - MARGIN_GIB))
-
-
-def _block_tokens(recipe: Recipe) -> int | None:
-    """Return the number of tokens in one KV cache block. None: `block_size` is not a positive whole number."""
-    block = recipe.rollout.vllm.get("block_size") or BLOCK_TOKENS["cpu" if runs_on_cpu() else "cuda"]
-    return block if isinstance(block, int) and block >= 1 else None
-
-
-def _needed_bytes(recipe: Recipe, shape: ModelShape, *, block: int, tokens: int) -> int:
-    """Return the bytes of a rank's KV cache for one sequence, plus one block reserved by vLLM."""
-    rollout = recipe.rollout
-    # A quantised cache (FP8) takes one byte a value.
-    item_bytes = ITEM_BYTES[recipe.model.dtype] if rollout.kv_cache_dtype == "auto" else 1
-    engine = shape.with_mtp(recipe.drafts_with_mtp)
-    return (-(-tokens // block) + 1) * cache_block_bytes(engine, rollout.tp, block_tokens=block, itemsize=item_bytes)
 
 
 def _stop_tokens(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
@@ -192,14 +148,3 @@ def _stop_tokens(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
                 f"{field}.stop_token_ids = {list(token_ids)}: the model's vocabulary of {shape.vocab_size} ends before "
                 f"{beyond[0]}; give ids of its tokenizer"
             )
-
-
-def _gib(size: int) -> str:
-    """Format bytes as a number of GiB, rounded up to three decimals (below 0.1: to three significant digits).
-
-    A KV cache of the printed size is therefore never too small.
-    """
-    digits = 3
-    while size < 10 ** (2 - digits) * 2**30:
-        digits += 1
-    return f"{-(-size * 10**digits // 2**30) / 10**digits:g}"

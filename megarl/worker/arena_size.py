@@ -5,10 +5,10 @@ from __future__ import annotations
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.families.shape import planned_shape
-from megarl.memory_plan.devices import Platform
-from megarl.memory_plan.models import read_models
-from megarl.memory_plan.rank_memory import RankMemory
 from megarl.models.configuration import uses_transformer_engine
+from megarl.planner.memory.devices import Platform
+from megarl.planner.memory.models import read_models
+from megarl.planner.memory.rank_memory import RankMemory
 from megarl.platform import device
 from megarl.training.host_arena import ALIGNMENT, HostArena
 

@@ -14,11 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PREDICTING = (
-    *(
-        path
-        for package in ("layout_search", "step_cost", "memory_plan")
-        for path in (ROOT / "megarl" / package).glob("*.py")
-    ),
+    *(path for path in (ROOT / "megarl/planner").rglob("*.py")),
     ROOT / "megarl/families/logprob_chunks.py",
     ROOT / "megarl/reshard/forecast/cost_model.py",
 )

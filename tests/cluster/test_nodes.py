@@ -26,7 +26,7 @@ from megarl.cluster.node_checks import (
 )
 from megarl.cluster.topology import Introduction, environments, in_order, rank_topology
 from megarl.config import Recipe
-from megarl.memory_plan.node_bytes import RankHostBytes
+from megarl.planner.memory.node_bytes import RankHostBytes
 from megarl.platform import device
 from megarl.platform.gpu_needs import field_needs
 from megarl.platform.memory.host_memory import machine_bytes

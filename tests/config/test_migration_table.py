@@ -13,7 +13,8 @@ from megarl.config.explaining import key_hint, option_hint
 from megarl.config.foreign import OPTIONS, OTHERS
 from megarl.config.migration import Option, options, overrides_of
 from megarl.config.recipe import load
-from megarl.preflight import learning, off_policy, sizes
+from megarl.planner import sizes
+from megarl.preflight import learning, off_policy
 from megarl.preflight.keyword_arguments import keywords
 from megarl.preflight.rewards import reward_fields
 from megarl.types import ConfigError

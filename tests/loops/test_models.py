@@ -11,7 +11,7 @@ import pytest
 from megarl.cluster.shared_prefixes import SharedPrefixes
 from megarl.config import Recipe
 from megarl.loops.models import models_of, sharing_notices
-from megarl.preflight import parallel_of
+from megarl.planner.sizes import parallel_of
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ import torch
 
 from megarl.config.parallel import ParallelConfig
 from megarl.config.recipe import load
+from megarl.planner.sizes import parallel_of
 from megarl.platform import compile_cache, device
-from megarl.preflight import parallel_of
 from megarl.types import ConfigError
 
 RECIPES = sorted((Path(__file__).resolve().parents[2] / "launch/recipes").glob("*.yaml"))

@@ -13,11 +13,11 @@ import pytest
 
 from megarl.config import Recipe
 from megarl.families.shape import read_model_shape
+from megarl.planner.gpus_of_run import gpu_gib
 from megarl.platform.cuda_extensions import runs_on_cpu
 from megarl.platform.visible_gpus import Gpu
 from megarl.preflight import check, resource_warnings
 from megarl.preflight.memory import resources
-from megarl.preflight.memory.memory_fit import gpu_gib
 from megarl.preflight.number_formats import device_faults, format_faults, quantisation
 from megarl.types import ConfigError
 
@@ -157,8 +157,8 @@ def test_a_gpu_counts_where_the_run_is(
     monkeypatch.delenv("SLURMD_NODENAME", raising=False)
     if node is not None:
         monkeypatch.setenv("SLURMD_NODENAME", node)
-    monkeypatch.setattr("megarl.preflight.memory.memory_fit.installed_gpu_gib", lambda: 8.0)
-    monkeypatch.setattr("megarl.preflight.memory.memory_fit.runs_on_cpu", lambda: is_cpu)
+    monkeypatch.setattr("megarl.planner.gpus_of_run.installed_gpu_gib", lambda: 8.0)
+    monkeypatch.setattr("megarl.planner.gpus_of_run.runs_on_cpu", lambda: is_cpu)
     assert gpu_gib(recipe(cluster={"launcher": launcher})) == gib
     assert gpu_gib(recipe(cluster={"launcher": launcher, "gpu_memory_gib": 6.0})) == 6.0
 
@@ -249,7 +249,7 @@ def test_the_generation_is_that_of_the_gpus_that_run_it(
 ) -> None:
     """The GPUs of a login node are not queried."""
     monkeypatch.delenv("SLURMD_NODENAME", raising=False)
-    monkeypatch.setattr("megarl.preflight.memory.memory_fit.runs_on_cpu", lambda: False)
+    monkeypatch.setattr("megarl.planner.gpus_of_run.runs_on_cpu", lambda: False)
     monkeypatch.setattr("megarl.preflight.number_formats.installed_gpus", lambda: (Gpu("NVIDIA A10", (8, 6)),) * 2)
     given = {"cluster": {"launcher": launcher}, "rollout": {"quantization": "fp8"}}
     found = [*format_faults(recipe(**given), is_start=True)]

@@ -13,8 +13,9 @@ import pytest
 
 from megarl.config import Recipe
 from megarl.families.shape import planned_shape, read_model_shape
+from megarl.planner.sizes import row_multiple
 from megarl.platform.cuda_extensions import runs_on_cpu
-from megarl.preflight import check, row_multiple
+from megarl.preflight import check
 from megarl.preflight.library_fields import supported_head_sizes
 from megarl.preflight.memory.resources import latent_norms
 from megarl.types import ConfigError, DataError
@@ -259,7 +260,7 @@ def test_activations_of_experts_are_computed_anew_by_transformer_engine(
     is_cpu: bool,
     has_engine: bool,
 ) -> None:
-    monkeypatch.setattr("megarl.preflight.model.model_sizes.runs_on_cpu", lambda: is_cpu)
+    monkeypatch.setattr("megarl.planner.model_sizes.runs_on_cpu", lambda: is_cpu)
     monkeypatch.setattr("megarl.platform.transformer_engine.is_installed", lambda: has_engine)
     model = {"path": str(tiny_model(family="qwen3_moe", num_heads=4, num_kv_heads=2, head_dim=32))}
     made = recipe(model=model, trainer={"recompute": "selective", "recompute_modules": ["moe_act"]})

@@ -12,8 +12,11 @@ import yaml
 from megarl.config import Recipe
 from megarl.config.recipe import load as read
 from megarl.config.recipe import to_yaml
-from megarl.memory_plan.remedies import with_field_values
-from megarl.preflight import check, load, parallel_of, table_of, with_memory_defaults
+from megarl.planner.defaults import with_memory_defaults
+from megarl.planner.predictions import table_of
+from megarl.planner.search import with_field_values
+from megarl.planner.sizes import parallel_of
+from megarl.preflight import check, load
 from megarl.types import ConfigError
 
 RECIPE = """

@@ -10,7 +10,8 @@ import pytest
 
 from megarl.config import Recipe
 from megarl.console.predictions import print_sizes
-from megarl.preflight import check, overview, parallel_of
+from megarl.planner.sizes import parallel_of
+from megarl.preflight import check, overview
 
 Make = Callable[..., Recipe]
 

@@ -13,8 +13,8 @@ import pytest
 
 from megarl.families.published import PUBLISHED
 from megarl.families.shape import shape_from_config
-from megarl.step_cost.lengths import recorded_lengths
-from megarl.step_cost.work import model_work
+from megarl.planner.seconds.lengths import recorded_lengths
+from megarl.planner.seconds.work import model_work
 from tests.rank_pool import RankPool
 from tools import check, cpu_speeds
 from tools.checks import plan_search

@@ -106,7 +106,7 @@ def held(recipe: Recipe, sizes: tuple[int, int, int]) -> dict[str, int]:
 @pytest.mark.parametrize("fraction", [0.3, 1.0])
 def test_what_is_where_is_what_was_planned(ranks: RankPool, tiny_model: Callable[..., Path], fraction: float) -> None:
     from megarl.families.shape import padded_vocab_size, read_model_shape
-    from megarl.memory_plan.trainer_bytes import trainer_states
+    from megarl.planner.memory.trainer_bytes import trainer_states
     from megarl.reshard.layouts.megatron import megatron_layouts
 
     model = tiny_model(num_layers=3, tie_word_embeddings=False)

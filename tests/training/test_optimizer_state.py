@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.memory_plan.devices import PINNED_BLOCK_BYTES
+from megarl.planner.memory.devices import PINNED_BLOCK_BYTES
 from megarl.reshard.boxes import flat_boxes
 from megarl.training.model import FrozenModel
 from megarl.training.offload import BLOCK_BYTES, copy_to_pinned_blocks

@@ -27,7 +27,7 @@ from shapes import config_of, stop_tokens
 from traces import summary_of
 
 from megarl.loops.started_run import Run
-from megarl.preflight import predicted_memory
+from megarl.planner.predictions import predicted_memory
 from megarl.types import Request, SamplingSettings
 
 PHASES = ("rollout", "logprobs", "train", "reshard")

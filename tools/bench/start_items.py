@@ -24,8 +24,9 @@ from item_lines import ItemLines, Options, options_of
 from run_items import run_options
 
 from megarl.cluster.local import LocalGroup
+from megarl.planner.sizes import parallel_of
 from megarl.platform import device
-from megarl.preflight import load, parallel_of
+from megarl.preflight import load
 
 WORKER = "megarl.worker.colocated"
 ROUNDS = 2

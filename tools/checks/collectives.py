@@ -102,7 +102,7 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
     """Yield the recipe of the command line, or those of --cases."""
     from megarl.config.recipe import load
     from megarl.families.shape import planned_shape, shape_from_config
-    from megarl.preflight.sizes import align_parallel, parallel_of
+    from megarl.planner.sizes import align_parallel, parallel_of
 
     def case(name: str, recipe: Recipe, shape: ModelShape) -> Case:
         return Case(name, recipe, align_parallel(recipe, shape, parallel_of(recipe)), shape)

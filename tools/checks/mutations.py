@@ -46,8 +46,7 @@ PACKAGES = {
     "reshard": ("reshard", "training"),
     "cluster": ("cluster",),
     "rewards/maths": ("rewards",),
-    "memory_plan": ("memory_plan", "preflight"),
-    "step_cost": ("step_cost", "layout_search"),
+    "planner": ("planner", "preflight"),
     "tracking": ("tracking", "loops"),
     "worker": ("worker", "training"),
 }

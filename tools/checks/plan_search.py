@@ -3,7 +3,7 @@
 Rows are the steps in tools/bench/results/published_steps.json. A third is held out: whole groups of one model in one
 system, chosen by a hash. Constants are fitted to the others, together with the weight updates of these systems. Each
 row shows its measured and predicted seconds, by the formula of `megarl plan --search`. The check fails if constants or
-error in `megarl.step_cost.constants` are not those found here.
+error in `megarl.planner.seconds.constants` are not those found here.
 
 With --measure, steps of layouts on two CPU ranks are measured and predicted instead. Three layouts calibrate four
 constants. The check fails if the layout with the lowest prediction is more than 5 % slower than the fastest one.
@@ -27,13 +27,13 @@ from numpy.typing import NDArray
 
 from megarl.families.published import PUBLISHED
 from megarl.families.shape import ModelShape, shape_from_config
-from megarl.step_cost.constants import FITTED, HELD_OUT_ERROR, PRIOR, Constants
-from megarl.step_cost.gpus import GPUS
-from megarl.step_cost.lengths import Lengths, log_normal
-from megarl.step_cost.rollout import EngineLayout, RolloutCost
-from megarl.step_cost.step import StepSeconds, Workload, reshard_seconds
-from megarl.step_cost.trainer import Layouts, Recomputed, TrainerCost
-from megarl.step_cost.work import model_work
+from megarl.planner.seconds.constants import FITTED, HELD_OUT_ERROR, PRIOR, Constants
+from megarl.planner.seconds.gpus import GPUS
+from megarl.planner.seconds.lengths import Lengths, log_normal
+from megarl.planner.seconds.rollout import EngineLayout, RolloutCost
+from megarl.planner.seconds.step import StepSeconds, Workload, reshard_seconds
+from megarl.planner.seconds.trainer import Layouts, Recomputed, TrainerCost
+from megarl.planner.seconds.work import model_work
 from tools.least_squares import minimise
 from tools.measured_layouts import LAYOUTS, measure_layouts
 

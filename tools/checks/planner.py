@@ -268,10 +268,10 @@ _PER_TOKEN = ("advantages", "old_logprobs", "reference_logprobs", "values", "ret
 def plan_bytes(recipe: Recipe, parallel: ParallelConfig, rank: int) -> dict[str, int]:
     """What the planner says of a rank, in bytes by kind."""
     from megarl.families.shape import read_model_shape
-    from megarl.memory_plan.devices import CPU
-    from megarl.memory_plan.models import read_models
-    from megarl.memory_plan.phases import RankPhases
-    from megarl.memory_plan.rank_memory import RankMemory
+    from megarl.planner.memory.devices import CPU
+    from megarl.planner.memory.models import read_models
+    from megarl.planner.memory.phases import RankPhases
+    from megarl.planner.memory.rank_memory import RankMemory
 
     models = read_models(recipe, read_model_shape(recipe.model.path), parallel)
     memory = RankMemory(recipe, models, CPU, rank, expert_load=1.0)

@@ -40,7 +40,8 @@ from megarl.loops.saving.resume import read_driver
 from megarl.loops.sources import read_data, start_rewards
 from megarl.loops.step import StepSamples
 from megarl.loops.stopping import leaving_on_signals
-from megarl.preflight import Dropped, check, with_memory_defaults, with_steps
+from megarl.planner.defaults import with_memory_defaults
+from megarl.preflight import Dropped, check, with_steps
 from megarl.rewards.scoring.calling import Sample
 from megarl.rewards.scoring.reward_pool import RewardPool
 from megarl.rollout.state import flatten, problem_lookup

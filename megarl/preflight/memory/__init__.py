@@ -1,1 +1,1 @@
-"""Checks whether a run fits into memory and onto the disk, and the fields that a start chooses by the memory."""
+"""Checks whether a run fits into memory and onto the disk."""

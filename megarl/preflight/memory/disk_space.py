@@ -6,11 +6,12 @@ from pathlib import Path
 
 from megarl.config import Recipe
 from megarl.files.atomic import LEAST_FREE_BYTES, check_space
-from megarl.memory_plan.rank_memory import ITEM_BYTES, RankMemory
-from megarl.preflight.memory.memory_fit import models_of, platform_here
-from megarl.preflight.model.model_sizes import model_fit
-from megarl.preflight.sizes import parallel_of, ranks
-from megarl.step_cost.work import model_work
+from megarl.planner.gpus_of_run import platform_here
+from megarl.planner.memory.rank_memory import ITEM_BYTES, RankMemory
+from megarl.planner.model_sizes import model_fit
+from megarl.planner.predictions import models_of
+from megarl.planner.seconds.work import model_work
+from megarl.planner.sizes import parallel_of, ranks
 from megarl.tracking.run_folder import run_path
 from megarl.types import DataError
 

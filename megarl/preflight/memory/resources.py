@@ -14,16 +14,17 @@ from megarl.config.parallel import ParallelConfig
 from megarl.config.schema import all_fields, annotated_with, value_at
 from megarl.families.parts import Latent
 from megarl.families.shape import ModelShape, planned_shape
-from megarl.memory_plan.devices import CPU
-from megarl.memory_plan.memory_table import MemoryTable
-from megarl.memory_plan.phases import memory_table
-from megarl.memory_plan.remedies import with_field_values
+from megarl.planner import model_sizes, sizes
+from megarl.planner.cache import default_cache_gib, is_cache_given
+from megarl.planner.gpus_of_run import NAME_THE_GPU, gpu_memory, ranks_on_cpu
+from megarl.planner.judge import MemoryJudge
+from megarl.planner.memory.devices import CPU
+from megarl.planner.memory.memory_table import MemoryTable
+from megarl.planner.memory.phases import memory_table
+from megarl.planner.predictions import models_of, table_of
+from megarl.planner.search import with_field_values
 from megarl.platform.cuda_extensions import runs_on_cpu
 from megarl.platform.memory.host_memory import machine_bytes
-from megarl.preflight import sizes
-from megarl.preflight.memory.memory_fit import NAME_THE_GPU, gpu_memory, models_of, ranks_on_cpu, table_of
-from megarl.preflight.model import model_sizes
-from megarl.preflight.vllm_limits import default_cache_gib, is_cache_given
 from megarl.sandbox.check import examine
 from megarl.sandbox.layers import LAYERS
 from megarl.types import DataError
@@ -171,7 +172,7 @@ def _larger_cache(recipe: Recipe, parallel: ParallelConfig) -> str:
     if recipe.rollout.gpu_memory_utilization is not None:
         return f"raise rollout.gpu_memory_utilization {alternatives}"
     if (gpus := gpu_memory(recipe)) is not None:
-        default = default_cache_gib(recipe, models_of(recipe, parallel), gpus)
+        default = default_cache_gib(recipe, MemoryJudge(models_of(recipe, parallel), gpus))
         if default > recipe.rollout.kv_cache_gib:
             return f"raise rollout.kv_cache_gib (left out: {default:g} GiB, the rest of a GPU's memory) {alternatives}"
     return f"raise rollout.kv_cache_gib {alternatives}"

@@ -10,7 +10,8 @@ from megarl.checkpoint.stored import tensor_faults
 from megarl.config import Recipe
 from megarl.families.shape import ModelShape, read_model_shape
 from megarl.files.model_folder import TOKENIZER, check_model_folder, largest_token, read_object
-from megarl.preflight import sizes
+from megarl.planner import model_sizes as model_rules
+from megarl.planner import sizes
 from megarl.preflight.model import model_sizes
 from megarl.preflight.registry import Fault, checks
 from megarl.types import DataError
@@ -48,7 +49,7 @@ def layout_fit(recipe: Recipe, teacher: ModelShape) -> Iterator[str]:
         update={"trainer": teacher_recipe.trainer.model_copy(update={"router_replay": False})}
     )
     for text in (
-        *model_sizes.model_fit(teacher_recipe, teacher, is_sampled=False),
+        *model_rules.model_fit(teacher_recipe, teacher, is_sampled=False),
         *model_sizes.expert_fit(teacher_recipe, teacher),
     ):
         if recipe.distillation.sizes:
@@ -103,7 +104,7 @@ def further_models(recipe: Recipe, shape: ModelShape) -> Iterator[Fault]:
             continue
         is_teacher = field.endswith("distillation.teacher")
         fit = (
-            *model_sizes.model_fit(recipe, further_shape, is_sampled=False),
+            *model_rules.model_fit(recipe, further_shape, is_sampled=False),
             *model_sizes.positions(recipe, further_shape),
         )
         if is_teacher:
@@ -113,7 +114,7 @@ def further_models(recipe: Recipe, shape: ModelShape) -> Iterator[Fault]:
                 *layout_fit(recipe, further_shape),
                 *model_sizes.positions(recipe, further_shape, is_evaluated=False),
             )
-        fit += tuple(model_sizes.fp8_channels(recipe.for_teachers if is_teacher else recipe, further_shape))
+        fit += tuple(model_rules.fp8_channels(recipe.for_teachers if is_teacher else recipe, further_shape))
         yield from (f"{field} = {folder}: {text}" for text in fit)
         try:
             if _tokens(folder) != _tokens(recipe.model.folder):

@@ -1,0 +1,40 @@
+"""Whether a recipe corrects for samples of another policy than the trained one, by importance weights or clipping."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megarl.config.effects import unmet
+from megarl.config.formulas import formulas
+from megarl.files.import_path import is_import_path
+
+if TYPE_CHECKING:
+    from megarl.config import Recipe
+
+
+def lacks_correction(recipe: Recipe) -> bool:
+    """Return whether the recipe trains on stale tokens without a correction, and does not say that this is intended."""
+    if unmet(recipe, "rollout.max_staleness") is not None:
+        return False
+    # An explicit importance_sampling = none states intent, so it gives a warning instead of an error.
+    return is_uncorrected(recipe) and "importance_sampling" not in recipe.algorithm.model_fields_set
+
+
+def is_uncorrected(recipe: Recipe) -> bool:
+    """Return whether the recipe trains on stale tokens without a correction."""
+    return recipe.rollout.staleness_bound > 0 and nothing_corrects(recipe)
+
+
+def nothing_corrects(recipe: Recipe) -> bool:
+    """Return whether the loss has no correction for the sampling policy: no importance weight and no clipped ratio to
+    it."""
+    algorithm = recipe.algorithm
+    # Starting from the engine's log-probs, the clipped ratio itself is the correction.
+    is_clipped = algorithm.old_logprobs == "rollout" and "clip_low" in _settings_of_policy_loss(recipe)
+    return algorithm.importance_sampling is None and not is_clipped
+
+
+def _settings_of_policy_loss(recipe: Recipe) -> frozenset[str]:
+    """Return the recipe fields used as arguments by the policy loss. A user's own loss counts as using all."""
+    name = recipe.algorithm.policy_loss
+    return frozenset({"clip_low"}) if is_import_path(name) else frozenset(formulas("algorithm.policy_loss")[name])

@@ -1,5 +1,0 @@
-"""Search for the fastest layout of a recipe on its cluster: parallel sizes, placement, offload, recomputation, rows.
-
-`candidates` lists all layouts allowed by the checks of a recipe, and counts why others are not. `search` ranks them by
-`step_cost`'s predicted seconds, under the memory that `memory_plan` predicts. No torch is used.
-"""

@@ -1,0 +1,299 @@
+"""Defaults that the memory of the GPUs decides: offloading, recomputation, KV cache, rows without gradients, logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from megarl.config import Recipe
+from megarl.config.effects import unmet
+from megarl.config.library_settings import reserved_settings
+from megarl.config.override_text import short_override
+from megarl.config.parallel import ParallelConfig
+from megarl.config.schema import value_at
+from megarl.families.logprob_chunks import logprob_chunk_tokens
+from megarl.planner import model_sizes, sizes
+from megarl.planner.cache import default_cache_gib, is_cache_given
+from megarl.planner.gpus_of_run import gpu_memory, ranks_on_cpu
+from megarl.planner.judge import MemoryJudge
+from megarl.planner.memory.devices import MARGIN_GIB
+from megarl.planner.memory.memory_table import Phase
+from megarl.planner.memory.models import Built, Models
+from megarl.planner.predictions import models_of, planned_models
+from megarl.planner.rows import forward_row_tokens
+from megarl.planner.savings import offloads, recomputations
+from megarl.planner.search import Change, Choice, Fitted, Move, list_choices, search, with_field_values
+from megarl.planner.seconds.lengths import assumed_lengths
+from megarl.types import DataError
+
+_CACHE = "rollout.kv_cache_gib"
+_OFFLOAD, _RECOMPUTE = "trainer.offload", "trainer.recompute"
+_ROWS = "trainer.max_tokens_per_forward"
+_CHUNK = "trainer.logprob_chunk_tokens"
+KEEP_LOGITS = "trainer.keep_logits"
+
+
+def with_memory_defaults(recipe: Recipe, *, is_start: bool = False, is_trained: bool = True) -> Recipe:
+    """Return the recipe with the fields that it leaves out and the memory of its GPUs decides.
+
+    They are the offloaded states, the recomputed activations, the KV cache, the row length of passes without gradients,
+    and whether updates keep their logits. A later check tests whether all fits. The recipe is returned unchanged if its
+    memory cannot be predicted, or if it starts (`is_start`) on a CPU. `is_trained` False: only engines start, on all
+    ranks.
+    """
+    trainer = recipe.trainer
+    wants_cache = recipe.has_engine and not is_cache_given(recipe)
+    wants_rows = is_trained and trainer.max_tokens_per_forward is None
+    wants_savings = is_trained and not (_sets_field(recipe, _OFFLOAD) and _sets_field(recipe, _RECOMPUTE))
+    wants_logits = is_trained and trainer.keep_logits is None
+    if not (wants_cache or wants_rows or wants_savings or wants_logits) or (is_start and ranks_on_cpu(recipe)):
+        return recipe
+    if (judge := _make_judge(recipe)) is None:
+        return recipe
+    # An evaluation loads no trainer, so the cache may take the memory that training would use.
+    if not is_trained:
+        judge = MemoryJudge(Models(_engines_alone(judge.models.policy), None, {}), judge.gpus)
+    if wants_savings:
+        recipe = _Savings(recipe, judge).choose()
+    cache = Move(field=_CACHE, values=({_CACHE: Fitted(lambda changed: default_cache_gib(changed, judge))},))
+    logits = Move(field=KEEP_LOGITS, values=({KEEP_LOGITS: True},))
+    rows = Move(field=_ROWS, values=({_ROWS: Fitted(lambda changed: forward_row_tokens(changed, judge))},))
+    if wants_cache:
+        recipe = _with_move(recipe, cache, lambda changed: True)
+    if wants_logits:
+        recipe = _with_move(recipe, logits, lambda changed: can_keep_logits(changed, judge))
+    # Last: these rows may take the memory of an update.
+    if wants_rows:
+        recipe = _with_move(recipe, rows, lambda changed: True)
+    return recipe
+
+
+def _with_move(recipe: Recipe, move: Move, is_accepted: Callable[[Recipe], bool]) -> Recipe:
+    """Return the recipe with the first alternative of a move that is accepted. Without one it stays as it is."""
+    ranking = search(
+        recipe,
+        list_choices([move], is_partial=False),
+        lambda changed, _: changed if is_accepted(changed) else None,
+        lambda change: change.choice.cost,
+    )
+    return next((change.recipe for change in ranking.changes), recipe)
+
+
+def can_keep_logits(recipe: Recipe, judge: MemoryJudge) -> bool:
+    """Return whether updates of a recipe that keeps logits can do so, and leave `MARGIN_GIB` of each GPU."""
+    if unmet(recipe, KEEP_LOGITS) is not None:
+        return False
+    return not any(
+        phase.metric == "train" for phase in judge.overfull_phases(judge.predict(recipe), margin_gib=MARGIN_GIB)
+    )
+
+
+def _make_judge(recipe: Recipe) -> MemoryJudge | None:
+    """Return the judge of a recipe's memory. None: it cannot be predicted."""
+    if (gpus := gpu_memory(recipe)) is None or (models := planned_models(recipe)) is None:
+        return None
+    return MemoryJudge(models, gpus)
+
+
+def _sets_field(recipe: Recipe, field: str) -> bool:
+    """Return whether the recipe sets the offloaded states, or the recomputed activations."""
+    trainer = recipe.trainer
+    if field == _RECOMPUTE and not reserved_settings("recompute").keys().isdisjoint(trainer.megatron):
+        return True
+    return field.partition(".")[2] in trainer.model_fields_set
+
+
+def with_chunk_tokens(recipe: Recipe) -> Recipe:
+    """Return the recipe with the chunk of tokens for log-probs that ranks choose, the least of policy and teachers.
+
+    It is for printing: a run leaves the field out, so that each model chooses for its own sizes. The recipe is returned
+    unchanged if it sets the field or has no log-probs, or if its models cannot be read.
+    """
+    if recipe.trainer.logprob_chunk_tokens is not None or unmet(recipe, _CHUNK) is not None or any(sizes.ranks(recipe)):
+        return recipe
+    try:
+        models = models_of(recipe, sizes.parallel_of(recipe))
+    except DataError:
+        return recipe  # The checks of the model folder report it.
+    is_gpu = gpu_memory(recipe) is not None or not ranks_on_cpu(recipe)
+    scored = [models.policy, *(built for name, built in models.frozen.items() if name in recipe.teachers)]
+    chunk_tokens = min(logprob_chunk_tokens(recipe, built.shape, built.parallel, is_gpu=is_gpu) for built in scored)
+    return with_field_values(recipe, {_CHUNK: chunk_tokens})
+
+
+def memory_defaults(written: Recipe, completed: Recipe) -> Iterator[str]:
+    """Yield a line with the reason for each field that `with_memory_defaults` or `with_chunk_tokens` added to the
+    recipe `written`.
+    """
+    fields = [
+        field for field in (_OFFLOAD, _RECOMPUTE) if _sets_field(completed, field) and not _sets_field(written, field)
+    ]
+    if fields and (judge := _make_judge(completed)) is not None:
+        savings = _Savings(written, judge)
+        for field in fields:
+            # Ranks that never alternate between models have nothing to offload.
+            if field == _OFFLOAD and offloads(completed) == [()]:
+                continue
+            yield f"{_format_field(completed, field)} by default: {savings.explain(field, completed)}"
+    cache, rows = completed.rollout.kv_cache_gib, completed.trainer.max_tokens_per_forward
+    if cache != written.rollout.kv_cache_gib:
+        yield f"{_CACHE} = {cache:g} by default: the rest of a GPU's memory"
+    if rows != written.trainer.max_tokens_per_forward:
+        yield f"{_ROWS} = {rows} by default: the longest rows within an update's memory"
+    if completed.trainer.keep_logits != written.trainer.keep_logits:
+        yield f"{KEEP_LOGITS} = true by default: an update leaves {MARGIN_GIB:g} GiB of a GPU"
+    chunk = completed.trainer.logprob_chunk_tokens
+    if chunk != written.trainer.logprob_chunk_tokens:
+        yield f"{_CHUNK} = {chunk} by default: by time and memory, at most 1 GiB of logits"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Prediction:
+    """Memory predicted for a recipe with one choice of offloading and recomputation."""
+
+    fullest: Phase
+    """The phase that leaves least of its GPU."""
+    free_gib: float
+    """GiB that this phase leaves."""
+    requests: int
+    """Concurrent requests that the KV cache holds at their expected length, at most those of a step."""
+    wanted_requests: int
+    """Concurrent requests of a step. 0: the recipe sets the size of the KV cache, so it is no reason for a choice."""
+
+    @property
+    def is_enough(self) -> bool:
+        return self.free_gib >= MARGIN_GIB and self.requests >= self.wanted_requests
+
+    @property
+    def gib_within_margin(self) -> float:
+        """Return the free memory, at most the margin: more is no reason for a choice."""
+        return min(self.free_gib, MARGIN_GIB)
+
+
+def _savings_score(change: Change[Choice, _Prediction]) -> tuple[Any, ...]:
+    """Return the score of a choice: the cheapest that is enough, else most free memory, then the largest KV cache."""
+    prediction = change.outcome
+    if prediction.is_enough:
+        return False, change.choice.cost
+    return True, -prediction.gib_within_margin, -prediction.requests, change.choice.cost
+
+
+@dataclass(frozen=True)
+class _Savings:
+    """Chooses the least offloading and recomputation of a recipe that leave 8 GiB of each GPU.
+
+    A KV cache that the recipe leaves out must also hold all concurrent requests of a step. If no choice is enough, the
+    one with the most free memory counts, then the one with the largest cache.
+    """
+
+    recipe: Recipe
+    judge: MemoryJudge
+
+    def choose(self) -> Recipe:
+        """Return the recipe with values for those of both fields that it leaves out."""
+        # Offloading costs seconds of a step, recomputation a share of the training time: so it is tried last.
+        costs = {_RECOMPUTE: 10.0, _OFFLOAD: 1.0}
+        moves = [
+            Move(field=field, values=self._list_values(field), step=cost, condition=not _sets_field(self.recipe, field))
+            for field, cost in costs.items()
+        ]
+        ranking = search(
+            self.recipe,
+            list_choices(moves, is_partial=False),
+            lambda changed, _: self._predict(changed),
+            _savings_score,
+            bound=lambda choice: (False, choice.cost),
+        )
+        return ranking.changes[0].recipe
+
+    def explain(self, field: str, completed: Recipe) -> str:
+        """Return why a field of the completed recipe has its value: what the next cheaper one would leave."""
+        choices = self._list_values(field)
+        place = next(
+            place
+            for place, values in enumerate(choices)
+            if all(value_at(completed, name) == value for name, value in values.items())
+        )
+        if place == 0:
+            fullest = self._find_fullest(field, completed)
+            return f"{fullest.name} {_format_left(self.judge.free_gib(fullest), 'leaves', 'takes')}"
+        cheaper = with_field_values(completed, choices[place - 1])
+        prediction, present = self._predict(cheaper), self._predict(completed)
+        with_cheaper = f"with {_format_field(cheaper, field)}"
+        if prediction.gib_within_margin < present.gib_within_margin:
+            gpu_text = _format_left(prediction.free_gib, "would leave", "would take")
+            return f"{with_cheaper} {prediction.fullest.name} {gpu_text}"
+        return (
+            f"{with_cheaper} the KV cache would hold {prediction.requests} of {prediction.wanted_requests} concurrent "
+            f"requests of {self._request_tokens:,.0f} tokens"
+        )
+
+    def _find_fullest(self, field: str, recipe: Recipe) -> Phase:
+        """Return the fullest phase that a field changes: of updates, or for offloading of all others."""
+        table = self.judge.predict(recipe)
+        phases = [phase for phase in table.phases if (phase.metric == "train") == (field == _RECOMPUTE)]
+        return min(phases, key=self.judge.free_gib)
+
+    def _list_values(self, field: str) -> list[dict[str, Any]]:
+        """Return the values that a field may get, cheapest first, with those of the fields that depend on it."""
+        if field == _OFFLOAD:
+            return [{_OFFLOAD: states} for states in offloads(self.recipe)]
+        choices = [choice.values for choice in recomputations(self.recipe, self.judge.models.policy.shape)]
+        return [values for values in choices if self._can_recompute(values)]
+
+    def _can_recompute(self, values: Mapping[str, Any]) -> bool:
+        """Return whether this machine's libraries can recompute the modules that these values choose."""
+        # The check yields refusals. A later check of the whole recipe would refuse these values as well.
+        refusals = model_sizes.recomputed_modules_fit(
+            with_field_values(self.recipe, values), self.judge.models.policy.shape
+        )
+        return next(iter(refusals), None) is None
+
+    def _predict(self, recipe: Recipe) -> _Prediction:
+        is_cache_chosen = recipe.has_engine and not is_cache_given(self.recipe)
+        if is_cache_chosen:
+            recipe = with_field_values(recipe, {_CACHE: default_cache_gib(recipe, self.judge)})
+        table = self.judge.predict(recipe)
+        fullest = min(table.phases, key=self.judge.free_gib)
+        requests = wanted_requests = 0
+        if is_cache_chosen and table.cache is not None:
+            wanted_requests = table.cache.under_way
+            requests = min(wanted_requests, int(table.cache.tokens / self._request_tokens))
+        return _Prediction(
+            fullest=fullest, free_gib=self.judge.free_gib(fullest), requests=requests, wanted_requests=wanted_requests
+        )
+
+    @cached_property
+    def _request_tokens(self) -> float:
+        """Return the expected tokens of a request while it is decoded, by the lengths that `--search` assumes."""
+        lengths = [
+            assumed_lengths(
+                limit=source.recipe.rollout.sampling.max_new_tokens,
+                max_prompt_tokens=source.recipe.data.max_prompt_tokens,
+            )
+            for source in self.recipe.sources
+        ]
+        return max(length.prompt_tokens + length.mean_age for length in lengths)
+
+
+def _format_left(free_gib: float, leaves: str, takes: str) -> str:
+    """Return in words how much of a GPU a phase leaves, or takes in excess. `leaves` and `takes` are the verbs."""
+    if free_gib < 0:
+        return f"{takes} {-free_gib:.1f} GiB more than a GPU has"
+    return f"{leaves} {free_gib:.1f} GiB of a GPU"
+
+
+def _format_field(recipe: Recipe, field: str) -> str:
+    """Return a field with its value for a message, and with the modules of a selective recomputation."""
+    name, _, value = short_override(field, value_at(recipe, field)).partition("=")
+    is_selective = field == _RECOMPUTE and value == "selective"
+    return f"{name} = {value}" + f" ({', '.join(recipe.trainer.recompute_modules)})" * is_selective
+
+
+def _engines_alone(policy: Built) -> Built:
+    """Return a recipe in which engines own all ranks, as in `megarl eval`."""
+    parallel = policy.parallel
+    engines = ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=parallel.rollout_tp, rollout_ep=parallel.rollout_ep)
+    return Built(policy.shape, replace(engines, rollout_ranks=parallel.num_ranks))

@@ -1,0 +1,57 @@
+"""GPUs of a run: their memory and kind, as the recipe names them or this machine has them."""
+
+from __future__ import annotations
+
+import os
+
+from megarl.config import Recipe
+from megarl.planner.memory.devices import CPU, GPU, GPU_MEMORY_GIB, GpuMemory, Platform
+from megarl.platform.cuda_extensions import runs_on_cpu
+from megarl.platform.visible_gpus import installed_gpu_gib, installed_gpus
+
+NAME_THE_GPU = "set cluster.gpu_memory_gib to h100, h200, b200 or GiB"
+"""End of a message about unknown GPU memory: what to set."""
+
+
+def gpu_gib(recipe: Recipe) -> float | None:
+    """Return the memory of the run's GPUs in GiB, or None if it is unknown."""
+    memory = recipe.cluster.gpu_memory_gib
+    if memory is None:
+        return installed_gpu_gib() if uses_this_machine(recipe) else None
+    return GPU_MEMORY_GIB[memory] if isinstance(memory, str) else memory
+
+
+def gpu_kind(recipe: Recipe) -> str | None:
+    """Return the kind of the trainer's GPUs, for example h200: from the recipe, else from this machine. None:
+    unknown."""
+    if isinstance(named_kind := recipe.cluster.gpu_memory_gib, str):
+        return named_kind
+    names = [gpu.name.lower() for gpu in installed_gpus()] if uses_this_machine(recipe) else []
+    return next((kind for kind in GPU_MEMORY_GIB if any(kind in name for name in names)), None)
+
+
+def gpu_memory(recipe: Recipe) -> GpuMemory | None:
+    """Return the memory of the trainer's and of the engines' GPUs. None: the trainer's is unknown."""
+    if (gib := gpu_gib(recipe)) is None:
+        return None
+    engines = recipe.cluster.groups.engines
+    engine = None if engines is None else engines.gpu_memory_gib
+    if isinstance(engine, str):
+        engine = GPU_MEMORY_GIB[engine]
+    return GpuMemory(trainer=gib, engine=gib if engine is None else engine)
+
+
+def ranks_on_cpu(recipe: Recipe) -> bool:
+    """Return whether ranks started in this environment run on CPUs."""
+    return runs_on_cpu() or recipe.cluster.device == "cpu"
+
+
+def uses_this_machine(recipe: Recipe) -> bool:
+    """Return whether the run uses this machine's GPUs. On a login node it does not."""
+    # Slurm sets SLURMD_NODENAME on a job's nodes only.
+    return not ranks_on_cpu(recipe) and (recipe.cluster.launcher == "local" or "SLURMD_NODENAME" in os.environ)
+
+
+def platform_here(recipe: Recipe) -> Platform:
+    """Return the device of the recipe's ranks if they start on this kind of machine."""
+    return CPU if ranks_on_cpu(recipe) else GPU

@@ -1,0 +1,48 @@
+"""The one judge of a changed recipe's memory on GPUs: its prediction, and whether each phase fits its GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from megarl.config import Recipe
+from megarl.planner.memory.devices import GPU, GpuMemory
+from megarl.planner.memory.memory_table import MemoryTable, Phase
+from megarl.planner.memory.models import Models
+from megarl.planner.memory.phases import memory_table
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryJudge:
+    """Predicts the memory of changed recipes. `models` have the changed recipes' parallel sizes."""
+
+    models: Models
+    gpus: GpuMemory
+    stages: Collection[int] | None = None
+    """Examined pipeline stages. None: all."""
+
+    def predict(self, recipe: Recipe) -> MemoryTable:
+        """Return the predicted memory of a recipe by phase."""
+        return memory_table(recipe, self.models, GPU, gpu_gib=self.gpus.engine, stages=self.stages)
+
+    def free_gib(self, phase: Phase) -> float:
+        """Return the GiB that a phase leaves of its GPU. It is negative if the phase does not fit."""
+        return self.gpus.gib_for(phase) - phase.device_bytes / _GIB
+
+    def overfull_phases(self, table: MemoryTable, *, margin_gib: float = 0.0) -> list[Phase]:
+        """Return the phases that need more than their GPU has without a margin."""
+        return [phase for phase in table.phases if phase.device_bytes > (self.gpus.gib_for(phase) - margin_gib) * _GIB]
+
+    def accept(self, recipe: Recipe) -> MemoryTable | None:
+        """Return the predicted memory of a recipe that fits. None: it does not."""
+        table = self.predict(recipe)
+        return None if self.overfull_phases(table) else table
+
+    def pass_bytes(self, recipe: Recipe) -> tuple[int, int]:
+        """Return the bytes of a GPU in the fullest phase with gradients, and in the fullest one without (0: none)."""
+        phases = self.predict(recipe).phases
+        training = (phase.device_bytes for phase in phases if phase.metric == "train")
+        scoring = (phase.device_bytes for phase in phases if phase.metric == "logprobs")
+        return max(training), max(scoring, default=0)

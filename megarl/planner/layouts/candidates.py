@@ -1,0 +1,215 @@
+"""Layouts of trainer and engines that the checks of a recipe allow, and counts of the reasons against others."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from itertools import product
+from typing import Any, NamedTuple
+
+from megarl.config import Recipe
+from megarl.families.shape import ModelShape
+from megarl.planner import model_sizes, sizes
+from megarl.planner.search import with_field_values
+
+_MOST_CP = 16
+"""Greatest context-parallel size. Chunks of longer splits are too short for attention kernels."""
+_VPP = (1, 2, 4)
+"""Model chunks of a pipeline stage. Each further chunk saves less of the bubble and holds more activations."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerSizes:
+    """Parallel sizes of a trainer, by the names of the recipe's section `trainer`."""
+
+    tp: int
+    pp: int
+    cp: int
+    vpp: int
+    ep: int
+    etp: int
+    dp: int
+
+    @property
+    def by_axis(self) -> dict[str, int]:
+        """Return the sizes by axis: tp, pp, cp, vpp, ep, etp, dp."""
+        return asdict(self)
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Return the recipe fields with these sizes. The data-parallel size follows from them."""
+        return {f"trainer.{axis}": size for axis, size in self.by_axis.items()} | {"trainer.dp": None}
+
+
+class EngineSizes(NamedTuple):
+    """Parallel size of each engine, and whether its ranks have whole experts."""
+
+    tp: int
+    ep: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Ranks that only sample (0: engines share the trainer's), and by how many steps they may sample ahead."""
+
+    ranks: int
+    staleness: int
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Return the recipe fields of this placement."""
+        if not self.ranks:
+            return {"rollout.placement": "colocated", "rollout.ranks": None, "rollout.max_staleness": None}
+        return {
+            "rollout.placement": "separate",
+            "rollout.ranks": self.ranks,
+            "rollout.max_staleness": self.staleness or None,
+        }
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Enumerates the choices of a recipe. `refused` counts the choices that a check refuses, by recipe field."""
+
+    recipe: Recipe
+    shape: ModelShape
+    refused: Counter[str]
+    _expert_faults: dict[tuple[int, int, int, int], list[str]] = field(default_factory=dict)
+    _multiples: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    def placements(self, staleness: int) -> Iterator[Placement]:
+        """Yield the placements: colocated, and separate engines on a share of the nodes (of the ranks, on one node)."""
+        cluster = self.recipe.cluster
+        if cluster.groups.engines is not None:
+            yield Placement(ranks=cluster.groups.engines.num_ranks, staleness=staleness)
+            return
+        yield Placement(ranks=0, staleness=0)
+        world, node = cluster.world_size, cluster.ranks_per_node
+        unit = node if cluster.nodes > 1 else 1
+        shares = sorted({world * eighths // 8 // unit * unit for eighths in range(1, 8)} - {0, world})
+        for ranks in shares:
+            placement = Placement(ranks=ranks, staleness=staleness)
+            # Engines of one rank each fit any share, so only faults of the placement itself are left.
+            values = placement.values | {"rollout.tp": 1}
+            if not self._count_refusal([*sizes.placement(with_field_values(self.recipe, values))]):
+                yield placement
+
+    def engines(self, placed: Recipe) -> list[EngineSizes]:
+        """Return the sizes of engines that a recipe with a placement allows."""
+        engine_sizes = []
+        ranks = placed.separate_ranks or placed.cluster.world_size
+        has_whole = has_whole_experts(placed)
+        for tp, ep in product(_divisors(ranks, limit=self.shape.num_heads), (has_whole, not has_whole)):
+            # Whole experts take as long as split ones in the cost model, so the recipe's choice stays where it may.
+            if ep != has_whole and (
+                tp == 1 or not self.shape.num_experts or EngineSizes(tp, has_whole) in engine_sizes
+            ):
+                continue
+            values = {"rollout.tp": tp, "rollout.vllm": vllm_with(placed, ep)}
+            candidate = with_field_values(placed, values | dict(SMALLEST))
+            if not self._count_refusal([*sizes.ranks(candidate), *model_sizes.model_fit(candidate, self.shape)]):
+                engine_sizes.append(EngineSizes(tp, ep))
+        return engine_sizes
+
+    def trainers(self, placed: Recipe) -> list[TrainerSizes]:
+        """Return the parallel sizes of trainers that a recipe with a placement allows."""
+        trainer_sizes = []
+        world, node = placed.trainer_ranks, placed.cluster.ranks_per_node
+        with_small_engines = with_field_values(placed, {"rollout.tp": 1} if not placed.separate_ranks else {})
+        dense = product(
+            _divisors(world, limit=min(node, self.shape.num_heads)),
+            _divisors(world, limit=self.shape.num_layers),
+            _divisors(world, limit=_MOST_CP),
+            _VPP,
+        )
+        experts = [(1, 1)]
+        if self.shape.num_experts:
+            expert_splits = _divisors(self.shape.moe_intermediate_size, limit=node)
+            experts = [*product(_divisors(self.shape.num_experts), expert_splits)]
+        for tp, pp, cp, vpp in dense:
+            if world % (tp * pp * cp):
+                self.refused["trainer.tp * trainer.pp * trainer.cp does not divide the ranks"] += len(experts)
+                continue
+            dense_sizes = TrainerSizes(tp=tp, pp=pp, cp=cp, vpp=vpp, ep=1, etp=1, dp=world // (tp * pp * cp))
+            candidate = with_field_values(with_small_engines, dense_sizes.values)
+            rules = (sizes.ranks, _batches, sizes.lengths)
+            if self._count_refusal([fault for rule in rules for fault in rule(candidate)], len(experts)):
+                continue
+            if self._count_refusal([*self._model_faults(candidate)], len(experts)):
+                continue
+            for ep, etp in experts:
+                if ep * etp == 1:
+                    trainer_sizes.append(dense_sizes)
+                    continue
+                if world % (ep * etp * pp):
+                    self.refused["trainer.ep * trainer.etp * trainer.pp does not divide the ranks"] += 1
+                    continue
+                expert_sizes = replace(dense_sizes, ep=ep, etp=etp)
+                # Pipeline stages were checked above, and experts do not depend on them.
+                key = (tp, cp, ep, etp)
+                if key not in self._expert_faults:
+                    self._expert_faults[key] = [
+                        *self._model_faults(with_field_values(with_small_engines, expert_sizes.values))
+                    ][:1]
+                if not self._count_refusal(self._expert_faults[key]):
+                    trainer_sizes.append(expert_sizes)
+        return trainer_sizes
+
+    def row_lengths(self, placed: Recipe, trainer: TrainerSizes) -> list[int]:
+        """Return the row lengths in tokens: the longest sequence, and up to four times as many."""
+        # Only these two sizes decide the multiple.
+        multiple = self._multiples.get((trainer.tp, trainer.cp))
+        if multiple is None:
+            multiple = sizes.row_multiple(with_field_values(placed, trainer.values))
+            self._multiples[trainer.tp, trainer.cp] = multiple
+        longest = placed.trained_tokens + bool(placed.reward.model)
+        return [-(-longest * quarters // 4 // multiple) * multiple for quarters in (4, 6, 8, 16)]
+
+    def _model_faults(self, candidate: Recipe) -> Iterator[str]:
+        yield from model_sizes.model_fit(candidate, self.shape, is_sampled=False)
+        yield from model_sizes.linear_attention_fit(candidate, self.shape)
+        yield from model_sizes.fp8_channels(candidate, self.shape)
+
+    def _count_refusal(self, faults: list[str], times: int = 1) -> bool:
+        """Return whether there are faults. Counts the first one by its recipe field and its kind."""
+        if faults:
+            self.refused[reason_of(faults[0])] += times
+        return bool(faults)
+
+
+SMALLEST: Mapping[str, Any] = {f"trainer.{axis}": 1 for axis in ("tp", "pp", "cp", "vpp", "ep", "etp")} | {
+    "trainer.dp": None
+}
+"""Fields of a trainer without any split, for checks of engines alone."""
+
+
+def _batches(recipe: Recipe) -> Iterator[str]:
+    return sizes.batches(recipe, sizes.parallel_of(recipe).dp)
+
+
+WHOLE_EXPERTS = "enable_expert_parallel"
+"""vLLM's name of the choice that an engine rank has whole experts."""
+
+
+def has_whole_experts(recipe: Recipe) -> bool:
+    """Return whether the recipe chooses whole experts on each engine rank."""
+    return bool(recipe.rollout.vllm.get(WHOLE_EXPERTS, False))
+
+
+def vllm_with(recipe: Recipe, ep: bool) -> dict[str, Any]:
+    """Return `rollout.vllm` with this choice of whole experts, and everything else as in the recipe."""
+    if has_whole_experts(recipe) == ep:
+        return dict(recipe.rollout.vllm)
+    settings = {name: value for name, value in recipe.rollout.vllm.items() if name != WHOLE_EXPERTS}
+    return settings | ({WHOLE_EXPERTS: True} if ep else {})
+
+
+def reason_of(fault: str) -> str:
+    """Return a fault without its remedy, with N in place of each number, so that equal reasons can be counted."""
+    return re.sub(r"\d+(?:[,.]\d+)*", "N", fault.partition(";")[0])
+
+
+def _divisors(number: int, *, limit: int | None = None) -> list[int]:
+    return [size for size in range(1, min(number, limit or number) + 1) if number % size == 0]

@@ -1,0 +1,156 @@
+"""All combinations of a placement's trainers, engines and offloads, with a lower bound of each one's seconds."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megarl.config import Recipe
+from megarl.config.parallel import ParallelConfig
+from megarl.planner import sizes
+from megarl.planner.layouts.candidates import EngineSizes, Placement, TrainerSizes, vllm_with
+from megarl.planner.memory.activations import PassSettings
+from megarl.planner.savings import Recomputation
+from megarl.planner.seconds.trainer import Parts
+
+
+class Row(NamedTuple):
+    """A trainer's sizes with recomputation and row length."""
+
+    trainer: TrainerSizes
+    recomputation: Recomputation
+    row_tokens: int
+
+
+@dataclass(kw_only=True)
+class Combinations:
+    """All combinations of one placement, as arrays over `rows`, engines and offloads."""
+
+    placement: Placement
+    placement_values: Mapping[str, Any]
+    """Recipe fields of the placement."""
+    placed: Recipe
+    rows: list[Row]
+    engines: list[EngineSizes]
+    offloads: list[tuple[str, ...]]
+    update: Parts
+    """Seconds of a step's updates that keep their logits, by cause, each [rows]."""
+    update_without_logits: Parts
+    """The same if updates compute their logits again."""
+    logprobs: NDArray[np.float64]
+    offload: NDArray[np.float64]
+    """Seconds of offloading [rows, offloads]."""
+    reshard: NDArray[np.float64]
+    """Seconds of a reshard, a lower bound [engines]."""
+    bound: NDArray[np.float64]
+    """Seconds of a step, a lower bound [rows, engines, offloads]."""
+    states: NDArray[np.float64]
+    """Bytes of weights, gradients and optimizer on a rank, a lower bound [rows]."""
+    least_cache_gib: list[float]
+    """GiB of the smallest KV cache that holds a longest sequence [engines]."""
+    settings: PassSettings
+    refused: Counter[str]
+    overfull: set[int] = field(default_factory=set)
+    """Rows whose update does not fit, whatever the engines."""
+    examined: set[int] = field(default_factory=set)
+    """Rows whose activations were predicted."""
+
+    @cached_property
+    def parallel(self) -> ParallelConfig:
+        """Return the parallel sizes of the recipe itself on this placement."""
+        return sizes.parallel_of(self.placed)
+
+    @cached_property
+    def rows_of(self) -> dict[TrainerSizes, list[int]]:
+        """Return the numbers of the rows of each trainer."""
+        numbers: dict[TrainerSizes, list[int]] = {}
+        for number, row in enumerate(self.rows):
+            numbers.setdefault(row.trainer, []).append(number)
+        return numbers
+
+    def at_least_as_full(self, full: Row) -> set[int]:
+        """Return the numbers of the rows that take at least as much memory: longer ones, and without recomputation."""
+        return {
+            number
+            for number in self.rows_of[full.trainer]
+            if self.rows[number].row_tokens >= full.row_tokens
+            and self.rows[number].recomputation in (full.recomputation, Recomputation("none"))
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutChoice:
+    """A combination of a group, as a choice of the search: a trainer, engines and offloaded states."""
+
+    group: Combinations
+    row_number: int
+    engine_number: int
+    offload_number: int
+
+    @property
+    def index(self) -> tuple[int, int, int]:
+        """Return the place of the combination in `Combinations.bound`."""
+        return self.row_number, self.engine_number, self.offload_number
+
+    @property
+    def row(self) -> Row:
+        return self.group.rows[self.row_number]
+
+    @property
+    def engine(self) -> EngineSizes:
+        return self.group.engines[self.engine_number]
+
+    @property
+    def bound(self) -> float:
+        """Return the seconds of a step, a lower bound."""
+        return float(self.group.bound[self.index])
+
+    @property
+    def key(self) -> tuple[TrainerSizes, EngineSizes, Placement]:
+        """Return the sizes of trainer and engines: a search shows each pair of them once."""
+        return self.row.trainer, self.engine, self.group.placement
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Return the recipe fields of this layout with its placement."""
+        return {**self.group.placement_values, **self.layout_values}
+
+    @property
+    def layout_values(self) -> dict[str, Any]:
+        """Return the recipe fields of this layout. A start chooses those that are None; the cache is the smallest."""
+        return {
+            **self.row.trainer.values,
+            **self.row.recomputation.values,
+            "trainer.max_tokens_per_microbatch": self.row.row_tokens,
+            "trainer.max_tokens_per_forward": None,
+            "trainer.keep_logits": None,
+            "trainer.offload": self.group.offloads[self.offload_number],
+            "rollout.tp": self.engine.tp,
+            "rollout.vllm": vllm_with(self.group.placed, self.engine.ep),
+            "rollout.gpu_memory_utilization": None,
+            "rollout.kv_cache_gib": self.group.least_cache_gib[self.engine_number],
+        }
+
+
+def in_order(groups: Sequence[Combinations]) -> Iterator[LayoutChoice]:
+    """Yield the combinations of all groups by their bounds, smallest first, without those that cannot fit."""
+    bounds = [group.bound.ravel() for group in groups]
+    if not bounds:
+        return
+    starts = np.cumsum([0, *map(len, bounds)])
+    everything = np.concatenate(bounds)
+    for place in np.argsort(everything, kind="stable"):
+        number = int(np.searchsorted(starts, place, side="right")) - 1
+        group = groups[number]
+        if not math.isfinite(everything[place]):
+            # The remaining combinations cannot fit either.
+            return
+        row, engine, offload = np.unravel_index(int(place - starts[number]), group.bound.shape)
+        yield LayoutChoice(group=group, row_number=int(row), engine_number=int(engine), offload_number=int(offload))

@@ -1,0 +1,181 @@
+"""Seconds of a step's phases in the layouts of a search, and the sizes of states on which they depend."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megarl.config import Recipe
+from megarl.families.shape import ModelShape
+from megarl.planner.layouts.candidates import EngineSizes, Placement
+from megarl.planner.memory.engine_bytes import cache_block_bytes
+from megarl.planner.memory.models import Models
+from megarl.planner.memory.rank_memory import ITEM_BYTES
+from megarl.planner.seconds.constants import FITTED
+from megarl.planner.seconds.gpus import GpuSpeeds
+from megarl.planner.seconds.lengths import Lengths
+from megarl.planner.seconds.rollout import EngineLayout, RolloutCost, RolloutSeconds
+from megarl.planner.seconds.step import Workload, reshard_seconds
+from megarl.planner.seconds.trainer import Layouts, TrainerCost
+from megarl.planner.seconds.work import model_work
+
+_FLOAT32 = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutCosts:
+    """Predicts the seconds of a recipe's steps in any layout. `lengths` are those of its completions."""
+
+    recipe: Recipe
+    models: Models
+    speeds: GpuSpeeds
+    """Speeds of the trainer's GPUs."""
+    engine_speeds: GpuSpeeds
+    """Speeds of the engines' GPUs. With shared GPUs they are equal."""
+    lengths: Lengths
+    staleness: int
+
+    @property
+    def shape(self) -> ModelShape:
+        return self.models.policy.shape
+
+    @cached_property
+    def load(self) -> Workload:
+        """Return the samples of a step."""
+        train, algorithm = self.recipe.train, self.recipe.algorithm
+        updates = train.updates_per_step
+        # The first update computes its own old log-probs; a reference scores everything.
+        passes = (1 - 1 / updates) * (algorithm.old_logprobs == "trainer") + self.recipe.has_reference
+        return Workload(
+            lengths=self.lengths,
+            num_prompts=train.prompts_per_step,
+            samples_per_prompt=train.samples_per_prompt,
+            updates=updates,
+            scoring_passes=passes,
+            staleness=self.staleness,
+        )
+
+    @property
+    def _item_bytes(self) -> int:
+        """Return the bytes of a trained weight and of an activation."""
+        return ITEM_BYTES[self.recipe.model.dtype]
+
+    @property
+    def engine_item_bytes(self) -> int:
+        """Return the bytes of a weight in the engines."""
+        return self._item_bytes if self.recipe.rollout.quantization == "none" else 1
+
+    @property
+    def _cache_item_bytes(self) -> int:
+        """Return the bytes of a number in the engines' KV cache."""
+        return self._item_bytes if self.recipe.rollout.kv_cache_dtype == "auto" else 1
+
+    @cached_property
+    def _state_bytes(self) -> dict[str, int]:
+        """Return the bytes of a trained parameter by state: weight, float32 gradient, main weight and moments."""
+        item = self._item_bytes
+        copies = (item < _FLOAT32) + 2 * (self.recipe.optimizer.name == "adam")
+        return {"weights": item, "gradients": _FLOAT32, "optimizer": _FLOAT32 * copies}
+
+    @cached_property
+    def trainer_cost(self) -> TrainerCost:
+        return self.cost_of(self.shape)
+
+    def cost_of(self, shape: ModelShape) -> TrainerCost:
+        """Return the cost model of a model on the trainer's GPUs."""
+        work = model_work(shape)
+        return TrainerCost(
+            work=work,
+            gpu=self.speeds,
+            constants=FITTED.on(self.speeds),
+            score_flops=work.score_flops(self.lengths.sequences),
+            item_bytes=self._item_bytes,
+            host_share=self.recipe.trainer.optimizer_offload_fraction,
+        )
+
+    @cached_property
+    def rollout_cost(self) -> RolloutCost:
+        return RolloutCost(
+            work=model_work(self.shape),
+            gpu=self.engine_speeds,
+            constants=FITTED.on(self.engine_speeds),
+            item_bytes=self.engine_item_bytes,
+            activation_bytes=self._item_bytes,
+            cache_item_bytes=self._cache_item_bytes,
+        )
+
+    def rank_state_bytes(self, layouts: Layouts) -> dict[str, NDArray[np.float64]]:
+        """Return the bytes of a rank's trainer states by state, each [layouts]: weights, gradients and optimizer.
+
+        A lower bound, because the mean of embedding and head over the stages counts.
+        """
+        expert_weights, dense_weights = self.trainer_cost.weights_on_rank(layouts)
+        weights = expert_weights + dense_weights
+        optimizer_share = expert_weights / (layouts.world / (layouts.etp * layouts.ep * layouts.pp)) + dense_weights / (
+            layouts.dp * layouts.cp
+        )
+        elements = {"weights": weights, "gradients": weights, "optimizer": optimizer_share}
+        return {state: self._state_bytes[state] * number for state, number in elements.items()}
+
+    def offload_seconds(
+        self, state_bytes: Mapping[str, NDArray[np.float64]], states: Sequence[str]
+    ) -> NDArray[np.float64]:
+        """Return the seconds for moving states to host memory and back [layouts]. Gradients are dropped, not moved."""
+        moved = np.zeros_like(state_bytes["weights"])
+        for state, key in (("optimizer", "optimizer"), ("parameters", "weights")):
+            if state in states:
+                moved = moved + state_bytes[key]
+        return 2 * moved / self.speeds.pcie
+
+    def waiting_seconds(self, layouts: Layouts) -> NDArray[np.float64]:
+        """Return the seconds for copying the weights of models that only score from host memory, once [layouts]."""
+        frozen = [self.cost_of(built.shape).weights_on_rank(layouts) for built in self.models.frozen.values()]
+        waiting = sum((experts + dense for experts, dense in frozen), np.zeros(len(layouts.tp)))
+        return self._state_bytes["weights"] * waiting / self.speeds.pcie
+
+    def reshard_seconds(self, placement: Placement, engine: EngineSizes) -> float:
+        """Return the least seconds of a reshard to these engines."""
+        return reshard_seconds(
+            model_work(self.shape),
+            engine.tp,
+            self.engine_speeds,
+            is_separate=placement.ranks > 0,
+            item_bytes=self._item_bytes,
+        )
+
+    @property
+    def other_seconds(self) -> float:
+        """Return the seconds of a step outside all phases. They are the same for all layouts."""
+        return FITTED.on(self.speeds).sample_seconds * self.load.num_samples
+
+    def rollout(self, placement: Placement, engine: EngineSizes, cache_tokens: float) -> RolloutSeconds:
+        """Return the seconds of a rollout with a KV cache of this many tokens in each engine."""
+        ranks = placement.ranks or self.recipe.cluster.world_size
+        engines = EngineLayout(
+            tp=engine.tp,
+            num_engines=ranks // engine.tp,
+            max_requests=self.recipe.rollout.max_concurrent_requests,
+            cache_tokens=cache_tokens,
+        )
+        load, cost = self.load, self.rollout_cost
+        sampled = load.num_samples * self.recipe.algorithm.oversampling
+        if placement.ranks and placement.staleness:
+            # Engines ahead of the trainer start as many groups as it trains, so algorithm.oversampling has no effect.
+            sampled = load.num_samples
+            return cost.steady_seconds(
+                engines,
+                load.lengths,
+                num_samples=sampled,
+                samples_per_prompt=load.samples_per_prompt,
+                staleness=placement.staleness,
+            )
+        return cost.rollout(engines, load.lengths, num_samples=sampled, samples_per_prompt=load.samples_per_prompt)
+
+    def token_bytes(self, engine: EngineSizes) -> int:
+        """Return the bytes of a token in an engine rank's KV cache."""
+        shape = self.shape.with_mtp(self.recipe.drafts_with_mtp)
+        return cache_block_bytes(shape, engine.tp, block_tokens=1, itemsize=self._cache_item_bytes)

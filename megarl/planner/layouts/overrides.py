@@ -1,0 +1,63 @@
+"""Command-line overrides that make a recipe a found layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megarl.config import Recipe
+from megarl.config.corrections import lacks_correction
+from megarl.config.effects import unmet
+from megarl.config.idle import given_fields
+from megarl.config.override_text import short_override
+from megarl.config.schema import all_fields, value_at
+from megarl.planner.layouts.candidates import WHOLE_EXPERTS, Placement, has_whole_experts
+from megarl.planner.search import with_field_values
+
+_CORRECTION = "algorithm.importance_sampling"
+_PLANNED = ("rollout.kv_cache_gib", "trainer.offload", "trainer.recompute")
+"""Fields for which a start plans a value if the recipe leaves them out, instead of the field's default."""
+
+
+def placement_values(recipe: Recipe, placement: Placement) -> dict[str, Any]:
+    """Return the recipe fields of a placement, with a correction if stale samples would be trained without one.
+
+    Fields without effect under the placement get their defaults, for example `weights.overlap` with colocated engines.
+    """
+    values = dict(placement.values)
+    placed = with_field_values(recipe, values)
+    for field in _idle(recipe, placed):
+        values[field] = all_fields()[field].get_default(call_default_factory=True)
+    placed = with_field_values(recipe, values)
+    if lacks_correction(placed):
+        values[_CORRECTION] = "tis"
+    return values
+
+
+def overrides_between(recipe: Recipe, values: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the overrides that give a recipe these values of fields, by dotted name.
+
+    A field of the recipe without effect under the new values is removed: `trainer.recompute_modules=default`.
+    """
+    changed_recipe = with_field_values(recipe, values)
+    idle = _idle(recipe, changed_recipe)
+    recipe_fields = set(given_fields(recipe))
+    # Without its own line a value equal to the field's default would become the planned value of the start.
+    changed = {
+        field: value
+        for field, value in values.items()
+        if field != "rollout.vllm"
+        and unmet(changed_recipe, field) is None
+        and (value_at(recipe, field) != value or (field in _PLANNED and field not in recipe_fields))
+    }
+    if has_whole_experts(changed_recipe) != has_whole_experts(recipe):
+        changed[f"rollout.vllm.{WHOLE_EXPERTS}"] = True if has_whole_experts(changed_recipe) else None
+    return tuple(short_override(field, value) for field, value in (changed | dict.fromkeys(idle)).items())
+
+
+def _idle(recipe: Recipe, changed_recipe: Recipe) -> list[str]:
+    """Return the fields given in a recipe that have no effect in another one. Sources of a mixture are left out."""
+    # A field of a section inside a section does not depend on the layout.
+    return [
+        field for field in given_fields(recipe) if field.count(".") == 1 and unmet(changed_recipe, field) is not None
+    ]

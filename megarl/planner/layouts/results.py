@@ -1,0 +1,105 @@
+"""Results of a search of layouts: layouts that fit, with their predictions. Plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.planner.layouts.candidates import EngineSizes, Placement, TrainerSizes
+from megarl.planner.seconds.constants import HELD_OUT_ERROR
+from megarl.planner.seconds.rollout import RolloutSeconds
+from megarl.planner.seconds.step import StepSeconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundLayout:
+    """A layout that fits, with its prediction."""
+
+    overrides: tuple[str, ...]
+    """Command-line overrides that make the recipe this layout. A shell needs them in quotes."""
+    trainer: TrainerSizes
+    engine: EngineSizes
+    placement: Placement
+    seconds: StepSeconds
+    rollout: RolloutSeconds
+    update: Mapping[str, float]
+    """Seconds of the updates by cause."""
+    gib: Mapping[str, float]
+    """Predicted GiB of a GPU in the fullest phase of each kind."""
+    kv_cache_gib: float
+
+    @property
+    def trainer_text(self) -> str:
+        """Return the trainer's sizes in words: `tp 4 pp 2 dp 1`."""
+        sizes_text = " ".join(f"{name} {size}" for name, size in self.trainer.by_axis.items() if size > 1)
+        return sizes_text or "one rank"
+
+    @property
+    def engine_text(self) -> str:
+        """Return the engines' size in words, with the number of their own ranks if they have any."""
+        size = f"tp {self.engine.tp}{' ep' if self.engine.ep else ''}"
+        return f"{size} on {self.placement.ranks} ranks" if self.placement.ranks else size
+
+    @property
+    def limit(self) -> str:
+        """Return what takes most of the step's time, in words."""
+        phases = {"rollout": self.seconds.rollout, "train": self.seconds.train, "logprobs": self.seconds.logprobs,
+                  "offload": self.seconds.offload, "reshard": self.seconds.reshard}  # fmt: skip
+        name = max(phases, key=lambda phase: phases[phase])
+        if name == "rollout":
+            if self.rollout.full > self.rollout.tail:
+                return "KV cache" if self.rollout.limited_by_cache else "decoding"
+            return "longest completions"
+        if name == "train":
+            return max(self.update, key=lambda cause: self.update[cause]).replace("_", " ")
+        return name
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the layout as JSON values."""
+        seconds = {
+            name: getattr(self.seconds, name)
+            for name in ("step", "rollout", "logprobs", "train", "reshard", "offload", "other")
+        }
+        return {
+            "overrides": list(self.overrides),
+            "seconds": seconds,
+            "rollout_seconds": {name: getattr(self.rollout, name) for name in ("prefill", "full", "tail")},
+            "update_seconds": dict(self.update),
+            "gib": dict(self.gib),
+            "kv_cache_gib": self.kv_cache_gib,
+            "limit": self.limit,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchResult:
+    """Result of a search."""
+
+    layouts: tuple[FoundLayout, ...]
+    """The layouts that fit, fastest first."""
+    num_candidates: int
+    """Combinations whose seconds were computed."""
+    num_planned: int
+    """Combinations whose memory was planned."""
+    refused: Mapping[str, int]
+    """Choices refused by a check, by reason."""
+    search_seconds: float
+    is_complete: bool
+    """Whether the ranking is proved. False: the limit of planned layouts was reached."""
+    lengths: str
+    """Where the lengths of completions are from."""
+    held_out_error: float = HELD_OUT_ERROR
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the result as JSON values."""
+        return {
+            "layouts": [layout.as_json() for layout in self.layouts],
+            "num_candidates": self.num_candidates,
+            "num_planned": self.num_planned,
+            "refused": dict(self.refused),
+            "search_seconds": self.search_seconds,
+            "is_complete": self.is_complete,
+            "lengths": self.lengths,
+            "held_out_error": self.held_out_error,
+        }

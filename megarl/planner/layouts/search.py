@@ -1,0 +1,359 @@
+"""The fastest layouts of a recipe on its GPUs, by predicted seconds of a step, under the predicted memory.
+
+Seconds of all layouts are computed at once, with a KV cache that holds all requests. That is a lower bound. Layouts are
+then taken in the order of their bounds: the memory plan says whether each fits and how large its cache is, and its
+seconds are computed again. The search ends when no bound is below the worst layout found.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megarl.config import Recipe
+from megarl.config.parallel import ParallelConfig
+from megarl.families.shape import ModelShape
+from megarl.planner import sizes
+from megarl.planner.cache import cache_within
+from megarl.planner.defaults import KEEP_LOGITS, can_keep_logits
+from megarl.planner.gpus_of_run import NAME_THE_GPU, gpu_kind, gpu_memory
+from megarl.planner.judge import MemoryJudge
+from megarl.planner.layouts.candidates import Candidates, EngineSizes, Placement, reason_of
+from megarl.planner.layouts.combinations import Combinations, LayoutChoice, Row, in_order
+from megarl.planner.layouts.costs import LayoutCosts
+from megarl.planner.layouts.overrides import overrides_between, placement_values
+from megarl.planner.layouts.results import FoundLayout, SearchResult
+from megarl.planner.memory import activations
+from megarl.planner.memory.devices import CONTEXT_BYTES, GPU, MARGIN_GIB, GpuMemory
+from megarl.planner.memory.models import Built, Models
+from megarl.planner.memory.rank_memory import RankMemory
+from megarl.planner.predictions import models_of
+from megarl.planner.savings import offloads, recomputations
+from megarl.planner.search import search, with_field_values
+from megarl.planner.seconds.gpus import GPUS
+from megarl.planner.seconds.lengths import Lengths
+from megarl.planner.seconds.step import StepSeconds
+from megarl.planner.seconds.trainer import Layouts, Recomputed
+from megarl.planner.seconds.work import model_work
+from megarl.types import ConfigError
+
+_GIB = 2**30
+MOST_CHECKED = 400
+"""Greatest number of layouts whose memory is planned: the limit of the search's time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutSearch:
+    """Searches the layouts of a recipe."""
+
+    costs: LayoutCosts
+    gpus: GpuMemory
+    refusal: Callable[[Sequence[str]], str | None] | None = None
+    """Returns the error of a start with a layout's overrides. None: it would be accepted."""
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.costs.recipe
+
+    @property
+    def models(self) -> Models:
+        return self.costs.models
+
+    @property
+    def shape(self) -> ModelShape:
+        return self.costs.shape
+
+    def search(self, max_layouts: int = 10) -> SearchResult:
+        """Return the fastest layouts, at most `max_layouts`. Each pair of trainer's and engines' sizes appears once."""
+        started = time.monotonic()
+        refused: Counter[str] = Counter()
+        candidates = Candidates(self.recipe, self.shape, refused)
+        groups = [
+            group
+            for placement in candidates.placements(self.costs.staleness)
+            if (group := self._group(candidates, placement))
+        ]
+        ranking = search(
+            self.recipe,
+            in_order(groups),
+            lambda recipe, choice: self._plan_layout(recipe, choice, refused),
+            lambda change: change.outcome.seconds.step,
+            count=max_layouts,
+            bound=lambda choice: choice.bound,
+            skips=lambda choice, _: self._is_row_overfull(choice.group, choice.row_number),
+            max_judged=MOST_CHECKED,
+        )
+        return SearchResult(
+            layouts=tuple(change.outcome for change in ranking.changes),
+            num_candidates=sum(group.bound.size for group in groups),
+            num_planned=ranking.num_judged,
+            refused=dict(refused.most_common()),
+            search_seconds=time.monotonic() - started,
+            is_complete=ranking.is_complete,
+            lengths=self.costs.lengths.source,
+        )
+
+    def _group(self, candidates: Candidates, placement: Placement) -> Combinations | None:
+        """Return the combinations of a placement, or None if it allows none."""
+        fields_of_placement = placement_values(self.recipe, placement)
+        placed = with_field_values(self.recipe, fields_of_placement)
+        engines = candidates.engines(placed)
+        trainers = candidates.trainers(placed)
+        if not engines or not trainers:
+            return None
+        choices = recomputations(self.recipe, self.shape)
+        rows = [
+            Row(trainer, recomputation, row_tokens)
+            for trainer in trainers
+            for row_tokens in dict.fromkeys(candidates.row_lengths(placed, trainer))
+            for recomputation in choices
+        ]
+        layouts = Layouts.of(*(row.trainer.by_axis for row in rows))
+        state_bytes = self.costs.rank_state_bytes(layouts)
+        states = self._least_states(state_bytes)
+        # The trainer's states alone.
+        fits = states + CONTEXT_BYTES <= self.gpus.trainer * _GIB
+        candidates.refused["memory: weights, gradients and optimizer of a rank exceed its GPU"] += int((~fits).sum())
+        if not fits.any():
+            return None
+        rows = [row for row, fit in zip(rows, fits, strict=True) if fit]
+        layouts, states = layouts.select(fits), states[fits]
+        state_bytes = {state: num_bytes[fits] for state, num_bytes in state_bytes.items()}
+        recomputed = Recomputed(
+            attention=np.array([row.recomputation.attention_share for row in rows]),
+            feed_forward=np.array([row.recomputation.feed_forward_share for row in rows]),
+        )
+        row_tokens = np.array([float(row.row_tokens) for row in rows])
+        load, cost = self.costs.load, self.costs.trainer_cost
+        update, without_logits = (
+            cost.update(
+                layouts,
+                recomputed,
+                tokens=load.tokens,
+                updates=load.updates,
+                row_tokens=row_tokens,
+                keeps_logits=keeps_logits,
+            )
+            for keeps_logits in (True, False)
+        )
+        scoring = cost.scoring(layouts, tokens=load.tokens, row_tokens=row_tokens)
+        logprobs = scoring.seconds * load.scoring_passes
+        if (reward_model := self.models.frozen.get("reward_model")) is not None:
+            # It scores every sample once.
+            scored = self.costs.cost_of(reward_model.shape).scoring(layouts, tokens=load.tokens, row_tokens=row_tokens)
+            logprobs = logprobs + scored.seconds
+        offloaded = offloads(placed)
+        waiting = self.costs.waiting_seconds(layouts)
+        offload = np.stack([waiting + self.costs.offload_seconds(state_bytes, states) for states in offloaded], axis=1)
+        rollout = np.array([self.costs.rollout(placement, engine, math.inf).seconds for engine in engines])
+        reshard = np.array([self.costs.reshard_seconds(placement, engine) for engine in engines])
+        trained = (update.seconds + logprobs)[:, None]
+        both = np.maximum(trained, rollout) if placement.staleness else trained + rollout
+        bound = (both + reshard)[:, :, None] + offload[:, None, :] + self.costs.other_seconds
+        if not placement.ranks:
+            bound = np.where(self._is_overfull(state_bytes, engines, offloaded), math.inf, bound)
+        settings = RankMemory(placed, self.models, GPU, 0).pass_settings(self.models.policy)
+        return Combinations(
+            placement=placement,
+            placement_values=fields_of_placement,
+            placed=placed,
+            rows=rows,
+            engines=engines,
+            offloads=offloaded,
+            update=update,
+            update_without_logits=without_logits,
+            logprobs=logprobs,
+            offload=offload,
+            reshard=reshard,
+            bound=bound,
+            states=states,
+            least_cache_gib=[self._least_cache_gib(engine) for engine in engines],
+            settings=settings,
+            refused=candidates.refused,
+        )
+
+    def _least_states(self, state_bytes: Mapping[str, NDArray[np.float64]]) -> NDArray[np.float64]:
+        """Return the bytes of a rank's states on its GPU during an update, a lower bound [layouts]."""
+        on_gpu = (1 - self.recipe.trainer.optimizer_offload_fraction) * self.recipe.trainer.distributed_optimizer
+        return state_bytes["weights"] + state_bytes["gradients"] + on_gpu * state_bytes["optimizer"]
+
+    def _is_row_overfull(self, group: Combinations, number: int) -> bool:
+        """Return whether an update with a row does not fit, whatever the engines."""
+        if number not in group.overfull and number not in group.examined:
+            self._examine(group, number)
+        return number in group.overfull
+
+    def _examine(self, group: Combinations, number: int) -> None:
+        """Find out whether a row's states and saved activations exceed a GPU on the first pipeline stage.
+
+        Cheaper than a plan of the memory, and never more than it. Rows that take as much are overfull with it.
+        """
+        group.examined.add(number)
+        row = group.rows[number]
+        parallel = replace(group.parallel, **row.trainer.by_axis)
+        settings = replace(
+            group.settings,
+            row_tokens=row.row_tokens,
+            sequence_parallel=parallel.tp > 1 and self.recipe.trainer.sequence_parallel is not False,
+            recomputes_layers=row.recomputation.recompute == "full",
+            recomputed=frozenset(row.recomputation.modules if row.recomputation.recompute == "selective" else ()),
+        )
+        layers = self.shape.num_layers
+        # The first stage has the mean number of layers, rounded down.
+        share = layers // parallel.pp * parallel.pp / layers
+        saved = activations.stage_bytes(self.shape, parallel, 0, settings)
+        if share * group.states[number] + saved + CONTEXT_BYTES <= (self.gpus.trainer - MARGIN_GIB) * _GIB:
+            return
+        as_full = group.at_least_as_full(row)
+        group.refused["memory: states and activations of an update exceed a GPU"] += len(as_full - group.overfull)
+        group.overfull |= as_full
+
+    def _is_overfull(
+        self,
+        state_bytes: Mapping[str, NDArray[np.float64]],
+        engines: Sequence[EngineSizes],
+        offloads: Sequence[Sequence[str]],
+    ) -> NDArray[np.bool_]:
+        """Return whether weights, states and a colocated engine exceed a GPU, in a reshard with the smallest cache
+        [layouts, engines, offloads]. `state_bytes` has the bytes of a rank's states.
+        """
+        on_gpu = ["gradients", *([] if self.recipe.trainer.optimizer_offload_fraction else ["optimizer"])]
+        # A reshard needs the parameters in any case.
+        resident = [
+            state_bytes["weights"] + sum(state_bytes[state] for state in on_gpu if state not in offloaded)
+            for offloaded in offloads
+        ]
+        weights = self.costs.engine_item_bytes * model_work(self.shape).weights
+        awake = np.array([weights / engine.tp for engine in engines])
+        total = np.stack(resident, axis=1)[:, None, :] + awake[None, :, None] + CONTEXT_BYTES
+        return total > (self.gpus.trainer - MARGIN_GIB) * _GIB
+
+    def _plan_layout(self, recipe: Recipe, choice: LayoutChoice, refused: Counter[str]) -> FoundLayout | None:
+        """Return the layout of a combination, whose recipe is given, with its memory and its KV cache. None: it does
+        not fit."""
+        group, row, engine, index = choice.group, choice.row, choice.engine, choice.index
+        least = group.least_cache_gib[choice.engine_number]
+        parallel = sizes.parallel_of(recipe)
+        judge = MemoryJudge(self._models_on(parallel), self.gpus, _fullest_stages(parallel))
+        table = judge.predict(recipe)
+        # The margin for wrong guesses holds for all phases, as it does for the default KV cache.
+        if over := judge.overfull_phases(table, margin_gib=MARGIN_GIB):
+            refused[f"memory: {over[0].name} exceeds a GPU"] += 1
+            if any(phase.metric in ("train", "logprobs") for phase in over):
+                group.overfull |= group.at_least_as_full(row)
+            return None
+        cache = max(least, cache_within(table, self.gpus.engine - MARGIN_GIB))
+        tokens = cache * _GIB / self.costs.token_bytes(engine)
+        rollout = self.costs.rollout(group.placement, engine, tokens)
+        # As a start chooses it.
+        keeps_logits = can_keep_logits(with_field_values(recipe, {KEEP_LOGITS: True}), judge)
+        update = group.update if keeps_logits else group.update_without_logits
+        seconds = StepSeconds(
+            rollout=rollout.seconds,
+            logprobs=float(group.logprobs[index[0]]),
+            train=float(update.seconds[index[0]]),
+            reshard=float(group.reshard[index[1]]),
+            offload=float(group.offload[index[0], index[2]]),
+            other=self.costs.other_seconds,
+            is_concurrent=group.placement.staleness > 0,
+        )
+        more = (cache - least) * _GIB
+        gib = {
+            phase.name: (phase.device_bytes + (more if phase.use("KV cache").device_bytes else 0)) / _GIB
+            for phase in table.phases
+        }
+        # Fields without effect under the placement have the values of the placement.
+        values = choice.layout_values | dict(group.placement_values) | {"rollout.kv_cache_gib": round(cache, 1)}
+        overrides = overrides_between(self.recipe, values)
+        if self.refusal is not None and (fault := self.refusal(overrides)) is not None:
+            refused[reason_of(fault)] += 1
+            return None
+        return FoundLayout(
+            overrides=overrides,
+            trainer=row.trainer,
+            engine=engine,
+            placement=group.placement,
+            seconds=seconds,
+            rollout=rollout,
+            update=update.at(index[0]),
+            gib=gib,
+            kv_cache_gib=cache,
+        )
+
+    def _models_on(self, parallel: ParallelConfig) -> Models:
+        """Return the run's models with these parallel sizes. Teachers keep their own."""
+
+        def with_parallel(built: Built | None) -> Built | None:
+            return None if built is None else Built(built.shape, parallel)
+
+        policy = with_parallel(self.models.policy)
+        assert policy is not None
+        frozen = {
+            name: built if name in self.recipe.teachers else Built(built.shape, parallel)
+            for name, built in self.models.frozen.items()
+        }
+        return Models(policy, with_parallel(self.models.critic), frozen)
+
+    def _least_cache_gib(self, engine: EngineSizes) -> float:
+        """Return the GiB of the smallest KV cache that holds a longest sequence, rounded up."""
+        # Two blocks more: one reserved by vLLM, one partly filled.
+        needed = (self.recipe.context_tokens + 32) * self.costs.token_bytes(engine)
+        return math.ceil(needed / _GIB * 100) / 100
+
+
+def _fullest_stages(parallel: ParallelConfig) -> list[int]:
+    """Return the pipeline stages of which one needs most memory: the first, the second, and the last.
+
+    Later stages have fewer rows in flight than the second, and not more layers.
+    """
+    return sorted({0, min(1, parallel.pp - 1), parallel.pp - 1})
+
+
+def search_of(
+    recipe: Recipe,
+    lengths: Lengths,
+    max_staleness: int | None = None,
+    refusal: Callable[[Sequence[str]], str | None] | None = None,
+) -> LayoutSearch:
+    """Return the search of a recipe's layouts. `max_staleness` is the limit for separate engines; None: the recipe's.
+
+    `refusal` returns the error of a start with the overrides of a layout. Without it, they are not checked.
+
+    Raises ConfigError if the cost model does not cover the recipe, or its kind of GPU is unknown.
+    """
+    if recipe.loop != "rl":
+        raise ConfigError(f"loop = {recipe.loop}: --search ranks layouts of the loop rl only; leave it out")
+    if recipe.lora.rank:
+        raise ConfigError(f"lora.rank = {recipe.lora.rank}: --search ranks training of all weights only; leave it out")
+    if recipe.has_critic:
+        raise ConfigError(
+            f"algorithm.advantage = {recipe.algorithm.advantage}: --search ranks runs without a critic; leave it out"
+        )
+    if recipe.trainer.fp8 != "none":
+        raise ConfigError(f"trainer.fp8 = {recipe.trainer.fp8}: --search ranks training in bfloat16 only; leave it out")
+    kind, gpus = gpu_kind(recipe), gpu_memory(recipe)
+    if kind is None or gpus is None:
+        raise ConfigError(f"--search needs the kind of the run's GPUs; {NAME_THE_GPU.partition(' or GiB')[0]}")
+    staleness = recipe.rollout.staleness_bound if max_staleness is None else max_staleness
+    engines = recipe.cluster.groups.engines
+    engine_kind = kind if engines is None or engines.gpu_memory_gib is None else engines.gpu_memory_gib
+    if not isinstance(engine_kind, str):
+        raise ConfigError(
+            f"cluster.groups.engines.gpu_memory_gib = {engine_kind:g}: --search needs the kind of the engines' GPUs; "
+            "set it to h100, h200 or b200"
+        )
+    costs = LayoutCosts(
+        recipe=recipe,
+        models=models_of(recipe, sizes.parallel_of(recipe)),
+        speeds=GPUS[kind],
+        engine_speeds=GPUS[engine_kind],
+        lengths=lengths,
+        staleness=staleness,
+    )
+    return LayoutSearch(costs=costs, gpus=gpus, refusal=refusal)

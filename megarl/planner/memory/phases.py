@@ -1,0 +1,290 @@
+"""Predicted memory of a run by phase: start, rollout, reshard, log-probs, train, save."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from megarl.config import Recipe
+from megarl.planner.memory import activations, trainer_bytes
+from megarl.planner.memory.devices import (
+    CONTEXT_BYTES,
+    FRAGMENTATION_SHARE,
+    LIBRARY_BYTES,
+    PINNED_BLOCK_BYTES,
+    Platform,
+)
+from megarl.planner.memory.memory_table import MemoryTable, Phase, Use
+from megarl.planner.memory.models import Built, Models
+from megarl.planner.memory.rank_memory import RankMemory
+from megarl.planner.memory.trainer_bytes import TrainerStates
+
+TEMPORARY = ("activations", "pipeline", "backward", "logits", "engine step")
+"""Uses of memory that torch's allocator takes and returns within a phase, in sizes that vary."""
+# States that may be offloaded, by the names in trainer.offload.
+_ALL = ("parameters", "gradients", "optimizer")
+
+
+def memory_table(
+    recipe: Recipe,
+    models: Models,
+    platform: Platform,
+    *,
+    gpu_gib: float | None = None,
+    stages: Collection[int] | None = None,
+) -> MemoryTable:
+    """Return a recipe's predicted memory. Each phase is shown on the rank needing most memory in it.
+
+    `gpu_gib` is the memory of a GPU in GiB, of which `rollout.gpu_memory_utilization` is a share. One rank of each
+    pipeline stage is examined, because ranks of a stage differ only by a few elements of padding. `stages`: examine
+    these stages only; None: all. With separate engines, the first engine rank is examined too.
+    """
+    parallel = models.policy.parallel
+    ranks = [parallel.rank(tp=0, dp=0, pp=stage) for stage in (range(parallel.pp) if stages is None else stages)]
+    ranks += parallel.leaders()[:1] if parallel.is_separate else ()
+    memories = [RankMemory(recipe, models, platform, rank, gpu_gib=gpu_gib) for rank in ranks]
+    by_name: dict[str, list[Phase]] = {}
+    for memory in memories:
+        for phase in RankPhases(memory).list_phases():
+            by_name.setdefault(phase.name, []).append(phase)
+    phases = tuple(
+        max(rank_phases, key=lambda phase: (phase.device_bytes, phase.host_bytes)) for rank_phases in by_name.values()
+    )
+    sampling = next((memory for memory in memories if memory.has_engine), None)
+    cache = None if sampling is None else sampling.cache_capacity()
+    return MemoryTable(phases=phases, cache=cache, is_gpu=platform.is_gpu)
+
+
+@dataclass(frozen=True)
+class RankPhases:
+    """Lists the memory of one rank in each phase of a run, by its use."""
+
+    memory: RankMemory
+
+    def list_phases(self) -> Iterator[Phase]:
+        """Yield all phases of the run on the examined rank."""
+        part: Literal["", "trainer", "engine"] = ""
+        if self.memory.parallel.is_separate:
+            part = "trainer" if self.memory.has_trainer else "engine"
+        moments = self._list_trainer_phases() if self.memory.has_trainer else self._list_engine_phases()
+        for name, uses in moments.items():
+            all_uses = tuple(self._add_libraries([*uses, *self._background_send(name)]))
+            yield Phase(name=name, rank=self.memory.rank, uses=all_uses, part=part)
+
+    def _list_engine_phases(self) -> dict[str, list[Use]]:
+        """Return the phases of a rank that only samples."""
+        return {"start engine": self._start(), "rollout": self._rollout(), "reshard engine": self._reshard()}
+
+    def _list_trainer_phases(self) -> dict[str, list[Use]]:
+        moments = {"start": self._start()}
+        if self.memory.has_engine:
+            moments["rollout"] = self._rollout()
+        if self.memory.recipe.has_engine:
+            moments["reshard"] = self._reshard()
+        if self.memory.recipe.is_on_policy:
+            moments["logprobs"] = self._scoring("policy")
+        moments |= {f"logprobs {name}": self._scoring(name) for name in self.memory.frozen}
+        if self.memory.models.critic is not None:
+            moments["logprobs critic"] = self._scoring("critic")
+        moments["train"] = self._training("policy")
+        if self.memory.models.critic is not None:
+            moments["train critic"] = self._training("critic")
+        moments["save"] = self._save()
+        return moments
+
+    def _start(self) -> list[Use]:
+        """Return the peak of a run's start. It occurs while the engine is built, when all models are loaded, or in the
+        first reshard."""
+        # Moments appear with the first update, so they are missing until then.
+        began = replace(self.memory.policy, moments=0)
+        building = [*self._states(began, _ALL), *self._critic(()), *self._idle_engine(), *self._idle_models()]
+        if built := max(self.memory.policy.built, self.memory.critic.built):
+            on_host = max(self.memory.policy.built_on_host, self.memory.critic.built_on_host)
+            building.append(Use("optimizer being built", device_bytes=built, host_bytes=on_host))
+        moments = [building]
+        if self.memory.recipe.has_engine:
+            moments += [self._awake_engine(), self._reshard(began), self._rollout(began)]
+        return max(moments, key=lambda uses: sum(use.device_bytes for use in uses))
+
+    def _rollout(self, policy: TrainerStates | None = None) -> list[Use]:
+        return [
+            *self._states(policy or self.memory.policy, ()),
+            *self._critic(()),
+            *self._awake_engine(),
+            *self._idle_models(),
+        ]
+
+    def _reshard(self, policy: TrainerStates | None = None) -> list[Use]:
+        states = policy or self.memory.policy
+        # A separate rank holds only one of the two, so nothing is offloaded and nothing sleeps.
+        is_alone = self.memory.parallel.is_separate
+        uses = [*self._states(states, _ALL if is_alone else ("parameters",)), *self._critic(()), *self._idle_models()]
+        if states.merged and not self.memory.recipe.sends_adapter:
+            uses.append(Use("merged adapters", device_bytes=states.merged))
+        if self.memory.unquantised_weights:
+            uses.append(Use("unquantised weights", device_bytes=self.memory.unquantised_weights))
+        # On a colocated GPU the cache is released during a reshard.
+        cache = 0 if self.memory.platform.is_gpu and not is_alone else self.memory.cache_bytes
+        return [
+            *uses,
+            Use("engine weights", device_bytes=self.memory.engine_weights),
+            Use("KV cache", device_bytes=cache),
+            Use("staging", device_bytes=self.memory.staging),
+        ]
+
+    def _scoring(self, name: str) -> list[Use]:
+        built = self._model_named(name)
+        settings = self.memory.pass_settings(built)
+        if (row_tokens := self.memory.recipe.trainer.max_tokens_per_forward) is not None:
+            settings = replace(settings, row_tokens=row_tokens)
+        uses = [*self._working(name), *self._idle_engine()]
+        forward = activations.forward_bytes(built.shape, built.parallel, settings)
+        logits = activations.logits_bytes(built.shape, built.parallel, settings) if self._is_last(built) else 0
+        return [
+            *uses,
+            *self._fp8(built),
+            Use("activations", device_bytes=int(forward)),
+            Use("logits", device_bytes=int(logits)),
+        ]
+
+    def _training(self, name: str) -> list[Use]:
+        built = self._model_named(name)
+        settings = self.memory.pass_settings(built)
+        stage = built.parallel.coordinates(self.memory.rank).pp
+        # A row stored as a tree saves other tensors than separate sequences do: the larger ones count.
+        rows = [settings]
+        if self.memory.recipe.trainer.share_prefixes == "auto":
+            rows.append(replace(settings, shares_prefixes=True))
+        saved = max(activations.stage_bytes(built.shape, built.parallel, stage, row) for row in rows)
+        passing = activations.backward_bytes(built.shape, built.parallel, settings)
+        head = replace(settings, keeps_logits=bool(self.memory.recipe.trainer.keep_logits))
+        logits = activations.logits_bytes(built.shape, built.parallel, head) if self._is_last(built) else 0
+        return [
+            *self._working(name),
+            *self._idle_engine(),
+            *self._fp8(built),
+            Use("activations", device_bytes=int(saved)),
+            Use("pipeline", device_bytes=int(activations.pipeline_bytes(built.shape, built.parallel, stage, settings))),
+            Use("backward", device_bytes=int(passing)),
+            Use("logits", device_bytes=int(logits)),
+        ]
+
+    def _fp8(self, built: Built) -> Iterator[Use]:
+        """Yield the FP8 copies of weights in an update. The policy retains them until the engine samples. FP8 also
+        makes saved activations smaller; this is not counted.
+        """
+        if self.memory.recipe.trainer.fp8 != "none":
+            models = {id(model): model.layouts for model in (built, self.memory.models.policy)}
+            copies = sum(trainer_bytes.fp8_bytes(layouts, self.memory.rank) for layouts in models.values())
+            yield Use("weights in FP8", device_bytes=copies)
+
+    def _save(self) -> list[Use]:
+        saved = (self.memory.policy + self.memory.critic).saved
+        # Checkpoints are staged in whole blocks of page-locked memory.
+        if self.memory.platform.is_gpu:
+            saved = -(-saved // PINNED_BLOCK_BYTES) * PINNED_BLOCK_BYTES
+        return [
+            *self._states(self.memory.policy, _ALL),
+            *self._critic(_ALL),
+            *self._idle_engine(),
+            *self._idle_models(),
+            Use("checkpoint", host_bytes=saved),
+        ]
+
+    def _working(self, name: str) -> list[Use]:
+        """Return the memory of all models while the model `name` computes.
+
+        While the critic computes, the policy is offloaded. A scoring model is loaded in addition to the policy.
+        """
+        if name == "critic":
+            return [*self._states(self.memory.policy, ()), *self._critic(_ALL), *self._idle_models()]
+        return [*self._states(self.memory.policy, _ALL), *self._critic(()), *self._idle_models(at_work=name)]
+
+    def _states(self, states: TrainerStates, awake: Collection[str]) -> Iterator[Use]:
+        """Yield the memory of a trained model's states. States in `awake`, and those never offloaded, are on the
+        device. The others are on the host."""
+        offload = self.memory.recipe.trainer.offload
+        is_here = {name: name in awake or name not in offload for name in _ALL}
+        yield Use("parameters", device_bytes=states.parameters * is_here["parameters"])
+        yield Use("gradients", device_bytes=states.gradients * is_here["gradients"])
+        yield Use("main weights", device_bytes=states.main_weights * is_here["optimizer"])
+        yield Use("moments", device_bytes=states.moments * is_here["optimizer"])
+        yield Use("offloaded copies", host_bytes=states.offloaded_bytes(offload) * self.memory.offloads_states)
+        if states.on_host:
+            yield Use("optimizer on the host", host_bytes=states.on_host)
+
+    def _critic(self, awake: Collection[str]) -> Iterator[Use]:
+        """Yield the critic's states, summed as one use."""
+        uses = [*self._states(self.memory.critic, awake)]
+        yield Use(
+            "critic",
+            device_bytes=sum(use.device_bytes for use in uses),
+            host_bytes=sum(use.host_bytes for use in uses),
+        )
+
+    def _background_send(self, phase: str) -> Iterator[Use]:
+        """Yield the memory of a reshard that overlaps the trainer's work: a copy of the weights, and in some phases
+        buffers."""
+        if not (self.memory.has_trainer and self.memory.parallel.is_separate and self.memory.recipe.weights.overlap):
+            return
+        policy = self.memory.models.policy
+        sent = trainer_bytes.parameter_bytes(policy.layouts, self.memory.rank, itemsize=self.memory.itemsize)
+        yield Use("weights being sent", device_bytes=sent)
+        if phase in ("logprobs", "train", "save") or phase.startswith(("logprobs ", "train ")):
+            yield Use("staging", device_bytes=self.memory.staging)
+
+    def _idle_models(self, at_work: str = "") -> Iterator[Use]:
+        """Yield the memory of the scoring models. On GPUs each waits in host memory until it is used."""
+        for name, size in self.memory.frozen.items():
+            is_on_device = name == at_work or not self.memory.platform.is_gpu
+            yield Use(
+                name,
+                device_bytes=size if is_on_device else 0,
+                host_bytes=size if self.memory.platform.is_gpu else 0,
+            )
+
+    def _awake_engine(self) -> list[Use]:
+        return [
+            Use("engine weights", device_bytes=self.memory.engine_weights),
+            Use("KV cache", device_bytes=self.memory.cache_bytes),
+            Use("engine step", device_bytes=self.memory.engine_step),
+        ]
+
+    def _idle_engine(self) -> list[Use]:
+        """Return the memory of an idle engine. On a GPU it sleeps and takes none; on a CPU it cannot sleep.
+
+        An engine with a LoRA adapter keeps its weights on the host while it sleeps.
+        """
+        if not self.memory.platform.is_gpu:
+            return self._awake_engine()[:2]
+        return [Use("sleeping engine", host_bytes=self.memory.engine_weights)] if self.memory.adapter_slots else []
+
+    def _add_libraries(self, uses: list[Use]) -> Iterator[Use]:
+        """Yield the uses, and the memory of libraries. On a CPU everything counts as host memory."""
+        if self.memory.platform.is_gpu:
+            yield from uses
+            yield Use("CUDA", device_bytes=CONTEXT_BYTES)
+            yield Use("NCCL", device_bytes=sum(communicator.num_bytes for communicator in self.memory.communicators))
+            yield Use("CUDA graphs", device_bytes=self.memory.cuda_graphs)
+            # The share was simulated with expandable segments, which only trainers turn on. A rank that only samples
+            # wastes more: how much is not known.
+            temporary = sum(use.device_bytes for use in uses if use.kind in TEMPORARY)
+            yield Use("fragmentation", device_bytes=int(FRAGMENTATION_SHARE * temporary))
+            if self.memory.has_trainer and self.memory.recipe.trainer.moe_dispatcher == "flex":
+                yield Use("DeepEP", device_bytes=self.memory.deep_ep_buffers)
+        else:
+            yield from (Use(use.kind, host_bytes=use.device_bytes + use.host_bytes) for use in uses)
+        if self.memory.has_trainer and self.memory.recipe.checkpoint.replicate and self.memory.parallel.world_size > 1:
+            # This rank's state and a partner's, after the newest copied step and while the next copy is made.
+            yield Use("copies of the state", host_bytes=4 * (self.memory.policy + self.memory.critic).saved)
+        yield Use("libraries", host_bytes=LIBRARY_BYTES)
+
+    def _model_named(self, name: str) -> Built:
+        if name == "critic":
+            assert self.memory.models.critic is not None
+            return self.memory.models.critic
+        return self.memory.models.policy if name == "policy" else self.memory.models.frozen[name]
+
+    def _is_last(self, built: Built) -> bool:
+        return built.parallel.coordinates(self.memory.rank).pp == built.parallel.pp - 1

@@ -1,0 +1,310 @@
+"""Predicted bytes of one rank: states of trained models, scoring models, engine, KV cache, communicators."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
+
+from megarl.config import Recipe
+from megarl.config.library_settings import balance_losses
+from megarl.config.parallel import ParallelConfig
+from megarl.families.logprob_chunks import has_logit_kernels, logprob_chunk_tokens
+from megarl.families.shape import ModelShape
+from megarl.planner.memory import activations, engine_bytes, trainer_bytes
+from megarl.planner.memory.activations import PassSettings
+from megarl.planner.memory.communicators import Communicator, communicators_of
+from megarl.planner.memory.deep_ep import NUM_SMS, deep_ep_bytes
+from megarl.planner.memory.devices import CONTEXT_BYTES, Platform
+from megarl.planner.memory.memory_table import CacheCapacity
+from megarl.planner.memory.models import Built, Models
+from megarl.planner.memory.trainer_bytes import TrainerStates
+from megarl.reshard.layouts.lora import adapter_layouts
+from megarl.reshard.layouts.megatron import parameter_shapes
+from megarl.reshard.layouts.vllm_adapters import VllmAdapterLayouts
+from megarl.reshard.layouts.vllm_computed import VllmLayouts
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Predicts the memory of one rank: of its models, its engine, or both."""
+
+    recipe: Recipe
+    models: Models
+    platform: Platform
+    rank: int
+    _: KW_ONLY
+    gpu_gib: float | None = None
+    expert_load: float = activations.EXPERT_IMBALANCE
+    """Assumed tokens of the fullest expert-parallel rank, divided by the mean over these ranks."""
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        return self.models.policy.parallel
+
+    @property
+    def has_trainer(self) -> bool:
+        return self.rank < self.parallel.world_size
+
+    @property
+    def has_engine(self) -> bool:
+        return self.recipe.has_engine and not (self.parallel.is_separate and self.has_trainer)
+
+    @property
+    def itemsize(self) -> int:
+        return ITEM_BYTES[self.recipe.model.dtype]
+
+    @cached_property
+    def policy(self) -> TrainerStates:
+        """Return the policy's states as they are after the first update: an optimizer has no moments before."""
+        if not self.has_trainer:
+            return trainer_bytes.NOTHING
+        return self._trainer_states(self.models.policy, self.recipe.optimizer.name, self.recipe.lora.rank)
+
+    @cached_property
+    def critic(self) -> TrainerStates:
+        if self.models.critic is None or not self.has_trainer:
+            return trainer_bytes.NOTHING
+        return self._trainer_states(self.models.critic, self.recipe.critic.optimizer.name, 0)
+
+    @cached_property
+    def frozen(self) -> dict[str, int]:
+        """Return the bytes of each model that only scores (reference, reward model, teachers)."""
+        if not self.has_trainer:
+            return {}
+        return {
+            name: trainer_bytes.parameter_bytes(built.layouts, self.rank, itemsize=self.itemsize)
+            for name, built in self.models.frozen.items()
+        }
+
+    @cached_property
+    def engine_weights(self) -> int:
+        if not self.has_engine:
+            return 0
+        weights = engine_bytes.engine_weights(
+            self._engine_layouts,
+            self._engine_rank,
+            itemsize=self.itemsize,
+            quantization=self.recipe.rollout.quantization,
+        )
+        return weights + self.adapter_slots
+
+    @cached_property
+    def adapter_slots(self) -> int:
+        """Return the bytes of the engine's slots for a LoRA adapter, which count as engine weights."""
+        if not self.has_engine or not self.recipe.sends_adapter:
+            return 0
+        lora = self.recipe.lora
+        slots = VllmAdapterLayouts(self._engine_layouts, lora.targets, lora.rank)
+        return slots.bytes_on(self._engine_rank, self.itemsize)
+
+    @cached_property
+    def unquantised_weights(self) -> int:
+        """Return the bytes that an engine needs during a reshard to make its FP8 weights."""
+        if not self.has_engine or self.recipe.rollout.quantization == "none":
+            return 0
+        return engine_bytes.unquantised_bytes(
+            self._engine_layouts,
+            self._engine_rank,
+            itemsize=self.itemsize,
+            bucket_bytes=self.recipe.weights.bucket_mib << 20,
+            stages=self.parallel.pp,
+        )
+
+    @property
+    def _engine_layouts(self) -> VllmLayouts:
+        parallel = self.parallel
+        num_ranks = parallel.rollout_ranks or parallel.world_size
+        return VllmLayouts(self._engine_shape, parallel.rollout_tp, num_ranks, parallel.rollout_ep)
+
+    @property
+    def _engine_shape(self) -> ModelShape:
+        """Return the engines' model: the policy's MTP layers are part of it only if they draft tokens."""
+        return self.models.policy.shape.with_mtp(self.recipe.drafts_with_mtp)
+
+    @property
+    def _engine_rank(self) -> int:
+        return self.rank - self.parallel.leaders()[0]
+
+    @cached_property
+    def cache_bytes(self) -> int:
+        if not self.has_engine:
+            return 0
+        return engine_bytes.cache_bytes(self._cache_asked, block_bytes=self._block_bytes)
+
+    @cached_property
+    def engine_step(self) -> int:
+        if not self.has_engine:
+            return 0
+        rollout = self.recipe.rollout
+        default = engine_bytes.BATCHED_TOKENS[self.platform.kind]
+        # The same limit as set in `platform.cpu.vllm_patches`.
+        if not self.platform.is_gpu:
+            default = max(default, self.recipe.context_tokens)
+        return engine_bytes.step_bytes(
+            self.models.policy.shape,
+            self.parallel.rollout_tp,
+            batched_tokens=int(rollout.vllm.get("max_num_batched_tokens") or default),
+            max_requests=rollout.max_concurrent_requests,
+            itemsize=self.itemsize,
+        )
+
+    @cached_property
+    def staging(self) -> int:
+        """Return the bytes of the reshard's buffers: two buckets, or all weights if they are smaller."""
+        if not self.recipe.has_engine or self.parallel.num_ranks == 1:
+            return 0
+        bucket = self.recipe.weights.bucket_mib << 20
+        return min(2 * bucket, self.engine_weights + self.policy.parameters)
+
+    def cache_capacity(self) -> CacheCapacity:
+        """Return how many requests fit into the KV cache of the rank's engine."""
+        blocks = self.cache_bytes // self._block_bytes
+        # vLLM 0.30 holds one block back.
+        tokens = max(0, blocks - 1) * self._block_tokens
+        max_requests = self.recipe.rollout.max_concurrent_requests
+        return CacheCapacity(
+            tokens=tokens,
+            longest=self.recipe.context_tokens,
+            max_concurrent_requests=max_requests,
+            under_way=min(max_requests, self._requests_of_step),
+        )
+
+    @property
+    def _requests_of_step(self) -> int:
+        """Return how many requests of a training step one engine handles."""
+        train = self.recipe.train
+        attempts = math.ceil(train.prompts_per_step * train.samples_per_prompt * self.recipe.algorithm.oversampling)
+        num_engines = (self.parallel.rollout_ranks or self.parallel.world_size) // self.parallel.rollout_tp
+        return -(-attempts // max(num_engines, 1))
+
+    @property
+    def offloads_states(self) -> bool:
+        """Return whether states are ever offloaded: for an engine on the same rank, or for the critic."""
+        return self.has_engine or self.models.critic is not None
+
+    @property
+    def host_copies(self) -> int:
+        """Return the bytes of a trainer's tensors with a copy in host memory: offloaded states, and on GPUs the models
+        that only score."""
+        offload = self.recipe.trainer.offload if self.offloads_states else ()
+        scoring = sum(self.frozen.values()) if self.platform.is_gpu else 0
+        return self.policy.offloaded_bytes(offload) + self.critic.offloaded_bytes(offload) + scoring
+
+    @property
+    def max_host_copies(self) -> int:
+        """Return the maximum number of these tensors: weights, main weights, and two moments of each."""
+        models = filter(None, [self.models.policy, self.models.critic, *self.models.frozen.values()])
+        return 4 * sum(len(parameter_shapes(model.layouts, model.parallel.coordinates(self.rank))) for model in models)
+
+    @property
+    def deep_ep_buffers(self) -> int:
+        """Return the bytes of DeepEP's buffers, shared by all trainer models and sized for the widest.
+
+        0: every rank has all experts, so no tokens are sent.
+        """
+        num_ranks = self.parallel.etp * self.parallel.ep
+        if num_ranks == 1:
+            return 0
+        models = [self.models.policy, self.models.critic, *self.models.frozen.values()]
+        widest = max(built.shape.hidden_size for built in models if built is not None)
+        num_sms = self.recipe.trainer.megatron.get("moe_deepep_num_sms", NUM_SMS)
+        num_sms = num_sms if isinstance(num_sms, int) else NUM_SMS
+        return deep_ep_bytes(hidden_size=widest, itemsize=self.itemsize, num_ranks=num_ranks, num_sms=num_sms)
+
+    @cached_property
+    def communicators(self) -> list[Communicator]:
+        """Return NCCL's communicators of the rank."""
+        cluster, engines = self.recipe.cluster, self.recipe.cluster.groups.engines
+        nodes = cluster if self.has_trainer or engines is None else engines
+        return communicators_of(
+            self.parallel,
+            nodes.ranks_per_node,
+            has_trainer=self.has_trainer,
+            has_engine=self.has_engine,
+            has_experts=bool(self.models.policy.shape.num_experts),
+            is_distributed=self.recipe.trainer.distributed_optimizer,
+            shares_embedding=self._shares_embedding,
+            balance_losses=balance_losses(self.recipe.trainer.megatron),
+        )
+
+    @property
+    def _shares_embedding(self) -> bool:
+        """Return whether the first and the last pipeline stage have copies of one embedding, and this rank one of
+        them.
+        """
+        shape, last = self.models.policy.shape, self.parallel.pp - 1
+        has_copy = shape.tie_word_embeddings or bool(shape.with_mtp(self.recipe.trains_mtp).num_mtp_layers)
+        return self.has_trainer and has_copy and last > 0 and self.parallel.coordinates(self.rank).pp in (0, last)
+
+    def _trainer_states(self, built: Built, optimizer: str, lora_rank: int) -> TrainerStates:
+        layouts = built.layouts
+        return trainer_bytes.trainer_states(
+            layouts,
+            self.rank,
+            itemsize=self.itemsize,
+            is_distributed=self.recipe.trainer.distributed_optimizer,
+            has_moments=optimizer == "adam",
+            is_pinned=self.platform.is_gpu,
+            adapters=adapter_layouts(layouts, self.recipe.lora.targets, lora_rank) if lora_rank else None,
+            host_fraction=self.recipe.trainer.optimizer_offload_fraction,
+        )
+
+    def pass_settings(self, built: Built) -> PassSettings:
+        """Return how an update's rows pass through a model."""
+        trainer_config = self.recipe.trainer
+        is_bf16 = self.itemsize == 2
+        megatron = trainer_config.megatron
+        granularity = megatron.get("recompute_granularity")
+        # ("core_attn",) is Megatron-Core's default for recompute_modules.
+        recomputed = megatron.get("recompute_modules", ("core_attn",)) if granularity == "selective" else ()
+        if trainer_config.recompute == "selective":
+            recomputed = trainer_config.recompute_modules
+        return PassSettings(
+            row_tokens=trainer_config.max_tokens_per_microbatch,
+            chunk_tokens=logprob_chunk_tokens(self.recipe, built.shape, built.parallel, is_gpu=self.platform.is_gpu),
+            itemsize=self.itemsize,
+            sequence_parallel=built.parallel.tp > 1 and trainer_config.sequence_parallel is not False,
+            recomputes_layers="full" in (trainer_config.recompute, granularity),
+            recomputed=frozenset(recomputed),
+            spec="transformer_engine" if self.platform.has_transformer_engine else "local",
+            fuses_activation=bool(megatron.get("bias_activation_fusion", self.platform.is_gpu)),
+            pads_attention=not self.platform.is_gpu or not is_bf16,
+            lora_rank=self.recipe.lora.rank if built is self.models.policy else 0,
+            has_logit_kernels=has_logit_kernels(self.recipe, is_gpu=self.platform.is_gpu),
+            longest=self.recipe.trained_tokens,
+            expert_load=float(megatron.get("moe_expert_capacity_factor") or self.expert_load),
+        )
+
+    @property
+    def _block_tokens(self) -> int:
+        return int(self.recipe.rollout.vllm.get("block_size") or engine_bytes.BLOCK_TOKENS[self.platform.kind])
+
+    @property
+    def _block_bytes(self) -> int:
+        itemsize = self.itemsize if self.recipe.rollout.kv_cache_dtype == "auto" else 1
+        return engine_bytes.cache_block_bytes(
+            self._engine_shape, self.parallel.rollout_tp, block_tokens=self._block_tokens, itemsize=itemsize
+        )
+
+    @property
+    def _cache_asked(self) -> int:
+        """Return the bytes for the KV cache: as set in the recipe, or what vLLM's share of the GPU leaves."""
+        share = self.recipe.rollout.gpu_memory_utilization
+        if share is None:
+            return int(self.recipe.rollout.kv_cache_gib * 2**30)
+        if self.gpu_gib is None:
+            return 0
+        # vLLM counts what its own group takes. The trainer's groups come later.
+        library_bytes = CONTEXT_BYTES + Communicator("engine", self.parallel.rollout_tp).num_bytes + self.cuda_graphs
+        return max(0, int(share * self.gpu_gib * 2**30) - self.engine_weights - self.engine_step - library_bytes)
+
+    @property
+    def cuda_graphs(self) -> int:
+        """Return the bytes of the engine's CUDA graphs."""
+        rollout = self.recipe.rollout
+        if not self.has_engine or rollout.vllm.get("enforce_eager"):
+            return 0
+        return engine_bytes.graph_bytes(self._engine_shape, max_requests=rollout.max_concurrent_requests)

@@ -1,0 +1,258 @@
+"""Changes of a recipe that make its run fit into GPU memory, cheapest first: searches with tables of moves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from megarl.config import Recipe
+from megarl.config.optimizer_on_host import obstacles
+from megarl.families.shape import ModelShape
+from megarl.planner import model_sizes, sizes
+from megarl.planner.cache import cache_within, default_cache_gib, least_cache_gib
+from megarl.planner.judge import MemoryJudge
+from megarl.planner.memory.devices import CPU
+from megarl.planner.memory.memory_table import MemoryTable
+from megarl.planner.memory.models import Models
+from megarl.planner.memory.node_bytes import fullest_node_bytes
+from megarl.planner.memory.phases import memory_table
+from megarl.planner.predictions import models_of
+from megarl.planner.rows import longest_row
+from megarl.planner.savings import in_written_order, offloads
+from megarl.planner.search import (
+    Choice,
+    Fitted,
+    Move,
+    iterate_in_order,
+    list_choices,
+    search,
+    total_cost,
+    with_field_values,
+)
+
+_GIB = 2**30
+_CACHE, _SHARE = "rollout.kv_cache_gib", "rollout.gpu_memory_utilization"
+
+
+def moves_to_fit(recipe: Recipe, judge: MemoryJudge) -> tuple[Move, ...]:
+    """Return the moves that save GPU memory on the same ranks.
+
+    Offloading costs seconds of each step. A smaller KV cache, shorter rows and recomputation (a third of the training
+    time) cost more.
+    """
+    trainer, rollout = recipe.trainer, recipe.rollout
+    has_share = rollout.gpu_memory_utilization is not None
+    lists_modules = "recompute_modules" in trainer.model_fields_set
+    recomputes_all = trainer.recompute == "full"
+    # Recomputed layers would choose their experts again, so router replay must be off.
+    without_replay = {"trainer.router_replay": False} if trainer.router_replay else {}
+
+    def fit_cache(changed: Recipe) -> float | None:
+        return _largest_cache(changed, judge)
+
+    return (
+        Move(field="trainer.offload", values=_more_offloads(recipe), cost=1.0, step=0.5),
+        Move(
+            field=_SHARE,
+            values=({_SHARE: Fitted(fit_cache)},),
+            cost=2.0,
+            shrinks=True,
+            condition=recipe.has_engine and has_share,
+        ),
+        Move(
+            field=_CACHE,
+            values=({_CACHE: Fitted(fit_cache)},),
+            cost=2.0,
+            shrinks=True,
+            condition=recipe.has_engine and not has_share,
+        ),
+        Move(
+            field="weights.overlap",
+            values=({"weights.overlap": False},),
+            cost=0.5,
+            condition=recipe.weights.overlap and recipe.separate_ranks > 0,
+        ),
+        Move(
+            field="trainer.max_tokens_per_microbatch",
+            values=({"trainer.max_tokens_per_microbatch": Fitted(lambda changed: longest_row(changed, judge))},),
+            cost=3.0,
+            shrinks=True,
+            condition=recipe.is_on_policy,
+        ),
+        Move(
+            field="trainer.recompute",
+            values=({"trainer.recompute": "full", **without_replay},),
+            cost=8.0 if without_replay else 4.0,
+            condition=not recomputes_all and not lists_modules,
+        ),
+        # The recipe check rejects `full` together with a list of modules, so extend the list.
+        Move(
+            field="trainer.recompute_modules",
+            values=_more_modules(recipe, judge.models.policy.shape),
+            cost=2.5,
+            condition=not recomputes_all and lists_modules,
+        ),
+    )
+
+
+def _more_offloads(recipe: Recipe) -> list[dict[str, Any]]:
+    present = set(recipe.trainer.offload)
+    more = (in_written_order({*present, *states}) for states in offloads(recipe) if not set(states) <= present)
+    return [{"trainer.offload": states} for states in dict.fromkeys(more)]
+
+
+def _more_modules(recipe: Recipe, shape: ModelShape) -> list[dict[str, Any]]:
+    trainer = recipe.trainer
+    module = "mlp" if not shape.num_experts else "moe_act" if trainer.router_replay else "moe"
+    more = (*trainer.recompute_modules, module)
+    return [] if module in trainer.recompute_modules else [{"trainer.recompute_modules": more}]
+
+
+def _largest_cache(recipe: Recipe, judge: MemoryJudge) -> float | None:
+    """Return the largest KV cache (in GiB, or as a share of the GPU) that fits during sampling. None: no value fits."""
+    table = judge.predict(recipe)
+    sampling = [phase.device_bytes for phase in table.phases if phase.use("KV cache").device_bytes]
+    engine_gib = judge.gpus.engine
+    excess = max(sampling, default=0) - engine_gib * _GIB
+    if excess <= 0:
+        return None
+    if (share := recipe.rollout.gpu_memory_utilization) is not None:
+        field, value = _SHARE, math.floor((share - excess / (engine_gib * _GIB)) * 100) / 100
+    else:
+        field, value = _CACHE, cache_within(table, engine_gib)
+    if value <= 0:
+        return None
+    # A cache too small for one longest request is useless.
+    capacity = judge.predict(with_field_values(recipe, {field: value})).cache
+    return value if capacity is not None and capacity.longest_requests >= 1 else None
+
+
+def remedies(
+    recipe: Recipe, judge: MemoryJudge, *, max_remedies: int = 3, before: Mapping[str, Any] | None = None
+) -> list[dict[str, Any]]:
+    """Return the cheapest changes with which the recipe fits, as values by field.
+
+    `before` are changes made in any case. Each change is enough by itself, and none of its fields can be left out. If
+    none fits, the search is repeated with the optimizer on the host.
+    """
+    first = dict(before or {})
+    changed = with_field_values(recipe, first)
+    on_host = _optimizer_on_host(changed)
+    for fixed_values in [{}, *([on_host] if on_host is not None else [])]:
+        start = with_field_values(changed, fixed_values)
+        choices = list_choices(moves_to_fit(start, judge), is_partial=True)
+        if fixed_values:
+            # An optimizer on the host alone may be enough.
+            choices = [Choice(values={}), *choices]
+        ranking = search(
+            start,
+            choices,
+            lambda candidate, _: judge.accept(candidate),
+            lambda change, start=start: total_cost(start, change),
+            count=max_remedies,
+            skips=_changes_more_than_needed,
+        )
+        if ranking.changes:
+            return [first | fixed_values | {**change.values} for change in ranking.changes]
+    return []
+
+
+def _changes_more_than_needed(choice: Choice, accepted: Sequence[Choice]) -> bool:
+    # Choices come with few fields first, so an accepted one never has more fields than a later one.
+    return any(smaller.key <= choice.key for smaller in accepted)
+
+
+def _optimizer_on_host(recipe: Recipe) -> dict[str, Any] | None:
+    """Return the field values that move the optimizer to the host, the most expensive change. None: this is impossible,
+    or the optimizer is there already."""
+    trainer = recipe.trainer
+    if any(obstacles(recipe)) or trainer.optimizer_offload_fraction == 1:
+        return None
+    values: dict[str, Any] = {"trainer.optimizer_offload_fraction": 1.0}
+    # An optimizer on the host has no states left to offload, and the recipe check rejects both together.
+    if "optimizer" in trainer.offload:
+        values["trainer.offload"] = tuple(name for name in trainer.offload if name != "optimizer")
+    return values
+
+
+def wider_remedy(recipe: Recipe, judge: MemoryJudge) -> dict[str, Any] | None:
+    """Return a doubled parallel size or number of nodes making the recipe fit, with one more change if needed."""
+    trainer, cluster = recipe.trainer, recipe.cluster
+    engines = ({"rollout.tp": 2 * recipe.rollout.tp},) if recipe.separate_ranks else ()
+    # Ordered by cost: engines first, then trainer sizes on the same nodes, then more nodes.
+    wider_sizes: tuple[dict[str, Any], ...] = (
+        *engines,
+        {"trainer.tp": 2 * trainer.tp},
+        {"trainer.pp": 2 * trainer.pp},
+        {"cluster.nodes": 2 * cluster.nodes},
+        {"trainer.tp": 2 * trainer.tp, "cluster.nodes": 2 * cluster.nodes},
+        {"trainer.pp": 2 * trainer.pp, "cluster.nodes": 2 * cluster.nodes},
+    )
+
+    def accept(wider: Recipe, choice: Choice) -> dict[str, Any] | None:
+        # The data-parallel size follows from the others.
+        wider = wider if wider.trainer.dp is None else with_field_values(wider, {"trainer.dp": None})
+        models = models_of(wider, sizes.parallel_of(wider))
+        if next(_size_faults(wider, models), None) is not None:
+            return None
+        widened = MemoryJudge(models, judge.gpus)
+        if widened.accept(wider) is not None:
+            return {}
+        return next(iter(remedies(wider, widened, max_remedies=1)), None)
+
+    choices = iterate_in_order(wider_sizes)
+    ranking = search(recipe, choices, accept, lambda change: change.choice.cost, bound=lambda choice: choice.cost)
+    return next(({**change.values, **change.outcome} for change in ranking.changes), None)
+
+
+def _size_faults(recipe: Recipe, models: Models) -> Iterator[str]:
+    yield from sizes.ranks(recipe)
+    yield from sizes.batches(recipe, sizes.parallel_of(recipe).dp)
+    yield from model_sizes.model_fit(recipe, models.policy.shape)
+
+
+def cache_remedies(recipe: Recipe, judge: MemoryJudge) -> list[dict[str, Any]]:
+    """Return changes enlarging the KV cache until it holds the longest possible request. None: its default size."""
+    share = recipe.rollout.gpu_memory_utilization
+    if share is not None:
+        # The smallest share, in hundredths.
+        shares = [percent / 100 for percent in range(1, 101) if percent / 100 > share]
+        return _first_that_holds(recipe, judge, [{_SHARE: larger} for larger in shares])
+    default = Fitted(lambda changed: default_cache_gib(changed, judge))
+    if _first_that_holds(recipe, judge, [{_CACHE: default}]):
+        return [{_CACHE: None}]
+    # The least cache does not fit next to the other memory, so it needs a further change.
+    least = least_cache_gib(recipe, judge.models.policy.shape)
+    return remedies(recipe, judge, before={_CACHE: least})
+
+
+def _first_that_holds(recipe: Recipe, judge: MemoryJudge, values: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the first of these changes with which the recipe fits and the cache holds a longest request."""
+
+    def accept(changed: Recipe, _: Choice) -> MemoryTable | None:
+        table = judge.accept(changed)
+        return table if table is not None and holds_longest_request(table) else None
+
+    ranking = search(
+        recipe, iterate_in_order(values), accept, lambda change: change.choice.cost, bound=lambda choice: choice.cost
+    )
+    return [{**change.values} for change in ranking.changes]
+
+
+def cache_remedies_on_cpus(recipe: Recipe, models: Models, limit_bytes: int) -> list[dict[str, Any]]:
+    """Return the change to the smallest sufficient KV cache on CPUs. Empty: a node's ranks would exceed its memory."""
+
+    def accept(changed: Recipe, _: Choice) -> MemoryTable | None:
+        table = memory_table(changed, models, CPU)
+        fits = fullest_node_bytes(changed, table) <= limit_bytes
+        return table if fits and holds_longest_request(table) else None
+
+    choice = Choice(values={_CACHE: least_cache_gib(recipe, models.policy.shape)})
+    ranking = search(recipe, [choice], accept, lambda change: change.choice.cost)
+    return [{**change.values} for change in ranking.changes]
+
+
+def holds_longest_request(table: MemoryTable) -> bool:
+    """Return whether the KV cache holds the longest possible request. True without an engine."""
+    return table.cache is None or table.cache.longest_requests >= 1

@@ -1,0 +1,60 @@
+"""Row lengths within the memory of a GPU: of updates, and of passes without gradients."""
+
+from __future__ import annotations
+
+import math
+
+from megarl.config import Recipe
+from megarl.config.parallel import FP8_BLOCK
+from megarl.planner.judge import MemoryJudge
+from megarl.planner.memory.models import Models
+from megarl.planner.search import greatest, with_field_values
+
+_GIB = 2**30
+_LONGEST_FORWARD = 8
+"""Greatest row length of a pass without gradients, in row lengths of an update. Longer rows save no more time, and
+fewer rows are harder to balance over ranks."""
+
+
+def longest_row(recipe: Recipe, judge: MemoryJudge) -> int | None:
+    """Return the greatest row length, below the present one, with which training fits. None: it could not hold a
+    sample."""
+    multiple = _row_step(recipe, judge.models)
+    shortest = -(-(recipe.trained_tokens + bool(recipe.reward.model)) // multiple)
+
+    def fits(count: int) -> bool:
+        shorter = with_field_values(recipe, {"trainer.max_tokens_per_microbatch": count * multiple})
+        return max(judge.pass_bytes(shorter)) <= judge.gpus.trainer * _GIB
+
+    count = greatest(fits, low=shortest, high=(recipe.trainer.max_tokens_per_microbatch - 1) // multiple)
+    return None if count is None else count * multiple
+
+
+def forward_row_tokens(recipe: Recipe, judge: MemoryJudge) -> int | None:
+    """Return the greatest row length at which a pass without gradients needs no more memory than an update.
+
+    None: rows stay as long as those of an update. This happens if no longer row fits, without such passes, and with
+    pipeline stages. Longer rows are fewer rows, which leave pipeline stages idle.
+    """
+    if judge.models.policy.parallel.pp > 1:
+        return None
+    multiple = _row_step(recipe, judge.models)
+    shortest = recipe.trainer.max_tokens_per_microbatch
+    training, scoring = judge.pass_bytes(recipe)
+    if not scoring:
+        return None
+
+    def fits(count: int) -> bool:
+        longer = with_field_values(recipe, {"trainer.max_tokens_per_forward": count * multiple})
+        return judge.pass_bytes(longer)[1] <= training
+
+    count = greatest(fits, low=-(-shortest // multiple), high=_LONGEST_FORWARD * shortest // multiple)
+    return count * multiple if count is not None and count * multiple > shortest else None
+
+
+def _row_step(recipe: Recipe, models: Models) -> int:
+    """Return the number of tokens of which a row length is a multiple."""
+    parallel = models.policy.parallel
+    multiple = parallel.sequence_multiple * (parallel.tp if recipe.trainer.sequence_parallel is not False else 1)
+    # Under FP8 each part of a row consists of whole blocks, as in `planner.sizes.row_multiple`.
+    return multiple * FP8_BLOCK if recipe.trainer.fp8 == "blockwise" else math.lcm(multiple, 128)

@@ -1,0 +1,221 @@
+"""The one search over changed recipes: remedies, defaults, cache sizes and layouts are searches by it.
+
+A `Move` is a row of a table: a recipe field, its alternatives, their cost, and the row's condition. `list_choices`
+combines moves. `search` judges the choices and returns the best ones by their score.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+from megarl.config import Recipe
+from megarl.config.override_text import short_override
+from megarl.config.schema import value_at
+
+_SHRINK_COST = 4.0
+"""Cost of a number that shrinks to 0: a smaller KV cache or row length costs more, the more it loses."""
+
+
+class Fitted(NamedTuple):
+    """Placeholder for a field's value, which is found for the recipe with all earlier changes."""
+
+    find: Callable[[Recipe], Any | None]
+    """Returns the value. None: no value fits, so the choice is impossible."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """A change of a recipe field, with the fields that change together with it."""
+
+    field: str
+    values: Sequence[Mapping[str, Any]]
+    """Alternatives, cheapest first. Each has the new values by field, or `Fitted` in place of a value."""
+    cost: float = 0.0
+    """Cost of the first alternative. Costs have no unit; they order the choices of one search."""
+    step: float = 0.0
+    """Further cost of each later alternative."""
+    shrinks: bool = False
+    """Whether the new value is a smaller number. It costs more, the more the number loses."""
+    condition: bool = True
+    """Whether the move is possible in the searched recipe and has an effect there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """One alternative of some moves."""
+
+    values: Mapping[str, Any]
+    cost: float = 0.0
+    """Cost, without that of numbers that shrink."""
+    shrinking: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> frozenset[str]:
+        """Return the changed fields. The best of all choices with equal keys is found."""
+        return frozenset(self.values)
+
+
+class _Choice(Protocol):
+    """A choice of a search: the moved fields, and the key by which it competes with others."""
+
+    @property
+    def values(self) -> Mapping[str, Any]: ...
+    @property
+    def key(self) -> Hashable: ...
+
+
+ChoiceT = TypeVar("ChoiceT", bound=_Choice)
+OutcomeT = TypeVar("OutcomeT")
+
+
+@dataclass(frozen=True, slots=True)
+class Change(Generic[ChoiceT, OutcomeT]):
+    """A choice that the judge accepts, with the changed recipe and the judge's outcome."""
+
+    choice: ChoiceT
+    values: Mapping[str, Any]
+    """New values by field, with those found in place of `Fitted`."""
+    recipe: Recipe
+    outcome: OutcomeT
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """Return the new values as command-line overrides."""
+        return tuple(short_override(field, value) for field, value in self.values.items())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranking(Generic[ChoiceT, OutcomeT]):
+    """Result of a search."""
+
+    changes: tuple[Change[ChoiceT, OutcomeT], ...]
+    """The best accepted choices, best first."""
+    num_judged: int
+    is_complete: bool
+    """Whether no better choice exists. False: the limit of judged choices was reached."""
+
+
+def list_choices(moves: Sequence[Move], *, is_partial: bool) -> list[Choice]:
+    """Return all combinations of the moves whose condition holds, those of few fields first.
+
+    `is_partial`: any part of the moves may be left out, but not all. Otherwise each move takes one of its alternatives,
+    and the combinations are in the order of the moves' alternatives.
+    """
+    possible = [move for move in moves if move.condition and move.values]
+    ranks = [[*([-1] if is_partial else []), *range(len(move.values))] for move in possible]
+    choices = [
+        _combine([(move, rank) for move, rank in zip(possible, combination, strict=True) if rank >= 0])
+        for combination in product(*ranks)
+    ]
+    choices = [choice for choice in choices if choice.values]
+    return sorted(choices, key=lambda choice: len(choice.values)) if is_partial else choices
+
+
+def _combine(alternatives: Sequence[tuple[Move, int]]) -> Choice:
+    values: dict[str, Any] = {}
+    for move, rank in alternatives:
+        values |= move.values[rank]
+    return Choice(
+        values=values,
+        cost=sum(move.cost + move.step * rank for move, rank in alternatives),
+        shrinking=tuple(move.field for move, _ in alternatives if move.shrinks),
+    )
+
+
+def search(
+    recipe: Recipe,
+    choices: Iterable[ChoiceT],
+    judge: Callable[[Recipe, ChoiceT], OutcomeT | None],
+    score: Callable[[Change[ChoiceT, OutcomeT]], Any],
+    *,
+    count: int = 1,
+    bound: Callable[[ChoiceT], Any] | None = None,
+    skips: Callable[[ChoiceT, Sequence[ChoiceT]], bool] | None = None,
+    max_judged: int | None = None,
+) -> Ranking[ChoiceT, OutcomeT]:
+    """Return the `count` choices with the smallest scores, of those that the judge accepts (outcome not None).
+
+    `bound` returns a number that the score of a choice, and of all later choices, cannot be below: with it the search
+    ends early. `skips` tells from the accepted choices whether one need not be judged. Of choices with equal keys, the
+    best one counts.
+    """
+    best: dict[Hashable, tuple[Any, Change[ChoiceT, OutcomeT]]] = {}
+    num_judged, is_complete = 0, True
+    worst: list[Any] = []
+    for choice in choices:
+        least = None if bound is None else bound(choice)
+        if least is not None and worst and least >= worst[0]:
+            break
+        if skips is not None and skips(choice, [change.choice for _, change in best.values()]):
+            continue
+        if least is not None and choice.key in best and best[choice.key][0] <= least:
+            continue
+        if num_judged == max_judged:
+            is_complete = False
+            break
+        num_judged += 1
+        change = _judge(recipe, choice, judge)
+        if change is None:
+            continue
+        total = score(change)
+        if choice.key not in best or total < best[choice.key][0]:
+            best[choice.key] = total, change
+            worst = sorted(total for total, _ in best.values())[count - 1 : count]
+    ranked = sorted(best.values(), key=lambda scored: scored[0])[:count]
+    return Ranking(changes=tuple(change for _, change in ranked), num_judged=num_judged, is_complete=is_complete)
+
+
+def _judge(
+    recipe: Recipe, choice: ChoiceT, judge: Callable[[Recipe, ChoiceT], OutcomeT | None]
+) -> Change[ChoiceT, OutcomeT] | None:
+    """Return the change that a choice makes. None: a value of it cannot be found, or the judge refuses it."""
+    values = dict(choice.values)
+    placeholders = {field: value for field, value in values.items() if isinstance(value, Fitted)}
+    fixed_values = {field: value for field, value in values.items() if field not in placeholders}
+    changed = with_field_values(recipe, fixed_values)
+    for field, placeholder in placeholders.items():
+        if (value := placeholder.find(changed)) is None:
+            return None
+        values[field] = value
+        changed = with_field_values(changed, {field: value})
+    outcome = judge(changed, choice)
+    return None if outcome is None else Change(choice, values, changed, outcome)
+
+
+def total_cost(recipe: Recipe, change: Change[Choice, Any]) -> float:
+    """Return the cost of a change of the recipe, with that of the numbers that shrink."""
+    losses = (1 - change.values[field] / value_at(recipe, field) for field in change.choice.shrinking)
+    return change.choice.cost + sum(_SHRINK_COST * loss for loss in losses)
+
+
+def with_field_values(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
+    """Return a copy of the recipe with new values of some fields, keyed by dotted name."""
+    # One copy for each section: a search of layouts makes thousands of recipes.
+    sections: dict[str, dict[str, Any]] = {}
+    for field, value in values.items():
+        section, _, name = field.partition(".")
+        sections.setdefault(section, {})[name] = value
+    copies = {
+        section: getattr(recipe, section).model_copy(update=section_values)
+        for section, section_values in sections.items()
+    }
+    return recipe.model_copy(update=copies)
+
+
+def greatest(fits: Callable[[int], bool], *, low: int, high: int) -> int | None:
+    """Return the greatest number of `low` to `high` that `fits`. Greater ones take more memory. None: none fits."""
+    if low > high or not fits(low):
+        return None
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+def iterate_in_order(choices: Iterable[Mapping[str, Any]]) -> Iterator[Choice]:
+    """Yield choices of these field values whose cost is their position, so that the first accepted one is the best."""
+    for position, values in enumerate(choices):
+        yield Choice(values=values, cost=float(position))

@@ -1,0 +1,104 @@
+"""Constants of the cost model: fitted ones, and those taken from measurements."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from megarl.planner.seconds.gpus import GpuSpeeds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constants:
+    """Constants that are fitted to published steps."""
+
+    gemm_efficiency: float
+    """Share of the peak FLOPs reached by matrix products and attention of long rows."""
+    half_tokens: float
+    """Tokens of a row on a rank at which this share is half as large."""
+    expert_half_tokens: float
+    """Tokens of an expert in a row at which this share is half as large for the experts."""
+    layer_seconds: float
+    """Seconds of a layer's forward pass over a row besides matrix products: norms, kernel launches."""
+    expert_layer_seconds: float
+    """The same for the routing of a layer with experts: sorting, permutation, counts read by the host."""
+    link_efficiency: float
+    """Share of a link's bandwidth reached by collectives of tensor, context and expert parallelism."""
+    decode_bandwidth: float
+    """Share of the memory bandwidth reached while an engine decodes."""
+    decode_layer_seconds: float
+    """Seconds of a layer in a decoding step besides reading weights and KV cache."""
+    decode_expert_layer_seconds: float
+    """The same, in addition, for a layer with experts."""
+    reduce_seconds: float
+    """Latency of a small all-reduce over tensor-parallel ranks connected by NVLink, in seconds."""
+    network_reduce_seconds: float
+    """Latency of a small all-reduce over tensor-parallel ranks on several nodes, in seconds."""
+    engine_step_seconds: float
+    """Seconds of a decoding step besides the model: scheduler, sampling."""
+    sample_seconds: float
+    """Seconds of a step for each sample outside all phases: the driver's work, rewards, packing."""
+    blackwell_efficiency: float
+    """Factor of `gemm_efficiency` and `decode_bandwidth` on Blackwell GPUs, whose data sheet values are harder to
+    reach."""
+    grace_seconds: float
+    """Factor of all fixed times on hosts with a Grace CPU."""
+
+    def on(self, gpu: GpuSpeeds) -> Constants:
+        """Return the constants with the factors of a kind of GPU applied."""
+        share = self.blackwell_efficiency if gpu.is_blackwell else 1.0
+        slower = self.grace_seconds if gpu.has_grace else 1.0
+        return replace(
+            self,
+            gemm_efficiency=share * self.gemm_efficiency,
+            decode_bandwidth=share * self.decode_bandwidth,
+            layer_seconds=slower * self.layer_seconds,
+            expert_layer_seconds=slower * self.expert_layer_seconds,
+            decode_layer_seconds=slower * self.decode_layer_seconds,
+            decode_expert_layer_seconds=slower * self.decode_expert_layer_seconds,
+            engine_step_seconds=slower * self.engine_step_seconds,
+            sample_seconds=slower * self.sample_seconds,
+        )
+
+
+PRIOR = Constants(
+    gemm_efficiency=0.62,
+    half_tokens=600.0,
+    expert_half_tokens=400.0,
+    layer_seconds=100e-6,
+    expert_layer_seconds=800e-6,
+    link_efficiency=0.6,
+    decode_bandwidth=0.65,
+    decode_layer_seconds=40e-6,
+    decode_expert_layer_seconds=40e-6,
+    reduce_seconds=15e-6,
+    network_reduce_seconds=80e-6,
+    engine_step_seconds=2.5e-3,
+    sample_seconds=1e-3,
+    blackwell_efficiency=0.8,
+    grace_seconds=1.3,
+)
+"""Expected values before any fit: our own measurements on one H200, and typical latencies of NCCL. Rows of
+these measurements are fitted, never held out. `sample_seconds`: a millisecond as an order of magnitude."""
+
+FITTED = Constants(
+    gemm_efficiency=0.5323,
+    half_tokens=1300.0,
+    expert_half_tokens=521.7,
+    layer_seconds=9.539e-05,
+    expert_layer_seconds=0.00091,
+    link_efficiency=0.378,
+    decode_bandwidth=0.649,
+    decode_layer_seconds=3.564e-05,
+    decode_expert_layer_seconds=2.874e-05,
+    reduce_seconds=2.149e-05,
+    network_reduce_seconds=4.968e-05,
+    engine_step_seconds=0.001692,
+    sample_seconds=0.0009894,
+    blackwell_efficiency=0.7321,
+    grace_seconds=1.529,
+)
+"""Constants fitted by `tools/check.py plan_search --print-constants`. A test compares them with a new fit."""
+
+HELD_OUT_ERROR = 0.188
+"""Median relative error of steps predicted as in the search, on the held-out published ones, by `tools/check.py
+plan_search`. It includes the weight updates of these systems, slower than the predicted reshard of megarl."""

@@ -1,0 +1,167 @@
+"""Seconds of a rollout: steps of an engine that decodes many requests, until the longest one ends.
+
+A decoding step reads the weights once and the KV cache of all requests. While requests wait, an engine decodes as many
+as fit. Then requests end one by one, and steps get shorter but not fewer: this is the tail.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megarl.planner.seconds.constants import Constants
+from megarl.planner.seconds.gpus import GpuSpeeds
+from megarl.planner.seconds.lengths import Lengths
+from megarl.planner.seconds.work import ModelWork
+
+Numbers = NDArray[np.float64]
+
+_ITEM_BYTES = 2
+_POINTS = 96
+"""Number of moments of the tail at which the time of a step is computed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLayout:
+    """Engines of a run: their parallel size and how many requests each can decode."""
+
+    tp: int
+    num_engines: int
+    max_requests: int
+    cache_tokens: float
+    """Tokens in the KV cache of an engine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutSeconds:
+    """Seconds of a rollout by its three parts."""
+
+    prefill: float
+    full: float
+    """While requests wait for a place in an engine."""
+    tail: float
+    """From the last request's start to the end of the longest one."""
+    requests: float
+    """Requests that an engine decodes at once before the tail."""
+    limited_by_cache: bool
+    """Whether the KV cache is the limit of this number, not the number of samples or the recipe."""
+
+    @property
+    def seconds(self) -> float:
+        return self.prefill + self.full + self.tail
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutCost:
+    """Predicts rollouts of a model on a kind of GPU."""
+
+    work: ModelWork
+    gpu: GpuSpeeds
+    constants: Constants
+    item_bytes: float = _ITEM_BYTES
+    """Bytes of a weight in the engine: 2, or 1 if it is quantised."""
+    activation_bytes: float = _ITEM_BYTES
+    """Bytes of an activation: 2 in bfloat16, 4 in float32."""
+    cache_item_bytes: float = _ITEM_BYTES
+    """Bytes of a number in the KV cache: 2, 4 in float32, 1 in FP8."""
+
+    def rollout(
+        self, engines: EngineLayout, lengths: Lengths, *, num_samples: float, samples_per_prompt: int
+    ) -> RolloutSeconds:
+        """Return the seconds until all samples of a step are complete."""
+        engine_samples = num_samples / engines.num_engines
+        aged = lengths.mean_age
+        fitting = engines.cache_tokens / (lengths.prompt_tokens + aged)
+        requests = max(1.0, min(engine_samples, engines.max_requests, fitting))
+        full = 0.0
+        if engine_samples > requests:
+            step = self.step_seconds(
+                engines.tp, requests=np.array([requests]), context=np.array([lengths.prompt_tokens + aged])
+            )
+            full = float((engine_samples - requests) * lengths.mean / requests * step[0])
+        grid, alive = self._tail(lengths, waits=engine_samples > requests, num_samples=requests * engines.num_engines)
+        active = np.maximum(requests * alive, 1.0)
+        contexts = lengths.prompt_tokens + np.minimum(
+            grid + (aged if engine_samples > requests else 0.0), lengths.limit
+        )
+        steps = self.step_seconds(engines.tp, requests=active, context=contexts)
+        tail = float(np.trapezoid(steps, grid))
+        prompts = num_samples / samples_per_prompt / engines.num_engines
+        rate = self.constants.gemm_efficiency * self.gpu.flops * engines.tp
+        prefill = prompts * lengths.prompt_tokens * (self.work.layer_flops + self.work.expert_flops) / rate
+        return RolloutSeconds(
+            prefill=prefill,
+            full=full,
+            tail=tail,
+            requests=requests,
+            limited_by_cache=fitting < min(engine_samples, engines.max_requests),
+        )
+
+    def steady_seconds(
+        self, engines: EngineLayout, lengths: Lengths, *, num_samples: float, samples_per_prompt: int, staleness: int
+    ) -> RolloutSeconds:
+        """Return the seconds between two steps of engines that sample ahead.
+
+        A sample may be trained by one of the next `staleness` steps. So engines have the samples of as many steps in
+        flight, and the tail of one overlaps the next ones.
+        """
+        batches = max(1, staleness)
+        all_batches = self.rollout(
+            engines, lengths, num_samples=num_samples * batches, samples_per_prompt=samples_per_prompt
+        )
+        return replace(
+            all_batches,
+            prefill=all_batches.prefill / batches,
+            full=all_batches.full / batches,
+            tail=all_batches.tail / batches,
+        )
+
+    def step_seconds(self, tp: int, *, requests: Numbers, context: Numbers) -> Numbers:
+        """Return the seconds of a decoding step for numbers of requests and their mean tokens, each [n]."""
+        work, constants, gpu = self.work, self.constants, self.gpu
+        shape = work.shape
+        # Each engine rank reads its part of the weights and the keys and values of its heads.
+        experts = work.expert_weights * self._chosen_share(requests)
+        head = shape.vocab_size * shape.hidden_size
+        weights = (work.layer_weights + experts + head) * self.item_bytes / tp
+        cached = shape.attention.cached_numbers(tp) * self.cache_item_bytes
+        memory = constants.decode_bandwidth * gpu.memory
+        flops = requests * (work.layer_flops + work.expert_flops + work.head_flops) / tp
+        compute = flops / (constants.gemm_efficiency * gpu.flops)
+        seconds = np.maximum(weights / memory, compute) + requests * work.attended_tokens(context) * cached / memory
+        seconds = seconds + constants.engine_step_seconds + constants.decode_layer_seconds * work.num_layers
+        seconds = seconds + constants.decode_expert_layer_seconds * work.num_expert_layers
+        if tp > 1:
+            is_near = tp <= gpu.nvlink_gpus
+            latency = constants.reduce_seconds if is_near else constants.network_reduce_seconds
+            link = constants.link_efficiency * (gpu.nvlink if is_near else gpu.network)
+            sent = 2 * requests * shape.hidden_size * self.activation_bytes * (tp - 1) / tp
+            # Two all-reduces in each layer.
+            seconds = seconds + 2 * work.num_layers * (latency + sent / link)
+        return seconds
+
+    def _chosen_share(self, requests: Numbers) -> Numbers | float:
+        """Return the share of experts chosen by at least one of the requests [n], if each chooses at random."""
+        shape = self.work.shape
+        if not shape.num_experts:
+            return 0.0
+        return 1 - (1 - shape.top_k / shape.num_experts) ** requests
+
+    @staticmethod
+    def _tail(lengths: Lengths, *, waits: bool, num_samples: float) -> tuple[Numbers, Numbers]:
+        """Return moments of the tail in tokens from its start, and the share of requests then active, both [points].
+
+        `waits`: the requests began at different times, so their remaining lengths count. The tail ends with the longest
+        of all engines' samples.
+        """
+        longest = lengths.longest(num_samples)
+        grid = np.linspace(0.0, longest, _POINTS)
+        alive = lengths.survival(grid)
+        if not waits:
+            return grid, alive
+        # Share of requests with more than this many tokens left: the survival's integral from there on.
+        widths = np.diff(grid) * (alive[1:] + alive[:-1]) / 2
+        remaining = np.append(np.cumsum(widths[::-1])[::-1], 0.0)
+        return grid, remaining / max(remaining[0], 1e-9)

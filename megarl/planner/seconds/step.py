@@ -1,0 +1,74 @@
+"""Seconds of a training step: phases of trainer and engines, one after the other or at the same time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megarl.planner.seconds.gpus import GpuSpeeds
+from megarl.planner.seconds.lengths import Lengths
+from megarl.planner.seconds.work import ModelWork
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """Samples of a training step and how they are trained."""
+
+    lengths: Lengths
+    num_prompts: int
+    samples_per_prompt: int
+    updates: int
+    scoring_passes: float
+    """Passes without gradients over the batch: old log-probs (a part, if some samples need none), reference."""
+    staleness: int = 0
+    """Steps by which separate engines may sample ahead."""
+
+    @property
+    def num_samples(self) -> int:
+        return self.num_prompts * self.samples_per_prompt
+
+    @property
+    def tokens(self) -> float:
+        """Return the tokens of all sequences, prompts included."""
+        return self.num_samples * float(self.lengths.sequences.mean())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSeconds:
+    """Predicted seconds of a step by phase."""
+
+    rollout: float
+    logprobs: float
+    train: float
+    reshard: float
+    offload: float = 0.0
+    """Moving trainer states to host memory and back."""
+    other: float = 0.0
+    """Work for each sample outside the phases, `Constants.sample_seconds`."""
+    is_concurrent: bool = False
+    """Whether engines sample while the trainer works."""
+
+    @property
+    def step(self) -> float:
+        """Return the seconds of the whole step."""
+        trained = self.logprobs + self.train
+        both = max(self.rollout, trained) if self.is_concurrent else self.rollout + trained
+        return both + self.reshard + self.offload + self.other
+
+
+def moved_seconds(shard_bytes: float, *, link: float, memory: float) -> float:
+    """Return a lower bound of a reshard's seconds: the time on the link, or that of one read and one write in memory.
+
+    The longer one counts. `shard_bytes` are the weights of an engine rank in bytes; `link` and `memory` are bandwidths
+    in bytes per second.
+    """
+    return max(shard_bytes / link, 2 * shard_bytes / memory)
+
+
+def reshard_seconds(work: ModelWork, tp: int, gpu: GpuSpeeds, *, is_separate: bool, item_bytes: int = 2) -> float:
+    """Return the least seconds of a reshard to engines of `tp` ranks, sent from shard to shard.
+
+    Each engine rank's weights cross its link once, and are read and written once. A weight has `item_bytes`. Engines of
+    their own are reached over the network.
+    """
+    link = gpu.network if is_separate else gpu.nvlink
+    return moved_seconds(item_bytes * work.weights / tp, link=link, memory=gpu.memory)

@@ -1,0 +1,285 @@
+"""Seconds of the trainer's passes over a batch, for many parallel layouts at once.
+
+A batch is packed into rows (microbatches). A row's pass takes the time of its slowest pipeline stage: matrix products,
+collectives, and a fixed time of each layer. Rows follow each other through the pipeline, so the first and the last wait
+for empty stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megarl.planner.seconds.constants import Constants
+from megarl.planner.seconds.gpus import GpuSpeeds
+from megarl.planner.seconds.work import ModelWork
+
+Numbers = NDArray[np.float64]
+
+_ITEM_BYTES = 2
+_GRADIENT_BYTES = 4
+"""Bytes of a parameter's float32 gradient. Data-parallel ranks send it, then the new value."""
+_OPTIMIZER_BYTES = 30
+"""Bytes of a parameter read and written by Adam: gradient, main weight and moments twice, new value."""
+_EXPOSED_REDUCTION = 0.5
+"""Share of the reduction of gradients that the backward pass does not hide."""
+_FILL = 0.95
+"""Tokens in rows divided by their capacity. Measured for packing with balanced FLOPs: 0.94 to 0.97."""
+_BALANCE = 1.03
+"""Time of the slowest data-parallel rank divided by the mean."""
+_BACKWARD_COLLECTIVES = 1.5
+"""Tensor-parallel collectives of a backward pass, in those of a forward pass: inputs are gathered again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layouts:
+    """Parallel sizes of many trainers, each int [layouts], by the names of the recipe's section `trainer`."""
+
+    tp: NDArray[np.int64]
+    pp: NDArray[np.int64]
+    cp: NDArray[np.int64]
+    vpp: NDArray[np.int64]
+    ep: NDArray[np.int64]
+    etp: NDArray[np.int64]
+    dp: NDArray[np.int64]
+
+    @property
+    def world(self) -> NDArray[np.int64]:
+        return self.tp * self.pp * self.cp * self.dp
+
+    @classmethod
+    def of(cls, *layouts: Mapping[str, int]) -> Layouts:
+        """Return the layouts with these sizes by axis. A missing size is 1."""
+        rows = [dict.fromkeys((field.name for field in fields(cls)), 1) | dict(layout) for layout in layouts]
+        return cls(**{axis: np.asarray([row[axis] for row in rows], np.int64) for axis in rows[0]})
+
+    def select(self, is_selected: NDArray[np.bool_]) -> Layouts:
+        """Return the layouts for which `is_selected` [layouts] is true, in the same order."""
+        return Layouts(**{field.name: getattr(self, field.name)[is_selected] for field in fields(self)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recomputed:
+    """Shares of a forward pass computed again in the backward pass, each [layouts] from 0 to 1."""
+
+    attention: Numbers
+    """Share of projections, scores and norms."""
+    feed_forward: Numbers
+    """Share of dense feed-forward layers, routers and experts, with their collectives."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """Seconds by cause, each [layouts]."""
+
+    compute: Any = 0.0
+    """Matrix products and attention."""
+    launches: Any = 0.0
+    """Fixed times of layers: norms, kernel launches, routing."""
+    tensor_exchange: Any = 0.0
+    context_exchange: Any = 0.0
+    expert_exchange: Any = 0.0
+    bubble: Any = 0.0
+    """Waiting for empty pipeline stages."""
+    gradients: Any = 0.0
+    """Reduction of gradients and gathering of new parameters over data-parallel ranks."""
+    optimizer: Any = 0.0
+
+    def __add__(self, addend: Parts) -> Parts:
+        return Parts(**{f.name: getattr(self, f.name) + getattr(addend, f.name) for f in fields(self)})
+
+    def __mul__(self, factor: Any) -> Parts:
+        return Parts(**{f.name: getattr(self, f.name) * factor for f in fields(self)})
+
+    @property
+    def seconds(self) -> Any:
+        """Return the sum [layouts]."""
+        return sum(getattr(self, f.name) for f in fields(self))
+
+    def at(self, index: int) -> dict[str, float]:
+        """Return the seconds of one layout by cause, without zeros."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        seconds = {
+            name: float(np.broadcast_to(value, (index + 1,) if np.ndim(value) == 0 else np.shape(value))[index])
+            for name, value in values.items()
+        }
+        return {name: value for name, value in seconds.items() if value}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerCost:
+    """Predicts passes and updates of a model on a kind of GPU."""
+
+    work: ModelWork
+    gpu: GpuSpeeds
+    constants: Constants
+    score_flops: float
+    """FLOPs of attention scores of a token's forward pass, a mean over the tokens of the batch."""
+    item_bytes: float = _ITEM_BYTES
+    """Bytes of a weight or an activation: 2 in bfloat16, 4 in float32."""
+    host_share: float = 0.0
+    """Share of the parameters updated by Adam on the CPU, from 0 to 1."""
+
+    def update(
+        self,
+        layouts: Layouts,
+        recomputed: Recomputed,
+        *,
+        tokens: float,
+        updates: int,
+        row_tokens: Numbers,
+        keeps_logits: bool = True,
+    ) -> Parts:
+        """Return the seconds of all updates of a step.
+
+        `tokens`: number in the whole batch. `row_tokens`: capacity of a row, over all context-parallel ranks [layouts].
+        `keeps_logits`: logits stay for the backward pass (`trainer.keep_logits`). Otherwise it computes them again.
+        """
+        rows, filled = self._rows(layouts, tokens=tokens / updates, row_tokens=row_tokens, has_groups=True)
+        attention, feed_forward = self._layer_parts(layouts, filled)
+        head = self._head(layouts, filled, products=3 if keeps_logits else 4, layer_passes=3)
+        backward = Parts(
+            compute=2.0,
+            launches=2.0,
+            tensor_exchange=_BACKWARD_COLLECTIVES,
+            context_exchange=2.0,
+            expert_exchange=1.0,
+        )
+        row = _multiply_parts(attention, backward) + _multiply_parts(feed_forward, backward) + head
+        row += attention * (1 + recomputed.attention) + feed_forward * (1 + recomputed.feed_forward)
+        passes = row * rows
+        bubble = Parts(bubble=row.seconds * (layouts.pp - 1) / layouts.vpp)
+        seconds = (passes + bubble) * _BALANCE + self._end_of_update(layouts)
+        return seconds * updates
+
+    def scoring(self, layouts: Layouts, *, tokens: float, row_tokens: Numbers) -> Parts:
+        """Return the seconds of one pass without gradients over the batch."""
+        rows, filled = self._rows(layouts, tokens=tokens, row_tokens=row_tokens, has_groups=False)
+        attention, feed_forward = self._layer_parts(layouts, filled)
+        row = attention + feed_forward + self._head(layouts, filled, products=1, layer_passes=1)
+        return (row * rows + Parts(bubble=row.seconds * (layouts.pp - 1))) * _BALANCE
+
+    def _rows(
+        self, layouts: Layouts, *, tokens: float, row_tokens: Numbers, has_groups: bool
+    ) -> tuple[Numbers, Numbers]:
+        """Return the number of rows of a data-parallel rank and the tokens in each, both [layouts]."""
+        rank_tokens = tokens / layouts.dp
+        rows = np.maximum(1, np.ceil(rank_tokens / (_FILL * row_tokens)))
+        if has_groups:
+            # The interleaved schedule takes pp rows at a time.
+            rows = np.where(layouts.vpp > 1, np.ceil(rows / layouts.pp) * layouts.pp, rows)
+        return rows, rank_tokens / rows
+
+    def _layer_parts(self, layouts: Layouts, tokens: Numbers) -> tuple[Parts, Parts]:
+        """Return the seconds of a row's forward pass through the layers of a stage: attention, feed-forward."""
+        work, constants, gpu = self.work, self.constants, self.gpu
+        stage = np.ceil(work.num_layers / layouts.pp)
+        share = stage / work.num_layers
+        rank_tokens = tokens / layouts.cp
+        gemm = self._gemm(rank_tokens) * layouts.tp
+        projections = 2.0 * work.shape.attention.projection_elements(work.shape.hidden_size) * work.num_layers
+        projections = min(projections, work.layer_flops)
+        width = rank_tokens * work.shape.hidden_size * self.item_bytes
+        link = self._link(layouts.tp)
+        # A gather before and a reduction after each of both halves of a layer.
+        exchange = 2 * width * (layouts.tp - 1) / layouts.tp / link * stage
+        cached = work.shape.attention.cached_numbers(1) * self.item_bytes
+        # Keys and values of linear attention are not sent.
+        attending = stage * work.num_attention_layers / work.num_layers
+        context = (
+            tokens
+            / layouts.cp
+            * (layouts.cp - 1)
+            * cached
+            / layouts.tp
+            / self._link(layouts.tp * layouts.cp)
+            * attending
+        )
+        attention = Parts(
+            compute=rank_tokens * (projections + self.score_flops) * share / gemm,
+            launches=constants.layer_seconds * stage,
+            tensor_exchange=exchange,
+            context_exchange=context,
+        )
+        expert_stage = stage * work.num_expert_layers / work.num_layers
+        feed_forward = Parts(
+            compute=rank_tokens * (work.layer_flops - projections) * share / gemm,
+            # Experts take each tensor-parallel rank's own tokens, so nothing is gathered for them.
+            tensor_exchange=exchange * (1 - work.num_expert_layers / work.num_layers),
+        )
+        if not work.num_expert_layers:
+            return attention, feed_forward
+        routed = rank_tokens / layouts.tp
+        group = layouts.ep * layouts.etp
+        of_expert = routed * group * work.shape.top_k / work.shape.num_experts
+        rate = constants.gemm_efficiency * gpu.flops * of_expert / (of_expert + constants.expert_half_tokens)
+        sent = 2 * routed * work.shape.top_k * work.shape.hidden_size * self.item_bytes * expert_stage
+        return attention, feed_forward + Parts(
+            compute=routed * work.expert_flops * share / rate,
+            launches=constants.expert_layer_seconds * expert_stage,
+            expert_exchange=sent * self._exchange_seconds(group),
+        )
+
+    def _exchange_seconds(self, group: NDArray[np.int64]) -> Numbers:
+        """Return the seconds of an all-to-all over groups of these sizes, for each byte sent by a rank."""
+        near = np.minimum(group, self.gpu.nvlink_gpus)
+        within, across = (near - 1) / group, (group - near) / group
+        seconds = np.maximum(within / self.gpu.nvlink, across / self.gpu.network)
+        return seconds / self.constants.link_efficiency
+
+    def _head(self, layouts: Layouts, tokens: Numbers, *, products: int, layer_passes: int) -> Parts:
+        """Return the seconds by which the output layer delays the slowest stage, with `products` matrix products.
+
+        The last stage has a layer less where layers do not divide evenly, which saves `layer_passes` passes of one.
+        """
+        rank_tokens = tokens / layouts.cp
+        gemm = self._gemm(rank_tokens) * layouts.tp
+        layer = (self.work.layer_flops + self.score_flops) / self.work.num_layers
+        spare = (np.ceil(self.work.num_layers / layouts.pp) - np.floor(self.work.num_layers / layouts.pp)) * layer
+        return Parts(
+            compute=rank_tokens * np.maximum(0.0, products * self.work.head_flops - layer_passes * spare) / gemm
+        )
+
+    def _gemm(self, tokens: Numbers) -> Numbers:
+        """Return the FLOPs per second of matrix products over this many tokens on a rank."""
+        return self.constants.gemm_efficiency * self.gpu.flops * tokens / (tokens + self.constants.half_tokens)
+
+    def _link(self, group: NDArray[np.int64]) -> Numbers:
+        """Return the bytes per second that a rank sends within groups of these sizes: NVLink or network."""
+        speed = np.where(group <= self.gpu.nvlink_gpus, self.gpu.nvlink, self.gpu.network)
+        return self.constants.link_efficiency * speed
+
+    def weights_on_rank(self, layouts: Layouts) -> tuple[Numbers, Numbers]:
+        """Return the numbers of weights on a rank: those of experts, and all others, both [layouts]."""
+        work = self.work
+        experts = work.expert_weights / (layouts.etp * layouts.ep * layouts.pp)
+        # The fullest stage has the embedding or the head.
+        dense = work.layer_weights / (layouts.tp * layouts.pp) + work.embedding_weights / (
+            layouts.tp * np.minimum(layouts.pp, 2)
+        )
+        return experts, dense
+
+    def _end_of_update(self, layouts: Layouts) -> Parts:
+        """Return the seconds of an update's reduction of gradients and of its optimizer."""
+        experts, dense = self.weights_on_rank(layouts)
+        expert_shards = layouts.world / (layouts.etp * layouts.ep * layouts.pp)
+        shards = layouts.dp * layouts.cp
+        speed = np.where(layouts.tp * shards <= self.gpu.nvlink_gpus, self.gpu.nvlink, self.gpu.network)
+        sent = experts * (expert_shards - 1) / expert_shards + dense * (shards - 1) / shards
+        shard_weights = experts / expert_shards + dense / shards
+        on_gpu = _OPTIMIZER_BYTES / self.gpu.memory
+        # The gradient goes to the host, and the new value comes back.
+        on_host = _OPTIMIZER_BYTES / self.gpu.host_memory + (_GRADIENT_BYTES + self.item_bytes) / self.gpu.pcie
+        sent_bytes = (_GRADIENT_BYTES + self.item_bytes) * sent
+        return Parts(
+            gradients=_EXPOSED_REDUCTION * sent_bytes / (self.constants.link_efficiency * speed),
+            optimizer=((1 - self.host_share) * on_gpu + self.host_share * on_host) * shard_weights,
+        )
+
+
+def _multiply_parts(parts: Parts, factors: Parts) -> Parts:
+    return Parts(**{f.name: getattr(parts, f.name) * getattr(factors, f.name) for f in fields(parts)})

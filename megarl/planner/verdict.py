@@ -1,0 +1,171 @@
+"""Verdict on a recipe: whether its predicted memory fits into the GPUs, and the changes with which it would."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.config import Recipe
+from megarl.config.override_text import short_override
+from megarl.config.parallel import ParallelConfig
+from megarl.planner.gpus_of_run import NAME_THE_GPU, gpu_memory
+from megarl.planner.judge import MemoryJudge
+from megarl.planner.memory.memory_table import MemoryTable, Phase
+from megarl.planner.memory.models import Models
+from megarl.planner.memory.node_bytes import fullest_node_bytes
+from megarl.planner.predictions import models_of
+from megarl.planner.remedies import (
+    cache_remedies,
+    cache_remedies_on_cpus,
+    holds_longest_request,
+    remedies,
+    wider_remedy,
+)
+from megarl.platform.memory.host_memory import machine_bytes
+
+_GIB = 2**30
+_NOTHING = "none of the changes tried fits: use more GPUs, or a smaller model"
+_NOTHING_ON_CPUS = "no larger KV cache fits: lower rollout.sampling.max_new_tokens, or use a smaller model"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Result of comparing a recipe's predicted memory with the available memory. `text` is one line about it."""
+
+    fits: bool | None
+    """Whether the recipe fits. None: the available memory is unknown."""
+    text: str
+    limits: dict[str, int]
+    """Available bytes by phase: of one GPU, or on CPUs of the whole host."""
+    excess: dict[str, int]
+    """Bytes above the limit, for each phase that does not fit."""
+    remedies: tuple[str, ...] = ()
+    """Command-line overrides making the recipe fit, cheapest first."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the result as JSON values."""
+        return {
+            "fits": self.fits,
+            "limit_bytes": self.limits,
+            "excess_bytes": self.excess,
+            "remedies": list(self.remedies),
+        }
+
+    @property
+    def lines(self) -> list[str]:
+        """Return the last lines printed by `megarl plan`: the verdict, and the cheapest change with which the recipe
+        fits."""
+        return [self.text, *(f"cheapest remedy: {remedy}" for remedy in self.remedies[:1])]
+
+
+def verdict_without_gpus() -> Verdict:
+    """Return the result of the check if the memory of the GPUs is unknown."""
+    return Verdict(None, f"no verdict: the memory of the run's GPUs is unknown; {NAME_THE_GPU}", {}, {})
+
+
+def refusal(recipe: Recipe, judge: MemoryJudge, over: Sequence[Phase]) -> str:
+    """Return the error for a run too large for its GPUs: the phases above the limit, and up to three changes."""
+    text = f"{_name_limits(recipe, judge)}: {_name_excess(judge, over)}"
+    # Changes on the same ranks cost nothing but speed, so they are tried before more ranks.
+    if changes := remedies(recipe, judge):
+        return f"{text}; what fits: {', or '.join(map(_as_overrides, changes))}"
+    if (wider := wider_remedy(recipe, judge)) is not None:
+        return (
+            f"{text}; no change of offload, recomputation, KV cache or row length is enough; what does: "
+            f"{_as_overrides(wider)}"
+        )
+    return f"{text}; {_NOTHING}"
+
+
+def _as_overrides(values: Mapping[str, Any]) -> str:
+    return " ".join(short_override(field, value) for field, value in values.items())
+
+
+def verdict_on_gpus(recipe: Recipe, judge: MemoryJudge, table: MemoryTable) -> Verdict:
+    """Return whether a prediction for GPUs fits. Each phase is compared with the memory of the GPU running it."""
+    limits = {phase.name: int(judge.gpus.gib_for(phase) * _GIB) for phase in table.phases}
+    over = judge.overfull_phases(table)
+    excess = {phase.name: phase.device_bytes - limits[phase.name] for phase in over}
+    if over:
+        text = f"does not fit: {_name_limits(recipe, judge)}: {_name_excess(judge, over)}"
+        changes = remedies(recipe, judge)
+        # Changes on the same ranks cost nothing but speed, so they are tried before more ranks.
+        if not changes and (wider := wider_remedy(recipe, judge)) is not None:
+            changes = [wider]
+        text = text if changes else f"{text}; {_NOTHING}"
+        return Verdict(False, text, limits, excess, tuple(map(_as_overrides, changes)))
+    if (text := _too_long_request(table)) is not None:
+        changes = cache_remedies(recipe, judge)
+        text = f"does not fit: {text if changes else f'{text}; {_NOTHING}'}"
+        return Verdict(False, text, limits, excess, tuple(map(_as_overrides, changes)))
+    tightest = min(table.phases, key=lambda phase: limits[phase.name] - phase.device_bytes)
+    needed, limit = tightest.device_bytes / _GIB, judge.gpus.gib_for(tightest)
+    text = (
+        f"fits: {_name_limits(recipe, judge)}: {tightest.name} takes the most, {needed:.1f} of {limit:.1f} GiB; "
+        f"{limit - needed:.1f} GiB are left"
+    )
+    return Verdict(True, text, limits, excess)
+
+
+def _too_long_request(table: MemoryTable) -> str | None:
+    """Return an error text if the KV cache cannot hold the longest possible request. None: it can, or there is no
+    engine."""
+    if table.cache is None or holds_longest_request(table):
+        return None
+    return (
+        f"the longest possible request has {table.cache.longest:,} tokens, but the KV cache holds "
+        f"{table.cache.tokens:,}"
+    )
+
+
+def verdict_on_cpus(recipe: Recipe, models: Models, table: MemoryTable) -> Verdict:
+    """Return whether a prediction for CPUs fits: the sum of the maxima of a node's ranks is compared with this
+    machine's memory."""
+    needed, limit = fullest_node_bytes(recipe, table), machine_bytes()
+    phases = " and ".join(phase.name for phase in table.fullest_host)
+    text = f"the ranks take {needed / _GIB:.1f} GiB of host memory in {phases}, this machine has {limit / _GIB:.1f}"
+    limits = {phase.name: limit for phase in table.phases}
+    if needed <= limit and (too_long := _too_long_request(table)) is not None:
+        changes = tuple(map(_as_overrides, cache_remedies_on_cpus(recipe, models, limit)))
+        too_long = too_long if changes else f"{too_long}; {_NOTHING_ON_CPUS}"
+        return Verdict(False, f"does not fit on CPUs: {too_long}", limits, {}, changes)
+    if needed <= limit:
+        return Verdict(True, f"fits on CPUs: {text}", limits, {})
+    excess = {phase.name: needed - limit for phase in table.fullest_host}
+    text = f"does not fit on CPUs: {text}; for GPUs {NAME_THE_GPU}"
+    return Verdict(False, text, limits, excess)
+
+
+def _name_limits(recipe: Recipe, judge: MemoryJudge) -> str:
+    """Return the source of the GPU memory for a message: recipe fields, or this machine."""
+    named, engines = recipe.cluster.gpu_memory_gib, recipe.cluster.groups.engines
+    text = f"cluster.gpu_memory_gib = {named if named is not None else f'{judge.gpus.trainer:.1f} (of this machine)'}"
+    if engines is not None and engines.gpu_memory_gib is not None:
+        text += f", cluster.groups.engines.gpu_memory_gib = {engines.gpu_memory_gib}"
+    return text
+
+
+def _name_excess(judge: MemoryJudge, over: Sequence[Phase]) -> str:
+    """Return the phases above the limit, largest first: the excess in GiB, and what takes most of the memory."""
+    return "; ".join(
+        f"{phase.name} takes {phase.device_bytes / _GIB:.1f} GiB on {phase.place}, "
+        f"{phase.device_bytes / _GIB - judge.gpus.gib_for(phase):.1f} too much ({_largest(phase)})"
+        for phase in sorted(over, key=lambda phase: -phase.device_bytes)
+    )
+
+
+def _largest(phase: Phase) -> str:
+    """Return the three uses (weights, gradients, ...) taking most memory in a phase, in words."""
+    kinds = sorted(phase.uses, key=lambda use: -use.device_bytes)[:3]
+    return ", ".join(f"{use.kind} {use.device_bytes / _GIB:.1f}" for use in kinds)
+
+
+def verdict_of(recipe: Recipe, parallel: ParallelConfig, table: MemoryTable) -> Verdict:
+    """Return whether a recipe's predicted memory fits into the GPUs of the recipe or the machine, or into this
+    machine's memory if ranks run on CPUs."""
+    if (gpus := gpu_memory(recipe)) is not None:
+        return verdict_on_gpus(recipe, MemoryJudge(models_of(recipe, parallel), gpus), table)
+    if table.is_gpu or recipe.cluster.launcher != "local" or recipe.cluster.nodes > 1:
+        return verdict_without_gpus()
+    return verdict_on_cpus(recipe, models_of(recipe, parallel), table)

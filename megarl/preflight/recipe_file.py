@@ -1,0 +1,47 @@
+"""Check of a recipe's file with further overrides by the rules of a start, for a search that prints overrides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from megarl.config import Recipe
+from megarl.config.recipe import load
+from megarl.planner.sizes import parallel_of
+from megarl.preflight.registry import Cost, faults
+from megarl.types import ConfigError
+
+
+@dataclass(frozen=True)
+class RecipeFile:
+    """A recipe's file with the overrides of the command line: where the overrides of a layout are added."""
+
+    path: str | Path
+    overrides: tuple[str, ...] = ()
+
+    def refusal(self, overrides: Sequence[str]) -> str | None:
+        """Return the first error of the recipe with further overrides. None: a start would accept them.
+
+        Checked are all rules about fields, not files. Errors of the recipe itself do not count.
+        """
+        try:
+            recipe = load(self.path, (*self.overrides, *overrides))
+        except ConfigError as error:
+            return str(error)
+        return next((fault for fault in _field_faults(recipe) if fault not in self._own_faults), None)
+
+    @cached_property
+    def _own_faults(self) -> frozenset[str]:
+        return frozenset(_field_faults(load(self.path, self.overrides)))
+
+
+def _field_faults(recipe: Recipe) -> list[str]:
+    """Return the errors of all sources of a recipe by the rules about fields."""
+    messages: list[str] = []
+    facts = {"is_start": False, "is_trained": True, "has_model": False}
+    for source in recipe.sources:
+        facts_of_source = {**facts, "recipe": source.recipe, "dp": parallel_of(source.recipe).dp}
+        messages += map(str, faults(facts_of_source, (Cost.FIELDS,)))
+    return [*messages, *map(str, faults({**facts, "recipe": recipe}, (Cost.FIELDS,), per_run=True))]
