@@ -35,7 +35,7 @@ PLACES = ("trainer", "engine", "checkpoint", "export")
 
 
 @pytest.mark.parametrize(
-    ("num_flips", "hidden_size", "num_tokens"), [(6, 128, 64), (100, 512, 2048)], ids=["6 flips", "100 flips"]
+    ("num_flips", "hidden_size", "num_tokens"), [(6, 256, 64), (100, 512, 2048)], ids=["6 flips", "100 flips"]
 )
 def test_each_flip_is_named(
     tiny_model: Callable[..., Path],

@@ -15,7 +15,14 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megarl.config import Recipe
 from megarl.config.health import HealthConfig
 from megarl.tracking.display import Display
-from megarl.tracking.health import RULES, Finding, Health, unusual_learning_rate, usual_learning_rates
+from megarl.tracking.health import (
+    RULES,
+    Finding,
+    Health,
+    is_accuracy,
+    unusual_learning_rate,
+    usual_learning_rates,
+)
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.step_lines import StepLine
 from megarl.tracking.tracker import Tracker
@@ -109,6 +116,40 @@ def test_a_broken_rule_warns_once_with_metric_value_and_advice(rule: str) -> Non
 @pytest.mark.parametrize(("rule", "rows"), FINE)
 def test_a_rule_that_is_not_broken_says_nothing(rule: str, rows: Rows) -> None:
     assert rule not in {finding.rule for finding in observed(rows)}
+
+
+@pytest.mark.parametrize(
+    ("rule", "rows", "config", "warns"),
+    [
+        ("truncated", series("rollout/truncated", [0.95] * 3), {}, True),
+        ("entropy_collapsed", series("train/entropy", [1e-3] * 3), {}, False),
+        ("entropy_exploding", series("train/entropy", [0.25] * 3 + [1.25] * 3), {}, True),
+        ("entropy_exploding", series("train/entropy", [0.125] * 3 + [1.0] * 3), {}, True),
+        ("grad_norm_rising", series("train/grad_norm", [0.25] * 3 + [2.5] * 3), {}, True),
+        (
+            "validation_falling",
+            hacked([0.5, 0.75, 0.5, 0.5], [0.5, 0.5, 0.75, 0.75, 0.75, 0.75]),
+            {"validation_drop": 0.25, "reward_rise": 0.25},
+            True,
+        ),
+    ],
+)
+def test_a_value_at_its_threshold(rule: str, rows: Rows, config: dict[str, float], warns: bool) -> None:
+    assert (rule in {finding.rule for finding in observed(rows, **config)}) is warns
+
+
+def test_a_learning_rate_at_the_ends_of_its_range_is_usual() -> None:
+    usual = usual_learning_rates(128, has_lora=False)
+    assert usual == (1e-8, 1 / 128)
+    assert [unusual_learning_rate(rate, usual) for rate in usual] == [None, None]
+    low, high = unusual_learning_rate(1e-9, usual), unusual_learning_rate(1e-2, usual, step=4)
+    assert low is not None and "hardly change" in low.problem and low.step == 0
+    assert high is not None and "destroyed" in high.problem and high.step == 4
+
+
+def test_accuracies_of_whole_validation_sets_are_told_from_other_metrics() -> None:
+    names = ["val/math/accuracy", "val/math/easy/accuracy", "train/math/accuracy", "val/math/mean", "val/accuracy"]
+    assert [name for name in names if is_accuracy(name)] == ["val/math/accuracy"]
 
 
 def test_a_run_that_learns_breaks_no_rule() -> None:
