@@ -3,6 +3,7 @@
 import os
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -120,3 +121,17 @@ def test_no_world_ends_before_all_ranks_are_through(pool, tmp_path):
 def test_local_functions_are_refused(pool):
     with pytest.raises(ValueError, match="local"):
         pool.run(lambda: None)
+
+
+_groups: list[dist.ProcessGroup | None] = []
+
+
+def keep_groups() -> int:
+    """Make groups that stay in memory. Returns the number of this process's threads that poll sockets for gloo."""
+    _groups.extend(dist.new_group() for _ in range(3))
+    tasks = Path("/proc/self/task")
+    return sum((task / "comm").read_text().startswith("gloo_tcp_loop") for task in tasks.iterdir())
+
+
+def test_all_groups_of_a_rank_share_the_thread_that_polls_sockets(ranks: RankPool) -> None:
+    assert [ranks.run(keep_groups, world_size=2) for _ in range(2)] == [[1, 1], [1, 1]]
