@@ -28,6 +28,29 @@ FLIP = """
             tensors[name].detach().view(torch.int32).view(-1)[5] ^= 1 << 3
 """
 """Statements that flip a bit once the weights have version 2."""
+LOSS = """
+import sys
+
+import torch
+
+
+def loss(policy_logprobs, old_logprobs, advantages):
+    return -advantages * policy_logprobs, {{}}
+
+
+# The driver loads this file too, but has no worker.
+if (module := sys.modules.get("megarl.worker.colocated")) is not None:
+    sleep = module.Worker.sleep_engine
+
+    def sleep_engine(self):
+        {before}
+        changes = sleep(self)
+        {after}
+        return changes
+
+    module.Worker.sleep_engine = sleep_engine
+"""
+"""A run's own policy loss. The ranks that load it execute statements before or after an engine's sleep."""
 
 
 @pytest.fixture
@@ -90,8 +113,9 @@ def test_a_flip_in_the_trainer_is_named_before_the_update(
     train: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
     flip = FLIP.format(rank=1, tensors="self.policy.tensors", name="linear_fc2.weight")
-    flip_in_copy(tmp_path, "worker/colocated.py", "        return changes\n", flip)
-    done = train("name=flip", "trainer.tp=2", "cluster.ranks_per_node=2", "checkpoint.every_steps=1")
+    (tmp_path / "flip.py").write_text(LOSS.format(before="", after=flip.strip()))
+    own = "algorithm.policy_loss=flip.py:loss"
+    done = train("name=flip", own, "trainer.tp=2", "cluster.ranks_per_node=2", "checkpoint.every_steps=1")
     assert done.returncode == 70, done.stdout + done.stderr
     assert "weights changed in the memory of trainer rank 1 on " in done.stderr
     assert "after the update of step 1 (version 2): model.layers.0.mlp.down_proj.weight[" in done.stderr
@@ -102,8 +126,9 @@ def test_a_flip_in_an_engine_is_named_before_its_samples_are_trained(
     train: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
     flip = FLIP.format(rank=0, tensors="dict(self.engine.model.named_parameters())", name="qkv_proj.weight")
-    flip_in_copy(tmp_path, "worker/colocated.py", "        changes = None\n", flip)
-    done = train("name=flip", "trainer.dp=2", "rollout.tp=1", "cluster.ranks_per_node=2")
+    (tmp_path / "flip.py").write_text(LOSS.format(before=flip.strip(), after=""))
+    own = "algorithm.policy_loss=flip.py:loss"
+    done = train("name=flip", own, "trainer.dp=2", "rollout.tp=1", "cluster.ranks_per_node=2")
     assert done.returncode == 70, done.stdout + done.stderr
     assert "weights changed in the memory of engine rank 0 on " in done.stderr
     assert "after the reshard of step 1 (version 2): model.layers.0.self_attn.q_proj.weight[" in done.stderr
