@@ -158,10 +158,10 @@ def by_rows(weight: Any, whole: Any) -> tuple[Any, Any]:
     ("parallel", "model", "quantization"),
     [
         pytest.param(trainer(1), QWEN3, "fp8", id="qwen3 tp 1"),
-        pytest.param(trainer(2), QWEN3, "fp8", id="qwen3 tp 2"),
+        pytest.param(trainer(2), QWEN3, "fp8", id="qwen3 tp 2", marks=pytest.mark.long),
         pytest.param(trainer(4), QWEN3, "fp8", id="qwen3 tp 4"),
         pytest.param(trainer(1), QWEN3_MOE, "fp8", id="qwen3_moe tp 1"),
-        pytest.param(trainer(2), QWEN3_MOE, "fp8", id="qwen3_moe tp 2"),
+        pytest.param(trainer(2), QWEN3_MOE, "fp8", id="qwen3_moe tp 2", marks=pytest.mark.long),
         pytest.param(trainer(4), QWEN3_MOE, "fp8", id="qwen3_moe tp 4"),
         pytest.param(trainer(2, etp=1, ep=2, rollout_ep=True), QWEN3_MOE, "fp8", id="qwen3_moe whole experts"),
         pytest.param(trainer(2), QWEN3, "fp8_per_channel", id="qwen3 tp 2 by channel"),
