@@ -82,6 +82,7 @@ def plan(
     memory = table_of(loaded, parallel)
     verdict, kind = verdict_of(loaded, parallel, memory), gpu_kind(loaded)
     if not as_json:
+        print_lines(verdict.lines)
         print_memory(loaded, memory)
         if explain:
             print_terms(loaded, memory)
@@ -112,7 +113,6 @@ def plan(
             [
                 *not_downloaded(loaded),
                 *(f"warning: {text}" for text in (*small_cache(loaded, parallel, memory), *slower_layout(loaded))),
-                *verdict.lines,
             ]
         )
     # None: the GPUs' memory is unknown, and nothing is refused then.

@@ -54,7 +54,7 @@ class Verdict:
 
     @property
     def lines(self) -> list[str]:
-        """Return the last lines printed by `megarl plan`: the verdict, and the cheapest change with which the recipe
+        """Return the first lines printed by `megarl plan`: the verdict, and the cheapest change with which the recipe
         fits."""
         return [self.text, *(f"cheapest remedy: {remedy}" for remedy in self.remedies[:1])]
 

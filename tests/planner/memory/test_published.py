@@ -117,7 +117,7 @@ def test_a_large_recipe_is_planned_where_no_model_is(
         "is not there, so memory is predicted with the sizes of Qwen/Qwen3-" in text
         and "before a start: hf download" in text
     )
-    assert text.splitlines()[-1].startswith("fits: ")
+    assert text.splitlines()[0].startswith("fits: ")
 
 
 def test_a_folder_that_is_there_counts(tmp_path: Path) -> None:
