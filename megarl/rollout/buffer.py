@@ -9,7 +9,8 @@ The life of a group, with the functions moving it:
 
 `state.started` holds the groups in flight, `state.waiting` the complete ones for a later step. Both are saved.
 The loop calls `load` before its first step. In each step it calls `take`, then `metrics`, and `add_old_logprobs` before
-the update. It calls `state.forget_step` only after `take` raised AbandonedError, and `aclose` at the end.
+the update. It calls `state.forget_step` only if a stop signal abandons the step, within `take` or later before the
+update, and `aclose` at the end. Only the buffer calls `begin_step`, `start`, `use` and `drop` of the state.
 Groups start and complete within `take`, and with sampling ahead between two calls too: `_note_end` replaces a
 filtered-out group. Only `take` drops stale or surplus groups.
 """
