@@ -82,6 +82,8 @@ def written(run: Run) -> list[dict[str, Any]]:
 
 async def make_step(run: Run, number: int, evaluate: Callable[[int], Any]) -> None:
     async with run.step(number, evaluate) as step:
+        with run.tracker.phase("reshard"):
+            await asyncio.sleep(0.05)
         step.log({"reward/mean": 0.5})
 
 
@@ -97,6 +99,8 @@ def test_a_step_is_logged_before_its_evaluation(recipe: Recipe) -> None:
             assert run.folder.status["step"] == step
             with run.tracker.phase("evaluation"):
                 await asyncio.sleep(0.02)
+            with run.tracker.phase("reshard"):
+                pass
             return {"val/a/accuracy": 0.25}
 
         for number in (1, 2):
@@ -105,11 +109,12 @@ def test_a_step_is_logged_before_its_evaluation(recipe: Recipe) -> None:
         assert "evaluation_follows" not in first and "evaluation_follows" not in evaluation
         assert [row["step"] for row in (first, second, evaluation)] == [1, 2, 2]
         assert set(evaluation) == {
-            "step", "val/a/accuracy", "time/step_seconds", "time/evaluation_seconds", "memory/rollout_gib",
-            "memory/logprobs_gib",
+            "step", "val/a/accuracy", "time/step_seconds", "time/evaluation_seconds", "time/reshard_seconds",
+            "memory/rollout_gib", "memory/logprobs_gib",
         }  # fmt: skip
         # The second line has the time of the whole step, and the larger peak.
         assert evaluation["time/step_seconds"] >= second["time/step_seconds"] + 0.02
+        assert evaluation["time/reshard_seconds"] > second["time/reshard_seconds"] >= 0.05
         assert evaluation["memory/rollout_gib"] == 3.0
         _, whole = folder.logged_steps()
         assert whole.metrics["perf/mfu"] == 0.5 and whole.metrics["val/a/accuracy"] == 0.25
