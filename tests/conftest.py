@@ -76,9 +76,10 @@ def pytest_xdist_setupnodes(config: pytest.Config) -> None:
     """Share fork servers among all workers: each server's imports take 10 s to 20 s of processor time."""
     folder = str(config.stash[WATCH].folder)
     config.stash[SHARED_BY_WORKERS] = stack = contextlib.ExitStack()
-    with pytest.MonkeyPatch.context() as here:
-        here.setenv("TMPDIR", folder)
-        here.setattr(tempfile, "tempdir", folder)
+    # Only the broker has this folder: a worker's own one would have too long a path for sockets within it.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", folder)
+        patch.setattr(tempfile, "tempdir", folder)
         stack.enter_context(shared_fork_servers())
 
 

@@ -114,8 +114,8 @@ def test_a_flip_in_the_trainer_is_named_before_the_update(
 ) -> None:
     flip = FLIP.format(rank=1, tensors="self.policy.tensors", name="linear_fc2.weight")
     (tmp_path / "flip.py").write_text(LOSS.format(before="", after=flip.strip()))
-    own = "algorithm.policy_loss=flip.py:loss"
-    done = train("name=flip", own, "trainer.tp=2", "cluster.ranks_per_node=2", "checkpoint.every_steps=1")
+    loss = "algorithm.policy_loss=flip.py:loss"
+    done = train("name=flip", loss, "trainer.tp=2", "cluster.ranks_per_node=2", "checkpoint.every_steps=1")
     assert done.returncode == 70, done.stdout + done.stderr
     assert "weights changed in the memory of trainer rank 1 on " in done.stderr
     assert "after the update of step 1 (version 2): model.layers.0.mlp.down_proj.weight[" in done.stderr
@@ -127,8 +127,8 @@ def test_a_flip_in_an_engine_is_named_before_its_samples_are_trained(
 ) -> None:
     flip = FLIP.format(rank=0, tensors="dict(self.engine.model.named_parameters())", name="qkv_proj.weight")
     (tmp_path / "flip.py").write_text(LOSS.format(before=flip.strip(), after=""))
-    own = "algorithm.policy_loss=flip.py:loss"
-    done = train("name=flip", own, "trainer.dp=2", "rollout.tp=1", "cluster.ranks_per_node=2")
+    loss = "algorithm.policy_loss=flip.py:loss"
+    done = train("name=flip", loss, "trainer.dp=2", "rollout.tp=1", "cluster.ranks_per_node=2")
     assert done.returncode == 70, done.stdout + done.stderr
     assert "weights changed in the memory of engine rank 0 on " in done.stderr
     assert "after the reshard of step 1 (version 2): model.layers.0.self_attn.q_proj.weight[" in done.stderr
