@@ -124,13 +124,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="print what each check proves, its sizes and their times")
     parser.add_argument("name", nargs="?", choices=NAMES, metavar="NAME", help=", ".join(NAMES))
     parser.add_argument("options", nargs=argparse.REMAINDER, help="of the check")
-    chosen = parser.parse_args(arguments)
-    if chosen.list:
+    command = parser.parse_args(arguments)
+    if command.list:
         print("\n".join(map(describe, NAMES)))
         return 0
-    if chosen.name is None:
+    if command.name is None:
         parser.error("a NAME is missing; --list shows all")
-    return run(chosen.name, chosen.options)
+    return run(command.name, command.options)
 
 
 if __name__ == "__main__":

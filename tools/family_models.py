@@ -73,12 +73,13 @@ def model_shard(
 def logprobs(folder: str, parallel: ParallelConfig, dtype: str, in_one_row: bool) -> list[np.ndarray] | None:
     """Return a trainer's log-probs of each sequence, or a critic's values before each token, on reporting ranks."""
     model = model_shard(folder, parallel, dtype)
-    own = sequences(model.shape.vocab_size)
-    rows = [TokenBatch.from_sequences(own)] if in_one_row else [TokenBatch.from_sequences([one]) for one in own]
-    found = model.forward(rows)
-    if found is None:
+    compared = sequences(model.shape.vocab_size)
+    groups = [compared] if in_one_row else [[sequence] for sequence in compared]
+    rows = [TokenBatch.from_sequences(group) for group in groups]
+    logprobs = model.forward(rows)
+    if logprobs is None:
         return None
-    return np.split(found[0], np.cumsum(LENGTHS)[:-1]) if in_one_row else list(found)
+    return np.split(logprobs[0], np.cumsum(LENGTHS)[:-1]) if in_one_row else list(logprobs)
 
 
 def routed_logprobs(folder: str, dtype: str, replayed: np.ndarray | None) -> tuple[list[np.ndarray], np.ndarray]:
@@ -94,11 +95,11 @@ def routed_logprobs(folder: str, dtype: str, replayed: np.ndarray | None) -> tup
     from megarl.training.routed_experts import StoredExperts, make_route_feed
 
     model = model_shard(folder, ONE_RANK, dtype, parts=ModelParts(replays_routes=replayed is not None))
-    chosen: list[np.ndarray] = []
+    choices: list[np.ndarray] = []
     [chunk] = model.chunks
     for router in (module for module in chunk.modules() if isinstance(module, TopKRouter)):
         # A router returns probabilities and a mask of the chosen experts, both [tokens, experts].
-        router.register_forward_hook(lambda _module, _inputs, output: chosen.append(chosen_experts(output[1])))
+        router.register_forward_hook(lambda _module, _inputs, output: choices.append(chosen_experts(output[1])))
     batch = TokenBatch.from_sequences(sequences(model.shape.vocab_size))
     if replayed is not None:
         # Stored experts have an entry for each layer of the model.
@@ -108,9 +109,9 @@ def routed_logprobs(folder: str, dtype: str, replayed: np.ndarray | None) -> tup
         handles = [stored.keep(experts) for experts in np.split(of_layers, np.cumsum(LENGTHS)[:-1])]
         batch = replace(batch, experts=np.array(handles))
         model.feeds.append(make_route_feed(stored, model))
-    found = model.forward([batch])
-    assert found is not None
-    return np.split(found[0], np.cumsum(LENGTHS)[:-1]), np.stack(chosen, axis=1)
+    logprobs = model.forward([batch])
+    assert logprobs is not None
+    return np.split(logprobs[0], np.cumsum(LENGTHS)[:-1]), np.stack(choices, axis=1)
 
 
 def chosen_experts(mask: Any) -> np.ndarray:
@@ -138,9 +139,10 @@ def engine_logprobs(folder: str) -> list[np.ndarray]:
     from megarl.families.shape import read_model_shape
 
     engine = engine_of(folder)
-    found = [engine.prompt_logprobs(one.token_ids) for one in sequences(read_model_shape(folder).vocab_size)]
+    compared = sequences(read_model_shape(folder).vocab_size)
+    logprobs = [engine.prompt_logprobs(sequence.token_ids) for sequence in compared]
     engine.close()
-    return found
+    return logprobs
 
 
 def engine_of(folder: str, **settings: Any) -> Any:
@@ -209,9 +211,9 @@ def train_and_export(folder: str, parallel: ParallelConfig, out: str, has_value_
     }
 
 
-def split_sequences(found: list[np.ndarray] | None) -> list[np.ndarray] | None:
+def split_sequences(values: list[np.ndarray] | None) -> list[np.ndarray] | None:
     """Return one row's values [tokens] as those of each sequence; None on ranks that report nothing."""
-    return None if found is None else np.split(found[0], np.cumsum(LENGTHS)[:-1])
+    return None if values is None else np.split(values[0], np.cumsum(LENGTHS)[:-1])
 
 
 def stored_parts(folder: str) -> dict[str, Any]:
@@ -236,25 +238,25 @@ def sample(folder: str) -> tuple[list[TrainingSequence], list[np.ndarray]]:
 
     experts: list[np.ndarray] = []
 
-    def keep(chosen: np.ndarray) -> ExpertsHandle:
-        experts.append(chosen)
+    def keep(choices: np.ndarray) -> ExpertsHandle:
+        experts.append(choices)
         return ExpertsHandle(0, len(experts) - 1)
 
     engine = engine_of(folder, features=EngineFeatures(keep_experts=keep), vllm={"enable_return_routed_experts": True})
-    prompts = [one.token_ids for one in sequences(read_model_shape(folder).vocab_size)]
+    prompts = [sequence.token_ids for sequence in sequences(read_model_shape(folder).vocab_size)]
     settings = SamplingSettings(16, 1.0)
     engine.advance([Request(str(i), prompt.astype(np.int32), settings, i) for i, prompt in enumerate(prompts)], (), 0.0)
     done = {completion.request_id: completion for completion in engine.advance((), (), float("inf"))}
     engine.close()
-    made, chosen = [], []
+    sampled, choices = [], []
     for number, prompt in enumerate(prompts):
         completion = done[str(number)]
         tokens = np.concatenate([prompt, completion.token_ids])
         past = np.concatenate([np.zeros(len(prompt), np.float32), completion.rollout_logprobs])
-        made.append(TrainingSequence(tokens, np.arange(len(tokens)) >= len(prompt), rollout_logprobs=past))
+        sampled.append(TrainingSequence(tokens, np.arange(len(tokens)) >= len(prompt), rollout_logprobs=past))
         assert completion.routed_experts is not None
-        chosen.append(experts[completion.routed_experts.number])
-    return made, chosen
+        choices.append(experts[completion.routed_experts.number])
+    return sampled, choices
 
 
 def replay(
@@ -280,19 +282,19 @@ def replay(
         RouterReplay.set_global_router_replay_action(RouterReplayAction.RECORD)
     else:
         # The first rank sampled all; the others count the same handles.
-        held = StoredExperts(0, parallel.world_size)
-        batch = replace(batch, experts=np.array([held.keep(chosen) for chosen in experts]))
-        held = StoredExperts(dist.get_rank(), parallel.world_size) if dist.get_rank() else held
-        engine.feeds.append(make_route_feed(held, engine))
-    found = engine.forward([batch])
+        stored = StoredExperts(0, parallel.world_size)
+        batch = replace(batch, experts=np.array([stored.keep(choices) for choices in experts]))
+        stored = StoredExperts(dist.get_rank(), parallel.world_size) if dist.get_rank() else stored
+        engine.feeds.append(make_route_feed(stored, engine))
+    logprobs = engine.forward([batch])
     recorded = [router.get_recorded_indices() for router in RouterReplay.global_router_replay_instances]
-    own = {
-        layer: chosen.numpy()
-        for layer, chosen in zip(expert_layers(engine.chunks), recorded, strict=True)
-        if chosen is not None
+    by_layer = {
+        layer: choices.numpy()
+        for layer, choices in zip(expert_layers(engine.chunks), recorded, strict=True)
+        if choices is not None
     }
-    ends = np.cumsum([len(one) for one in sampled])[:-1]
-    return None if found is None else np.split(found[0], ends), own
+    ends = np.cumsum([len(sequence) for sequence in sampled])[:-1]
+    return None if logprobs is None else np.split(logprobs[0], ends), by_layer
 
 
 def oracle(folder: Path, dtype: str) -> tuple[list[np.ndarray], np.ndarray]:
@@ -304,29 +306,29 @@ def oracle(folder: Path, dtype: str) -> tuple[list[np.ndarray], np.ndarray]:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
-    chosen: dict[str, list[np.ndarray]] = {}
+    choices: dict[str, list[np.ndarray]] = {}
     for name, module in model.named_modules():
         if name.endswith(".experts"):
             # Arguments of transformers' experts: hidden states, chosen experts [tokens, top_k], their weights.
             module.register_forward_pre_hook(
-                lambda _module, inputs, name=name: chosen.setdefault(name, []).append(inputs[1].sort(-1)[0].numpy())
+                lambda _module, inputs, name=name: choices.setdefault(name, []).append(inputs[1].sort(-1)[0].numpy())
             )
-    found = oracle_logprobs(model, sequences(model.config.vocab_size), torch.float32)
-    layers = [np.concatenate(of_sequences) for of_sequences in chosen.values()]
-    return found, np.stack(layers, axis=1) if layers else np.zeros((sum(LENGTHS), 0))
+    logprobs = oracle_logprobs(model, sequences(model.config.vocab_size), torch.float32)
+    layers = [np.concatenate(of_sequences) for of_sequences in choices.values()]
+    return logprobs, np.stack(layers, axis=1) if layers else np.zeros((sum(LENGTHS), 0))
 
 
 def oracle_logprobs(model: Any, of: Sequence[TrainingSequence], dtype: Any) -> list[np.ndarray]:
     """Return a transformers model's log-probs of each sequence, the first of each 0. `dtype` is the softmax's."""
     import torch
 
-    found = []
-    for one in of:
-        tokens = torch.from_numpy(one.token_ids)
+    logprobs = []
+    for sequence in of:
+        tokens = torch.from_numpy(sequence.token_ids)
         with torch.no_grad():
             logits = model(tokens[None]).logits[0, :-1].to(dtype)
-        found.append(np.concatenate([[0.0], logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0].numpy()]))
-    return found
+        logprobs.append(np.concatenate([[0.0], logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0].numpy()]))
+    return logprobs
 
 
 def oracle_gradient(folder: Path, work: Path, head: np.ndarray | None = None) -> dict[str, np.ndarray]:
@@ -344,14 +346,14 @@ def oracle_gradient(folder: Path, work: Path, head: np.ndarray | None = None) ->
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager").eval()
     total = sum(LENGTHS) - len(LENGTHS)
     score = None if head is None else torch.from_numpy(head).double().requires_grad_()
-    for one in sequences(model.config.vocab_size):
-        tokens = torch.from_numpy(one.token_ids)
+    for sequence in sequences(model.config.vocab_size):
+        tokens = torch.from_numpy(sequence.token_ids)
         if score is None:
             logits = model(tokens[None]).logits[0, :-1]
             loss = torch.nn.functional.cross_entropy(logits, tokens[1:], reduction="sum") / total
         else:
             values = (model.model(tokens[None]).last_hidden_state[0, :-1] @ score.T)[:, 0]
-            loss = (values - torch.from_numpy(one.returns)[1:]).square().sum() / 2 / total
+            loss = (values - torch.from_numpy(sequence.returns)[1:]).square().sum() / 2 / total
         loss.backward()
     for parameter in model.parameters():
         # An expert that no token chose has no gradient.
@@ -366,15 +368,15 @@ def oracle_gradient(folder: Path, work: Path, head: np.ndarray | None = None) ->
     return {name: value for name, value in saved.items() if name not in float32_tensors(read_model_shape(folder))}
 
 
-def apart(one: list[np.ndarray], other: list[np.ndarray], without: np.ndarray | None = None) -> float:
+def apart(first: list[np.ndarray], second: list[np.ndarray], without: np.ndarray | None = None) -> float:
     """Return the largest distance of log-probs; the first of each sequence does not count.
 
     Log-probs computed at the tokens `without`, bool [tokens of all sequences], do not count either.
     """
-    ends = np.cumsum([len(values) for values in one])
+    ends = np.cumsum([len(values) for values in first])
     left_out = np.split(np.zeros(ends[-1], bool) if without is None else without, ends[:-1])
     # The log-prob of a token is computed at the token before it.
-    pairs = zip(one, other, left_out, strict=True)
+    pairs = zip(first, second, left_out, strict=True)
     return float(max(np.abs(a[1:] - b[1:])[~out[:-1]].max(initial=0.0) for a, b, out in pairs))
 
 
@@ -400,12 +402,12 @@ def oracle_values(folder: Path, head: np.ndarray | None = None) -> list[np.ndarr
         # Without a class of classifiers, transformers reads the backbone alone.
         model = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
         score = tensors_in(folder)["score.weight"] if head is None else torch.from_numpy(head)
-    found = []
-    for one in sequences(shape.vocab_size):
+    values = []
+    for sequence in sequences(shape.vocab_size):
         with torch.no_grad():
-            hidden = model(torch.from_numpy(one.token_ids)[None]).last_hidden_state[0, :-1]
-        found.append(np.concatenate([[0.0], (hidden @ score.T)[:, 0].detach().numpy()]))
-    return found
+            hidden = model(torch.from_numpy(sequence.token_ids)[None]).last_hidden_state[0, :-1]
+        values.append(np.concatenate([[0.0], (hidden @ score.T)[:, 0].detach().numpy()]))
+    return values
 
 
 def reported(results: list[list[np.ndarray] | None]) -> list[np.ndarray]:

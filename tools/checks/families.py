@@ -175,8 +175,8 @@ Found = Iterator[dict[str, Any]]
 
 def prove_logprobs(name: str, folder: Path, pool: RankPool, work: Path) -> Found:
     exact, experts = oracle(folder, "float32")
-    own = reported(pool.run(logprobs, str(folder), ONE_RANK, "float32", True, world_size=1))
-    yield limited("log-probs", apart(own, exact), LOGPROB_LIMIT)
+    trained = reported(pool.run(logprobs, str(folder), ONE_RANK, "float32", True, world_size=1))
+    yield limited("log-probs", apart(trained, exact), LOGPROB_LIMIT)
     oracle_rounded, oracle_experts = oracle(folder, "bfloat16")
     oracle_flips = flips(oracle_experts, experts)
     if FAMILIES[name].has_experts:
@@ -226,8 +226,8 @@ def rotary_row(folder: Path, pool: RankPool) -> dict[str, Any]:
         read_model_shape(folder)
     except DataError as error:
         return refused("rotary", str(error).partition("config.json: ")[2])
-    own = reported(pool.run(logprobs, str(folder), ONE_RANK, "float32", True, world_size=1))
-    row = limited("rotary", apart(own, oracle(folder, "float32")[0]), ROTARY_LIMIT)
+    trained = reported(pool.run(logprobs, str(folder), ONE_RANK, "float32", True, world_size=1))
+    row = limited("rotary", apart(trained, oracle(folder, "float32")[0]), ROTARY_LIMIT)
     del row["layout"]
     return row
 
@@ -254,19 +254,19 @@ def prove_gradient(name: str, folder: Path, pool: RankPool, work: Path) -> Found
     yield gradient_row("gradient", invariance.join([parts]), oracle_gradient(folder, work))
 
 
-def gradient_row(proof: str, own: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> dict[str, Any]:
+def gradient_row(proof: str, gradient: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> dict[str, Any]:
     """Return a row with the distance of two gradients, relative to their norm."""
     norm = np.sqrt(sum(np.square(value).sum() for value in expected.values()))
     # Both are scaled to norm 1: the trainer's is clipped.
-    scale = np.sqrt(sum(np.square(value, dtype=np.float64).sum() for value in own.values()))
-    distance = np.sqrt(sum(np.square(expected[key] / norm - own[key] / scale).sum() for key in own))
-    return limited(proof, float(distance), GRADIENT_LIMIT) | {"tensors": len(own)}
+    scale = np.sqrt(sum(np.square(value, dtype=np.float64).sum() for value in gradient.values()))
+    distance = np.sqrt(sum(np.square(expected[key] / norm - gradient[key] / scale).sum() for key in gradient))
+    return limited(proof, float(distance), GRADIENT_LIMIT) | {"tensors": len(gradient)}
 
 
 def prove_engine(name: str, folder: Path, pool: RankPool, work: Path) -> Found:
-    own = reported(pool.run(logprobs, str(folder), ONE_RANK, "float32", True, world_size=1))
+    trained = reported(pool.run(logprobs, str(folder), ONE_RANK, "float32", True, world_size=1))
     [sampled] = pool.run(engine_logprobs, str(folder), world_size=1)
-    yield limited("engine", apart(own, sampled), FAMILIES[name].engine_limit)
+    yield limited("engine", apart(trained, sampled), FAMILIES[name].engine_limit)
 
 
 def prove_packing(name: str, folder: Path, pool: RankPool, work: Path) -> Found:
@@ -284,11 +284,14 @@ def prove_conversion(name: str, folder: Path, pool: RankPool, work: Path) -> Fou
     sizes: dict[str, Any] = {"tp": 2, "pp": 2, **({"ep": 2} if FAMILIES[name].has_experts else {})}
     to_megatron(folder, work / "megatron", **sizes, verify=True)
     to_hf(work / "megatron", work / "hf", verify=True)
-    one, other = (
-        {k: v for file in at.glob("*.safetensors") for k, v in load_file(file).items()} for at in (folder, work / "hf")
+    source, converted = (
+        {k: v for file in place.glob("*.safetensors") for k, v in load_file(file).items()}
+        for place in (folder, work / "hf")
     )
-    differing = sum(k not in other or v.dtype != other[k].dtype or not v.equal(other[k]) for k, v in one.items())
-    yield limited("conversion", differing + len(other.keys() - one.keys()), 0) | {"tensors": len(one)}
+    differing = sum(
+        k not in converted or v.dtype != converted[k].dtype or not v.equal(converted[k]) for k, v in source.items()
+    )
+    yield limited("conversion", differing + len(converted.keys() - source.keys()), 0) | {"tensors": len(source)}
 
 
 def prove_reshard(name: str, folder: Path, pool: RankPool, work: Path) -> Found:
@@ -296,7 +299,7 @@ def prove_reshard(name: str, folder: Path, pool: RankPool, work: Path) -> Found:
 
     row = FAMILIES[name]
     layouts = EXPERT_LAYOUTS if row.has_experts else DENSE_LAYOUTS
-    fitting = [at for at in layouts if at.etp == 1 or not row.has_expert_biases]
+    fitting = [layout for layout in layouts if layout.etp == 1 or not row.has_expert_biases]
     yield from live_weights("reshard", lambda parallel: recipe_of(folder, parallel), fitting, pool, work)
 
 
@@ -325,15 +328,15 @@ def alike(
 ) -> Iterator[dict[str, Any]]:
     """Yield a row per layout and objective of `tests/training/invariance.py`."""
     row = FAMILIES[name]
-    layouts = [at for at in layouts if "etp" not in at or not row.has_expert_biases]
+    layouts = [layout for layout in layouts if "etp" not in layout or not row.has_expert_biases]
     model = "moe" if row.has_experts else "dense"
     # Later steps raise rounding of small gradients (dt_bias of delta-nets). Proofs of several losses make one step.
     num_steps = invariance.NUM_STEPS if len(objectives) == 1 else 1
-    for found in invariance.check(model, folder, pool, layouts, objectives, num_steps):
-        worst = max(found["loss"], found["grad_norm"], found["parameter"])
-        title = proof if len(objectives) == 1 else f"{proof}, {found['objective']}"
-        one = {"proof": title, "layout": found["layout"], "found": worst, "limit": "invariance", "met": found["met"]}
-        yield one | ({} if found["met"] else {"worst": found["worst_parameter"]})
+    for line in invariance.check(model, folder, pool, layouts, objectives, num_steps):
+        worst = max(line["loss"], line["grad_norm"], line["parameter"])
+        title = proof if len(objectives) == 1 else f"{proof}, {line['objective']}"
+        shown = {"proof": title, "layout": line["layout"], "found": worst, "limit": "invariance", "met": line["met"]}
+        yield shown | ({} if line["met"] else {"worst": line["worst_parameter"]})
 
 
 def prove_drafts(name: str, folder: Path, pool: RankPool, work: Path) -> Found:
@@ -348,7 +351,7 @@ def prove_drafts(name: str, folder: Path, pool: RankPool, work: Path) -> Found:
     trained = make_tiny_model(work / "trained", family=name, **fields)
     # A wide spread of weights makes decided predictions: rounding does not change the most probable token. Its
     # gradients round more, so those are compared with the usual spread.
-    own = make_tiny_model(work / "mtp", family=name, **fields, initializer_range=0.1)
+    with_mtp = make_tiny_model(work / "mtp", family=name, **fields, initializer_range=0.1)
     alone, together = (
         pool.run(updated, recipe_of(trained, coefficient), ONE_RANK, None, world_size=1)[0]
         for coefficient in (None, COEFFICIENT)
@@ -356,19 +359,19 @@ def prove_drafts(name: str, folder: Path, pool: RankPool, work: Path) -> Found:
     gradients = invariance.join([together["gradients"]])
     _, expected = oracle(trained)
     yield gradient_row("drafts, gradient", {key: gradients[key] for key in expected}, expected)
-    both = [{**invariance.join([found["weights"]]), **_rows(found["logprobs"])} for found in (alone, together)]
+    both = [{**invariance.join([result["weights"]]), **_rows(result["logprobs"])} for result in (alone, together)]
     differing = sum(not np.array_equal(value, both[1][key]) for key, value in both[0].items())
     yield limited("drafts, policy", differing, 0) | {"tensors": len(both[0])}
-    for row in prove_conversion(name, own, pool, work):
+    for row in prove_conversion(name, with_mtp, pool, work):
         yield row | {"proof": "drafts, conversion"}
     layouts = (ONE_RANK, ParallelConfig(tp=2, pp=1, dp=1, rollout_tp=1), ParallelConfig(tp=1, pp=2, dp=1, rollout_tp=2))
-    yield from live_weights("drafts, reshard", lambda layout: drafting_recipe_of(own, layout), layouts, pool, work)
+    yield from live_weights("drafts, reshard", lambda layout: drafting_recipe_of(with_mtp, layout), layouts, pool, work)
     for tp, num_drafts in ((1, 2), (2, 3)):
-        found = pool.run(sampled, str(own), tp, num_drafts, world_size=tp)[0]
+        runs = pool.run(sampled, str(with_mtp), tp, num_drafts, world_size=tp)[0]
         layout = {"layout": f"vLLM tp {tp}, {num_drafts} drafts"}
-        plain = found["plain"]["whole"]["whole"]
+        plain = runs["plain"]["whole"]["whole"]
         for run in ("whole", "fed"):
-            drafted = found["drafts"][run][run]
+            drafted = runs["drafts"][run][run]
             yield limited("drafts, tokens", int((drafted.token_ids != plain.token_ids).sum()), 0) | layout
             distance = float(np.abs(drafted.rollout_logprobs - plain.rollout_logprobs).max())
             yield limited("drafts, log-probs", distance, DRAFTS_LIMIT) | layout
@@ -424,23 +427,26 @@ def prove_replay(name: str, folder: Path, pool: RankPool, work: Path) -> Found:
         yield refused("replay", "the family has no experts")
         return
     [(sampled, experts)] = pool.run(sample, str(folder), world_size=1)
-    [(_, own)] = pool.run(replay, str(folder), ONE_RANK, sampled, None, world_size=1)
-    yield limited("replay, choices", differing_choices(sampled, experts, own), 0)
+    [(_, recorded)] = pool.run(replay, str(folder), ONE_RANK, sampled, None, world_size=1)
+    yield limited("replay, choices", differing_choices(sampled, experts, recorded), 0)
     # Other experts for every token, so that a trainer that ignores them is found out.
-    others = [(chosen + 1) % num_experts_of(folder) for chosen in experts]
+    changed_experts = [(choices + 1) % num_experts_of(folder) for choices in experts]
     results, moved = [], []
     for parallel in (ONE_RANK, SPLIT[True]):
         case = str(folder), parallel, sampled
-        found, changed = (
-            reported([own for own, _ in pool.run(replay, *case, given, world_size=parallel.world_size)])
-            for given in (experts, others)
+        replayed, changed = (
+            reported(
+                [rank_logprobs for rank_logprobs, _ in pool.run(replay, *case, routes, world_size=parallel.world_size)]
+            )
+            for routes in (experts, changed_experts)
         )
         distance = max(
-            np.abs(own - one.rollout_logprobs)[one.loss_mask].max() for own, one in zip(found, sampled, strict=True)
+            np.abs(rank_logprobs - sequence.rollout_logprobs)[sequence.loss_mask].max()
+            for rank_logprobs, sequence in zip(replayed, sampled, strict=True)
         )
         yield limited("replay", float(distance), LOGPROB_LIMIT) | {"layout": str(parallel)}
         results.append(changed)
-        moved.append(apart(found, changed))
+        moved.append(apart(replayed, changed))
     row = limited("replay, others", apart(*results), LOGPROB_LIMIT) | {"layout": str(SPLIT[True])}
     yield row | {"met": row["met"] and min(moved) >= LEAST_CHANGE}
 
@@ -452,18 +458,18 @@ def num_experts_of(folder: Path) -> int:
 
 
 def differing_choices(
-    sampled: Sequence[TrainingSequence], experts: Sequence[np.ndarray], own: Mapping[int, np.ndarray]
+    sampled: Sequence[TrainingSequence], experts: Sequence[np.ndarray], recorded: Mapping[int, np.ndarray]
 ) -> int:
     """Return for how many tokens and layers engine and trainer chose other experts.
 
-    Shapes: experts [tokens - 1, layers, top_k] for each sequence, own [tokens of all sequences, top_k] by layer.
+    Shapes: experts [tokens - 1, layers, top_k] for each sequence, recorded [tokens of all sequences, top_k] by layer.
     """
     starts = np.cumsum([0, *map(len, sampled)])
     count = 0
-    for start, chosen in zip(starts, experts, strict=False):
-        for layer, numbers in own.items():
-            here = numbers[start : start + len(chosen)]
-            count += int((np.sort(here, axis=1) != np.sort(chosen[:, layer], axis=1)).any(axis=1).sum())
+    for start, choices in zip(starts, experts, strict=False):
+        for layer, numbers in recorded.items():
+            rows = numbers[start : start + len(choices)]
+            count += int((np.sort(rows, axis=1) != np.sort(choices[:, layer], axis=1)).any(axis=1).sum())
     return count
 
 
@@ -485,13 +491,13 @@ def prove_critic(name: str, folder: Path, pool: RankPool, work: Path) -> Found:
         values = reported([rank["before"] for rank in ranks])
         yield limited("critic, values", apart(values, exact) / largest, LOGPROB_LIMIT) | {"layout": str(parallel)}
         if parallel is ONE_RANK:
-            own = invariance.join([rank["gradient"] for rank in ranks])
-            yield gradient_row("critic, gradient", own, oracle_gradient(folder, work, head))
+            gradient = invariance.join([rank["gradient"] for rank in ranks])
+            yield gradient_row("critic, gradient", gradient, oracle_gradient(folder, work, head))
             continue
         [read] = pool.run(stored_parts, str(out), world_size=1)
-        held, loaded = invariance.join([rank["tensors"] for rank in ranks]), invariance.join([read])
-        differing = len(held.keys() ^ loaded.keys()) + sum(not np.array_equal(held[k], loaded[k]) for k in held)
-        yield limited("critic, export", differing, 0) | {"layout": str(parallel), "tensors": len(held)}
+        stored, loaded = invariance.join([rank["tensors"] for rank in ranks]), invariance.join([read])
+        differing = len(stored.keys() ^ loaded.keys()) + sum(not np.array_equal(stored[k], loaded[k]) for k in stored)
+        yield limited("critic, export", differing, 0) | {"layout": str(parallel), "tensors": len(stored)}
         trained = reported([rank["after"] for rank in ranks])
         distance = apart(trained, oracle_values(out)) / largest
         yield limited("critic, export", distance, LOGPROB_LIMIT) | {"layout": "transformers"}
@@ -520,11 +526,11 @@ def prove_lora(name: str, folder: Path, pool: RankPool, work: Path) -> Found:
     parallel = SPLIT[FAMILIES[name].has_experts]
     recipe = lora_recipe(folder, lora=lora)
     sizes = {axis: getattr(parallel, axis) for axis in ("tp", "pp", "ep")}
-    alone, split = (trained(pool, recipe, given) for given in ({}, sizes))
+    alone, split = (trained(pool, recipe, sizes_of_run) for sizes_of_run in ({}, sizes))
     step = {key: (split["metrics"][0][key], alone["metrics"][0][key]) for key in ("train/loss", "train/grad_norm")}
-    worst = max(abs(own - one) / abs(one) for own, one in step.values())
-    found = max(worst, float(distance(split["gradient"], alone["gradient"])))
-    row = limited("lora, step", found, invariance.LOSS_LIMIT)
+    worst = max(abs(split_value - value) / abs(value) for split_value, value in step.values())
+    largest = max(worst, float(distance(split["gradient"], alone["gradient"])))
+    row = limited("lora, step", largest, invariance.LOSS_LIMIT)
     yield row | {"layout": str(parallel), "tensors": len(alone["adapters"])}
     has_peft = importlib.util.find_spec("peft") is not None
     # PEFT 0.21 loads adapters of experts without an error, but computes other log-probs (megarl.checkpoint.peft).
@@ -563,8 +569,10 @@ def adapted_distance(
         import peft
 
         model = peft.PeftModel.from_pretrained(model, adapter, autocast_adapter_dtype=False).double().eval()
-    own = {i: value for rows, found, _ in ranks for i, value in by_sequence(trained, rows, found).items()}
-    return apart([own[number] for number in range(len(trained))], oracle_logprobs(model, trained, torch.float64))
+    by_number = {
+        i: value for rows, row_logprobs, _ in ranks for i, value in by_sequence(trained, rows, row_logprobs).items()
+    }
+    return apart([by_number[number] for number in range(len(trained))], oracle_logprobs(model, trained, torch.float64))
 
 
 def prove_export(name: str, folder: Path, pool: RankPool, work: Path) -> Found:
@@ -598,9 +606,9 @@ PROOFS: dict[str, Callable[[str, Path, RankPool, Path], Found]] = {
 }
 
 
-def limited(proof: str, found: float, limit: float) -> dict[str, Any]:
+def limited(proof: str, difference: float, limit: float) -> dict[str, Any]:
     """Return a row of the table."""
-    return {"proof": proof, "layout": "one rank", "found": found, "limit": limit, "met": found <= limit}
+    return {"proof": proof, "layout": "one rank", "found": difference, "limit": limit, "met": difference <= limit}
 
 
 def refused(proof: str, reason: str) -> dict[str, Any]:
@@ -618,7 +626,7 @@ def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         for name in options.only or FAMILIES:
             folder = make_tiny_model(Path(work) / name, family=name, **{**SIZES, **FAMILIES[name].fields})
             for proof in options.proof or PROOFS:
-                own = Path(work) / f"{name} {proof}"
-                own.mkdir()
-                for row in PROOFS[proof](name, folder, pool, own):
+                proof_folder = Path(work) / f"{name} {proof}"
+                proof_folder.mkdir()
+                for row in PROOFS[proof](name, folder, pool, proof_folder):
                     yield {"family": name, **row}
