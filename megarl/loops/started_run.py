@@ -183,6 +183,7 @@ class Run:
             await self.watch.observers.observe(step)
             step.log(self.checkpoints.copies.take_metrics())
             step.log(await self.watch.performance.measure_step(self.tracker.seconds, step.metrics))
+            await self.watch.observers.observe_measured(step)
             self.tracker.log(step.number, step.metrics, evaluation_follows=self.recipe.evaluates_at(step.number))
             self.folder.set_status(step=step.number)
             return self.watch.observers.find_fault(step)

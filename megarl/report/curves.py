@@ -62,6 +62,8 @@ CHARTS = (
           upper="staleness/max"),
     Chart("Turns", "completions of an attempt", ("rollout/turns/mean",), upper="rollout/turns/max"),
     Chart("Step time", "seconds, without the first step", ("derived/later_step_seconds",)),
+    Chart("Seconds against the plan", "measured over planned seconds of a step", ("plan/seconds_ratio",)),
+    Chart("Memory against the plan", "measured over planned memory, of the fullest phase", ("plan/memory_ratio",)),
 )  # fmt: skip
 """Important charts, the most informative first. A chart without data, or with an uninformative curve, is left out."""
 
@@ -70,7 +72,7 @@ _QUIET = {"Truncated": 0.0, "Staleness": 0.0, "Turns": 1.0, "Clipped": 0.0}
 
 GROUPS = ("reward", "val", "rollout", "environment", "tools", "train", "kl", "distillation", "logprob_gap",
           "importance", "critic", "staleness", "partial", "curriculum", "perf", "time", "memory",
-          "reshard")  # fmt: skip
+          "plan", "reshard")  # fmt: skip
 """Groups of metrics in the order of the page. Other groups follow by name."""
 
 FAULTS = re.compile(

@@ -78,7 +78,7 @@ def test_the_order_is_checks_instabilities_weights_canary_records(tmp_path: Path
     )  # fmt: skip
     first, second, third, *others = observers._observers
     assert first is checks and isinstance(second, Instabilities) and third is weight_checks
-    assert [type(observer).__name__ for observer in others] == ["Canary", "StepRecorder"]
+    assert [type(observer).__name__ for observer in others] == ["Canary", "StepRecorder", "PlanPromise"]
 
 
 def test_a_spike_has_one_owner_and_is_counted_in_its_step_alone() -> None:

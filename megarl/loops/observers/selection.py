@@ -8,6 +8,7 @@ from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.loops.observers.canary import Canary
 from megarl.loops.observers.instabilities import Instabilities
+from megarl.loops.observers.plan_promise import PlanPromise
 from megarl.loops.observers.step_checks import StepChecks
 from megarl.loops.observers.step_observer import StepObservers
 from megarl.loops.observers.step_recorder import StepRecorder
@@ -44,5 +45,6 @@ def make_observers(
             weight_checks,
             Canary(recipe, parallel, ranks, folder),
             StepRecorder(recipe, parallel, folder.path, policy),
+            PlanPromise(recipe, tracker),
         ]
     )

@@ -34,6 +34,9 @@ class StepObserver:
     async def observe(self, step: Step) -> None:
         """Observe the outcome of a step, and add metrics to it before it is logged."""
 
+    async def observe_measured(self, step: Step) -> None:
+        """Observe the times and the peak memory of a step, and add metrics to it before it is logged."""
+
     def find_fault(self, step: Step) -> MegarlError | None:
         """Warn of problems in a logged step. Return the error to end the run with once the step is saved, if any."""
 
@@ -70,6 +73,10 @@ class StepObservers(StepObserver):
     async def observe(self, step: Step) -> None:
         for observer in self._observers:
             await observer.observe(step)
+
+    async def observe_measured(self, step: Step) -> None:
+        for observer in self._observers:
+            await observer.observe_measured(step)
 
     def find_fault(self, step: Step) -> MegarlError | None:
         """Return the first observer's error. Each observer is asked, so each one warns."""

@@ -13,9 +13,11 @@ import pytest
 
 from megarl.config import Recipe
 from megarl.families.published import PUBLISHED
+from megarl.planner.layouts import recipe_seconds as recipe_module
 from megarl.planner.layouts import search as search_module
 from megarl.planner.layouts.candidates import Candidates, EngineSizes, Placement, TrainerSizes
 from megarl.planner.layouts.combinations import LayoutChoice
+from megarl.planner.layouts.recipe_seconds import recipe_seconds
 from megarl.planner.layouts.search import LayoutSearch, search_of
 from megarl.planner.search import with_field_values
 from megarl.planner.seconds.constants import FITTED
@@ -126,6 +128,12 @@ def test_an_update_is_that_of_the_start(
     update = group.update if keeps_logits else group.update_without_logits
     assert layout.seconds.train == update.seconds[row] and layout.update == update.at(row)
     assert group.update_without_logits.compute[row] > group.update.compute[row]
+    # A run compares its steps with the seconds of its recipe: those of the layout that the recipe is.
+    rows = {"trainer.max_tokens_per_forward": group.rows[row].row_tokens, "trainer.keep_logits": keeps_logits}
+    planned_values = {**choices[row].values, "rollout.kv_cache_gib": layout.kv_cache_gib, **rows}
+    monkeypatch.setattr(recipe_module, "assumed_lengths", lambda **_: search.costs.lengths)
+    seconds = recipe_seconds(with_field_values(search.recipe, planned_values))
+    assert seconds is not None and seconds.step == pytest.approx(layout.seconds.step, rel=1e-9)
 
 
 def test_wider_tensor_parallelism_sends_more_bytes(

@@ -1,0 +1,88 @@
+"""Comparison of each step with the plan made before the start: memory of the phases, and seconds of the step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megarl.config import Recipe
+from megarl.loops.observers.step_observer import StepObserver
+from megarl.loops.step import Step
+from megarl.planner.layouts.recipe_seconds import recipe_seconds
+from megarl.planner.predictions import predicted_memory
+from megarl.tracking.metric_rows import MetricRow
+from megarl.tracking.tracker import Tracker
+
+METRICS = (
+    MetricRow(
+        "plan/memory_ratio",
+        "ratio",
+        "measured over planned memory, of the phase where it is largest; above 1 the plan promised too much",
+    ),
+    MetricRow(
+        "plan/seconds_ratio",
+        "ratio",
+        "measured over planned seconds of the step, from the second step on, for recipes that `megarl plan --search` "
+        "covers; the plan assumes mean completions of a quarter of their limit",
+    ),
+)
+
+_MEMORY_LIMIT, _SECONDS_LIMIT = 1.25, 2.0
+"""Ratios beyond which a notice names the phase. The cost model's largest error on held-out steps is 55 %."""
+_PHASES = ("rollout", "logprobs", "train", "reshard")
+
+
+class PlanPromise(StepObserver):
+    """Compares the steps of a run with its plan, and names the phase that breaks the promise."""
+
+    def __init__(self, recipe: Recipe, tracker: Tracker) -> None:
+        self._recipe, self._tracker = recipe, tracker
+        self._gib: Mapping[str, float] = {}
+        self._seconds: Mapping[str, float] = {}
+        self._has_measured = False
+
+    async def begin_run(self) -> None:
+        """Make the plan of the run."""
+        self._gib = {phase: num_bytes / 2**30 for phase, num_bytes in predicted_memory(self._recipe).items()}
+        if (seconds := recipe_seconds(self._recipe)) is not None:
+            self._seconds = {name: getattr(seconds, name) for name in ("step", *_PHASES)}
+
+    async def observe_measured(self, step: Step) -> None:
+        """Add the metrics of a step, and report the first broken promise about memory and about seconds."""
+        self._compare_memory(step)
+        # The first step of a start compiles kernels and fills caches.
+        if self._seconds and self._has_measured:
+            self._compare_seconds(step)
+        self._has_measured = True
+
+    def _compare_memory(self, step: Step) -> None:
+        measured = {phase: step.metrics[f"memory/{phase}_gib"] for phase in self._gib if _has_peak(step, phase)}
+        ratios = {phase: gib / self._gib[phase] for phase, gib in measured.items() if self._gib[phase]}
+        if not ratios:
+            return
+        phase = max(ratios, key=lambda name: ratios[name])
+        step.log({"plan/memory_ratio": ratios[phase]})
+        if ratios[phase] > _MEMORY_LIMIT:
+            self._tracker.notice_once(
+                "plan memory",
+                f"step {step.number}: {phase} took {measured[phase]:.1f} GiB on a rank, {ratios[phase]:.2f} times the "
+                f"{self._gib[phase]:.1f} GiB that megarl plan promised (plan/memory_ratio)",
+            )
+
+    def _compare_seconds(self, step: Step) -> None:
+        measured = self._tracker.seconds
+        total = measured["time/step_seconds"] / self._seconds["step"]
+        step.log({"plan/seconds_ratio": total})
+        if total <= _SECONDS_LIMIT:
+            return
+        excess = {name: measured.get(f"time/{name}_seconds", 0.0) - self._seconds[name] for name in _PHASES}
+        phase = max(excess, key=lambda name: excess[name])
+        self._tracker.notice_once(
+            "plan seconds",
+            f"step {step.number}: took {total:.2f} times the {self._seconds['step']:.1f} s that megarl plan promised "
+            f"(plan/seconds_ratio), most of it in {phase}: {measured.get(f'time/{phase}_seconds', 0.0):.1f} s instead "
+            f"of {self._seconds[phase]:.1f}",
+        )
+
+
+def _has_peak(step: Step, phase: str) -> bool:
+    return f"memory/{phase}_gib" in step.metrics

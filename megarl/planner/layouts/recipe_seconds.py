@@ -1,0 +1,69 @@
+"""Predicted seconds of a recipe's steps in its own layout, by the cost model of the search."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from megarl.config import Recipe
+from megarl.planner import sizes
+from megarl.planner.layouts.candidates import EngineSizes, Placement
+from megarl.planner.layouts.search import search_of
+from megarl.planner.savings import Recomputation
+from megarl.planner.seconds.lengths import assumed_lengths
+from megarl.planner.seconds.step import StepSeconds
+from megarl.planner.seconds.trainer import Layouts, Recomputed
+from megarl.types import ConfigError
+
+
+def recipe_seconds(recipe: Recipe) -> StepSeconds | None:
+    """Return the predicted seconds of a step, with the lengths that `--search` assumes.
+
+    None: the cost model does not cover the recipe, or its kind of GPU is unknown. Raises DataError for an invalid
+    config.json.
+    """
+    lengths = assumed_lengths(
+        limit=recipe.rollout.sampling.max_new_tokens, max_prompt_tokens=recipe.data.max_prompt_tokens
+    )
+    try:
+        costs = search_of(recipe, lengths).costs
+    except ConfigError:
+        return None
+    trainer, load, parallel = recipe.trainer, costs.load, sizes.parallel_of(recipe)
+    layouts = Layouts.of({axis: getattr(parallel, axis) for axis in ("tp", "pp", "cp", "vpp", "ep", "etp", "dp")})
+    recomputation = Recomputation(trainer.recompute, trainer.recompute_modules)
+    update = costs.trainer_cost.update(
+        layouts,
+        Recomputed(
+            attention=np.array([recomputation.attention_share]),
+            feed_forward=np.array([recomputation.feed_forward_share]),
+        ),
+        tokens=load.tokens,
+        updates=load.updates,
+        row_tokens=np.array([float(trainer.max_tokens_per_microbatch)]),
+        keeps_logits=bool(trainer.keep_logits),
+    )
+    forward_tokens = trainer.max_tokens_per_forward or trainer.max_tokens_per_microbatch
+    row_tokens = np.array([float(forward_tokens)])
+    scoring = costs.trainer_cost.scoring(layouts, tokens=load.tokens, row_tokens=row_tokens)
+    logprobs = float(scoring.seconds[0]) * load.scoring_passes
+    if (reward_model := costs.models.frozen.get("reward_model")) is not None:
+        # It scores every sample once.
+        scored = costs.cost_of(reward_model.shape).scoring(layouts, tokens=load.tokens, row_tokens=row_tokens)
+        logprobs += float(scored.seconds[0])
+    placement = Placement(ranks=recipe.separate_ranks, staleness=costs.staleness if recipe.separate_ranks else 0)
+    engine = EngineSizes(parallel.rollout_tp, parallel.rollout_ep)
+    # Under gpu_memory_utilization vLLM sizes the cache, so a cache for all requests is assumed.
+    has_share = recipe.rollout.gpu_memory_utilization is not None
+    cache = math.inf if has_share else recipe.rollout.kv_cache_gib * 2**30 / costs.token_bytes(engine)
+    offload = costs.waiting_seconds(layouts) + costs.offload_seconds(costs.rank_state_bytes(layouts), trainer.offload)
+    return StepSeconds(
+        rollout=costs.rollout(placement, engine, cache).seconds,
+        logprobs=logprobs,
+        train=float(update.seconds[0]),
+        reshard=costs.reshard_seconds(placement, engine),
+        offload=float(offload[0]),
+        other=costs.other_seconds,
+        is_concurrent=placement.staleness > 0,
+    )
