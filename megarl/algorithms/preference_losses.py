@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 LossAndRewards = tuple[Tensor, Tensor]
+"""The loss [pairs], and the implicit rewards of both answers [pairs, 2], without gradient."""
 
 
 def dpo(

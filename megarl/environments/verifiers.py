@@ -46,8 +46,8 @@ class Verifiers:
     ) -> None:
         if max_tasks < 2 or not 0 < heldout < 1:
             raise ValueError("max_tasks must be at least 2; heldout must be between 0 and 1")
-        seat = {"harness": {"id": harness, **(harness_config or {})}, "runtime": {"type": "subprocess"}}
-        settings = {"taskset": {"id": taskset, **(config or {})}, "agent": seat, **(env or {})}
+        agent = {"harness": {"id": harness, **(harness_config or {})}, "runtime": {"type": "subprocess"}}
+        settings = {"taskset": {"id": taskset, **(config or {})}, "agent": agent, **(env or {})}
         self._heldout = heldout
         self._python = python or sys.executable
         self._settings = {"env": settings, "max_tasks": max_tasks}

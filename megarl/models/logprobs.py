@@ -192,20 +192,20 @@ class HeadGradients:
     def __init__(self, hidden: Tensor, weight: Tensor, needs: Sequence[bool]) -> None:
         self._hidden, self._weight, self._needs_hidden = hidden, weight, needs[0]
         # Zero if there are no blocks: a rank may have no rows of the vocabulary.
-        self._of_hidden: Tensor | None = None
-        self._of_weight = torch.empty_like(weight) if needs[1] else None
+        self._hidden_gradient: Tensor | None = None
+        self._weight_gradient = torch.empty_like(weight) if needs[1] else None
 
     def add(self, block: range, grad_logits: Tensor) -> None:
         """Add a block's contribution, from the gradient of its logits [tokens, block] in the weight's dtype, once."""
         rows = slice(block.start, block.stop)
         if self._needs_hidden:
-            self._of_hidden = self._with_product(grad_logits, rows)
-        if self._of_weight is not None:
-            torch.mm(grad_logits.T, self._hidden, out=self._of_weight[rows])
+            self._hidden_gradient = self._with_product(grad_logits, rows)
+        if self._weight_gradient is not None:
+            torch.mm(grad_logits.T, self._hidden, out=self._weight_gradient[rows])
 
     def _with_product(self, grad_logits: Tensor, rows: slice) -> Tensor:
         """Return the gradient of the hidden states with a block's product added, in float32 if there are several."""
-        weight, total = self._weight[rows], self._of_hidden
+        weight, total = self._weight[rows], self._hidden_gradient
         if len(weight) == len(self._weight):
             return grad_logits @ weight
         if total is None:
@@ -224,15 +224,16 @@ class HeadGradients:
         block.
         """
         if not self._needs_hidden:
-            return None, self._of_weight
-        of_hidden = torch.zeros_like(self._hidden) if self._of_hidden is None else self._of_hidden
-        return of_hidden.to(self._hidden.dtype), self._of_weight
+            return None, self._weight_gradient
+        hidden_gradient = torch.zeros_like(self._hidden) if self._hidden_gradient is None else self._hidden_gradient
+        return hidden_gradient.to(self._hidden.dtype), self._weight_gradient
 
 
 class Truncation:
     """Mask of tokens outside the sets that distributions are renormalised over, by block."""
 
     def __init__(self, support: Support, first_token_id: int, blocks: list[range]) -> None:
+        """Note the sets `support`. This rank's part of the vocabulary begins with `first_token_id`; `blocks` cut it."""
         self._blocks = blocks
         self._is_cut = support.counts > 0
         self._columns = support.token_ids.long() - first_token_id

@@ -256,24 +256,24 @@ class Sandbox:
     def _run(self, program: str, stdin: str, *, cpu_seconds: float, output_bytes: int) -> Ran:
         assert self._connection is not None
         limits = {"cpu_seconds": cpu_seconds, "memory_bytes": self._settings.memory_mib << 20}
-        theirs: list[int] = []
-        ours: list[int] = []
+        sent_files: list[int] = []
+        own_pipe_ends: list[int] = []
         try:
             for text in (program, stdin):
-                theirs.append(_make_sealed_file(text.encode("utf-8", "surrogatepass")))
+                sent_files.append(_make_sealed_file(text.encode("utf-8", "surrogatepass")))
             for _ in range(3):
                 read, write = os.pipe2(os.O_CLOEXEC)
-                ours.append(read)
-                theirs.append(write)
+                own_pipe_ends.append(read)
+                sent_files.append(write)
             started = time.monotonic()
-            socket.send_fds(self._connection, [json.dumps(limits).encode()], theirs)
+            socket.send_fds(self._connection, [json.dumps(limits).encode()], sent_files)
             # Close this side's copies: a pipe reports its end only after all writers closed it.
-            while theirs:
-                os.close(theirs.pop())
+            while sent_files:
+                os.close(sent_files.pop())
             assert self._process is not None
             wall_seconds = max(self._settings.wall_seconds, cpu_seconds)
             most_seconds = max(self._settings.longest_seconds or 3 * wall_seconds, wall_seconds)
-            run = _Run(self._connection, ours, wall_seconds, most_seconds, output_bytes, self._process.pid)
+            run = _Run(self._connection, own_pipe_ends, wall_seconds, most_seconds, output_bytes, self._process.pid)
             run.watch()
         except OSError as error:
             self._close()
@@ -282,7 +282,7 @@ class Sandbox:
             self._close()  # Its late messages must not be taken for another run's.
             raise
         finally:
-            for descriptor in (*theirs, *ours):
+            for descriptor in (*sent_files, *own_pipe_ends):
                 os.close(descriptor)
         return run.result(cpu_seconds, time.monotonic() - started)
 

@@ -196,8 +196,8 @@ def _key(message: Message, places: Mapping[str, int]) -> str:
         calls = [[function["name"], _as_floats(function["arguments"])] for function in functions]
         # Blanks are stripped from assistant messages only: those of other roles reach the prompt unchanged.
         return _json(["assistant", content.strip(), calls])
-    answered = message.get("tool_call_id", "")
-    return _json([message["role"], content, places.get(answered, answered)])
+    answered_id = message.get("tool_call_id", "")
+    return _json([message["role"], content, places.get(answered_id, answered_id)])
 
 
 def _as_floats(value: Any) -> Any:

@@ -152,7 +152,7 @@ class Endpoint:
     def _admit(self, request: web.Request) -> None:
         """Count the connection of a request with a known key. Raises RequestError if there are too many.
 
-        Others stay strangers to the server; they are refused by the handlers.
+        Connections without a known key are not counted here; the handlers refuse their requests.
         """
         secret = _secret(request)
         if self._sessions.find(secret) is None and not self._is_token(secret):
@@ -302,7 +302,7 @@ class Endpoint:
                     )
                 tokens = await self._tokens(answer, asked)
                 session.remember(call)
-                response = web.json_response(reply.whole(answer, tokens))
+                response = web.json_response(reply.make_body(answer, tokens))
                 # aiohttp would write it after this method, and a client that is gone would count as served.
                 await response.prepare(request)
                 await response.write_eof()

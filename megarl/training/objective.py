@@ -123,7 +123,7 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
         arguments = policy_logprobs, old_logprobs, per_token["advantages"]
         try:
             if is_of_trajectories:
-                loss, metrics = _on_whole_row(policy_loss, arguments, batch, settings)
+                loss, metrics = _apply_to_whole_row(policy_loss, arguments, batch, settings)
             else:
                 loss, metrics = checked_policy_loss(policy_loss(*arguments, **settings), policy_logprobs)
             refuse_missing_metrics(metrics, config.needed_loss_metrics)
@@ -320,7 +320,7 @@ def _judged_metrics(rewards: Tensor, desirable: Tensor, threshold: float) -> dic
     }
 
 
-def _on_whole_row(
+def _apply_to_whole_row(
     policy_loss: Callable[..., LossAndMetrics],
     arguments: tuple[Tensor, ...],
     batch: Microbatch,

@@ -69,7 +69,7 @@ class Server:
         self.history.add(Answered(whole, np.zeros(1, np.int32)))
         reply = self.dialect.reply(f"t.{answer.number}", "policy", asked, body)
         if not asked.is_streamed:
-            return httpx2.Response(200, json=reply.whole(answer, None))
+            return httpx2.Response(200, json=reply.make_body(answer, None))
         stream = reply.begin() + reply.waiting() + b"".join(reply.events(answer, None)) + reply.end
         return httpx2.Response(200, headers={"content-type": "text/event-stream"}, content=stream)
 
@@ -194,7 +194,7 @@ def test_a_message_has_the_parts_of_the_answer() -> None:
         assert (first.stop_reason, cut.stop_reason) == ("tool_use", "max_tokens")
         assert (first.usage.input_tokens, first.usage.output_tokens) == (3, 1)
     stopped = Messages().reply("n", "policy", Asked.read({"stop": ["###"]}, SAMPLING), {})
-    assert stopped.whole(answers[2], None)["stop_sequence"] == "###"
+    assert stopped.make_body(answers[2], None)["stop_sequence"] == "###"
 
 
 @pytest.mark.parametrize("field", ["stop", "stop_sequences"])

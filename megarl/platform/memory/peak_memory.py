@@ -18,7 +18,7 @@ _fixed_peak: int | None = None
 
 def restart_peak() -> None:
     """Forget the peak so far. Call it after memory of the phase before was released inside a phase."""
-    _measured_peak()
+    _measure_and_reset_peak()
 
 
 def settle_peak() -> None:
@@ -27,7 +27,7 @@ def settle_peak() -> None:
     Call it before the last part of a call prepares the next phase. Memory taken from here on counts for the next call.
     """
     global _fixed_peak
-    _fixed_peak = _measured_peak()
+    _fixed_peak = _measure_and_reset_peak()
 
 
 def take_peak_bytes() -> int | None:
@@ -36,10 +36,10 @@ def take_peak_bytes() -> int | None:
     if (peak := _fixed_peak) is not None:
         _fixed_peak = None
         return peak
-    return _measured_peak()
+    return _measure_and_reset_peak()
 
 
-def _measured_peak() -> int | None:
+def _measure_and_reset_peak() -> int | None:
     """Return the peak memory in bytes since the last measurement, and start a new peak.
 
     On a GPU: all memory in use now, by any library or process, plus memory that torch's allocator has returned since
@@ -59,10 +59,10 @@ def _measured_peak() -> int | None:
     from megarl.platform import device
 
     rank_device = device.current()
-    free, total = torch.cuda.mem_get_info(rank_device)
-    given_back = torch.cuda.max_memory_reserved(rank_device) - torch.cuda.memory_reserved(rank_device)
+    free_bytes, total_bytes = torch.cuda.mem_get_info(rank_device)
+    returned_bytes = torch.cuda.max_memory_reserved(rank_device) - torch.cuda.memory_reserved(rank_device)
     torch.cuda.reset_peak_memory_stats(rank_device)
-    return total - free + given_back
+    return total_bytes - free_bytes + returned_bytes
 
 
 def _take_resident_peak() -> int:

@@ -83,6 +83,10 @@ class VllmAdapterLayouts(Layouts):
         return features * stored_rank * len(self._layers[template])
 
     def _holdings(self, template: str) -> Iterator[Holding]:
+        """Yield the boxes of a matrix: one on all ranks, or one for each of a replica's ranks that split it.
+
+        Rows of A are stored without gaps. Rows of B are as long as the slot's rank, which may exceed the adapter's.
+        """
         stack, index, letter = self._places[template]
         shape, world = self.shapes[template], len(self.engine)
         slot = StorageSlot(slot_name(stack.storage.removesuffix(".weight"), letter, index))

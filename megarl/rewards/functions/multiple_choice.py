@@ -209,6 +209,11 @@ def check_record(
 
 
 def _read_choice(text: str, choices: Choices) -> str | None:
+    """Return the letter of the choice that a completion gives as its answer. None: it gives none, or several.
+
+    Looked for, in this order: a marked answer, a last line calling a choice right, a stated answer, a last line with
+    nothing but an answer.
+    """
     text = without_thoughts(text)
     marks = [match for match in (last_box(text), last_tags(text)) if match is not None]
     if marks:
@@ -218,9 +223,11 @@ def _read_choice(text: str, choices: Choices) -> str | None:
     if (called_right := _CALLED_RIGHT.fullmatch(last_line)) and called_right[1] in choices.letters:
         return called_right[1]
     # Letters that are not choices, as in "the answer is I think", are skipped.
-    statements = deque((match for match in _STATED.finditer(text) if _letter_of(match) in choices.letters), maxlen=1)
-    if statements:
-        return _read_agreeing_letter(text, statements[0], choices)
+    last_statement = deque(
+        (match for match in _STATED.finditer(text) if _letter_of(match) in choices.letters), maxlen=1
+    )
+    if last_statement:
+        return _read_agreeing_letter(text, last_statement[0], choices)
     label = _LABELLED.fullmatch(last_line)
     return choices.letter(label[1] if label else last_line)
 

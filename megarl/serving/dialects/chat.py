@@ -98,7 +98,7 @@ class _Reply:
     has_usage_chunk: bool
     created: int
 
-    def whole(self, answer: Answer, tokens: Sequence[str] | None) -> dict[str, Any]:
+    def make_body(self, answer: Answer, tokens: Sequence[str] | None) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": 0, "finish_reason": answer.finish_reason}
         if self.is_chat:
             choice["message"] = _message(answer)

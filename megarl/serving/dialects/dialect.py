@@ -17,7 +17,7 @@ from megarl.serving.sessions import Answer
 class Reply(Protocol):
     """Writer of the answer to one request, as one JSON object or as a stream of server-sent events."""
 
-    def whole(self, answer: Answer, tokens: Sequence[str] | None) -> dict[str, Any]:
+    def make_body(self, answer: Answer, tokens: Sequence[str] | None) -> dict[str, Any]:
         """Return the complete answer. `tokens` are the texts of the sampled tokens, if log-probs are requested."""
         ...
 

@@ -86,7 +86,7 @@ class _Reply:
     model: str
     stops: Sequence[str]
 
-    def whole(self, answer: Answer, tokens: Sequence[str] | None) -> dict[str, Any]:
+    def make_body(self, answer: Answer, tokens: Sequence[str] | None) -> dict[str, Any]:
         content = [_block(kind, parts) for kind, parts in _parts(answer)]
         return self._head(answer) | {"content": content, **self._stop(answer), "usage": _usage(answer)}
 

@@ -93,7 +93,7 @@ class _Reply:
     prefixes: Sequence[str]
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
 
-    def whole(self, answer: Answer, tokens: Sequence[str] | None) -> dict[str, Any]:
+    def make_body(self, answer: Answer, tokens: Sequence[str] | None) -> dict[str, Any]:
         is_cut = answer.finish_reason == "length"
         return self._object("incomplete" if is_cut else "completed", [item for item, _ in self._output(answer)]) | {
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
@@ -113,7 +113,7 @@ class _Reply:
             for kind, fields in deltas:
                 yield self._event(kind, output_index=index, item_id=item["id"], **fields)
             yield self._event("response.output_item.done", output_index=index, item=item)
-        response = self.whole(answer, tokens)
+        response = self.make_body(answer, tokens)
         yield self._event(f"response.{response['status']}", response=response)
 
     def error_event(self, error: RequestError) -> bytes:

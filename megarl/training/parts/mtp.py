@@ -47,14 +47,19 @@ class MtpFeed(RowFeed):
         return [self._add_targets(row, batch) for row, batch in zip(rows, batches, strict=True)]
 
     def _add_targets(self, row: TokenBatch, batch: Microbatch) -> Tensor:
+        """Give a microbatch its mask and weights. Returns the labels [tokens], this rank's part of the row's."""
         assert batch.row.host_local is not None
         predicted = is_predicted(row.cu_seqlens)
-        # Neither of a sequence's first two tokens is the second one after a position.
-        beyond = predicted & np.roll(predicted, 1)
-        places = places_in_row(batch.lengths, batch.padded)[beyond] - 2
+        # All but the first two tokens of each sequence are the token t + 2 of some position t.
+        has_position = predicted & np.roll(predicted, 1)
+        places = places_in_row(batch.lengths, batch.padded)[has_position] - 2
         labels, batch.per_token["mtp_mask"], batch.per_token["mtp_weights"] = (
             own_part(
-                values[beyond], places=places, padded=batch.padded, local=batch.row.host_local, device=self._device
+                values[has_position],
+                places=places,
+                padded=batch.padded,
+                local=batch.row.host_local,
+                device=self._device,
             )
             for values in (row.token_ids, row.loss_mask, row.per_token["token_weights"])
         )

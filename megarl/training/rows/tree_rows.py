@@ -134,17 +134,22 @@ class _Split(NamedTuple):
 
 
 def _split_tree(tree: PrefixTree, cp: int, multiple: int) -> _Split:
-    """Split each segment over `cp` ranks. Each gets equally many tokens, padded to a multiple of `multiple`."""
+    """Cut each segment into chunks for `cp` ranks. Padding gives all ranks the same number of tokens, a multiple of
+    `multiple`.
+    """
+    # The rank of each chunk of a segment [chunks of a segment]. Sizes and ends are [segments, chunks of a segment].
     owners = chunk_owners(cp)
     sizes = chunk_sizes(tree.ends - tree.starts, owners)
     ends = tree.starts[:, None] + sizes.cumsum(1)
     ranks = np.repeat(np.tile(owners, len(sizes)), sizes.ravel())
-    counts = np.bincount(ranks, minlength=cp)
-    padding = -(-counts.max() // multiple) * multiple - counts
-    last_ends = len(ranks) + padding.cumsum()
+    num_tokens = np.bincount(ranks, minlength=cp)
+    padding = -(-num_tokens.max() // multiple) * multiple - num_tokens
+    # The padding of each rank follows all stored tokens, as a segment with a single chunk.
+    padding_ends = len(ranks) + padding.cumsum()
+    padding_starts = padding_ends - padding
     chunks = np.stack([np.repeat(tree.starts, len(owners)), (ends - sizes).ravel(), ends.ravel()], 1)
-    last = np.stack([last_ends - padding, last_ends - padding, last_ends], 1)
-    chunks = np.concatenate([chunks, last])
+    padding_chunks = np.stack([padding_starts, padding_starts, padding_ends], 1)
+    chunks = np.concatenate([chunks, padding_chunks])
     return _Split(
         ranks=np.append(ranks, np.repeat(np.arange(cp), padding)),
         chunks=chunks[chunks[:, 2] > chunks[:, 1]],

@@ -125,10 +125,11 @@ def _has_branches(formula: Node) -> bool:
 
     An example is `\ln x^2` and `2\ln x` for negative x.
     """
-    return any(_is_of_several_branches(node) for node in formula.walk())
+    return any(_is_multivalued(node) for node in formula.walk())
 
 
-def _is_of_several_branches(node: Node) -> bool:
+def _is_multivalued(node: Node) -> bool:
+    """Return whether a formula's outermost part is a logarithm, a root or a fractional power, square roots excluded."""
     if node.kind == "call" and node.value == "root":
         return exact(node.parts[1]) != 2
     if node.kind == "power" and node.parts[0].symbols():

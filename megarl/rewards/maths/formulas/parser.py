@@ -35,7 +35,7 @@ def parse(text: str, read_unit: ReadUnit | None = None, *, groups: bool = True) 
     `read_unit` parses a unit at the end of the text. `groups`: `1,234` outside brackets is one number.
     """
     try:
-        return _Parser(text, read_unit, groups=groups).whole()
+        return _Parser(text, read_unit, groups=groups).parse_text()
     except (NotMathematicsError, RecursionError, ZeroDivisionError):
         return None
 
@@ -49,7 +49,7 @@ class _Parser(DigitGroups):
         self.is_congruence = False
         self._vectors = {token.text for token in self._tokens if token.is_bold}
 
-    def whole(self) -> Node:
+    def parse_text(self) -> Node:
         """Parse the whole text: one formula or a list of several, optionally with a unit at the end."""
         node = self.items()
         if _has_words(node):
