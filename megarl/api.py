@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from megarl.config.override_text import as_yaml, override_text
+from megarl.config.reading.override_text import as_yaml, override_text
 from megarl.files import shipped
 from megarl.files.import_path import source_being_imported
 from megarl.files.private_folder import PrivateFolder

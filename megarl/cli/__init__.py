@@ -125,7 +125,7 @@ def train(
         Terminal(highlight=False, soft_wrap=True).print(
             f"megarl: checks and starts {recipe}", style="dim", markup=False
         )
-    from megarl.config.override_text import override_text
+    from megarl.config.reading.override_text import override_text
     from megarl.platform.imports import disable_collector
     from megarl.tracking.display import Display
     from megarl.tracking.run_record import RunRecord, refuse_other_schema

@@ -104,7 +104,7 @@ def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str | None]]:
 
 def _unknown_option(option: str, value: str | None, parameters: Sequence[Any]) -> str:
     """Return the error about one unknown option: `--steps: unknown option; write train.steps=5`."""
-    from megarl.config.explaining import option_hint
+    from megarl.config.reading.explaining import option_hint
 
     options = [name for parameter in parameters for name in parameter.opts if name.startswith("--")]
     return f"{option}: unknown option; {option_hint(option, value, options)}"

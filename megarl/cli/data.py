@@ -122,7 +122,7 @@ def _names(data_format: str | None, fields: str | None, answer_field: str | None
     import yaml
     from pydantic import ValidationError
 
-    from megarl.config.data_sets import DataSetConfig
+    from megarl.config.sections.data_sets import DataSetConfig
     from megarl.data.formats import FieldNames
 
     # YAML, because a recipe writes data.fields the same way.

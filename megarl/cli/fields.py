@@ -21,7 +21,7 @@ def _print_fields(is_asked: bool) -> None:
 
 def _print_migration(is_asked: bool) -> None:
     if is_asked:
-        from megarl.config.migration import migration_page
+        from megarl.config.hints.migration import migration_page
 
         print(migration_page(), end="")
         raise typer.Exit

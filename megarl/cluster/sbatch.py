@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megarl.config import Recipe
-from megarl.config.cluster import ClusterConfig, NodeGroup
 from megarl.config.secrets import HIDDEN, holds_secret, secret_items
+from megarl.config.sections.cluster import ClusterConfig, NodeGroup
 from megarl.files.script_values import host_name, is_host_name
 from megarl.files.shipped import home, is_clone
 from megarl.platform.commands import run_command

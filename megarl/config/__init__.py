@@ -19,12 +19,15 @@ from pydantic import (
 )
 
 from megarl.config.annotations import Decides, OnlyIf
-from megarl.config.cluster import ClusterConfig
 from megarl.config.conditions import ADVANTAGES, DISTILLATION, ENGINE, GAE, ON_POLICY, PREFERENCE, RL, SANDBOX
-from megarl.config.data_sets import DataConfig, Name
-from megarl.config.distillation import DistillationConfig
-from megarl.config.health import HealthConfig
-from megarl.config.learning import (
+from megarl.config.mixture import SourceConfig, SourceRecipe, check_sources, sources, with_first_train
+from megarl.config.secrets import Place
+from megarl.config.section import Section
+from megarl.config.sections.cluster import ClusterConfig
+from megarl.config.sections.data_sets import DataConfig, Name
+from megarl.config.sections.distillation import DistillationConfig
+from megarl.config.sections.health import HealthConfig
+from megarl.config.sections.learning import (
     OVERLONG_PARTS,
     AlgorithmConfig,
     CriticConfig,
@@ -32,17 +35,14 @@ from megarl.config.learning import (
     OptimizerConfig,
     PreferenceConfig,
 )
-from megarl.config.mixture import SourceConfig, SourceRecipe, check_sources, sources, with_first_train
-from megarl.config.monitor import MonitorConfig
-from megarl.config.policy_model import ModelConfig
-from megarl.config.rewards import RewardConfig
-from megarl.config.rollout import RolloutConfig
-from megarl.config.sampling import SamplingConfig
-from megarl.config.sandbox import SandboxConfig
-from megarl.config.schedule import CheckpointConfig, EvaluationConfig, TrainConfig, WeightsConfig
-from megarl.config.secrets import Place
-from megarl.config.section import Section
-from megarl.config.trainer import TrainerConfig
+from megarl.config.sections.monitor import MonitorConfig
+from megarl.config.sections.policy_model import ModelConfig
+from megarl.config.sections.rewards import RewardConfig
+from megarl.config.sections.rollout import RolloutConfig
+from megarl.config.sections.sampling import SamplingConfig
+from megarl.config.sections.sandbox import SandboxConfig
+from megarl.config.sections.schedule import CheckpointConfig, EvaluationConfig, TrainConfig, WeightsConfig
+from megarl.config.sections.trainer import TrainerConfig
 from megarl.files.model_folder import find_folder
 
 

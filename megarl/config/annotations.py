@@ -5,7 +5,7 @@ They stand in `Annotated`, after the field's type:
     ranks: Annotated[PositiveInt | None, OnlyIf(SEPARATE)] = None
 
 Errors about fields without effect, refused settings of vLLM and Megatron-Core, and notes about values that have not run
-on a GPU are made from them. Names of fields in other programs are in `megarl.config.foreign`.
+on a GPU are made from them. Names of fields in other programs are in `megarl.config.hints.foreign`.
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
-from megarl.config.explaining import printable
-from megarl.config.http_rewards import JudgeConfig, RemoteModelConfig
+from megarl.config.reading.explaining import printable
 from megarl.config.schema import all_fields, description, section_at, section_of
+from megarl.config.sections.http_rewards import JudgeConfig, RemoteModelConfig
 
 if TYPE_CHECKING:
     from megarl.config.section import Section

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megarl.config.annotations import Condition
-from megarl.config.data_sets import two_answers
 from megarl.config.effects import unmet, unmet_in
-from megarl.config.explaining import printable, reference_around, shorten_value
-from megarl.config.merging import Merged, merge
+from megarl.config.reading.explaining import printable, reference_around, shorten_value
+from megarl.config.reading.merging import Merged, merge
+from megarl.config.reading.validating import take_value, validate_values
 from megarl.config.schema import all_fields, description, removal, section_of, value_at
-from megarl.config.validating import take_value, validate_values
+from megarl.config.sections.data_sets import two_answers
 
 if TYPE_CHECKING:
     from megarl.config import Recipe, Section

@@ -17,7 +17,7 @@ _REFERENCE = {
     "type": "string",
     "pattern": r"\$\{.+\}|^\?\?\?$",
 }
-"""JSON Schema of a text in place of a value. `megarl.config.merging` replaces it before validation."""
+"""JSON Schema of a text in place of a value. `megarl.config.reading.merging` replaces it before validation."""
 _NOTES = ("description", "default", "deprecated")
 """Keys of a property for readers. They stay outside its `anyOf`, because editors show only outer ones."""
 

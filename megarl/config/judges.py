@@ -13,7 +13,7 @@ from megarl.types import Judging, strongest
 
 if TYPE_CHECKING:
     from megarl.config import Recipe
-    from megarl.config.rewards import RewardFunctionConfig
+    from megarl.config.sections.rewards import RewardFunctionConfig
 
 JUDGES = frozenset(
     {

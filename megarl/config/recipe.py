@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.config.explaining import error_page, leaves_of, printable, reference_around
-from megarl.config.foreign import REMOVED
-from megarl.config.merging import merge
+from megarl.config.hints.foreign import REMOVED
+from megarl.config.reading.explaining import error_page, leaves_of, printable, reference_around
+from megarl.config.reading.merging import merge
+from megarl.config.reading.validating import validate_values
 from megarl.config.schema import description, section_of, value_at
-from megarl.config.validating import validate_values
 from megarl.types import ConfigError
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def read(path: str | Path, overrides: Sequence[str] = (), *, is_of_run: bool = F
     errors. Raises ConfigError only if the file is not a YAML mapping of sections and fields.
     """
     from megarl.config.idle import Origin, drop_replaced_answers, drop_superseded, idle_lines
-    from megarl.config.removed import drop_removed_fields
+    from megarl.config.reading.removed import drop_removed_fields
     from megarl.config.secrets import literal_secrets
 
     path = Path(path)

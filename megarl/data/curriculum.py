@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megarl.config.data_sets import CurriculumConfig
+from megarl.config.sections.data_sets import CurriculumConfig
 from megarl.data.streamed import numbers_of, values_of
 from megarl.tracking.metric_rows import MetricRow
 from megarl.types import Problem

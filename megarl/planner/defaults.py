@@ -10,8 +10,8 @@ from typing import Any
 from megarl.config import Recipe
 from megarl.config.effects import unmet
 from megarl.config.library_settings import reserved_settings
-from megarl.config.override_text import short_override
 from megarl.config.parallel import ParallelConfig
+from megarl.config.reading.override_text import short_override
 from megarl.config.schema import value_at
 from megarl.families.logprob_chunks import logprob_chunk_tokens
 from megarl.planner import model_sizes, sizes

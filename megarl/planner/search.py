@@ -12,7 +12,7 @@ from itertools import product
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from megarl.config import Recipe
-from megarl.config.override_text import short_override
+from megarl.config.reading.override_text import short_override
 from megarl.config.schema import value_at
 
 _SHRINK_COST = 4.0

@@ -9,9 +9,9 @@ import math
 from collections.abc import Iterator
 
 from megarl.config import Recipe
-from megarl.config.cluster import NodeGroup
 from megarl.config.formulas import either, taking
 from megarl.config.parallel import ParallelConfig
+from megarl.config.sections.cluster import NodeGroup
 from megarl.families.shape import ModelShape
 
 _LOWEST_TEMPERATURE = 0.01

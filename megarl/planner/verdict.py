@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.config import Recipe
-from megarl.config.override_text import short_override
 from megarl.config.parallel import ParallelConfig
+from megarl.config.reading.override_text import short_override
 from megarl.planner.gpus_of_run import NAME_THE_GPU, gpu_memory
 from megarl.planner.judge import MemoryJudge
 from megarl.planner.memory.memory_table import MemoryTable, Phase

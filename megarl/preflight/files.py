@@ -15,8 +15,8 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from megarl.config import DataConfig, Recipe
-from megarl.config.data_sets import DataSet, DataSetConfig, path_of
 from megarl.config.recipe import error_page
+from megarl.config.sections.data_sets import DataSet, DataSetConfig, path_of
 from megarl.data.formats import FieldNames, first_name_with_value
 from megarl.data.kinds import KindName
 from megarl.data.kinds.conversations import Conversations

@@ -9,9 +9,9 @@ from dataclasses import replace
 from megarl.config import AlgorithmConfig, OptimizerConfig, Recipe
 from megarl.config.effects import unmet
 from megarl.config.formulas import either, taking
-from megarl.config.health import HealthConfig
 from megarl.config.judges import REMEDY, judges_answers
 from megarl.config.optimizer_on_host import obstacles
+from megarl.config.sections.health import HealthConfig
 from megarl.families.model_tensors import list_aliases
 from megarl.families.shape import ModelShape, read_model_shape
 from megarl.planner.gpus_of_run import ranks_on_cpu

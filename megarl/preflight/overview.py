@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from megarl.config import Recipe
 from megarl.config.judges import judges_answers
-from megarl.config.learning import OptimizerConfig
+from megarl.config.sections.learning import OptimizerConfig
 from megarl.preflight.learning import num_updates
 
 

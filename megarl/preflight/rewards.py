@@ -10,10 +10,10 @@ from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 from megarl.config import Recipe
-from megarl.config.data_sets import DataSet, path_of
 from megarl.config.judges import REMEDY, accuracy_needs, judges_answers
 from megarl.config.recipe import error_page
-from megarl.config.rewards import RewardFunctionConfig
+from megarl.config.sections.data_sets import DataSet, path_of
+from megarl.config.sections.rewards import RewardFunctionConfig
 from megarl.data.formats import value_at
 from megarl.data.kinds.problems import num_made
 from megarl.data.reader import read_records

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from megarl.config import Recipe
-from megarl.config.cluster import ClusterConfig
+from megarl.config.sections.cluster import ClusterConfig
 from megarl.planner import sizes
 from megarl.preflight.registry import checks
 

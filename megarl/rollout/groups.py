@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from time import monotonic
 from typing import Literal
 
-from megarl.config.rollout import BudgetConfig
+from megarl.config.sections.rollout import BudgetConfig
 from megarl.data.dialogue import Dialogue
 from megarl.environments import Environment
 from megarl.environments.environment_pool import EnvironmentPool

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import numpy as np
 
 from megarl.config import Recipe
-from megarl.config.rollout import AgentConfig
+from megarl.config.sections.rollout import AgentConfig
 from megarl.data.chat import tokenizer_of
 from megarl.environments import Agent, Message, environment_maker, is_agent
 from megarl.processes.supervised_process import SupervisedProcess

@@ -10,7 +10,7 @@ from typing import Any
 
 from aiohttp import web
 
-from megarl.config.rollout import EndpointConfig
+from megarl.config.sections.rollout import EndpointConfig
 from megarl.processes.open_files import allow_open_files
 from megarl.rollout.pool import PoolLoad
 from megarl.serving.body import MAX_BODY_BYTES, finite_reward, read_body

@@ -11,7 +11,7 @@ from prometheus_client.aiohttp import make_aiohttp_handler
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from megarl.config.monitor import MonitorConfig
+from megarl.config.sections.monitor import MonitorConfig
 from megarl.rollout.pool import PoolLoad
 from megarl.serving.http_server import HttpServer
 from megarl.serving.keys import is_token, key_of

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from megarl.config.health import HealthConfig
+from megarl.config.sections.health import HealthConfig
 from megarl.tracking.step_lines import StepLine
 
 LOWEST_LEARNING_RATE = 1e-8

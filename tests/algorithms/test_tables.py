@@ -14,7 +14,7 @@ from megarl.algorithms.preference_losses import PREFERENCE_LOSSES
 from megarl.algorithms.reduction import AGGREGATIONS
 from megarl.config import AlgorithmConfig, DistillationConfig
 from megarl.config.formulas import formulas
-from megarl.config.learning import PRESETS
+from megarl.config.sections.learning import PRESETS
 
 
 @pytest.mark.parametrize(

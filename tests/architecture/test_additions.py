@@ -229,7 +229,7 @@ FIELD_USE = """
 import json, sys
 from pathlib import Path
 
-from megarl.config.migration import migration_page
+from megarl.config.hints.migration import migration_page
 from megarl.config.recipe import load, read, to_yaml
 
 small = Path("recipe.yaml")
@@ -256,12 +256,12 @@ def test_a_recipe_field_with_a_condition_and_a_foreign_name_is_a_field_and_a_row
     copy = tmp_path / "copy"
     copy_package(copy)
     before = hashes(copy)
-    insert(copy / "megarl/config/rollout.py", "    max_concurrent_requests: ", FIELD)
+    insert(copy / "megarl/config/sections/rollout.py", "    max_concurrent_requests: ", FIELD)
     for program, row in ROWS.items():
-        insert(copy / "megarl/config/foreign.py", program, row, after=True)
+        insert(copy / "megarl/config/hints/foreign.py", program, row, after=True)
     after = hashes(copy)
     changed = {name for name in after if after[name] != before.get(name)}
-    assert changed == {"megarl/config/rollout.py", "megarl/config/foreign.py"}
+    assert changed == {"megarl/config/sections/rollout.py", "megarl/config/hints/foreign.py"}
 
     (tmp_path / "recipe.yaml").write_text("{name: one, loop: rl, model: {path: m}, data: {train: t}}")
     command = [sys.executable, "-c", FIELD_USE, "x.n_toys", "actor_rollout_ref.rollout.toys"]

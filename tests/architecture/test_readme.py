@@ -22,8 +22,8 @@ from typer.main import get_command
 import megarl
 from megarl.cli import app
 from megarl.config import AlgorithmConfig, ClusterConfig, Recipe
-from megarl.config.health import RuleName
 from megarl.config.recipe import load
+from megarl.config.sections.health import RuleName
 from megarl.environments import ENVIRONMENTS, Turn
 from megarl.families.registry import FAMILIES
 from megarl.files.import_path import import_object

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megarl.config.learning import PRESETS
 from megarl.config.recipe import load, read, recipe_changes, to_yaml
+from megarl.config.sections.learning import PRESETS
 from megarl.files.import_path import import_object
 from tests.config.refusals import faults
 

@@ -11,7 +11,7 @@ import pytest
 import typer.main
 
 from megarl.cli import app
-from megarl.config.explaining import key_hint
+from megarl.config.reading.explaining import key_hint
 from megarl.config.recipe import read
 from megarl.config.schema import all_fields, section_of
 from megarl.files.nearest import nearest

@@ -9,9 +9,9 @@ import typer.main
 
 from megarl.cli import app
 from megarl.config import Recipe
-from megarl.config.foreign import VALUES
-from megarl.config.migration import meanings, migration_page, options
-from megarl.config.value_hints import nearest_value
+from megarl.config.hints.foreign import VALUES
+from megarl.config.hints.migration import meanings, migration_page, options
+from megarl.config.hints.value_hints import nearest_value
 from tests.config.refusals import faults
 
 CLIP = "algorithm.clip_low and algorithm.clip_high"

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from megarl.config import Recipe
-from megarl.config.explaining import key_hint, option_hint
-from megarl.config.foreign import OPTIONS, OTHERS
-from megarl.config.migration import Option, options, overrides_of
+from megarl.config.hints.foreign import OPTIONS, OTHERS
+from megarl.config.hints.migration import Option, options, overrides_of
+from megarl.config.reading.explaining import key_hint, option_hint
 from megarl.config.recipe import load
 from megarl.planner import sizes
 from megarl.preflight import learning, off_policy

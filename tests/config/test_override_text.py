@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megarl.config.override_text import as_yaml, override_text
+from megarl.config.reading.override_text import as_yaml, override_text
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config.foreign import REMOVED
+from megarl.config.hints.foreign import REMOVED
 from megarl.config.recipe import read, recipe_changes
 from megarl.config.schema import all_fields
 

@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from megarl.config import Recipe
-from megarl.config.sampling import EvaluationSamplingConfig, SamplingConfig
+from megarl.config.sections.sampling import EvaluationSamplingConfig, SamplingConfig
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megarl.config.explaining import printable
+from megarl.config.reading.explaining import printable
 from megarl.config.secrets import literal_secrets
 
 HEX = "0123456789abcdef" * 2

@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 import pytest
 
-from megarl.config.data_sets import CurriculumConfig
+from megarl.config.sections.data_sets import CurriculumConfig
 from megarl.data.curriculum import Curriculum
 from megarl.data.mixture import Mixture, Position, Positions, SourceStream
 from megarl.data.sampler import DataOrder

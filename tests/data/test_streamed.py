@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megarl.config.data_sets import CurriculumConfig
+from megarl.config.sections.data_sets import CurriculumConfig
 from megarl.data.chat import load_tokenizer
 from megarl.data.curriculum import Curriculum
 from megarl.data.kinds.problems import Problems

@@ -117,7 +117,7 @@ def _settings() -> Iterator[Format]:
 
 
 def load_recipe_model(path: Path) -> Any:
-    from megarl.config.policy_model import ModelConfig
+    from megarl.config.sections.policy_model import ModelConfig
 
     return ModelConfig(path="m", chat_template=str(path))
 

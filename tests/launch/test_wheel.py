@@ -76,7 +76,7 @@ def test_it_holds_what_commands_read(wheel: Path) -> None:
     kubernetes = ("rayjob.yaml", "rayjob.schema.json", "skypilot.yaml", "skypilot.schema.json", "job.sh")
     delivered += [Path("launch/kubernetes", name) for name in kubernetes]
     assert {f"megarl/{file}" for file in delivered} <= names
-    assert {"megarl/py.typed", "megarl/config/migration.md", "megarl/report/page.js"} <= names
+    assert {"megarl/py.typed", "megarl/config/hints/migration.md", "megarl/report/page.js"} <= names
     assert "megarl/launch/recipes/recipe.schema.json" in names and "megarl/launch/slurm/site.env" not in names
     assert not any(name.startswith(("tests/", "tools/", "launch/")) for name in names)
     tools = {name.removeprefix("megarl/tools/") for name in names if name.startswith("megarl/tools/")}

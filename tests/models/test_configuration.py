@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megarl.config.library_settings import reserved_settings
 from megarl.config.parallel import ParallelConfig
-from megarl.config.trainer import RecomputedModule
+from megarl.config.sections.trainer import RecomputedModule
 from megarl.families.config_json.rotary import Rotary
 from megarl.families.registry import FAMILIES
 from megarl.families.shape import padded_vocab_size, read_model_shape

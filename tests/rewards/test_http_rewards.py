@@ -7,7 +7,7 @@ import pytest
 from aiohttp import web
 
 from megarl.config import RewardConfig
-from megarl.config.rewards import RewardFunctionConfig
+from megarl.config.sections.rewards import RewardFunctionConfig
 from megarl.rewards.scoring.calling import Sample
 from megarl.rewards.scoring.http_rewards import COUNTED_FOR, make_server_client
 from megarl.rewards.scoring.reward_pool import RewardPool

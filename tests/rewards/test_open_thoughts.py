@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megarl.config.rewards import RewardFunctionConfig
+from megarl.config.sections.rewards import RewardFunctionConfig
 from megarl.rewards.functions.answer_format import answer_format
 from megarl.rewards.functions.code import code
 from megarl.rewards.functions.final_answers import reader_of

@@ -18,7 +18,7 @@ import pytest
 from megarl.cluster.worker_group import WorkerGroup
 from megarl.config import Recipe, SamplingConfig
 from megarl.config.parallel import ParallelConfig
-from megarl.config.rollout import BudgetConfig
+from megarl.config.sections.rollout import BudgetConfig
 from megarl.data.chat import encode, render
 from megarl.data.dialogue import Dialogue
 from megarl.environments import Environment, EnvironmentUnavailableError, Start, Step, Turn

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megarl.config.rollout import BudgetConfig
+from megarl.config.sections.rollout import BudgetConfig
 from megarl.data.dialogue import Dialogue
 from megarl.environments import num_processes
 from megarl.environments.environment_pool import EnvironmentPool, process_settings

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megarl.config.rollout import BudgetConfig
+from megarl.config.sections.rollout import BudgetConfig
 from megarl.rollout.groups import GroupSampler
 from megarl.types import Problem, SamplingSettings, Trajectory
 

@@ -22,7 +22,7 @@ import pytest
 
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
-from megarl.config.rollout import BudgetConfig
+from megarl.config.sections.rollout import BudgetConfig
 from megarl.data.dialogue import Dialogue
 from megarl.data.token_batch import TokenBatch
 from megarl.environments import Start, Step, Turn

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megarl.cluster.worker_group import WorkerGroup
-from megarl.config.rollout import EndpointConfig
+from megarl.config.sections.rollout import EndpointConfig
 from megarl.data.chat import load_tokenizer
 from megarl.rollout.pool import EnginePool
 from megarl.serving.codec import Codec

@@ -14,7 +14,7 @@ import pytest
 
 from megarl.cluster.worker_group import WorkerGroup
 from megarl.config.parallel import ParallelConfig
-from megarl.config.rollout import AgentConfig, EndpointConfig
+from megarl.config.sections.rollout import AgentConfig, EndpointConfig
 from megarl.data.chat import load_tokenizer
 from megarl.rewards.scoring.calling import Sample
 from megarl.rewards.scoring.reward_process import Scored

@@ -10,7 +10,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from megarl.config.rollout import EndpointConfig
+from megarl.config.sections.rollout import EndpointConfig
 from megarl.serving.endpoint import Endpoint
 from megarl.serving.sessions import Session
 from tests.serving.served import Served

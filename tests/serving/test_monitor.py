@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from megarl.config.monitor import MonitorConfig
+from megarl.config.sections.monitor import MonitorConfig
 from megarl.rollout.pool import PoolLoad
 from megarl.serving.monitor import EngineLoad, Monitor, registry_of
 from megarl.tracking.prometheus import RunMetrics

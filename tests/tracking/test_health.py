@@ -13,7 +13,7 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megarl.config import Recipe
-from megarl.config.health import HealthConfig
+from megarl.config.sections.health import HealthConfig
 from megarl.tracking.display import Display
 from megarl.tracking.health import (
     RULES,

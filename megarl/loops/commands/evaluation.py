@@ -18,12 +18,12 @@ from megarl.algorithms.estimates import Measure
 from megarl.cluster.deadlines import run_deadlines
 from megarl.cluster.launchers import start_ranks
 from megarl.config import DataConfig, Recipe
-from megarl.config.cluster import GroupsConfig
-from megarl.config.data_sets import DataSetConfig, path_of
 from megarl.config.formulas import either
-from megarl.config.override_text import override_text
 from megarl.config.parallel import ParallelConfig
+from megarl.config.reading.override_text import override_text
 from megarl.config.recipe import read, to_yaml
+from megarl.config.sections.cluster import GroupsConfig
+from megarl.config.sections.data_sets import DataSetConfig, path_of
 from megarl.data.chat import tokenizer_of
 from megarl.files.atomic import append_whole, replace_text, storage_faults_named
 from megarl.files.model_folder import find_folder

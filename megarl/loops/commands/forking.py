@@ -15,7 +15,7 @@ from pathlib import Path
 
 from megarl.checkpoint.manifest import check_sizes
 from megarl.config import Recipe
-from megarl.config.override_text import override_text
+from megarl.config.reading.override_text import override_text
 from megarl.config.recipe import load_of_run, to_yaml
 from megarl.files.atomic import replace_text, storage_faults_named
 from megarl.tracking.draws import LEDGER

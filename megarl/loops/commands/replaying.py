@@ -25,8 +25,8 @@ from megarl.cluster.launchers import start_ranks
 from megarl.cluster.rank_model import RankModel
 from megarl.cluster.worker_group import WorkerGroup
 from megarl.config import Recipe
-from megarl.config.override_text import override_text
 from megarl.config.parallel import ParallelConfig
+from megarl.config.reading.override_text import override_text
 from megarl.config.recipe import load, recipe_changes
 from megarl.data.chat import tokenizer_of
 from megarl.data.token_batch import TokenBatch

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from megarl.config import Recipe, TrainConfig
-from megarl.config.learning import AlgorithmConfig
+from megarl.config.sections.learning import AlgorithmConfig
 from megarl.data.sampler import DataOrder
 
 _BATCH_SIZES: Mapping[str, tuple[str, int]] = {

@@ -9,7 +9,7 @@ from megarl.config import Recipe
 from megarl.config.corrections import lacks_correction
 from megarl.config.effects import unmet
 from megarl.config.idle import given_fields
-from megarl.config.override_text import short_override
+from megarl.config.reading.override_text import short_override
 from megarl.config.schema import all_fields, value_at
 from megarl.planner.layouts.candidates import WHOLE_EXPERTS, Placement, has_whole_experts
 from megarl.planner.search import with_field_values

@@ -9,8 +9,8 @@ from importlib.util import find_spec
 from megarl.config import Recipe
 from megarl.config.annotations import UntriedOnGpu
 from megarl.config.effects import unmet
-from megarl.config.override_text import short_override
 from megarl.config.parallel import ParallelConfig
+from megarl.config.reading.override_text import short_override
 from megarl.config.schema import all_fields, annotated_with, value_at
 from megarl.families.parts import Latent
 from megarl.families.shape import ModelShape, planned_shape

@@ -21,8 +21,8 @@ from urllib.parse import SplitResult, urlsplit
 import aiohttp
 from pydantic import ValidationError
 
-from megarl.config.http_rewards import ServedConfig
-from megarl.config.rewards import RewardFunctionConfig
+from megarl.config.sections.http_rewards import ServedConfig
+from megarl.config.sections.rewards import RewardFunctionConfig
 from megarl.rewards import SERVED, metric_name, server_kind
 from megarl.rewards.functions.function_score import FunctionScore
 from megarl.rewards.scoring.calling import Sample

@@ -10,7 +10,7 @@ from typing import Any
 
 import regex
 
-from megarl.config.http_rewards import JudgeConfig
+from megarl.config.sections.http_rewards import JudgeConfig
 from megarl.files.regular import check_regular
 from megarl.rewards.functions.function_score import FunctionScore
 from megarl.rewards.scoring.calling import Sample

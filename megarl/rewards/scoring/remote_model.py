@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.config.http_rewards import RemoteModelConfig
+from megarl.config.sections.http_rewards import RemoteModelConfig
 from megarl.rewards.scoring.calling import Sample
 from megarl.rewards.scoring.http_rewards import ServedReward
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from megarl.config import RewardConfig, SandboxConfig
 from megarl.config.judges import judging
-from megarl.config.rewards import RewardFunctionConfig
+from megarl.config.sections.rewards import RewardFunctionConfig
 from megarl.processes.server_process import RequestLimits, ServerSettings
 from megarl.rewards import locate, server_kind
 from megarl.rewards.functions.function_score import FunctionScore

@@ -33,7 +33,7 @@ class RewardFunctionConfig(Section):
     """Weight of this function's score in the sum of scores. 0: the score is only logged. Metric: reward/NAME/mean."""
     kwargs: dict[str, JsonValue] = Field(default_factory=dict)
     """Further keyword arguments of the reward function. Plain values (numbers, texts, lists, mappings), because they
-    are sent to another process. For the rewards judge and remote: fields of megarl/config/http_rewards.py."""
+    are sent to another process. For the rewards judge and remote: fields of megarl/config/sections/http_rewards.py."""
     judges_answer: bool | None = None
     """true: the function decides whether an answer is right: by Reward.answer_correct, or by a score of at least
     reward.correct_score. false: it does not. Default: true for built-in judges, and for a single function as long as it

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megarl.config.explaining import printable, reference_around, shorten_value
-from megarl.config.foreign import REMOVED
-from megarl.config.merging import Merged
-from megarl.config.validating import section_around
+from megarl.config.hints.foreign import REMOVED
+from megarl.config.reading.explaining import printable, reference_around, shorten_value
+from megarl.config.reading.merging import Merged
+from megarl.config.reading.validating import section_around
 
 
 def drop_removed_fields(merged: Merged, path: Path, *, is_of_run: bool) -> list[str]:

@@ -1,6 +1,6 @@
 """Table of other programs' options and values, and the recipe fields for them.
 
-`megarl.config.migration` makes the hints for unknown keys and options from it, and launch/recipes/MIGRATION.md.
+`megarl.config.hints.migration` makes the hints for unknown keys and options from it, and launch/recipes/MIGRATION.md.
 
 A row has the option, the recipe fields, and a note. The option may have further spellings, for example `--dataset -d`,
 and a value: `--algo=GRPO`. It matches every key that ends with it: `rollout.n` matches `actor.rollout.n`. Case, dashes

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.config.explaining import error_page, key_hint, leaves_of
+from megarl.config.reading.explaining import error_page, key_hint, leaves_of
 from megarl.config.schema import default_removes, field_at, recipe_field, section_at
 from megarl.files import shipped
 from megarl.files.nearest import nearest
@@ -55,7 +55,7 @@ def _tree_of_file(path: Path) -> tuple[Any, list[str]]:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    from megarl.config import strict_yaml
+    from megarl.config.reading import strict_yaml
 
     try:
         text = path.read_text(encoding="utf-8")
@@ -110,7 +110,7 @@ class _Merging:
     def _set(self, key: str, text: str) -> None:
         from omegaconf import OmegaConf
 
-        from megarl.config import strict_yaml
+        from megarl.config.reading import strict_yaml
 
         if doubtful := strict_yaml.problems(text, key):
             self.problems += doubtful

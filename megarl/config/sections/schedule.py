@@ -26,8 +26,8 @@ from megarl.config.conditions import (
     non_empty,
     one_of,
 )
-from megarl.config.sampling import EvaluationSamplingConfig
 from megarl.config.section import Section
+from megarl.config.sections.sampling import EvaluationSamplingConfig
 
 
 class TrainConfig(Section):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Literal, get_args, get_origin
 
-from megarl.config.foreign import VALUES
 from megarl.config.formulas import formula_fields, formulas
+from megarl.config.hints.foreign import VALUES
 from megarl.config.schema import field_at, recipe_field
 from megarl.files.nearest import nearest
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl.config.foreign import REMOVED
-from megarl.config.migration import describe_option, meanings, short_meanings
+from megarl.config.hints.foreign import REMOVED
+from megarl.config.hints.migration import describe_option, meanings, short_meanings
+from megarl.config.hints.value_hints import nearest_value, written_override
 from megarl.config.schema import all_fields, description, field_at, recipe_field, removal, section_at, section_of
 from megarl.config.secrets import HIDDEN, Place, holds_secret, secret_items, shown_key
-from megarl.config.value_hints import nearest_value, written_override
 from megarl.files.nearest import nearest
 
 

@@ -1,4 +1,4 @@
-"""Hints and MIGRATION.md from the table of other programs' options, `megarl.config.foreign`.
+"""Hints and MIGRATION.md from the table of other programs' options, `megarl.config.hints.foreign`.
 
 `meanings` says what an option is in a recipe: the error for an unknown recipe key or command-line option prints it.
 `migration_page` lists all options by program.
@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.config.effects import conditions
-from megarl.config.foreign import OPTIONS, OTHERS
+from megarl.config.hints.foreign import OPTIONS, OTHERS
+from megarl.config.hints.value_hints import BASE_RECIPE, written_override
 from megarl.config.schema import all_fields
-from megarl.config.value_hints import BASE_RECIPE, written_override
 
 if TYPE_CHECKING:
     from megarl.config import Recipe

@@ -9,8 +9,8 @@ from pydantic_core import PydanticCustomError
 
 from megarl.config.annotations import OnlyIf
 from megarl.config.conditions import MONITORED
-from megarl.config.rollout import LOOPBACK, MIN_TOKEN_CHARACTERS
 from megarl.config.section import Section
+from megarl.config.sections.rollout import LOOPBACK, MIN_TOKEN_CHARACTERS
 
 
 class MonitorConfig(Section):

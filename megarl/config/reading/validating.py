@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megarl.config.explaining import explain_error
+from megarl.config.reading.explaining import explain_error
 from megarl.config.schema import all_fields, recipe_field, section_of
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from megarl.config.conditions import (
     STALE,
     instead_of,
 )
-from megarl.config.sampling import SamplingConfig
 from megarl.config.section import Section
+from megarl.config.sections.sampling import SamplingConfig
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 """Addresses that only this machine can reach."""
