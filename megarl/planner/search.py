@@ -139,7 +139,7 @@ def search(
     """Return the `count` choices with the smallest scores, of those that the judge accepts (outcome not None).
 
     `bound` returns a number that the score of a choice, and of all later choices, cannot be below: with it the search
-    ends early. `skips` tells from the accepted choices whether one need not be judged. Of choices with equal keys, the
+    ends early. `skips` decides from the accepted choices whether one need not be judged. Of choices with equal keys, the
     best one counts.
     """
     best: dict[Hashable, tuple[Any, Change[ChoiceT, OutcomeT]]] = {}
