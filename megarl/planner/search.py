@@ -139,8 +139,8 @@ def search(
     """Return the `count` choices with the smallest scores, of those that the judge accepts (outcome not None).
 
     `bound` returns a number that the score of a choice, and of all later choices, cannot be below: with it the search
-    ends early. `skips` decides from the accepted choices whether one need not be judged. Of choices with equal keys, the
-    best one counts.
+    ends early. `skips` decides from the accepted choices whether one need not be judged. The best of the choices with
+    equal keys counts.
     """
     best: dict[Hashable, tuple[Any, Change[ChoiceT, OutcomeT]]] = {}
     num_judged, is_complete = 0, True
