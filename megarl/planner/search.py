@@ -136,11 +136,10 @@ def search(
     skips: Callable[[ChoiceT, Sequence[ChoiceT]], bool] | None = None,
     max_judged: int | None = None,
 ) -> Ranking[ChoiceT, OutcomeT]:
-    """Return the `count` choices with the smallest scores, of those that the judge accepts (outcome not None).
+    """Return the `count` accepted choices with the smallest scores. The judge returns None to refuse a choice.
 
-    `bound` returns a number that the score of a choice, and of all later choices, cannot be below: with it the search
-    ends early. `skips` decides from the accepted choices whether one need not be judged. The best of the choices with
-    equal keys counts.
+    `bound` returns a lower bound of the scores of a choice and of all later ones: with it the search ends early.
+    `skips` decides from the accepted choices whether a choice is skipped. The best one of equal keys counts.
     """
     best: dict[Hashable, tuple[Any, Change[ChoiceT, OutcomeT]]] = {}
     num_judged, is_complete = 0, True

@@ -20,6 +20,8 @@ JUDGED = {
     "loops/performance.py": {
         "perf/engines_open_seconds", "rollout/sampled_tokens", "time/engines_idle", "time/step_seconds",
     },
+    # The seconds of a step, for a ratio to the plan and a notice.
+    "loops/observers/plan_promise.py": {"time/step_seconds"},
     # Metrics of two reshards become one row.
     "loops/reshard_schedule.py": {"rollout/replicas"},
     # The environment's count of shortened replies, to which those of the recipe's limit are added.
