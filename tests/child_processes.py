@@ -44,10 +44,17 @@ def driver_process(command: int) -> int:
 
 
 def _started_by(process: int) -> list[int]:
-    """Return the descendants of a process, and those of the fork servers that a shared one has forked for it."""
-    everyone = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
-    servers = [other for other in everyone if process_name(other) == f"megarl {process}"]
-    return [below for above in (process, *servers) for below in descendants(above)]
+    """Return the descendants of a process, and those of the fork servers that a shared one has forked for any of them.
+
+    An agent, for example, is a child of the driver, and such a server of an agent is not.
+    """
+    names = {int(folder.name): process_name(int(folder.name)) for folder in Path("/proc").glob("[0-9]*")}
+    started = [process]
+    for above in started:
+        servers = [other for other, name in names.items() if name == f"megarl {above}"]
+        children = [below for parent in (above, *servers) for below in descendants(parent)]
+        started += [below for below in (*servers, *children) if below not in started]
+    return started[1:]
 
 
 def processes_writing_to(folder: Path, log: str, command: str) -> list[int]:

@@ -10,7 +10,6 @@ from typing import Protocol
 from megarl.cluster.call import Call
 from megarl.cluster.deadlines import Deadlines
 from megarl.cluster.rank_handle import RankHandle, names_of
-from megarl.cluster.stack_requests import StackRequests
 from megarl.cluster.stacks import is_complete, summary, waits_in_collective
 
 _LOOK_SECONDS = 0.1
@@ -21,13 +20,14 @@ class Ranks(Protocol):
     """A group of ranks; `WorkerGroup` implements it."""
 
     deadlines: Deadlines
-    stacks: StackRequests
     on_slow: Callable[[str], object]
 
     def clock(self) -> float: ...
 
     @property
     def num_ranks(self) -> int: ...
+
+    async def read_stacks(self) -> dict[int, str]: ...
 
     async def find_stopped(self, call: Call, patience_seconds: float) -> tuple[list[RankHandle], Mapping[int, str]]: ...
 
@@ -55,7 +55,6 @@ async def watch(group: Ranks, call: Call, budget_seconds: float, extra_seconds: 
                 late_at = math.inf
                 await _report_slow(group, call, seconds)
             else:
-                # Stacks of ranks on other nodes may arrive late, through a shared file system.
                 await _end_stopped(group, call, seconds, (call.limit.seconds - extra_seconds) / 2)
                 search_at = group.clock() + pause
         except Exception as error:
@@ -74,7 +73,7 @@ async def _end_stopped(group: Ranks, call: Call, seconds: float, patience_second
 
 async def _report_slow(group: Ranks, call: Call, seconds: float) -> None:
     """Report the ranks delaying a call, `seconds` after its start."""
-    stacks = await group.stacks.read()
+    stacks = await group.read_stacks()
     silent = call.silent()
     slow = [h for h in silent if is_complete(stacks[h.rank]) and not waits_in_collective(stacks[h.rank])]
     # Where all ranks work, none is slower than its peers: the call has more to do than earlier ones.

@@ -1,4 +1,4 @@
-"""Authentication of connections between the processes of a run, by a secret key of the group's start.
+"""Authentication of connections between the processes of a run, by a secret key of the nodes' start.
 
 Each end sends a random number and an HMAC of both numbers. Only then do they exchange one JSON message each. Nothing is
 unpickled before. Later messages on the connection are neither encrypted nor signed: they are as safe as the network
@@ -15,6 +15,7 @@ import secrets
 import socket
 import struct
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 _NUMBER_BYTES = 32
@@ -31,6 +32,11 @@ connection replaces the oldest.
 """
 _INTRODUCTION_SECONDS = 10
 """Time limit in seconds for the handshake of a connection."""
+
+_SILENT_SECONDS = 30
+"""Seconds without an answer to keepalive probes after which a connection ends, for example after a power loss."""
+_UNREAD_SECONDS = 120
+"""Seconds after which a connection ends because sent data was not received."""
 
 Peer = TypeVar("Peer")
 
@@ -139,6 +145,23 @@ def introduce(connected: socket.socket, key: bytes, message: dict[str, Any]) -> 
             "the server at the driver's address does not know this run's secret key, so it is not this run's driver"
         )
     connected.sendall(pack_json(message))
+
+
+def notice_silence(connected: socket.socket) -> None:
+    """Turn on TCP keepalive: the kernel closes the connection after 30 s of silence, for example after a power loss.
+
+    The other node's kernel answers the keepalive probes, so a busy process does not count as silent.
+    """
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        (socket.TCP_KEEPIDLE, _SILENT_SECONDS // 2),
+        (socket.TCP_KEEPINTVL, _SILENT_SECONDS // 6),
+        (socket.TCP_KEEPCNT, 3),
+        # For data that the node does not acknowledge, or a stopped agent does not read. Linux would try 15 minutes.
+        (socket.TCP_USER_TIMEOUT, 1000 * _UNREAD_SECONDS),
+    ):
+        with suppress(OSError):
+            connected.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def pack_json(message: dict[str, Any]) -> bytes:

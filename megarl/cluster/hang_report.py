@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
-from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from megarl.cluster.rank_handle import RankHandle
 from megarl.cluster.stacks import ranks_named
@@ -28,15 +26,17 @@ class Ranks(Protocol):
     @property
     def handles(self) -> Sequence[RankHandle]: ...
 
-    async def current_stacks(self) -> dict[int, str]: ...
+    async def read_stacks(self) -> dict[int, str]: ...
+
+    async def read_thread_states(self) -> dict[int, str]: ...
 
 
 class HangReport:
     """Writes `hang_1.txt`, `hang_2.txt` and so on into an attempt's log folder.
 
     Each file has the Python stacks of every rank. It also has the threads' kernel states and native stacks of up to 8
-    ranks, silent ranks first. Native stacks need py-spy or gdb on the rank's node. `groups` is a function that returns
-    the run's groups of ranks.
+    ranks, silent ranks first, read by the agents of their nodes. Native stacks need py-spy or gdb on the rank's node.
+    `groups` is a function that returns the run's groups of ranks.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class HangReport:
         """Create a writer into `folder`. Native stacks: of `most_native` ranks, for `native_seconds` at most."""
         self._folder, self._groups = folder, groups
         self._native_seconds, self._most_native = native_seconds, most_native
-        self._debugged: set[Future[str]] = set()
+        self._debugged: set[asyncio.Future[str]] = set()
         """Readings of stacks by debuggers now, one for each rank."""
         self._debugging_since = 0.0
         """Clock at which the first of them began, in seconds."""
@@ -75,12 +75,8 @@ class HangReport:
         `what` says what they missed. `stacks` are the Python stacks of the group's ranks, by rank.
         """
         other_groups = [other_group for other_group in self._groups() if other_group is not group]
-        answers = await asyncio.gather(
-            *(other_group.current_stacks() for other_group in other_groups), return_exceptions=True
-        )
-        all_stacks = dict(stacks)
-        for answer in answers:
-            all_stacks |= answer if isinstance(answer, dict) else {}
+        all_stacks = dict(stacks) | await _read_all([other_group.read_stacks() for other_group in other_groups])
+        thread_states = await _read_all([each.read_thread_states() for each in (group, *other_groups)])
         handles = [handle for reported in (group, *other_groups) for handle in reported.handles]
         handles.sort(key=lambda handle: handle.rank)
         first = next((handle for handle in handles if handle in silent), None)
@@ -90,8 +86,9 @@ class HangReport:
             f"first silent rank: {first.rank if first else 'unknown'}",
         ]
         for handle in handles:
-            lines += [f"\n== rank {handle.rank}: threads in the kernel ==", handle.thread_states() or "unknown"]
             lines += [
+                f"\n== rank {handle.rank}: threads in the kernel ==",
+                thread_states.get(handle.rank) or "unknown",
                 f"\n== rank {handle.rank}: Python ==",
                 all_stacks.get(handle.rank, "").strip() or "wrote no stack",
             ]
@@ -100,33 +97,25 @@ class HangReport:
         with suppress(OSError):
             append_whole(path, ("\n".join(lines) + "\n").encode(errors="replace"))
             most_silent = sorted(handles, key=lambda handle: handle not in silent)[: self._most_native]
-            # Threads of its own, so that all debuggers begin at once.
-            pool = ThreadPoolExecutor(max(1, len(most_silent)))
-            native = await asyncio.gather(*(self._native_stacks(pool, handle) for handle in most_silent))
-            pool.shutdown(wait=False)
+            native = await asyncio.gather(*(self._read_native_stacks(handle) for handle in most_silent))
             for handle, text in zip(most_silent, native, strict=True):
                 append_whole(path, f"\n== rank {handle.rank}: native ==\n{text}\n".encode(errors="replace"))
             return path
         return None
 
-    async def _native_stacks(self, pool: ThreadPoolExecutor, handle: RankHandle) -> str:
-        """Return the native stacks of a rank, or why there are none: the group must end whatever goes wrong here."""
-        loop = asyncio.get_running_loop()
+    async def _read_native_stacks(self, handle: RankHandle) -> str:
+        """Return a rank's native stacks, or why there are none: the group must end whatever goes wrong here."""
+        reading = asyncio.ensure_future(handle.read_native_stacks(self._native_seconds))
+        if not self._debugged:
+            self._debugging_since = time.monotonic()
+        self._debugged.add(reading)
+        reading.add_done_callback(self._note_released)
         try:
-            reading = pool.submit(handle.native_stacks, self._native_seconds)
-            if not self._debugged:
-                self._debugging_since = time.monotonic()
-            self._debugged.add(reading)
-            # The debugger holds the rank until its thread has ended, whatever happens to this coroutine.
-            reading.add_done_callback(partial(loop.call_soon_threadsafe, self._note_released))
-            # A launcher that does not answer must not block later reports, searches and deadlines.
-            loop.call_later(2 * self._native_seconds, self._note_released, reading)
-            # For the same reason. The thread ends by itself.
-            return await asyncio.wait_for(asyncio.wrap_future(reading), self._native_seconds + 1.0)
+            return await reading
         except Exception as error:
             return f"no native stacks: {error!r}"
 
-    def _note_released(self, reading: Future[str]) -> None:
+    def _note_released(self, reading: asyncio.Future[str]) -> None:
         """Record that a debugger has released its rank."""
         if reading in self._debugged:
             self._debugged.remove(reading)
@@ -138,3 +127,9 @@ class HangReport:
         while (path := self._folder / f"hang_{number}.txt").exists():
             number += 1
         return path
+
+
+async def _read_all(readings: Sequence[Coroutine[Any, Any, dict[int, str]]]) -> dict[int, str]:
+    """Return the texts of several groups by rank. A group that cannot be read is left out."""
+    answers = await asyncio.gather(*readings, return_exceptions=True)
+    return {rank: text for answer in answers if isinstance(answer, dict) for rank, text in answer.items()}

@@ -1,43 +1,62 @@
-"""Start of the rank processes by the recipe's launcher: on this machine, with srun, or with Ray."""
+"""Nodes of a run by the recipe's launcher (this machine, srun, Ray), and the start of rank processes on them."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import secrets
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.cluster.local import LocalGroup, import_early
+from megarl.cluster.agent_link import AgentLink
+from megarl.cluster.local import LocalAgent, LocalNodes
+from megarl.cluster.nodes import Nodes
+from megarl.cluster.rank_place import RankPlace
 from megarl.cluster.run_ranks import RunRanks
-from megarl.cluster.srun import SrunGroup
+from megarl.cluster.srun import SrunNodes
 from megarl.cluster.topology import NodeKind
 from megarl.cluster.worker_group import PartOfRun, WorkerGroup
 from megarl.config import ClusterConfig
 from megarl.config.parallel import ParallelConfig
 from megarl.platform import chosen_device, device
 from megarl.platform.memory.shared_memory import check_shared_memory
-from megarl.processes.fork_server import end_fork_servers
 from megarl.processes.server_process import MakeServer, ServerProcess
+from megarl.types import MegarlError
 
 
 @contextmanager
 def importing_early(cluster: ClusterConfig) -> Iterator[None]:
     """Context in which the ranks' libraries are imported in the background, if this machine runs ranks on its CPU.
 
-    On other machines it does nothing. `start_ranks`, called in the context and in the same thread, uses the importing
-    process and waits only for the rest of the imports. If the block raises, this process is ended.
+    On other machines it does nothing. `start_ranks`, called in the context, uses the importing agent and waits only for
+    the rest of the imports. An unused agent is ended with the context.
     """
     # With a GPU each rank imports by itself, because CUDA cannot be used after a fork.
     if cluster.launcher == "local" and not chosen_device.has_cuda_build():
-        import_early(_environment(cluster, cluster.ranks_per_node), _imports())
+        _early.agent = LocalAgent(_environment(cluster, cluster.ranks_per_node), _imports())
     try:
         yield
-    except BaseException:
-        end_fork_servers(is_all=False)
-        raise
+    finally:
+        if (agent := _early.take()) is not None:
+            agent.abandon()
+
+
+@dataclass(slots=True)
+class _EarlyAgent:
+    """Agent of this machine that imports before a run starts; None: there is none, or a run uses it."""
+
+    agent: LocalAgent | None = None
+
+    def take(self) -> LocalAgent | None:
+        """Return the agent, once."""
+        agent, self.agent = self.agent, None
+        return agent
+
+
+_early = _EarlyAgent()
 
 
 def _environment(cluster: ClusterConfig, ranks_per_node: int, *, orders_kernels: bool = False) -> dict[str, str]:
@@ -49,6 +68,157 @@ def _imports() -> tuple[str, ...]:
     return device.forkable_imports("megarl.worker.colocated")
 
 
+class RunNodes:
+    """All nodes of a run, and the start of rank processes on them.
+
+    The trainers have nodes of one kind. Engines may have another kind (`cluster.groups.engines`).
+    """
+
+    def __init__(self, cluster: ClusterConfig, avoided_nodes: Sequence[str] = ()) -> None:
+        """Create an object without agents. Ray uses none of `avoided_nodes`; others have no choice of nodes."""
+        self._cluster = cluster
+        num_ranks, engines = cluster.nodes * cluster.ranks_per_node, cluster.groups.engines
+        # With two kinds, a Slurm job is heterogeneous: component 0 has the trainers' nodes, component 1 the engines'.
+        kind = NodeKind(0, cluster.nodes, cluster.ranks_per_node, component=None if engines is None else 0)
+        self.trainer_nodes = _make_nodes(cluster, kind, avoided_nodes)
+        self.engine_nodes = self.trainer_nodes
+        if engines is not None:
+            kind = NodeKind(
+                num_ranks, engines.nodes, engines.ranks_per_node, component=1, ray_resources=engines.ray_resources
+            )
+            self.engine_nodes = _make_nodes(cluster, kind, avoided_nodes)
+        self._key = secrets.token_bytes(32)
+
+    @property
+    def all_nodes(self) -> list[Nodes]:
+        """The nodes of each kind."""
+        return list(dict.fromkeys((self.trainer_nodes, self.engine_nodes)))
+
+    async def start(self, log_folder: Path) -> None:
+        """Start the agents of all nodes. Raises ConfigError or PeerLostError; then none is left."""
+        try:
+            # Engines with nodes of their own kind come first: Ray gives trainers any node, also these.
+            for nodes in reversed(self.all_nodes):
+                await nodes.start(log_folder, self._cluster.start_timeout_seconds)
+        except BaseException:
+            await self.close()
+            raise
+
+    async def fork_ranks(
+        self,
+        log_folder: Path,
+        num_trainers: int,
+        replica_sizes: Sequence[int] = (),
+        *,
+        trainer: ParallelConfig | None = None,
+        trainer_places: Sequence[RankPlace] = (),
+        on_missing_engine: Callable[[str], object] | None = None,
+    ) -> RunRanks:
+        """Start the ranks of an attempt: the trainers' group, and one group per separate engine replica.
+
+        Their first worker class is `NodeReport`, which checks the nodes. `trainer` has the trainers' parallel sizes;
+        None: nothing is trained. `trainer_places` are their places; empty: the first ones. `on_missing_engine` is
+        called with the reason why a replica did not start, if others did; None: the error is raised.
+        """
+        num_ranks = num_trainers + sum(replica_sizes)
+        places = list(trainer_places) or self.trainer_nodes.choose_places(num_trainers, (), on_one_node=False)
+        taken = {(self.trainer_nodes, place.node_number, place.local_rank) for place in places}
+        starts = [
+            self._fork_group(
+                log_folder,
+                PartOfRun(0, num_ranks, self._key),
+                places,
+                self.trainer_nodes,
+                orders_kernels=trainer is not None and _splits_layers(trainer),
+            )
+        ]
+        first_rank = num_trainers
+        for size in replica_sizes:
+            places = self._replica_places(size, taken)
+            taken |= {(self.engine_nodes, place.node_number, place.local_rank) for place in places}
+            part = PartOfRun(first_rank, num_ranks, self._key)
+            starts.append(self._fork_group(log_folder, part, places, self.engine_nodes))
+            first_rank += size
+        if on_missing_engine is None:
+            first, *others = await _started_together(starts)
+            return RunRanks(first, others)
+        return await _started_partly(starts, on_missing_engine)
+
+    async def fork_replica(self, lost: WorkerGroup, groups: Sequence[WorkerGroup], log_folder: Path) -> WorkerGroup:
+        """Start the ranks of a lost engine replica again, next to the living `groups`.
+
+        Raises ConfigError or PeerLostError if there is no room for them.
+        """
+        nodes = self.engine_nodes
+        needed = nodes.kind.nodes
+        if nodes.num_living < needed:
+            await nodes.replenish(needed, self._cluster.start_timeout_seconds)
+        nodes.fill_gaps()
+        taken = {
+            (self.trainer_nodes if group.part.first_rank == 0 else nodes, place.node_number, place.local_rank)
+            for group in groups
+            for place in group.places
+        }
+        places = self._replica_places(lost.world_size, taken)
+        return await self._fork_group(log_folder, lost.part, places, nodes)
+
+    def _replica_places(self, size: int, taken: Collection[tuple[Nodes, int, int]]) -> list[RankPlace]:
+        nodes = self.engine_nodes
+        taken_here = {(number, local_rank) for kind, number, local_rank in taken if kind is nodes}
+        return nodes.choose_places(size, taken_here, on_one_node=True)
+
+    async def _fork_group(
+        self,
+        log_folder: Path,
+        part: PartOfRun,
+        places: Sequence[RankPlace],
+        nodes: Nodes,
+        *,
+        orders_kernels: bool = False,
+    ) -> WorkerGroup:
+        """Start one group of ranks. `orders_kernels`: a GPU starts kernels in the order of their launches."""
+        cluster = self._cluster
+        environment = _environment(cluster, nodes.kind.ranks_per_node, orders_kernels=orders_kernels)
+        return await WorkerGroup(len(places), part, places=places).start(
+            "megarl.cluster.node_checks:NodeReport",
+            {},
+            log_folder=log_folder,
+            start_timeout_seconds=cluster.start_timeout_seconds,
+            environment={**environment, **_flight_recorder(cluster, log_folder, part.first_rank)},
+            imports=_imports(),
+        )
+
+    async def reserve(self, num_trainers: int, replica_sizes: Sequence[int]) -> None:
+        """Start agents until there is room for these numbers of ranks. Raises ConfigError if there is none."""
+        num_engine_ranks = sum(replica_sizes)
+        needs = {self.trainer_nodes: num_trainers}
+        needs[self.engine_nodes] = needs.get(self.engine_nodes, 0) + num_engine_ranks
+        for nodes, num_ranks in needs.items():
+            if not nodes.is_unlimited:
+                num_nodes = -(-num_ranks // nodes.kind.ranks_per_node)
+                await nodes.replenish(num_nodes, self._cluster.start_timeout_seconds)
+
+    async def replace_lost_nodes(self) -> None:
+        """Replace the nodes whose agents are lost. Raises ConfigError or PeerLostError if there are no others."""
+        for nodes in self.all_nodes:
+            await nodes.replenish(nodes.kind.nodes, self._cluster.start_timeout_seconds)
+            nodes.fill_gaps()
+
+    @property
+    def agents(self) -> list[AgentLink]:
+        """The agents of all nodes. Some may be lost."""
+        return [agent for nodes in self.all_nodes for agent in nodes.agents]
+
+    def on_signal(self, callback: Callable[[str], object]) -> None:
+        """Set the callback (signal name) called when an agent receives a stop signal."""
+        for nodes in self.all_nodes:
+            nodes.on_signal = callback
+
+    async def close(self) -> None:
+        """End all agents, and with them all ranks."""
+        await asyncio.gather(*(nodes.close() for nodes in self.all_nodes))
+
+
 async def start_ranks(
     cluster: ClusterConfig,
     log_folder: Path,
@@ -57,44 +227,33 @@ async def start_ranks(
     avoided_nodes: Sequence[str] = (),
     trainer: ParallelConfig | None = None,
 ) -> RunRanks:
-    """Start the ranks of a cluster. Their first worker class is `NodeReport`, which checks the nodes.
+    """Start the nodes and the ranks of a cluster. For the arguments see `RunNodes.fork_ranks`. `close` ends both.
 
-    `replica_sizes` are the numbers of ranks of separate engine replicas. Each replica is a group of its own; the
-    trainers have the other ranks, with the parallel sizes `trainer`; None: nothing is trained. Ray places no rank on
-    `avoided_nodes`; the other launchers have no choice of nodes.
+    `replica_sizes` are the numbers of ranks of separate engine replicas. The trainers have the other ranks.
+    """
+    nodes = await start_nodes(cluster, log_folder, avoided_nodes)
+    try:
+        num_trainers = cluster.world_size - sum(replica_sizes)
+        ranks = await nodes.fork_ranks(log_folder, num_trainers, replica_sizes, trainer=trainer)
+    except BaseException:
+        await nodes.close()
+        raise
+    ranks.nodes = nodes
+    return ranks
+
+
+async def start_nodes(cluster: ClusterConfig, log_folder: Path, avoided_nodes: Sequence[str] = ()) -> RunNodes:
+    """Start the agents of a cluster's nodes. Ray uses none of `avoided_nodes`.
+
     If this machine runs the ranks, it must have the device (`cluster.device`) and writable shared memory. Otherwise
     raises ConfigError or DiskFullError.
     """
     if cluster.launcher == "local":
         device.require(cluster.device)
         check_shared_memory()
-    key = secrets.token_bytes(32)
-    starts = [cluster.world_size - sum(replica_sizes[index:]) for index in range(len(replica_sizes))]
-    engines = list(zip(replica_sizes, starts, strict=True))
-    trainers = [(cluster.world_size - sum(replica_sizes), 0)]
-    # Engines with nodes of their own kind are placed before the trainers: Ray gives trainers any node, also these.
-    turns = (trainers, engines) if cluster.groups.engines is None else (engines, trainers)
-    started: list[WorkerGroup] = []
-    try:
-        for turn in turns:
-            starts = [
-                start_group(
-                    cluster,
-                    log_folder,
-                    size,
-                    PartOfRun(first_rank, cluster.world_size, key),
-                    _kind_of(cluster, first_rank),
-                    avoided_nodes,
-                    orders_kernels=first_rank == 0 and trainer is not None and _splits_layers(trainer),
-                )
-                for size, first_rank in turn
-            ]
-            started += await _started_together(starts)
-    except BaseException:
-        await asyncio.gather(*(group.close() for group in started))
-        raise
-    first, *others = sorted(started, key=lambda group: group.part.first_rank)
-    return RunRanks(first, others)
+    nodes = RunNodes(cluster, avoided_nodes)
+    await nodes.start(log_folder)
+    return nodes
 
 
 async def _started_together(starts: Sequence[Coroutine[Any, Any, WorkerGroup]]) -> list[WorkerGroup]:
@@ -110,52 +269,32 @@ async def _started_together(starts: Sequence[Coroutine[Any, Any, WorkerGroup]]) 
         raise
 
 
-async def start_group(
-    cluster: ClusterConfig,
-    log_folder: Path,
-    size: int,
-    part: PartOfRun,
-    kind: NodeKind,
-    avoided_nodes: Sequence[str] = (),
-    *,
-    others: Callable[[], Sequence[WorkerGroup]] = lambda: (),
-    places: Sequence[int] = (),
-    orders_kernels: bool = False,
-) -> WorkerGroup:
-    """Start `size` ranks of a cluster as one group.
+async def _started_partly(
+    starts: Sequence[Coroutine[Any, Any, WorkerGroup]], on_missing_engine: Callable[[str], object]
+) -> RunRanks:
+    """Start the trainers' group, the first one, and those of the replicas concurrently.
 
-    Arguments:
-        part: Position of the group's ranks among those of the run.
-        kind: Nodes for the group: all of the run, or only those of the trainers or of the engines.
-        avoided_nodes: Nodes on which Ray places no rank. Other launchers ignore it.
-        others: Function returning the run's other groups. It returns some only if the group starts after them.
-        places: Places of a lost group replaced by this one. Empty: places not used by the other groups.
-        orders_kernels: Start a GPU's kernels in the order of their launches, over all streams.
+    `on_missing_engine` is called with the error of each replica that does not start. Raises the error of the trainers,
+    or if no replica starts, that of the first one; then none is left.
     """
-    group = _group(cluster, size, part, kind, avoided_nodes)
-    group.kind, group.others, group.former_places = kind, others, places
-    # Trainers have the first ranks. A lost engine replica is started again as a whole.
-    group.keeps_survivors = cluster.recover != "stop" and part.first_rank == 0
-    return await group.start(
-        "megarl.cluster.node_checks:NodeReport",
-        {},
-        log_folder=log_folder,
-        start_timeout_seconds=cluster.start_timeout_seconds,
-        environment={
-            **_environment(cluster, kind.ranks_per_node, orders_kernels=orders_kernels),
-            # A group starting after the others gets a name of its own, because numbers of ranks change.
-            **_flight_recorder(
-                cluster, log_folder, f"{part.first_rank}_{secrets.token_hex(2)}" if others() else str(part.first_rank)
-            ),
-        },
-    )
+    outcomes = await asyncio.gather(*starts, return_exceptions=True)
+    groups = [outcome for outcome in outcomes if isinstance(outcome, WorkerGroup)]
+    errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+    trainers, num_replicas = outcomes[0], len(starts) - 1
+    is_lost = not isinstance(trainers, WorkerGroup) or (num_replicas > 0 and len(groups) == 1)
+    if is_lost or any(not isinstance(error, MegarlError) for error in errors):
+        await asyncio.gather(*(group.close() for group in groups))
+        raise next((error for error in errors if not isinstance(error, MegarlError)), errors[0])
+    for error in errors:
+        on_missing_engine(str(error))
+    return RunRanks(groups[0], groups[1:])
 
 
-def _flight_recorder(cluster: ClusterConfig, log_folder: Path, group: str) -> dict[str, str]:
+def _flight_recorder(cluster: ClusterConfig, log_folder: Path, first_rank: int) -> dict[str, str]:
     """Return the variables with which NCCL's flight recorder writes a file when a collective times out.
 
-    Rank N of the group named `group` writes `flight_GROUP_N` to the log folder. Variables of the user come first. Empty
-    for ranks on the CPU, which have no NCCL.
+    Rank N of the group whose first rank is `first_rank` writes `flight_FIRST_N` to the log folder.
+    Variables of the user come first. Empty for ranks on the CPU, which have no NCCL.
     """
     if cluster.device == "cpu" or not chosen_device.has_cuda_build():
         return {}
@@ -163,7 +302,7 @@ def _flight_recorder(cluster: ClusterConfig, log_folder: Path, group: str) -> di
         # Number of newest collectives in the file: several steps of a large model.
         "TORCH_FR_BUFFER_SIZE": "2000",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-        "TORCH_FR_DUMP_TEMP_FILE": f"{log_folder.absolute()}/flight_{group}_",
+        "TORCH_FR_DUMP_TEMP_FILE": f"{log_folder.absolute()}/flight_{first_rank}_",
     }
     return {name: os.environ.get(name, value) for name, value in variables.items()}
 
@@ -177,30 +316,17 @@ def _splits_layers(trainer: ParallelConfig) -> bool:
     return max(trainer.tp, trainer.cp, trainer.etp) > 1
 
 
-def _kind_of(cluster: ClusterConfig, rank: int) -> NodeKind:
-    """Return the kind of nodes (trainers' or engines') that the rank belongs to."""
-    trainer_kind, engines = NodeKind(0, cluster.nodes, cluster.ranks_per_node), cluster.groups.engines
-    if engines is None:
-        return trainer_kind
-    num_ranks = cluster.nodes * cluster.ranks_per_node
-    if rank < num_ranks:
-        # With two kinds, a Slurm job is heterogeneous: component 0 has the trainers' nodes, component 1 the engines'.
-        return trainer_kind._replace(component=0)
-    return NodeKind(num_ranks, engines.nodes, engines.ranks_per_node, component=1, ray_resources=engines.ray_resources)
-
-
-def _group(
-    cluster: ClusterConfig, size: int, part: PartOfRun, kind: NodeKind, avoided_nodes: Sequence[str]
-) -> WorkerGroup:
-    """Return a group object for the recipe's launcher, without starting its processes."""
+def _make_nodes(cluster: ClusterConfig, kind: NodeKind, avoided_nodes: Sequence[str]) -> Nodes:
+    """Return the nodes of the recipe's launcher, without starting their agents."""
+    environment = _environment(cluster, kind.ranks_per_node)
     if cluster.launcher == "slurm":
-        return SrunGroup(size, cluster.srun_options, part, kind)
+        return SrunNodes(kind, environment, _imports(), cluster.srun_options)
     if cluster.launcher == "ray":
         # Imported here, because Ray is optional.
-        from megarl.cluster.ray import RayGroup
+        from megarl.cluster.ray import RayNodes
 
-        return RayGroup(size, cluster.ray_address, kind, part, avoided_nodes=avoided_nodes)
-    return LocalGroup(size, part, imports=_imports())
+        return RayNodes(kind, environment, _imports(), cluster.ray_address, avoided_nodes=avoided_nodes)
+    return LocalNodes(environment, _imports(), _early.take())
 
 
 def server_processes(cluster: ClusterConfig) -> MakeServer:

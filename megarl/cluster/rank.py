@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import gc
 import importlib
 import operator
 import os
@@ -80,9 +79,6 @@ class _Host:
 
     def __init__(self) -> None:
         self.worker: Any = None
-        self.legacy: Any = None
-        """Object that an abandoned worker leaves to the next one of this process."""
-        self.has_failed_construction = False
         self.activity = Activity()
         self.profile: TorchProfile | None = None
 
@@ -96,53 +92,18 @@ class _Host:
         # With the garbage collector on, a rank's imports take 8.5 s of CPU time instead of 6.3.
         with disable_collector():
             imported = importlib.import_module(module)
-        # A worker that is half constructed cannot clean up after itself. Its predecessor is no worker any more.
-        self.has_failed_construction, self.worker = True, None
+        # The predecessor is no worker any more, whatever becomes of this one.
+        self.worker = None
         self.worker = getattr(imported, name)(rank=rank, world_size=world_size, **kwargs)
-        self.has_failed_construction = False
-        if self.legacy is not None and hasattr(self.worker, "inherit"):
-            self.worker.inherit(self.legacy)
-            self.legacy = None
-
-    def list_legacy(self, checks: bool) -> tuple[dict[int, Any], list[str]]:
-        """Return the copied steps of the abandoned worker's copies, and a sentence about each damaged copy.
-
-        Damaged copies are searched for and dropped with `checks` only.
-        """
-        if self.legacy is None:
-            return {}, []
-        # First, because `steps` must not list a damaged copy: another rank may hold an intact one.
-        damages = self.legacy.drop_damaged() if checks else []
-        return self.legacy.steps(), damages
-
-    def abandon(self) -> None:
-        """Drop the worker and leave its torch world, after another rank was lost. This process continues.
-
-        Ranks that wait for this one in a collective fail, so they can leave too.
-        """
-        worker, self.worker = self.worker, None
-        if worker is None and self.has_failed_construction:
-            raise RuntimeError("this process was constructing its worker when a rank was lost; it cannot continue")
-        if worker is not None:
-            if hasattr(worker, "abandon"):
-                self.legacy = worker.abandon()
-            else:
-                # A check of the node leaves the copies of the worker before it.
-                _close(worker)
-            del worker
-            # The next worker needs the GPU memory of this one, which is part of reference cycles.
-            _free_memory()
 
     def decode(self, command: bytes) -> tuple[str, Callable[[], Any]]:
         """Decode a command. Returns the method's name, and a function executing the call.
 
-        The method is one of the worker's, or `part.method` of one of its parts. The process itself has eleven:
+        The method is one of the worker's, or `part.method` of one of its parts. The process itself has nine:
 
         - `__init__` constructs the worker.
+        - `__listen__` lets rank 0 listen for the torch store, and returns its port.
         - `__settle__` sets the rendezvous of the ranks.
-        - `__abandon__` drops the worker and its torch world, after another rank was lost.
-        - `__renumber__` gives this process its place in a new world.
-        - `__legacy__` checks and lists the copies of training states that the abandoned worker left.
         - `__activity__` fetches the statistics of earlier calls.
         - `__spans__` starts or stops the recording of spans (timed sections of a profile).
         - `__arm__` sets the faults of this process, `__step__` the training step (`megarl.faults`).
@@ -151,10 +112,8 @@ class _Host:
         method, args, kwargs = pickle.loads(command)
         host_methods = {
             "__init__": self.construct,
+            "__listen__": _listen,
             "__settle__": rendezvous.settle,
-            "__abandon__": self.abandon,
-            "__renumber__": _renumber,
-            "__legacy__": self.list_legacy,
             "__activity__": self.activity.take,
             "__spans__": _record_spans,
             "__arm__": _arm,
@@ -201,36 +160,9 @@ def _close(worker: Any) -> None:
         worker.close()
 
 
-def _free_memory() -> None:
-    """Free the GPU memory of objects that nothing refers to any more. Does nothing on a CPU.
-
-    Raises RuntimeError if memory of an engine stays in use.
-    """
-    # A worker that never loaded torch has no such memory, and the import would take seconds.
-    if (torch := sys.modules.get("torch")) is not None and torch.cuda.is_available():
-        # vLLM 0.30 freezes the objects of its engine, which hides them from the collector.
-        gc.unfreeze()
-        gc.collect()
-        torch.cuda.empty_cache()
-        if "vllm" in sys.modules:
-            from megarl.platform.memory import engine_pools
-
-            engine_pools.release()
-
-
-def _renumber(rank: int, world_size: int, address: str, number: int) -> int:
-    """Set rank and world size of this process for its next torch world. Its LOCAL_RANK, the GPU's index, stays.
-
-    `number` is its rank within the run. `ps` shows it if the process was forked from a fork server.
-    Rank 0 listens at `address` for the world's TCPStore, and returns the port. Other ranks return 0. An empty `address`
-    means that the ranks meet in a file of one machine; rank 0 then returns 0 too.
-    """
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    name_file = Path("/proc/self/comm")
-    if name_file.read_text().startswith("megarl rank "):
-        name_file.write_text(f"megarl rank {number}")
-    rendezvous.stop_listening()
-    return rendezvous.listen(address) if address and rank == 0 else 0
+def _listen(address: str) -> int:
+    """Listen for the torch store on the interface with this address, and return the port. Empty: return 0."""
+    return rendezvous.listen(address) if address else 0
 
 
 def _arm(text: str, first_rank: int) -> None:
@@ -259,20 +191,16 @@ def note_signals() -> None:
         signal.signal(number, note)
 
 
-def serve(sock: socket.socket, store_port: int = 0) -> None:
-    """Execute the driver's commands as the rank in `RANK`, until the driver closes the connection.
-
-    First the port of this rank's torch store is sent.
-    """
+def serve(sock: socket.socket) -> None:
+    """Execute the driver's commands as the rank in `RANK`, until the agent closes the connection."""
     faulthandler.enable()
-    # The driver asks for stacks by SIGUSR2. The handler is in C: it works while Python waits in a collective.
+    # The agent asks for stacks by SIGUSR2. The handler is in C: it works while Python waits in a collective.
     faulthandler.register(signal.SIGUSR2, all_threads=True)
     note_signals()
     host = _Host()
     with sock:
         # A child holding the socket would keep the connection open after this rank's end.
         sock.set_inheritable(False)
-        sock.sendall(pack((True, store_port, None)))
         for command in Inbox(sock):
             try:
                 method, call = host.decode(command)
@@ -297,6 +225,6 @@ def leave() -> NoReturn:
 
 
 def main(connection: socket.socket) -> NoReturn:
-    """Run a rank process on this machine: serve the driver's commands, then exit at once."""
+    """Run a rank process: serve the driver's commands, then exit at once. Its agent relays them."""
     serve(connection)
     leave()

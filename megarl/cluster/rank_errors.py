@@ -29,15 +29,12 @@ class RankLostError(RankFailedError, types.PeerLostError):
     """
 
 
-def error_of(failure: RankError, method: str, num_ranks: int, *, is_dead: bool) -> Exception:
-    """Return the driver's exception for the failure of a rank, one of `num_ranks`, during a call of `method`.
-
-    `is_dead` is true if the rank's process ended before the driver killed the group.
-    """
+def error_of(failure: RankError, method: str, num_ranks: int) -> Exception:
+    """Return the driver's exception for the failure of a rank, one of `num_ranks`, during a call of `method`."""
     handle, report = failure.handle, failure.report
     where = f"rank {handle.rank} of {num_ranks}"
     if report is None:
-        return RankLostError(handle.rank, f"{where} {handle.exit_reason(is_dead)} during `{method}`", handle.log_tail())
+        return RankLostError(handle.rank, f"{where} {handle.end} during `{method}`", handle.log_tail())
     if report["megarl_class"]:
         error = getattr(types, report["megarl_class"])(report["message"])
         error.add_note(f"raised by {where} during `{method}`\n{report['traceback']}")

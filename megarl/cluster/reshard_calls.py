@@ -292,7 +292,7 @@ class ReshardCalls:
         """Name of the newest cross-world process group, which joins ranks of trainer and engines."""
         meeting = self._ranks.trainers.meeting
         assert meeting is not None
-        # With the world's name, which is new after each recovery: surviving processes remember the names of groups.
+        # With the world's name, which is new in each attempt: separate engines may outlive the group of the trainers.
         return f"cross_world_{meeting.world}_{self._num_groups}"
 
 

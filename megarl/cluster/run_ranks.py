@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 from megarl import faults
 from megarl.cluster.deadlines import Deadlines
@@ -28,12 +28,25 @@ _CAUSE_SECONDS = 2.0
 Answer = TypeVar("Answer")
 
 
+class RanksNodes(Protocol):
+    """The nodes of a run; `launchers.RunNodes` implements it."""
+
+    async def reserve(self, num_trainers: int, replica_sizes: Sequence[int]) -> None: ...
+
+    async def fork_replica(self, lost: WorkerGroup, groups: Sequence[WorkerGroup], log_folder: Path) -> WorkerGroup: ...
+
+    def on_signal(self, callback: Callable[[str], object]) -> None: ...
+
+    async def close(self) -> None: ...
+
+
 class RunRanks:
     """The ranks of all groups, numbered through the run: the trainers' first, then replica by replica."""
 
     def __init__(self, trainers: WorkerGroup, replicas: Sequence[WorkerGroup] = ()) -> None:
         self.trainers, self.replicas = trainers, list(replicas)
-        self._introduce(self.groups)
+        self.nodes: RanksNodes | None = None
+        """Nodes of the ranks; None: others know them."""
         self.is_separate = bool(replicas)
         """Whether the engines have ranks of their own (rollout.placement = separate)."""
         self.on_lost: Callable[[WorkerGroup, Exception], object] | None = None
@@ -70,28 +83,6 @@ class RunRanks:
         """For each rank, its number on its node (LOCAL_RANK)."""
         return [number for group in self.groups for number in group.local_ranks]
 
-    def retained_replicas(self, replica_sizes: Sequence[int]) -> dict[int, WorkerGroup]:
-        """Return the replicas retained by a change to these sizes, by their number.
-
-        A replica is retained if it is alive and its number of ranks is `replica_sizes[number]`.
-        """
-        sizes, groups = dict(enumerate(replica_sizes)), {}
-        for group in self.replicas:
-            # All replicas have the same size. Lost ones are missing here.
-            number = (group.part.first_rank - self.trainers.world_size) // group.world_size
-            if sizes.get(number) == group.world_size:
-                groups[number] = group
-        return groups
-
-    async def reserve(self, num_trainers: int, replica_sizes: Sequence[int]) -> None:
-        """Check that the run's nodes have room for these numbers of ranks. Raises ConfigError if not."""
-        retained = self.retained_replicas(replica_sizes)
-        leaving = [group for group in self.replicas if group not in retained.values()]
-        num_further = sum(size for number, size in enumerate(replica_sizes) if number not in retained)
-        # Engines on nodes of another kind keep their number of ranks.
-        share_nodes = any(self.trainers.shares_nodes(group) for group in self.replicas)
-        await self.trainers.reserve(num_trainers, leaving, num_further if share_nodes else 0)
-
     def set_deadlines(self, make: Callable[[], Deadlines]) -> None:
         """Set the time limits of calls. `make` creates a separate object for each group."""
         for group in self.groups:
@@ -105,19 +96,16 @@ class RunRanks:
         self._hang_report, self._notify = HangReport(folder, lambda: self.groups), notify
         self._watch(self.groups)
 
-    def _introduce(self, groups: Sequence[WorkerGroup]) -> None:
-        """Let groups know the others. Their new processes must not use places and logs of others."""
-        for group in groups:
-            group.others = lambda own=group: [other for other in self.groups if other is not own]
-
     def _watch(self, groups: Sequence[WorkerGroup]) -> None:
         for group in groups:
             group.hang_report, group.on_slow = self._hang_report, self._notify
 
     def on_asked(self, callback: Callable[[str], object]) -> None:
-        """Set the callback(signal name) called when any rank receives a stop signal."""
+        """Set the callback(signal name) called when any rank or agent receives a stop signal."""
         for group in self.groups:
             group.on_asked = callback
+        if self.nodes is not None:
+            self.nodes.on_signal(callback)
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call a method on all ranks of all groups concurrently, and return the answers. A lost replica gives no
@@ -169,14 +157,8 @@ class RunRanks:
     def add(self, groups: Sequence[WorkerGroup]) -> None:
         """Include these restarted replicas in later calls. They need a reshard before they can sample."""
         self._watch(groups)
-        self._introduce(groups)
         self.is_separate = True
         self.replicas = sorted([*self.replicas, *groups], key=lambda group: group.part.first_rank)
-
-    def replace_replica(self, old: WorkerGroup, new: WorkerGroup) -> None:
-        """Use the group `new`, which has the processes of a replica, in place of the replica `old`."""
-        self.replicas.remove(old)
-        self.add([new])
 
     async def watching(self, work: Coroutine[Any, Any, Answer]) -> Answer:
         """Await work of the driver that may call no ranks for long, such as scoring, and return its result.
@@ -202,7 +184,7 @@ class RunRanks:
         """Remove lost replicas until a rank is lost without which the run cannot continue. Raises PeerLostError."""
         while True:
             for group in self.groups:
-                lost = [handle for handle in group.all_handles if handle.died.done() or handle.direct.is_lost]
+                lost = [handle for handle in group.handles if handle.died.done()]
                 for handle in lost[:1]:
                     # A call to a lost rank fails at once, names the rank, and ends the group.
                     call = group.ask([handle.rank - group.part.first_rank], _NO_CALL, [None])
@@ -231,10 +213,21 @@ class RunRanks:
         for group in self.groups:
             group.show_stacks()
 
-    async def close(self) -> None:
-        """Close all groups: their ranks exit."""
+    async def reserve(self, num_trainers: int, replica_sizes: Sequence[int]) -> None:
+        """Check that the run's nodes have room for these numbers of ranks, or can get it. Raises ConfigError if not."""
+        if self.nodes is not None:
+            await self.nodes.reserve(num_trainers, replica_sizes)
+
+    async def close_groups(self) -> None:
+        """Close all groups: their ranks exit. The agents of the nodes go on."""
         self.on_lost = None
         await asyncio.gather(*(group.close() for group in self.groups))
+
+    async def close(self) -> None:
+        """Close all groups: their ranks exit. Then end the agents of the nodes."""
+        await self.close_groups()
+        if self.nodes is not None:
+            await self.nodes.close()
 
 
 async def together(calls: Sequence[Coroutine[Any, Any, Answer]]) -> list[Answer]:

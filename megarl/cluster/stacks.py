@@ -6,6 +6,8 @@ import linecache
 import re
 from collections.abc import Mapping, Sequence
 
+STACKS_SECONDS = 5.0
+"""Seconds for a rank to write its stacks."""
 _HEADING = "(most recent call first):"
 """End of the line above the frames of each thread. faulthandler writes the main thread last."""
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in ')

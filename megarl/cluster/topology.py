@@ -1,11 +1,16 @@
-"""Places of a run's processes in the network, and the ranks derived from them."""
+"""Nodes of a run: their kinds, the first messages of their agents, and their addresses for other nodes."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from operator import itemgetter
+import contextlib
+import fcntl
+import socket
+import struct
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
+
+_SIOCGIFADDR = 0x8915
+"""Number of Linux's ioctl returning the IPv4 address of a network interface."""
 
 
 class NodeKind(NamedTuple):
@@ -22,11 +27,11 @@ class NodeKind(NamedTuple):
 
 
 class Introduction(NamedTuple):
-    """First message that a rank process sends to the driver.
+    """First message that a node's agent sends to the driver.
 
-    `turn` is its index among the launcher's processes, node by node. `host` is its address for other ranks. `switches`
-    are the network switches above its node, from the root. `gpus` are its GPUs, if the launcher assigned any. `pid` is
-    its process id on its node; 0: not known.
+    `turn` is the node's index in the launcher's order. `host` is its host name or address. `switches` are the network
+    switches above it, from the root. `gpus` are its GPUs, if the launcher assigned any. `pid` is the agent's process
+    id; 0: not known.
     """
 
     turn: int
@@ -38,41 +43,47 @@ class Introduction(NamedTuple):
 
     @classmethod
     def from_plain(cls, fields: Mapping[str, Any]) -> Introduction:
-        """Read the first message of a process from JSON values. Raises TypeError or ValueError if it is not valid."""
+        """Read the first message of an agent from JSON values. Raises TypeError or ValueError if it is not valid."""
         plain: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
         process = cls(**plain)
         kinds = (process.turn, int), (process.node, str), (process.host, str), (process.pid, int)
         if not all(isinstance(value, kind) for value, kind in kinds):
-            raise TypeError(f"the first message of a rank process is not valid: {fields}")
+            raise TypeError(f"the first message of an agent is not valid: {fields}")
         return process
 
 
-def in_order(processes: Iterable[Introduction]) -> list[Introduction]:
-    """Return the processes sorted by rank. Ranks of a node are consecutive, and so are nodes under one switch."""
-    return sorted(processes, key=lambda process: (process.switches, process.turn))
+def in_order(nodes: Iterable[Introduction]) -> list[Introduction]:
+    """Return the nodes sorted, so that nodes under one switch are consecutive."""
+    return sorted(nodes, key=lambda node: (node.switches, node.turn))
 
 
-def rank_topology(processes: Sequence[Introduction]) -> list[tuple[str, ...]]:
-    """Return, for each rank, its node and the network switches above it, nearest first.
+def visible_gpus(node: Introduction) -> dict[str, str]:
+    """Return the variable that shows ranks the GPUs of their node; empty if the launcher assigned none.
 
-    Without any switches if their number differs between ranks.
+    Every rank sees all GPUs of its node's ranks. Its own GPU is the one at its local rank.
     """
-    depths = {len(process.switches) for process in processes}
-    return [(p.node, *(reversed(p.switches) if len(depths) == 1 else ())) for p in processes]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, node.gpus))} if node.gpus else {}
 
 
-def environments(processes: Sequence[Introduction], local_ranks: Sequence[int]) -> Iterator[dict[str, str]]:
-    """Yield the environment variables of each rank: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GPUs.
+def own_interface(address: str) -> str | None:
+    """Return the name of the network interface whose first IPv4 address is `address`; None: there is none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                # struct ifreq has 16 bytes for the name, with a final zero, then a sockaddr_in. Its
+                # bytes 20 to 23 are the address.
+                request = struct.pack("256s", name.encode()[:15])
+                if socket.inet_ntoa(fcntl.ioctl(sock, _SIOCGIFADDR, request)[20:24]) == address:
+                    return name
+    return None
 
-    `local_ranks` holds each rank's number on its node.
+
+def reached_at(connections: Sequence[tuple[str, str]]) -> list[str]:
+    """Return, for each rank, an address at which ranks of other nodes reach it.
+
+    `connections` has, for each rank, its agent's address and the driver's on their connection. For a node that is the
+    driver's machine both may be the loopback address. The result is then the address at which other machines reach the
+    driver, if there are any.
     """
-    on_node = Counter(process.node for process in processes)
-    by_local_rank = [process for _, process in sorted(zip(local_ranks, processes, strict=True), key=itemgetter(0))]
-    world = {"WORLD_SIZE": str(len(processes))}
-    for rank, (process, local_rank) in enumerate(zip(processes, local_ranks, strict=True)):
-        node = process.node
-        variables = {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(on_node[node])}
-        # Every rank sees all GPUs of its node's ranks, also where Slurm or Ray gave each rank only its own. A rank's
-        # own GPU is the one at its local rank.
-        gpus = ",".join(str(gpu) for rank_place in by_local_rank if rank_place.node == node for gpu in rank_place.gpus)
-        yield world | variables | ({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {})
+    arrived = next((own for theirs, own in connections if theirs != own), None)
+    return [(arrived or own) if theirs == own else theirs for theirs, own in connections]

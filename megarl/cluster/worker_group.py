@@ -1,6 +1,6 @@
 """Remote calls from the driver to a fixed set of rank processes. Any failure ends the whole group.
 
-Subclasses start the processes and reach the ranks: `local.LocalGroup`, `srun.SrunGroup`, `ray.RayGroup`.
+The agents of the ranks' nodes fork the processes, relay the calls, and watch the ranks (`agent`).
 """
 
 from __future__ import annotations
@@ -9,30 +9,30 @@ import asyncio
 import secrets
 import sys
 import time
-from abc import ABC, abstractmethod
-from collections import defaultdict
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter, defaultdict
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 from megarl import faults, types
+from megarl.cluster.agent_link import AgentLink
 from megarl.cluster.call import Call, packed
 from megarl.cluster.call_watch import watch
 from megarl.cluster.deadlines import Deadlines
 from megarl.cluster.hang_report import HangReport
 from megarl.cluster.messages import pack, pack_cancel
-from megarl.cluster.places import choose_places
 from megarl.cluster.rank_errors import RankLostError, error_of
-from megarl.cluster.rank_handle import LOSS_GRACE_SECONDS, Answers, RankConnection, RankError, RankHandle, names_of
+from megarl.cluster.rank_handle import Answers, RankError, RankHandle, names_of
+from megarl.cluster.rank_place import RankPlace
 from megarl.cluster.rank_queues import RankQueues
-from megarl.cluster.stack_requests import StackRequests
-from megarl.cluster.stacks import summary, waits_in_collective
-from megarl.cluster.topology import NodeKind
+from megarl.cluster.stacks import STACKS_SECONDS, summary, waits_in_collective
+from megarl.cluster.topology import reached_at, visible_gpus
+from megarl.files.private_folder import PrivateFolder
 from megarl.groups.rendezvous import Rendezvous
 
-_REPORT_GRACE_SECONDS = LOSS_GRACE_SECONDS + 0.5
+_REPORT_GRACE_SECONDS = 1.5
 """Seconds to wait, after a failure, for another rank to report an earlier failure that caused it. Other ranks may
 notice that a rank died before the driver does.
 """
@@ -40,8 +40,10 @@ _LEAVE_SECONDS = 10.0
 """Seconds for ranks to exit by themselves when the group closes."""
 _KILL_SECONDS = 10.0
 """Maximum seconds to wait for the end of killed processes."""
-_ABANDON_SECONDS = 30.0
-"""Seconds for surviving ranks to end the call in progress and leave their torch world, after a rank was lost."""
+_MOST_PATIENCE_SECONDS = 60.0
+"""Maximum seconds to wait for an agent's answer about stopped ranks."""
+_LOOK_SECONDS = 0.1
+"""Interval of looks whether a debugger still pauses ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,54 +65,52 @@ class PartOfRun:
         return range(self.first_rank, self.first_rank + world_size)
 
 
-class WorkerGroup(ABC):
-    """Group of `world_size` ranks executing the driver's calls. Create an object of a subclass, then call `start`.
+class WorkerGroup:
+    """Group of ranks executing the driver's calls. Create an object, then call `start`.
 
     A rank executes one call at a time, in the order in which the calls were made. Calls to disjoint ranks run at the
     same time. The event loop stays free meanwhile.
 
-    The first failure kills the group. All calls in progress and all later calls raise its error. A `MegarlError` of a
-    rank keeps its class, and a full disk is a DiskFullError. A lost rank raises `RankLostError`, anything else
-    `RankFailedError`. A call cancelled half-way also kills the group. A call cancelled while it waits for its ranks
-    does no harm.
+    The first failure kills the group. All calls in progress and all later calls raise its error:
 
-    `deadlines` limit how long a call waits for its slowest rank, by method. A rank missing its deadline is lost: the
-    error names it and shows the stacks of all ranks. `on_asked` is the callback for a stop signal received by a rank.
-    `hosts` holds, for each rank, the address at which other nodes reach it. `topology` holds its node and the network
-    switches above, nearest first.
+    | event | error |
+    |---|---|
+    | a `MegarlError` of a rank | that class; a full disk is a DiskFullError |
+    | a rank ended, lost its device or peers, or its node | `RankLostError` |
+    | a rank missed a deadline, or is stopped | `RankLostError`; a note has the stacks of all ranks |
+    | any other error of a rank | `RankFailedError` |
+    | a call was cancelled half-way | PeerLostError for later calls |
+    | `close` | PeerLostError for later calls |
+
+    A call cancelled while it waits for its ranks does no harm. After the end all processes of the group have ended;
+    `lost` has the ranks that caused it. The agents of the nodes go on.
+
+    `deadlines` limit how long a call waits for its slowest rank, by method. `on_asked` is the callback for a stop
+    signal received by a rank. `hosts` holds, for each rank, the address at which other nodes reach it. `topology` holds
+    its node and the network switches above, nearest first.
     """
 
-    def __init__(self, world_size: int, part: PartOfRun | None = None) -> None:
-        """Create a group without processes. `part` is its position in the run; None: the group is the whole run."""
-        self.world_size = world_size
+    def __init__(self, world_size: int, part: PartOfRun | None = None, *, places: Sequence[RankPlace] = ()) -> None:
+        """Create a group without processes. `part` is its position in the run; None: the group is the whole run.
+
+        `places` are those of its ranks. They must be known when `start` is called.
+        """
+        self.world_size, self.places = world_size, list(places)
         self.part = part or PartOfRun(0, world_size, secrets.token_bytes(32))
-        self.hosts: list[str] = []
-        self.topology: list[tuple[str, ...]] = []
         self.meeting: Rendezvous | None = None
         """Address at which the ranks meet to create their torch process group, once they have started."""
         self.start_timeout_seconds = 300.0
         self.deadlines = Deadlines.same(self.start_timeout_seconds)
-        self._handles: list[RankHandle] = []
-        self._queues = RankQueues(world_size)
+        self.handles: list[RankHandle] = []
+        """The group's ranks; empty after its end."""
+        self.lost: list[RankHandle] = []
+        """Ranks whose loss ended the group."""
+        self._queues = RankQueues(self.world_size)
         self._calls: set[Call] = set()
         self._seconds_in_calls = self._in_calls_since = 0.0
         self._ending: asyncio.Task[Exception] | None = None
-        self.keeps_survivors = False
-        """Whether the other ranks keep their processes when a lost rank ends the group (see `successor`)."""
-        self.survivors: list[RankHandle] = []
-        """Ranks whose processes were kept when the group ended."""
-        self._inherited: dict[int, RankHandle] = {}
-        """Processes taken over from the group before this one, by their new rank."""
-        self.kind = NodeKind(0, 1, world_size)
-        """The group's nodes. Here: one node for the group alone."""
-        self.places: list[int] = []
-        """Place of each rank's process on the run's nodes (see `places`)."""
-        self.former_places: Sequence[int] = ()
-        """Places of the group replaced by this one, by rank; empty: it replaces none."""
-        self.others: Callable[[], Sequence[WorkerGroup]] = lambda: ()
-        """Function returning the run's other groups. A new process gets no place and no log of their processes."""
-        self._log_folder, self._environment = Path(), {}
-        self.stacks = StackRequests(self)
+        self._folder: PrivateFolder | None = None
+        """Folder in which ranks of one machine meet."""
         self.on_asked: Callable[[str], object] = lambda signal_name: None
         self.on_slow: Callable[[str], object] = lambda report: None
         """Callback (report), called when ranks hold up a call much longer than earlier calls took, or fall silent."""
@@ -125,28 +125,76 @@ class WorkerGroup(ABC):
         log_folder: Path,
         start_timeout_seconds: float = 300.0,
         environment: Mapping[str, str] | None = None,
+        imports: Sequence[str] = (),
     ) -> Self:
         """Start the ranks, construct `Class(rank=..., world_size=..., **kwargs)` in each, and return the group.
 
-        `worker` is "package.module:Class". The ranks have the driver's environment, `environment`, `RANK`,
-        `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE` and a private `TMPDIR`, removed when the group ends. Output goes
-        to `log_folder/rank_NNNN.log`. The ranks die with the calling thread. `start_timeout_seconds` limits the
+        `worker` is "package.module:Class". The ranks have their agent's environment, `environment`, `RANK`,
+        `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE` and a private `TMPDIR`, removed when they end. Output goes to
+        `log_folder/rank_NNNN.log`. The modules `imports` are imported once a node. `start_timeout_seconds` limits the
         interpreters' start, then the worker's construction, and then every call until the group has other `deadlines`.
         """
-        self._log_folder, self._environment = log_folder, dict(environment or {})
         self.start_timeout_seconds = start_timeout_seconds
+        self.deadlines = Deadlines.same(start_timeout_seconds, "cluster.start_timeout_seconds")
         try:
-            await self._start_ranks()
-            # Processes that replace lost ones get no faults: each fault shall happen once.
+            await self._fork(log_folder, environment or {}, imports)
+            await self._introduce()
             if faults.text():
                 await self.call("__arm__", faults.text(), self.part.first_rank)
             await self.construct(worker, kwargs)
         except BaseException as error:
             await self._end_once(partial(self._abandon, "start", error))
-            # A loss during the start keeps the survivors, and no successor will follow.
-            await self.close()
             raise
         return self
+
+    async def _fork(self, log_folder: Path, environment: Mapping[str, str], imports: Sequence[str]) -> None:
+        """Let the agents fork the rank processes."""
+        log_folder.mkdir(parents=True, exist_ok=True)
+        on_node = Counter(place.agent for place in self.places)
+        ranks_of_agent: defaultdict[AgentLink, list[int]] = defaultdict(list)
+        for rank, place in enumerate(self.places):
+            number = self.part.first_rank + rank
+            log = log_folder / f"rank_{number:04d}.log"
+            self.handles.append(RankHandle(number, place.agent, place.local_rank, log))
+            ranks_of_agent[place.agent].append(rank)
+        forks: list[Coroutine[Any, Any, None]] = []
+        for agent, ranks in ranks_of_agent.items():
+            variables = [
+                {
+                    "RANK": str(rank),
+                    "WORLD_SIZE": str(self.world_size),
+                    "LOCAL_RANK": str(self.places[rank].local_rank),
+                    "LOCAL_WORLD_SIZE": str(on_node[agent]),
+                }
+                for rank in ranks
+            ]
+            common = {
+                **visible_gpus(agent.introduction),
+                # Later: ranks on the CPU see no GPU.
+                **environment,
+            }
+            handles = [self.handles[rank] for rank in ranks]
+            forks.append(agent.fork(handles, variables, common, imports, self.start_timeout_seconds))
+        await asyncio.gather(*forks)
+
+    async def _introduce(self) -> None:
+        """Wait until the ranks serve, and let them know where they meet."""
+        key, world = self.part.key, secrets.token_hex(16)
+        address = "" if self._is_on_this_machine else self.hosts[0]
+        addresses = [address if rank == 0 else "" for rank in range(self.world_size)]
+        messages = packed("__listen__", addresses, ())
+        port, *_ = await self._exchange("start", range(self.world_size), messages)
+        if address:
+            self.meeting = Rendezvous(key, host=address, port=port, world=world)
+        else:
+            self._folder = PrivateFolder()
+            self.meeting = Rendezvous(key, file=str(self._folder.path / "store"), world=world)
+        await self.call("__settle__", self.meeting)
+
+    @property
+    def _is_on_this_machine(self) -> bool:
+        """Whether the ranks are on this machine alone, so they can meet in a file."""
+        return all(place.agent.addresses is None for place in self.places)
 
     @property
     def num_ranks(self) -> int:
@@ -154,169 +202,24 @@ class WorkerGroup(ABC):
         return self.part.num_ranks
 
     @property
-    def missing_ranks(self) -> list[int]:
-        """Ranks, counted within the group, that inherited no process from the group before this one."""
-        return [rank for rank in range(self.world_size) if rank not in self._inherited]
+    def hosts(self) -> list[str]:
+        """For each rank, the address at which other nodes reach it."""
+        return reached_at([place.agent.addresses or ("127.0.0.1", "127.0.0.1") for place in self.places])
 
     @property
-    def all_handles(self) -> list[RankHandle]:
-        """Return the group's ranks, after its end the kept ones."""
-        return [*self._handles, *self.survivors]
+    def topology(self) -> list[tuple[str, ...]]:
+        """For each rank, its node and the network switches above the node, nearest first.
 
-    def taken_places(self, leaving: Collection[WorkerGroup] = ()) -> set[int]:
-        """Return the places on the nodes of this group not available to it: those of other groups' processes.
-
-        Groups `leaving` the run need none.
+        Without any switches if their number differs between ranks.
         """
-        sharing_groups = [group for group in self.others() if group not in leaving and self.shares_nodes(group)]
-        return {handle.place for group in sharing_groups for handle in group.all_handles}
-
-    def _choose_places(
-        self, first: int, per_node: int, num_nodes: int, silent_nodes: Collection[int] = ()
-    ) -> list[int]:
-        """Return a place for each missing rank, in the order of ranks. For the arguments see `choose_places`."""
-        return choose_places(
-            self.world_size,
-            {rank: handle.place for rank, handle in self._inherited.items()},
-            before=self.former_places,
-            # A group starting after the others gets the first free places.
-            first=0 if self.others() else first,
-            per_node=per_node,
-            num_nodes=num_nodes,
-            taken=self.taken_places(),
-            silent_nodes=silent_nodes,
-        )
-
-    def shares_nodes(self, group: WorkerGroup) -> bool:
-        """Return whether places of the other group have the same numbers as places of this one."""
-        return True
-
-    def _log_of(self, rank: int, log_folder: Path) -> Path:
-        """Return the log of a new process. No older process writes to it. `rank` counts within the run."""
-        log = log_folder / f"rank_{rank:04d}.log"
-        handles = (handle for group in self.others() for handle in group.all_handles)
-        if any(handle.log == log for handle in (*self._inherited.values(), *handles)):
-            # That process has another rank now, and still writes to its first log.
-            log = log.with_stem(f"{log.stem}_{secrets.token_hex(2)}")
-        return log
-
-    async def _start_ranks(self) -> None:
-        """Start the missing processes, number the inherited ones, and let all ranks know where they meet."""
-        self._log_folder.mkdir(parents=True, exist_ok=True)
-        self.deadlines = Deadlines.same(self.start_timeout_seconds, "cluster.start_timeout_seconds")
-        await self._start_processes(self._log_folder, self._environment)
-        ports: dict[int, Any] = {}
-        if started := self.missing_ranks:
-            # Each new rank answers once without a command, so the messages are empty.
-            ports |= dict(zip(started, await self._exchange("start", started, [b""] * len(started)), strict=True))
-        if inherited := sorted(self._inherited):
-            address = self._store_address()
-            numbers = [
-                pack(("__renumber__", (rank, self.world_size, address, self.part.first_rank + rank), {}))
-                for rank in inherited
-            ]
-            ports |= dict(zip(inherited, await self._exchange("renumber", inherited, numbers), strict=True))
-        # A fresh world name: messages signed in a lost group are not valid in its replacement.
-        self.meeting = replace(self._rendezvous(ports[0]), world=secrets.token_hex(16))
-        settle = pack(("__settle__", (self.meeting,), {}))
-        await self._exchange("settle", range(self.world_size), [settle] * self.world_size)
-
-    async def successor(self, sources: Sequence[int | None], log_folder: Path, part: PartOfRun | None = None) -> Self:
-        """Return a new group that reuses processes of this one, which must have ended.
-
-        Rank i of the new group takes over the process of this group's rank `sources[i]`. A new process starts where
-        `sources[i]` is None, where the old process is dead, or where it does not leave its old torch world within 30 s
-        (then it is killed). Processes that `sources` does not name are killed. Ranks have no worker objects until
-        `construct` is called. New processes write their logs to `log_folder`. `part` is the new group's position in the
-        run; None: its first rank has the same number as this group's.
-        """
-        first = self.part.first_rank
-        if part is None:
-            part = replace(self.part, num_ranks=self.part.num_ranks + len(sources) - self.world_size)
-        # Until the next group exists, `close` of this one still ends the survivors.
-        await self._part_survivors()
-        ready = {handle.rank - first: handle for handle in self.survivors}
-        await self._kill([handle for source, handle in ready.items() if source not in sources])
-        group, self.survivors = self._heir(len(sources), part), []
-        group._log_folder, group._environment = log_folder, self._environment
-        group.start_timeout_seconds, group.keeps_survivors = self.start_timeout_seconds, self.keeps_survivors
-        group.on_asked, group.others, group.former_places = self.on_asked, self.others, self.places
-        group.kind = self.kind
-        for rank, source in enumerate(sources):
-            if source is not None and (handle := ready.pop(source, None)) is not None:
-                group._inherited[rank] = handle
-                handle.rank = part.first_rank + rank
-        try:
-            await group._start_ranks()
-        except BaseException as error:
-            await group._end_once(partial(group._abandon, "start", error))
-            await group.close()
-            raise
-        return group
+        introductions = [place.agent.introduction for place in self.places]
+        has_switches = len({len(node.switches) for node in introductions}) == 1
+        return [(node.node, *(reversed(node.switches) if has_switches else ())) for node in introductions]
 
     @property
-    @abstractmethod
     def local_ranks(self) -> list[int]:
-        """Return the LOCAL_RANK of each rank: its number on its node, the index of its GPU."""
-
-    def arranged(self, count: int) -> list[int | None]:
-        """Return the `sources` with which `successor` makes a group of `count` ranks.
-
-        For each of its ranks: the present rank whose process it takes over, or None for a new process.
-        """
-        return [rank if rank < self.world_size else None for rank in range(count)]
-
-    @abstractmethod
-    async def reserve(self, count: int, leaving: Collection[WorkerGroup] = (), num_further: int = 0) -> None:
-        """Check that there is room for a successor of this group with `count` ranks. Ray's resources are reserved.
-
-        The groups `leaving` end before the successor starts, so their places count as free. `num_further` ranks of
-        other groups start after the successor, and need room too. Raises ConfigError if there is too little room.
-        """
-
-    async def inherited_steps(self, *, checks: bool = True) -> tuple[list[Any], list[str]]:
-        """Return the copies of training states of each rank's process, as in `StateCopies.steps`, and damages.
-
-        New processes have none. With `checks`, damaged copies are dropped; a sentence about each names its holder.
-        """
-        steps: list[Any] = [{} for _ in range(self.world_size)]
-        damages: list[str] = []
-        if ranks := sorted(self._inherited):
-            answers = await self._exchange("legacy", ranks, [pack(("__legacy__", (checks,), {}))] * len(ranks))
-            for rank, (copied_steps, sentences) in zip(ranks, answers, strict=True):
-                steps[rank] = copied_steps
-                holder = f"rank {self.part.first_rank + rank} on {self.topology[rank][0]}"
-                damages += [f"{holder}: {sentence}; this copy is dropped" for sentence in sentences]
-        return steps, damages
-
-    async def set_apart(self) -> None:
-        """End the group without a loss, and keep all processes for a successor with another number of ranks."""
-
-        async def end() -> Exception:
-            keeps_survivors, self.keeps_survivors = self.keeps_survivors, True
-            await self._end(())
-            # A successor keeps the survivors of a loss only if this group would have.
-            self.keeps_survivors = keeps_survivors
-            return types.PeerLostError("the rank processes were called after their group was replaced by another one")
-
-        await self._end_once(end)
-
-    @abstractmethod
-    def _heir(self, world_size: int, part: PartOfRun) -> Self:
-        """Return a group object of `world_size` ranks at this position in the run, without processes. It takes over
-        this group's resources.
-        """
-
-    async def _part_survivors(self) -> None:
-        """Make the survivors leave their torch world. Those that do not are killed, and are no survivors any more."""
-        if not self.survivors:
-            return
-        answers, _ = self._ask(dict.fromkeys(self.survivors, pack(("__abandon__", (), {}))))
-        await asyncio.wait(answers.values(), timeout=_ABANDON_SECONDS)
-        ready = [h for h, answer in answers.items() if answer.done() and answer.exception() is None]
-        await self._kill([handle for handle in self.survivors if handle not in ready])
-        # Some launchers end all processes for one.
-        self.survivors = [handle for handle in ready if not handle.died.done()]
+        """LOCAL_RANK of each rank: its number on its node, the index of its GPU."""
+        return [place.local_rank for place in self.places]
 
     async def construct(self, worker: str, kwargs: Mapping[str, Any]) -> None:
         """Construct another worker on every rank, from "package.module:Class" (`worker`) with the arguments `kwargs`.
@@ -379,41 +282,99 @@ class WorkerGroup(ABC):
         """Total seconds so far in which at least one rank executed a call."""
         return self._seconds_in_calls + (time.monotonic() - self._in_calls_since if self._calls else 0.0)
 
-    @abstractmethod
     def show_stacks(self) -> None:
-        """Make the ranks write the stacks of all threads to their logs and continue, if they can be reached."""
+        """Make the ranks write the stacks of all threads to their logs and continue."""
+        reading = asyncio.ensure_future(self.read_stacks())
+        reading.add_done_callback(lambda done: done.cancelled() or done.exception())
 
-    def ask_for_stacks(self, handles: Sequence[RankHandle]) -> Sequence[RankHandle]:
-        """Make at least these ranks write their stacks to their logs. Returns those that could be reached."""
-        self.show_stacks()
-        return handles
+    async def read_stacks(self, seconds: float = STACKS_SECONDS) -> dict[int, str]:
+        """Return the present stacks of each rank, as text by rank. It is empty for a stopped or unreachable rank.
+
+        The ranks have `seconds` to write it.
+        """
+        handles = list(self.handles)
+        stacks = dict.fromkeys((handle.rank for handle in handles), "")
+        while True:
+            await self._await_debugger()
+            debugged = self._seconds_debugging
+            answers = await self._request("stacks", handles, seconds + STACKS_SECONDS, seconds=seconds)
+            stacks |= {handle.rank: text for handle, text in answers.items() if text is not None}
+            if self._seconds_debugging == debugged:
+                return stacks
+
+    async def read_thread_states(self) -> dict[int, str]:
+        """Return where the threads of each rank are in the kernel, as text by rank; empty if its agent is silent."""
+        answers = await self._request("thread_states", self.handles, STACKS_SECONDS)
+        return {handle.rank: text or "" for handle, text in answers.items()}
+
+    async def _request(
+        self, do: str, handles: Sequence[RankHandle], patience_seconds: float, **fields: Any
+    ) -> dict[RankHandle, Any]:
+        """Let each agent do something for the ranks of its node. Returns its answers by rank.
+
+        The answer of an agent that is lost, or silent for `patience_seconds`, is None for each of its ranks.
+        """
+        of_agent = self._by_agent(handles)
+        answers = await asyncio.gather(
+            *(
+                agent.request(
+                    do, patience_seconds=patience_seconds, processes=[handle.process for handle in ranks], **fields
+                )
+                for agent, ranks in of_agent.items()
+            ),
+            return_exceptions=True,
+        )
+        results: dict[RankHandle, Any] = {}
+        for ranks, answer in zip(of_agent.values(), answers, strict=True):
+            if isinstance(answer, dict):
+                by_process = {handle: answer[str(handle.process)] for handle in ranks if str(handle.process) in answer}
+                results |= by_process
+            else:
+                results |= dict.fromkeys(ranks)
+        return results
+
+    async def _find_obstacles(self, handles: Sequence[RankHandle], patience_seconds: float) -> dict[RankHandle, str]:
+        """Return the stopped ranks of these, each with what stops it; empty: the rank itself is stopped.
+
+        An agent that does not answer within `patience_seconds` stops all its ranks.
+        """
+        while True:
+            await self._await_debugger()
+            debugged = self._seconds_debugging
+            patience = max(STACKS_SECONDS, min(_MOST_PATIENCE_SECONDS, patience_seconds))
+            answers = await self._request("stopped", handles, patience)
+            # A debugger stops ranks too.
+            if self._seconds_debugging == debugged:
+                break
+        silent_agent = "the agent of its node does not answer"
+        obstacles = {handle: silent_agent if text is None else text for handle, text in answers.items()}
+        return {handle: text for handle, text in obstacles.items() if not handle.died.done()}
+
+    async def _await_debugger(self) -> None:
+        """Wait until no hang report pauses ranks with a debugger."""
+        while self.hang_report is not None and self.hang_report.is_debugging:
+            await asyncio.sleep(_LOOK_SECONDS)
 
     @property
-    def handles(self) -> Sequence[RankHandle]:
-        """The group's ranks; empty after its end."""
-        return self._handles
-
-    async def current_stacks(self) -> dict[int, str]:
-        """Return the present stacks of each rank; empty for a rank that is stopped or cannot be reached."""
-        return await self.stacks.read()
+    def _seconds_debugging(self) -> float:
+        """Total seconds so far in which debuggers paused ranks for hang reports."""
+        return 0.0 if self.hang_report is None else self.hang_report.seconds_debugging
 
     def cancel_group(self, group: str, reason: str) -> None:
         """Cancel a cross-world process group on all ranks, even on ranks executing a call."""
         notice = pack_cancel(group, reason)
-        for handle in self._handles:
-            handle.direct.send(notice)
+        for agent, handles in self._by_agent(self.handles).items():
+            agent.send_notice(handles, notice)
 
     async def end_if_stopped(self, what: str, patience_seconds: float) -> None:
-        """End the group if a living rank writes no stack within `patience_seconds`. `what` describes the fault in the
-        error.
+        """End the group if a living rank is stopped. `what` describes the fault in the error.
 
-        `patience_seconds` is raised to a few seconds, and limited to a minute for ranks on other nodes.
+        Agents have `patience_seconds` to answer, from a few seconds to a minute.
         """
         if self._ending is not None:
             return
-        stopped, stacks = await self.stacks.missing(patience_seconds)
-        if stopped:
-            await self.end_silent(what, stopped, stacks)
+        if stopped := list(await self._find_obstacles(self.handles, patience_seconds)):
+            await self.end_silent(what, stopped, await self.read_stacks())
 
     async def end_because_of(self, ranks: Sequence[int], what: str) -> Exception:
         """End the group because of a fault of the given ranks, described by `what`. Returns the error of all later
@@ -421,35 +382,17 @@ class WorkerGroup(ABC):
         """
 
         async def end() -> Exception:
-            silent = [self._handles[rank] for rank in ranks]
-            return await self._fall_silent(what, silent, await self.stacks.read())
+            silent = [self.handles[rank] for rank in ranks]
+            return await self._fall_silent(what, silent, await self.read_stacks())
 
         return await self._end_once(end)
 
     async def close(self) -> None:
-        """Close the group: the ranks exit after the driver closes their connections.
+        """Close the group: the ranks exit after the driver closes their streams of commands.
 
-        A rank that is busy, or that has not exited after a few seconds, is killed. Kept survivors are killed too.
+        A rank that is busy, or that has not exited after a few seconds, is killed.
         """
         await self._end_once(self._leave)
-        if self.survivors:
-            self._handles, self.survivors = self.survivors, []
-            await self._end()
-
-    @abstractmethod
-    async def _start_processes(self, log_folder: Path, environment: Mapping[str, str]) -> None:
-        """Start the rank processes. Sets `_handles`, `hosts` and `topology`."""
-
-    @abstractmethod
-    def _rendezvous(self, port: int) -> Rendezvous:
-        """Return the address at which the ranks meet to create their process group.
-
-        `port` is the port of the torch store on rank 0, if that rank has one.
-        """
-
-    def _store_address(self) -> str:
-        """Return the address at which rank 0 serves the torch store; empty: the ranks meet in a file."""
-        return ""
 
     async def _exchange(
         self,
@@ -464,7 +407,7 @@ class WorkerGroup(ABC):
         async with self._queues.turn(ranks):
             if self._ending is not None:
                 raise await asyncio.shield(self._ending)
-            handles = [self._handles[rank] for rank in ranks]
+            handles = [self.handles[rank] for rank in ranks]
             answers, awaited = self._ask(dict(zip(handles, messages, strict=True)))
             limit, extra_seconds = self.deadlines.limit_for(method), budget_seconds + slack_seconds
             limit = limit._replace(seconds=limit.seconds + extra_seconds)
@@ -499,23 +442,21 @@ class WorkerGroup(ABC):
 
     def clock(self) -> float:
         """Return monotonic seconds, on a clock that stands still while a debugger pauses ranks for a hang report."""
-        return time.monotonic() - (0.0 if self.hang_report is None else self.hang_report.seconds_debugging)
+        return time.monotonic() - self._seconds_debugging
 
     async def end_silent(self, what: str, silent: Sequence[RankHandle], stacks: Mapping[int, str]) -> None:
         """End the group because of silent ranks, unless it is already ending. For the arguments see `_fall_silent`."""
         await self._end_once(partial(self._fall_silent, what, silent, stacks))
 
     async def find_stopped(self, call: Call, patience_seconds: float) -> tuple[list[RankHandle], Mapping[int, str]]:
-        """Return the stopped ranks of a call, and the stacks of all ranks.
-
-        A rank counts as stopped if it writes no stack within `patience_seconds` (see `StackRequests.missing`). Calls
-        that read or write large files have deadlines with a recipe field of their own. During them no rank is asked,
-        and none counts as stopped: a slow file system may delay the stacks too.
-        """
-        if self.deadlines.has_own_limit(call.method):
+        """Return the stopped ranks of a call, and the stacks of all ranks. Agents have `patience_seconds` to answer."""
+        stopped = await self._find_obstacles(call.silent(), patience_seconds)
+        if not stopped:
             return [], {}
-        silent, stacks = await self.stacks.missing(patience_seconds)
-        return [handle for handle in silent if handle in call.silent()], stacks
+        stacks = await self.read_stacks()
+        # One may have continued or ended meanwhile.
+        still_stopped = await self._find_obstacles([h for h in call.silent() if h in stopped], patience_seconds)
+        return list(still_stopped), stacks
 
     def _ask(self, messages: Mapping[RankHandle, bytes]) -> tuple[Answers, list[asyncio.Future[None]]]:
         """Send a command to each rank. Returns a future for each rank's answer, keyed by rank, and a list of futures to
@@ -524,10 +465,17 @@ class WorkerGroup(ABC):
         """
         loop = asyncio.get_running_loop()
         answers: Answers = {handle: loop.create_future() for handle in messages}
-        per_connection: defaultdict[RankConnection, dict[RankHandle, bytes]] = defaultdict(dict)
-        for handle, message in messages.items():
-            per_connection[handle.connection][handle] = message
-        return answers, [connection.ask(local_ranks, answers) for connection, local_ranks in per_connection.items()]
+        return answers, [
+            agent.ask({handle: messages[handle] for handle in handles}, answers)
+            for agent, handles in self._by_agent(messages).items()
+        ]
+
+    def _by_agent(self, handles: Iterable[RankHandle]) -> dict[AgentLink, list[RankHandle]]:
+        """Return ranks of this group by the agent of their node."""
+        of_agent: defaultdict[AgentLink, list[RankHandle]] = defaultdict(list)
+        for handle in handles:
+            of_agent[self.places[handle.rank - self.part.first_rank].agent].append(handle)
+        return of_agent
 
     async def _end_once(self, end: Callable[[], Coroutine[Any, Any, Exception]]) -> Exception:
         """Run `end` (a coroutine ending the group), unless the group is already ending. Returns the error of all later
@@ -539,11 +487,10 @@ class WorkerGroup(ABC):
 
     async def _leave(self) -> Exception:
         """End the group. If no call is in progress, the ranks may exit by themselves."""
-        if not self._calls:
-            for handle in self._handles:
-                handle.connection.dismiss()
-            if self._handles:
-                await asyncio.wait([handle.died for handle in self._handles], timeout=_LEAVE_SECONDS)
+        if not self._calls and self.handles:
+            for agent, handles in self._by_agent(self.handles).items():
+                agent.dismiss(handles)
+            await asyncio.wait([handle.died for handle in self.handles], timeout=_LEAVE_SECONDS)
         await self._end()
         return types.PeerLostError("the rank processes were already closed when the driver called them")
 
@@ -561,7 +508,7 @@ class WorkerGroup(ABC):
         if not call.errors():
             what = f"did not answer `{call.method}` within {call.limit.seconds:g} s"
             remedy = f"; if it needs longer, raise {call.limit.field}" if call.limit.field else ""
-            return await self._fall_silent(what, call.silent(), await self.stacks.read(), remedy)
+            return await self._fall_silent(what, call.silent(), await self.read_stacks(), remedy)
         answers = [answer for pending in calls for answer in pending.answers.values()]
         await asyncio.wait(answers, timeout=_REPORT_GRACE_SECONDS)
         failures: list[tuple[RankError, Call]] = []
@@ -572,12 +519,12 @@ class WorkerGroup(ABC):
                     await self._end()
                     return error
                 failures.append((error, pending))
-        # Consequences come last. So do ranks cut off by their relay: a launcher ending all processes for one rank may
-        # end another node's relay before that rank's end is reported.
+        # Consequences come last. So do ranks cut off with their agent: the loss of a node may end an agent of another
+        # one before a rank's own end is reported.
         first, failed = min(failures, key=lambda found: (found[0].echo, found[0].handle.is_cut_off, found[0].at))
         # The failure is only a consequence. The cause is a rank that did not enter the collective, if there is one.
         if first.echo and (silent := failed.silent()):
-            stacks = await self.stacks.read()
+            stacks = await self.read_stacks()
             if stopped := [handle for handle in silent if not waits_in_collective(stacks[handle.rank])]:
                 return await self._fall_silent(f"did not enter a collective of `{failed.method}`", stopped, stacks)
         return await self._fail(failed.method, first, [error for error, _ in failures])
@@ -585,13 +532,12 @@ class WorkerGroup(ABC):
     async def _fail(self, method: str, first: RankError, failures: Sequence[RankError]) -> Exception:
         """End the group because of a rank's error, the `first` of several. Returns the error naming the first cause."""
         report = first.report
-        # Killing the processes would make it look as if this one had ended by itself.
-        is_dead = first.handle.died.done()
-        is_lost = report is None or (report["lost"] and not report["megarl_class"])
-        # A rank that reported a fault of its own, such as a broken GPU, cannot continue either.
-        lost = [first.handle, *(error.handle for error in failures if not error.echo)]
-        await self._end(lost if is_lost else None)
-        return error_of(first, method, self.part.num_ranks, is_dead=is_dead)
+        if report is None or (report["lost"] and not report["megarl_class"]):
+            # A rank that reported a fault of its own, such as a broken GPU, cannot continue either.
+            lost = [first.handle, *(error.handle for error in failures if not error.echo)]
+            self.lost = list(dict.fromkeys(lost))
+        await self._end()
+        return error_of(first, method, self.part.num_ranks)
 
     async def _fall_silent(
         self, what: str, silent: Sequence[RankHandle], stacks: Mapping[int, str], remedy: str = ""
@@ -602,7 +548,7 @@ class WorkerGroup(ABC):
         """
         stopped = [handle for handle in silent if not waits_in_collective(stacks[handle.rank])] or list(silent)
         # Before the end, which kills the processes.
-        obstacles = dict.fromkeys(found for handle in stopped if (found := handle.obstacle()))
+        obstacles = dict.fromkeys(filter(None, (await self._find_obstacles(stopped, 0.0)).values()))
         path = None
         if self.hang_report is not None:
             # Before the report: a debugger takes seconds, and an operator may act meanwhile.
@@ -615,7 +561,8 @@ class WorkerGroup(ABC):
                 path = await self.hang_report.write(self, what, stopped, stacks)
             except Exception as error:
                 self.on_slow(f"the report of this hang could not be written: {error!r}")
-        await self._end(stopped)
+        self.lost = stopped
+        await self._end()
         cause = f"{names_of(stopped)} of {self.part.num_ranks} {what}"
         if waiting := [handle for handle in silent if handle not in stopped]:
             cause += f"; {names_of(waiting)} waited in a collective"
@@ -626,28 +573,18 @@ class WorkerGroup(ABC):
             error.add_note(f"{path} has the stacks of all threads of all ranks.")
         return error
 
-    async def _end(self, lost: Sequence[RankHandle] | None = None) -> None:
-        """Kill all remaining rank processes, and free all resources of the group.
-
-        If the cause is only the loss of the ranks `lost`, and the group keeps survivors, all other processes stay.
-        """
-        # A start that failed early has not added all inherited processes.
-        handles = list(dict.fromkeys((*self._handles, *self._inherited.values())))
-        self._handles, self._inherited = [], {}
-        if lost is not None and self.keeps_survivors:
-            self.survivors = [handle for handle in handles if handle not in lost and not handle.died.done()]
+    async def _end(self) -> None:
+        """Kill all remaining rank processes, and free all resources of the group."""
+        handles, self.handles = self.handles, []
         for call in self._calls:
             for future in (*call.answers.values(), *call.awaited):
                 future.cancel()
-        for handle in self.survivors:
-            handle.connection.abandon(handle)
-        await self._kill([handle for handle in handles if handle not in self.survivors])
-
-    async def _kill(self, handles: Sequence[RankHandle]) -> None:
-        """Kill rank processes and release their connections."""
-        for handle in handles:
-            handle.kill()
+        for agent, handles_of_node in self._by_agent(handles).items():
+            agent.kill(handles_of_node)
         if handles:
             await asyncio.wait([handle.died for handle in handles], timeout=_KILL_SECONDS)
-        for handle in handles:
-            handle.release()
+        for agent in self._by_agent(handle for handle in handles if not handle.died.done()):
+            # It is stopped, or its node is. It ends its ranks when it goes on.
+            agent.cut()
+        if self._folder is not None:
+            self._folder.remove()

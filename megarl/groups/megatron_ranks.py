@@ -46,13 +46,6 @@ def require_gpu_backends(device: torch.device) -> None:
             require_gpu_backend(group, name.lstrip("_"), device)
 
 
-def forget_parallel_groups() -> None:
-    """Drop Megatron's parallel groups after their torch world was destroyed. The next world then makes its own."""
-    from megatron.core import parallel_state
-
-    parallel_state.destroy_model_parallel()
-
-
 class RankGroups:
     """A second set of Megatron's parallel groups, for models with other parallel sizes than the policy. It starts
     empty.

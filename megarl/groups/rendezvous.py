@@ -66,11 +66,6 @@ def listen(address: str) -> int:
     return _Settled.listener.getsockname()[1]
 
 
-def stop_listening() -> None:
-    """Forget the listening socket of an earlier world, whose store this process may have served."""
-    _Settled.listener = None
-
-
 def settle(rendezvous: Rendezvous) -> None:
     """Set this process's rendezvous. A store of an earlier world is dropped."""
     _Settled.rendezvous, _Settled.store = rendezvous, None

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from megarl.cluster.deadlines import run_deadlines
-from megarl.cluster.launchers import start_group
 from megarl.cluster.node_checks import gpus, inspect, unfit_nodes_error
 from megarl.cluster.replacements import Replacements
 from megarl.cluster.reshard_calls import ReshardCalls
@@ -38,11 +37,11 @@ def count_of_ranks(recipe: Recipe) -> str:
     return text
 
 
-async def ready_ranks(
+async def start_ranks(
     processes: RankProcesses, folder: RunFolder, tracker: Tracker, stop: StopRequest, stacks: StackRequest
 ) -> RunRanks:
-    """Start the processes of all ranks, or after a loss only the missing ones."""
-    ranks = await processes.ready(folder.logs_folder, folder.bad_nodes)
+    """Start the processes of all ranks."""
+    ranks = await processes.start(folder.logs_folder, folder.bad_nodes, tracker.notice)
     ranks.on_asked(stop.ask)
     ranks.report_hangs(folder.logs_folder, tracker.notice)
     # From now on SIGQUIT prints the stacks of the ranks too.
@@ -90,9 +89,6 @@ async def _check_nodes(processes: RankProcesses, folder: RunFolder, tracker: Tra
     checked = processes.checked_nodes
     if not recipe.cluster.preflight or checked >= nodes.keys():
         return
-    if processes.num_recoveries or checked:
-        # After a loss or a resize the ranks have no workers.
-        await together([group.construct("megarl.cluster.node_checks:NodeReport", {}) for group in ranks.groups])
     wrong, lines = await inspect(ranks, recipe, folder.path.absolute(), planned_host_bytes(recipe))
     if wrong:
         error = unfit_nodes_error(f"nodes of run {recipe.name}", wrong)
@@ -129,10 +125,8 @@ async def replacing_lost_engines(
     cluster = recipe.cluster
 
     async def start(lost: WorkerGroup) -> WorkerGroup:
-        group = await start_group(
-            cluster, folder.logs_folder, lost.world_size, lost.part, lost.kind, folder.bad_nodes,
-            others=lambda: ranks.groups, places=lost.places,
-        )  # fmt: skip
+        assert ranks.nodes is not None
+        group = await ranks.nodes.fork_replica(lost, ranks.groups, folder.logs_folder)
         group.deadlines, group.on_asked = run_deadlines(cluster), ranks.trainers.on_asked
         try:
             await _construct_engine(group, recipe, parallel)

@@ -124,11 +124,6 @@ def resized(recipe: Recipe, values: Mapping[str, Any]) -> tuple[Recipe, Parallel
 
 def with_sizes(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
     """Return the recipe with other parallel sizes, not checked. Raises ConfigError if a run of it cannot change."""
-    if recipe.cluster.launcher != "local" and recipe.cluster.recover == "stop":
-        raise ConfigError(
-            f"cluster.recover = stop: with cluster.launcher={recipe.cluster.launcher} all processes of such a run end "
-            "together; start the run with cluster.recover=restart, or stop and --resume instead"
-        )
     if recipe.trainer.router_replay:
         raise ConfigError("trainer.router_replay = true: copies of the state lack the recorded experts; no resize")
     return with_field_values(recipe, values)
@@ -139,7 +134,7 @@ def shrunk(
 ) -> tuple[Recipe, ParallelConfig, list[int]]:
     """Return the recipe and layout with as many data-parallel replicas as the surviving ranks can hold.
 
-    Also returns, for each rank of the new layout, the surviving rank whose process becomes this rank. Numbers of
+    Also returns, for each rank of the new layout, the surviving rank whose place it gets. Numbers of
     replicas that the recipe refuses are left out, for example 3 for a batch of 8 sequences. Raises ConfigError if the
     survivors cannot hold one replica, or the recipe refuses every number.
     """

@@ -23,7 +23,7 @@ from megarl.loops.observers.step_checks import StepChecks
 from megarl.loops.observers.weight_checks import WeightChecks
 from megarl.loops.performance import Performance, Profiles
 from megarl.loops.rank_processes import RankProcesses
-from megarl.loops.rank_start import construct_workers, count_of_ranks, hardware, ready_ranks, replacing_lost_engines
+from megarl.loops.rank_start import construct_workers, count_of_ranks, hardware, replacing_lost_engines, start_ranks
 from megarl.loops.reshard_schedule import ReshardSchedule
 from megarl.loops.resizing import ResizeAskedError
 from megarl.loops.run_data import RunData
@@ -175,7 +175,7 @@ async def _start_run(
             data = read_data(recipe, tokenizer, dropped, folder.path)
         with tracker.phase("start"):
             with display.phase(f"starting {count_of_ranks(recipe)}", is_printed=True):
-                ranks = await ready_ranks(processes, folder, tracker, stop, stacks)
+                ranks = await start_ranks(processes, folder, tracker, stop, stacks)
             reshard_calls = ReshardCalls(ranks)
             with display.phase("building models", is_printed=True):
                 await construct_workers(processes, folder, tracker, ranks, reshard_calls)
@@ -256,8 +256,7 @@ async def _load_state(run: Run, checkpoint: Path) -> None:
     if origin.copied_step is None:
         await trainers.call("load_checkpoint", checkpoint)
     else:
-        received = await trainers.call("replicated_state.restore", origin.copied_step)
-        processes.note_received(sum(received))
+        await processes.restore(trainers, origin.copied_step)
         # At once: until the next copy is due, another loss would cost the steps since a checkpoint.
         await processes.copies.renew(trainers)
     await run.watch.observers.resume_run(origin)

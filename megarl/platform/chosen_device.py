@@ -26,13 +26,6 @@ def read_choice() -> str:
     return os.environ.get(VARIABLE, "auto")
 
 
-def hide_gpus() -> None:
-    """Hide the GPUs from this process if its rank runs on the CPU. Call it before CUDA is initialised."""
-    # Slurm and Ray set CUDA_VISIBLE_DEVICES for each task, so the value set by the driver does not last.
-    if read_choice() == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-
-
 def has_cuda_build() -> bool:
     """Return whether the installed torch is a build for CUDA. Other builds run on CPUs only."""
     return "CUDA" in library_versions()

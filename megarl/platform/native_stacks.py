@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -59,18 +58,3 @@ def native_stacks(pid: int, seconds: float) -> str:
     if not was_stopped:
         resume_process(pid)
     return f"no native stacks: {fault}"
-
-
-def places_of_threads(pid: int, seconds: float) -> str:
-    """Return the states of a process's threads in the kernel, then their native stacks. Takes `seconds` at most."""
-    return f"{thread_states(pid)}\n{native_stacks(pid, seconds)}"
-
-
-def main() -> None:
-    """Print the places of the threads of a process. Arguments: its id, and the seconds for its native stacks."""
-    pid, seconds = sys.argv[1:]
-    print(places_of_threads(int(pid), float(seconds)))
-
-
-if __name__ == "__main__":
-    main()

@@ -35,10 +35,10 @@ UNKNOWN = (
 """Reason for not binding a rank: the machine, often a virtual one, does not say where the GPU is."""
 
 OUTSIDE = (
-    "no core of their GPUs' NUMA nodes is allowed to them (by Slurm, a cgroup or taskset); allow all cores "
-    "(Slurm: cluster.srun_options=[--cpu-bind=none]), or set cluster.bind_to_numa=false"
+    "no core of their GPUs' NUMA nodes is allowed to them (by Slurm, a cgroup or taskset); allow all cores of the node "
+    "(Slurm: sbatch --exclusive), or set cluster.bind_to_numa=false"
 )
-"""Reason for not binding a rank: cores and GPUs were assigned to it on different NUMA nodes."""
+"""Reason for not binding a rank: cores and GPUs were assigned to the job on different NUMA nodes."""
 
 
 class Place(NamedTuple):
@@ -63,13 +63,11 @@ class Place(NamedTuple):
         return f"{node}, cores {core_ranges(self.cores)}, adapters {', '.join(self.adapters) or 'none'}"
 
 
-def places(
-    gpus: Sequence[str], allowed: Collection[int], root: Path = SYS, *, is_allowed_to_one: bool = False
-) -> list[Place]:
+def places(gpus: Sequence[str], allowed: Collection[int], root: Path = SYS) -> list[Place]:
     """Return the place of each GPU, one rank per GPU. Ranks of one NUMA node share its allowed cores evenly.
 
-    `gpus` are PCI addresses in the order of the ranks. `allowed` are the cores that the ranks may use. They are for all
-    ranks together, or for each alone if `is_allowed_to_one`. `root` is the folder of the kernel's view of the machine.
+    `gpus` are PCI addresses in the order of the ranks. `allowed` are the cores that the ranks may use together. `root`
+    is the folder of the kernel's view of the machine.
     """
     nodes = numa_nodes(root)
     adapters = adapter_nodes(nodes, root)
@@ -85,8 +83,7 @@ def places(
             gpu_places.append(Place(gpu, node, adapters=near, fault=OUTSIDE))
             continue
         turn, count = of_gpus[:index].count(node), of_gpus.count(node)
-        cores = tuple(sorted(usable)) if is_allowed_to_one else _share(physical_cores(usable, root), turn, count)
-        gpu_places.append(Place(gpu, node, cores, near))
+        gpu_places.append(Place(gpu, node, _share(physical_cores(usable, root), turn, count), near))
     return gpu_places
 
 
@@ -177,16 +174,6 @@ def gpu_addresses() -> list[str]:
     return [f"{p.pci_domain_id:04x}:{p.pci_bus_id:02x}:{p.pci_device_id:02x}.0" for p in properties]
 
 
-def has_own_cores(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether Slurm gave each task of this node cores of its own.
-
-    SLURM_CPU_BIND_LIST has the mask of each task on the node. Equal masks mean that all tasks share the cores. A single
-    mask is that of the only task.
-    """
-    masks = [mask for mask in environment.get("SLURM_CPU_BIND_LIST", "").split(",") if mask]
-    return len(masks) == 1 or len(set(masks)) > 1
-
-
 def rank_places(gpus: Sequence[str], root: Path = SYS, driver: Path = DRIVER_GPUS) -> list[Place]:
     """Return the places of this node's ranks, by local rank; none if the ranks are not to be bound.
 
@@ -195,10 +182,9 @@ def rank_places(gpus: Sequence[str], root: Path = SYS, driver: Path = DRIVER_GPU
     """
     setting = os.environ.get(VARIABLE, "0")
     if setting != BY_GPU:
-        return places(gpus[: int(setting)], allowed_cores(), root, is_allowed_to_one=has_own_cores())
+        return places(gpus[: int(setting)], allowed_cores(), root)
     all_gpus = sorted({*gpus, *machine_gpus(root, driver)})
-    # Allowed cores are those of all groups here: a worker of Ray inherits the mask of its node's only Slurm task.
-    places_by_gpu = dict(zip(all_gpus, places(all_gpus, allowed_cores(), root, is_allowed_to_one=False), strict=True))
+    places_by_gpu = dict(zip(all_gpus, places(all_gpus, allowed_cores(), root), strict=True))
     return [places_by_gpu[gpu] for gpu in gpus]
 
 

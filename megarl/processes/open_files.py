@@ -32,7 +32,7 @@ def provide_open_files(number: int, subject: str) -> None:
     allowed = allow_open_files(_MOST_OPEN_FILES)
     if allowed < is_open + number + _OTHER_FILES:
         raise ConfigError(
-            f"{subject} need {number} open files of the driver, which has {is_open} open and reserves {_OTHER_FILES} "
+            f"{subject} need {number} open files of their agent, which has {is_open} open and reserves {_OTHER_FILES} "
             f"for other uses: the hard limit of open files (RLIMIT_NOFILE, `ulimit -Hn`) is {allowed}; raise it to "
-            f"{is_open + number + _OTHER_FILES} before the driver starts, or start fewer ranks"
+            f"{is_open + number + _OTHER_FILES} on the node before the run starts, or start fewer ranks"
         )

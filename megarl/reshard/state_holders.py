@@ -1,42 +1,42 @@
-"""Which ranks hold copies of which rank's training state.
+"""Which nodes hold copies of which rank's training state, and which ranks read them.
 
-After a step, each rank holds a copy of its own training state. It also holds copies of the ranks whose partner it is
-(`partners`). When the parallel sizes change, each leaving rank sends the copies that no staying rank holds to staying
-ranks (`hand_overs`).
+After a step, each node holds a copy of the training states of its ranks. It also holds copies of the ranks whose
+partner is one of its ranks (`partners`). In the next attempt a rank reads all copies of its node. Copies that only
+other nodes have are sent to one of the attempt's nodes first (`hand_overs`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from typing import TypeVar
 
 from megarl.reshard.plan import RankTopology
 
+Node = TypeVar("Node", bound=Hashable)
+
 
 def partners(topology: RankTopology) -> list[int]:
-    """Return, for each rank, the rank that receives its copies: on the next node, or on one node the next rank.
+    """Return, for each rank, the rank of the next node that receives its copies. With one node it is the rank itself.
 
     `topology` has each rank's node first. No two ranks have the same partner if all nodes have equally many ranks.
     """
     nodes = list(dict.fromkeys(place[0] for place in topology))
-    on_node = {node: [rank for rank, place in enumerate(topology) if place[0] == node] for node in nodes}
     if len(nodes) == 1:
-        return [(rank + 1) % len(topology) for rank in range(len(topology))]
-    partner_ranks = [0] * len(topology)
+        # A second copy on the same node would be lost with the first one.
+        return list(range(len(topology)))
+    on_node = {node: [rank for rank, place in enumerate(topology) if place[0] == node] for node in nodes}
+    partner_of = [0] * len(topology)
     for number, node in enumerate(nodes):
         next_ranks = on_node[nodes[(number + 1) % len(nodes)]]
         for place, rank in enumerate(on_node[node]):
-            partner_ranks[rank] = next_ranks[place % len(next_ranks)]
-    return partner_ranks
+            partner_of[rank] = next_ranks[place % len(next_ranks)]
+    return partner_of
 
 
-def hand_overs(held_ranks: Sequence[Iterable[int]], stays: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Return the copies that only leaving ranks hold: (rank that had the state, sender, receiver).
+def hand_overs(holders: Mapping[int, Collection[Node]], nodes: Sequence[Node]) -> dict[int, Node]:
+    """Return the node that receives each copy that none of `nodes` holds. Copies are named by the rank of the state.
 
-    `held_ranks` lists, for each rank, the ranks whose copies it holds. `stays` are the ranks that stay.
+    `holders` has the nodes with each copy. `nodes` are those of the next attempt.
     """
-    holders: dict[int, list[int]] = {}
-    for rank, origins in enumerate(held_ranks):
-        for origin in origins:
-            holders.setdefault(origin, []).append(rank)
-    alone = [origin for origin, ranks in sorted(holders.items()) if not set(ranks) & set(stays)]
-    return [(origin, holders[origin][0], stays[number % len(stays)]) for number, origin in enumerate(alone)]
+    missing = [origin for origin, holding in sorted(holders.items()) if not set(holding) & set(nodes)]
+    return {origin: nodes[number % len(nodes)] for number, origin in enumerate(missing)}

@@ -50,8 +50,6 @@ class RankState:
         """Load a checkpoint checked for harmful pickles. Afterwards the engines need the weights again."""
         with self.saved_models() as models:
             driver = checkpoint.restore(folder, models, str(self.parallel))
-        for part in self.parts.values():
-            part.note_load()
         self.set_version(driver["weight_version"])
 
     @contextmanager

@@ -1,10 +1,12 @@
-"""Copies of the training state in the ranks' host memory (`checkpoint.replicate`)."""
+"""Copies of the training state in host memory (`checkpoint.replicate`)."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from megarl.training.state import checkpoint
 from megarl.training.state import copies as state_copies
-from megarl.training.state.copies import StateCopier, StateCopies
+from megarl.training.state.copies import FileFields, StateCopier
 from megarl.worker.rank_state import RankState
 from megarl.worker.trainer_part import TrainerPart
 
@@ -14,7 +16,6 @@ class ReplicatedState(TrainerPart):
 
     def __init__(self, state: RankState) -> None:
         self._state = state
-        self._copies = StateCopies()
         self._copier: StateCopier | None = None
 
     def begin(self, step: int, is_resharded: bool) -> int:
@@ -24,34 +25,26 @@ class ReplicatedState(TrainerPart):
         """
         state = self._state
         if self._copier is None:
-            self._copier = StateCopier(self._copies, state.topology)
+            self._copier = StateCopier(state.topology)
         version = state.version_to_save(is_resharded)
         with state.saved_models() as models, checkpoint.changed_models_loaded(models):
             return self._copier.begin(step, models, str(state.parallel), weight_version=version)
 
-    def finish(self, wait: bool) -> bool:
-        """Return whether the copy that `begin` began is complete on this rank. `wait` blocks until it is."""
+    def finish(self, wait: bool) -> Mapping[str, FileFields] | None:
+        """Return the files of the copies that `begin` began, by name; None if they are not complete.
+
+        `wait` blocks until they are.
+        """
         assert self._copier is not None
         return self._copier.finish(wait=wait)
 
-    def restore(self, step: int) -> int:
+    def restore(self, files: Mapping[str, FileFields]) -> int:
         """Load the state after a step from copies in host memory. Afterwards the engines need the weights again.
 
-        Returns the bytes received from other ranks.
+        `files` are this rank's copies at its agent, by name. Returns the bytes received from other ranks.
         """
-        state = self._state
+        state, copies = self._state, state_copies.open_copies(files)
         with state.saved_models() as models:
-            driver, num_bytes = state_copies.restore(self._copies, step, models, str(state.parallel), state.topology)
-        # Later copies, of the lost attempt, must not be mixed with those of the same steps trained again.
-        self._copies.keep_only(step)
+            driver, num_bytes = state_copies.restore(copies, models, str(state.parallel), state.topology)
         state.set_version(driver["weight_version"])
         return num_bytes
-
-    def note_load(self) -> None:
-        self._copies.keep_only(None)
-
-    def legacy(self) -> StateCopies:
-        return self._copies
-
-    def inherit(self, legacy: StateCopies) -> None:
-        self._copies.complete_copies |= legacy.complete_copies

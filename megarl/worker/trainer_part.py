@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from megarl.training.state.checkpoint import Model
-from megarl.training.state.copies import StateCopies
 from megarl.training.training_engine import TrainingEngine
 
 
@@ -41,16 +40,6 @@ class TrainerPart:
 
     def save(self, folder: Path) -> None:
         """Write further files into a checkpoint's folder. Raises DiskFullError."""
-
-    def note_load(self) -> None:
-        """Note that the state of a checkpoint was loaded."""
-
-    def legacy(self) -> StateCopies | None:
-        """Return the inheritance of this process's next worker, after another rank was lost."""
-        return None
-
-    def inherit(self, legacy: StateCopies) -> None:
-        """Take over the inheritance from this process's earlier worker."""
 
     def close(self) -> None:
         """Leave process groups, while the torch world still exists."""

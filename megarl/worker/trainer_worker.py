@@ -10,7 +10,6 @@ from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.data.templates.turn_ends import own_files
 from megarl.groups import world
-from megarl.groups.megatron_ranks import forget_parallel_groups
 from megarl.groups.peer_errors import LostPeer
 from megarl.groups.rendezvous import Meeting
 from megarl.models.configuration import uses_transformer_engine
@@ -20,7 +19,6 @@ from megarl.reshard.plan import RankTopology
 from megarl.reshard.reshard_report import ReshardReport
 from megarl.training.replica import Replica
 from megarl.training.state import checkpoint
-from megarl.training.state.copies import StateCopies
 from megarl.training.training_engine import Snapshot, TrainingEngine
 from megarl.worker.arena_size import start_arena
 from megarl.worker.model_builder import ModelBuilder
@@ -202,23 +200,6 @@ class TrainerWorker:
     def _critic_source(self) -> str:
         """Folder from which the critic's initial weights are loaded."""
         return self.recipe.further_models.get("critic.path", self.recipe.model.folder)
-
-    def abandon(self) -> StateCopies | None:
-        """Leave the torch world after another rank was lost. Ranks waiting for this one in a collective then fail too.
-
-        Returns the copies of the training state in this rank's memory, for the next worker of this process.
-        """
-        if self._save is not None:
-            self._save.abandon()
-        self.close()
-        forget_parallel_groups()
-        legacies = [legacy for part in self.state.parts.values() if (legacy := part.legacy()) is not None]
-        return legacies[0] if legacies else None
-
-    def inherit(self, legacy: StateCopies) -> None:
-        """Take over the copies of the training state that this process's earlier worker held."""
-        for part in self.state.parts.values():
-            part.inherit(legacy)
 
     def close(self) -> None:
         """Leave the process group with separate engines, and destroy the torch world."""

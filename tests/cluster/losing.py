@@ -1,4 +1,4 @@
-"""Ranks of a launcher's groups that are lost: what the driver makes of it. A program, for within a Slurm job.
+"""Ranks of a launcher's nodes that are lost: what the driver makes of it. A program, for within a Slurm job.
 
 Arguments of the program: the scene, and a folder for logs.
 """
@@ -11,16 +11,15 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megarl.cluster.connected import ConnectedGroup
 from megarl.cluster.deadlines import Deadlines
 from megarl.cluster.hang_report import HangReport
+from megarl.cluster.nodes import Nodes
 from megarl.cluster.rank_errors import RankFailedError
 from megarl.cluster.reshard_calls import ReshardCalls
 from megarl.cluster.run_ranks import RunRanks
@@ -31,20 +30,19 @@ from tests.child_processes import is_alive
 
 KEY = b"k" * 32
 NUM_RANKS = 4
-Make = Callable[[int, PartOfRun | None], ConnectedGroup]
-MakeAny = Callable[[int, PartOfRun | None], WorkerGroup]
+START_SECONDS = 300.0
 
 
-async def lose_engines(make: Make, logs: Path) -> None:
+async def lose_engines(nodes: Nodes, logs: Path) -> None:
     """Of three engines one is killed and then another stopped, in the middle of a reshard; the third has all weights.
 
     Each collective waits for a minute.
     """
+    places = nodes.choose_places(NUM_RANKS, (), on_one_node=False)
 
-    async def start(first: int) -> ConnectedGroup:
-        group = make(1, PartOfRun(first, NUM_RANKS, KEY))
-        await group.start("cross_world_worker:CrossWorldWorker", {}, log_folder=logs)
-        return group
+    async def start(first: int) -> WorkerGroup:
+        group = WorkerGroup(1, PartOfRun(first, NUM_RANKS, KEY), places=[places[first]])
+        return await group.start("cross_world_worker:CrossWorldWorker", {}, log_folder=logs)
 
     trainers, *replicas = [await start(first) for first in range(NUM_RANKS)]
     ranks = RunRanks(trainers, replicas)
@@ -65,22 +63,21 @@ async def lose_engines(make: Make, logs: Path) -> None:
         assert time.monotonic() - began < 50.0
         assert [version for _, _, version in await ranks.call("exchange")] == [3] * 2
         killed, stopped = lost
-        assert killed[0] is replicas[1] and killed[1].startswith("rank 2 of 4 on node "), killed
-        assert killed[1].endswith("ended or lost its connection during `reshard`"), killed
+        assert killed[0] is replicas[1]
+        assert re.fullmatch(r"rank 2 of 4 on node .* was killed by SIGKILL .*during `reshard`", killed[1]), killed
         assert stopped[0] is replicas[0]
         assert re.fullmatch(r"rank 1 of 4 did not answer `reshard` within \d+ s", stopped[1]), stopped
     finally:
         await asyncio.gather(*(group.close() for group in (trainers, *replicas)))
 
 
-async def lose_a_relayed_rank(make: Make, logs: Path) -> None:
-    """Two ranks on each of two nodes, reached through the nodes' relays; one is killed in a call of all of them."""
-    group = make(NUM_RANKS, None)
-    group.most_direct = NUM_RANKS - 1
+async def lose_a_rank(nodes: Nodes, logs: Path) -> None:
+    """Two ranks on each of two nodes; one is killed in a call of all of them."""
+    places = nodes.choose_places(NUM_RANKS, (), on_one_node=False)
+    group = WorkerGroup(NUM_RANKS, places=places)
     await group.start("cross_world_worker:CrossWorldWorker", {}, log_folder=logs)
     try:
-        connections = {handle.connection for handle in group._remote_handles}
-        assert len(connections) == 2 and all(connection.is_relay for connection in connections)
+        assert len({place.agent for place in places}) == 2
         assert await group.call("place") == [(rank, str(rank % 2), NUM_RANKS) for rank in range(NUM_RANKS)]
         assert await group.scatter("echo", list("abcd")) == list(enumerate("abcd"))
         assert await group.ask([3, 0], "echo", ["x", "y"]) == [(3, "x"), (0, "y")]
@@ -94,129 +91,53 @@ async def lose_a_relayed_rank(make: Make, logs: Path) -> None:
         await asyncio.sleep(0)  # it is sent
         began = time.monotonic()
         os.kill(pids[2], signal.SIGKILL)
-        with pytest.raises(RankFailedError) as caught:
+        with pytest.raises(RankFailedError, match=r"^rank 2 of 4 on node .* was killed by SIGKILL"):
             await waiting
         assert time.monotonic() - began < 30.0
-        message = str(caught.value)
-        assert message.startswith("rank 2 of 4 on node ") and "ended or lost its connection" in message, message
+        assert group.lost == [handle for handle in group.lost if handle.rank == 2]
     finally:
         await group.close()
 
 
-async def replace_and_resize(make: Make, logs: Path) -> None:
-    """Two ranks run on each of two nodes. One is killed and one stopped, and both are replaced.
+async def start_again(nodes: Nodes, logs: Path) -> None:
+    """Two ranks run on each of two nodes. One is killed; in the next group one is stopped; the third works.
 
-    The stopped one's threads are reported from its node. Then only one node's ranks go on, and the other node gets
-    ranks again. Processes that stay are the same throughout.
+    The stopped one's threads are reported from its node. Nothing but the agents outlives a group.
     """
-    group = make(NUM_RANKS, None)
-    group.keeps_survivors = True
-    groups = [await group.start("probe:Survivor", {}, log_folder=logs)]
-    pids = await group.call("pid")
+    ended: list[int] = []
 
-    async def follow(sources: Sequence[int | None]) -> None:
-        """Let a successor follow whose rank i has the process of rank `sources[i]`, or a new one."""
-        nonlocal pids
-        groups.append(await groups[-1].successor(sources, logs))
-        await groups[-1].construct("probe:Survivor", {})
-        before, pids = pids, await groups[-1].call("pid")
-        for source, pid in zip(sources, pids, strict=True):
-            assert pid not in before if source is None else pid == before[source]
+    async def start() -> tuple[WorkerGroup, list[int]]:
+        places = nodes.choose_places(NUM_RANKS, (), on_one_node=False)
+        group = WorkerGroup(NUM_RANKS, places=places)
+        await group.start("probe:Probe", {}, log_folder=logs)
+        pids = await group.call("pid")
+        assert not {*pids} & {*ended} and not any(map(is_alive, ended))
+        ended.extend(pids)
+        assert [number for [number] in await group.call("environment", ["LOCAL_RANK"])] == ["0", "1"] * 2
+        return group, pids
 
-    async def local_ranks() -> list[str]:
-        return [number for [number] in await groups[-1].call("environment", ["LOCAL_RANK"])]
-
-    try:
-        with pytest.raises(RankFailedError, match=r"^rank 1 of 4 on node .* ended or lost its connection"):
-            await group.scatter("die_or_return_late", [("late", 0), ("kill", None), ("late", 0), ("late", 0)])
-        await follow([0, None, 2, 3])
-        stopped = pids[2]
-        os.kill(stopped, signal.SIGSTOP)
-        groups[-1].deadlines = Deadlines.same(2.0)
-        groups[-1].hang_report = HangReport(logs, lambda: [groups[-1]], native_seconds=60.0, most_native=1)
-        with pytest.raises(RankFailedError, match=r"^rank 2 of 4 did not answer"):
-            await groups[-1].call("pid")
-        found = (logs / "hang_1.txt").read_text().partition("== rank 2: native ==")[2].partition("\n==")[0]
-        assert f"thread {stopped} " in found and ": T (stopped)" in found, found
-        await follow([0, 1, None, 3])
-        assert not is_alive(stopped)
-        assert groups[-1].topology == group.topology and await local_ranks() == ["0", "1"] * 2
-        os.kill(pids[0], signal.SIGKILL)
-        with pytest.raises(RankFailedError, match=r"^rank 0 of 4"):
-            await groups[-1].call("pid")
-        await follow([2, 3])
-        with pytest.raises(ConfigError, match=r"^cluster.nodes: .* ask for fewer ranks"):
-            await groups[-1].reserve(2 * NUM_RANKS)
-        await groups[-1].reserve(NUM_RANKS)
-        await groups[-1].set_apart()
-        assert groups[-1].arranged(NUM_RANKS) == [0, 1, None, None]
-        await follow([0, 1, None, None])
-        assert groups[-1].topology == [*group.topology[2:], *group.topology[:2]]
-        assert await local_ranks() == ["0", "1"] * 2
-        assert await groups[-1].call("sum_of_ranks") == [6] * NUM_RANKS
-    finally:
-        for one in groups:
-            await one.close()
+    group, pids = await start()
+    waiting = asyncio.create_task(group.call("sleep", 600))
+    await asyncio.sleep(0)  # it is sent
+    os.kill(pids[1], signal.SIGKILL)
+    with pytest.raises(RankFailedError, match=r"^rank 1 of 4 on node .* was killed by SIGKILL"):
+        await waiting
+    group, pids = await start()
+    os.kill(pids[2], signal.SIGSTOP)
+    group.deadlines = Deadlines.same(2.0)
+    group.hang_report = HangReport(logs, lambda: [group], most_native=0)
+    with pytest.raises(RankFailedError, match=r"^rank 2 of 4 did not answer"):
+        await group.call("pid")
+    text = (logs / "hang_1.txt").read_text().partition("== rank 2: threads in the kernel ==")[2].partition("\n==")[0]
+    assert f"thread {pids[2]} " in text and ": T (stopped)" in text, text
+    group, _ = await start()
+    await group.call("join_gloo")
+    await group.close()
+    with pytest.raises(ConfigError, match=r"^cluster.nodes: .* ask for fewer ranks"):
+        await nodes.replenish(len(nodes.agents) + 3, START_SECONDS)
 
 
-async def resize_next_to_engines(make: MakeAny, logs: Path) -> None:
-    """Two trainer ranks and two engines of one rank. The trainer shrinks; then it takes the place of an engine too.
-
-    Processes that stay are the same, with the same places, although their ranks in the run change.
-    """
-
-    async def start(size: int, first: int) -> WorkerGroup:
-        group = make(size, PartOfRun(first, NUM_RANKS, KEY))
-        group.keeps_survivors = first == 0
-        return await group.start("probe:Survivor", {}, log_folder=logs)
-
-    ranks = RunRanks(await start(2, 0), [await start(1, first) for first in (2, 3)])
-
-    async def resize(sources: Sequence[int | None]) -> list[int]:
-        """Give the trainers' group a successor, renumber the engines, and return the processes of all ranks."""
-        nonlocal ranks
-        for group in ranks.groups:
-            await group.set_apart()
-        num_ranks = len(sources) + len(ranks.replicas)
-        part = PartOfRun(0, num_ranks, KEY)
-        trainers = await ranks.trainers.successor(sources, logs, part)
-        ranks = RunRanks(trainers, ranks.replicas)
-        for number, group in enumerate(list(ranks.replicas)):
-            ranks.replace_replica(
-                group, await group.successor([0], logs, replace(part, first_rank=len(sources) + number))
-            )
-        for group in ranks.groups:
-            await group.construct("probe:Survivor", {})
-        assert [group.part.num_ranks for group in ranks.groups] == [num_ranks] * len(ranks.groups)
-        return await ranks.call("pid")
-
-    try:
-        _, second, *engines = await ranks.call("pid")
-        assert [group.places for group in ranks.groups] == [[0, 1], [2], [3]]
-        assert await resize([1]) == [second, *engines]
-        assert [group.places for group in ranks.groups] == [[1], [2], [3]]
-        assert [handle.rank for group in ranks.groups for handle in group.handles] == [0, 1, 2]
-        if isinstance(ranks.trainers, ConnectedGroup):
-            await ranks.reserve(2, [1, 1])
-            await ranks.reserve(3, [1])
-            for num_trainers, sizes in ((3, [1, 1]), (3, [2]), (1, [1] * 4)):
-                with pytest.raises(ConfigError, match=r"^cluster.nodes: .* ask for fewer ranks"):
-                    await ranks.reserve(num_trainers, sizes)
-        ended = ranks.replicas.pop()
-        await ended.close()
-        first, *new, engine = await resize([0, None, None])
-        assert (first, engine) == (second, engines[0]), (first, engine, second, engines)
-        assert not {*new} & {second, *engines}, (new, second, engines)
-        assert [group.places for group in ranks.groups] == [[1, 0, 3], [2]]
-        logs_of_ranks = [handle.log for group in ranks.groups for handle in group.handles]
-        assert len(set(logs_of_ranks)) == NUM_RANKS
-    finally:
-        await ranks.close()
-
-
-SCENES = {
-    scene.__name__: scene for scene in (lose_engines, lose_a_relayed_rank, replace_and_resize, resize_next_to_engines)
-}
+SCENES = {scene.__name__: scene for scene in (lose_engines, lose_a_rank, start_again)}
 
 
 def scenes(*short: str, without: Sequence[str] = ()) -> list[Any]:
@@ -225,13 +146,24 @@ def scenes(*short: str, without: Sequence[str] = ()) -> list[Any]:
     return [scene if scene in short else pytest.param(scene, marks=pytest.mark.long) for scene in chosen]
 
 
+async def play(scene: str, nodes: Nodes, logs: Path) -> None:
+    """Start the agents of nodes, play a scene on them, and end them."""
+    await nodes.start(logs, START_SECONDS)
+    try:
+        await SCENES[scene](nodes, logs)
+    finally:
+        await nodes.close()
+
+
 def main() -> None:
     """Play a scene on the nodes of this job."""
-    from megarl.cluster.srun import SrunGroup
+    from megarl.cluster.srun import SrunNodes
+    from megarl.cluster.topology import NodeKind
 
     sys.path.insert(0, str(Path(__file__).parent))
     scene, logs = sys.argv[1:]
-    asyncio.run(SCENES[scene](lambda size, part: SrunGroup(size, part=part), Path(logs)))
+    num_nodes = int(os.environ["SLURM_JOB_NUM_NODES"])
+    asyncio.run(play(scene, SrunNodes(NodeKind(0, num_nodes, NUM_RANKS // num_nodes), {}, ()), Path(logs)))
 
 
 if __name__ == "__main__":

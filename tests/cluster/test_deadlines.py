@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +12,6 @@ from unittest.mock import AsyncMock
 
 import pytest
 
-from megarl.cluster import stack_requests
 from megarl.cluster.call import Call
 from megarl.cluster.deadlines import Deadlines, Limit, run_deadlines
 from megarl.cluster.hang_report import HangReport
@@ -109,8 +107,8 @@ async def test_a_stopped_rank_is_found_long_before_the_deadline_of_a_first_call(
         began = time.monotonic()
         with pytest.raises(RankFailedError, match=r"rank 1 of 2 did not answer `product` within \d+ s"):
             await group.call("product", 1)
-        # Half a second, and 5 seconds for the stacks that do not come. The machine may be busy.
-        assert 5.0 < time.monotonic() - began < 60.0
+        # The search begins after half a second. The machine may be busy.
+        assert 0.5 < time.monotonic() - began < 60.0
 
 
 @pytest.mark.usefixtures("worker_module", "nothing_left")
@@ -128,17 +126,6 @@ async def test_a_stopped_rank_outside_of_a_call_does_not_end_it(monkeypatch: pyt
         group.deadlines = Deadlines(Limit(0.5), Limit(600.0))
         assert await group.ask([0], "sleep", [2.0]) == [None]
         assert searched and not any(searched)
-
-
-@pytest.mark.usefixtures("worker_module", "nothing_left")
-async def test_a_rank_whose_stacks_stay_incomplete_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stack_requests, "STACKS_SECONDS", 0.5)
-    monkeypatch.setattr(stack_requests, "log_since", lambda *_: "Current thread 0x1 (most recent call first):\n  File")
-    async with started() as group:
-        group.stacks.most_seconds = 600.0
-        async with asyncio.timeout(60):
-            await group.end_if_stopped("sat there", 600.0)
-        assert await group.call("product", 2) == [(0, 2), (1, 4)]
 
 
 @pytest.mark.usefixtures("worker_module", "nothing_left")
@@ -192,15 +179,15 @@ async def test_the_end_of_a_rank_during_a_search_is_named_as_that(monkeypatch: p
 async def test_a_rank_that_a_debugger_stops_is_neither_late_nor_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deadlines: Deadlines
 ) -> None:
-    done = threading.Event()
-
-    def debugged(process: int, seconds: float) -> str:
-        os.kill(process, signal.SIGSTOP)
-        done.wait(60.0)
-        os.kill(process, signal.SIGCONT)
-        return "in main"
-
-    monkeypatch.setattr(native_stacks, "native_stacks", debugged)
+    # The agent finds this program before any real debugger. It stops the process until the test says so.
+    done, programs = tmp_path / "done", tmp_path / "programs"
+    programs.mkdir()
+    debugger = programs / "py-spy"
+    debugger.write_text(
+        f"#!/bin/sh\nkill -STOP $4\nwhile ! [ -e {done} ]; do sleep 0.05; done\nkill -CONT $4\necho in main\n"
+    )
+    debugger.chmod(0o755)
+    monkeypatch.setenv("PATH", str(programs), prepend=os.pathsep)
     async with started(log_folder=tmp_path) as group:
         pids = await group.call("pid")
         group.hang_report = report = HangReport(tmp_path, lambda: [group], native_seconds=60.0)
@@ -215,7 +202,7 @@ async def test_a_rank_that_a_debugger_stops_is_neither_late_nor_lost(
             await asyncio.sleep(5.0)
             assert not calling.done()
         finally:
-            done.set()
+            done.touch()
         assert await calling == [(0, 2), (1, 4)]
         path = await writing
         assert path is not None and path.read_text().count("in main") == 2

@@ -16,13 +16,12 @@ import pytest
 
 from megarl.cluster import launchers
 from megarl.cluster.deadlines import Deadlines
-from megarl.cluster.launchers import importing_early, start_ranks
+from megarl.cluster.launchers import importing_early, start_nodes, start_ranks
 from megarl.cluster.local import LocalGroup
 from megarl.cluster.rank_errors import RankFailedError
 from megarl.cluster.rank_handle import log_tail
 from megarl.config import ClusterConfig
 from megarl.config.parallel import ParallelConfig
-from megarl.processes import fork_server
 from megarl.types import ConfigError, DataError, DiskFullError, PeerLostError
 from tests.child_processes import is_alive
 from tests.cluster.started import started
@@ -59,16 +58,18 @@ async def test_call_and_scatter_answer_by_rank():
         assert names == [f"megarl rank {rank}\n" for rank in range(3)]
 
 
-async def test_ranks_use_the_server_that_imports_early(tmp_path):
-    before = set(fork_server._servers)
-    with importing_early(ClusterConfig(device="cpu", ranks_per_node=2)):
-        [early] = set(fork_server._servers) - before
-        ranks = await start_ranks(ClusterConfig(device="cpu", ranks_per_node=2), tmp_path)
+async def test_ranks_use_the_agent_that_imports_early(tmp_path):
+    cluster = ClusterConfig(device="cpu", ranks_per_node=2)
+    with importing_early(cluster):
+        early = launchers._early.agent
+        assert early is not None
+        ranks = await start_ranks(cluster, tmp_path)
+        assert [place.agent.introduction.pid for place in ranks.trainers.places] == [early.pid] * 2
         await ranks.close()
-    assert set(fork_server._servers) - before == {early}
-    with pytest.raises(ConfigError), importing_early(ClusterConfig(device="cpu", ranks_per_node=1)):
+    with pytest.raises(ConfigError), importing_early(cluster):
+        unused = launchers._early.agent
         raise ConfigError("a check failed")
-    assert not set(fork_server._servers) - before
+    assert unused is not None and not is_alive(unused.pid)
 
 
 @pytest.mark.parametrize(
@@ -77,18 +78,19 @@ async def test_ranks_use_the_server_that_imports_early(tmp_path):
 async def test_only_trainers_that_split_layers_order_their_kernels(sizes, expected, tmp_path, monkeypatch):
     asked: dict[int, bool] = {}
 
-    async def record(cluster, logs, size, part, *_, orders_kernels):
+    async def record(nodes, logs, part, *_, orders_kernels=False):
         asked[part.first_rank] = orders_kernels
         return SimpleNamespace(part=part)
 
-    monkeypatch.setattr(launchers, "start_group", record)
-    monkeypatch.setattr(launchers, "RunRanks", lambda trainers, engines: None)
+    monkeypatch.setattr(launchers.RunNodes, "_fork_group", record)
     parallel = ParallelConfig(**{"tp": 1, "pp": 1, "dp": 1, "rollout_tp": 1, "rollout_ranks": 1, **sizes})
     cluster = ClusterConfig(device="cpu", ranks_per_node=3)
-    await start_ranks(cluster, tmp_path, [1], trainer=parallel)
+    nodes = await start_nodes(cluster, tmp_path)
+    await nodes.fork_ranks(tmp_path, 2, [1], trainer=parallel)
     assert asked == {0: expected, 2: False}
-    await start_ranks(cluster, tmp_path, [1])
+    await nodes.fork_ranks(tmp_path, 2, [1])
     assert asked == {0: False, 2: False}
+    await nodes.close()
 
 
 async def test_the_loop_is_free_and_calls_take_turns(tmp_path):
@@ -275,12 +277,14 @@ async def test_ranks_of_one_machine_listen_on_loopback_only():
 
 async def test_temporary_files_of_ranks_are_private_and_go_with_the_group():
     async with started() as group:
-        (folder,) = {Path(path) for path in await group.call("temporary")}
-        assert folder.stat().st_mode & 0o777 == 0o700 and folder != Path(tempfile.gettempdir())
-        (folder / "left").touch()
+        folders = [Path(path) for path in await group.call("temporary")]
+        assert len(set(folders)) == 2
+        for folder in folders:
+            assert folder.stat().st_mode & 0o777 == 0o700 and folder != Path(tempfile.gettempdir())
+            (folder / "left").touch()
         with pytest.raises(RankFailedError):
             await group.call("fail_on", 1, "kill")
-        assert not folder.exists()
+        assert not any(folder.exists() for folder in folders)
 
 
 async def test_a_stopped_rank_is_killed(tmp_path):

@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +25,9 @@ from megarl.cluster.node_checks import (
     unfit_nodes_error,
     unreached,
 )
-from megarl.cluster.topology import Introduction, environments, in_order, rank_topology
+from megarl.cluster.rank_place import RankPlace
+from megarl.cluster.topology import Introduction, in_order, visible_gpus
+from megarl.cluster.worker_group import WorkerGroup
 from megarl.config import Recipe
 from megarl.planner.memory.node_bytes import RankHostBytes
 from megarl.platform import device
@@ -263,18 +266,25 @@ def test_a_node_that_cannot_be_reached_is_named_once() -> None:
 
 def test_nodes_of_one_switch_follow_each_other() -> None:
     """Slurm names the nodes n1 to n4; odd and even ones have a switch each."""
-    found = [
-        Introduction(turn, f"n{n}", f"h{n}", ("root", f"s{1 + n % 2}"), (turn % 2,))
-        for turn, n in enumerate((1, 1, 2, 2, 3, 3, 4, 4))
+    introductions = [
+        Introduction(turn, f"n{n}", f"h{n}", ("root", f"s{1 + n % 2}"), (0, 1)) for turn, n in enumerate((1, 2, 3, 4))
     ]
-    ranks = in_order(reversed(found))
-    assert [process.node for process in ranks] == ["n2", "n2", "n4", "n4", "n1", "n1", "n3", "n3"]
-    assert rank_topology(ranks)[:3] == [("n2", "s1", "root"), ("n2", "s1", "root"), ("n4", "s1", "root")]
-    own = list(environments(ranks, [process.turn % 2 for process in ranks]))
-    assert [e["LOCAL_RANK"] for e in own] == list("01010101") and {e["LOCAL_WORLD_SIZE"] for e in own} == {"2"}
-    assert {e["CUDA_VISIBLE_DEVICES"] for e in own} == {"0,1"}
-    unknown = ranks[0]._replace(switches=())
-    assert rank_topology([unknown, ranks[1]]) == [("n2",), ("n2",)]
+    nodes = in_order(reversed(introductions))
+    assert [node.node for node in nodes] == ["n2", "n4", "n1", "n3"]
+
+    def topology(*nodes: Introduction) -> list[tuple[str, ...]]:
+        agents: Any = [SimpleNamespace(introduction=node) for node in nodes]
+        places = [RankPlace(agent, number, rank) for number, agent in enumerate(agents) for rank in range(2)]
+        return WorkerGroup(len(places), places=places).topology
+
+    assert topology(*nodes)[1:3] == [("n2", "s1", "root"), ("n4", "s1", "root")]
+    assert topology(nodes[0]._replace(switches=()), nodes[1]) == [("n2",), ("n2",), ("n4",), ("n4",)]
+
+
+def test_a_rank_sees_all_gpus_that_the_launcher_gave_its_node() -> None:
+    node = Introduction(0, "n1", "h1")
+    assert visible_gpus(node) == {}
+    assert visible_gpus(node._replace(gpus=(3, 1))) == {"CUDA_VISIBLE_DEVICES": "3,1"}
 
 
 @pytest.mark.parametrize("nodes", ["aabb", "aaabbbccc", "abcd", "abcde", "aaaa", "a"])

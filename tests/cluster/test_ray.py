@@ -10,8 +10,9 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -20,22 +21,23 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from megarl.cluster.topology import NodeKind
-from megarl.cluster.worker_group import PartOfRun
 from megarl.config import RewardConfig
 from megarl.environments.environment_pool import EnvironmentPool, RaisedError, process_settings
-from megarl.platform import numa
 from megarl.rewards.scoring.calling import Sample
 from megarl.rewards.scoring.reward_pool import RewardPool
 from megarl.rewards.scoring.reward_process import worker_settings
 from megarl.types import ConfigError, PeerLostError, Problem
 from tests.child_processes import is_alive, processes_writing_to
 from tests.cluster.lateness import see_who_is_late
-from tests.cluster.losing import SCENES, scenes
+from tests.cluster.losing import play, scenes
+from tests.cluster.spawned import START_SECONDS, group_on
 from tests.forked_command import MEGARL
 from tests.held_run import REWARD, HeldRun, assert_trained_alike, steps_of
 
 if TYPE_CHECKING:
     from ray.cluster_utils import Cluster
+
+    from megarl.cluster.ray import RayNodes
 
 ray = pytest.importorskip("ray", reason="needs Ray: launch/setup.sh ray")
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(3600), pytest.mark.filterwarnings("ignore")]
@@ -85,6 +87,22 @@ def folder(
     recipe = RECIPE.format(model=tiny_model(num_layers=2), address=cluster.address)
     (folder / "recipe.yaml").write_text(recipe)
     return folder
+
+
+@asynccontextmanager
+async def nodes_on_ray(
+    cluster: Cluster, kind: NodeKind, logs: Path, avoided_nodes: Sequence[str] = ()
+) -> AsyncIterator[RayNodes]:
+    """Nodes of the cluster with agents, which end with the context."""
+    from megarl.cluster.ray import RayNodes
+
+    nodes = RayNodes(kind, {}, (), cluster.address, avoided_nodes=avoided_nodes)
+    try:
+        await nodes.start(logs, START_SECONDS)
+        yield nodes
+    finally:
+        await nodes.close()
+        ray.shutdown()
 
 
 def train(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
@@ -164,39 +182,23 @@ def test_too_small_a_cluster_says_what_it_has(folder: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("most_direct", [64, 0])
 async def test_who_is_late_on_ray_is_told_with_the_stacks_of_all_ranks(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most_direct: int
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megarl.cluster.ray import RayGroup
-
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
-
-    async def drive() -> None:
-        group = RayGroup(4, cluster.address, NodeKind(0, 2, 2))
-        group.most_direct = most_direct
-        await group.start("probe:Probe", {}, log_folder=tmp_path)
-        try:
-            await see_who_is_late(group, 2.0)
-        finally:
-            await group.close()
-
-    try:
-        await drive()
-    finally:
-        ray.shutdown()
+    async with nodes_on_ray(cluster, NodeKind(0, 2, 2), tmp_path) as nodes, group_on(nodes, tmp_path, 4) as group:
+        await see_who_is_late(group, 2.0)
 
 
-# On Ray each group has nodes of its own, and no group takes the place of another's process.
-@pytest.mark.parametrize("scene", scenes(without=["resize_next_to_engines"]))
+@pytest.mark.parametrize("scene", scenes())
 async def test_a_rank_on_ray_that_is_lost_is_named_and_the_others_go_on(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scene: str
 ) -> None:
-    from megarl.cluster.ray import RayGroup
+    from megarl.cluster.ray import RayNodes
 
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     try:
-        await SCENES[scene](lambda size, part: RayGroup(size, cluster.address, NodeKind(0, 2, 2), part), tmp_path)
+        await play(scene, RayNodes(NodeKind(0, 2, 2), {}, (), cluster.address), tmp_path)
     finally:
         ray.shutdown()
 
@@ -206,91 +208,56 @@ async def test_no_rank_on_ray_is_placed_on_a_faulty_node(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two nodes have room. The ranks are on the one that is not named, whichever is named."""
-    from megarl.cluster.ray import RayGroup
-
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
 
     async def node_without(*names: str) -> str:
-        group = RayGroup(2, cluster.address, NodeKind(0, 1, 2), avoided_nodes=names)
-        await group.start("probe:Probe", {}, log_folder=tmp_path)
-        try:
+        async with (
+            nodes_on_ray(cluster, NodeKind(0, 1, 2), tmp_path, names) as nodes,
+            group_on(nodes, tmp_path, 2) as group,
+        ):
             [node] = {place[0] for place in group.topology}
             return node
-        finally:
-            await group.close()
 
-    try:
-        first = await node_without()
-        second = await node_without(first)
-        assert second != first == await node_without(second)
-    finally:
-        ray.shutdown()
+    first = await node_without()
+    second = await node_without(first)
+    assert second != first == await node_without(second)
 
 
 @pytest.mark.long
 async def test_a_node_that_dies_is_replaced_by_another(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The driver waits for a free node. Without one, the size that the run had is not reached again."""
-    from megarl.cluster.ray import RayGroup
-
+    """Without a free node the size that the run had is not reached again."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    nodes = [cluster.add_node(num_cpus=1, resources={"own": 1.0}) for _ in range(2)]
-    group = RayGroup(2, cluster.address, NodeKind(0, 2, 1, ray_resources={"own": 0.001}))
-    group.keeps_survivors = True
-    groups = [await group.start("probe:Survivor", {}, log_folder=tmp_path)]
+    ray_nodes = [cluster.add_node(num_cpus=1, resources={"own": 1.0}) for _ in range(2)]
+    kind = NodeKind(0, 2, 1, ray_resources={"own": 0.001})
     try:
-        [survivor, lost] = await group.call("pid")
-        dead = next(node for node in nodes if group.topology[1][0].endswith(f"({node.node_id[:8]})"))
-        waiting = asyncio.create_task(group.call("wait_for", str(tmp_path / "go")))
-        await asyncio.sleep(0)  # it is sent
-        cluster.remove_node(dead, allow_graceful=False)
-        nodes.remove(dead)
-        with pytest.raises(PeerLostError, match=r"^rank 1 of 2"):
-            await waiting
-        (tmp_path / "go").touch()
-        assert not is_alive(lost)
-        groups.append(await group.successor([0], tmp_path))
-        with pytest.raises(ConfigError, match=r"^cluster.nodes: "):
-            await groups[-1].reserve(2)
-        nodes.append(cluster.add_node(num_cpus=1, resources={"own": 1.0}))
-        await groups[-1].set_apart()
-        groups.append(await groups[-1].successor(groups[-1].arranged(2), tmp_path))
-        await groups[-1].construct("probe:Survivor", {})
-        assert (await groups[-1].call("pid"))[0] == survivor
-        assert groups[-1].topology[1][0].endswith(f"({nodes[-1].node_id[:8]})")
-        # A node that nobody asked for yet.
-        nodes.append(cluster.add_node(num_cpus=1, resources={"own": 1.0}))
-        await groups[-1].reserve(3)
-        await groups[-1].set_apart()
-        groups.append(await groups[-1].successor(groups[-1].arranged(3), tmp_path))
-        assert groups[-1].topology[2][0].endswith(f"({nodes[-1].node_id[:8]})")
+        async with nodes_on_ray(cluster, kind, tmp_path) as nodes:
+            async with group_on(nodes, tmp_path, 2) as group:
+                lost = (await group.call("pid"))[1]
+                left = nodes.agents[0]
+                dead = next(node for node in ray_nodes if group.topology[1][0].endswith(f"({node.node_id[:8]})"))
+                waiting = asyncio.create_task(group.call("sleep", 600))
+                await asyncio.sleep(0)  # it is sent
+                cluster.remove_node(dead, allow_graceful=False)
+                ray_nodes.remove(dead)
+                with pytest.raises(PeerLostError, match=r"^rank 1 of 2"):
+                    await waiting
+                assert not is_alive(lost)
+            assert nodes.num_living == 1
+            with pytest.raises(ConfigError, match=r"^cluster.nodes: "):
+                await nodes.replenish(2, START_SECONDS)
+            # The agent of the living node is still the same one.
+            for num_nodes in (2, 3):
+                ray_nodes.append(cluster.add_node(num_cpus=1, resources={"own": 1.0}))
+                await nodes.replenish(num_nodes, START_SECONDS)
+                assert nodes.agents[0] is left and nodes.num_living == num_nodes
+                async with group_on(nodes, tmp_path, num_nodes) as group:
+                    assert group.topology[-1][0].endswith(f"({ray_nodes[-1].node_id[:8]})")
+                    assert await group.call("product", 1) == [(rank, rank + 1) for rank in range(num_nodes)]
     finally:
-        for one in groups:
-            await one.close()
-        for node in nodes:
+        for node in ray_nodes:
             cluster.remove_node(node)
-        ray.shutdown()
-
-
-@pytest.mark.parametrize(("first", "expected"), [(None, "2"), (1, "by GPU")])
-async def test_groups_that_may_share_a_node_bind_their_ranks_by_gpu(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int | None, expected: str
-) -> None:
-    """A group that is the whole run counts its ranks. Part of a run does not know who else is on its node."""
-    from megarl.cluster.ray import RayGroup
-
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    part = None if first is None else PartOfRun(first, 2, b"key" * 11)
-    group = RayGroup(1, cluster.address, NodeKind(0, 1, 2), part)
-    try:
-        await group.start("probe:Probe", {}, log_folder=tmp_path, environment={numa.VARIABLE: "2"})
-        try:
-            assert await group.call("environment", [numa.VARIABLE]) == [[expected]]
-        finally:
-            await group.close()
-    finally:
-        ray.shutdown()
 
 
 PLACES = """

@@ -16,7 +16,7 @@ from megarl.cluster.local import LocalGroup
 from megarl.cluster.rank_errors import RankFailedError, RankLostError
 from megarl.cluster.reshard_calls import ReshardCalls
 from megarl.cluster.reshard_states import TransitionError
-from megarl.cluster.run_ranks import RunRanks, together
+from megarl.cluster.run_ranks import RunRanks
 from megarl.cluster.worker_group import PartOfRun, WorkerGroup
 from megarl.reshard.reshard_report import ReshardReport
 from megarl.types import PeerLostError
@@ -131,28 +131,6 @@ async def test_a_new_cross_world_group_includes_a_restarted_replica(tmp_path: Pa
         await reshard_calls.run(False, 3)
         [(told, _, version), *_] = await ranks.call("exchange")
         assert [pid for _, pid in told][2] not in pids and version == 3
-
-
-async def test_survivors_of_a_lost_trainer_join_a_new_cross_world_group(tmp_path: Path) -> None:
-    """Its name is new: the survivors number their signed messages on from those of the group before."""
-    async with started(tmp_path) as (ranks, reshard_calls):
-        for one in ranks.groups:
-            one.keeps_survivors = True
-        await reshard_calls.run(False, 1)
-        pids = [pid for _, pid in (await ranks.call("exchange"))[0][0]]
-        os.kill(pids[1], signal.SIGKILL)
-        with pytest.raises(RankLostError, match="rank 1 of 4 was killed by SIGKILL"):
-            await ranks.trainers.call("pid")
-        trainers = await ranks.trainers.successor([0, 1], tmp_path)
-        ranks.trainers = trainers
-        for replica in list(ranks.replicas):
-            await replica.set_apart()
-            ranks.replicas[ranks.replicas.index(replica)] = await replica.successor([0], tmp_path)
-        await together([one.construct("cross_world_worker:CrossWorldWorker", {}) for one in ranks.groups])
-        await ReshardCalls(ranks).run(False, 1)
-        [(everyone, _, _), *_] = await ranks.call("exchange")
-        after = [pid for _, pid in everyone]
-        assert after[1] != pids[1] and [after[0], *after[2:]] == [pids[0], *pids[2:]]
 
 
 @pytest.mark.parametrize("how", ["killed before", "stopped"])

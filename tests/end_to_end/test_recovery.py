@@ -72,25 +72,26 @@ def test_a_run_survives_a_killed_rank_and_changes_its_layout_twice(folder: Path)
         killed_after = len(run.steps())
     with run.held(after=killed_after + 1):
         second = run.ranks()
-        assert second[0] == first[0] and second[1] != first[1]
+        assert sorted(second) == [0, 1] and not {*first.values()} & {*second.values()}
         resize(run, "cluster.ranks_per_node=1")
         shrunk_after = len(run.steps())
     # A resize follows the step in progress.
     with run.held(after=shrunk_after + 2):
-        assert run.ranks() == {0: first[0]}
+        third = run.ranks()
+        assert sorted(third) == [0]
         resize(run, "cluster.ranks_per_node=2", "trainer.tp=2", "rollout.tp=2")
     run.finish()
     recovered = recoveries_of_a_run_like_the_calm_one(folder, run)
     assert [step["fault/recoveries"] for step in recovered] == [1.0, 1.0, 1.0]
-    # The new process of the killed rank received that rank's state from the other one.
-    assert recovered[0]["fault/restored_bytes"] > 0
+    # All ranks read the copies in the memory of their node.
+    assert [step["fault/restored_bytes"] for step in recovered] == [0.0] * 3
     assert not unknown_metrics(run.path)
-    assert not any(is_alive(process) for process in (*first.values(), *second.values()))
+    assert not any(is_alive(process) for ranks in (first, second, third) for process in ranks.values())
     status = json.loads((run.path / "status.json").read_text())
     assert (status["state"], status["exit_code"], status["step"]) == ("done", 0, STEPS)
 
 
-def test_separate_engines_stay_while_the_trainer_is_resized(folder: Path) -> None:
+def test_separate_engines_start_again_with_a_trainer_of_other_sizes(folder: Path) -> None:
     separate = ("cluster.ranks_per_node=3", "rollout.placement=separate", "rollout.ranks=1")
     run = HeldRun(folder, "separate", "recipe.yaml", *separate, "cluster.recover=shrink", "checkpoint.replicate=1")
     with run.held(after=1):
@@ -99,19 +100,20 @@ def test_separate_engines_stay_while_the_trainer_is_resized(folder: Path) -> Non
         killed_after = len(run.steps())
     with run.held(after=killed_after + 1):
         # One trainer is left. The engine's rank counts on from the trainers'.
-        assert run.ranks() == {0: first[0], 1: first[2]}
+        shrunk = run.ranks()
+        assert sorted(shrunk) == [0, 1]
         resize(run, "cluster.ranks_per_node=4", "trainer.tp=2", "rollout.ranks=2")
         resized_after = len(run.steps())
     with run.held(after=resized_after + 2):
         grown = run.ranks()
-        assert sorted(grown) == [0, 1, 2, 3] and (grown[0], grown[2]) == (first[0], first[2])
+        assert sorted(grown) == [0, 1, 2, 3]
         # A whole replica of two ranks takes the place of the two.
         resize(run, "cluster.ranks_per_node=3", "trainer.tp=1", "rollout.tp=2")
         changed_after = len(run.steps())
     with run.held(after=changed_after + 2):
         last = run.ranks()
-        assert sorted(last) == [0, 1, 2] and last[0] == first[0] and not {*last.values()} & {grown[2], grown[3]}
+        assert sorted(last) == [0, 1, 2]
     run.finish()
     recovered = recoveries_of_a_run_like_the_calm_one(folder, run)
     assert [step["fault/recoveries"] for step in recovered] == [1.0, 1.0, 1.0]
-    assert not any(is_alive(process) for one in (first, grown, last) for process in one.values())
+    assert not any(is_alive(process) for one in (first, shrunk, grown, last) for process in one.values())

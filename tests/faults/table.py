@@ -42,7 +42,7 @@ ROWS = (
         f"{_TRAINERS}test_row_2_a_rank_stopped_in_an_update",
         f"{_HANGS}test_row_2_a_stopped_rank_is_named_with_the_stacks_of_all",
         f"{_HANGS}test_a_stopped_fork_server_is_named_and_replaced",
-        f"{_CLUSTER}relay.py::test_a_stopped_process_is_named_by_what_does_not_answer",
+        f"{_CLUSTER}agents.py::test_a_stopped_process_is_named_by_what_does_not_answer",
     )),
     Row(3, "trainer rank raises", 30, "70", "failed", "the rank's error once, not its peers'", _LOST, (
         f"{_TRAINERS}test_row_3_a_rank_that_raises",
@@ -215,7 +215,7 @@ ROWS = (
     Row(43, "port taken, /dev/shm full, too few descriptors", 0, "2", "", "the port, folder or limit", "nothing", (
         "tests/preflight/test_monitoring.py::test_a_port_in_use_is_refused",
         "tests/platform/memory/test_shared_memory.py::test_what_is_wrong_is_named",
-        "tests/processes/test_process_tree.py::test_a_launcher_raises_the_limit_of_open_files_or_names_it",
+        "tests/processes/test_process_tree.py::test_an_agent_raises_the_limit_of_open_files_or_names_it",
     )),
     Row(44, "tracker's folder or service fails", 10, "", "running", "the tracker, once", "nothing", (
         "tests/tracking/test_tracker.py::test_tensorboard_that_fails_later_does_not_stop_the_run",
@@ -240,7 +240,7 @@ ROWS = (
         "tests/sandbox/test_attacks.py::test_an_attack_is_contained",
     )),
     Row(48, "strangers connect to control or engine ports", 0, "", "running", "nothing: they are ignored", "nothing", (
-        f"{_CLUSTER}connected.py::test_strangers_neither_delay_nor_enter",
+        f"{_CLUSTER}agents.py::test_strangers_neither_delay_nor_enter",
         f"{_CLUSTER}local.py::test_ranks_of_one_machine_listen_on_loopback_only",
         f"{_CLUSTER}run_ranks.py::test_a_group_with_another_key_cannot_join_a_cross_world_group",
         "tests/serving/test_endpoint.py::test_who_has_no_session_or_a_wrong_key_is_told_so",

@@ -17,11 +17,12 @@ import pytest
 from megarl.cluster import launchers
 from megarl.cluster.deadlines import Deadlines
 from megarl.cluster.hang_report import HangReport
+from megarl.cluster.local import LocalNodes
 from megarl.cluster.rank_errors import RankLostError
+from megarl.cluster.worker_group import WorkerGroup
 from megarl.config import ClusterConfig, RewardConfig
 from megarl.platform import native_stacks
 from megarl.platform.native_stacks import is_stopped
-from megarl.processes.fork_server import end_fork_servers
 from megarl.processes.process_tree import descendants
 from megarl.rewards.scoring.calling import Sample
 from megarl.rewards.scoring.reward_pool import RewardPool
@@ -45,8 +46,8 @@ def probe(monkeypatch: pytest.MonkeyPatch, distributed_tier: None) -> None:
 async def test_row_2_a_stopped_rank_is_named_with_the_stacks_of_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Debuggers take seconds; `test_native_stacks_of_this_process` runs one.
-    monkeypatch.setattr(native_stacks, "_DEBUGGERS", {})
+    # Debuggers take seconds; `test_native_stacks_of_this_process` runs one. The agent finds none.
+    monkeypatch.setenv("PATH", str(tmp_path))
     async with started(3, log_folder=tmp_path) as group:
         await group.call("join_gloo")
         pids = await group.call("pid")
@@ -120,9 +121,9 @@ def test_variables_of_the_flight_recorder_are_torchs(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(launchers.chosen_device, "has_cuda_build", lambda: True)
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "50")
-    found = launchers._flight_recorder(ClusterConfig(), tmp_path, "4")
+    found = launchers._flight_recorder(ClusterConfig(), tmp_path, 4)
     assert found["TORCH_FR_BUFFER_SIZE"] == "50" and found["TORCH_FR_DUMP_TEMP_FILE"] == f"{tmp_path}/flight_4_"
-    assert launchers._flight_recorder(ClusterConfig(device="cpu"), tmp_path, "4") == {}
+    assert launchers._flight_recorder(ClusterConfig(device="cpu"), tmp_path, 4) == {}
     library = Path(torch.__file__).parent / "lib/libtorch_cpu.so"
     with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         # TORCH_NCCL_DUMP_ON_TIMEOUT is in the library of CUDA builds.
@@ -201,34 +202,45 @@ def test_a_stopped_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("probe")
 async def test_a_stopped_fork_server_is_named_and_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(SHARED)
-    end_fork_servers(is_all=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    stops = tmp_path / "stops_its_server.py"
+    stops.write_text(
+        "import os, pathlib, signal\n"
+        f"pathlib.Path({str(tmp_path / 'server')!r}).write_text(str(os.getpid()))\n"
+        "os.kill(os.getpid(), signal.SIGSTOP)\n"
+    )
+    nodes = LocalNodes({}, ("stops_its_server",))
+    await nodes.start(tmp_path, 60.0)
     try:
-        async with started(1, log_folder=tmp_path) as group:
-            (rank,) = await group.call("pid")
-            server = int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1])
-            os.kill(server, signal.SIGSTOP)
-            # The server is stopped after the group has chosen it.
-            seen = iter([False])
-            monkeypatch.setattr("megarl.processes.fork_server.is_stopped", lambda pid: next(seen, is_stopped(pid)))
-            began = time.monotonic()
-            with pytest.raises(RankLostError) as caught:
-                async with started(1, log_folder=tmp_path, start_timeout_seconds=2.0):
-                    pytest.fail("started")
-            assert time.monotonic() - began < 2.0 + 2 * GRACE_SECONDS
-            assert f"fork server (process {server}) is stopped" in caught.value.cause
-            assert await group.call("pid") == [rank]
-            async with started(1, log_folder=tmp_path) as successor:
-                assert await successor.call("pid") != [rank]
+        places = nodes.choose_places(1, (), on_one_node=True)
+
+        async def start(seconds: float) -> WorkerGroup:
+            group = WorkerGroup(1, places=places)
+            imports = nodes.imports
+            return await group.start(
+                "probe:Probe", {}, log_folder=tmp_path, start_timeout_seconds=seconds, imports=imports
+            )
+
+        _until((tmp_path / "server").exists)
+        began = time.monotonic()
+        with pytest.raises(RankLostError) as caught:
+            await start(2.0)
+        assert time.monotonic() - began < 2.0 + 2 * GRACE_SECONDS
+        server = int((tmp_path / "server").read_text())
+        assert f"its fork server (process {server}) is stopped" in caught.value.cause
+        stops.write_text("")
+        group = await start(60.0)
+        (rank,) = await group.call("pid")
+        await group.close()
     finally:
-        end_fork_servers(is_all=False)
+        await nodes.close()
     wait_until_gone([server, rank])
 
 
 WALL_CLOCK = {
-    "megarl/cluster/connected.py": "times of lost ranks, to tell the first cause",
+    "megarl/cluster/agent_link.py": "times of lost ranks, to tell the first cause",
     "megarl/cluster/node_checks.py": "clocks of nodes, compared with the driver's",
     "megarl/cluster/rank.py": "times of errors, to tell the first cause",
-    "megarl/cluster/rank_handle.py": "times of lost ranks, to tell the first cause",
     "megarl/files/temporary_folder.py": "age of folders",
     "megarl/processes/fork_server.py": "times of ended processes, to tell the first cause",
     "megarl/report/watched.py": "age of files",

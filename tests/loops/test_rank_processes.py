@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from megarl.cluster.launchers import RunNodes
+from megarl.cluster.worker_group import PartOfRun, WorkerGroup
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
-from megarl.loops import rank_processes
 from megarl.loops.rank_processes import RankProcesses
 from megarl.types import PeerLostError
 
@@ -29,32 +30,24 @@ async def test_an_engine_that_cannot_start_again_is_left_out(tmp_path: Path, mon
     )
     parallel = ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1, rollout_ranks=2)
     notices: list[str] = []
-    wanted: list[list[int]] = []
+    fork_group = RunNodes._fork_group
+    missing = [1]
 
-    async def start_none(*_: Any, **given: Any) -> None:
-        wanted.append(given["places"])
-        raise PeerLostError("no node is free")
-
-    async def replace() -> None:
-        assert processes._ranks is not None
-        trainers = processes._ranks.trainers
-        await trainers.set_apart()
-        await processes._replace(trainers, [0], tmp_path, notices.append)
+    async def fork_some(nodes: RunNodes, logs: Path, part: PartOfRun, *arguments: Any, **options: Any) -> WorkerGroup:
+        if part.first_rank in missing:
+            raise PeerLostError("no node is free")
+        return await fork_group(nodes, logs, part, *arguments, **options)
 
     async with RankProcesses(made, parallel) as processes:
-        ranks = await processes.ready(tmp_path)
-        lost, other = ranks.replicas
-        await lost.close()
-        ranks.replicas.remove(lost)
-        monkeypatch.setattr(rank_processes, "start_group", start_none)
-        [kept] = other.handles
-        await replace()
-        assert processes._ranks is not None and processes._ranks.is_separate
-        [group] = processes._ranks.replicas
-        assert [*group.handles] == [kept] and group.part.first_rank == 2 and group.places == [2]
-        assert notices == ["the engine of rank 1 cannot start again; the run goes on without it: no node is free"]
-        processes._ranks.replicas.clear()
-        await group.close()
+        ranks = await processes.start(tmp_path)
+        assert [group.part.first_rank for group in ranks.replicas] == [1, 2]
+        monkeypatch.setattr(RunNodes, "_fork_group", fork_some)
+        await ranks.close_groups()
+        ranks = await processes.start(tmp_path, notify=notices.append)
+        [group] = ranks.replicas
+        assert group.part.first_rank == 2 and [place.local_rank for place in group.places] == [2]
+        assert notices == ["an engine cannot start again; the run goes on without it: no node is free"]
+        missing.append(2)
+        await ranks.close_groups()
         with pytest.raises(PeerLostError, match="no node is free"):
-            await replace()
-        assert wanted == [[1], [1], [2]]
+            await processes.start(tmp_path, notify=notices.append)

@@ -32,7 +32,7 @@ class Parts:
 
     async def begin(self, *arguments: Any) -> None: ...
 
-    begin_step = observe = complete = finish = sleep_engines = begin
+    begin_step = observe = observe_measured = complete = finish = sleep_engines = begin
 
     async def measure_step(self, seconds: object, metrics: object) -> dict[str, float]:
         return {"memory/rollout_gib": 3.0, "perf/mfu": 0.5}

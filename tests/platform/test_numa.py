@@ -95,7 +95,6 @@ def test_groups_of_one_machine_have_different_cores(tmp_path: Path, monkeypatch:
         write(root / f"bus/pci/devices/{device}/class", kind)
         write(root / f"bus/pci/devices/{device}/numa_node", "0")
     monkeypatch.setattr(numa, "allowed_cores", lambda: frozenset(ALL))
-    monkeypatch.setattr(numa, "has_own_cores", lambda: False)
     monkeypatch.setenv(numa.VARIABLE, numa.BY_GPU)
     alone = cores_of(numa.places(GPUS, ALL, root))
     trainers, engines = numa.rank_places(GPUS[:2], root), numa.rank_places([GPUS[3], GPUS[2], GPUS[7]], root)
@@ -148,17 +147,6 @@ def test_ranks_stay_inside_the_allowed_cores(tmp_path: Path, allowed: str, expec
     found = numa.places([GPUS[0], GPUS[1], GPUS[4]], numa.parse_core_ranges(allowed), machine(tmp_path))
     assert cores_of(found) == expected
     assert [place.fault for place in found] == [None if cores else numa.OUTSIDE for cores in expected]
-
-
-def test_cores_that_slurm_gave_to_one_task_are_not_shared_again(tmp_path: Path) -> None:
-    root = machine(tmp_path)
-    own = numa.parse_core_ranges("4-7,16-19")
-    [*_, found] = numa.places(GPUS[:3], own, root, is_allowed_to_one=True)
-    assert numa.core_ranges(found.cores) == "4-7"
-    assert numa.has_own_cores({"SLURM_CPU_BIND_LIST": "0x000F,0x00F0"})
-    assert numa.has_own_cores({"SLURM_CPU_BIND_LIST": "0x000F"})
-    assert not numa.has_own_cores({"SLURM_CPU_BIND_LIST": "0xFFFF,0xFFFF"})
-    assert not numa.has_own_cores({})
 
 
 @pytest.mark.parametrize("text", ["", "5", "0-3,8", "0,2,4-6"])

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +18,7 @@ from megarl.config.parallel import ParallelConfig
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.stragglers import MIN_STEPS, WINDOW, Pace, StragglerDetector
 from megarl.types import Request, SamplingSettings
+from tests.child_processes import rank_processes
 
 FAST = Pace(num_tokens=4000, seconds=10.0, request_seconds=80.0)
 RUNNING_SECONDS = 0.01
@@ -84,18 +85,17 @@ def test_without_siblings_nobody_is_slow() -> None:
 
 
 @contextlib.asynccontextmanager
-async def stopped_again_and_again(group: LocalGroup, rank: int) -> AsyncIterator[None]:
+async def stopped_again_and_again(rank: int) -> AsyncIterator[None]:
     """Within, a rank's process runs for a small part of the time only."""
-    handle: Any = group._handles[rank]
-    process = handle.process
+    process = rank_processes(os.getpid())[rank]
 
     async def stop() -> None:
         ran = RUNNING_SECONDS
         while True:
-            process.signal(signal.SIGSTOP)
+            os.kill(process, signal.SIGSTOP)
             # On a busy machine this process too gets its turn late.
             await asyncio.sleep(STOPPED_PER_RUNNING * ran)
-            process.signal(signal.SIGCONT)
+            os.kill(process, signal.SIGCONT)
             began = time.monotonic()
             await asyncio.sleep(RUNNING_SECONDS)
             ran = time.monotonic() - began
@@ -106,7 +106,7 @@ async def stopped_again_and_again(group: LocalGroup, rank: int) -> AsyncIterator
     finally:
         stopping.cancel()
         await asyncio.wait([stopping])
-        process.signal(signal.SIGCONT)
+        os.kill(process, signal.SIGCONT)
 
 
 @pytest.mark.long
@@ -127,7 +127,7 @@ def test_an_engine_that_is_mostly_stopped_is_named(group: LocalGroup, runner: as
             return pool.metrics()["rollout/slow_replicas"]
 
         await step()
-        async with stopped_again_and_again(group, 1):
+        async with stopped_again_and_again(1):
             found = [await step() for _ in range(WINDOW)]
         assert found[0] == 0 and found[-1] == 1
         [line] = reported

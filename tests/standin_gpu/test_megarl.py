@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -18,7 +17,6 @@ import torch
 from megarl.platform import transformer_engine
 from megarl.platform.cuda_extensions import MODULES, faults_of
 from megarl.processes.process_tree import cpu_seconds_below
-from tests.child_processes import rank_processes
 from tests.guards.test_gpu_environment import WITHOUT_DRIVER
 from tests.standin_gpu import engine
 
@@ -212,27 +210,3 @@ def test_a_killed_run_with_separate_engines_goes_on(
     after = steps(tmp_path)[3]
     for name in ("train/loss", "train/grad_norm", "logprob_gap/mean", "reshard/sent_bytes"):
         assert after[name] == before[name] != 0, name
-
-
-def test_a_rank_that_stays_builds_its_engine_again(start: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
-    """One of two ranks is killed. The other one continues in its process, with a new model and a new engine."""
-    settings = (
-        "cluster.ranks_per_node=2", "cluster.recover=restart", "checkpoint.replicate=1", "train.steps=4",
-    )  # fmt: skip
-    run = start(*settings)
-    try:
-        # After one step its copy may still be on its way; without a complete copy the run would begin again.
-        while 2 not in steps(tmp_path):
-            assert run.poll() is None, run.communicate()[0][-9000:]
-            time.sleep(0.05)
-        first = rank_processes(run.pid)
-        os.kill(first[1], signal.SIGKILL)
-        while not any("fault/recoveries" in step for step in steps(tmp_path).values()):
-            assert run.poll() is None, run.communicate()[0][-9000:]
-            time.sleep(0.05)
-        second = rank_processes(run.pid)
-        finished(run)
-    finally:
-        run.kill()
-    assert second[0] == first[0] and second[1] != first[1]
-    assert_trained(tmp_path, 4)

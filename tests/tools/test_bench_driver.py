@@ -31,29 +31,25 @@ def test_a_step_of_thirty_two_ranks_sends_what_it_should() -> None:
     assert done.returncode == 0, done.stderr
     told = done.stdout.splitlines()
     lines = {line["metric"]: line for line in map(json.loads, (line for line in told if line.startswith("{")))}
-    with_target = {"driver_cpu_per_rank_and_call", "driver_cpu_per_call_relayed", "driver_cpu_of_rows"}
-    with_target |= {"driver_cpu_of_start"}
+    with_target = {"driver_cpu_per_call", "driver_cpu_of_rows", "driver_cpu_of_start"}
     assert {name for name, line in lines.items() if line["target"]} == with_target
-    assert "4 connections" in lines["driver_cpu_per_call_relayed"]["against"]
+    assert "4 agents" in lines["driver_cpu_per_call"]["against"]
     num_tokens = int(lines["driver_cpu_of_rows"]["against"].split()[2])
     assert num_tokens == pytest.approx(SAMPLES * TOKENS, rel=0.1)
     assert lines["memory_rank_pss"]["value"] < lines["memory_rank_rss"]["value"] < 200e6
 
-    rows = [line.split() for line in told if line.startswith(("direct", "relayed"))]
-    messages = {(kind, name): int(number) for kind, name, *_, number, _, _ in rows}
-    megabytes = {(kind, name): (float(sent), float(received)) for kind, name, *_, sent, received in rows}
-    for kind in ("direct", "relayed"):
-        assert messages[kind, "start"] == 3 * RANKS  # start, settle, construct
-        assert messages[kind, "call"] == messages[kind, "advance"] == RANKS
+    rows = [line.split() for line in told if line.startswith(("start", "call", "advance", "step"))]
+    messages = {name: int(number) for name, *_, number, _, _ in rows}
+    megabytes = {name: (float(sent), float(received)) for name, *_, sent, received in rows}
+    assert messages["start"] == 3 * RANKS  # __listen__, __settle__, __init__
+    assert messages["call"] == messages["advance"] == RANKS
     # advance, sleep_engine, forward, update, peak_tflops, __activity__, engine_metrics, reshard
-    assert messages["relayed", "step"] == 8 * RANKS
+    assert messages["step"] == 8 * RANKS
     # Token ids, mask and arrays of float32 go out once, to the first rank of a replica; log-probs come back.
-    sent, received = megabytes["relayed", "step.update"]
+    sent, received = megabytes["step.update"]
     assert 25 <= sent * 1e6 / num_tokens <= 40 and received < 0.1
-    sent, received = megabytes["relayed", "step.logprobs"]
+    sent, received = megabytes["step.logprobs"]
     assert 9 <= sent * 1e6 / num_tokens <= 12 and received * 1e6 / num_tokens == pytest.approx(4, rel=0.1)
-    # What a relay is sent of a call is less than what its eight ranks are.
-    assert megabytes["relayed", "start"][0] < megabytes["direct", "start"][0] / 2
 
 
 def test_a_target_that_is_missed_is_told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

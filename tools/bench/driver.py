@@ -1,10 +1,10 @@
-"""The driver of a run of a thousand ranks, on one machine: what it costs, beside ranks that compute nothing.
+"""The driver of a run of a thousand ranks, on one machine: what it costs, with ranks that compute nothing.
 
     python tools/bench/driver.py [--ranks 1024] [--per-node 8] [--samples 512] [--tokens 8192]
 
 The driver's parts are those of a run (`Buffer` and `EnginePool`, `RLBatch` and `RankModel`, the calls of a step of RL,
-the merge of their metrics, the comparison of the plans' digests), and so are the connections (`ConnectedGroup`). Only
-the ranks are not: `idle_ranks`. First the ranks are reached one by one, then through the relays of their nodes.
+the merge of their metrics, the comparison of the plans' digests). So are the agents and their connections. Only the
+ranks are not (`idle_ranks`).
 
 Prints one JSON object a line, then a table of the calls. Measured is the CPU time of the driver's process alone: the
 ranks share the machine's cores, so a call lasts longer than on a cluster. Exits with 1 where a target is missed, unless
@@ -27,12 +27,13 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-from idle_ranks import ForkedGroup
+from idle_ranks import IdleNodes
 from report import machine, metric_line, print_line, versions
 
 from megarl.cluster.rank_handle import Answers, RankHandle
 from megarl.cluster.rank_model import RankModel
 from megarl.cluster.run_ranks import RunRanks
+from megarl.cluster.worker_group import WorkerGroup
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.loops.performance import Performance
@@ -52,12 +53,11 @@ from megarl.types import Problem, Request, Reward, SamplingSettings, Trajectory
 
 SAMPLES_PER_PROMPT, PROMPT_TOKENS = 16, 512
 LIMITS = {
-    "driver_cpu_per_rank_and_call": "<= 0.1",
-    "driver_cpu_per_call_relayed": "<= 10",
+    "driver_cpu_per_call": "<= 10",
     "driver_cpu_of_rows": "<= 2",
     "driver_cpu_of_start": "<= 30",
 }
-"""Targets by metric: ms, ms, s, s of CPU."""
+"""Targets by metric: ms, s, s of CPU."""
 _TCP_INFO_BYTES = struct.Struct("<120xQQ")
 """Of Linux's `tcp_info`: bytes that the other end acknowledged, bytes received."""
 
@@ -73,13 +73,19 @@ class Cost:
     messages: int = 0
 
 
-class MeasuredGroup(ForkedGroup):
-    """Ranks whose start and messages are measured. `costs` are by name, of the start `start.STAGE`."""
+class MeasuredGroup(WorkerGroup):
+    """Ranks whose start and messages are measured. `costs` are by name; those of a start are `start.STAGE`."""
 
-    def __init__(self, world_size: int, ranks_per_node: int) -> None:
-        super().__init__(world_size, ranks_per_node)
+    def __init__(self, world_size: int) -> None:
+        """Create a group without places."""
+        super().__init__(world_size)
         self.costs: dict[str, list[Cost]] = {}
         self._num_messages = 0
+
+    @property
+    def connections(self) -> list[socket.socket]:
+        """The connections to the agents."""
+        return [agent._socket for agent in dict.fromkeys(place.agent for place in self.places)]
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
@@ -89,15 +95,23 @@ class MeasuredGroup(ForkedGroup):
         used = [after - earlier for after, earlier in zip(self._read_counters(), before, strict=True)]
         self.costs.setdefault(name, []).append(Cost(used[0], used[1], *map(int, used[2:])))
 
-    async def _start_processes(self, log_folder: Path, environment: Mapping[str, str]) -> None:
-        with self.measure("start.connect"):
-            await super()._start_processes(log_folder, environment)
+    async def start_on(self, nodes: IdleNodes, kwargs: Mapping[str, Any], folder: Path, timeout_seconds: float) -> None:
+        """Start the agents of all nodes, and then the ranks."""
+        with self.measure("start"):
+            with self.measure("start.connect"):
+                await nodes.start(folder, timeout_seconds)
+            self.places = nodes.choose_places(self.world_size, (), on_one_node=False)
+            await self.start("idle_ranks:Idle", kwargs, log_folder=folder, start_timeout_seconds=timeout_seconds)
+
+    async def _fork(self, log_folder: Path, environment: Mapping[str, str], imports: Sequence[str]) -> None:
+        with self.measure("start.fork"):
+            await super()._fork(log_folder, environment, imports)
 
     async def construct(self, worker: str, kwargs: Mapping[str, Any]) -> None:
         with self.measure("start.construct"):
             await super().construct(worker, kwargs)
 
-    def _ask(self, messages: Mapping[RankHandle, bytes]) -> tuple[Answers, list[asyncio.Future[Any]]]:
+    def _ask(self, messages: Mapping[RankHandle, bytes]) -> tuple[Answers, list[asyncio.Future[None]]]:
         self._num_messages += len(messages)
         return super()._ask(messages)
 
@@ -228,34 +242,31 @@ class Driver:
         return step_metrics(self.buffer.sampled, groups, self.recipe, weight_version=number) | self.buffer.metrics()
 
 
-async def measure(options: argparse.Namespace, *, relayed: bool) -> dict[str, Any]:
-    """Start ranks, and measure calls, and through relays steps too; the costs, and of relays the memory in bytes."""
+async def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Start ranks, and measure calls and steps. Returns the costs, and the memory in bytes."""
     size = options.ranks
     tp = min(options.per_node, size)
     parallel = ParallelConfig(tp=tp, pp=1, dp=size // tp, rollout_tp=tp)
-    group = MeasuredGroup(size, options.per_node)
-    group.most_direct = 1 if relayed else size
+    nodes, group = IdleNodes(-(-size // tp), tp), MeasuredGroup(size)
+    kwargs = {"parallel": parallel, "topology": [(f"node{rank // tp}",) for rank in range(size)]}
     with tempfile.TemporaryDirectory() as folder:
-        with group.measure("start"):
-            await group.start(
-                "idle_ranks:Idle",
-                {"parallel": parallel, "topology": [(f"node{rank // tp}",) for rank in range(size)]},
-                log_folder=Path(folder),
-                start_timeout_seconds=options.timeout,
-            )
         try:
+            await group.start_on(nodes, kwargs, Path(folder), options.timeout)
             driver = Driver(group, parallel, options.samples, options.tokens)
             await driver.begin()
             await driver.verbs(options.repeats)
-            measurements: dict[str, Any] = {"costs": group.costs, "num_connections": len(group.connections)}
-            if relayed:
-                for number in range(1, options.steps + 1):
-                    with group.measure("step"):
-                        await driver.step(number)
-                measurements |= {"num_tokens": driver.num_tokens, "memory": memory(await group.call("pid"))}
-            return measurements
+            for number in range(1, options.steps + 1):
+                with group.measure("step"):
+                    await driver.step(number)
+            return {
+                "costs": group.costs,
+                "num_connections": len(group.connections),
+                "num_tokens": driver.num_tokens,
+                "memory": memory(await group.call("pid")),
+            }
         finally:
             await group.close()
+            await nodes.close()
 
 
 def memory(ranks: Sequence[int]) -> dict[str, int]:
@@ -275,46 +286,41 @@ def _kibibytes(path: str, name: str) -> int:
     return int(line.split()[1])
 
 
-def lines(options: argparse.Namespace, direct: dict[str, Any], relayed: dict[str, Any]) -> list[dict[str, Any]]:
-    """The JSON lines."""
-    size = options.ranks
+def lines(options: argparse.Namespace, measurements: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the JSON lines."""
+    size, costs, num_agents = options.ranks, measurements["costs"], measurements["num_connections"]
     where: dict[str, Any] = {"machine": machine(), "versions": versions()}
-    by_rank = f"CPU of the driver in a call of {size} ranks that do nothing, one connection a rank"
-    by_node = f"CPU of the driver in a call of {size} ranks that do nothing, {relayed['num_connections']} connections"
-    tokens = f"{options.samples} samples, {relayed['num_tokens']} tokens, to the first rank of each replica"
+    idle_call = f"CPU of the driver in a call of {size} ranks that do nothing, behind {num_agents} agents"
+    tokens = f"{options.samples} samples, {measurements['num_tokens']} tokens, to the first rank of each replica"
 
-    def line(metric: str, values: Sequence[float], unit: str, against: str, digits: int = 3) -> dict[str, Any]:
-        return metric_line(metric, values, unit, target=LIMITS.get(metric), against=against, digits=digits, **where)
+    def line(metric: str, values: Sequence[float], unit: str, against: str) -> dict[str, Any]:
+        return metric_line(metric, values, unit, target=LIMITS.get(metric), against=against, digits=3, **where)
 
-    calls, steps = relayed["costs"]["call"], relayed["costs"]["step"]
-    per_rank = [1e3 * cost.cpu / size for cost in direct["costs"]["call"]]
-    starts = [run["costs"]["start"][0].cpu for run in (direct, relayed)]
+    steps = costs["step"]
     all_lines = [
-        line("driver_cpu_per_rank_and_call", per_rank, "ms", by_rank, digits=4),
-        line("driver_cpu_per_call_relayed", [1e3 * cost.cpu for cost in calls], "ms", by_node),
-        line("driver_cpu_of_rows", [cost.cpu for cost in relayed["costs"]["step.update"]], "s", tokens),
-        line("driver_cpu_of_start", starts, "s", f"connect, introduce, construct {size} ranks, directly and relayed"),
+        line("driver_cpu_per_call", [1e3 * cost.cpu for cost in costs["call"]], "ms", idle_call),
+        line("driver_cpu_of_rows", [cost.cpu for cost in costs["step.update"]], "s", tokens),
+        line("driver_cpu_of_start", [costs["start"][0].cpu], "s", f"connect, fork, introduce, construct {size} ranks"),
         line("driver_cpu_of_step", [cost.cpu for cost in steps], "s", tokens),
         line("driver_bytes_of_step", [cost.sent + cost.received for cost in steps], "bytes", tokens),
     ]
-    for name, num_bytes in relayed["memory"].items():
+    for name, num_bytes in measurements["memory"].items():
         all_lines.append(line(f"memory_{name}", [num_bytes], "bytes", "after the last step"))
     return all_lines
 
 
-def table(options: argparse.Namespace, direct: dict[str, Any], relayed: dict[str, Any]) -> str:
-    """The calls, each in the median of its repeats."""
+def table(all_costs: Mapping[str, Sequence[Cost]]) -> str:
+    """Return a table of the calls, each with the median of its repeats."""
     rows = [
-        f"{'':24} {'CPU ms':>9} {'ms a message':>13} {'wall ms':>9} {'messages':>9} {'sent MB':>9} {'received MB':>12}"
+        f"{'':16} {'CPU ms':>9} {'ms a message':>13} {'wall ms':>9} {'messages':>9} {'sent MB':>9} {'received MB':>12}"
     ]
-    for kind, run in (("direct", direct), ("relayed", relayed)):
-        for name, costs in sorted(run["costs"].items()):
-            cost = sorted(costs, key=lambda cost: cost.cpu)[len(costs) // 2]
-            per_rank = 1e3 * cost.cpu / cost.messages if cost.messages else 0.0
-            rows.append(
-                f"{kind:8}{name:16} {1e3 * cost.cpu:9.2f} {per_rank:13.4f} {1e3 * cost.wall:9.1f} {cost.messages:9} "
-                f"{cost.sent / 1e6:9.2f} {cost.received / 1e6:12.2f}"
-            )
+    for name, costs in sorted(all_costs.items()):
+        cost = sorted(costs, key=lambda cost: cost.cpu)[len(costs) // 2]
+        per_rank = 1e3 * cost.cpu / cost.messages if cost.messages else 0.0
+        rows.append(
+            f"{name:16} {1e3 * cost.cpu:9.2f} {per_rank:13.4f} {1e3 * cost.wall:9.1f} {cost.messages:9} "
+            f"{cost.sent / 1e6:9.2f} {cost.received / 1e6:12.2f}"
+        )
     return "\n".join(rows)
 
 
@@ -329,12 +335,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds that the ranks may take to start")
     parser.add_argument("--no-limits", action="store_true", help="exit with 0 whatever was measured")
     options = parser.parse_args(arguments)
-    direct = asyncio.run(measure(options, relayed=False))
-    relayed = asyncio.run(measure(options, relayed=True))
-    all_lines = lines(options, direct, relayed)
+    measurements = asyncio.run(measure(options))
+    all_lines = lines(options, measurements)
     for line in all_lines:
         print_line(line)
-    print(table(options, direct, relayed), flush=True)
+    print(table(measurements["costs"]), flush=True)
     return int(not options.no_limits and any(line["met"] is False for line in all_lines))
 
 

@@ -1,29 +1,33 @@
-"""Rank processes that compute nothing: forked from one interpreter that has not imported torch, a thousand in seconds.
+"""Nodes of one machine whose ranks compute nothing: a thousand ranks start in seconds.
 
-They connect to a driver as those of a launcher on several nodes do, and answer its calls with results of the size that
-real ranks have.
+The agents are megarl's own, and connect to the driver over TCP like those of a launcher on several nodes. One
+interpreter without torch forks them, and each agent forks its fork server, so all processes share their imports. The
+ranks answer calls with results of the size that real ranks have.
 """
 
 from __future__ import annotations
 
-import argparse
-import asyncio
 import gc
 import os
+import select
+import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
-from megarl.cluster.connected import Address, ConnectedGroup, connect
-from megarl.cluster.rank import leave
-from megarl.cluster.topology import Introduction
+from megarl.cluster.agent import connect
+from megarl.cluster.nodes import ConnectedNodes, refuse_too_few
+from megarl.cluster.topology import Introduction, NodeKind
 from megarl.config.parallel import ParallelConfig
 from megarl.data.token_batch import TokenBatch
-from megarl.processes.process_tree import die_with
+from megarl.processes.fork_server import SERVER_MAKER, import_variables
+from megarl.processes.fork_server_main import begin, fork_on_request
+from megarl.processes.launcher import LaunchedProgram, python_call
+from megarl.processes.process_tree import die_with, fork_child
 from megarl.reshard.reshard_report import ReshardReport
 from megarl.tracking.metrics import Max, Mean, Metric, Sum
 from megarl.tracking.outcomes import Update, UpdateOutcome
@@ -32,7 +36,8 @@ from megarl.types import Completion, Request
 NUM_METRICS = 40
 """About so many metrics has an update."""
 _STAGES = ("pack", "wire", "local", "unpack", "total", "verify")
-_MAIN = "import idle_ranks; idle_ranks.main()"
+_FIRST_FREE_DESCRIPTOR = 3
+"""File descriptors below are standard input, output and error."""
 
 
 @dataclass
@@ -108,63 +113,93 @@ class Idle:
         return "0" * 64
 
 
-class ForkedGroup(ConnectedGroup):
-    """A `WorkerGroup` of such ranks on this machine, as if on nodes of `ranks_per_node`."""
+class IdleNodes(ConnectedNodes):
+    """Nodes on this machine, each with an agent for `ranks_per_node` ranks."""
 
-    def __init__(self, world_size: int, ranks_per_node: int) -> None:
-        super().__init__(world_size)
-        self._ranks_per_node = ranks_per_node
-        self._forker: asyncio.subprocess.Process | None = None
-
-    @property
-    def connections(self) -> list[socket.socket]:
-        """What commands and answers go through: the relays' connections, and those of ranks without a relay."""
-        return [*{handle.connection.socket: None for handle in self._remote_handles}]
+    def __init__(self, num_nodes: int, ranks_per_node: int) -> None:
+        """Create an object without agents."""
+        super().__init__(NodeKind(0, num_nodes, ranks_per_node), {"OMP_NUM_THREADS": "1"}, ())
+        self._forker: LaunchedProgram | None = None
 
     def host(self) -> str:
         return "127.0.0.1"
 
-    async def launch(self, log_folder: Path, environment: Mapping[str, str], address: Address, key: bytes) -> None:
-        arguments = (address[0], address[1], os.getpid(), self.world_size, self._ranks_per_node)
-        with (log_folder / self.start_log).open("ab") as log:
-            self._forker = await asyncio.create_subprocess_exec(
-                sys.executable, "-c", _MAIN, *map(str, arguments),
-                env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
-                stdin=asyncio.subprocess.PIPE, stdout=log, stderr=log,
-            )  # fmt: skip
-        assert self._forker.stdin is not None
-        self._forker.stdin.write(key.hex().encode() + b"\n")
-        self._forker.stdin.close()
+    async def launch(self, address: tuple[str, int], key: bytes) -> int:
+        own = {"OMP_NUM_THREADS": "1", SERVER_MAKER: "idle_ranks:CopiedServer"}
+        with (self._log_folder / self.start_log).open("ab") as log:
+            self._forker = LaunchedProgram(
+                python_call("idle_ranks:fork_agents", *map(str, (*address, os.getpid(), self.kind.nodes))),
+                environment={**os.environ, **own},
+                secret=f"{key.hex()}\n".encode(),
+                stdout=log,
+                stderr=log,
+            )
+        return self.kind.nodes
+
+    async def launch_further(self, num_nodes: int, address: tuple[str, int], key: bytes) -> int:
+        raise refuse_too_few(self.num_living + num_nodes, self.num_living)
 
     async def await_end(self) -> str:
         assert self._forker is not None
-        return f"the forked ranks ended with {await self._forker.wait()}"
+        return f"the interpreter that forked the agents ended with {await self._forker.wait_for_end()}"
 
-    def end_processes(self) -> None:
-        if self._forker is not None and self._forker.returncode is None:
-            self._forker.kill()
+    async def end_agents(self) -> None:
+        if self._forker is not None:
+            try:
+                # Agents end by themselves once their connections end. They remove their temporary folders.
+                await self._forker.wait_for_end()
+            finally:
+                self._forker.kill()
 
 
-def main() -> None:
-    """Fork the ranks, which are to connect to the driver; wait for their end."""
-    parser = argparse.ArgumentParser()
-    for name in ("host", "port", "driver", "world_size", "per_node"):
-        parser.add_argument(name, type=str if name == "host" else int)
-    options = parser.parse_args()
-    die_with(options.driver)
+def fork_agents(host: str, port: str, driver: str, num_nodes: str) -> None:
+    """Fork the agents, which connect to the driver, and wait until they end. The key arrives on standard input."""
+    die_with(int(driver))
     key = bytes.fromhex(sys.stdin.readline())
-    # What the ranks share is not to be copied by a collection in each of them.
+    # A collection in each process would copy the memory that all share.
     gc.collect()
     gc.freeze()
-    parent = os.getpid()
-    for turn in range(options.world_size):
-        if os.fork() == 0:
-            die_with(parent)
-            node = f"node{turn // options.per_node}"
-            connect((options.host, options.port), key, Introduction(turn, node, options.host))
-            leave()
-    while True:
-        try:
-            os.wait()
-        except ChildProcessError:
-            return
+    for turn in range(int(num_nodes)):
+        introduction = Introduction(turn, f"node{turn}", host)
+        fork_child(lambda introduction=introduction: connect((host, int(port)), key, introduction))
+    for _ in range(int(num_nodes)):
+        os.wait()
+
+
+class CopiedServer:
+    """A fork server that is a copy of its agent. It needs no interpreter and no imports of its own."""
+
+    def __init__(
+        self, environment: Mapping[str, str], path: Sequence[str], imports: Sequence[str], log: BinaryIO
+    ) -> None:
+        """Start the server. `imports` must be empty, and `path` is that of the agent."""
+        assert not imports
+        self.requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        agent = os.getpid()
+        self._exit_code: int | None = None
+        with theirs:
+            self.pid: int | None = fork_child(lambda: self._serve(theirs, agent, environment))
+        # Readable after the end. The process is reaped by this object alone, so the id is its own.
+        self._ended = os.pidfd_open(self.pid)
+
+    def _serve(self, requests: socket.socket, agent: int, environment: Mapping[str, str]) -> None:
+        """Run the server, and its ranks. Neither returns."""
+        # The driver takes the end of the agent's connection for the end of the agent.
+        number = requests.fileno()
+        os.closerange(_FIRST_FREE_DESCRIPTOR, number)
+        os.closerange(number + 1, os.sysconf("SC_OPEN_MAX"))
+        signal.set_wakeup_fd(-1)
+        os.environ.update(import_variables(environment))
+        begin(agent, ())
+        fork_on_request(requests)()
+
+    def exit_code(self, seconds: float = 0.0) -> int | None:
+        if self._exit_code is None and select.select([self._ended], [], [], seconds)[0]:
+            assert self.pid is not None
+            self._exit_code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self._exit_code
+
+    def kill(self) -> None:
+        self.requests.close()
+        if self.exit_code() is None:
+            signal.pidfd_send_signal(self._ended, signal.SIGKILL)

@@ -21,7 +21,7 @@ from typing import Any
 from gpu_samples import GpuSamples, means_of
 from run_plan import Settings
 
-from megarl.loops.started_run import Run
+from megarl.loops.started_run import Evaluate, Run
 from megarl.loops.step import Step
 from megarl.rollout.state import RLState
 from megarl.types import StoppedError
@@ -47,7 +47,7 @@ class MeasuredRun(Run):
         return super().remaining_steps if self.plan is None else range(1, len(self.plan) + 1)
 
     @asynccontextmanager
-    async def step(self, number: int, state: RLState | None = None) -> AsyncIterator[Step]:
+    async def step(self, number: int, evaluate: Evaluate, state: RLState | None = None) -> AsyncIterator[Step]:
         began = time.monotonic()
         if self.plan is not None:
             settings = self.plan[number - 1]
@@ -56,7 +56,7 @@ class MeasuredRun(Run):
         # They are a part of the time since the previous step, which the tracker counts for all steps but the first.
         own_seconds = time.monotonic() - began if number > self.remaining_steps.start else 0.0
         self.samples_of_gpu.take()
-        async with super().step(number, state) as step:
+        async with super().step(number, evaluate, state) as step:
             yield step
             means = means_of(self.samples_of_gpu.take())
             step.log({f"bench/{name}": value for name, value in means.items()})

@@ -80,7 +80,7 @@ ITEMS = (
     Item("profiled_rollouts", RUN, "whether the host or the GPU bounds decoding", {"h200": 40, "tiny": 20}),
     Item("driver_and_vllm", RUN, "the driver's speed against vllm.LLM", {"h200": 100, "tiny": 60}),
     Item("fp8_engine", FP8_ENGINE, "the gain of FP8 weights and cache", {"h200": 25, "tiny": 20}),
-    Item("rank_starts", STARTS, "recovery in a process that stays, or in a forked one", {"h200": 90, "tiny": 120}),
+    Item("rank_starts", STARTS, "a rank's start in a recovery", {"h200": 90, "tiny": 120}),
     gpu_tests("prefix_trees", "tree", "attention over trees of prefixes", "compiles kernels of the GPU", 30),
     Item(
         "exact_operators",

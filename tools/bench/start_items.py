@@ -1,91 +1,88 @@
-"""Seconds until a rank has its engine and its model again: in a process that stays, or in a forked one.
+"""Seconds until a rank has its engine and its model again after the loss of a rank: all ranks are forked again.
 
-An item of `gpu_quarter.py`. Kinds of processes:
+An item of `gpu_quarter.py`. The node's agent goes on, and forks the new rank from its fork server. On a CPU this server
+has imported torch, Megatron-Core and vLLM. On a GPU it has imported nothing: Megatron-Core and vLLM import FlashInfer,
+whose import initialises CUDA, and CUDA cannot be used after a fork.
 
-- `stays`: the process of the rank before. It leaves its torch world and frees its memory first.
-- `forked`: a new process from megarl's fork server, which on a GPU has imported nothing.
-- `forked_warm`: a new process from a fork server that has imported torch, Megatron-Core and vLLM. On a CPU only:
-  Megatron-Core and vLLM import FlashInfer, whose import initialises CUDA, and CUDA cannot be used after a fork.
-
-Engines are eager: the capture of CUDA graphs takes as long in each kind.
+Engines are eager: the capture of CUDA graphs takes as long in each start.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from budget import Budget
 from grpo_gpu import write_inputs
 from item_lines import ItemLines, Options, options_of
 from run_items import run_options
 
-from megarl.cluster.local import LocalGroup
+from megarl.cluster.local import LocalNodes
+from megarl.cluster.worker_group import WorkerGroup
 from megarl.planner.sizes import parallel_of
 from megarl.platform import device
 from megarl.preflight import load
 
 WORKER = "megarl.worker.colocated"
 ROUNDS = 2
+START_SECONDS = 60.0
+"""Seconds for the agent to start."""
 
 
-class Starts:
-    """A group of one rank whose worker is built again and again. `seconds` are by kind: process, then worker."""
+class StartSeconds(NamedTuple):
+    """Seconds of one start: of the process, of the worker with engine and model, and of their end."""
 
-    def __init__(self, settings: Mapping[str, Any], logs: Path) -> None:
-        self._settings, self._logs = settings, logs
-        self.seconds: dict[str, list[tuple[float, float]]] = {}
-        self._group: Any = None
+    process: float
+    worker: float
+    end: float
 
-    async def first(self, imports: Sequence[str], environment: Mapping[str, str]) -> float:
-        """Start the first process and its worker. Returns the seconds of both."""
-        started = time.monotonic()
-        group = LocalGroup(1, imports=imports)
-        await group.start(f"{WORKER}:Worker", self._settings, log_folder=self._logs, environment=environment)
-        self._group = group
-        return time.monotonic() - started
 
-    async def again(self, kind: str, source: int | None) -> None:
-        """Build the worker in the process of rank `source`; None: in a new process."""
-        started = time.monotonic()
-        await self._group.set_apart()
-        self._group = await self._group.successor([source], self._logs)
-        has_process = time.monotonic()
-        await self._group.construct(f"{WORKER}:Worker", self._settings)
-        self.seconds.setdefault(kind, []).append((has_process - started, time.monotonic() - has_process))
-
-    async def close(self) -> None:
-        if self._group is not None:
-            await self._group.close()
+async def start_rank(nodes: LocalNodes, settings: Mapping[str, Any], logs: Path) -> StartSeconds:
+    """Fork a rank, build its worker, and end it. Returns the seconds of each."""
+    times = [time.monotonic()]
+    group = WorkerGroup(1, places=nodes.choose_places(1, (), on_one_node=True))
+    # As a run does: the first worker is small, and checks the node.
+    await group.start(
+        "megarl.cluster.node_checks:NodeReport",
+        {},
+        log_folder=logs,
+        environment=nodes.environment,
+        imports=nodes.imports,
+    )
+    try:
+        times.append(time.monotonic())
+        await group.construct(f"{WORKER}:Worker", settings)
+        times.append(time.monotonic())
+    finally:
+        await group.close()
+    times.append(time.monotonic())
+    return StartSeconds(*(after - before for before, after in pairwise(times)))
 
 
 async def measure(options: Options, lines: ItemLines, recipe_file: Path) -> None:
-    """Write the seconds of each kind of start."""
+    """Write the seconds of the first start, and of later ones."""
     recipe = load(recipe_file, ["rollout.vllm.enforce_eager=true", f"rollout.kv_cache_gib={kv_cache_gib(options):g}"])
     parallel = parallel_of(recipe)
     settings = {"recipe": recipe, "parallel": parallel, "topology": [("node",)]}
-    environment, is_gpu = device.rank_environment(1, options.device), options.device == "cuda"
-    imports = device.forkable_imports(WORKER)
-    starts = Starts(settings, options.work / "logs")
+    logs = options.work / "logs"
+    started = time.monotonic()
+    nodes = LocalNodes(device.rank_environment(1, options.device), device.forkable_imports(WORKER))
+    await nodes.start(logs, START_SECONDS)
     try:
-        first = await starts.first(imports, environment)
-        lines.write("first_start_seconds", [first], "s", against="a process, its imports, engine and model")
-        for kind, source in (("forked" if is_gpu else "forked_warm", None), ("stays", 0)):
-            for _ in range(ROUNDS):
-                await starts.again(kind, source)
-            write_kind(lines, starts, kind)
+        agent_seconds = time.monotonic() - started
+        first = await start_rank(nodes, settings, logs)
+        seconds = agent_seconds + first.process + first.worker
+        lines.write("first_start_seconds", [seconds], "s", against="an agent, a process, its imports, engine and model")
+        starts = [await start_rank(nodes, settings, logs) for _ in range(ROUNDS)]
+        lines.write("forked_process_seconds", [start.process for start in starts], "s")
+        lines.write("forked_worker_seconds", [start.worker for start in starts], "s", against="engine and model")
+        lines.write("rank_end_seconds", [start.end for start in starts], "s")
     finally:
-        await starts.close()
-
-
-def write_kind(lines: ItemLines, starts: Starts, kind: str) -> None:
-    """Write the seconds of all starts of a kind."""
-    process, worker = zip(*starts.seconds[kind], strict=True)
-    lines.write(f"{kind}_process_seconds", process, "s")
-    lines.write(f"{kind}_worker_seconds", worker, "s", against="engine and model")
+        await nodes.close()
 
 
 def kv_cache_gib(options: Options) -> float:

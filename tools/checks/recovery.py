@@ -244,9 +244,9 @@ def check_cost(folder: Path, num_steps: int) -> dict[str, Any]:
     """Measure how much step time the copies and checksums of a state cost, on two ranks.
 
     After every `EVERY` steps, each rank computes checksums of its weights and copies its state, within the step's time.
-    During the next step it sends the copy to the other rank. So two of `EVERY` steps are slower than the two that
-    follow, by the time of a copy. All steps belong to one run, because two equal runs differ by up to 25 % here. The
-    wide model has a large state.
+    During the next step it computes checksums of the copy. It sends nothing: both ranks are on one node. So two of
+    `EVERY` steps are slower than the two that follow, by the time of a copy. All steps belong to one run, because two
+    equal runs differ by up to 25 % here. The wide model has a large state.
 
     The time of a copy does not depend on the number of samples. It is measured with few samples, where steps are short
     and vary little. The cost per step is this time divided by `EVERY`, relative to the fastest step of `LARGE_BATCH`.
@@ -279,7 +279,7 @@ def step_seconds(folder: Path, num_steps: int, options: str) -> dict[int, float]
 
 
 def check_kills(folder: Path, num_kills: int, seed: int) -> dict[str, Any]:
-    """Kill random processes of one run: the driver, ranks, fork servers, reward processes and what supervises them.
+    """Kill random processes of one run: the driver, the agent, ranks, fork servers, reward processes, supervisors.
 
     A run that ends is started again with --resume.
     """

@@ -80,8 +80,9 @@ class ClusterConfig(Section):
     """Machines of a run: nodes, ranks, launcher and deadlines."""
 
     launcher: Literal["local", "slurm", "ray"] = "local"
-    """Launcher of the ranks. local (default): processes on this machine. slurm: srun starts one task per rank in a
-    Slurm job (launch/slurm/train.sbatch). ray: one actor per rank on a Ray cluster."""
+    """Launcher of the agents. The agent of a node starts the ranks there. local (default): this machine. slurm: srun
+    starts one agent on each node of a Slurm job (launch/slurm/train.sbatch). ray: one actor on each node of a Ray
+    cluster."""
     ray_address: str = "auto"
     """Address of the Ray cluster: HOST:PORT, or `auto` (default) for this machine's cluster."""
     nodes: PositiveInt = 1
@@ -95,7 +96,7 @@ class ClusterConfig(Section):
     """Bind each rank to its share of the cores of its GPU's NUMA node (`megarl doctor` prints the map). Default: true.
     No effect on a CPU."""
     start_timeout_seconds: PositiveFloat = 300.0
-    """Deadline in seconds for all ranks to connect."""
+    """Deadline in seconds for the agents of all nodes to connect, and for all ranks to start."""
     build_timeout_seconds: PositiveFloat = 3600.0
     """Deadline in seconds for all ranks to build and load their models. The error names a hanging rank."""
     # The first calls compile kernels and create process groups, so their times predict nothing.
@@ -113,7 +114,8 @@ class ClusterConfig(Section):
     """Slurm signals the run to save this many seconds before the job's time limit. Choose more than an update and a
     checkpoint take together."""
     srun_options: tuple[CommandOption, ...] = ()
-    """Further options of srun, for example --container-image=FILE and --container-mounts=FROM:TO."""
+    """Further options of srun, for example --container-image=FILE and --container-mounts=FROM:TO. A node's single task
+    needs all its GPUs, so leave out --gpus-per-task."""
     preflight: bool = True
     """Check every node before models are built: folders, disk, GPUs, clock, ports, bandwidth. Default: true."""
     min_bandwidth_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.25
@@ -129,11 +131,10 @@ class ClusterConfig(Section):
     """Memory of one GPU in GiB, or its kind (h100, h200, b200). A run whose predicted memory exceeds it does not start;
     the error suggests changes (see `megarl plan`). Default: read from this machine's GPUs; without GPUs, no check."""
     recover: Annotated[Literal["stop", "restart", "shrink"], UntriedOnGpu("restart or shrink")] = "stop"
-    """Reaction to the death of a trainer process. stop (default): the run ends with exit code 76. restart: new
-    processes replace the dead ones, the others stay. shrink: the run continues with fewer data-parallel replicas. With
-    the launchers slurm and ray, a shrunk run grows back between two steps once there are nodes. After restart and
-    shrink all ranks restore the state from copies in host memory (checkpoint.replicate), or without copies from the
-    last checkpoint."""
+    """Reaction to the death of a trainer process. stop (default): the run ends with exit code 76. restart: all ranks
+    start again, on another node if theirs is dead. shrink: they start again with fewer data-parallel replicas. With the
+    launchers slurm and ray, a shrunk run grows back between two steps once there are nodes. The new ranks restore the
+    state from copies in host memory (checkpoint.replicate), or without copies from the last checkpoint."""
     spare_nodes: NonNegativeInt = 0
     """Number of nodes in the Slurm job beyond cluster.nodes. A spare node replaces a dead one; this needs
     cluster.recover=restart. `megarl slurm` requests these nodes. A batch script of your own must request them, and set

@@ -168,9 +168,9 @@ class CheckpointConfig(Section):
     asynchronous: bool = True
     """Write checkpoints in the background while training continues, from a copy in host memory. Default: true."""
     replicate: Annotated[NonNegativeInt, UntriedOnGpu("a number above 0")] = 0
-    """Every n steps, copy each rank's training state to host memory of its own node and of another one. If a process or
-    node is lost, cluster.recover (restart, shrink) continues from the copies. `megarl plan` shows the memory. 0
-    (default): never."""
+    """Every n steps, copy each rank's training state to host memory of its own node and of another one, if there is
+    one. If a process or node is lost, cluster.recover (restart, shrink) continues from the copies. `megarl plan` shows
+    the memory. 0 (default): never."""
     export_every_steps: NonNegativeInt = 0
     """Export the model as a Hugging Face folder, hf_step_NNNNNN, every n steps. 0 (default): only at the end, as hf."""
     best: Annotated[str | None, OnlyIf(EVALUATED)] = None

@@ -37,7 +37,9 @@ class BestRecord:
         if not path.is_file():
             return None
         content = read_object(path)
-        step, metric, value = (content.get(name) for name in ("step", "metric", "value"))
+        step: Any = content.get("step")
+        metric: Any = content.get("metric")
+        value: Any = content.get("value")
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         checks = {
             "step": type(step) is int and step >= 0,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megarl.cluster.state_copies import drop_others, hold
 from megarl.cluster.worker_group import WorkerGroup
 from megarl.tracking.metric_rows import ALL_RANKS, MetricRow
 
@@ -92,7 +93,7 @@ class StateReplication:
         }
 
     async def renew(self, ranks: WorkerGroup) -> None:
-        """Start copying the state just restored from copies, because a new process holds none. Not if `every` is 0."""
+        """Start copying the state just restored from copies: another layout copies other parts. Not if `every` is 0."""
         if not self._every or self.newest is None:
             return
         await ranks.call("replicated_state.begin", self.newest.step, False)
@@ -100,8 +101,14 @@ class StateReplication:
 
     async def complete(self, ranks: WorkerGroup, *, wait: bool = False) -> None:
         """Record the copy in progress as complete if all ranks have it. `wait`: wait until they have."""
-        if self._begun is None or not all(await ranks.call("replicated_state.finish", wait)):
+        if self._begun is None:
             return
+        files_of_ranks = await ranks.call("replicated_state.finish", wait)
+        if None in files_of_ranks:
+            return
+        # From now on the copies outlive the ranks. Only then may they overwrite the copies of the step before.
+        await hold(ranks, files_of_ranks)
+        await drop_others([place.agent for place in ranks.places], self._begun.step)
         before, self.newest, self._begun = self.newest, self._begun, None
         if before is not None and before.driver != self.newest.driver:
             shutil.rmtree(before.driver, ignore_errors=True)

@@ -7,7 +7,6 @@ it has no pools, and nothing here does anything.
 from __future__ import annotations
 
 import bisect
-import gc
 import sys
 from collections.abc import Iterable
 from functools import partial
@@ -36,20 +35,6 @@ def move_constants() -> None:
     if (allocator := _allocator()) is not None:
         modules = list(sys.modules.values())
         _move_out(allocator, (value for module in modules for value in list(getattr(module, "__dict__", {}).values())))
-
-
-def release() -> None:
-    """Free the pools of a closed engine. Its tensors still in use move out of them.
-
-    Raises RuntimeError if the pools keep memory. Then this process cannot build another engine.
-    """
-    if (allocator := _allocator()) is None:
-        return
-    _move_out(allocator, gc.get_objects())
-    allocator.release_pools()
-    torch.cuda.empty_cache()
-    if num_bytes := allocator.get_current_usage():
-        raise RuntimeError(f"{num_bytes} bytes of a closed engine are still in use; this process cannot build another")
 
 
 def _allocator() -> Any:

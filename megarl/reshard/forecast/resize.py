@@ -1,8 +1,8 @@
 """Bytes that move when a run continues with other parallel sizes, computed without starting a rank.
 
-Leaving ranks first hand copies over (`state_holders`). Then each rank of the new sizes receives the tensor elements
-that it needs and lacks. The counts are approximate: Megatron's distributed optimizer cuts a buffer of all parameters
-into equal parts, and this module cuts each tensor.
+Copies that only leaving nodes hold are first sent to other nodes (`state_holders`). Then each rank of the new sizes
+receives the tensor elements that it needs and its node lacks. The counts are approximate: Megatron's distributed
+optimizer cuts a buffer of all parameters into equal parts, and this module cuts each tensor.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ class ResizeBytes(NamedTuple):
     state: int
     """Bytes of the training state, each element counted once."""
     handed_over: int
-    """Bytes that leaving ranks send to staying ranks."""
+    """Bytes that leaving nodes send to staying nodes."""
     received: int
     """Bytes that ranks of the new layout receive from each other."""
     most_received: int
     """Largest number of bytes that one rank receives."""
     minimum: int
-    """Bytes that ranks of the new layout need and did not hold before the hand-over: the lower bound."""
+    """Bytes that ranks of the new layout need and do not find on their own node: the lower bound."""
 
     @property
     def ratio(self) -> float:
@@ -73,35 +73,33 @@ def forecast_resize(
 ) -> ResizeBytes:
     """Count the bytes of a change from the sizes `before` to `after`.
 
-    Rank i of the new sizes has the process of rank i, if it exists. `nodes` are the ranks on a node, before and after.
+    The ranks fill the nodes in order. `nodes` are the ranks on a node, before and after.
     """
     old, new = _StateLayouts(model, before, settings), _StateLayouts(model, after, settings)
-    num_old, num_new = before.world_size, after.world_size
-    topology = [(rank // nodes[0],) for rank in range(num_old)]
-    origins: list[set[int]] = [{rank} for rank in range(num_old)]
-    for rank, partner in enumerate(partners(topology)):
-        origins[partner].add(rank)
-    every_rank = range(max(num_old, num_new))
-    origins_before = [origins[rank] if rank < num_old else set() for rank in every_rank]
-    moves = hand_overs(origins, range(min(num_old, num_new)))
-    origins_after = [
-        {*held_origins, *(origin for origin, _, receiver in moves if receiver == rank)}
-        for rank, held_origins in enumerate(origins_before)
+    topology = [(rank // nodes[0],) for rank in range(before.world_size)]
+    holders = {rank: {topology[rank][0], topology[partner][0]} for rank, partner in enumerate(partners(topology))}
+    places = [(rank // nodes[1],) for rank in range(after.world_size)]
+    sent = hand_overs(holders, list(dict.fromkeys(node for (node,) in places)))
+    handed_over = sum(old.num_bytes(origin) for origin in sent)
+    on_node = [{origin for origin, nodes_with in holders.items() if node in nodes_with} for (node,) in places]
+    reads = [
+        origins | {origin for origin, receiver in sent.items() if receiver == node}
+        for origins, (node,) in zip(on_node, places, strict=True)
     ]
-    handed_over = sum(old.num_bytes(origin) for origin, _, _ in moves)
+    # The minimum may come from leaving nodes: one more rank for each copy there.
+    near_reads = [*on_node, *({origin} for origin in sent)]
+    far_places = [*places, *(topology[origin] for origin in sent)]
     received, minimum, by_rank = 0, 0, defaultdict[int, int](int)
-    places = [(rank // nodes[1],) for rank in every_rank]
     for size, pieces_by_rank in new.needed.items():
-        needs = [tuple(pieces_by_rank[rank]) if rank < num_new else () for rank in every_rank]
-        copies = [old.copies(size, held_origins) for held_origins in origins_before]
-        # The minimum may come from leaving ranks, too.
-        minimum += int(_traffic(copies, needs, size, places).lower_bound.sum())
-        copies = [old.copies(size, held_origins) for held_origins in origins_after[:num_new]]
-        from_others = _traffic(copies, needs[:num_new], size, places[:num_new]).received[1:].sum(0)
+        needs = [tuple(pieces) for pieces in pieces_by_rank]
+        copies = [old.copies(size, origins) for origins in near_reads]
+        minimum += int(_traffic(copies, [*needs, *(() for _ in sent)], size, far_places).lower_bound.sum())
+        copies = [old.copies(size, origins) for origins in reads]
+        from_others = _traffic(copies, needs, size, places).received[1:].sum(0)
         received += int(from_others.sum())
         for rank, num_bytes in enumerate(from_others.tolist()):
             by_rank[rank] += num_bytes
-    state = sum(old.num_bytes(rank) for rank in range(num_old))
+    state = sum(old.num_bytes(rank) for rank in range(before.world_size))
     return ResizeBytes(state, handed_over, received, max(by_rank.values()), minimum)
 
 

@@ -65,7 +65,6 @@ class Save:
         _, buckets, self._results = request.async_fn_args or (None, [], None)
         self._buckets: list[Any] = [(name, *contents) for _, name, contents in buckets]
         self._error: Exception | None = None
-        self._is_abandoned = threading.Event()
         self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
         items = [data for _, objects, tensors in self._buckets for _, data in (*objects, *tensors)]
         num_rank_bytes = sum(i.nbytes if isinstance(i, torch.Tensor) else i.getbuffer().nbytes for i in items)
@@ -112,18 +111,6 @@ class Save:
                 finalize()
         return self._manifest.files
 
-    def abandon(self) -> None:
-        """Stop writing, because a rank was lost. The folder stays incomplete; a later save may use its name."""
-        self._is_abandoned.set()
-        if self._thread.is_alive():
-            self._thread.join()
-
-    def _unless_abandoned(self, contents: Sequence[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
-        for item in contents:
-            if self._is_abandoned.is_set():
-                raise RuntimeError("the save was abandoned, because a rank was lost")
-            yield item
-
     def _write(self) -> None:
         written = {}
         try:
@@ -139,7 +126,7 @@ class Save:
                         name,
                         SerializationFormat.TORCH_SAVE,
                     )
-                    for item, data in self._unless_abandoned(contents)
+                    for item, data in contents
                 ]
             self._manifest.release(durable=True)
         except Exception as error:

@@ -1,16 +1,19 @@
-"""Copies of the training state in host memory: each rank holds its own part and that of a rank on another node.
+"""Copies of the training state in host memory: of each rank's own part and that of a rank on another node.
 
-A lost node then costs the steps since the last copy, not those since the last checkpoint. Restoring is a plan of copies
-between ranks, like a reshard. So the new ranks may have other parallel sizes, and no rank receives an element that it
-holds.
+They are files in memory that the node's agent holds, so they outlive the ranks. A lost node then costs the steps since
+the last copy, not those since the last checkpoint. Restoring is a plan of copies between ranks, like a reshard. So the
+new ranks may have other parallel sizes, and no rank receives an element that it holds.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+import pickle
 import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -18,9 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.groups import signed
+from megarl.groups import rendezvous, signed
 from megarl.groups.backends import HOST_ONLY
 from megarl.platform import background, device
+from megarl.platform.memory.memory_file import MemoryFile
 from megarl.reshard.boxes import Box, Layout, Piece, contiguous_strides
 from megarl.reshard.plan import RankTopology, make_plan
 from megarl.reshard.state_holders import partners
@@ -34,64 +38,60 @@ _MESSAGE_BYTES = 1 << 28
 _BUCKET_BYTES = 1 << 28
 """Maximum bytes that a rank sends and receives at once in a restore."""
 
+DESCRIPTION = "description"
+"""Part of a copy that describes it. The other parts have names of dtypes."""
+_SIGNATURE_BYTES = hashlib.sha256().digest_size
+
 Layouts = Mapping[str, Layout]
 """Layout of a copy: its pieces by the name of their dtype, such as `float32`."""
+
+
+FileFields = Mapping[str, Any]
+"""Path, size in bytes and CRC-32 checksum of a memory file, as JSON values `path`, `size` and `checksum`."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateCopy:
     """Copy of one rank's part of the training state after a step.
 
-    `origin` is the rank that had the state, of `num_ranks`. `blocks` are flat uint8 tensors in host memory, by dtype.
-    `common` are values other than tensors: step counts, random numbers. `checksum` is the CRC-32 of all blocks.
+    `origin` is the rank that had the state, of `num_ranks`. `files` hold flat blocks [bytes] by dtype. `common` are
+    values other than tensors: step counts, random numbers.
     """
 
     step: int
     origin: int
     num_ranks: int
     layouts: Layouts
-    blocks: Mapping[str, Tensor]
+    files: Mapping[str, MemoryFile]
     common: Mapping[str, Any]
-    checksum: int = 0
 
     @property
     def num_bytes(self) -> int:
-        return sum(block.nbytes for block in self.blocks.values())
+        return sum(file.num_bytes for file in self.files.values())
+
+    def name_of(self, part: str) -> str:
+        """Return the name, at an agent, of the file with a part of this copy: a dtype, or `DESCRIPTION`."""
+        return f"{self.step}/{self.origin}/{self.num_ranks}/{part}"
+
+    def describe(self) -> bytes:
+        """Return all but the blocks as bytes, signed with the run's key."""
+        return _sealed((self.step, self.origin, self.num_ranks, self.layouts, self.common))
 
 
-@dataclass(slots=True)
-class StateCopies:
-    """Copies held by this rank: of its own state and of its partner's, after one or two steps."""
+def open_copies(files: Mapping[str, FileFields]) -> list[StateCopy]:
+    """Open copies that an agent holds, from their files by name (see `StateCopy.name_of`).
 
-    complete_copies: dict[tuple[int, int], StateCopy] = field(default_factory=dict)
-    """Complete copies by (step, rank that had the state)."""
-
-    def steps(self) -> dict[int, tuple[int, list[int]]]:
-        """Return the copied steps, each with the number of ranks at that time and the ranks whose copies are here."""
-        ranks_of_steps: dict[int, tuple[int, list[int]]] = {}
-        for (step, origin), copy in self.complete_copies.items():
-            ranks_of_steps.setdefault(step, (copy.num_ranks, []))[1].append(origin)
-        return ranks_of_steps
-
-    def drop_damaged(self) -> list[str]:
-        """Drop the copies whose bytes changed since they were made, and return a sentence about each."""
-        damages = []
-        for key, copy in list(self.complete_copies.items()):
-            if (checksum := _checksum(copy.blocks)) != copy.checksum:
-                damages.append(_damage_text(copy, checksum))
-                del self.complete_copies[key]
-        return damages
-
-    def keep_only(self, step: int | None) -> None:
-        """Drop the copies of all steps but this one; None: of all steps. Later steps are trained again."""
-        self.complete_copies = {key: copy for key, copy in self.complete_copies.items() if copy.step == step}
-
-    def keep_newest(self) -> list[StateCopy]:
-        """Drop the copies of all steps but the newest, and return them."""
-        newest = max((step for step, _ in self.complete_copies), default=0)
-        dropped = [copy for copy in self.complete_copies.values() if copy.step < newest]
-        self.complete_copies = {key: copy for key, copy in self.complete_copies.items() if copy.step == newest}
-        return dropped
+    Raises OSError if the agent has ended, and DataError for a file that the run did not write.
+    """
+    opened: dict[str, dict[str, MemoryFile]] = {}
+    for name, fields in files.items():
+        copy_name, _, part = name.rpartition("/")
+        opened.setdefault(copy_name, {})[part] = MemoryFile.open(fields["path"], fields["size"])
+    copies = []
+    for parts in opened.values():
+        step, origin, num_ranks, layouts, common = _unsealed(parts.pop(DESCRIPTION).tensor.numpy().tobytes())
+        copies.append(StateCopy(step, origin, num_ranks, layouts, parts, common))
+    return copies
 
 
 class StateCopier:
@@ -100,15 +100,24 @@ class StateCopier:
     The constructor is a collective over the trainer's world. `topology` places the ranks on nodes.
     """
 
-    def __init__(self, copies: StateCopies, topology: RankTopology) -> None:
-        self.copies, self._rank = copies, dist.get_rank()
-        self._partners = partners(topology)
+    def __init__(self, topology: RankTopology) -> None:
+        self._rank, self._partners = dist.get_rank(), partners(topology)
+        has_partners = self._partners != list(range(len(topology)))
         # A group of its own: its messages run in a thread, at any time between those of the training step.
-        group = dist.new_group(backend=HOST_ONLY, group_desc="state copies") if len(topology) > 1 else None
+        group = dist.new_group(backend=HOST_ONLY, group_desc="state copies") if has_partners else None
         assert not isinstance(group, int)
         self._group = group
         self._layouts: dict[int, Layouts] = {}
-        self._exchange: Future[list[StateCopy]] | None = None
+        self._newest: dict[int, StateCopy] = {}
+        """Copies in this rank's memory of the newest complete step, by the rank that had the state."""
+        self._spare: dict[int, Mapping[str, MemoryFile]] = {}
+        """Files of the step before, by the rank that had the state. The next copies overwrite them."""
+        self._exchange: Future[dict[str, FileFields]] | None = None
+        self._begun: list[StateCopy] = []
+        self._fields: dict[str, FileFields] | None = None
+        """Files of the newest complete copies; None while an exchange runs."""
+        self._descriptions: list[MemoryFile] = []
+        """Files with descriptions of the newest copies. They must live until the agent has opened them."""
 
     def begin(self, step: int, models: Mapping[str, Model], layout: str, **driver: Any) -> int:
         """Copy the state after a step to host memory, and start sending it to this rank's partner. A collective.
@@ -116,11 +125,10 @@ class StateCopier:
         `driver` are further values, returned by `restore`. Returns the bytes of the copy. Call `finish` before the next
         one; until then the copies of the step before stay.
         """
-        spare = {copy.origin: copy.blocks for copy in self.copies.keep_newest()}
         parts = [part for part in state_parts(models) if part.is_main]
-        layouts, blocks = _copy_parts(parts, spare.get(self._rank))
+        layouts, files = _copy_parts(parts, self._spare.get(self._rank))
         common = common_state(models, layout) | {"driver": driver}
-        own_copy = StateCopy(step, self._rank, len(self._partners), layouts, blocks, common)
+        own_copy = StateCopy(step, self._rank, len(self._partners), layouts, files, common)
         # Parts mostly stay where they are. A reference model that moves for the first time adds parts.
         changed = None if self._layouts.get(self._rank) == layouts else layouts
         states = signed.gather((common, changed), purpose="values and layouts of state copies")
@@ -132,91 +140,82 @@ class StateCopier:
                 origin,
                 own_copy.num_ranks,
                 self._layouts[origin],
-                _blocks_for(self._layouts[origin], spare.get(origin)),
+                _files_for(self._layouts[origin], self._spare.get(origin)),
                 values,
             )
             for origin, values in enumerate(everyone)
             if self._partners[origin] == self._rank and origin != self._rank
         ]
+        self._spare, self._fields = {}, None
+        self._begun = [own_copy, *expected]
         self._exchange = background.begin(lambda: self._run(own_copy, expected))
         return own_copy.num_bytes
 
-    def finish(self, *, wait: bool) -> bool:
-        """Return whether this rank's copies are complete. `wait` blocks until they are.
+    def finish(self, *, wait: bool) -> dict[str, FileFields] | None:
+        """Return the files of this rank's complete copies by name; None if they are not complete.
 
-        Raises the error that ended the exchange, such as the loss of a partner.
+        `wait` blocks until they are. This rank's agent must open the files before the next `begin`. Raises the error
+        that ended the exchange, such as the loss of a partner.
         """
-        if self._exchange is None:
-            return True
-        if not wait and not self._exchange.done():
-            return False
-        exchange, self._exchange = self._exchange, None
-        for copy in background.finish(exchange):
-            self.copies.complete_copies[copy.step, copy.origin] = copy
-        return True
+        if self._exchange is not None and (wait or self._exchange.done()):
+            exchange, self._exchange = self._exchange, None
+            self._fields = background.finish(exchange)
+            self._spare = {origin: copy.files for origin, copy in self._newest.items()}
+            self._newest = {copy.origin: copy for copy in self._begun}
+        # Other ranks may not be done, so the driver may ask again.
+        return self._fields
 
-    def _run(self, own_copy: StateCopy, expected: Sequence[StateCopy]) -> list[StateCopy]:
-        """Exchange copies with the partners. Returns the complete ones, with their checksums."""
-        checksum = torch.tensor([_checksum(own_copy.blocks)])
-        theirs = [torch.zeros(1, dtype=torch.int64) for _ in expected]
+    def _run(self, own_copy: StateCopy, expected: Sequence[StateCopy]) -> dict[str, FileFields]:
+        """Exchange copies with the partners. Returns the files of the complete ones by name.
+
+        Raises DataError if bytes changed on the way.
+        """
+        checksums = torch.tensor([_checksum(own_copy.files[dtype]) for dtype in sorted(own_copy.files)])
+        theirs = [torch.zeros(len(copy.files), dtype=torch.int64) for copy in expected]
         works: list[dist.Work | None] = []
         if self._group is not None:
-            for message in (checksum, *_messages(own_copy.blocks)):
+            for message in (checksums, *_messages(own_copy.files)):
                 works.append(dist.isend(message, self._partners[self._rank], group=self._group))
-            for number, copy in zip(theirs, expected, strict=True):
-                for message in (number, *_messages(copy.blocks)):
+            for numbers, copy in zip(theirs, expected, strict=True):
+                for message in (numbers, *_messages(copy.files)):
                     works.append(dist.irecv(message, copy.origin, group=self._group))
         for work in works:
             assert work is not None
             work.wait()
-        received = [replace(copy, checksum=int(number)) for number, copy in zip(theirs, expected, strict=True)]
-        for copy in received:
-            _check(copy)
-        return [replace(own_copy, checksum=int(checksum)), *received]
-
-
-def hand_over(copies: StateCopies, step: int, moves: Sequence[tuple[int, int, int]]) -> None:
-    """Send copies of a step to other ranks of the torch world. A collective.
-
-    Each move is (rank that had the state, sender, receiver). Raises DataError if the bytes of a copy changed on the
-    way.
-    """
-    rank = dist.get_rank()
-    # Descriptions alone: the blocks travel as tensors.
-    descriptions = {
-        copy.origin: replace(copy, blocks={}) for copy in copies.complete_copies.values() if copy.step == step
-    }
-    everyone = signed.gather(descriptions, purpose="handed over copies")
-    for origin, sender, receiver in moves:
-        if rank == sender:
-            for message in _messages(copies.complete_copies[step, origin].blocks):
-                dist.send(message, receiver)
-        elif rank == receiver:
-            description = everyone[sender][origin]
-            blocks = _blocks_for(description.layouts)
-            for message in _messages(blocks):
-                dist.recv(message, sender)
-            copies.complete_copies[step, origin] = replace(description, blocks=blocks)
-            _check(copies.complete_copies[step, origin])
+        fields: dict[str, FileFields] = {}
+        self._descriptions = []
+        for copy, numbers in zip((own_copy, *expected), (checksums, *theirs), strict=True):
+            for dtype, checksum in zip(sorted(copy.files), numbers.tolist(), strict=True):
+                if copy is not own_copy:
+                    _check(copy, dtype, checksum)
+                fields[copy.name_of(dtype)] = _fields(copy.files[dtype], checksum)
+            description = _file_of(copy.describe())
+            self._descriptions.append(description)
+            fields[copy.name_of(DESCRIPTION)] = _fields(description, _checksum(description))
+        return fields
 
 
 def restore(
-    copies: StateCopies, step: int, models: Mapping[str, Model], layout: str, topology: RankTopology
+    step_copies: Sequence[StateCopy], models: Mapping[str, Model], layout: str, topology: RankTopology
 ) -> tuple[dict[str, Any], int]:
     """Load the state after a step from the copies of all ranks into the models. A collective over the trainer's world.
 
-    Returns the driver's values, and the bytes received from other ranks. Each element comes from the nearest rank that
-    holds it. Random numbers are restored if `layout`, the words for the parallel sizes, is that of the copies.
-    `StateCopies.drop_damaged` must have checked the copies.
+    `step_copies` are the copies of this rank's node; the ranks together have each once or more. Returns the driver's
+    values, and the bytes received from other nodes. Each element comes from the nearest rank that has it. Random
+    numbers are restored if `layout`, the words for the parallel sizes, is that of the copies.
     """
-    step_copies = [copy for (of_step, _), copy in copies.complete_copies.items() if of_step == step]
-    common = {copy.origin: copy.common for copy in step_copies}
-    own_sources = {
-        (dtype, copy.origin): pieces for copy in step_copies for dtype, pieces in copy.layouts.items() if pieces
+    origins_of_ranks = signed.gather([copy.origin for copy in step_copies])
+    # Each copy is described once: the descriptions of a thousand ranks are long.
+    first_ranks = {origin: rank for rank, origins in reversed(list(enumerate(origins_of_ranks))) for origin in origins}
+    own = {
+        copy.origin: (copy.common, copy.layouts) for copy in step_copies if first_ranks[copy.origin] == dist.get_rank()
     }
-    described = signed.gather((common, own_sources))
-    everyone = {origin: values for common_values, _ in described for origin, values in common_values.items()}
-    sources = [pieces_of_rank for _, pieces_of_rank in described]
+    described = {origin: values for of_rank in signed.gather(own) for origin, values in of_rank.items()}
+    everyone = {origin: common for origin, (common, _) in described.items()}
+    sources = [
+        {(dtype, origin): pieces for origin in origins for dtype, pieces in described[origin][1].items() if pieces}
+        for origins in origins_of_ranks
+    ]
     # Before the tensors: it says which frozen models belong to the state.
     with restore_common_state(models, everyone, layout) as saved:
         parts = list(state_parts(saved))
@@ -246,16 +245,20 @@ def _move(
         bucket_bytes=_BUCKET_BYTES,
         topology=topology,
     )
-    blocks = {_storage(copy.origin): copy.blocks[dtype].view(element) for copy in step_copies if dtype in copy.blocks}
+    blocks = {
+        _storage(copy.origin): copy.files[dtype].tensor.view(element) for copy in step_copies if dtype in copy.files
+    }
     live = {_place(part): part.values for part in parts if _dtype(part) == dtype}
     report = Transport(plan.for_rank(dist.get_rank()), blocks, live, dtype=element).reshard()
     return report.num_bytes["received"]
 
 
-def _copy_parts(parts: Sequence[StatePart], spare: Mapping[str, Tensor] | None) -> tuple[Layouts, dict[str, Tensor]]:
-    """Return the layouts of the parts, and host copies of their values: one flat uint8 block [bytes] per dtype.
+def _copy_parts(
+    parts: Sequence[StatePart], spare: Mapping[str, MemoryFile] | None
+) -> tuple[Layouts, dict[str, MemoryFile]]:
+    """Return the layouts of the parts, and host copies of their values: one file with a flat block per dtype.
 
-    Blocks of `spare` are overwritten and used where they have the right size.
+    Files of `spare` are overwritten and used where they have the right size.
     """
     origin, is_on_gpu = _storage(dist.get_rank()), device.current().type == "cuda"
     placed: dict[str, list[tuple[StatePart, int]]] = {}
@@ -265,52 +268,71 @@ def _copy_parts(parts: Sequence[StatePart], spare: Mapping[str, Tensor] | None) 
         ends = list(accumulate((part.values.numel() for part in parts_of_dtype), initial=0))
         placed[dtype] = list(zip(parts_of_dtype, ends[:-1], strict=True))
         layouts[dtype] = tuple(_piece(part, origin, offset) for part, offset in placed[dtype])
-    blocks = _blocks_for(layouts, spare)
-    for dtype, block in blocks.items():
-        flat = block.view(getattr(torch, dtype))
+    files = _files_for(layouts, spare)
+    for dtype, file in files.items():
+        flat = file.tensor.view(getattr(torch, dtype))
         for part, offset in placed[dtype]:
             values = part.values.reshape(-1)
             flat[offset : offset + values.numel()].copy_(values, non_blocking=is_on_gpu)
     if is_on_gpu:
         torch.cuda.synchronize()
-    return layouts, blocks
+    return layouts, files
 
 
-def _blocks_for(layouts: Layouts, spare: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Return blocks [bytes] for a copy with these layouts: those of `spare` with the right size, else new ones."""
-    blocks = {}
+def _files_for(layouts: Layouts, spare: Mapping[str, MemoryFile] | None = None) -> dict[str, MemoryFile]:
+    """Return files for a copy with these layouts: those of `spare` with the right size, else new ones."""
+    files = {}
     for dtype, pieces in layouts.items():
         num_bytes = sum(piece.box.numel for piece in pieces) * getattr(torch, dtype).itemsize
-        # Page-locked memory makes copies from a GPU fast. Allocating it is slow, so blocks are used again.
-        block = (spare or {}).get(dtype)
-        has_size = block is not None and block.nbytes == num_bytes
-        pin = device.current().type == "cuda"
-        blocks[dtype] = block if has_size else torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pin)
-    return blocks
+        # Locking pages is slow, so files are used again.
+        file = (spare or {}).get(dtype)
+        files[dtype] = file if file is not None and file.num_bytes == num_bytes else MemoryFile.create(num_bytes)
+    return files
 
 
-def _messages(blocks: Mapping[str, Tensor]) -> list[Tensor]:
+def _file_of(data: bytes) -> MemoryFile:
+    file = MemoryFile.create(len(data))
+    file.tensor.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    return file
+
+
+def _fields(file: MemoryFile, checksum: int) -> FileFields:
+    return {"path": file.path, "size": file.num_bytes, "checksum": checksum}
+
+
+def _messages(files: Mapping[str, MemoryFile]) -> list[Tensor]:
     """Return the blocks [bytes] cut into messages, in an order that sender and receiver share."""
-    return [part for dtype in sorted(blocks) for part in blocks[dtype].split(_MESSAGE_BYTES)]
+    return [part for dtype in sorted(files) for part in files[dtype].tensor.split(_MESSAGE_BYTES)]
 
 
-def _checksum(blocks: Mapping[str, Tensor]) -> int:
-    checksum = 0
-    for dtype in sorted(blocks):
-        checksum = zlib.crc32(blocks[dtype].numpy().data, checksum)
-    return checksum
+def _checksum(file: MemoryFile) -> int:
+    return zlib.crc32(file.tensor.numpy().data)
 
 
-def _check(copy: StateCopy) -> None:
-    if (checksum := _checksum(copy.blocks)) != copy.checksum:
-        raise DataError(_damage_text(copy, checksum))
+def _check(copy: StateCopy, dtype: str, expected: int) -> None:
+    """Raise DataError if a block's bytes changed on the way from another rank."""
+    if (checksum := _checksum(copy.files[dtype])) != expected:
+        raise DataError(
+            f"the copy of rank {copy.origin}'s state after step {copy.step} has the checksum {checksum:08x}, expected "
+            f"{expected:08x}: memory or transport is faulty"
+        )
 
 
-def _damage_text(copy: StateCopy, checksum: int) -> str:
-    return (
-        f"the copy of rank {copy.origin}'s state after step {copy.step} has the checksum {checksum:08x}, expected "
-        f"{copy.checksum:08x}: its memory or its transport is faulty"
-    )
+def _sealed(value: Any) -> bytes:
+    """Return a value as bytes: a signature with the run's key, then a pickle."""
+    data = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+    return _signature(data) + data
+
+
+def _unsealed(data: bytes) -> Any:
+    """Return the value of `_sealed`. Raises DataError, and unpickles nothing, if the signature does not fit."""
+    if not hmac.compare_digest(data[:_SIGNATURE_BYTES], _signature(data[_SIGNATURE_BYTES:])):
+        raise DataError("a copy of the training state in memory was not written by this run")
+    return pickle.loads(data[_SIGNATURE_BYTES:])
+
+
+def _signature(data: bytes) -> bytes:
+    return hmac.digest(rendezvous.derived_key("descriptions of state copies"), data, hashlib.sha256)
 
 
 def _live_layouts(parts: Sequence[StatePart]) -> dict[str, Layout]:

@@ -1,0 +1,360 @@
+"""Agent: the one process that a launcher starts on a node. It forks the node's ranks, and serves them and the driver.
+
+It imports the ranks' libraries once (`processes.fork_server`). It relays calls to the ranks, kills them, reports their
+ends, and reads their stacks on the spot. It holds copies of the training state, so they outlive the ranks. It unpickles
+nothing. The driver's end ends the agent, and the agent's end ends its ranks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import socket
+import struct
+import sys
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megarl.cluster.handshake import introduce, notice_silence, receive_json
+from megarl.cluster.memory_files import MemoryFiles
+from megarl.cluster.messages import HEAD
+from megarl.cluster.stacks import STACKS_SECONDS, has_begun, is_complete
+from megarl.cluster.topology import Introduction, own_interface
+from megarl.cluster.wire import ANSWER, BATCH, CONTROL, LENGTH, NOTICE, PART, pack_event
+from megarl.files.private_folder import PrivateFolder
+from megarl.platform import native_stacks
+from megarl.processes.fork_server import ForkedProcess, end_fork_servers, fork_server
+from megarl.processes.open_files import provide_open_files
+from megarl.processes.process_tree import ENDING_SIGNALS, die_with
+from megarl.types import MegarlError
+
+_GATHER_SECONDS = 0.05
+"""Seconds from the first answer to a call until the answers present are sent, even if others are missing."""
+_LOOK_SECONDS = 0.1
+"""Seconds between two looks for stacks in the logs."""
+_EXIT_SECONDS = 1.0
+"""Seconds from the end of a rank's connection until its process must have ended."""
+
+RANK_VARIABLES = {"PYTHONUNBUFFERED": "1"}
+"""Variables of all ranks: what they print reaches their logs at once."""
+
+Environment = Mapping[str, str]
+
+
+@dataclass(slots=True, eq=False)
+class _Batch:
+    """One call: the number of its ranks still to answer, and the answers not yet sent to the driver."""
+
+    num_awaited: int = 0
+    gathered: list[bytes] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class _Rank:
+    """A rank process of this node. `folder` is its private TMPDIR."""
+
+    forked: ForkedProcess
+    writer: asyncio.StreamWriter
+    log: Path
+    folder: Path
+    batch: _Batch = field(default_factory=_Batch)
+    """The call in progress, or the last one."""
+
+    @property
+    def obstacle(self) -> str | None:
+        """Reason why the process stands still, as text; empty if it is itself stopped; None: it does not."""
+        if (server := self.forked.stopped_server) is not None:
+            return f"its fork server (process {server}) is stopped"
+        pid = self.forked.pid
+        return "" if pid is not None and self.forked.exit_code is None and native_stacks.is_stopped(pid) else None
+
+
+class Agent:
+    """Serves the driver's messages, which arrive on one connection, until that ends."""
+
+    def __init__(self, upward: asyncio.StreamWriter) -> None:
+        """Create an agent that writes to the driver through `upward`."""
+        self._upward = upward
+        self._ranks: dict[int, _Rank] = {}
+        """Living ranks by the number of their process. The driver never reuses a number."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._folder = PrivateFolder()
+        self._memory = MemoryFiles()
+        self._requests: dict[str, Callable[..., Awaitable[Any]]] = {
+            "fork": self._fork,
+            "stacks": self._read_stacks,
+            "stopped": self._find_stopped,
+            "thread_states": self._read_thread_states,
+            "native_stacks": self._read_native_stacks,
+            "hold": self._memory.hold,
+            "copies": self._memory.list_files,
+            "drop": self._memory.drop,
+            "offer": self._memory.offer,
+            "fetch": self._memory.fetch,
+        }
+
+    async def run(self, reader: asyncio.StreamReader) -> None:
+        """Serve until the driver closes its connection. Then kill all ranks, and free what the agent holds."""
+        loop = asyncio.get_running_loop()
+        for number in ENDING_SIGNALS:
+            # A launcher signals the agents only. The driver then saves and ends the run.
+            loop.add_signal_handler(number, self._tell, {"event": "signal", "name": signal.Signals(number).name})
+        try:
+            with suppress(asyncio.IncompleteReadError, OSError):
+                while True:
+                    await self._take_message(reader)
+        finally:
+            for rank in self._ranks.values():
+                rank.forked.kill()
+            end_fork_servers()
+            self._folder.remove()
+
+    async def _take_message(self, reader: asyncio.StreamReader) -> None:
+        """Read one message of the driver, and carry it out or pass it on."""
+        (num_parts,) = BATCH.unpack(await reader.readexactly(BATCH.size))
+        if num_parts == CONTROL:
+            (size,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+            await self._take_control(json.loads(await reader.readexactly(size)))
+            return
+        batch = None if num_parts == NOTICE else _Batch()
+        for _ in range(1 if batch is None else num_parts):
+            num_processes, size = PART.unpack(await reader.readexactly(PART.size))
+            numbers = struct.unpack(f"<{num_processes}I", await reader.readexactly(4 * num_processes))
+            message = await reader.readexactly(size)
+            # A rank may have ended meanwhile. The driver knows that already, or is about to read it.
+            ranks = [self._ranks[number] for number in numbers if number in self._ranks]
+            for rank in ranks:
+                rank.writer.write(message)
+                if batch is not None:
+                    rank.batch = batch
+                    batch.num_awaited += 1
+
+    async def _take_control(self, message: dict[str, Any]) -> None:
+        """Carry out a control message. Requests have an `id`, and are answered with the same one."""
+        do, request = message.pop("do"), message.pop("id", None)
+        if do == "kill":
+            for rank in self._living(message["processes"]):
+                rank.forked.kill()
+        elif do == "dismiss":
+            for rank in self._living(message["processes"]):
+                with suppress(OSError):
+                    rank.writer.write_eof()
+        else:
+            answering = asyncio.create_task(self._answer(request, self._requests[do](**message)))
+            self._tasks.add(answering)
+            answering.add_done_callback(self._tasks.discard)
+            if do == "fork":
+                # The next message may be a call of these processes.
+                await answering
+
+    async def _answer(self, request: int, work: Awaitable[Any]) -> None:
+        """Send the result of a request, or the error that it raised."""
+        try:
+            self._tell({"id": request, "result": await work})
+        except OSError as error:
+            place = None if error.filename is None else str(error.filename)
+            self._tell({"id": request, "errno": error.errno, "error": error.strerror or str(error), "file": place})
+        except MegarlError as error:
+            self._tell({"id": request, "megarl_class": type(error).__name__, "error": str(error)})
+        except Exception as error:
+            self._tell({"id": request, "errno": None, "error": repr(error), "file": None})
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        self._upward.write(pack_event(message))
+
+    def _living(self, processes: Collection[int]) -> list[_Rank]:
+        """Return the ranks that still run of these processes."""
+        return [self._ranks[number] for number in processes if number in self._ranks]
+
+    async def _fork(self, ranks: Sequence[Mapping[str, Any]], environment: Environment, imports: Sequence[str]) -> None:
+        """Fork rank processes with `environment`. Each of `ranks` has `process`, `name`, `log` and further variables.
+
+        Their fork server has imported the modules `imports`. Raises OSError or ConfigError.
+        """
+        provide_open_files(4 * (len(self._ranks) + len(ranks)), f"{len(ranks)} ranks on this node")
+        batch = _Batch()
+        for fields in ranks:
+            number, log = fields["process"], Path(fields["log"])
+            folder = self._folder.path / f"rank_{number}"
+            folder.mkdir(mode=0o700)
+            variables = {**os.environ, **RANK_VARIABLES, **environment, **fields["environment"], "TMPDIR": str(folder)}
+            with log.open("ab") as output:
+                server = fork_server(variables, imports, output)
+                forked = server.fork(fields["name"], "megarl.cluster.rank:main", variables, output)
+            reader, writer = await asyncio.open_connection(sock=forked.connection)
+            # A child of the rank may hold the other end open. Then the end of the process would never be read.
+            forked.ended.add_done_callback(lambda _, forked=forked: _cut(forked.connection))
+            rank = self._ranks[number] = _Rank(forked, writer, log, folder, batch)
+            listening = asyncio.create_task(self._listen(number, rank, reader))
+            self._tasks.add(listening)
+            listening.add_done_callback(self._tasks.discard)
+
+    async def _listen(self, number: int, rank: _Rank, reader: asyncio.StreamReader) -> None:
+        """Collect the answers of a rank until its connection ends. Then report the end of its process."""
+        with suppress(asyncio.IncompleteReadError, OSError):
+            while True:
+                (size,) = HEAD.unpack(await reader.readexactly(HEAD.size))
+                message = await reader.readexactly(size)
+                self._take_answer(rank.batch, ANSWER.pack(number, size), message)
+        # The answers before its end come first.
+        self._send(rank.batch)
+        await asyncio.wait([rank.forked.ended], timeout=_EXIT_SECONDS)
+        has_ended = rank.forked.ended.done()
+        self._tell(
+            {
+                "event": "ended",
+                "process": number,
+                "code": rank.forked.exit_code,
+                "ended_with_server": rank.forked.ended_with_server,
+                "at": rank.forked.ended.result() if has_ended else None,
+            }
+        )
+        if not has_ended:
+            # It runs without a connection, so it is of no use any more.
+            rank.forked.kill()
+            await rank.forked.ended
+        del self._ranks[number]
+        rank.writer.close()
+        rank.forked.release()
+        await asyncio.to_thread(shutil.rmtree, rank.folder, ignore_errors=True)
+
+    def _take_answer(self, batch: _Batch, *answer: bytes) -> None:
+        """Add an answer to its call. Send the answers when all are present, or a short time after the first."""
+        batch.num_awaited -= 1
+        if not batch.gathered and batch.num_awaited > 0:
+            asyncio.get_running_loop().call_later(_GATHER_SECONDS, self._send, batch)
+        batch.gathered += answer
+        if batch.num_awaited <= 0:
+            self._send(batch)
+
+    def _send(self, batch: _Batch) -> None:
+        """Send the answers to a call that are present."""
+        self._upward.write(b"".join(batch.gathered))
+        batch.gathered.clear()
+
+    async def _read_stacks(self, processes: Collection[int], seconds: float) -> dict[int, str]:
+        """Return the stacks that ranks write to their logs when they are asked, by process.
+
+        The text of a rank that writes none within `seconds` is empty. A rank reacts even while Python waits in C code.
+        """
+        ranks = {number: self._ranks[number] for number in processes if number in self._ranks}
+        # Only text after the end of a log at the request counts, because logs may hold earlier stacks.
+        ends = {number: _size(rank.log) for number, rank in ranks.items()}
+        for rank in ranks.values():
+            with suppress(OSError):
+                rank.forked.signal(signal.SIGUSR2)
+        stacks = dict.fromkeys(processes, "")
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        while True:
+            await asyncio.sleep(_LOOK_SECONDS)
+            waited = loop.time() - began
+            awaited = [number for number in ends if not is_complete(stacks[number])]
+            stacks |= {number: _text_since(ranks[number].log, ends[number]) for number in awaited}
+            # An incomplete text may never become complete: threads at work change while their frames are read.
+            is_over = all(
+                is_complete(stacks[number])
+                or (has_begun(stacks[number]) and waited > STACKS_SECONDS)
+                or number not in self._ranks
+                or ranks[number].obstacle is not None
+                for number in awaited
+            )
+            if is_over or waited > seconds:
+                return stacks
+
+    async def _find_stopped(self, processes: Collection[int]) -> dict[int, str]:
+        """Return the processes that the kernel has stopped, by SIGSTOP for example, each with its obstacle."""
+        ranks = {number: self._ranks[number] for number in processes if number in self._ranks}
+        return {number: obstacle for number, rank in ranks.items() if (obstacle := rank.obstacle) is not None}
+
+    async def _read_thread_states(self, processes: Collection[int]) -> dict[int, str]:
+        """Return where the threads of ranks are in the kernel, by process."""
+        pids = {number: self._ranks[number].forked.pid for number in processes if number in self._ranks}
+        return {number: native_stacks.thread_states(pid) for number, pid in pids.items() if pid is not None}
+
+    async def _read_native_stacks(self, process: int, seconds: float) -> str:
+        """Return where a rank's threads are in native code. A debugger needs up to `seconds`."""
+        rank = self._ranks.get(process)
+        if rank is None or rank.forked.pid is None:
+            return "no native stacks: the process has not started, or has ended"
+        return await asyncio.to_thread(native_stacks.native_stacks, rank.forked.pid, seconds)
+
+
+def _cut(connection: socket.socket) -> None:
+    """End a connection. What has arrived can still be read."""
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def _size(log: Path) -> int:
+    """Return the size of a log in bytes; 0 if it does not exist."""
+    return log.stat().st_size if log.exists() else 0
+
+
+def _text_since(log: Path, start: int) -> str:
+    """Return the text of a log from byte `start` on."""
+    with suppress(OSError), log.open("rb") as file:
+        file.seek(start)
+        return file.read().decode(errors="replace")
+    return ""
+
+
+def connect(address: tuple[str, int], key: bytes, introduction: Introduction) -> NoReturn:
+    """Run the agent of any node: connect to the driver, prove the key, introduce the node, and serve.
+
+    The driver answers with its folder, its search path for modules, and the arguments of `serve`.
+    """
+    driver = socket.create_connection(address)
+    driver.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    notice_silence(driver)
+    introduce(driver, key, introduction._asdict())
+    welcome = receive_json(driver)
+    # A recipe's relative paths start from the driver's folder. Launchers may start agents in another one.
+    os.chdir(welcome.pop("folder"))
+    sys.path[:] = welcome.pop("path")
+    # Gloo would choose an interface by the host name. The interface to the driver is one that other nodes reach.
+    if "GLOO_SOCKET_IFNAME" not in os.environ and (name := own_interface(driver.getsockname()[0])):
+        os.environ["GLOO_SOCKET_IFNAME"] = name
+    serve(driver, **welcome)
+
+
+def serve(driver: socket.socket, environment: Environment, imports: Sequence[str]) -> NoReturn:
+    """Run the agent on its connection to the driver, and exit when that ends.
+
+    A fork server for `environment` imports the modules `imports` meanwhile.
+    """
+    asyncio.run(_serve(driver, environment, imports))
+    raise AssertionError("the agent exits in its loop")
+
+
+async def _serve(driver: socket.socket, environment: Environment, imports: Sequence[str]) -> NoReturn:
+    if imports:
+        # With the variables of a later `fork`, so that it uses this server.
+        fork_server({**os.environ, **RANK_VARIABLES, **environment}, imports)
+    reader, writer = await asyncio.open_connection(sock=driver)
+    await Agent(writer).run(reader)
+    # At once: `asyncio.run` would wait for threads, and a debugger may still run in one.
+    os._exit(0)
+
+
+def main(descriptor: str, parent: str, settings: str) -> NoReturn:
+    """Run the agent of the driver's own machine. `descriptor` is its end of a socket pair, `parent` the driver's id.
+
+    `settings` has, in JSON, the `environment` and `imports` of `serve`.
+    """
+    die_with(int(parent))
+    # The host name may resolve to another interface.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    driver = socket.socket(fileno=int(descriptor))
+    driver.set_inheritable(False)
+    serve(driver, **json.loads(settings))
+
+
+if __name__ == "__main__":
+    sys.exit("start a run with `megarl train`; launchers start agents")

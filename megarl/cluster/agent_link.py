@@ -1,0 +1,329 @@
+"""The driver's end of the connection to a node's agent, and through it to the node's ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import signal
+import socket
+import struct
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from megarl import types
+from megarl.cluster.handshake import notice_silence
+from megarl.cluster.rank_handle import Answers, RankHandle
+from megarl.cluster.topology import Introduction
+from megarl.cluster.wire import AGENT, ANSWER, BATCH, NOTICE, PART, pack_control
+from megarl.types import MegarlError, PeerLostError
+
+_SHORT_BYTES = 1 << 16
+"""Message parts below this size in bytes are joined, to save system calls.
+
+Joining longer ones would cost a copy. asyncio still copies what the socket does not accept at once.
+"""
+_PATIENCE_SECONDS = 600.0
+"""Seconds for an agent's longest work: it checks or receives the copies of a large model's state."""
+_process_numbers = itertools.count(1)
+"""Numbers of rank processes, unique in this driver: a late answer is never taken for that of a newer process."""
+
+
+@dataclass(slots=True, eq=False)
+class _Batch:
+    """Answers that one call still expects from one node. `whole` completes with the last one, or fails with the first
+    error.
+    """
+
+    answers: Answers
+    num_awaited: int
+    whole: asyncio.Future[None]
+
+    def take(self, handle: RankHandle, message: memoryview) -> None:
+        """Decode a rank's answer and complete its future. If decoding raises an error, the future fails with it."""
+        answer = self.answers[handle]
+        if answer.done():  # cancelled, because the group is ending
+            return
+        try:
+            answer.set_result(handle.content(message))
+        except Exception as error:
+            self.fail(handle, error)
+        self.num_awaited -= 1
+        if not self.num_awaited and not self.whole.done():
+            self.whole.set_result(None)
+
+    def fail(self, handle: RankHandle, error: Exception) -> None:
+        """Fail the future of a rank's answer, and with it the whole call on this node."""
+        # Each error is marked as retrieved: the waiting call may have left already, at another node's error.
+        if not self.answers[handle].done():
+            self.answers[handle].set_exception(error)
+            self.answers[handle].exception()
+        if not self.whole.done():
+            self.whole.set_exception(error)
+            self.whole.exception()
+
+
+class AgentLink(asyncio.Protocol):
+    """Connection to the agent of one node. Call `open` first.
+
+    `introduction` is the agent's first message, about its node. `addresses` are the IP addresses of agent and driver on
+    the connection; None: the agent is a child of the driver. `on_signal` is called with the name of a stop signal that
+    the agent received.
+    """
+
+    def __init__(self, connected: socket.socket, introduction: Introduction) -> None:
+        """Prepare a connection that has passed the handshake."""
+        self.introduction, self._socket = introduction, connected
+        self.addresses: tuple[str, str] | None = None
+        if connected.family != socket.AF_UNIX:
+            notice_silence(connected)
+            self.addresses = connected.getpeername()[0], connected.getsockname()[0]
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Completes when the connection ends, and with it the agent's ranks."""
+        self.on_signal: Callable[[str], object] = lambda signal_name: None
+        self._handles: dict[int, RankHandle] = {}
+        """Living ranks of this node by the numbers of their processes."""
+        self._batches: dict[RankHandle, _Batch] = {}
+        """Call in progress by rank, until the rank's answer arrives."""
+        self._requests: dict[int, asyncio.Future[Any]] = {}
+        self._request_numbers = itertools.count(1)
+        self._unread = bytearray()
+        self._transport: asyncio.WriteTransport | None = None
+
+    @property
+    def node(self) -> str:
+        return self.introduction.node
+
+    @property
+    def is_lost(self) -> bool:
+        return self.ended.done()
+
+    def new_process_number(self) -> int:
+        """Return a number for the next process of this node."""
+        return next(_process_numbers)
+
+    async def open(self) -> None:
+        """Start reading and writing."""
+        await asyncio.get_running_loop().create_connection(lambda: self, sock=self._socket)
+
+    async def request(self, do: str, *, patience_seconds: float | None = None, **fields: Any) -> Any:
+        """Let the agent do something on its node, and return the result. Waits `patience_seconds`; None: no limit.
+
+        Raises OSError or MegarlError of the agent, PeerLostError if the connection ended, or TimeoutError.
+        """
+        if self.is_lost:
+            raise PeerLostError(f"the agent of node {self.node} has ended or lost its connection")
+        number = next(self._request_numbers)
+        answer = self._requests[number] = asyncio.get_running_loop().create_future()
+        self.send(pack_control({"do": do, "id": number, **fields}))
+        try:
+            async with asyncio.timeout(patience_seconds):
+                return await answer
+        except TimeoutError:
+            raise PeerLostError(
+                f"the agent of node {self.node} did not answer `{do}` within {patience_seconds:g} s"
+            ) from None
+        finally:
+            self._requests.pop(number, None)
+
+    async def fork(
+        self,
+        handles: Sequence[RankHandle],
+        variables: Sequence[Mapping[str, str]],
+        environment: Mapping[str, str],
+        imports: Sequence[str],
+        patience_seconds: float,
+    ) -> None:
+        """Fork the processes of ranks, with `variables` of each and the `environment` of all.
+
+        Their fork server imports the modules `imports` once. Raises OSError or MegarlError, or PeerLostError after
+        `patience_seconds` without an answer; then none of them runs.
+        """
+        self._handles |= {handle.process: handle for handle in handles}
+        ranks = [
+            {
+                "process": handle.process,
+                "name": f"megarl rank {handle.rank}",
+                "log": str(handle.log.absolute()),
+                "environment": dict(own),
+            }
+            for handle, own in zip(handles, variables, strict=True)
+        ]
+        try:
+            await self.request(
+                "fork",
+                patience_seconds=patience_seconds,
+                ranks=ranks,
+                environment=dict(environment),
+                imports=list(imports),
+            )
+        except (OSError, MegarlError):
+            # The agent may have forked some of them. Their group must not wait for the end of the others.
+            self.kill(handles)
+            for handle in handles:
+                if handle.process in self._handles:
+                    self._note_end(handle, "was not started", time.time())
+            raise
+
+    def ask(self, messages: Mapping[RankHandle, bytes], answers: Answers) -> asyncio.Future[None]:
+        """Send a command to each of these ranks. Returns a future for all answers together.
+
+        The future completes after the last answer, and fails with the first failure: the method raised, or the rank is
+        lost. A call to a thousand ranks thus waits for one future per node. The single answers complete in `answers`.
+        """
+        batch = _Batch(answers, len(messages), asyncio.get_running_loop().create_future())
+        living = {handle: message for handle, message in messages.items() if not handle.died.done()}
+        self._batches |= dict.fromkeys(living, batch)
+        for handle in messages.keys() - living.keys():
+            batch.fail(handle, handle.lost())
+        if living:
+            self.send(*_pack_batch(living))
+        return batch.whole
+
+    def send_notice(self, handles: Sequence[RankHandle], notice: bytes) -> None:
+        """Send a notice to ranks. They read it even while they execute a call."""
+        numbers = [handle.process for handle in handles]
+        head = PART.pack(len(numbers), len(notice)) + struct.pack(f"<{len(numbers)}I", *numbers)
+        self.send(BATCH.pack(NOTICE), head, notice)
+
+    def kill(self, handles: Sequence[RankHandle]) -> None:
+        """Kill rank processes and their children, if they still run."""
+        self._control("kill", handles)
+
+    def dismiss(self, handles: Sequence[RankHandle]) -> None:
+        """Ask ranks to exit, by closing their streams of commands."""
+        self._control("dismiss", handles)
+
+    def _control(self, do: str, handles: Sequence[RankHandle]) -> None:
+        self.send(pack_control({"do": do, "processes": [handle.process for handle in handles]}))
+
+    def send(self, *parts: bytes) -> None:
+        """Send a message after all earlier ones. Does nothing if the connection has ended."""
+        if self._transport is None:
+            return
+        if sum(map(len, parts)) < _SHORT_BYTES:
+            parts = (b"".join(parts),)
+        for part in parts:
+            self._transport.write(memoryview(part))
+
+    def cut(self) -> None:
+        """End the connection at once. The agent and its ranks end too, if they still run."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.WriteTransport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._unread += data
+        self._take_answers()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        if exc is not None:
+            self._read_rest()
+        self.ended.set_result(None)
+        end = f"was cut off: the agent of its node {self.node} ended or lost its connection"
+        for handle in list(self._handles.values()):
+            self._note_end(handle, end, time.time(), is_cut_off=True)
+        error = PeerLostError(f"the agent of node {self.node} ended or lost its connection")
+        for answer in self._requests.values():
+            if not answer.done():
+                answer.set_exception(error)
+        self._requests.clear()
+
+    def _read_rest(self) -> None:
+        """Read what arrived before a write to an ended agent failed.
+
+        asyncio does not read it, and it closes the socket only after `connection_lost`.
+        """
+        with suppress(OSError):
+            while data := self._socket.recv(_SHORT_BYTES):
+                self._unread += data
+        self._take_answers()
+
+    def _take_answers(self) -> None:
+        """Pass each complete answer received so far to the call expecting it."""
+        # Local variables: this loop is most of the driver's work in a short call of a thousand ranks.
+        handles, batches = self._handles, self._batches
+        unpack, head_bytes = ANSWER.unpack_from, ANSWER.size
+        view = memoryview(self._unread)
+        num_bytes, start = len(view), 0
+        while num_bytes - start >= head_bytes:
+            process, size = unpack(view, start)
+            end = start + head_bytes + size
+            if end > num_bytes:
+                break
+            if process == AGENT:
+                self._take_event(json.loads(bytes(view[end - size : end])))
+            elif (handle := handles.get(process)) is not None and (batch := batches.pop(handle, None)) is not None:
+                batch.take(handle, view[end - size : end])
+            start = end
+        if start:
+            # A new buffer: one with views of it cannot be shortened.
+            self._unread = bytearray(view[start:])
+
+    def _take_event(self, event: dict[str, Any]) -> None:
+        """Handle a message of the agent itself: an answer to a request, a stop signal, or the end of a rank."""
+        if "id" in event:
+            self._take_result(event)
+        elif event["event"] == "signal":
+            self.on_signal(event["name"])
+        elif (handle := self._handles.get(event["process"])) is not None:
+            end = _end_text(event["code"], ended_with_server=event["ended_with_server"])
+            self._note_end(handle, end, event["at"] or time.time())
+
+    def _take_result(self, event: dict[str, Any]) -> None:
+        answer = self._requests.pop(event["id"], None)
+        if answer is None or answer.done():
+            return
+        if "result" in event:
+            answer.set_result(event["result"])
+        elif "megarl_class" in event:
+            answer.set_exception(getattr(types, event["megarl_class"])(event["error"]))
+        else:
+            error = OSError(event["errno"], event["error"], event["file"])
+            answer.set_exception(error if event["errno"] is not None else OSError(event["error"]))
+
+    def _note_end(self, handle: RankHandle, end: str, at: float, *, is_cut_off: bool = False) -> None:
+        """Record the end of a rank, and fail the call in progress on it."""
+        del self._handles[handle.process]
+        where = "" if self.addresses is None else f"on node {self.node} "
+        handle.note_end(end if is_cut_off else where + end, at, is_cut_off=is_cut_off)
+        if (batch := self._batches.pop(handle, None)) is not None:
+            batch.fail(handle, handle.lost())
+
+
+def _end_text(code: int | None, *, ended_with_server: bool) -> str:
+    """Return how a process ended, as words following its name. `code` None: it lost its connection and was killed."""
+    if code is None:
+        return "lost its connection"
+    how = f"exited with code {code}"
+    if code < 0:
+        name = signal.Signals(-code).name
+        # Linux's out-of-memory killer sends SIGKILL, and leaves no other trace here.
+        how = f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+    return f"ended with its fork server, which {how}" if ended_with_server else how
+
+
+def _pack_batch(messages: Mapping[RankHandle, bytes]) -> list[bytes]:
+    """Return the message parts of a batch of commands. A command sent to several ranks is contained once."""
+    # Keyed by identity, because comparing long messages would be slow.
+    processes: defaultdict[int, list[int]] = defaultdict(list)
+    for handle, message in messages.items():
+        processes[id(message)].append(handle.process)
+    distinct = {id(message): message for message in messages.values()}
+    parts: list[bytes] = []
+    head = BATCH.pack(len(processes))
+    for number, receivers in processes.items():
+        message = distinct[number]
+        # One write for the heads, and one for a long message.
+        head += PART.pack(len(receivers), len(message)) + struct.pack(f"<{len(receivers)}I", *receivers)
+        parts += [head, message]
+        head = b""
+    return parts

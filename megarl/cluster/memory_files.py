@@ -1,0 +1,154 @@
+"""Files in an agent's memory: copies of the training state that outlive the ranks of its node.
+
+A rank makes a file without a name (memfd_create) and fills it. The agent opens it too, so the kernel frees it only when
+both have ended. Nothing is left behind by a kill. Agents send each other files when nodes leave a run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+import secrets
+import socket
+import zlib
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.cluster.handshake import introduce, meet
+from megarl.types import PeerLostError
+
+_PART_BYTES = 1 << 24
+"""Bytes that are sent, received or checked at a time."""
+_OFFER_SECONDS = 600.0
+"""Seconds after which an offer that nobody fetched ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class _MemoryFile:
+    """An open file in memory, its size in bytes, and the CRC-32 of its contents when it was filled."""
+
+    descriptor: int
+    size: int
+    checksum: int
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """JSON values by which a process of this node opens the file."""
+        return {"path": f"/proc/{os.getpid()}/fd/{self.descriptor}", "size": self.size, "checksum": self.checksum}
+
+    def is_intact(self) -> bool:
+        """Return whether the contents still have their checksum. Reads the whole file."""
+        checksum = 0
+        if self.size:
+            with mmap.mmap(self.descriptor, self.size, prot=mmap.PROT_READ) as mapped, memoryview(mapped) as view:
+                for start in range(0, self.size, _PART_BYTES):
+                    checksum = zlib.crc32(view[start : start + _PART_BYTES], checksum)
+        return checksum == self.checksum
+
+
+class MemoryFiles:
+    """Files of one agent by name. All methods but the constructor are requests of the driver (see `agent.Agent`)."""
+
+    def __init__(self) -> None:
+        self._files: dict[str, _MemoryFile] = {}
+
+    async def hold(self, files: Mapping[str, Mapping[str, Any]]) -> None:
+        """Open files of ranks of this node, given by name. Each has `path`, `size` and `checksum`. Raises OSError."""
+        for name, fields in files.items():
+            descriptor = os.open(fields["path"], os.O_RDWR | os.O_CLOEXEC)
+            self._add(name, _MemoryFile(descriptor, fields["size"], fields["checksum"]))
+
+    async def list_files(self, checks: bool) -> dict[str, Any]:
+        """Return the intact files by name, as values of `hold`, and the names of the damaged ones, which are dropped.
+
+        Damage is searched for with `checks` only.
+        """
+        damaged: list[str] = []
+        if checks:
+            files = list(self._files.items())
+            # crc32 releases Python's lock, so the agent serves its ranks meanwhile.
+            intact = await asyncio.gather(*(asyncio.to_thread(file.is_intact) for _, file in files))
+            damaged = [name for (name, _), is_intact in zip(files, intact, strict=True) if not is_intact]
+            await self.drop(damaged)
+        return {"files": {name: file.plain for name, file in self._files.items()}, "damaged": damaged}
+
+    async def drop(self, names: Collection[str]) -> None:
+        """Close files. Ranks that use one may go on. Unknown names are ignored."""
+        for name in names:
+            if (file := self._files.pop(name, None)) is not None:
+                os.close(file.descriptor)
+
+    async def offer(self, names: Sequence[str], address: str) -> dict[str, Any]:
+        """Offer files to one agent of another node, at this node's `address`. Returns the values of `fetch`."""
+        key = secrets.token_bytes(32)
+        server = socket.create_server((address, 0))
+        files = {name: self._files[name] for name in names}
+        sending = asyncio.create_task(_send_files(server, key, list(files.values())))
+        sending.add_done_callback(lambda done: done.cancelled() or done.exception())
+        described = {name: {"size": file.size, "checksum": file.checksum} for name, file in files.items()}
+        return {"address": list(server.getsockname()[:2]), "key": key.hex(), "files": described}
+
+    async def fetch(self, address: Sequence[Any], key: str, files: Mapping[str, Mapping[str, Any]]) -> None:
+        """Receive files that another agent offers. Raises OSError or PeerLostError if that fails."""
+        received = await asyncio.to_thread(_receive_files, (address[0], address[1]), bytes.fromhex(key), files)
+        for name, file in received.items():
+            self._add(name, file)
+
+    def _add(self, name: str, file: _MemoryFile) -> None:
+        if (earlier := self._files.pop(name, None)) is not None:
+            os.close(earlier.descriptor)
+        self._files[name] = file
+
+
+async def _send_files(server: socket.socket, key: bytes, files: Sequence[_MemoryFile]) -> None:
+    """Send the contents of files to the first process that proves the key."""
+    receivers: dict[str, socket.socket] = {}
+    with closing(server):
+        server.setblocking(False)
+        async with asyncio.timeout(_OFFER_SECONDS):
+            await meet(receivers, server, key, 1, lambda _: "receiver")
+    with closing(receivers["receiver"]) as connected:
+        connected.setblocking(True)
+        for file in files:
+            await asyncio.to_thread(_send_file, connected, file)
+
+
+def _send_file(connected: socket.socket, file: _MemoryFile) -> None:
+    start = 0
+    while start < file.size:
+        start += os.sendfile(connected.fileno(), file.descriptor, start, file.size - start)
+
+
+def _receive_files(
+    address: tuple[str, int], key: bytes, files: Mapping[str, Mapping[str, Any]]
+) -> dict[str, _MemoryFile]:
+    """Receive the contents of files into memory, in the order of `files`."""
+    received: dict[str, _MemoryFile] = {}
+    try:
+        with socket.create_connection(address) as connected:
+            introduce(connected, key, {})
+            for name, fields in files.items():
+                descriptor, size = os.memfd_create("megarl copy"), int(fields["size"])
+                received[name] = _MemoryFile(descriptor, size, fields["checksum"])
+                os.truncate(descriptor, size)
+                if size:
+                    _receive_file(connected, descriptor, size)
+    except BaseException:
+        # They would take memory as long as the agent runs.
+        for file in received.values():
+            os.close(file.descriptor)
+        raise
+    return received
+
+
+def _receive_file(connected: socket.socket, descriptor: int, size: int) -> None:
+    with mmap.mmap(descriptor, size) as mapped, memoryview(mapped) as view:
+        start = 0
+        while start < size:
+            count = connected.recv_into(view[start : start + _PART_BYTES])
+            if not count:
+                raise PeerLostError("the agent that sent copies of the state ended or lost its connection")
+            start += count

@@ -1,0 +1,239 @@
+"""The nodes of a run, each with an agent. A launcher starts the agents: on this machine, with srun, or with Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import socket
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from itertools import count, islice
+from pathlib import Path
+from typing import Any
+
+from megarl.cluster.agent_link import AgentLink
+from megarl.cluster.handshake import StrangerError, meet, pack_json
+from megarl.cluster.rank_handle import log_tail
+from megarl.cluster.rank_place import RankPlace
+from megarl.cluster.topology import Introduction, NodeKind, in_order
+from megarl.types import ConfigError, PeerLostError
+
+_SPARE_SECONDS = 20.0
+"""Seconds to wait for the agents of further nodes, once as many as the run needs have connected."""
+_END_SECONDS = 60.0
+"""Seconds to wait for the launcher (srun or Ray) to end all agents."""
+
+
+class Nodes(ABC):
+    """Nodes of one kind, numbered from 0. A node that replaces a lost one gets its number.
+
+    `environment` and `imports` are those of the ranks' fork servers. They start to import once an agent runs.
+    """
+
+    def __init__(self, kind: NodeKind, environment: Mapping[str, str], imports: Sequence[str]) -> None:
+        """Create an object without agents."""
+        self.kind, self.environment, self.imports = kind, dict(environment), tuple(imports)
+        self.agents: list[AgentLink] = []
+        """Agents by the number of their node. Some may be lost."""
+        self.on_signal: Callable[[str], object] = lambda signal_name: None
+        """Callback for a stop signal received by an agent."""
+
+    @abstractmethod
+    async def start(self, log_folder: Path, timeout_seconds: float) -> None:
+        """Start the agents. Logs of the launcher go to `log_folder`. Raises ConfigError or PeerLostError."""
+
+    @abstractmethod
+    async def replenish(self, num_nodes: int, timeout_seconds: float) -> None:
+        """Start agents on further nodes, until at least `num_nodes` have one.
+
+        Raises ConfigError if there are no such nodes, or PeerLostError if their agents do not connect in time.
+        """
+
+    @abstractmethod
+    async def close(self) -> None:
+        """End all agents, and with them their ranks."""
+
+    @property
+    def num_living(self) -> int:
+        """Number of nodes whose agents are connected."""
+        return sum(not agent.is_lost for agent in self.agents)
+
+    def fill_gaps(self) -> None:
+        """Give the numbers of lost nodes to the last living ones beyond the run's, its spare nodes."""
+        for number in range(min(self.kind.nodes, len(self.agents))):
+            spares = [n for n in range(self.kind.nodes, len(self.agents)) if not self.agents[n].is_lost]
+            if self.agents[number].is_lost and spares:
+                self.agents[number], self.agents[spares[0]] = self.agents[spares[0]], self.agents[number]
+
+    def free_places(self, taken: Collection[tuple[int, int]]) -> Iterator[RankPlace]:
+        """Yield the places of living nodes, node by node, without those `taken` (node number, local rank)."""
+        for number, agent in enumerate(self.agents):
+            if not agent.is_lost:
+                local_ranks = count() if self.is_unlimited else range(self.kind.ranks_per_node)
+                yield from (RankPlace(agent, number, n) for n in local_ranks if (number, n) not in taken)
+
+    is_unlimited = False
+    """Whether a node has any number of places. This machine has, because its ranks may share a CPU."""
+
+    def choose_places(
+        self, num_ranks: int, taken: Collection[tuple[int, int]], *, on_one_node: bool
+    ) -> list[RankPlace]:
+        """Return free places for a group of ranks: the first ones, or if they fit, the first ones of one node.
+
+        Raises PeerLostError if there are too few.
+        """
+        places = list(islice(self.free_places(taken), num_ranks))
+        if len(places) < num_ranks:
+            raise PeerLostError(
+                f"{num_ranks} ranks need a place, and the {self.num_living} living nodes have {len(places)} free ones"
+            )
+        if on_one_node and len({place.node_number for place in places}) > 1:
+            for number in range(len(self.agents)):
+                on_node = [place for place in self.free_places(taken) if place.node_number == number]
+                if len(on_node) >= num_ranks:
+                    return on_node[:num_ranks]
+        return places
+
+
+class ConnectedNodes(Nodes):
+    """Nodes whose agents connect to the driver over TCP, after a launcher started them.
+
+    Both ends of a connection prove that they know a secret key (`handshake`). Nodes under one switch get consecutive
+    numbers.
+    """
+
+    start_log = "agents.log"
+    """Name of the log file of the agents themselves."""
+
+    def __init__(self, kind: NodeKind, environment: Mapping[str, str], imports: Sequence[str]) -> None:
+        super().__init__(kind, environment, imports)
+        self._key = secrets.token_bytes(32)
+        """Secret key of the agents. It keeps out late agents of an earlier start."""
+        self._server: socket.socket | None = None
+        self._log_folder, self._timeout_seconds = Path(), 0.0
+
+    @abstractmethod
+    def host(self) -> str:
+        """Return the host name or address at which other nodes reach the driver's machine."""
+
+    @abstractmethod
+    async def launch(self, address: tuple[str, int], key: bytes) -> int:
+        """Start an agent on each node. Each must call `agent.connect`. Returns their number."""
+
+    @abstractmethod
+    async def launch_further(self, num_nodes: int, address: tuple[str, int], key: bytes) -> int:
+        """Start agents on `num_nodes` nodes without one. Returns the number started. Raises ConfigError if there are
+        too few such nodes.
+        """
+
+    @abstractmethod
+    async def await_end(self) -> str:
+        """Wait until a launched agent has ended early. Returns how, as text."""
+
+    @abstractmethod
+    async def end_agents(self) -> None:
+        """Let the launcher end all agents, and wait until they have ended."""
+
+    async def start(self, log_folder: Path, timeout_seconds: float) -> None:
+        log_folder.mkdir(parents=True, exist_ok=True)
+        self._log_folder, self._timeout_seconds = log_folder, timeout_seconds
+        self._server = socket.create_server(("", 0), backlog=4096)
+        self._server.setblocking(False)
+        address = self.host(), self._server.getsockname()[1]
+        num_launched = await self.launch(address, self._key)
+        connected = await self._meet(self.kind.nodes, num_launched, timeout_seconds)
+        for introduction in in_order(connected):
+            await self._add(connected[introduction], introduction)
+
+    async def replenish(self, num_nodes: int, timeout_seconds: float) -> None:
+        num_missing = num_nodes - self.num_living
+        if num_missing <= 0:
+            return
+        assert self._server is not None
+        address = self.host(), self._server.getsockname()[1]
+        num_started = await self.launch_further(num_missing, address, self._key)
+        connected = await self._meet(num_started, num_started, timeout_seconds)
+        for introduction in in_order(connected):
+            await self._add(connected[introduction], introduction)
+
+    async def close(self) -> None:
+        for agent in self.agents:
+            agent.cut()
+        if self._server is not None:
+            self._server.close()
+        try:
+            # A scheduler that does not answer must not block the driver.
+            async with asyncio.timeout(_END_SECONDS):
+                await self.end_agents()
+        except TimeoutError:
+            pass
+
+    async def _add(self, connected: socket.socket, introduction: Introduction) -> None:
+        """Welcome an agent, and give its node a number: that of a lost one, else the next one."""
+        welcome = {
+            "folder": os.getcwd(),
+            "path": sys.path,
+            "environment": self.environment,
+            "imports": list(self.imports),
+        }
+        link = AgentLink(connected, introduction)
+        await link.open()
+        link.send(pack_json(welcome))
+        link.on_signal = lambda name: self.on_signal(name)
+        lost = next((number for number, agent in enumerate(self.agents) if agent.is_lost), None)
+        if lost is None:
+            self.agents.append(link)
+        else:
+            self.agents[lost] = link
+
+    async def _meet(
+        self, num_needed: int, num_launched: int, timeout_seconds: float
+    ) -> dict[Introduction, socket.socket]:
+        """Accept the connections of launched agents. Returns them by their introductions.
+
+        At least `num_needed` must connect in time. The others have a few seconds more. Raises PeerLostError.
+        """
+        connected: dict[Introduction, socket.socket] = {}
+        assert self._server is not None
+        for required, seconds in ((num_needed, timeout_seconds), (num_launched, _SPARE_SECONDS)):
+            if len(connected) >= required:
+                continue
+            meeting = meet(connected, self._server, self._key, required, Introduction.from_plain)
+            how = await self._first_of(meeting, seconds)
+            if len(connected) < num_needed:
+                present = ", ".join(introduction.node for introduction in connected) or "none"
+                for agent_socket in connected.values():
+                    agent_socket.close()
+                raise PeerLostError(
+                    f"{how}: agents of {len(connected)} of {num_needed} nodes connected ({present}); look at "
+                    f"{self._log_folder} and at the nodes, or raise cluster.start_timeout_seconds\n"
+                    + log_tail(self._log_folder / self.start_log)
+                )
+        return connected
+
+    async def _first_of(self, meeting: Coroutine[Any, Any, None], seconds: float) -> str:
+        """Wait for a meeting, but at most `seconds`, or until a launched agent ends. Returns what happened, as text."""
+        accepting, ending = asyncio.ensure_future(meeting), asyncio.ensure_future(self.await_end())
+        try:
+            await asyncio.wait([accepting, ending], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            if ending.done():
+                return ending.result()
+            if accepting.done() and (error := accepting.exception()) is not None:
+                if not isinstance(error, (OSError, StrangerError)):
+                    raise error
+                return f"accepting connections failed: {error}"
+            return f"no more agents connected within {seconds:g} s"
+        finally:
+            for task in (accepting, ending):
+                task.cancel()
+            await asyncio.wait([accepting, ending])
+
+
+def refuse_too_few(num_nodes: int, num_possible: int) -> ConfigError:
+    """Return the error of a run that needs more nodes than it can have."""
+    return ConfigError(
+        f"cluster.nodes: {num_nodes} nodes are wanted, and {num_possible} start agents; ask for fewer ranks, or start "
+        "a larger job"
+    )

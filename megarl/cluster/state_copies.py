@@ -1,0 +1,119 @@
+"""Copies of the training state in the agents' memory: which there are, and which rank reads which of them.
+
+A copy is several files of one agent, with names STEP/ORIGIN/NUM_RANKS/PART: the step, the rank that had the state, the
+number of ranks then, and a part of the copy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megarl.cluster.agent_link import AgentLink
+from megarl.cluster.rank_place import RankPlace
+from megarl.cluster.topology import reached_at
+from megarl.cluster.worker_group import WorkerGroup
+from megarl.reshard.state_holders import hand_overs
+from megarl.types import PeerLostError
+
+Files = Mapping[str, Mapping[str, Any]]
+"""Files by name: path, size in bytes, checksum."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldCopy:
+    """A copy of the state of rank `origin`, of `num_ranks`, after a step, and the agent that holds it."""
+
+    agent: AgentLink
+    step: int
+    origin: int
+    num_ranks: int
+    files: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+
+
+async def hold(group: WorkerGroup, files_of_ranks: Sequence[Files]) -> None:
+    """Let the agents open files that their ranks have filled, so the files outlive the ranks.
+
+    Raises PeerLostError if an agent is lost, or OSError.
+    """
+    of_agent: defaultdict[AgentLink, dict[str, Any]] = defaultdict(dict)
+    for place, files in zip(group.places, files_of_ranks, strict=True):
+        of_agent[place.agent] |= files
+    await asyncio.gather(*(agent.request("hold", files=files) for agent, files in of_agent.items()))
+
+
+async def list_copies(agents: Sequence[AgentLink], *, checks: bool = False) -> tuple[list[HeldCopy], list[str]]:
+    """Return the copies that living agents hold. With `checks`, drop damaged ones, and return a sentence about each."""
+    living = [agent for agent in dict.fromkeys(agents) if not agent.is_lost]
+    answers = await asyncio.gather(
+        *(agent.request("copies", checks=checks) for agent in living), return_exceptions=True
+    )
+    copies: list[HeldCopy] = []
+    damages: list[str] = []
+    for agent, answer in zip(living, answers, strict=True):
+        if isinstance(answer, PeerLostError):
+            continue
+        if isinstance(answer, BaseException):
+            raise answer
+        damaged = {name.rpartition("/")[0] for name in answer["damaged"]}
+        for copy_name in sorted(damaged):
+            step, origin, _ = copy_name.split("/")
+            damages.append(
+                f"node {agent.node}: the copy of rank {origin}'s state after step {step} has changed in its memory; "
+                "this copy is dropped"
+            )
+        by_copy: dict[str, HeldCopy] = {}
+        for name, fields in answer["files"].items():
+            copy_name = name.rpartition("/")[0]
+            step, origin, num_ranks = map(int, copy_name.split("/"))
+            if copy_name not in damaged:
+                copy = by_copy.setdefault(copy_name, HeldCopy(agent, step, origin, num_ranks))
+                copy.files[name] = fields
+        copies += by_copy.values()
+    return copies, damages
+
+
+def is_complete(copies: Sequence[HeldCopy], step: int) -> bool:
+    """Return whether there is a copy of each rank's state after a step."""
+    of_step = [copy for copy in copies if copy.step == step]
+    return bool(of_step) and {copy.origin for copy in of_step} == set(range(of_step[0].num_ranks))
+
+
+async def drop_others(agents: Sequence[AgentLink], step: int | None) -> None:
+    """Drop the copies of all steps but one; None: of all steps. Later steps are trained again."""
+    copies, _ = await list_copies(agents)
+    names_of_agent: defaultdict[AgentLink, list[str]] = defaultdict(list)
+    for copy in copies:
+        if copy.step != step:
+            names_of_agent[copy.agent] += copy.files
+    await asyncio.gather(*(agent.request("drop", names=names) for agent, names in names_of_agent.items()))
+
+
+async def files_for_ranks(agents: Sequence[AgentLink], step: int, places: Sequence[RankPlace]) -> list[Files]:
+    """Return, for each rank at `places`, the files that it reads in a restore: all copies of a step on its node.
+
+    Copies that no node of these ranks has are first sent to one. Raises PeerLostError if an agent is lost meanwhile.
+    """
+    copies = [copy for copy in (await list_copies(agents))[0] if copy.step == step]
+    holders: defaultdict[int, dict[AgentLink, HeldCopy]] = defaultdict(dict)
+    for copy in copies:
+        holders[copy.origin][copy.agent] = copy
+    nodes = list(dict.fromkeys(place.agent for place in places))
+    for origin, receiver in hand_overs(holders, nodes).items():
+        copies.append(await _send(next(iter(holders[origin].values())), receiver))
+    files: defaultdict[AgentLink, dict[str, Mapping[str, Any]]] = defaultdict(dict)
+    for copy in copies:
+        files[copy.agent] |= copy.files
+    return [files[place.agent] for place in places]
+
+
+async def _send(copy: HeldCopy, receiver: AgentLink) -> HeldCopy:
+    """Send a copy to the agent of another node. Returns the copy there."""
+    addresses = [agent.addresses or ("127.0.0.1", "127.0.0.1") for agent in (copy.agent, receiver)]
+    offered = await copy.agent.request("offer", names=list(copy.files), address=reached_at(addresses)[0])
+    await receiver.request("fetch", **offered)
+    received, _ = await list_copies([receiver])
+    return next(one for one in received if (one.step, one.origin) == (copy.step, copy.origin))
