@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from megarl.cluster.worker_group import WorkerGroup
 from megarl.config import Recipe
