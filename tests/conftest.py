@@ -30,7 +30,7 @@ import pytest
 
 from megarl.files.private_folder import PrivateFolder
 from megarl.platform.imports import disable_collector
-from megarl.processes.fork_server import ForkServer, end_fork_servers
+from megarl.processes.fork_server import end_fork_servers
 from tests.forked_command import MEGARL
 from tests.hidden_slurm import path_without_slurm
 from tests.leftovers import WITHOUT_SLURM, Watch
@@ -194,14 +194,11 @@ def fast_tests_start_no_ranks(request: pytest.FixtureRequest, monkeypatch: pytes
     """A test of the fast tier that starts a rank fails."""
     if not request.node.get_closest_marker("fast"):
         return
-    fork = ForkServer.fork
 
-    def fork_no_rank(server: ForkServer, name: str, *arguments: Any, **options: Any) -> Any:
-        if name.startswith("megarl rank"):
-            pytest.fail("a test of the fast tier starts ranks: mark it as distributed, end_to_end or cluster")
-        return fork(server, name, *arguments, **options)
+    async def fork_no_rank(*_: Any, **options: Any) -> None:
+        pytest.fail("a test of the fast tier starts ranks: mark it as distributed, end_to_end or cluster")
 
-    monkeypatch.setattr(ForkServer, "fork", fork_no_rank)
+    monkeypatch.setattr(AgentLink, "fork", fork_no_rank)
 
 
 @pytest.fixture(scope="session")

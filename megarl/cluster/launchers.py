@@ -21,7 +21,7 @@ from megarl.cluster.topology import NodeKind
 from megarl.cluster.worker_group import PartOfRun, WorkerGroup
 from megarl.config import ClusterConfig
 from megarl.config.parallel import ParallelConfig
-from megarl.platform import chosen_device, device
+from megarl.platform import chosen_device, device, numa
 from megarl.platform.memory.shared_memory import check_shared_memory
 from megarl.processes.server_process import MakeServer, ServerProcess
 from megarl.types import MegarlError
@@ -60,7 +60,13 @@ _early = _EarlyAgent()
 
 
 def _environment(cluster: ClusterConfig, ranks_per_node: int, *, orders_kernels: bool = False) -> dict[str, str]:
-    return device.rank_environment(ranks_per_node, cluster.device, cluster.bind_to_numa, orders_kernels=orders_kernels)
+    """Return the variables of ranks. On Ray their cores follow their GPUs: other agents may use the machine's rest."""
+    variables = device.rank_environment(
+        ranks_per_node, cluster.device, cluster.bind_to_numa, orders_kernels=orders_kernels
+    )
+    if cluster.launcher == "ray" and numa.VARIABLE in variables:
+        variables[numa.VARIABLE] = numa.BY_GPU
+    return variables
 
 
 def _imports() -> tuple[str, ...]:
@@ -326,7 +332,7 @@ def _make_nodes(cluster: ClusterConfig, kind: NodeKind, avoided_nodes: Sequence[
         from megarl.cluster.ray import RayNodes
 
         return RayNodes(kind, environment, _imports(), cluster.ray_address, avoided_nodes=avoided_nodes)
-    return LocalNodes(environment, _imports(), _early.take())
+    return LocalNodes(environment, _imports(), _early.take(), ranks_per_node=kind.ranks_per_node)
 
 
 def server_processes(cluster: ClusterConfig) -> MakeServer:

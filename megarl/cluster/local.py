@@ -58,9 +58,19 @@ class LocalNodes(Nodes):
 
     is_unlimited = True
 
-    def __init__(self, environment: Mapping[str, str], imports: Sequence[str], agent: LocalAgent | None = None) -> None:
-        """Create an object that uses an agent started earlier, if there is one, with the same arguments."""
-        super().__init__(NodeKind(0, 1, 1), environment, imports)
+    def __init__(
+        self,
+        environment: Mapping[str, str],
+        imports: Sequence[str],
+        agent: LocalAgent | None = None,
+        *,
+        ranks_per_node: int = 1,
+    ) -> None:
+        """Create an object that uses an agent started earlier, if there is one, with the same arguments.
+
+        `ranks_per_node` is the number of ranks planned here. They share the cores; more ranks may start.
+        """
+        super().__init__(NodeKind(0, 1, ranks_per_node), environment, imports)
         self._agent = agent
 
     async def start(self, log_folder: Path, timeout_seconds: float) -> None:

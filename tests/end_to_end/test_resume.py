@@ -333,7 +333,7 @@ def assert_bit_equal(mine: Path, other: Path) -> None:
 
 
 def untimed(step: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in step.items() if not name.startswith(("time/", "perf/", "memory/"))}
+    return {name: value for name, value in step.items() if not name.startswith(("time/", "perf/", "memory/", "plan/"))}
 
 
 def flip_a_bit(file: Path) -> None:

@@ -151,5 +151,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 def untimed(step: dict[str, Any]) -> dict[str, Any]:
     return {
-        name: value for name, value in step.items() if not any(group in name for group in ("time/", "perf/", "memory/"))
+        name: value
+        for name, value in step.items()
+        if not any(group in name for group in ("time/", "perf/", "memory/", "plan/"))
     }

@@ -42,7 +42,7 @@ OVERRIDES = (
 
 def outcome(runs: BrokenRuns) -> tuple[list[dict[str, float]], dict[str, object]]:
     """Return the metrics of all steps without times, and the hash of the exported weights."""
-    untimed = ("time/", "perf/", "memory/")
+    untimed = ("time/", "perf/", "memory/", "plan/")
     steps = [
         {name: value for name, value in line.items() if not name.startswith(untimed)} for line in logged_steps(runs.run)
     ]

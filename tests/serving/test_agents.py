@@ -19,6 +19,7 @@ from megarl.data.chat import load_tokenizer
 from megarl.rewards.scoring.calling import Sample
 from megarl.rewards.scoring.reward_process import Scored
 from megarl.rollout.attempt import Budget, Task
+from megarl.rollout.attempt_engine import AttemptEngine
 from megarl.rollout.pool import EnginePool
 from megarl.serving.agents import AgentProgram
 from megarl.serving.codec import Codec
@@ -63,7 +64,7 @@ def attempt(group: WorkerGroup, runner: asyncio.Runner, tool_model: Path) -> Cal
             problem = Problem(3, ({"role": "user", "content": "Add."},), (5, 6), "7", {"level": 2})
             try:
                 task = Task("command", problem, 1, 2, "seed", SAMPLING)
-                return await program.attempt(task, Budget(CONTEXT_TOKENS, max_turns=4), pool)
+                return await program.attempt(task, Budget(CONTEXT_TOKENS, max_turns=4), AttemptEngine(pool))
             finally:
                 await endpoint.close()
                 codec.close()

@@ -275,9 +275,11 @@ class RankPhases:
                 yield Use("DeepEP", device_bytes=self.memory.deep_ep_buffers)
         else:
             yield from (Use(use.kind, host_bytes=use.device_bytes + use.host_bytes) for use in uses)
-        if self.memory.has_trainer and self.memory.recipe.checkpoint.replicate and self.memory.parallel.world_size > 1:
-            # This rank's state and a partner's, after the newest copied step and while the next copy is made.
-            yield Use("copies of the state", host_bytes=4 * (self.memory.policy + self.memory.critic).saved)
+        if self.memory.has_trainer and self.memory.recipe.checkpoint.replicate:
+            # After the newest copied step, and while the next copy is made: this rank's state, and a partner's if there
+            # is another node.
+            num_copies = 4 if self.memory.recipe.cluster.nodes > 1 else 2
+            yield Use("copies of the state", host_bytes=num_copies * (self.memory.policy + self.memory.critic).saved)
         yield Use("libraries", host_bytes=LIBRARY_BYTES)
 
     def _model_named(self, name: str) -> Built:

@@ -108,7 +108,7 @@ TERMS = {
         "training/staging.py",
     ),
     "copies of the state": Term(
-        "weights and optimizer of the rank and of its partner, after two steps (checkpoint.replicate)",
+        "weights and optimizer of the rank, and of its partner on another node, after two steps (checkpoint.replicate)",
         _OWN,
     ),
     "CUDA": Term(
