@@ -31,6 +31,8 @@ SERVER_MAKER = "MEGARL_FORK_SERVER_MAKER"
 PROCESS_VARIABLES = frozenset(
     {
         *("TMPDIR", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "PYTEST_CURRENT_TEST"),
+        # torch names a folder of this process there, and reads the variable only when it compiles.
+        "TORCHINDUCTOR_CACHE_DIR",
         faults.VARIABLE,
     }
 )
