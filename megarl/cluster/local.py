@@ -9,9 +9,7 @@ import os
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
 
-from megarl.cluster.agent_link import AgentLink
 from megarl.cluster.nodes import Nodes
 from megarl.cluster.topology import Introduction, NodeKind
 from megarl.cluster.worker_group import PartOfRun, WorkerGroup
@@ -76,10 +74,7 @@ class LocalNodes(Nodes):
     async def start(self, log_folder: Path, timeout_seconds: float) -> None:
         agent = self._agent = self._agent or LocalAgent(self.environment, self.imports)
         name = socket.gethostname()
-        link = AgentLink(agent.connected, Introduction(0, name, name, pid=agent.pid))
-        await link.open()
-        link.on_signal = lambda name: self.on_signal(name)
-        self.agents = [link]
+        self.agents = [await self._open_link(agent.connected, Introduction(0, name, name, pid=agent.pid))]
 
     async def replenish(self, num_nodes: int, timeout_seconds: float) -> None:
         if not self.num_living:
@@ -107,28 +102,13 @@ class LocalGroup(WorkerGroup):
         self._imports = tuple(imports)
         self._nodes: LocalNodes | None = None
 
-    async def start(
-        self,
-        worker: str,
-        kwargs: Mapping[str, Any],
-        *,
-        log_folder: Path,
-        start_timeout_seconds: float = 300.0,
-        environment: Mapping[str, str] | None = None,
-        imports: Sequence[str] = (),
-    ) -> Self:
-        self._nodes = LocalNodes(environment or {}, imports or self._imports)
-        await self._nodes.start(log_folder, start_timeout_seconds)
+    async def _fork(self, log_folder: Path, environment: Mapping[str, str], imports: Sequence[str]) -> None:
+        imports = imports or self._imports
+        self._nodes = LocalNodes(environment, imports)
+        await self._nodes.start(log_folder, self.start_timeout_seconds)
         taken = {(0, number) for number in range(self.part.first_rank)}
         self.places = self._nodes.choose_places(self.world_size, taken, on_one_node=True)
-        return await super().start(
-            worker,
-            kwargs,
-            log_folder=log_folder,
-            start_timeout_seconds=start_timeout_seconds,
-            environment=environment,
-            imports=imports or self._imports,
-        )
+        await super()._fork(log_folder, environment, imports)
 
     async def _end(self) -> None:
         await super()._end()

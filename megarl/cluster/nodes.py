@@ -8,13 +8,14 @@ import secrets
 import socket
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
 from megarl.cluster.agent_link import AgentLink
-from megarl.cluster.handshake import StrangerError, meet, pack_json
+from megarl.cluster.handshake import meet, pack_json
 from megarl.cluster.rank_handle import log_tail
 from megarl.cluster.rank_place import RankPlace
 from megarl.cluster.topology import Introduction, NodeKind, in_order
@@ -54,6 +55,18 @@ class Nodes(ABC):
     @abstractmethod
     async def close(self) -> None:
         """End all agents, and with them their ranks."""
+
+    async def _open_link(self, connected: socket.socket, introduction: Introduction) -> AgentLink:
+        """Open the connection to an agent. Its stop signals go to `on_signal`, whatever that is then."""
+        link = AgentLink(connected, introduction)
+        await link.open()
+        link.on_signal = lambda name: self.on_signal(name)
+        return link
+
+    async def replace_lost(self, timeout_seconds: float) -> None:
+        """Start agents in place of lost ones, and give them the numbers of these. Raises as `replenish`."""
+        await self.replenish(self.kind.nodes, timeout_seconds)
+        self.fill_gaps()
 
     @property
     def num_living(self) -> int:
@@ -111,7 +124,6 @@ class ConnectedNodes(Nodes):
         super().__init__(kind, environment, imports)
         self._key = secrets.token_bytes(32)
         """Secret key of the agents. It keeps out late agents of an earlier start."""
-        self._server: socket.socket | None = None
         self._log_folder, self._timeout_seconds = Path(), 0.0
 
     @abstractmethod
@@ -139,36 +151,38 @@ class ConnectedNodes(Nodes):
     async def start(self, log_folder: Path, timeout_seconds: float) -> None:
         log_folder.mkdir(parents=True, exist_ok=True)
         self._log_folder, self._timeout_seconds = log_folder, timeout_seconds
-        self._server = socket.create_server(("", 0), backlog=4096)
-        self._server.setblocking(False)
-        address = self.host(), self._server.getsockname()[1]
-        num_launched = await self.launch(address, self._key)
-        connected = await self._meet(self.kind.nodes, num_launched, timeout_seconds)
-        for introduction in in_order(connected):
-            await self._add(connected[introduction], introduction)
+        await self._launch_and_welcome(self.launch, self.kind.nodes, timeout_seconds)
 
     async def replenish(self, num_nodes: int, timeout_seconds: float) -> None:
         num_missing = num_nodes - self.num_living
-        if num_missing <= 0:
-            return
-        assert self._server is not None
-        address = self.host(), self._server.getsockname()[1]
-        num_started = await self.launch_further(num_missing, address, self._key)
-        connected = await self._meet(num_started, num_started, timeout_seconds)
-        for introduction in in_order(connected):
-            await self._add(connected[introduction], introduction)
+        if num_missing > 0:
+            await self._launch_and_welcome(partial(self.launch_further, num_missing), num_missing, timeout_seconds)
 
     async def close(self) -> None:
         for agent in self.agents:
             agent.cut()
-        if self._server is not None:
-            self._server.close()
         try:
             # A scheduler that does not answer must not block the driver.
             async with asyncio.timeout(_END_SECONDS):
                 await self.end_agents()
         except TimeoutError:
             pass
+
+    async def _launch_and_welcome(
+        self, launch: Callable[[tuple[str, int], bytes], Awaitable[int]], num_needed: int, timeout_seconds: float
+    ) -> None:
+        """Launch agents and accept their connections. Nodes under one switch get numbers one after the other.
+
+        `launch` starts the agents, with an address and a key, and returns their number. For the other arguments and
+        the errors see `_meet`.
+        """
+        # Closed afterwards: an agent that comes too late, or of another start, ends and does not wait for an answer.
+        with socket.create_server(("", 0), backlog=4096) as server:
+            server.setblocking(False)
+            num_launched = await launch((self.host(), server.getsockname()[1]), self._key)
+            connected = await self._meet(server, num_needed, num_launched, timeout_seconds)
+        for introduction in in_order(connected):
+            await self._add(connected[introduction], introduction)
 
     async def _add(self, connected: socket.socket, introduction: Introduction) -> None:
         """Welcome an agent, and give its node a number: that of a lost one, else the next one."""
@@ -178,10 +192,8 @@ class ConnectedNodes(Nodes):
             "environment": self.environment,
             "imports": list(self.imports),
         }
-        link = AgentLink(connected, introduction)
-        await link.open()
+        link = await self._open_link(connected, introduction)
         link.send(pack_json(welcome))
-        link.on_signal = lambda name: self.on_signal(name)
         lost = next((number for number, agent in enumerate(self.agents) if agent.is_lost), None)
         if lost is None:
             self.agents.append(link)
@@ -189,18 +201,17 @@ class ConnectedNodes(Nodes):
             self.agents[lost] = link
 
     async def _meet(
-        self, num_needed: int, num_launched: int, timeout_seconds: float
+        self, server: socket.socket, num_needed: int, num_launched: int, timeout_seconds: float
     ) -> dict[Introduction, socket.socket]:
         """Accept the connections of launched agents. Returns them by their introductions.
 
         At least `num_needed` must connect in time. The others have a few seconds more. Raises PeerLostError.
         """
         connected: dict[Introduction, socket.socket] = {}
-        assert self._server is not None
         for required, seconds in ((num_needed, timeout_seconds), (num_launched, _SPARE_SECONDS)):
             if len(connected) >= required:
                 continue
-            meeting = meet(connected, self._server, self._key, required, Introduction.from_plain)
+            meeting = meet(connected, server, self._key, required, Introduction.from_plain)
             how = await self._first_of(meeting, seconds)
             if len(connected) < num_needed:
                 present = ", ".join(introduction.node for introduction in connected) or "none"
@@ -221,7 +232,7 @@ class ConnectedNodes(Nodes):
             if ending.done():
                 return ending.result()
             if accepting.done() and (error := accepting.exception()) is not None:
-                if not isinstance(error, (OSError, StrangerError)):
+                if not isinstance(error, OSError):
                     raise error
                 return f"accepting connections failed: {error}"
             return f"no more agents connected within {seconds:g} s"
