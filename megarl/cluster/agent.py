@@ -15,7 +15,7 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -94,7 +94,7 @@ class Agent:
             "native_stacks": self._read_native_stacks,
             "hold": self._memory.hold,
             "copies": self._memory.list_files,
-            "drop": self._memory.drop,
+            "keep_only": self._memory.keep_only,
             "offer": self._memory.offer,
             "fetch": self._memory.fetch,
         }
@@ -128,8 +128,7 @@ class Agent:
             numbers = struct.unpack(f"<{num_processes}I", await reader.readexactly(4 * num_processes))
             message = await reader.readexactly(size)
             # A rank may have ended meanwhile. The driver knows that already, or is about to read it.
-            ranks = [self._ranks[number] for number in numbers if number in self._ranks]
-            for rank in ranks:
+            for rank in self._living(numbers).values():
                 rank.writer.write(message)
                 if batch is not None:
                     rank.batch = batch
@@ -139,16 +138,14 @@ class Agent:
         """Carry out a control message. Requests have an `id`, and are answered with the same one."""
         do, request = message.pop("do"), message.pop("id", None)
         if do == "kill":
-            for rank in self._living(message["processes"]):
+            for rank in self._living(message["processes"]).values():
                 rank.forked.kill()
         elif do == "dismiss":
-            for rank in self._living(message["processes"]):
+            for rank in self._living(message["processes"]).values():
                 with suppress(OSError):
                     rank.writer.write_eof()
         else:
-            answering = asyncio.create_task(self._answer(request, self._requests[do](**message)))
-            self._tasks.add(answering)
-            answering.add_done_callback(self._tasks.discard)
+            answering = self._start_task(self._answer(request, self._requests[do](**message)))
             if do == "fork":
                 # The next message may be a call of these processes.
                 await answering
@@ -168,9 +165,16 @@ class Agent:
     def _tell(self, message: dict[str, Any]) -> None:
         self._upward.write(pack_event(message))
 
-    def _living(self, processes: Collection[int]) -> list[_Rank]:
-        """Return the ranks that still run of these processes."""
-        return [self._ranks[number] for number in processes if number in self._ranks]
+    def _start_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run work beside the agent's loop. asyncio itself would let the garbage collector end it."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _living(self, processes: Collection[int]) -> dict[int, _Rank]:
+        """Return the ranks that still run of these processes, by process."""
+        return {number: self._ranks[number] for number in processes if number in self._ranks}
 
     async def _fork(self, ranks: Sequence[Mapping[str, Any]], environment: Environment, imports: Sequence[str]) -> None:
         """Fork rank processes with `environment`. Each of `ranks` has `process`, `name`, `log` and further variables.
@@ -191,9 +195,7 @@ class Agent:
             # A child of the rank may hold the other end open. Then the end of the process would never be read.
             forked.ended.add_done_callback(lambda _, forked=forked: _cut(forked.connection))
             rank = self._ranks[number] = _Rank(forked, writer, log, folder, batch)
-            listening = asyncio.create_task(self._listen(number, rank, reader))
-            self._tasks.add(listening)
-            listening.add_done_callback(self._tasks.discard)
+            self._start_task(self._listen(number, rank, reader))
 
     async def _listen(self, number: int, rank: _Rank, reader: asyncio.StreamReader) -> None:
         """Collect the answers of a rank until its connection ends. Then report the end of its process."""
@@ -243,7 +245,7 @@ class Agent:
 
         The text of a rank that writes none within `seconds` is empty. A rank reacts even while Python waits in C code.
         """
-        ranks = {number: self._ranks[number] for number in processes if number in self._ranks}
+        ranks = self._living(processes)
         # Only text after the end of a log at the request counts, because logs may hold earlier stacks.
         ends = {number: _size(rank.log) for number, rank in ranks.items()}
         for rank in ranks.values():
@@ -270,12 +272,12 @@ class Agent:
 
     async def _find_stopped(self, processes: Collection[int]) -> dict[int, str]:
         """Return the processes that the kernel has stopped, by SIGSTOP for example, each with its obstacle."""
-        ranks = {number: self._ranks[number] for number in processes if number in self._ranks}
-        return {number: obstacle for number, rank in ranks.items() if (obstacle := rank.obstacle) is not None}
+        obstacles = {number: rank.obstacle for number, rank in self._living(processes).items()}
+        return {number: obstacle for number, obstacle in obstacles.items() if obstacle is not None}
 
     async def _read_thread_states(self, processes: Collection[int]) -> dict[int, str]:
         """Return where the threads of ranks are in the kernel, by process."""
-        pids = {number: self._ranks[number].forked.pid for number in processes if number in self._ranks}
+        pids = {number: rank.forked.pid for number, rank in self._living(processes).items()}
         return {number: native_stacks.thread_states(pid) for number, pid in pids.items() if pid is not None}
 
     async def _read_native_stacks(self, process: int, seconds: float) -> str:

@@ -76,7 +76,7 @@ class HangReport:
         """
         other_groups = [other_group for other_group in self._groups() if other_group is not group]
         all_stacks = dict(stacks) | await _read_all([other_group.read_stacks() for other_group in other_groups])
-        thread_states = await _read_all([each.read_thread_states() for each in (group, *other_groups)])
+        thread_states = await _read_all([reported.read_thread_states() for reported in (group, *other_groups)])
         handles = [handle for reported in (group, *other_groups) for handle in reported.handles]
         handles.sort(key=lambda handle: handle.rank)
         first = next((handle for handle in handles if handle in silent), None)

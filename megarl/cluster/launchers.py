@@ -128,8 +128,8 @@ class RunNodes:
         """
         num_ranks = num_trainers + sum(replica_sizes)
         places = list(trainer_places) or self.trainer_nodes.choose_places(num_trainers, (), on_one_node=False)
-        taken = {(self.trainer_nodes, place.node_number, place.local_rank) for place in places}
-        starts = [
+        used_places = list(places)
+        starts: list[Coroutine[Any, Any, _Started]] = [
             self._fork_group(
                 log_folder,
                 PartOfRun(0, num_ranks, self._key),
@@ -140,38 +140,38 @@ class RunNodes:
         ]
         first_rank = num_trainers
         for size in replica_sizes:
-            places = self._replica_places(size, taken)
-            taken |= {(self.engine_nodes, place.node_number, place.local_rank) for place in places}
+            places = self._replica_places(size, used_places)
+            used_places += places
             part = PartOfRun(first_rank, num_ranks, self._key)
-            starts.append(self._fork_group(log_folder, part, places, self.engine_nodes))
+            start = self._fork_group(log_folder, part, places, self.engine_nodes)
+            starts.append(start if on_missing_engine is None else _or_error(start))
             first_rank += size
-        if on_missing_engine is None:
-            first, *others = await _started_together(starts)
-            return RunRanks(first, others)
-        return await _started_partly(starts, on_missing_engine)
+        trainers, *replicas = await _start_together(starts)
+        groups = [replica for replica in replicas if isinstance(replica, WorkerGroup)]
+        errors = [replica for replica in replicas if isinstance(replica, MegarlError)]
+        assert isinstance(trainers, WorkerGroup)
+        if errors and not groups:
+            await trainers.close()
+            raise errors[0]
+        for error in errors:
+            assert on_missing_engine is not None
+            on_missing_engine(str(error))
+        return RunRanks(trainers, groups)
 
     async def fork_replica(self, lost: WorkerGroup, groups: Sequence[WorkerGroup], log_folder: Path) -> WorkerGroup:
         """Start the ranks of a lost engine replica again, next to the living `groups`.
 
         Raises ConfigError or PeerLostError if there is no room for them.
         """
-        nodes = self.engine_nodes
-        needed = nodes.kind.nodes
-        if nodes.num_living < needed:
-            await nodes.replenish(needed, self._cluster.start_timeout_seconds)
-        nodes.fill_gaps()
-        taken = {
-            (self.trainer_nodes if group.part.first_rank == 0 else nodes, place.node_number, place.local_rank)
-            for group in groups
-            for place in group.places
-        }
-        places = self._replica_places(lost.world_size, taken)
-        return await self._fork_group(log_folder, lost.part, places, nodes)
+        await self.engine_nodes.replace_lost(self._cluster.start_timeout_seconds)
+        places = self._replica_places(lost.world_size, [place for group in groups for place in group.places])
+        return await self._fork_group(log_folder, lost.part, places, self.engine_nodes)
 
-    def _replica_places(self, size: int, taken: Collection[tuple[Nodes, int, int]]) -> list[RankPlace]:
+    def _replica_places(self, size: int, used_places: Collection[RankPlace]) -> list[RankPlace]:
+        """Return free places for an engine replica. `used_places` may be on nodes of another kind too."""
         nodes = self.engine_nodes
-        taken_here = {(number, local_rank) for kind, number, local_rank in taken if kind is nodes}
-        return nodes.choose_places(size, taken_here, on_one_node=True)
+        used_here = {(place.node_number, place.local_rank) for place in used_places if place.agent in nodes.agents}
+        return nodes.choose_places(size, used_here, on_one_node=True)
 
     async def _fork_group(
         self,
@@ -207,8 +207,7 @@ class RunNodes:
     async def replace_lost_nodes(self) -> None:
         """Replace the nodes whose agents are lost. Raises ConfigError or PeerLostError if there are no others."""
         for nodes in self.all_nodes:
-            await nodes.replenish(nodes.kind.nodes, self._cluster.start_timeout_seconds)
-            nodes.fill_gaps()
+            await nodes.replace_lost(self._cluster.start_timeout_seconds)
 
     @property
     def agents(self) -> list[AgentLink]:
@@ -262,7 +261,19 @@ async def start_nodes(cluster: ClusterConfig, log_folder: Path, avoided_nodes: S
     return nodes
 
 
-async def _started_together(starts: Sequence[Coroutine[Any, Any, WorkerGroup]]) -> list[WorkerGroup]:
+_Started = WorkerGroup | MegarlError
+"""A group that has started, or the reason why it did not."""
+
+
+async def _or_error(start: Coroutine[Any, Any, _Started]) -> _Started:
+    """Start a group of ranks. Returns the reason if it does not start."""
+    try:
+        return await start
+    except MegarlError as error:
+        return error
+
+
+async def _start_together(starts: Sequence[Coroutine[Any, Any, _Started]]) -> list[_Started]:
     """Start several groups of ranks concurrently. If one fails, close all others and raise its error."""
     starting = [asyncio.ensure_future(start) for start in starts]
     try:
@@ -273,27 +284,6 @@ async def _started_together(starts: Sequence[Coroutine[Any, Any, WorkerGroup]]) 
         outcomes = await asyncio.gather(*starting, return_exceptions=True)
         await asyncio.gather(*(group.close() for group in outcomes if isinstance(group, WorkerGroup)))
         raise
-
-
-async def _started_partly(
-    starts: Sequence[Coroutine[Any, Any, WorkerGroup]], on_missing_engine: Callable[[str], object]
-) -> RunRanks:
-    """Start the trainers' group, the first one, and those of the replicas concurrently.
-
-    `on_missing_engine` is called with the error of each replica that does not start. Raises the error of the trainers,
-    or if no replica starts, that of the first one; then none is left.
-    """
-    outcomes = await asyncio.gather(*starts, return_exceptions=True)
-    groups = [outcome for outcome in outcomes if isinstance(outcome, WorkerGroup)]
-    errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
-    trainers, num_replicas = outcomes[0], len(starts) - 1
-    is_lost = not isinstance(trainers, WorkerGroup) or (num_replicas > 0 and len(groups) == 1)
-    if is_lost or any(not isinstance(error, MegarlError) for error in errors):
-        await asyncio.gather(*(group.close() for group in groups))
-        raise next((error for error in errors if not isinstance(error, MegarlError)), errors[0])
-    for error in errors:
-        on_missing_engine(str(error))
-    return RunRanks(groups[0], groups[1:])
 
 
 def _flight_recorder(cluster: ClusterConfig, log_folder: Path, first_rank: int) -> dict[str, str]:

@@ -50,7 +50,7 @@ class _MemoryFile:
 
 
 class MemoryFiles:
-    """Files of one agent by name. All methods but the constructor are requests of the driver (see `agent.Agent`)."""
+    """Files of one agent by name. Most methods are requests of the driver (see `agent.Agent`)."""
 
     def __init__(self) -> None:
         self._files: dict[str, _MemoryFile] = {}
@@ -80,6 +80,10 @@ class MemoryFiles:
         for name in names:
             if (file := self._files.pop(name, None)) is not None:
                 os.close(file.descriptor)
+
+    async def keep_only(self, prefix: str) -> None:
+        """Close the files whose names do not begin with `prefix`."""
+        await self.drop([name for name in self._files if not name.startswith(prefix)])
 
     async def offer(self, names: Sequence[str], address: str) -> dict[str, Any]:
         """Offer files to one agent of another node, at this node's `address`. Returns the values of `fetch`."""

@@ -63,16 +63,15 @@ class RankAgent(Protocol):
 class RankHandle:
     """The driver's view of one rank process: its agent, its log, and how it ended.
 
-    `process` is its number at its agent. `local_rank` is the index of its GPU on the node. `died` completes with the
-    time at which the process ended, in seconds since 1970. `stop_signal` is the name of the stop signal received by the
-    rank, if any.
+    `process` is its number at its agent. `died` completes with the time at which the process ended, in seconds since
+    1970. `stop_signal` is the name of the stop signal received by the rank, if any.
     """
 
     stop_signal: str | None = None
 
-    def __init__(self, rank: int, agent: RankAgent, local_rank: int, log: Path) -> None:
+    def __init__(self, rank: int, agent: RankAgent, log: Path) -> None:
         """Create the view of rank `rank` of the run, on an agent's node. The agent has not forked it yet."""
-        self.rank, self.agent, self.local_rank, self.log = rank, agent, local_rank, log
+        self.rank, self.agent, self.log = rank, agent, log
         self.process = agent.new_process_number()
         self.died: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         self.end: str | None = None

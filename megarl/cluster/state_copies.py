@@ -1,4 +1,4 @@
-"""Copies of the training state in the agents' memory: which there are, and which rank reads which of them.
+"""Copies of the training state in the agents' memory: a list of them, and the choice of those that a rank reads.
 
 A copy is several files of one agent, with names STEP/ORIGIN/NUM_RANKS/PART: the step, the rank that had the state, the
 number of ranks then, and a part of the copy.
@@ -47,7 +47,7 @@ async def hold(group: WorkerGroup, files_of_ranks: Sequence[Files]) -> None:
 
 async def list_copies(agents: Sequence[AgentLink], *, checks: bool = False) -> tuple[list[HeldCopy], list[str]]:
     """Return the copies that living agents hold. With `checks`, drop damaged ones, and return a sentence about each."""
-    living = [agent for agent in dict.fromkeys(agents) if not agent.is_lost]
+    living = _living(agents)
     answers = await asyncio.gather(
         *(agent.request("copies", checks=checks) for agent in living), return_exceptions=True
     )
@@ -76,6 +76,11 @@ async def list_copies(agents: Sequence[AgentLink], *, checks: bool = False) -> t
     return copies, damages
 
 
+def _living(agents: Sequence[AgentLink]) -> list[AgentLink]:
+    """Return the agents that are not lost, each once."""
+    return [agent for agent in dict.fromkeys(agents) if not agent.is_lost]
+
+
 def is_complete(copies: Sequence[HeldCopy], step: int) -> bool:
     """Return whether there is a copy of each rank's state after a step."""
     of_step = [copy for copy in copies if copy.step == step]
@@ -83,13 +88,13 @@ def is_complete(copies: Sequence[HeldCopy], step: int) -> bool:
 
 
 async def drop_others(agents: Sequence[AgentLink], step: int | None) -> None:
-    """Drop the copies of all steps but one; None: of all steps. Later steps are trained again."""
-    copies, _ = await list_copies(agents)
-    names_of_agent: defaultdict[AgentLink, list[str]] = defaultdict(list)
-    for copy in copies:
-        if copy.step != step:
-            names_of_agent[copy.agent] += copy.files
-    await asyncio.gather(*(agent.request("drop", names=names) for agent, names in names_of_agent.items()))
+    """Drop the copies of all steps but one; None: of all steps. Later steps are trained again.
+
+    Raises PeerLostError if an agent is lost meanwhile.
+    """
+    # No name of a file begins with a slash.
+    prefix = "/" if step is None else f"{step}/"
+    await asyncio.gather(*(agent.request("keep_only", prefix=prefix) for agent in _living(agents)))
 
 
 async def files_for_ranks(agents: Sequence[AgentLink], step: int, places: Sequence[RankPlace]) -> list[Files]:
@@ -115,5 +120,5 @@ async def _send(copy: HeldCopy, receiver: AgentLink) -> HeldCopy:
     addresses = [agent.addresses or ("127.0.0.1", "127.0.0.1") for agent in (copy.agent, receiver)]
     offered = await copy.agent.request("offer", names=list(copy.files), address=reached_at(addresses)[0])
     await receiver.request("fetch", **offered)
-    received, _ = await list_copies([receiver])
-    return next(one for one in received if (one.step, one.origin) == (copy.step, copy.origin))
+    copies, _ = await list_copies([receiver])
+    return next(sent for sent in copies if (sent.step, sent.origin) == (copy.step, copy.origin))

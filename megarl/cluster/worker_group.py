@@ -9,7 +9,7 @@ import asyncio
 import secrets
 import sys
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -150,30 +150,22 @@ class WorkerGroup:
     async def _fork(self, log_folder: Path, environment: Mapping[str, str], imports: Sequence[str]) -> None:
         """Let the agents fork the rank processes."""
         log_folder.mkdir(parents=True, exist_ok=True)
-        on_node = Counter(place.agent for place in self.places)
-        ranks_of_agent: defaultdict[AgentLink, list[int]] = defaultdict(list)
         for rank, place in enumerate(self.places):
             number = self.part.first_rank + rank
-            log = log_folder / f"rank_{number:04d}.log"
-            self.handles.append(RankHandle(number, place.agent, place.local_rank, log))
-            ranks_of_agent[place.agent].append(rank)
+            self.handles.append(RankHandle(number, place.agent, log_folder / f"rank_{number:04d}.log"))
         forks: list[Coroutine[Any, Any, None]] = []
-        for agent, ranks in ranks_of_agent.items():
+        for agent, handles in self._by_agent(self.handles).items():
             variables = [
                 {
-                    "RANK": str(rank),
+                    "RANK": str(handle.rank - self.part.first_rank),
                     "WORLD_SIZE": str(self.world_size),
-                    "LOCAL_RANK": str(self.places[rank].local_rank),
-                    "LOCAL_WORLD_SIZE": str(on_node[agent]),
+                    "LOCAL_RANK": str(self._place_of(handle).local_rank),
+                    "LOCAL_WORLD_SIZE": str(len(handles)),
                 }
-                for rank in ranks
+                for handle in handles
             ]
-            common = {
-                **visible_gpus(agent.introduction),
-                # Later: ranks on the CPU see no GPU.
-                **environment,
-            }
-            handles = [self.handles[rank] for rank in ranks]
+            # The recipe's variables come last: ranks on the CPU see no GPU.
+            common = {**visible_gpus(agent.introduction), **environment}
             forks.append(agent.fork(handles, variables, common, imports, self.start_timeout_seconds))
         await asyncio.gather(*forks)
 
@@ -474,8 +466,11 @@ class WorkerGroup:
         """Return ranks of this group by the agent of their node."""
         of_agent: defaultdict[AgentLink, list[RankHandle]] = defaultdict(list)
         for handle in handles:
-            of_agent[self.places[handle.rank - self.part.first_rank].agent].append(handle)
+            of_agent[self._place_of(handle).agent].append(handle)
         return of_agent
+
+    def _place_of(self, handle: RankHandle) -> RankPlace:
+        return self.places[handle.rank - self.part.first_rank]
 
     async def _end_once(self, end: Callable[[], Coroutine[Any, Any, Exception]]) -> Exception:
         """Run `end` (a coroutine ending the group), unless the group is already ending. Returns the error of all later

@@ -88,7 +88,7 @@ class RankProcesses:
         self._stop_search()
         try:
             if self._ranks is not None:
-                await self._ranks.close()
+                await self._ranks.close_groups()
             if self.nodes is not None:
                 await self.nodes.close()
         finally:

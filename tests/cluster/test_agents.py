@@ -1,4 +1,4 @@
-"""Agents of several nodes: who may connect, calls through them, and what is said of each that ends or stops."""
+"""Agents of several nodes: their connections, calls through them, and the errors that name ended and stopped ones."""
 
 from __future__ import annotations
 
@@ -438,7 +438,7 @@ async def played_link(num_ranks: int) -> tuple[AgentLink, list[RankHandle], sock
     ours, theirs = socket.socketpair()
     link = AgentLink(ours, Introduction(0, "node0", "127.0.0.1"))
     await link.open()
-    handles = [RankHandle(rank, link, rank, Path("none.log")) for rank in range(num_ranks)]
+    handles = [RankHandle(rank, link, Path("none.log")) for rank in range(num_ranks)]
     link._handles |= {handle.process: handle for handle in handles}
     return link, handles, theirs
 

@@ -29,8 +29,8 @@ def test_a_step_of_thirty_two_ranks_sends_what_it_should() -> None:
     command += ["--tokens", str(TOKENS), "--steps", "1", "--repeats", "3"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
-    told = done.stdout.splitlines()
-    lines = {line["metric"]: line for line in map(json.loads, (line for line in told if line.startswith("{")))}
+    printed = done.stdout.splitlines()
+    lines = {line["metric"]: line for line in map(json.loads, (line for line in printed if line.startswith("{")))}
     with_target = {"driver_cpu_per_call", "driver_cpu_of_rows", "driver_cpu_of_start"}
     assert {name for name, line in lines.items() if line["target"]} == with_target
     assert "4 agents" in lines["driver_cpu_per_call"]["against"]
@@ -38,7 +38,7 @@ def test_a_step_of_thirty_two_ranks_sends_what_it_should() -> None:
     assert num_tokens == pytest.approx(SAMPLES * TOKENS, rel=0.1)
     assert lines["memory_rank_pss"]["value"] < lines["memory_rank_rss"]["value"] < 200e6
 
-    rows = [line.split() for line in told if line.startswith(("start", "call", "advance", "step"))]
+    rows = [line.split() for line in printed if line.startswith(("start", "call", "advance", "step"))]
     messages = {name: int(number) for name, *_, number, _, _ in rows}
     megabytes = {name: (float(sent), float(received)) for name, *_, sent, received in rows}
     assert messages["start"] == 3 * RANKS  # __listen__, __settle__, __init__
