@@ -11,10 +11,11 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from megarl.cluster.activity import Activity, phase_of_method
-from megarl.cluster.rank_model import RankModel
+from megarl.cluster.rank_model import RankModel, Work
 from megarl.cluster.run_ranks import RunRanks
 from megarl.config import Recipe
 from megarl.files.atomic import replace_text
@@ -128,6 +129,16 @@ _SAME_CLOCK_SECONDS = 0.1
 small offset means one machine."""
 
 
+@dataclass(frozen=True, slots=True)
+class _MeasuredStep:
+    """Tokens of a step's updates, mean seconds of its ranks and of its trainers in calls, and its time in seconds."""
+
+    update_tokens: float
+    busy_seconds: float
+    trainers_busy_seconds: float
+    seconds: float
+
+
 class Performance:
     """Measures a run's steps. Its results are the metrics in METRICS, and the engines' own metrics."""
 
@@ -148,6 +159,8 @@ class Performance:
         self._has_begun = False
         self._first_began: float | None = None
         self._asked: asyncio.Future[_OfEngines] | None = None
+        self._measured: _MeasuredStep | None = None
+        """The step measured last, until its evaluation is measured."""
 
     async def begin(self) -> None:
         """Reset all counters before the run's first step, so starting-up and first evaluation are not counted."""
@@ -189,19 +202,48 @@ class Performance:
         # The bound avoids a division by zero in a step that took no measurable time.
         step_seconds = max(seconds["time/step_seconds"], 1e-9)
         memory = peak_memory(activities)
-        metrics = engines | memory | self._predicted_metrics(memory)
-        metrics["time/ranks_idle"] = idle_share(activities, step_seconds)
-        if self._ranks.is_separate:
-            # The first activities are those of the trainers; separate engines were appended.
-            metrics["time/trainers_idle"] = idle_share(activities[: self._ranks.trainers.world_size], step_seconds)
-        return metrics | self._throughput(seconds, scalars)
+        work = self._work.take()
+        update_tokens = work.update_tokens if seconds.get("time/train_seconds") else 0.0
+        self._measured = _MeasuredStep(update_tokens, *self._busy(activities), step_seconds)
+        metrics = engines | memory | self._predicted_metrics(memory) | self._shares(self._measured)
+        return metrics | self._throughput(work, seconds, scalars)
 
-    async def measure_evaluation(self) -> dict[str, float]:
-        """Return the engines' metrics and the peak memory of a step's evaluation. The next step's measurement begins
-        here."""
+    async def measure_evaluation(self, seconds: float) -> tuple[dict[str, float], dict[str, float]]:
+        """Return the metrics of a step's evaluation of `seconds`, and those of the whole step. The next step's
+        measurement begins here.
+
+        The first are the engines' and the peak memory. The others are shares of the step's time, which now includes
+        the evaluation; none if the step was measured by an earlier start.
+        """
         activities, engines = await self._take()
         memory = peak_memory(activities)
-        return engines | memory | self._predicted_metrics(memory)
+        step, self._measured = self._measured, None
+        whole_step: dict[str, float] = {}
+        if step is not None:
+            busy, trainers_busy = self._busy(activities)
+            whole_step = self._shares(
+                _MeasuredStep(
+                    step.update_tokens,
+                    step.busy_seconds + busy,
+                    step.trainers_busy_seconds + trainers_busy,
+                    step.seconds + seconds,
+                )
+            )
+        return engines | memory | self._predicted_metrics(memory), whole_step
+
+    def _busy(self, activities: Sequence[Activity]) -> tuple[float, float]:
+        """Return the seconds in calls, as means over all ranks and over the trainers, which come first."""
+        return mean_busy(activities), mean_busy(activities[: self._ranks.trainers.world_size])
+
+    def _shares(self, step: _MeasuredStep) -> dict[str, float]:
+        """Return the metrics of a step that are divided by its time."""
+        metrics = {"time/ranks_idle": idle_share(step.busy_seconds, step.seconds)}
+        if self._ranks.is_separate:
+            metrics["time/trainers_idle"] = idle_share(step.trainers_busy_seconds, step.seconds)
+        if step.update_tokens:
+            rate = step.update_tokens / step.seconds / self._ranks.world_size
+            metrics["perf/tokens_per_second_per_rank"] = rate
+        return metrics
 
     async def _take(self) -> tuple[list[Activity], dict[str, float]]:
         """Fetch and reset the ranks' call statistics, those of trainers first, and the engines' metrics."""
@@ -215,16 +257,15 @@ class Performance:
         phases = [phase for phase in self._predicted if f"memory/{phase}_gib" in measured]
         return {f"memory/{phase}_predicted_gib": self._predicted[phase] / 2**30 for phase in phases}
 
-    def _throughput(self, seconds: Mapping[str, float], scalars: Mapping[str, float]) -> dict[str, float]:
-        """Return the `perf/` metrics of a step."""
-        work, num_ranks, num_trainers = self._work.take(), self._ranks.world_size, self._ranks.trainers.world_size
+    def _throughput(self, work: Work, seconds: Mapping[str, float], scalars: Mapping[str, float]) -> dict[str, float]:
+        """Return the `perf/` metrics of a step that are divided by the time of its phases."""
+        num_ranks, num_trainers = self._ranks.world_size, self._ranks.trainers.world_size
         # Colocated ranks do both, so then all of them count as samplers.
         num_samplers = num_ranks - num_trainers or num_ranks
         step_seconds, train = seconds["time/step_seconds"], seconds.get("time/train_seconds", 0.0)
         scoring, rollout = seconds.get("time/logprobs_seconds", 0.0), seconds.get("time/rollout_seconds", 0.0)
         metrics: dict[str, float] = {}
         if work.update_tokens and train:
-            metrics["perf/tokens_per_second_per_rank"] = work.update_tokens / step_seconds / num_ranks
             metrics["perf/train_tokens_per_second_per_rank"] = work.update_tokens / train / num_trainers
         if self._goes_on:
             # Sampling continues between steps, so it starts at the reshard and not at the begin of the phase.
@@ -253,11 +294,15 @@ class Performance:
             self._knows_peak = True
 
 
-def idle_share(activities: Sequence[Activity], seconds: float) -> float:
-    """Return the fraction of `seconds` in which ranks executed no call, as a mean over ranks."""
-    busy = sum(activity.busy_seconds for activity in activities) / len(activities)
+def mean_busy(activities: Sequence[Activity]) -> float:
+    """Return the seconds that ranks spent in calls, as a mean over ranks."""
+    return sum(activity.busy_seconds for activity in activities) / len(activities)
+
+
+def idle_share(busy_seconds: float, seconds: float) -> float:
+    """Return the fraction of `seconds` in which ranks executed no call for `busy_seconds`."""
     # Calls are timed on the ranks and the step on the driver, so the share can be slightly outside [0, 1].
-    return min(1.0, max(0.0, 1 - busy / seconds))
+    return min(1.0, max(0.0, 1 - busy_seconds / seconds))
 
 
 def peak_memory(activities: Sequence[Activity]) -> dict[str, float]:

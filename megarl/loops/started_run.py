@@ -197,12 +197,16 @@ class Run:
             metrics = await evaluate(number)
         except AbandonedError:
             return None
-        return self._log_evaluation(number, metrics | await self.watch.performance.measure_evaluation())
+        seconds = self.tracker.seconds["time/step_seconds"]
+        measured, whole_step = await self.watch.performance.measure_evaluation(seconds)
+        return self._log_evaluation(number, metrics | measured, whole_step)
 
-    def _log_evaluation(self, number: int, metrics: dict[str, float]) -> MegarlError | None:
+    def _log_evaluation(
+        self, number: int, metrics: dict[str, float], whole_step: Mapping[str, float] | None = None
+    ) -> MegarlError | None:
         """Log the evaluation of a step, and keep the step's model if it is the best so far. Return the error that ends
-        the run, if any."""
-        self.tracker.log_evaluation(number, metrics)
+        the run, if any. `whole_step`: metrics of the step together with its evaluation."""
+        self.tracker.log_evaluation(number, metrics, whole_step or {})
         self.checkpoints.judge(number, metrics)
         return self.watch.observers.find_fault(Step(number, metrics))
 

@@ -93,18 +93,20 @@ class Tracker:
         timing = self._take_timing()
         self._log(StepLine(step, _floats({**scalars, **timing}), evaluation_follows))
 
-    def log_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log_evaluation(
+        self, step: int, metrics: Mapping[str, float], whole_step: Mapping[str, float] | None = None
+    ) -> None:
         """Log a step's evaluation, as a second line of the step if its other metrics are logged.
 
-        The line has the step's time with its evaluation, and the larger peak memory of both. Other metrics that the
-        step's line has already stay: they describe its training.
+        The line has the step's time with its evaluation, the larger peak memory of both, and the metrics `whole_step`
+        of both together. Other metrics that the step's line has already stay: they describe its training.
         """
         timing = self._take_timing()
         earlier = self._line.metrics if self._line is not None and self._line.step == step else {}
         added = {name: value for name, value in metrics.items() if name not in earlier or name.startswith("memory/")}
         added = {name: max(value, earlier.get(name, value)) for name, value in added.items()}
         timing = {name: seconds + earlier.get(name, 0.0) for name, seconds in timing.items()}
-        self._log(StepLine(step, _floats({**added, **timing})))
+        self._log(StepLine(step, _floats({**added, **(whole_step or {}), **timing})))
 
     def _take_timing(self) -> dict[str, float]:
         """Return the seconds since the last line was logged, in total and by phase, and begin to count anew."""

@@ -37,8 +37,8 @@ class Parts:
     async def measure_step(self, seconds: object, metrics: object) -> dict[str, float]:
         return {"memory/rollout_gib": 3.0, "perf/mfu": 0.5}
 
-    async def measure_evaluation(self) -> dict[str, float]:
-        return {"memory/rollout_gib": 2.0, "memory/logprobs_gib": 1.0, "perf/mfu": 0.1}
+    async def measure_evaluation(self, seconds: float) -> tuple[dict[str, float], dict[str, float]]:
+        return {"memory/rollout_gib": 2.0, "memory/logprobs_gib": 1.0, "perf/mfu": 0.1}, {"time/ranks_idle": 0.25}
 
     def find_fault(self, step: Any) -> MegarlError | None:
         return UnhealthyError("fault") if step.number == self.fault_at and "reward/mean" in step.metrics else None
@@ -110,7 +110,7 @@ def test_a_step_is_logged_before_its_evaluation(recipe: Recipe) -> None:
         assert [row["step"] for row in (first, second, evaluation)] == [1, 2, 2]
         assert set(evaluation) == {
             "step", "val/a/accuracy", "time/step_seconds", "time/evaluation_seconds", "time/reshard_seconds",
-            "memory/rollout_gib", "memory/logprobs_gib",
+            "memory/rollout_gib", "memory/logprobs_gib", "time/ranks_idle",
         }  # fmt: skip
         # The second line has the time of the whole step, and the larger peak.
         assert evaluation["time/step_seconds"] >= second["time/step_seconds"] + 0.02
@@ -131,7 +131,7 @@ def test_a_signal_in_an_evaluation_saves_the_logged_step_and_the_resumed_run_eva
         run.stop.ask("SIGTERM")
         raise AbandonedError
 
-    # A fault tells more than the signal; both end the run after a save.
+    # Both end the run after a save. The fault is reported, because a signal says nothing about the model.
     ending = StoppedError if fault_at is None else UnhealthyError
     with pytest.raises(ending), RunFolder(recipe) as folder:
         folder.begin()
