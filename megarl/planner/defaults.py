@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -24,7 +24,7 @@ from megarl.planner.memory.models import Built, Models
 from megarl.planner.predictions import models_of, planned_models
 from megarl.planner.rows import forward_row_tokens
 from megarl.planner.savings import offloads, recomputations
-from megarl.planner.search import Change, Choice, Fitted, Move, list_choices, search, with_field_values
+from megarl.planner.search import Change, Choice, Move, list_choices, search, with_field_values
 from megarl.planner.seconds.lengths import assumed_lengths
 from megarl.types import DataError
 
@@ -57,28 +57,14 @@ def with_memory_defaults(recipe: Recipe, *, is_start: bool = False, is_trained: 
         judge = MemoryJudge(Models(_engines_alone(judge.models.policy), None, {}), judge.gpus)
     if wants_savings:
         recipe = _Savings(recipe, judge).choose()
-    cache = Move(field=_CACHE, values=({_CACHE: Fitted(lambda changed: default_cache_gib(changed, judge))},))
-    logits = Move(field=KEEP_LOGITS, values=({KEEP_LOGITS: True},))
-    rows = Move(field=_ROWS, values=({_ROWS: Fitted(lambda changed: forward_row_tokens(changed, judge))},))
     if wants_cache:
-        recipe = _with_move(recipe, cache, lambda changed: True)
-    if wants_logits:
-        recipe = _with_move(recipe, logits, lambda changed: can_keep_logits(changed, judge))
+        recipe = with_field_values(recipe, {_CACHE: default_cache_gib(recipe, judge)})
+    if wants_logits and can_keep_logits(with_logits := with_field_values(recipe, {KEEP_LOGITS: True}), judge):
+        recipe = with_logits
     # Last: these rows may take the memory of an update.
-    if wants_rows:
-        recipe = _with_move(recipe, rows, lambda changed: True)
+    if wants_rows and (row_tokens := forward_row_tokens(recipe, judge)) is not None:
+        recipe = with_field_values(recipe, {_ROWS: row_tokens})
     return recipe
-
-
-def _with_move(recipe: Recipe, move: Move, is_accepted: Callable[[Recipe], bool]) -> Recipe:
-    """Return the recipe with the first alternative of a move that is accepted. Without one it stays as it is."""
-    ranking = search(
-        recipe,
-        list_choices([move], is_partial=False),
-        lambda changed, _: changed if is_accepted(changed) else None,
-        lambda change: change.choice.cost,
-    )
-    return next((change.recipe for change in ranking.changes), recipe)
 
 
 def can_keep_logits(recipe: Recipe, judge: MemoryJudge) -> bool:
