@@ -219,8 +219,7 @@ def cache_remedies(recipe: Recipe, judge: MemoryJudge) -> list[dict[str, Any]]:
         # The smallest share, in hundredths.
         shares = [percent / 100 for percent in range(1, 101) if percent / 100 > share]
         return _first_that_holds(recipe, judge, [{_SHARE: larger} for larger in shares])
-    default = Fitted(lambda changed: default_cache_gib(changed, judge))
-    if _first_that_holds(recipe, judge, [{_CACHE: default}]):
+    if _first_that_holds(recipe, judge, [{_CACHE: default_cache_gib(recipe, judge)}]):
         return [{_CACHE: None}]
     # The least cache does not fit next to the other memory, so it needs a further change.
     least = least_cache_gib(recipe, judge.models.policy.shape)
@@ -242,15 +241,11 @@ def _first_that_holds(recipe: Recipe, judge: MemoryJudge, values: list[dict[str,
 
 def cache_remedies_on_cpus(recipe: Recipe, models: Models, limit_bytes: int) -> list[dict[str, Any]]:
     """Return the change to the smallest sufficient KV cache on CPUs. Empty: a node's ranks would exceed its memory."""
-
-    def accept(changed: Recipe, _: Choice) -> MemoryTable | None:
-        table = memory_table(changed, models, CPU)
-        fits = fullest_node_bytes(changed, table) <= limit_bytes
-        return table if fits and holds_longest_request(table) else None
-
-    choice = Choice(values={_CACHE: least_cache_gib(recipe, models.policy.shape)})
-    ranking = search(recipe, [choice], accept, lambda change: change.choice.cost)
-    return [{**change.values} for change in ranking.changes]
+    values = {_CACHE: least_cache_gib(recipe, models.policy.shape)}
+    changed = with_field_values(recipe, values)
+    table = memory_table(changed, models, CPU)
+    fits = fullest_node_bytes(changed, table) <= limit_bytes
+    return [values] if fits and holds_longest_request(table) else []
 
 
 def holds_longest_request(table: MemoryTable) -> bool:
