@@ -56,7 +56,7 @@ def table_of(recipe: Recipe, parallel: ParallelConfig) -> MemoryTable:
 
 def predicted_memory(recipe: Recipe) -> dict[str, int]:
     """Return the predicted bytes of the rank with most memory, keyed by the phases in the metrics memory/PHASE_gib."""
-    return _table_here(recipe).bytes_by_metric()
+    return _table_here(recipe, models_of(recipe, sizes.parallel_of(recipe))).bytes_by_metric()
 
 
 def planned_host_bytes(recipe: Recipe) -> RankHostBytes | None:
@@ -64,14 +64,12 @@ def planned_host_bytes(recipe: Recipe) -> RankHostBytes | None:
 
     None: the recipe cannot be planned, or its ranks run on CPUs, which `resource_warnings` covers.
     """
-    if ranks_on_cpu(recipe) or planned_models(recipe) is None:
+    if ranks_on_cpu(recipe) or (models := planned_models(recipe)) is None:
         return None
-    return rank_host_bytes(_table_here(recipe))
+    return rank_host_bytes(_table_here(recipe, models))
 
 
-def _table_here(recipe: Recipe) -> MemoryTable:
+def _table_here(recipe: Recipe, models: Models) -> MemoryTable:
     """Return a recipe's predicted memory by phase, for ranks on this machine's kind of device."""
-    platform = platform_here(recipe)
-    models = models_of(recipe, sizes.parallel_of(recipe))
     gpus = gpu_memory(recipe)
-    return memory_table(recipe, models, platform, gpu_gib=gpus and gpus.engine)
+    return memory_table(recipe, models, platform_here(recipe), gpu_gib=gpus and gpus.engine)

@@ -8,12 +8,9 @@ from megarl.config import Recipe
 from megarl.files.atomic import LEAST_FREE_BYTES, check_space
 from megarl.planner.gpus_of_run import platform_here
 from megarl.planner.memory.rank_memory import ITEM_BYTES, RankMemory
-from megarl.planner.model_sizes import model_fit
-from megarl.planner.predictions import models_of
+from megarl.planner.predictions import planned_models
 from megarl.planner.seconds.work import model_work
-from megarl.planner.sizes import parallel_of, ranks
 from megarl.tracking.run_folder import run_path
-from megarl.types import DataError
 
 
 def check_disk(recipe: Recipe) -> None:
@@ -28,18 +25,12 @@ def _largest_save(recipe: Recipe) -> int:
     recipe and of its model have messages of their own.
     """
     is_here = recipe.cluster.launcher == "local" and Path(recipe.model.folder).is_dir()
-    if not is_here or not recipe.train.steps or any(ranks(recipe)):
-        return 0
-    parallel = parallel_of(recipe)
-    try:
-        models = models_of(recipe, parallel)
-    except DataError:
-        return 0
-    if any(model_fit(recipe, models.policy.shape)):
+    if not is_here or not recipe.train.steps or (models := planned_models(recipe)) is None:
         return 0
     exported = ITEM_BYTES[recipe.model.dtype] * model_work(models.policy.shape).weights
     if not recipe.checkpoint.every_steps:
         return exported
+    parallel = models.policy.parallel
     # Ranks of a pipeline stage save equal parts of it.
     stages = [
         RankMemory(recipe, models, platform_here(recipe), parallel.rank(tp=0, dp=0, pp=stage))

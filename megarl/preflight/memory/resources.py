@@ -14,20 +14,18 @@ from megarl.config.reading.override_text import short_override
 from megarl.config.schema import all_fields, annotated_with, value_at
 from megarl.families.parts import Latent
 from megarl.families.shape import ModelShape, planned_shape
-from megarl.planner import model_sizes, sizes
 from megarl.planner.cache import default_cache_gib, is_cache_given
 from megarl.planner.gpus_of_run import NAME_THE_GPU, gpu_memory, ranks_on_cpu
 from megarl.planner.judge import MemoryJudge
 from megarl.planner.memory.devices import CPU
 from megarl.planner.memory.memory_table import MemoryTable
 from megarl.planner.memory.phases import memory_table
-from megarl.planner.predictions import models_of, table_of
+from megarl.planner.predictions import models_of, planned_models, table_of
 from megarl.planner.search import with_field_values
 from megarl.platform.cuda_extensions import runs_on_cpu
 from megarl.platform.memory.host_memory import machine_bytes
 from megarl.sandbox.check import examine
 from megarl.sandbox.layers import LAYERS
-from megarl.types import DataError
 
 _TRANSFORMERS_LATENT_EPSILON = 1e-6
 
@@ -98,16 +96,12 @@ def slower_layout(recipe: Recipe) -> Iterator[str]:
     )
     split_sizes = {name: size for name, size in sizes_of_recipe.items() if size > 1}
     unsplit = with_field_values(recipe, dict.fromkeys(split_sizes, 1))
-    if not split_sizes or any(sizes.ranks(unsplit)):
+    if not split_sizes or (models := planned_models(unsplit)) is None:
         return
-    parallel = sizes.parallel_of(unsplit)
-    try:
-        models = models_of(unsplit, parallel)
-    except DataError:
-        return  # The checks of the model folder report it.
     # Experts are measured in no layout but their own.
-    if models.policy.shape.num_experts or any(model_sizes.model_fit(unsplit, models.policy.shape)):
+    if models.policy.shape.num_experts:
         return
+    parallel = models.policy.parallel
     if (
         memory_table(unsplit, models, CPU).host_bytes(
             num_trainers=parallel.world_size, num_engines=parallel.rollout_ranks
