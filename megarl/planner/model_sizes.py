@@ -13,7 +13,7 @@ from megarl.config.parallel import FP8_BLOCK
 from megarl.families.parts import Latent
 from megarl.families.registry import FAMILIES
 from megarl.families.shape import ModelShape
-from megarl.planner.sizes import divisors
+from megarl.planner.sizes import divisors, has_whole_experts
 from megarl.platform import transformer_engine
 from megarl.platform.cuda_extensions import runs_on_cpu
 
@@ -27,16 +27,15 @@ and its own layers cannot."""
 
 def model_fit(recipe: Recipe, shape: ModelShape, *, is_sampled: bool = True) -> Iterator[str]:
     trainer, rollout = recipe.trainer, recipe.rollout
-    whole_experts = bool(rollout.vllm.get("enable_expert_parallel", False))
     # Megatron-Core pads the vocabulary to a multiple of its tp. vLLM pads it to a fixed multiple for any tp.
     vocabulary = -(-shape.vocab_size // _ENGINE_VOCABULARY_MULTIPLE) * _ENGINE_VOCABULARY_MULTIPLE
     splits = {"trainer.tp": (trainer.tp, True, 0)}
     if is_sampled:
-        splits["rollout.tp"] = rollout.tp, whole_experts, vocabulary
-    for field, (tp, has_whole_experts, rows) in splits.items():
-        if misfits := _tp_misfits(shape, tp, has_whole_experts, vocabulary=rows):
+        splits["rollout.tp"] = rollout.tp, has_whole_experts(recipe), vocabulary
+    for field, (tp, whole_experts, rows) in splits.items():
+        if misfits := _tp_misfits(shape, tp, whole_experts, vocabulary=rows):
             sizes = range(1, shape.num_heads + 1)
-            fitting = [size for size in sizes if not _tp_misfits(shape, size, has_whole_experts, vocabulary=rows)]
+            fitting = [size for size in sizes if not _tp_misfits(shape, size, whole_experts, vocabulary=rows)]
             yield f"{field} = {tp}: does not divide the model's {', '.join(misfits)}; use {either(fitting)}"
     if trainer.pp * trainer.vpp > shape.num_layers:
         yield (

@@ -14,6 +14,8 @@ from megarl.config.parallel import ParallelConfig
 from megarl.config.sections.cluster import NodeGroup
 from megarl.families.shape import ModelShape
 
+WHOLE_EXPERTS = "enable_expert_parallel"
+"""vLLM's name of the choice that an engine rank has whole experts."""
 _LOWEST_TEMPERATURE = 0.01
 """Lowest sampling temperature above 0. vLLM 0.30 replaces a lower one by this value, with a warning."""
 
@@ -29,10 +31,15 @@ def parallel_of(recipe: Recipe) -> ParallelConfig:
         etp=trainer.etp,
         dp=max(recipe.trainer_ranks // (trainer.tp * trainer.pp * trainer.cp), 1),
         rollout_tp=recipe.rollout.tp,
-        rollout_ep=bool(recipe.rollout.vllm.get("enable_expert_parallel", False)),
+        rollout_ep=has_whole_experts(recipe),
         rollout_ranks=recipe.separate_ranks,
         order=trainer.rank_order,
     )
+
+
+def has_whole_experts(recipe: Recipe) -> bool:
+    """Return whether the recipe chooses whole experts on each engine rank."""
+    return bool(recipe.rollout.vllm.get(WHOLE_EXPERTS, False))
 
 
 def row_multiple(recipe: Recipe) -> int:
@@ -203,8 +210,9 @@ def lengths(recipe: Recipe) -> Iterator[str]:
             )
 
 
-def divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0]
+def divisors(number: int, *, limit: int | None = None) -> list[int]:
+    """Return the divisors of a number, up to a limit."""
+    return [size for size in range(1, min(number, limit or number) + 1) if number % size == 0]
 
 
 def _around(value: int, *, multiple: int) -> str:

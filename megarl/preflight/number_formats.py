@@ -9,6 +9,7 @@ from megarl.config.formulas import either
 from megarl.families.registry import FAMILIES
 from megarl.families.shape import ModelShape
 from megarl.planner.gpus_of_run import uses_this_machine
+from megarl.planner.sizes import has_whole_experts
 from megarl.platform import transformer_engine
 from megarl.platform.chosen_device import device_fault
 from megarl.platform.cuda_extensions import runs_on_cpu
@@ -124,7 +125,7 @@ def _groups(recipe: Recipe, shape: ModelShape, field: str) -> Iterator[str]:
         inputs["intermediate_size"] = (shape.intermediate_size, tp)
     if router is not None:
         # With expert parallelism, each rank has whole experts.
-        parts = 1 if recipe.rollout.vllm.get("enable_expert_parallel") else tp
+        parts = 1 if has_whole_experts(recipe) else tp
         inputs["moe_intermediate_size"] = (router.moe_intermediate_size, parts)
         if router.shared_intermediate_size:
             inputs["shared_expert_intermediate_size"] = (router.shared_intermediate_size, tp)

@@ -13,6 +13,7 @@ from megarl.config import Recipe
 from megarl.families.shape import ModelShape
 from megarl.planner import model_sizes, sizes
 from megarl.planner.search import with_field_values
+from megarl.planner.sizes import WHOLE_EXPERTS, divisors, has_whole_experts
 
 _MOST_CP = 16
 """Greatest context-parallel size. Chunks of longer splits are too short for attention kernels."""
@@ -101,7 +102,7 @@ class Candidates:
         engine_sizes = []
         ranks = placed.separate_ranks or placed.cluster.world_size
         has_whole = has_whole_experts(placed)
-        for tp, ep in product(_divisors(ranks, limit=self.shape.num_heads), (has_whole, not has_whole)):
+        for tp, ep in product(divisors(ranks, limit=self.shape.num_heads), (has_whole, not has_whole)):
             # Whole experts take as long as split ones in the cost model, so the recipe's choice stays where it may.
             if ep != has_whole and (
                 tp == 1 or not self.shape.num_experts or EngineSizes(tp, has_whole) in engine_sizes
@@ -119,15 +120,15 @@ class Candidates:
         world, node = placed.trainer_ranks, placed.cluster.ranks_per_node
         with_small_engines = with_field_values(placed, {"rollout.tp": 1} if not placed.separate_ranks else {})
         dense = product(
-            _divisors(world, limit=min(node, self.shape.num_heads)),
-            _divisors(world, limit=self.shape.num_layers),
-            _divisors(world, limit=_MOST_CP),
+            divisors(world, limit=min(node, self.shape.num_heads)),
+            divisors(world, limit=self.shape.num_layers),
+            divisors(world, limit=_MOST_CP),
             _VPP,
         )
         experts = [(1, 1)]
         if self.shape.num_experts:
-            expert_splits = _divisors(self.shape.moe_intermediate_size, limit=node)
-            experts = [*product(_divisors(self.shape.num_experts), expert_splits)]
+            expert_splits = divisors(self.shape.moe_intermediate_size, limit=node)
+            experts = [*product(divisors(self.shape.num_experts), expert_splits)]
         for tp, pp, cp, vpp in dense:
             if world % (tp * pp * cp):
                 self.refused["trainer.tp * trainer.pp * trainer.cp does not divide the ranks"] += len(experts)
@@ -189,15 +190,6 @@ def _batches(recipe: Recipe) -> Iterator[str]:
     return sizes.batches(recipe, sizes.parallel_of(recipe).dp)
 
 
-WHOLE_EXPERTS = "enable_expert_parallel"
-"""vLLM's name of the choice that an engine rank has whole experts."""
-
-
-def has_whole_experts(recipe: Recipe) -> bool:
-    """Return whether the recipe chooses whole experts on each engine rank."""
-    return bool(recipe.rollout.vllm.get(WHOLE_EXPERTS, False))
-
-
 def vllm_with(recipe: Recipe, ep: bool) -> dict[str, Any]:
     """Return `rollout.vllm` with this choice of whole experts, and everything else as in the recipe."""
     if has_whole_experts(recipe) == ep:
@@ -209,7 +201,3 @@ def vllm_with(recipe: Recipe, ep: bool) -> dict[str, Any]:
 def reason_of(fault: str) -> str:
     """Return a fault without its remedy, with N in place of each number, so that equal reasons can be counted."""
     return re.sub(r"\d+(?:[,.]\d+)*", "N", fault.partition(";")[0])
-
-
-def _divisors(number: int, *, limit: int | None = None) -> list[int]:
-    return [size for size in range(1, min(number, limit or number) + 1) if number % size == 0]

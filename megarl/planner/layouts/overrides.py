@@ -11,8 +11,9 @@ from megarl.config.effects import unmet
 from megarl.config.idle import given_fields
 from megarl.config.reading.override_text import short_override
 from megarl.config.schema import all_fields, value_at
-from megarl.planner.layouts.candidates import WHOLE_EXPERTS, Placement, has_whole_experts
+from megarl.planner.layouts.candidates import Placement
 from megarl.planner.search import with_field_values
+from megarl.planner.sizes import WHOLE_EXPERTS, has_whole_experts
 
 _CORRECTION = "algorithm.importance_sampling"
 _PLANNED = ("rollout.kv_cache_gib", "trainer.offload", "trainer.recompute")
