@@ -15,12 +15,13 @@ from megarl.planner.layouts.candidates import EngineSizes, Placement
 from megarl.planner.memory.engine_bytes import cache_block_bytes
 from megarl.planner.memory.models import Models
 from megarl.planner.memory.rank_memory import ITEM_BYTES
+from megarl.planner.savings import Recomputation
 from megarl.planner.seconds.constants import FITTED
 from megarl.planner.seconds.gpus import GpuSpeeds
 from megarl.planner.seconds.lengths import Lengths
 from megarl.planner.seconds.rollout import EngineLayout, RolloutCost, RolloutSeconds
 from megarl.planner.seconds.step import Workload, reshard_seconds
-from megarl.planner.seconds.trainer import Layouts, TrainerCost
+from megarl.planner.seconds.trainer import Layouts, Parts, Recomputed, TrainerCost
 from megarl.planner.seconds.work import model_work
 
 _FLOAT32 = 4
@@ -96,6 +97,45 @@ class LayoutCosts:
             item_bytes=self._item_bytes,
             host_share=self.recipe.trainer.optimizer_offload_fraction,
         )
+
+    def update(
+        self,
+        layouts: Layouts,
+        recomputations: Sequence[Recomputation],
+        *,
+        row_tokens: NDArray[np.float64],
+        keeps_logits: bool,
+    ) -> Parts:
+        """Return the seconds of all updates of a step by cause, each [layouts].
+
+        `recomputations` has one for each layout. `row_tokens` [layouts] is the capacity of an update's rows.
+        """
+        recomputed = Recomputed(
+            attention=np.array([recomputation.attention_share for recomputation in recomputations]),
+            feed_forward=np.array([recomputation.feed_forward_share for recomputation in recomputations]),
+        )
+        return self.trainer_cost.update(
+            layouts,
+            recomputed,
+            tokens=self.load.tokens,
+            updates=self.load.updates,
+            row_tokens=row_tokens,
+            keeps_logits=keeps_logits,
+        )
+
+    def scoring_seconds(self, layouts: Layouts, *, row_tokens: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the seconds of a step's passes without gradients [layouts]: log-probs, and rewards of a model.
+
+        `row_tokens` [layouts] is the capacity of the rows of these passes.
+        """
+        tokens = self.load.tokens
+        scoring = self.trainer_cost.scoring(layouts, tokens=tokens, row_tokens=row_tokens)
+        seconds = scoring.seconds * self.load.scoring_passes
+        if (reward_model := self.models.frozen.get("reward_model")) is not None:
+            # It scores every sample once.
+            scored = self.cost_of(reward_model.shape).scoring(layouts, tokens=tokens, row_tokens=row_tokens)
+            seconds = seconds + scored.seconds
+        return seconds
 
     @cached_property
     def rollout_cost(self) -> RolloutCost:

@@ -13,7 +13,7 @@ from megarl.planner.layouts.search import search_of
 from megarl.planner.savings import Recomputation
 from megarl.planner.seconds.lengths import assumed_lengths
 from megarl.planner.seconds.step import StepSeconds
-from megarl.planner.seconds.trainer import Layouts, Recomputed
+from megarl.planner.seconds.trainer import Layouts
 from megarl.types import ConfigError
 
 
@@ -30,28 +30,16 @@ def recipe_seconds(recipe: Recipe) -> StepSeconds | None:
         costs = search_of(recipe, lengths).costs
     except ConfigError:
         return None
-    trainer, load, parallel = recipe.trainer, costs.load, sizes.parallel_of(recipe)
+    trainer, parallel = recipe.trainer, sizes.parallel_of(recipe)
     layouts = Layouts.of({axis: getattr(parallel, axis) for axis in ("tp", "pp", "cp", "vpp", "ep", "etp", "dp")})
-    recomputation = Recomputation(trainer.recompute, trainer.recompute_modules)
-    update = costs.trainer_cost.update(
+    update = costs.update(
         layouts,
-        Recomputed(
-            attention=np.array([recomputation.attention_share]),
-            feed_forward=np.array([recomputation.feed_forward_share]),
-        ),
-        tokens=load.tokens,
-        updates=load.updates,
+        [Recomputation(trainer.recompute, trainer.recompute_modules)],
         row_tokens=np.array([float(trainer.max_tokens_per_microbatch)]),
         keeps_logits=bool(trainer.keep_logits),
     )
     forward_tokens = trainer.max_tokens_per_forward or trainer.max_tokens_per_microbatch
-    row_tokens = np.array([float(forward_tokens)])
-    scoring = costs.trainer_cost.scoring(layouts, tokens=load.tokens, row_tokens=row_tokens)
-    logprobs = float(scoring.seconds[0]) * load.scoring_passes
-    if (reward_model := costs.models.frozen.get("reward_model")) is not None:
-        # It scores every sample once.
-        scored = costs.cost_of(reward_model.shape).scoring(layouts, tokens=load.tokens, row_tokens=row_tokens)
-        logprobs += float(scored.seconds[0])
+    logprobs = costs.scoring_seconds(layouts, row_tokens=np.array([float(forward_tokens)]))
     placement = Placement(ranks=recipe.separate_ranks, staleness=costs.staleness if recipe.separate_ranks else 0)
     engine = EngineSizes(parallel.rollout_tp, parallel.rollout_ep)
     # Under gpu_memory_utilization vLLM sizes the cache, so a cache for all requests is assumed.
@@ -60,7 +48,7 @@ def recipe_seconds(recipe: Recipe) -> StepSeconds | None:
     offload = costs.waiting_seconds(layouts) + costs.offload_seconds(costs.rank_state_bytes(layouts), trainer.offload)
     return StepSeconds(
         rollout=costs.rollout(placement, engine, cache).seconds,
-        logprobs=logprobs,
+        logprobs=float(logprobs[0]),
         train=float(update.seconds[0]),
         reshard=costs.reshard_seconds(placement, engine),
         offload=float(offload[0]),

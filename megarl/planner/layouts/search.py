@@ -39,7 +39,7 @@ from megarl.planner.search import search, with_field_values
 from megarl.planner.seconds.gpus import GPUS
 from megarl.planner.seconds.lengths import Lengths
 from megarl.planner.seconds.step import StepSeconds
-from megarl.planner.seconds.trainer import Layouts, Recomputed
+from megarl.planner.seconds.trainer import Layouts
 from megarl.planner.seconds.work import model_work
 from megarl.types import ConfigError
 
@@ -125,29 +125,14 @@ class LayoutSearch:
         rows = [row for row, fit in zip(rows, fits, strict=True) if fit]
         layouts, states = layouts.select(fits), states[fits]
         state_bytes = {state: num_bytes[fits] for state, num_bytes in state_bytes.items()}
-        recomputed = Recomputed(
-            attention=np.array([row.recomputation.attention_share for row in rows]),
-            feed_forward=np.array([row.recomputation.feed_forward_share for row in rows]),
-        )
         row_tokens = np.array([float(row.row_tokens) for row in rows])
-        load, cost = self.costs.load, self.costs.trainer_cost
         update, without_logits = (
-            cost.update(
-                layouts,
-                recomputed,
-                tokens=load.tokens,
-                updates=load.updates,
-                row_tokens=row_tokens,
-                keeps_logits=keeps_logits,
+            self.costs.update(
+                layouts, [row.recomputation for row in rows], row_tokens=row_tokens, keeps_logits=keeps_logits
             )
             for keeps_logits in (True, False)
         )
-        scoring = cost.scoring(layouts, tokens=load.tokens, row_tokens=row_tokens)
-        logprobs = scoring.seconds * load.scoring_passes
-        if (reward_model := self.models.frozen.get("reward_model")) is not None:
-            # It scores every sample once.
-            scored = self.costs.cost_of(reward_model.shape).scoring(layouts, tokens=load.tokens, row_tokens=row_tokens)
-            logprobs = logprobs + scored.seconds
+        logprobs = self.costs.scoring_seconds(layouts, row_tokens=row_tokens)
         offloaded = offloads(placed)
         waiting = self.costs.waiting_seconds(layouts)
         offload = np.stack([waiting + self.costs.offload_seconds(state_bytes, states) for states in offloaded], axis=1)
