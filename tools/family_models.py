@@ -368,7 +368,7 @@ def oracle_gradient(folder: Path, work: Path, head: np.ndarray | None = None) ->
     return {name: value for name, value in saved.items() if name not in float32_tensors(read_model_shape(folder))}
 
 
-def apart(first: list[np.ndarray], second: list[np.ndarray], without: np.ndarray | None = None) -> float:
+def largest_distance(first: list[np.ndarray], second: list[np.ndarray], without: np.ndarray | None = None) -> float:
     """Return the largest distance of log-probs; the first of each sequence does not count.
 
     Log-probs computed at the tokens `without`, bool [tokens of all sequences], do not count either.

@@ -98,15 +98,17 @@ def moves_to_fit(recipe: Recipe, judge: MemoryJudge) -> tuple[Move, ...]:
 
 def _more_offloads(recipe: Recipe) -> list[dict[str, Any]]:
     present = set(recipe.trainer.offload)
-    more = (in_written_order({*present, *states}) for states in offloads(recipe) if not set(states) <= present)
-    return [{"trainer.offload": states} for states in dict.fromkeys(more)]
+    larger_offloads = (
+        in_written_order({*present, *states}) for states in offloads(recipe) if not set(states) <= present
+    )
+    return [{"trainer.offload": states} for states in dict.fromkeys(larger_offloads)]
 
 
 def _more_modules(recipe: Recipe, shape: ModelShape) -> list[dict[str, Any]]:
     trainer = recipe.trainer
     module = "mlp" if not shape.num_experts else "moe_act" if trainer.router_replay else "moe"
-    more = (*trainer.recompute_modules, module)
-    return [] if module in trainer.recompute_modules else [{"trainer.recompute_modules": more}]
+    modules = (*trainer.recompute_modules, module)
+    return [] if module in trainer.recompute_modules else [{"trainer.recompute_modules": modules}]
 
 
 def _largest_cache(recipe: Recipe, judge: MemoryJudge) -> float | None:

@@ -1,4 +1,4 @@
-"""The one search over changed recipes: remedies, defaults, cache sizes and layouts are searches by it.
+"""The search over changed recipes. Remedies, defaults, cache sizes and layouts are searches by it.
 
 A `Move` is a row of a table: a recipe field, its alternatives, their cost, and the row's condition. `list_choices`
 combines moves. `search` judges the choices and returns the best ones by their score.

@@ -79,7 +79,7 @@ def ranks(recipe: Recipe) -> Iterator[str]:
         sizes = ", ".join(f"trainer.{axis} = {getattr(trainer, axis)}" for axis in axes)
         yield (
             f"{sizes}: {product} = {model_ranks} does not divide {ranks}; "
-            f"make {product} {either(divisors(world))}, or have {_around(world, multiple=model_ranks)} ranks"
+            f"make {product} {either(divisors(world))}, or have {_nearest_multiples(world, multiple=model_ranks)} ranks"
         )
     elif trainer.dp is not None and trainer.dp != world // model_ranks:
         yield (
@@ -98,7 +98,7 @@ def ranks(recipe: Recipe) -> Iterator[str]:
     if not recipe.separate_ranks and world % recipe.rollout.tp:
         yield (
             f"rollout.tp = {recipe.rollout.tp}: does not divide {ranks}; "
-            f"use {either(divisors(world))}, or have {_around(world, multiple=recipe.rollout.tp)} ranks"
+            f"use {either(divisors(world))}, or have {_nearest_multiples(world, multiple=recipe.rollout.tp)} ranks"
         )
     if trainer.sequence_parallel and trainer.tp == 1:
         yield "trainer.sequence_parallel = True: needs trainer.tp > 1, which is 1; leave it out or raise trainer.tp"
@@ -156,7 +156,7 @@ def batches(recipe: Recipe, dp: int) -> Iterator[str]:
         yield (
             f"train.prompts_per_step = {train.prompts_per_step}: {remainder_text} not divide by "
             f"{f'train.updates_per_step {updates} * ' if is_sampled else ''}the data-parallel size {dp} (trainer.dp); "
-            f"use {_around(train.prompts_per_step, multiple=parts // math.gcd(parts, samples))}"
+            f"use {_nearest_multiples(train.prompts_per_step, multiple=parts // math.gcd(parts, samples))}"
         )
     critic = recipe.critic.updates_per_step if recipe.has_critic else 1
     # Checked only if the policy's batch divides: otherwise the fault above changes these numbers anyway.
@@ -215,7 +215,7 @@ def divisors(number: int, *, limit: int | None = None) -> list[int]:
     return [size for size in range(1, min(number, limit or number) + 1) if number % size == 0]
 
 
-def _around(value: int, *, multiple: int) -> str:
+def _nearest_multiples(value: int, *, multiple: int) -> str:
     """Return the nearest multiples below and above a value, in words: `28 or 32`."""
     lower = value // multiple * multiple
     return either([size for size in (lower, lower + multiple) if size > 0])

@@ -1,4 +1,4 @@
-"""The one search over changed recipes: what it judges, what it skips, when it ends, and the values that it finds."""
+"""The search over changed recipes judges and skips the right choices, ends in time, and finds fitted values."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class MeasuredRun(Run):
         self.on_step(number)
 
 
-def measured(run: Run, samples: GpuSamples, **fields: Any) -> MeasuredRun:
+def with_measurements(run: Run, samples: GpuSamples, **fields: Any) -> MeasuredRun:
     """Return a run whose steps are measured."""
     parts = {field.name: getattr(run, field.name) for field in dataclasses.fields(Run)}
     return MeasuredRun(**parts, samples_of_gpu=samples, **fields)
@@ -93,7 +93,7 @@ async def train(run: Run, gemm_width: int) -> None:
     from megarl.loops import rl
 
     with GpuSamples() as samples:
-        await rl.train(measured(run, samples, gemm_width=gemm_width))
+        await rl.train(with_measurements(run, samples, gemm_width=gemm_width))
 
 
 async def train_by_plan(
@@ -107,7 +107,7 @@ async def train_by_plan(
     from megarl.loops import rl
 
     with GpuSamples() as samples:
-        await rl.train(measured(run, samples, gemm_width=gemm_width, plan=plan, on_step=on_step))
+        await rl.train(with_measurements(run, samples, gemm_width=gemm_width, plan=plan, on_step=on_step))
         await then(run)
     raise StoppedError("all that was to be measured is measured")
 

@@ -48,9 +48,9 @@ from tests.rank_pool import RankPool
 from tests.training import invariance
 from tools.family_models import (
     ONE_RANK,
-    apart,
     engine_logprobs,
     gradient,
+    largest_distance,
     logprobs,
     oracle,
     oracle_gradient,
@@ -176,19 +176,19 @@ Found = Iterator[dict[str, Any]]
 def prove_logprobs(name: str, folder: Path, pool: RankPool, work: Path) -> Found:
     exact, experts = oracle(folder, "float32")
     trained = reported(pool.run(logprobs, str(folder), ONE_RANK, "float32", True, world_size=1))
-    yield limited("log-probs", apart(trained, exact), LOGPROB_LIMIT)
+    yield limit_row("log-probs", largest_distance(trained, exact), LOGPROB_LIMIT)
     oracle_rounded, oracle_experts = oracle(folder, "bfloat16")
     oracle_flips = flips(oracle_experts, experts)
     if FAMILIES[name].has_experts:
         [(_, own_experts)] = pool.run(routed_logprobs, str(folder), "bfloat16", None, world_size=1)
         [(rounded, _)] = pool.run(routed_logprobs, str(folder), "bfloat16", experts, world_size=1)
         num_flips = int(flips(own_experts, experts).sum())
-        yield limited("log-probs, flips", num_flips, 2 * int(oracle_flips.sum()) + SPARE_FLIPS)
+        yield limit_row("log-probs, flips", num_flips, 2 * int(oracle_flips.sum()) + SPARE_FLIPS)
     else:
         rounded = reported(pool.run(logprobs, str(folder), ONE_RANK, "bfloat16", True, world_size=1))
-    allowed = apart(oracle_rounded, exact, without=oracle_flips)
+    allowed = largest_distance(oracle_rounded, exact, without=oracle_flips)
     # Rounding is random: half as much again is not another model.
-    yield limited("log-probs, bfloat16", apart(rounded, exact), 1.5 * allowed)
+    yield limit_row("log-probs, bfloat16", largest_distance(rounded, exact), 1.5 * allowed)
 
 
 YARN = {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 52}
@@ -225,9 +225,9 @@ def rotary_row(folder: Path, pool: RankPool) -> dict[str, Any]:
     try:
         read_model_shape(folder)
     except DataError as error:
-        return refused("rotary", str(error).partition("config.json: ")[2])
+        return refusal_row("rotary", str(error).partition("config.json: ")[2])
     trained = reported(pool.run(logprobs, str(folder), ONE_RANK, "float32", True, world_size=1))
-    row = limited("rotary", apart(trained, oracle(folder, "float32")[0]), ROTARY_LIMIT)
+    row = limit_row("rotary", largest_distance(trained, oracle(folder, "float32")[0]), ROTARY_LIMIT)
     del row["layout"]
     return row
 
@@ -260,20 +260,22 @@ def gradient_row(proof: str, gradient: Mapping[str, np.ndarray], expected: Mappi
     # Both are scaled to norm 1: the trainer's is clipped.
     scale = np.sqrt(sum(np.square(value, dtype=np.float64).sum() for value in gradient.values()))
     distance = np.sqrt(sum(np.square(expected[key] / norm - gradient[key] / scale).sum() for key in gradient))
-    return limited(proof, float(distance), GRADIENT_LIMIT) | {"tensors": len(gradient)}
+    return limit_row(proof, float(distance), GRADIENT_LIMIT) | {"tensors": len(gradient)}
 
 
 def prove_engine(name: str, folder: Path, pool: RankPool, work: Path) -> Found:
     trained = reported(pool.run(logprobs, str(folder), ONE_RANK, "float32", True, world_size=1))
     [sampled] = pool.run(engine_logprobs, str(folder), world_size=1)
-    yield limited("engine", apart(trained, sampled), FAMILIES[name].engine_limit)
+    yield limit_row("engine", largest_distance(trained, sampled), FAMILIES[name].engine_limit)
 
 
 def prove_packing(name: str, folder: Path, pool: RankPool, work: Path) -> Found:
     alone = reported(pool.run(logprobs, str(folder), ONE_RANK, "float32", False, world_size=1))
     for parallel in (ONE_RANK, ParallelConfig(tp=1, pp=1, dp=1, cp=2, rollout_tp=1)):
         results = pool.run(logprobs, str(folder), parallel, "float32", True, world_size=parallel.world_size)
-        yield limited("packing", apart(reported(results), alone), PACKING_LIMIT) | {"layout": str(parallel)}
+        yield limit_row("packing", largest_distance(reported(results), alone), PACKING_LIMIT) | {
+            "layout": str(parallel)
+        }
 
 
 def prove_conversion(name: str, folder: Path, pool: RankPool, work: Path) -> Found:
@@ -291,7 +293,7 @@ def prove_conversion(name: str, folder: Path, pool: RankPool, work: Path) -> Fou
     differing = sum(
         k not in converted or v.dtype != converted[k].dtype or not v.equal(converted[k]) for k, v in source.items()
     )
-    yield limited("conversion", differing + len(converted.keys() - source.keys()), 0) | {"tensors": len(source)}
+    yield limit_row("conversion", differing + len(converted.keys() - source.keys()), 0) | {"tensors": len(source)}
 
 
 def prove_reshard(name: str, folder: Path, pool: RankPool, work: Path) -> Found:
@@ -316,7 +318,7 @@ def live_weights(
             train_reshard_and_compare, recipe_of(parallel), parallel, exported, 3, timeout_seconds=900,
             world_size=parallel.world_size,
         )  # fmt: skip
-        yield limited(proof, sum(map(len, results)), 0) | {"layout": str(parallel)}
+        yield limit_row(proof, sum(map(len, results)), 0) | {"layout": str(parallel)}
 
 
 def prove_layouts(name: str, folder: Path, pool: RankPool, work: Path) -> Found:
@@ -341,7 +343,7 @@ def alike(
 
 def prove_drafts(name: str, folder: Path, pool: RankPool, work: Path) -> Found:
     if name not in WITH_MTP:
-        yield refused("drafts", "the family has no MTP layer")
+        yield refusal_row("drafts", "the family has no MTP layer")
         return
     from tests.distributed.test_reshard import drafting_recipe_of
     from tests.engine.test_mtp_drafts import sampled
@@ -361,7 +363,7 @@ def prove_drafts(name: str, folder: Path, pool: RankPool, work: Path) -> Found:
     yield gradient_row("drafts, gradient", {key: gradients[key] for key in expected}, expected)
     both = [{**invariance.join([result["weights"]]), **_rows(result["logprobs"])} for result in (alone, together)]
     differing = sum(not np.array_equal(value, both[1][key]) for key, value in both[0].items())
-    yield limited("drafts, policy", differing, 0) | {"tensors": len(both[0])}
+    yield limit_row("drafts, policy", differing, 0) | {"tensors": len(both[0])}
     for row in prove_conversion(name, with_mtp, pool, work):
         yield row | {"proof": "drafts, conversion"}
     layouts = (ONE_RANK, ParallelConfig(tp=2, pp=1, dp=1, rollout_tp=1), ParallelConfig(tp=1, pp=2, dp=1, rollout_tp=2))
@@ -372,9 +374,9 @@ def prove_drafts(name: str, folder: Path, pool: RankPool, work: Path) -> Found:
         plain = runs["plain"]["whole"]["whole"]
         for run in ("whole", "fed"):
             drafted = runs["drafts"][run][run]
-            yield limited("drafts, tokens", int((drafted.token_ids != plain.token_ids).sum()), 0) | layout
+            yield limit_row("drafts, tokens", int((drafted.token_ids != plain.token_ids).sum()), 0) | layout
             distance = float(np.abs(drafted.rollout_logprobs - plain.rollout_logprobs).max())
-            yield limited("drafts, log-probs", distance, DRAFTS_LIMIT) | layout
+            yield limit_row("drafts, log-probs", distance, DRAFTS_LIMIT) | layout
 
 
 def _rows(logprobs: list[np.ndarray]) -> dict[str, np.ndarray]:
@@ -424,11 +426,11 @@ def _warm_up_and_reinforce(name: str, work: Path) -> None:
 
 def prove_replay(name: str, folder: Path, pool: RankPool, work: Path) -> Found:
     if not FAMILIES[name].has_experts:
-        yield refused("replay", "the family has no experts")
+        yield refusal_row("replay", "the family has no experts")
         return
     [(sampled, experts)] = pool.run(sample, str(folder), world_size=1)
     [(_, recorded)] = pool.run(replay, str(folder), ONE_RANK, sampled, None, world_size=1)
-    yield limited("replay, choices", differing_choices(sampled, experts, recorded), 0)
+    yield limit_row("replay, choices", differing_choices(sampled, experts, recorded), 0)
     # Other experts for every token, so that a trainer that ignores them is found out.
     changed_experts = [(choices + 1) % num_experts_of(folder) for choices in experts]
     results, moved = [], []
@@ -444,10 +446,10 @@ def prove_replay(name: str, folder: Path, pool: RankPool, work: Path) -> Found:
             np.abs(rank_logprobs - sequence.rollout_logprobs)[sequence.loss_mask].max()
             for rank_logprobs, sequence in zip(replayed, sampled, strict=True)
         )
-        yield limited("replay", float(distance), LOGPROB_LIMIT) | {"layout": str(parallel)}
+        yield limit_row("replay", float(distance), LOGPROB_LIMIT) | {"layout": str(parallel)}
         results.append(changed)
-        moved.append(apart(replayed, changed))
-    row = limited("replay, others", apart(*results), LOGPROB_LIMIT) | {"layout": str(SPLIT[True])}
+        moved.append(largest_distance(replayed, changed))
+    row = limit_row("replay, others", largest_distance(*results), LOGPROB_LIMIT) | {"layout": str(SPLIT[True])}
     yield row | {"met": row["met"] and min(moved) >= LEAST_CHANGE}
 
 
@@ -480,7 +482,7 @@ def prove_critic(name: str, folder: Path, pool: RankPool, work: Path) -> Found:
     try:
         shape = read_model_shape(folder).with_value_head()
     except DataError as error:
-        yield refused("critic", str(error))
+        yield refusal_row("critic", str(error))
         return
     head = invariance.value_head(shape.hidden_size)
     exact = oracle_values(folder, head)
@@ -489,7 +491,9 @@ def prove_critic(name: str, folder: Path, pool: RankPool, work: Path) -> Found:
         out = work / f"critic {parallel.world_size}"
         ranks = pool.run(train_and_export, str(folder), parallel, str(out), True, world_size=parallel.world_size)
         values = reported([rank["before"] for rank in ranks])
-        yield limited("critic, values", apart(values, exact) / largest, LOGPROB_LIMIT) | {"layout": str(parallel)}
+        yield limit_row("critic, values", largest_distance(values, exact) / largest, LOGPROB_LIMIT) | {
+            "layout": str(parallel)
+        }
         if parallel is ONE_RANK:
             gradient = invariance.join([rank["gradient"] for rank in ranks])
             yield gradient_row("critic, gradient", gradient, oracle_gradient(folder, work, head))
@@ -497,10 +501,10 @@ def prove_critic(name: str, folder: Path, pool: RankPool, work: Path) -> Found:
         [read] = pool.run(stored_parts, str(out), world_size=1)
         stored, loaded = invariance.join([rank["tensors"] for rank in ranks]), invariance.join([read])
         differing = len(stored.keys() ^ loaded.keys()) + sum(not np.array_equal(stored[k], loaded[k]) for k in stored)
-        yield limited("critic, export", differing, 0) | {"layout": str(parallel), "tensors": len(stored)}
+        yield limit_row("critic, export", differing, 0) | {"layout": str(parallel), "tensors": len(stored)}
         trained = reported([rank["after"] for rank in ranks])
-        distance = apart(trained, oracle_values(out)) / largest
-        yield limited("critic, export", distance, LOGPROB_LIMIT) | {"layout": "transformers"}
+        distance = largest_distance(trained, oracle_values(out)) / largest
+        yield limit_row("critic, export", distance, LOGPROB_LIMIT) | {"layout": "transformers"}
     split = ["pp2 ep2 dp2"] if FAMILIES[name].has_experts else ["tp2 pp2"]
     yield from alike("critic", name, folder, pool, split, "critic", "reward model")
 
@@ -521,7 +525,7 @@ def prove_lora(name: str, folder: Path, pool: RankPool, work: Path) -> Found:
     attention = {"targets": ["qkv_proj", "o_proj"]}
     lora: dict[str, Any] = {}
     for reason in adapters(lora_recipe(folder), shape):
-        yield refused("lora", str(reason))
+        yield refusal_row("lora", str(reason))
         lora = attention
     parallel = SPLIT[FAMILIES[name].has_experts]
     recipe = lora_recipe(folder, lora=lora)
@@ -530,7 +534,7 @@ def prove_lora(name: str, folder: Path, pool: RankPool, work: Path) -> Found:
     step = {key: (split["metrics"][0][key], alone["metrics"][0][key]) for key in ("train/loss", "train/grad_norm")}
     worst = max(abs(split_value - value) / abs(value) for split_value, value in step.values())
     largest = max(worst, float(distance(split["gradient"], alone["gradient"])))
-    row = limited("lora, step", largest, invariance.LOSS_LIMIT)
+    row = limit_row("lora, step", largest, invariance.LOSS_LIMIT)
     yield row | {"layout": str(parallel), "tensors": len(alone["adapters"])}
     has_peft = importlib.util.find_spec("peft") is not None
     # PEFT 0.21 loads adapters of experts without an error, but computes other log-probs (megarl.checkpoint.peft).
@@ -539,12 +543,12 @@ def prove_lora(name: str, folder: Path, pool: RankPool, work: Path) -> Found:
         updates, out = make_updates(recipe, shape.vocab_size), work / f"adapted {len(targets)}"
         ranks = pool.run(export, recipe, parallel, updates, out, world_size=parallel.world_size)
         merged = adapted_distance(out / "hf", None, updates[0], ranks)
-        yield limited("lora, merged", merged, LOGPROB_LIMIT) | {"layout": str(parallel)}
+        yield limit_row("lora, merged", merged, LOGPROB_LIMIT) | {"layout": str(parallel)}
         if has_peft and (targets or not FAMILIES[name].has_experts):
             by_peft = adapted_distance(folder, out / "adapter", updates[0], ranks)
-            yield limited("lora, PEFT", by_peft, LOGPROB_LIMIT) | {"layout": " ".join(recipe.lora.targets)}
+            yield limit_row("lora, PEFT", by_peft, LOGPROB_LIMIT) | {"layout": " ".join(recipe.lora.targets)}
     if not has_peft:
-        yield refused("lora, PEFT", "the package peft is not installed")
+        yield refusal_row("lora, PEFT", "the package peft is not installed")
 
 
 def adapted_distance(
@@ -572,19 +576,21 @@ def adapted_distance(
     by_number = {
         i: value for rows, row_logprobs, _ in ranks for i, value in by_sequence(trained, rows, row_logprobs).items()
     }
-    return apart([by_number[number] for number in range(len(trained))], oracle_logprobs(model, trained, torch.float64))
+    return largest_distance(
+        [by_number[number] for number in range(len(trained))], oracle_logprobs(model, trained, torch.float64)
+    )
 
 
 def prove_export(name: str, folder: Path, pool: RankPool, work: Path) -> Found:
     parallel = SPLIT[FAMILIES[name].has_experts]
     ranks = pool.run(train_and_export, str(folder), parallel, str(work / "hf"), False, world_size=parallel.world_size)
     before, after = (reported([rank[when] for rank in ranks]) for when in ("before", "after"))
-    row = limited("export, transformers", apart(after, oracle(work / "hf", "float32")[0]), LOGPROB_LIMIT)
-    yield row | {"layout": str(parallel), "met": row["met"] and apart(before, after) >= LEAST_CHANGE}
+    row = limit_row("export, transformers", largest_distance(after, oracle(work / "hf", "float32")[0]), LOGPROB_LIMIT)
+    yield row | {"layout": str(parallel), "met": row["met"] and largest_distance(before, after) >= LEAST_CHANGE}
     [sampled] = pool.run(engine_logprobs, str(work / "hf"), world_size=1)
-    yield limited("export, vLLM", apart(after, sampled), LOGPROB_LIMIT) | {"layout": str(parallel)}
+    yield limit_row("export, vLLM", largest_distance(after, sampled), LOGPROB_LIMIT) | {"layout": str(parallel)}
     differing = tensors_in(folder).keys() ^ tensors_in(work / "hf").keys()
-    yield limited("export, names", len(differing), 0) | {"layout": str(parallel)}
+    yield limit_row("export, names", len(differing), 0) | {"layout": str(parallel)}
 
 
 PROOFS: dict[str, Callable[[str, Path, RankPool, Path], Found]] = {
@@ -606,12 +612,12 @@ PROOFS: dict[str, Callable[[str, Path, RankPool, Path], Found]] = {
 }
 
 
-def limited(proof: str, difference: float, limit: float) -> dict[str, Any]:
+def limit_row(proof: str, difference: float, limit: float) -> dict[str, Any]:
     """Return a row of the table."""
     return {"proof": proof, "layout": "one rank", "found": difference, "limit": limit, "met": difference <= limit}
 
 
-def refused(proof: str, reason: str) -> dict[str, Any]:
+def refusal_row(proof: str, reason: str) -> dict[str, Any]:
     """Return a row of a proof that a family has no place for."""
     return {"proof": proof, "layout": f"refused: {reason}", "found": "-", "limit": "-"}
 

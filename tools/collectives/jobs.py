@@ -44,7 +44,7 @@ def _own_groups(groups: Sequence[Group]) -> _OwnGroups:
     return numbers_of_ranks
 
 
-def _moved_groups(own_groups: _OwnGroups, traced: int, rank: int) -> dict[int, int]:
+def _match_groups(own_groups: _OwnGroups, traced: int, rank: int) -> dict[int, int]:
     """Return the numbers of a rank's groups by the numbers of a traced rank's groups.
 
     Groups correspond if they have the same name, in the order of their creation.
@@ -75,12 +75,12 @@ def shared_job(
     ranks, missing = [], []
     for rank in range(parallel.world_size):
         source = rank if rank in programs else traced[part(parallel, rank)]
-        moved = {} if source == rank else _moved_groups(own_groups, source, rank)
-        if moved and not all(
-            groups[slot].ranks.index(source) == groups[moved[slot]].ranks.index(rank) for slot in named[source]
+        group_numbers = {} if source == rank else _match_groups(own_groups, source, rank)
+        if group_numbers and not all(
+            groups[slot].ranks.index(source) == groups[group_numbers[slot]].ranks.index(rank) for slot in named[source]
         ):
             missing.append(rank)
-        ranks.append(RankProgram(order[source], moved))
+        ranks.append(RankProgram(order[source], group_numbers))
     return Job(groups, [programs[rank] for rank in order], ranks), missing
 
 
@@ -92,8 +92,8 @@ def differing_ranks(parallel: ParallelConfig, groups: Sequence[Group], programs:
         source = first[part(parallel, rank)]
         if source == rank:
             continue
-        moved = _moved_groups(own_groups, source, rank)
-        translated = [_translate(call, moved) for call in programs[source].calls]
+        group_numbers = _match_groups(own_groups, source, rank)
+        translated = [_translate(call, group_numbers) for call in programs[source].calls]
         if translated != list(program.calls) or list(programs[source].steps) != list(program.steps):
             differing.append(rank)
     return differing

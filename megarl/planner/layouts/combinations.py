@@ -139,7 +139,7 @@ class LayoutChoice:
         }
 
 
-def in_order(groups: Sequence[Combinations]) -> Iterator[LayoutChoice]:
+def iterate_by_bound(groups: Sequence[Combinations]) -> Iterator[LayoutChoice]:
     """Yield the combinations of all groups by their bounds, smallest first, without those that cannot fit."""
     bounds = [group.bound.ravel() for group in groups]
     if not bounds:

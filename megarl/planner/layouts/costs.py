@@ -133,8 +133,8 @@ class LayoutCosts:
         seconds = scoring.seconds * self.load.scoring_passes
         if (reward_model := self.models.frozen.get("reward_model")) is not None:
             # It scores every sample once.
-            scored = self.cost_of(reward_model.shape).scoring(layouts, tokens=tokens, row_tokens=row_tokens)
-            seconds = seconds + scored.seconds
+            reward_pass = self.cost_of(reward_model.shape).scoring(layouts, tokens=tokens, row_tokens=row_tokens)
+            seconds = seconds + reward_pass.seconds
         return seconds
 
     @cached_property
@@ -165,11 +165,11 @@ class LayoutCosts:
         self, state_bytes: Mapping[str, NDArray[np.float64]], states: Sequence[str]
     ) -> NDArray[np.float64]:
         """Return the seconds for moving states to host memory and back [layouts]. Gradients are dropped, not moved."""
-        moved = np.zeros_like(state_bytes["weights"])
+        moved_bytes = np.zeros_like(state_bytes["weights"])
         for state, key in (("optimizer", "optimizer"), ("parameters", "weights")):
             if state in states:
-                moved = moved + state_bytes[key]
-        return 2 * moved / self.speeds.pcie
+                moved_bytes = moved_bytes + state_bytes[key]
+        return 2 * moved_bytes / self.speeds.pcie
 
     def waiting_seconds(self, layouts: Layouts) -> NDArray[np.float64]:
         """Return the seconds for copying the weights of models that only score from host memory, once [layouts]."""
@@ -202,18 +202,18 @@ class LayoutCosts:
             cache_tokens=cache_tokens,
         )
         load, cost = self.load, self.rollout_cost
-        sampled = load.num_samples * self.recipe.algorithm.oversampling
+        num_sampled = load.num_samples * self.recipe.algorithm.oversampling
         if placement.ranks and placement.staleness:
             # Engines ahead of the trainer start as many groups as it trains, so algorithm.oversampling has no effect.
-            sampled = load.num_samples
+            num_sampled = load.num_samples
             return cost.steady_seconds(
                 engines,
                 load.lengths,
-                num_samples=sampled,
+                num_samples=num_sampled,
                 samples_per_prompt=load.samples_per_prompt,
                 staleness=placement.staleness,
             )
-        return cost.rollout(engines, load.lengths, num_samples=sampled, samples_per_prompt=load.samples_per_prompt)
+        return cost.rollout(engines, load.lengths, num_samples=num_sampled, samples_per_prompt=load.samples_per_prompt)
 
     def token_bytes(self, engine: EngineSizes) -> int:
         """Return the bytes of a token in an engine rank's KV cache."""

@@ -25,7 +25,7 @@ from megarl.planner.defaults import KEEP_LOGITS, can_keep_logits
 from megarl.planner.gpus_of_run import NAME_THE_GPU, gpu_kind, gpu_memory
 from megarl.planner.judge import MemoryJudge
 from megarl.planner.layouts.candidates import Candidates, EngineSizes, Placement, reason_of
-from megarl.planner.layouts.combinations import Combinations, LayoutChoice, Row, in_order
+from megarl.planner.layouts.combinations import Combinations, LayoutChoice, Row, iterate_by_bound
 from megarl.planner.layouts.costs import LayoutCosts
 from megarl.planner.layouts.overrides import overrides_between, placement_values
 from megarl.planner.layouts.results import FoundLayout, SearchResult
@@ -81,7 +81,7 @@ class LayoutSearch:
         ]
         ranking = search(
             self.recipe,
-            in_order(groups),
+            iterate_by_bound(groups),
             lambda recipe, choice: self._plan_layout(recipe, choice, refused),
             lambda change: change.outcome.seconds.step,
             count=max_layouts,
@@ -133,16 +133,18 @@ class LayoutSearch:
             for keeps_logits in (True, False)
         )
         logprobs = self.costs.scoring_seconds(layouts, row_tokens=row_tokens)
-        offloaded = offloads(placed)
+        offload_choices = offloads(placed)
         waiting = self.costs.waiting_seconds(layouts)
-        offload = np.stack([waiting + self.costs.offload_seconds(state_bytes, states) for states in offloaded], axis=1)
+        offload = np.stack(
+            [waiting + self.costs.offload_seconds(state_bytes, states) for states in offload_choices], axis=1
+        )
         rollout = np.array([self.costs.rollout(placement, engine, math.inf).seconds for engine in engines])
         reshard = np.array([self.costs.reshard_seconds(placement, engine) for engine in engines])
-        trained = (update.seconds + logprobs)[:, None]
-        both = np.maximum(trained, rollout) if placement.staleness else trained + rollout
-        bound = (both + reshard)[:, :, None] + offload[:, None, :] + self.costs.other_seconds
+        trainer_seconds = (update.seconds + logprobs)[:, None]
+        phase_seconds = np.maximum(trainer_seconds, rollout) if placement.staleness else trainer_seconds + rollout
+        bound = (phase_seconds + reshard)[:, :, None] + offload[:, None, :] + self.costs.other_seconds
         if not placement.ranks:
-            bound = np.where(self._is_overfull(state_bytes, engines, offloaded), math.inf, bound)
+            bound = np.where(self._is_overfull(state_bytes, engines, offload_choices), math.inf, bound)
         settings = RankMemory(placed, self.models, GPU, 0).pass_settings(self.models.policy)
         return Combinations(
             placement=placement,
@@ -150,7 +152,7 @@ class LayoutSearch:
             placed=placed,
             rows=rows,
             engines=engines,
-            offloads=offloaded,
+            offloads=offload_choices,
             update=update,
             update_without_logits=without_logits,
             logprobs=logprobs,
@@ -248,9 +250,9 @@ class LayoutSearch:
             other=self.costs.other_seconds,
             is_concurrent=group.placement.staleness > 0,
         )
-        more = (cache - least) * _GIB
+        further_bytes = (cache - least) * _GIB
         gib = {
-            phase.name: (phase.device_bytes + (more if phase.use("KV cache").device_bytes else 0)) / _GIB
+            phase.name: (phase.device_bytes + (further_bytes if phase.use("KV cache").device_bytes else 0)) / _GIB
             for phase in table.phases
         }
         # Fields without effect under the placement have the values of the placement.

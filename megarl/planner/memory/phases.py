@@ -138,7 +138,7 @@ class RankPhases:
         settings = self.memory.pass_settings(built)
         if (row_tokens := self.memory.recipe.trainer.max_tokens_per_forward) is not None:
             settings = replace(settings, row_tokens=row_tokens)
-        uses = [*self._working(name), *self._idle_engine()]
+        uses = [*self._list_uses_of_pass(name), *self._idle_engine()]
         forward = activations.forward_bytes(built.shape, built.parallel, settings)
         logits = activations.logits_bytes(built.shape, built.parallel, settings) if self._is_last(built) else 0
         return [
@@ -161,7 +161,7 @@ class RankPhases:
         head = replace(settings, keeps_logits=bool(self.memory.recipe.trainer.keep_logits))
         logits = activations.logits_bytes(built.shape, built.parallel, head) if self._is_last(built) else 0
         return [
-            *self._working(name),
+            *self._list_uses_of_pass(name),
             *self._idle_engine(),
             *self._fp8(built),
             Use("activations", device_bytes=int(saved)),
@@ -192,7 +192,7 @@ class RankPhases:
             Use("checkpoint", host_bytes=saved),
         ]
 
-    def _working(self, name: str) -> list[Use]:
+    def _list_uses_of_pass(self, name: str) -> list[Use]:
         """Return the memory of all models while the model `name` computes.
 
         While the critic computes, the policy is offloaded. A scoring model is loaded in addition to the policy.

@@ -253,13 +253,13 @@ def _buckets(parameters: Sequence[Parameter], num_shards: int) -> list[_Bucket]:
 
     def close(end: int) -> int:
         nonlocal begin, inside
-        stop = _up(end, multiple=multiple)
+        stop = _round_up(end, multiple=multiple)
         buckets.append(_Bucket(start=begin, stop=stop, parameters=tuple(inside)))
         begin, inside = stop, []
         return stop
 
     for parameter in reversed(parameters):
-        position = _up(position, multiple=_PARAMETER_MULTIPLE)
+        position = _round_up(position, multiple=_PARAMETER_MULTIPLE)
         if parameter.has_own_bucket and inside:
             position = close(position)
         inside.append((position, position + parameter.numel))
@@ -276,7 +276,7 @@ def _overlap(parameter: tuple[int, int], shard: tuple[int, int]) -> int:
     return min(parameter[1], shard[1]) - max(parameter[0], shard[0])
 
 
-def _up(number: int, *, multiple: int) -> int:
+def _round_up(number: int, *, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 

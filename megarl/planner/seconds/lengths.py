@@ -72,8 +72,8 @@ class Lengths:
         normal = NormalDist()
         last_score = normal.inv_cdf(1 - 0.5 / len(self.quantiles))
         spread = float(np.log(np.maximum(self.quantiles, 1)).std())
-        more = spread * (normal.inv_cdf(1 - 0.5 / num_samples) - last_score)
-        return float(min(self.limit, last * math.exp(more)))
+        log_growth = spread * (normal.inv_cdf(1 - 0.5 / num_samples) - last_score)
+        return float(min(self.limit, last * math.exp(log_growth)))
 
 
 def log_normal(*, mean: float, limit: int, prompt_tokens: float, sigma: float = SIGMA) -> Lengths:

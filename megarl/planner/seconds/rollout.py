@@ -72,19 +72,19 @@ class RolloutCost:
     ) -> RolloutSeconds:
         """Return the seconds until all samples of a step are complete."""
         engine_samples = num_samples / engines.num_engines
-        aged = lengths.mean_age
-        fitting = engines.cache_tokens / (lengths.prompt_tokens + aged)
-        requests = max(1.0, min(engine_samples, engines.max_requests, fitting))
+        mean_age = lengths.mean_age
+        fitting_requests = engines.cache_tokens / (lengths.prompt_tokens + mean_age)
+        requests = max(1.0, min(engine_samples, engines.max_requests, fitting_requests))
         full = 0.0
         if engine_samples > requests:
             step = self.step_seconds(
-                engines.tp, requests=np.array([requests]), context=np.array([lengths.prompt_tokens + aged])
+                engines.tp, requests=np.array([requests]), context=np.array([lengths.prompt_tokens + mean_age])
             )
             full = float((engine_samples - requests) * lengths.mean / requests * step[0])
         grid, alive = self._tail(lengths, waits=engine_samples > requests, num_samples=requests * engines.num_engines)
         active = np.maximum(requests * alive, 1.0)
         contexts = lengths.prompt_tokens + np.minimum(
-            grid + (aged if engine_samples > requests else 0.0), lengths.limit
+            grid + (mean_age if engine_samples > requests else 0.0), lengths.limit
         )
         steps = self.step_seconds(engines.tp, requests=active, context=contexts)
         tail = float(np.trapezoid(steps, grid))
@@ -96,7 +96,7 @@ class RolloutCost:
             full=full,
             tail=tail,
             requests=requests,
-            limited_by_cache=fitting < min(engine_samples, engines.max_requests),
+            limited_by_cache=fitting_requests < min(engine_samples, engines.max_requests),
         )
 
     def steady_seconds(

@@ -50,9 +50,9 @@ class StepSeconds:
     @property
     def step(self) -> float:
         """Return the seconds of the whole step."""
-        trained = self.logprobs + self.train
-        both = max(self.rollout, trained) if self.is_concurrent else self.rollout + trained
-        return both + self.reshard + self.offload + self.other
+        trainer_seconds = self.logprobs + self.train
+        phase_seconds = max(self.rollout, trainer_seconds) if self.is_concurrent else self.rollout + trainer_seconds
+        return phase_seconds + self.reshard + self.offload + self.other
 
 
 def moved_seconds(shard_bytes: float, *, link: float, memory: float) -> float:

@@ -139,9 +139,9 @@ class TrainerCost:
         `tokens`: number in the whole batch. `row_tokens`: capacity of a row, over all context-parallel ranks [layouts].
         `keeps_logits`: logits stay for the backward pass (`trainer.keep_logits`). Otherwise it computes them again.
         """
-        rows, filled = self._rows(layouts, tokens=tokens / updates, row_tokens=row_tokens, has_groups=True)
-        attention, feed_forward = self._layer_parts(layouts, filled)
-        head = self._head(layouts, filled, products=3 if keeps_logits else 4, layer_passes=3)
+        rows, tokens_in_row = self._rows(layouts, tokens=tokens / updates, row_tokens=row_tokens, has_groups=True)
+        attention, feed_forward = self._layer_parts(layouts, tokens_in_row)
+        head = self._head(layouts, tokens_in_row, products=3 if keeps_logits else 4, layer_passes=3)
         backward = Parts(
             compute=2.0,
             launches=2.0,
@@ -158,9 +158,9 @@ class TrainerCost:
 
     def scoring(self, layouts: Layouts, *, tokens: float, row_tokens: Numbers) -> Parts:
         """Return the seconds of one pass without gradients over the batch."""
-        rows, filled = self._rows(layouts, tokens=tokens, row_tokens=row_tokens, has_groups=False)
-        attention, feed_forward = self._layer_parts(layouts, filled)
-        row = attention + feed_forward + self._head(layouts, filled, products=1, layer_passes=1)
+        rows, tokens_in_row = self._rows(layouts, tokens=tokens, row_tokens=row_tokens, has_groups=False)
+        attention, feed_forward = self._layer_parts(layouts, tokens_in_row)
+        row = attention + feed_forward + self._head(layouts, tokens_in_row, products=1, layer_passes=1)
         return (row * rows + Parts(bubble=row.seconds * (layouts.pp - 1))) * _BALANCE
 
     def _rows(
