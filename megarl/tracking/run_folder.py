@@ -31,7 +31,7 @@ from megarl.files.folder_lock import HOME, FolderLock
 from megarl.files.strict_json import loads
 from megarl.tracking.draws import LEDGER
 from megarl.tracking.run_record import RunRecord, attempt_folders, whole_number
-from megarl.tracking.step_lines import StepLine, join_steps, numbers_of
+from megarl.tracking.step_lines import StepLine, numbers_of, read_steps
 from megarl.types import (
     ConfigError,
     EndedError,
@@ -247,12 +247,16 @@ class RunFolder:
         if not self.metrics_file.exists():
             return
         with self.metrics_file.open("rb") as file:
-            yield from join_steps(filter(None, map(StepLine.read, file)))
+            yield from read_steps(file)
 
     def _logged_step(self, number: int) -> StepLine | None:
         """Return the newest step in metrics.jsonl if it has this number, else None."""
-        newest = next(iter(deque(self.logged_steps(), maxlen=1)), None)
-        return newest if newest is not None and newest.step == number else None
+        if not self.metrics_file.exists():
+            return None
+        with self.metrics_file.open("rb") as file:
+            # A step has at most two lines. Parsing those of all steps takes up to 2 ms each.
+            steps = list(read_steps(deque(file, maxlen=2)))
+        return steps[-1] if steps and steps[-1].step == number else None
 
     def add_version(self, version: int, step: int, checksum: str) -> None:
         """Append a version of the weights, made by a step, to versions.jsonl. Raises OSError."""

@@ -58,6 +58,11 @@ def numbers_of(row: Mapping[str, Any]) -> dict[str, float]:
     return current_metrics(metrics)
 
 
+def read_steps(lines: Iterable[bytes]) -> Iterator[StepLine]:
+    """Yield the steps in lines of the file, as `join_steps` does. Unreadable lines are left out."""
+    return join_steps(filter(None, map(StepLine.read, lines)))
+
+
 def join_steps(lines: Iterable[StepLine]) -> Iterator[StepLine]:
     """Yield the steps of lines in their order. A step that was trained again comes once more."""
     step: StepLine | None = None
