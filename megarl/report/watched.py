@@ -233,14 +233,13 @@ class WatchedRun:
             self.rows, self._line = {}, None
         new: dict[int, None] = {}
         # An evaluated step has two lines.
-        for line in filter(None, (StepLine.read(line, SMALL) for line in lines[-2 * _MOST_ROWS :])):
-            step, earlier = line.step, self._line
-            if earlier is not None and earlier.evaluation_follows and earlier.step == step:
-                line = earlier.with_evaluation(line)
+        for line in filter(None, (StepLine.read(content, SMALL) for content in lines[-2 * _MOST_ROWS :])):
+            if self._line is not None and self._line.is_continued_by(line):
+                line = self._line.with_evaluation(line)
             self._line = line
-            self.rows.pop(step, None)
-            self.rows[step] = line.metrics
-            new[step] = None
+            self.rows.pop(line.step, None)
+            self.rows[line.step] = line.metrics
+            new[line.step] = None
         for step in list(self.rows)[:-_MOST_ROWS]:
             del self.rows[step]
         if new:

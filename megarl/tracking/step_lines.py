@@ -44,6 +44,10 @@ class StepLine:
         """Return JSON values for a line of the file."""
         return {"step": self.step, **({_FOLLOWS: True} if self.evaluation_follows else {}), **self.metrics}
 
+    def is_continued_by(self, line: StepLine) -> bool:
+        """Return whether the line after this one is that of the step's evaluation."""
+        return self.evaluation_follows and self.step == line.step
+
     def with_evaluation(self, line: StepLine) -> StepLine:
         """Return the whole step, from this line and its evaluation's.
 
@@ -67,7 +71,7 @@ def join_steps(lines: Iterable[StepLine]) -> Iterator[StepLine]:
     """Yield the steps of lines in their order. A step that was trained again comes once more."""
     step: StepLine | None = None
     for line in lines:
-        if step is not None and step.evaluation_follows and step.step == line.step:
+        if step is not None and step.is_continued_by(line):
             step = step.with_evaluation(line)
             continue
         if step is not None:
