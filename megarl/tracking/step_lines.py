@@ -36,7 +36,7 @@ class StepLine:
         except ValueError:
             return None
         step = row.get("step") if isinstance(row, dict) else None
-        if not isinstance(step, int | float) or isinstance(step, bool) or not math.isfinite(step):
+        if not _is_number(step) or math.isnan(_number(step)):
             return None
         return cls(int(step), numbers_of(row), row.get(_FOLLOWS) is True)
 

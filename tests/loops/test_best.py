@@ -149,6 +149,7 @@ def test_a_metric_that_no_evaluation_has_is_reported(tmp_path: Path) -> None:
         ({"step": 4, "metric": ["a"]}, "metric"),
         ({"step": 4, "metric": "val/a/accuracy", "value": "high"}, "value"),
         ({"step": 4, "metric": "val/a/accuracy", "value": False}, "value"),
+        ({"step": 4, "metric": "val/a/accuracy", "value": 10**400}, "value"),
     ],
 )
 def test_a_damaged_record_of_the_best_model_is_named(tmp_path: Path, content: object, field: str) -> None:

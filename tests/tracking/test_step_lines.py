@@ -22,7 +22,7 @@ def lines(*rows: dict[str, Any]) -> list[StepLine]:
     "content",
     [
         b"", b"[1]", b"{}", b'{"step": "1"}', b'{"step": true}', b'{"step": Infinity}', b'{"step": NaN}', b"{\xff}",
-        b'{"step": [1]}', b"[" * 100_000,
+        b'{"step": [1]}', b'{"step": null}', b'{"step": %s}' % (b"9" * 400), b"[" * 100_000,
     ],
 )  # fmt: skip
 def test_a_line_without_a_step_is_none(content: bytes) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -44,7 +45,8 @@ class BestRecord:
         checks = {
             "step": type(step) is int and step >= 0,
             "metric": isinstance(metric, str | None),
-            "value": value is None or (is_number and math.isfinite(value)),
+            # math.isfinite would raise OverflowError: JSON integers have any size.
+            "value": value is None or (is_number and abs(value) <= sys.float_info.max),
         }
         for name, is_right in checks.items():
             if not is_right:
