@@ -196,7 +196,8 @@ async def _start_run(
         models = models_of(recipe, parallel, ranks.trainers, spikes)
         for notice in sharing_notices(models):
             tracker.notice(notice)
-        performance = Performance(recipe, ranks, models, predicted_memory(recipe))
+        planned_memory = predicted_memory(recipe)
+        performance = Performance(recipe, ranks, models, planned_memory)
         weight_checks = WeightChecks(recipe, ranks, folder)
         reshard_schedule = ReshardSchedule(recipe, ranks, reshard_calls, replacements, pool, performance, weight_checks)
         stack.push_async_callback(reshard_schedule.close)
@@ -216,7 +217,7 @@ async def _start_run(
         )
         observers = make_observers(
             recipe, parallel, folder, tracker, ranks, checkpoints, models["policy"],
-            checks=checks, weight_checks=weight_checks, spikes=spikes,
+            checks=checks, weight_checks=weight_checks, spikes=spikes, predicted_memory=planned_memory,
         )  # fmt: skip
         await observers.begin_run()
         run = Run(

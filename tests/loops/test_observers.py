@@ -74,7 +74,7 @@ def test_the_order_is_checks_instabilities_weights_canary_records(tmp_path: Path
     checks, weight_checks = StepObserver(), StepObserver()
     observers = make_observers(
         recipe_with(), ParallelConfig(1, 1, 1, 1), folder, unused, unused, unused, unused,
-        checks=checks, weight_checks=weight_checks, spikes=None,  # type: ignore[arg-type]
+        checks=checks, weight_checks=weight_checks, spikes=None, predicted_memory={},  # type: ignore[arg-type]
     )  # fmt: skip
     first, second, third, *others = observers._observers
     assert first is checks and isinstance(second, Instabilities) and third is weight_checks

@@ -19,12 +19,11 @@ GIB = {"train": 50, "rollout": 40}
 
 class Run:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: StepSeconds | None) -> None:
-        monkeypatch.setattr(plan_promise, "predicted_memory", lambda recipe: {k: v * 2**30 for k, v in GIB.items()})
         monkeypatch.setattr(plan_promise, "recipe_seconds", lambda recipe: seconds)
         self.notices: dict[str, str] = {}
         self.tracker: Any = SimpleNamespace(seconds={}, notice_once=self.notices.setdefault)
         recipe: Any = None
-        self.observer = PlanPromise(recipe, self.tracker)
+        self.observer = PlanPromise(recipe, self.tracker, {phase: gib * 2**30 for phase, gib in GIB.items()})
         asyncio.run(self.observer.begin_run())
 
     def step(self, number: int, memory: dict[str, float], seconds: dict[str, float]) -> dict[str, float]:

@@ -8,7 +8,6 @@ from megarl.config import Recipe
 from megarl.loops.observers.step_observer import StepObserver
 from megarl.loops.step import Step
 from megarl.planner.layouts.recipe_seconds import recipe_seconds
-from megarl.planner.predictions import predicted_memory
 from megarl.tracking.metric_rows import MetricRow
 from megarl.tracking.tracker import Tracker
 
@@ -34,15 +33,15 @@ _PHASES = ("rollout", "logprobs", "train", "reshard")
 class PlanPromise(StepObserver):
     """Compares the steps of a run with its plan, and names the phase that breaks the promise."""
 
-    def __init__(self, recipe: Recipe, tracker: Tracker) -> None:
+    def __init__(self, recipe: Recipe, tracker: Tracker, predicted_memory: Mapping[str, int]) -> None:
+        """Create the comparison. `predicted_memory` has, by phase, the planned memory in bytes of the fullest rank."""
         self._recipe, self._tracker = recipe, tracker
-        self._gib: Mapping[str, float] = {}
+        self._gib = {phase: num_bytes / 2**30 for phase, num_bytes in predicted_memory.items()}
         self._seconds: Mapping[str, float] = {}
         self._has_measured = False
 
     async def begin_run(self) -> None:
-        """Make the plan of the run."""
-        self._gib = {phase: num_bytes / 2**30 for phase, num_bytes in predicted_memory(self._recipe).items()}
+        """Plan the seconds of a step."""
         if (seconds := recipe_seconds(self._recipe)) is not None:
             self._seconds = {name: getattr(seconds, name) for name in ("step", *_PHASES)}
 
@@ -55,7 +54,8 @@ class PlanPromise(StepObserver):
         self._has_measured = True
 
     def _compare_memory(self, step: Step) -> None:
-        measured = {phase: step.metrics[f"memory/{phase}_gib"] for phase in self._gib if _has_peak(step, phase)}
+        names = {phase: f"memory/{phase}_gib" for phase in self._gib}
+        measured = {phase: step.metrics[name] for phase, name in names.items() if name in step.metrics}
         ratios = {phase: gib / self._gib[phase] for phase, gib in measured.items() if self._gib[phase]}
         if not ratios:
             return
@@ -82,7 +82,3 @@ class PlanPromise(StepObserver):
             f"(plan/seconds_ratio), most of it in {phase}: {measured.get(f'time/{phase}_seconds', 0.0):.1f} s instead "
             f"of {self._seconds[phase]:.1f}",
         )
-
-
-def _has_peak(step: Step, phase: str) -> bool:
-    return f"memory/{phase}_gib" in step.metrics

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from megarl.cluster.rank_model import RankModel
 from megarl.cluster.run_ranks import RunRanks
 from megarl.config import Recipe
@@ -31,6 +33,7 @@ def make_observers(
     checks: StepChecks,
     weight_checks: WeightChecks,
     spikes: SpikeDetector | None,
+    predicted_memory: Mapping[str, int],
 ) -> StepObservers:
     """Return the observers of a run's steps in their order.
 
@@ -45,6 +48,6 @@ def make_observers(
             weight_checks,
             Canary(recipe, parallel, ranks, folder),
             StepRecorder(recipe, parallel, folder.path, policy),
-            PlanPromise(recipe, tracker),
+            PlanPromise(recipe, tracker, predicted_memory),
         ]
     )
