@@ -168,9 +168,7 @@ class Endpoint:
 
     async def _converse(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
         """Answer a request that holds a conversation."""
-        self._check_right(request)
-        identity, body = await read_body(request)
-        session = self._session(request)
+        session, identity, body = await self._read_request(request)
         chat, without_effect = dialect.as_chat(body)
         asked = self._read_sampling(chat, session)
         self._note_overridden(session, {name: body.get(name) for name in without_effect}, "it has no effect here")
@@ -178,18 +176,14 @@ class Endpoint:
         return await self._respond(dialect, request, session, call, asked, body)
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        self._check_right(request)
-        identity, body = await read_body(request)
-        session = self._session(request)
+        session, identity, body = await self._read_request(request)
         asked = self._read_sampling(body, session)
         call = session.complete(read_prompt(body), asked.sampling, identity, is_retry=_is_retry(request))
         return await self._respond(COMPLETIONS, request, session, call, asked, body)
 
     async def _count_tokens(self, request: web.Request) -> web.Response:
         """Return the length of the prompt that a conversation would have. Nothing is sampled."""
-        self._check_right(request)
-        _, body = await read_body(request)
-        session = self._session(request)
+        session, _, body = await self._read_request(request)
         chat, _ = MESSAGES.as_chat(body)
         token_ids = await session.prompt(read_conversation(chat))
         return web.json_response({"input_tokens": len(token_ids)})
@@ -242,24 +236,27 @@ class Endpoint:
             text = f"a client of the endpoint set {name} = {value!r:.40}; {outcome}"
             self._notices.tell(name, f"{text} (environment/overridden_fields)")
 
-    def _session(self, request: web.Request) -> Session:
-        """Return the session of a request. Raises RequestError if it has none."""
-        self._check_right(request)
-        session = self._sessions.find(_secret(request))
-        assert session is not None, "a request with a right has a session"
+    async def _read_request(self, request: web.Request) -> tuple[Session, bytes, Mapping[str, Any]]:
+        """Return the session of a request, and its body as `read_body` does. Raises RequestError if it has none."""
+        # Twice: without a session no body is read, and the session may end meanwhile.
+        self._find_session(request)
+        identity, body = await read_body(request)
+        session = self._find_session(request)
         self._sessions.restart_timer(session)
-        return session
+        return session, identity, body
 
-    def _check_right(self, request: web.Request) -> None:
-        """Raise RequestError if a request has no session. The body is not read."""
+    def _find_session(self, request: web.Request) -> Session:
+        """Return the session of a request. Raises RequestError if it has none."""
         self._check_key(request)
-        if self._sessions.find(_secret(request)) is None:
+        session = self._sessions.find(_secret(request))
+        if session is None:
             raise RequestError(
                 "this request has no session: use the base URL and the key that the agent was started with "
                 "(OPENAI_BASE_URL, OPENAI_API_KEY)",
                 status=401,
                 code="no_session",
             )
+        return session
 
     def _check_key(self, request: web.Request) -> None:
         """Raise RequestError if a request's key is neither the secret of a session nor the endpoint's token."""
