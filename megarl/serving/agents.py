@@ -224,7 +224,7 @@ async def agent_program(
     longest = max(sampling.max_new_tokens, recipe.evaluation_sampling.max_new_tokens)
     context_tokens = recipe.data.max_prompt_tokens + longest
     codec = Codec(tokenizer_of(recipe.model), context_tokens, recipe.rollout.tool_parser)
-    sessions = Sessions(pool, codec)
+    sessions = Sessions(codec)
     endpoint = Endpoint(sessions, recipe.rollout.endpoint, model=recipe.name, notice=notify, load=pool.load)
     try:
         await endpoint.start()

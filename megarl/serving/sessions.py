@@ -363,7 +363,6 @@ class Sessions:
     A session without a call for `Limits.idle_seconds` is ended.
     """
 
-    pool: Generates
     codec: Codec
     _open: dict[str, Session] = field(default_factory=dict)
     _ended: OrderedDict[str, None] = field(default_factory=OrderedDict)
@@ -371,16 +370,14 @@ class Sessions:
     _ending: set[asyncio.Task[None]] = field(default_factory=set)
     _num_opened: int = 0
 
-    def open(
-        self, name: str, seed: str | None, sampling: SamplingSettings, limits: Limits, pool: Generates | None = None
-    ) -> Session:
-        """Open a session with a unique name. `pool` samples its completions in place of the endpoint's pool.
+    def open(self, name: str, seed: str | None, sampling: SamplingSettings, limits: Limits, pool: Generates) -> Session:
+        """Open a session with a unique name. `pool` samples its completions.
 
         `seed` None: the unique name is the seed, so that sessions with equal prompts draw different completions.
         """
         self._num_opened += 1
         unique_name = f"{name}-{self._num_opened}"
-        session = Session(unique_name, seed or unique_name, sampling, limits, pool or self.pool, self.codec)
+        session = Session(unique_name, seed or unique_name, sampling, limits, pool, self.codec)
         self._open[session.secret] = session
         self.restart_timer(session)
         return session

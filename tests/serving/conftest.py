@@ -52,7 +52,8 @@ def served(
             await group.call("seen")
             notices: list[str] = []
             codec = Codec(load_tokenizer(tool_model), CONTEXT_TOKENS)
-            sessions = Sessions(pool := EnginePool(group, ONE, max_running=32, budget_seconds=0.05), codec)
+            pool = EnginePool(group, ONE, max_running=32, budget_seconds=0.05)
+            sessions = Sessions(codec)
             endpoint = Endpoint(
                 sessions,
                 EndpointConfig(**config),

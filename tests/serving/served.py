@@ -30,7 +30,7 @@ class Served:
 
     def open(self, seed: str = "s", **limits: Any) -> Session:
         known = {"context_tokens": CONTEXT_TOKENS, "max_calls": 40, "idle_seconds": 60.0}
-        return self.sessions.open("t", seed, SAMPLING, Limits(**(known | limits)))
+        return self.sessions.open("t", seed, SAMPLING, Limits(**(known | limits)), self.pool)
 
     @asynccontextmanager
     async def client(self, session: Session, **settings: Any) -> AsyncIterator[AsyncOpenAI]:

@@ -56,7 +56,8 @@ def attempt(group: WorkerGroup, runner: asyncio.Runner, tool_model: Path) -> Cal
     def make(*command: str, seconds: float = 60.0, environment: tuple[str, ...] = ()) -> Trajectory:
         async def drive() -> Trajectory:
             codec = Codec(load_tokenizer(tool_model), CONTEXT_TOKENS)
-            sessions = Sessions(pool := EnginePool(group, ParallelConfig(1, 1, 1, 1), max_running=8), codec)
+            pool = EnginePool(group, ParallelConfig(1, 1, 1, 1), max_running=8)
+            sessions = Sessions(codec)
             endpoint = Endpoint(sessions, EndpointConfig(), model="policy")
             await endpoint.start()
             config = AgentConfig(command=command, timeout_seconds=seconds, environment=environment)

@@ -233,7 +233,7 @@ def test_a_client_that_goes_away_frees_its_slot_and_its_session_goes_on(served: 
                 await asyncio.gather(going, return_exceptions=True)
                 while session.num_under_way:
                     await asyncio.sleep(0.01)
-            await s.sessions.pool.wait_until_drained()
+            await s.pool.wait_until_drained()
             assert await s.group.call("unfinished") == [0] and session.counts["abandoned_calls"] == 2
             history = [QUESTION, {"role": "assistant", "content": first.content}, QUESTION]
             await client.chat.completions.create(model="policy", messages=history)  # type: ignore[arg-type]

@@ -17,8 +17,8 @@ def test_sessions_without_a_seed_draw_apart() -> None:
     prompt = np.arange(3, dtype=np.int32)
 
     async def drive(seed: str | None) -> set[int]:
-        sessions = Sessions(unused, unused)
-        opened = [sessions.open("guest", seed, SAMPLING, Limits(9, 9, 9.0)) for _ in range(3)]
+        sessions = Sessions(unused)
+        opened = [sessions.open("guest", seed, SAMPLING, Limits(9, 9, 9.0), unused) for _ in range(3)]
         return {session._seed_of(prompt) for session in opened}
 
     assert len(asyncio.run(drive(None))) == 3
