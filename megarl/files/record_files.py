@@ -69,7 +69,7 @@ def names_in(folder: Path) -> tuple[str, ...]:
         return ()
 
 
-def numbered(folder: Path, pattern: str) -> list[tuple[int, Path]]:
+def list_numbered(folder: Path, pattern: str) -> list[tuple[int, Path]]:
     """Return the paths in a folder whose name is `pattern`, with the number that is its group, in order."""
     matches = [(re.fullmatch(pattern, name), name) for name in names_in(folder)]
     return sorted((int(match[1]), folder / name) for match, name in matches if match)

@@ -198,7 +198,7 @@ class Performance:
             seconds = {**seconds, "time/step_seconds": min(since_first, seconds["time/step_seconds"])}
             self._first_began = None
         await self._ask_for_peak()
-        activities, engines = await self._take()
+        activities, engines = await self._take_measurements()
         # The bound avoids a division by zero in a step that took no measurable time.
         step_seconds = max(seconds["time/step_seconds"], 1e-9)
         memory = peak_memory(activities)
@@ -209,13 +209,12 @@ class Performance:
         return metrics | self._throughput(work, seconds, scalars)
 
     async def measure_evaluation(self, seconds: float) -> tuple[dict[str, float], dict[str, float]]:
-        """Return the metrics of a step's evaluation of `seconds`, and those of the whole step. The next step's
-        measurement begins here.
+        """Return the metrics of a step's evaluation of `seconds`, and those of the whole step.
 
         The first are the engines' and the peak memory. The others are shares of the step's time, which now includes
-        the evaluation; none if the step was measured by an earlier start.
+        the evaluation; none if the step was measured by an earlier start. The next step's measurement begins here.
         """
-        activities, engines = await self._take()
+        activities, engines = await self._take_measurements()
         memory = peak_memory(activities)
         step, self._measured = self._measured, None
         whole_step: dict[str, float] = {}
@@ -245,7 +244,7 @@ class Performance:
             metrics["perf/tokens_per_second_per_rank"] = rate
         return metrics
 
-    async def _take(self) -> tuple[list[Activity], dict[str, float]]:
+    async def _take_measurements(self) -> tuple[list[Activity], dict[str, float]]:
         """Fetch and reset the ranks' call statistics, those of trainers first, and the engines' metrics."""
         activities: list[Activity] = await self._ranks.trainers.call("__activity__")
         asked, self._asked = self._asked or self.ask_engines(), None

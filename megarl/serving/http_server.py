@@ -34,7 +34,8 @@ _BACKLOG = 4096
 """Number of connections that wait in the kernel until they are accepted; Linux's own maximum (net.core.somaxconn).
 
 If it is too small, the kernel drops the packets of further clients. Their requests then arrive seconds after their
-connections, which end as silent strangers' meanwhile: seen with 2,000 clients at a time and asyncio's default of 100.
+connections. Meanwhile the server closes these as silent ones. This happened with 2,000 clients at a time and asyncio's
+default of 100.
 """
 _LOGGED_A_MINUTE = 10
 """Maximum log records a minute of one server. The next record says how many were not logged."""

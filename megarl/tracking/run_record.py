@@ -20,9 +20,9 @@ from megarl.files.folder_lock import owner_is_gone
 from megarl.files.plain_yaml import flatten_sections, read_mapping
 from megarl.files.record_files import (
     json_lines,
+    list_numbered,
     mapping_or_empty,
     names_in,
-    numbered,
     object_or_empty,
     parsed_object,
     parsed_value,
@@ -137,9 +137,8 @@ class RunRecord:
     @property
     def planned_steps(self) -> int | None:
         """Planned number of steps, from the newest start or else the recipe. None: not known."""
-        planned = [start.facts.get("steps") for start in reversed(self.starts)]
-        numbers = [steps for steps in [*planned, self.config.get("train.steps")] if type(steps) is int and steps > 0]
-        return numbers[0] if numbers else None
+        counts = [*(start.facts.get("steps") for start in reversed(self.starts)), self.config.get("train.steps")]
+        return next((count for count in counts if type(count) is int and count > 0), None)
 
     @property
     def state(self) -> str:
@@ -164,7 +163,7 @@ class RunRecord:
     @property
     def rows(self) -> list[tuple[int, dict[str, float]]]:
         """Steps in order, each with its metrics; NaN for values that were not finite."""
-        return self._logged[0]
+        return self._rows_and_notes[0]
 
     @property
     def notes(self) -> list[str]:
@@ -174,10 +173,10 @@ class RunRecord:
             notes.append("config.yaml is missing or cannot be read: the recipe is not shown.")
         if not self.status:
             notes.append("status.json is missing or cannot be read: the state of the run is not known.")
-        return notes + self._logged[1]
+        return notes + self._rows_and_notes[1]
 
     @cached_property
-    def _logged(self) -> tuple[list[tuple[int, dict[str, float]]], list[str]]:
+    def _rows_and_notes(self) -> tuple[list[tuple[int, dict[str, float]]], list[str]]:
         with storage_faults_named(self.path):
             return _read_rows(self.path / "metrics.jsonl")
 
@@ -327,12 +326,12 @@ def checkpoint_step(folder: Path) -> int:
 
 def attempt_folders(logs: Path) -> list[tuple[int, Path]]:
     """Return the folders of a run's attempts in its `logs/` with their numbers, in order. Raises OSError."""
-    return numbered(logs, r"attempt_(\d+)")
+    return list_numbered(logs, r"attempt_(\d+)")
 
 
 def step_files(folder: Path) -> list[tuple[int, Path]]:
     """Return the files step_N.jsonl of a folder with their steps, in order."""
-    return numbered(folder, r"step_(\d+)\.jsonl")
+    return list_numbered(folder, r"step_(\d+)\.jsonl")
 
 
 def refuse_other_folders(path: Path) -> None:

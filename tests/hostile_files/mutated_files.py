@@ -117,7 +117,7 @@ class Result(NamedTuple):
     num_refused: int
     longest_seconds: float
     fault: str | None
-    """What the reader did wrong first."""
+    """The first thing that the reader did wrong. None: nothing."""
 
 
 def read_mutations(format: Format, folder: Path, num_mutations: int, seed: int = 0) -> Result:

@@ -38,7 +38,7 @@ def export(run: Path, *, step: int | None = None, is_best: bool = False, out: Pa
     existing folder there is used. Raises ConfigError or DataError if there is no such model, or if it is incomplete.
     """
     earlier = RunRecord.open_of_this_version(run)
-    exported = _finished(earlier, is_best=is_best) if step is None else _of_step(earlier, step, out)
+    exported = _find_exported(earlier, is_best=is_best) if step is None else _export_step(earlier, step, out)
     if problems := check_model_folder(exported.folder):
         raise DataError(f"{problems[0]}; or export a checkpoint: megarl export {run} --step N --out FOLDER")
     check_sizes(exported.folder)
@@ -53,7 +53,7 @@ def push(run: Path, exported: Exported, name: str, *, is_private: bool) -> hub.P
     return hub.push(exported.folder, name, message, is_private=is_private, without=(BEST,))
 
 
-def _finished(earlier: RunRecord, *, is_best: bool) -> Exported:
+def _find_exported(earlier: RunRecord, *, is_best: bool) -> Exported:
     """Return the model that a run exported itself. Raises ConfigError if there is none."""
     folder = earlier.path / ("hf_best" if is_best else "hf")
     if is_best and (best := BestRecord.read(folder)) is not None:
@@ -72,7 +72,7 @@ def _finished(earlier: RunRecord, *, is_best: bool) -> Exported:
     raise ConfigError(f"{earlier.path}: the run {reason}; {remedy}")
 
 
-def _of_step(earlier: RunRecord, step: int, out: Path | None) -> Exported:
+def _export_step(earlier: RunRecord, step: int, out: Path | None) -> Exported:
     """Return the model of a run's checkpoint, converted unless its default folder exists."""
     folder = out or earlier.path / f"hf_step_{step:06d}"
     # First: the run may have exported this step itself and removed its checkpoint.

@@ -15,7 +15,7 @@ METRICS = (
     MetricRow(
         "plan/memory_ratio",
         "ratio",
-        "measured over planned memory, of the phase where it is largest; above 1 the plan promised too much",
+        "measured over planned memory, of the phase where it is largest; above 1 the run takes more than planned",
     ),
     MetricRow(
         "plan/seconds_ratio",

@@ -147,28 +147,28 @@ def _adapter(folder: Path) -> Path:
     return folder.with_name("adapter" + folder.name.removeprefix("hf"))
 
 
-def _removed(folder: Path) -> Path:
+def _removal_path(folder: Path) -> Path:
     """Return the temporary name of a folder under removal."""
     return folder.with_name(f".{folder.name}.removed")
 
 
 def _replace(folder: Path, newer: Path) -> None:
     """Rename `newer` to `folder`, which may be missing. `_settle` completes an interrupted call."""
-    shutil.rmtree(_removed(folder), ignore_errors=True)
+    shutil.rmtree(_removal_path(folder), ignore_errors=True)
     if folder.exists():
-        folder.rename(_removed(folder))
+        folder.rename(_removal_path(folder))
     # Two renames, not copy and delete: a model of 100 GB would take minutes, and a kill would leave a partial folder.
     newer.rename(folder)
     # Only the sync of the parent makes the rename survive a crash of the machine.
     sync(folder.parent)
-    shutil.rmtree(_removed(folder), ignore_errors=True)
+    shutil.rmtree(_removal_path(folder), ignore_errors=True)
 
 
 def _settle(folder: Path) -> None:
     """Complete a `_replace` interrupted by the end of the process."""
-    if not _removed(folder).exists():
+    if not _removal_path(folder).exists():
         return
     if folder.exists():
-        shutil.rmtree(_removed(folder), ignore_errors=True)
+        shutil.rmtree(_removal_path(folder), ignore_errors=True)
     else:
-        _removed(folder).rename(folder)
+        _removal_path(folder).rename(folder)

@@ -45,11 +45,11 @@ def test_a_plan_that_does_not_fit_begins_with_the_cheapest_remedy(large: Large, 
     """The remedy is the first of those that the dry run names, and with it the plan fits."""
     name, given = "qwen3_14b_dapo", ("cluster.gpu_memory_gib=h100", *TOO_LARGE)
     code, text = plan(name, *given)
-    told, remedy, *_ = text.splitlines()
+    verdict, remedy, *_ = text.splitlines()
     assert code == 2
-    assert told.startswith("does not fit: cluster.gpu_memory_gib = h100: ")
+    assert verdict.startswith("does not fit: cluster.gpu_memory_gib = h100: ")
     for phase in ("start", "rollout", "train"):
-        assert f"{phase} takes " in told
+        assert f"{phase} takes " in verdict
     recipe = with_memory_defaults(large(name, *given))
     (refusal,) = memory_faults(recipe, parallel_of(recipe), is_start=False)
     overrides = remedy.removeprefix("cheapest remedy: ")
