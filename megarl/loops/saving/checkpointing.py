@@ -22,6 +22,7 @@ from megarl.cluster.worker_group import WorkerGroup
 from megarl.config import Recipe
 from megarl.config.recipe import to_yaml
 from megarl.files.atomic import disk_full_named, replace_text, storage_faults_named, sync
+from megarl.files.record_files import read_or_none
 from megarl.loops.saving.best_model import BestModel
 from megarl.loops.saving.data_position import DataPosition
 from megarl.loops.saving.state_replication import StateReplication
@@ -238,7 +239,7 @@ class Survey:
             for name in self.damaged:
                 _rename_damaged(home / name)
             remove_incomplete_saves(home)
-            if self.good and _read(home / "latest") != self.good.name + "\n":
+            if self.good and read_or_none(home / "latest") != f"{self.good.name}\n".encode():
                 replace_text(home / "latest", self.good.name + "\n")
 
 
@@ -292,10 +293,3 @@ def _rename_damaged(folder: Path) -> None:
         number += 1
         target = folder.with_name(f"{folder.name}.damaged_{number}")
     folder.rename(target)
-
-
-def _read(path: Path) -> str | None:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        return None
