@@ -208,8 +208,8 @@ class Performance:
         metrics = engines | memory | self._predicted_metrics(memory) | self._shares(self._measured)
         return metrics | self._throughput(work, seconds, scalars)
 
-    async def measure_evaluation(self, seconds: float) -> tuple[dict[str, float], dict[str, float]]:
-        """Return the metrics of a step's evaluation of `seconds`, and those of the whole step.
+    async def measure_evaluation(self, seconds: Mapping[str, float]) -> tuple[dict[str, float], dict[str, float]]:
+        """Return the metrics of a step's evaluation, and those of the whole step. `seconds`: evaluation's by phase.
 
         The first are the engines' and the peak memory. The others are shares of the step's time, which now includes
         the evaluation; none if the step was measured by an earlier start. The next step's measurement begins here.
@@ -225,7 +225,7 @@ class Performance:
                     step.update_tokens,
                     step.busy_seconds + busy,
                     step.trainers_busy_seconds + trainers_busy,
-                    step.seconds + seconds,
+                    step.seconds + seconds["time/step_seconds"],
                 )
             )
         return engines | memory | self._predicted_metrics(memory), whole_step

@@ -197,8 +197,7 @@ class Run:
             metrics = await evaluate(number)
         except AbandonedError:
             return None
-        seconds = self.tracker.seconds["time/step_seconds"]
-        measured, whole_step = await self.watch.performance.measure_evaluation(seconds)
+        measured, whole_step = await self.watch.performance.measure_evaluation(self.tracker.seconds)
         return self._log_evaluation(number, metrics | measured, whole_step)
 
     def _log_evaluation(

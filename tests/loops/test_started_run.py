@@ -37,7 +37,7 @@ class Parts:
     async def measure_step(self, seconds: object, metrics: object) -> dict[str, float]:
         return {"memory/rollout_gib": 3.0, "perf/mfu": 0.5}
 
-    async def measure_evaluation(self, seconds: float) -> tuple[dict[str, float], dict[str, float]]:
+    async def measure_evaluation(self, seconds: object) -> tuple[dict[str, float], dict[str, float]]:
         return {"memory/rollout_gib": 2.0, "memory/logprobs_gib": 1.0, "perf/mfu": 0.1}, {"time/ranks_idle": 0.25}
 
     def find_fault(self, step: Any) -> MegarlError | None:
