@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
@@ -46,9 +45,6 @@ _OTHER_FILES = 512
 """Open files that the driver needs in addition to the endpoint's connections: ranks, programs, logs, refused
 clients.
 """
-
-_TCP_CLOSE = 7
-"""State of a connection that the other side has reset (Linux, net/tcp_states.h), the first byte of TCP_INFO."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -303,8 +299,7 @@ class Endpoint:
                 # aiohttp would write it after this method, and a client that is gone would count as served.
                 await response.prepare(request)
                 await response.write_eof()
-                _check_received(request)
-                session.deliver(call)
+                await self._deliver(request, session, call)
         # One example is enough: later forks of a session usually have the same cause.
         for text in session.fork_texts[:1]:
             changed = "an agent changed the history that it sent before, so a new sequence begins"
@@ -336,33 +331,33 @@ class Endpoint:
             session.remember(call)
             for event in reply.events(answer, tokens):
                 await response.write(event)
-            _check_received(request)
-            session.deliver(call)
+            await response.write(reply.end)
+            await response.write_eof()
+            await self._deliver(request, session, call)
         except RequestError as error:
             await response.write(reply.error_event(error))
-        await response.write(reply.end)
-        await response.write_eof()
+            await response.write(reply.end)
+            await response.write_eof()
         return response
+
+    async def _deliver(self, request: web.Request, session: Session, call: ModelCallUnderWay) -> None:
+        """Record that an answer was written, unless its client is gone. It is withdrawn if the client did not read it.
+
+        Raises ConnectionResetError if the client is gone.
+        """
+        assert self._server is not None, "requests come after the start"
+        session.deliver(call)
+        try:
+            await self._server.confirm_written(request, lambda: session.withdraw(call))
+        except ConnectionError:
+            session.withdraw(call)
+            raise
 
     async def _tokens(self, answer: Answer, asked: Asked) -> list[str] | None:
         """Return the text of each sampled token if the request asks for log-probs, else None."""
         if not asked.has_logprobs:
             return None
         return await self._sessions.codec.tokens(answer.call.completion.token_ids)
-
-
-def _check_received(request: web.Request) -> None:
-    """Raise ConnectionResetError if the client was gone when its answer was written.
-
-    asyncio reports it only later, so the state of the connection is asked of the kernel.
-    """
-    transport = request.transport
-    if transport is not None and not transport.is_closing():
-        connection = transport.get_extra_info("socket")
-        [state] = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
-        if state != _TCP_CLOSE:
-            return
-    raise ConnectionResetError("the client closed the connection before its answer")
 
 
 def _secret(request: web.Request) -> str:

@@ -22,10 +22,20 @@ message."""
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Answered:
-    """A conversation up to an answer, with its tokens, int32 [prompt + new_tokens]."""
+    """A conversation up to an answer, with its tokens, int32 [prompt + new_tokens], and the number of its call."""
 
     conversation: Conversation
     token_ids: NDArray[np.int32]
+    number: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AnsweredText:
+    """A text prompt with its completion, their tokens, int32 [prompt + new_tokens], and the number of the call."""
+
+    text: str
+    token_ids: NDArray[np.int32]
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +59,7 @@ class History:
     def __init__(self) -> None:
         self._answered: list[Answered] = []
         self._by_digest: dict[bytes, list[Answered]] = {}
-        self._texts: list[tuple[str, NDArray[np.int32]]] = []
+        self._texts: list[AnsweredText] = []
 
     def add(self, answered: Answered) -> None:
         """Store a conversation ending with the model's answer, so later requests continuing it can reuse its token
@@ -94,11 +104,11 @@ class History:
         reason: ForkReason = "system" if common == 0 and conversation.messages[0]["role"] == "system" else "history"
         return Fork(reason, f"message {common} ({conversation.messages[common]['role']}) was …{was} and is …{now}")
 
-    def add_text(self, text: str, token_ids: NDArray[np.int32]) -> None:
-        """Store the text of a prompt and its completion, with their `token_ids` [tokens]."""
-        self._texts.append((text, token_ids))
+    def add_text(self, answered: AnsweredText) -> None:
+        """Store the text of a prompt and its completion."""
+        self._texts.append(answered)
 
-    def find_text(self, prompt: str) -> tuple[str, NDArray[np.int32]] | None:
-        """Return the longest stored text at the beginning of a prompt, and its tokens [tokens]. None: there is none."""
-        matches = [stored for stored in self._texts if prompt.startswith(stored[0])]
-        return max(matches, key=lambda stored: len(stored[0]), default=None)
+    def find_text(self, prompt: str) -> AnsweredText | None:
+        """Return the longest stored text at the beginning of a prompt; None: there is none."""
+        matches = [stored for stored in self._texts if prompt.startswith(stored.text)]
+        return max(matches, key=lambda stored: len(stored.text), default=None)

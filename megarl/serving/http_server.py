@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
 import resource
 import socket
+import termios
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +31,11 @@ _UNREAD_SECONDS = 30
 """Seconds after which the kernel ends a connection whose client does not read its answer."""
 SPARE_FILES = 128
 """File descriptors below the process's limit that no connection takes: ranks, logs and checkpoints need them."""
+_CLOSE_SECONDS = 2.0
+"""Seconds to wait for the client to close a connection that ends with its answer."""
+_TCP_CLOSE, _TCP_CLOSE_WAIT = 7, 8
+"""States of a connection that the other side has reset or closed (Linux, net/tcp_states.h), in TCP_INFO's first byte.
+"""
 _PAUSE_SECONDS = 0.5
 """Seconds without accepting connections after file descriptors ran out."""
 _BACKLOG = 4096
@@ -104,6 +112,9 @@ class HttpServer:
         Returns False if the limit is reached.
         """
         connection = None if request.transport is None else request.transport.get_protocol()
+        if isinstance(connection, _Connection):
+            # A client sends its next request after it read the answer before.
+            connection.on_unread = None
         # A connection that has closed, or was counted before, is not counted.
         if not isinstance(connection, _Connection) or connection not in self._open.strangers:
             return True
@@ -111,6 +122,25 @@ class HttpServer:
             return False
         connection.admit()
         return True
+
+    async def confirm_written(self, request: web.Request, on_unread: Callable[[], object]) -> None:
+        """Call `on_unread` later if the connection of a written answer ends before its client has read all of it.
+
+        A connection that ends with its answer is closed here. Raises ConnectionResetError if the client is gone.
+        """
+        transport = request.transport
+        connection = None if transport is None else transport.get_protocol()
+        if transport is None or transport.is_closing() or not isinstance(connection, _Connection):
+            raise ConnectionResetError("the client closed the connection before its answer")
+        # asyncio reports the end of a connection only later, so the kernel is asked.
+        [state] = transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
+        if state == _TCP_CLOSE or (state == _TCP_CLOSE_WAIT and _has_unsent(transport)):
+            raise ConnectionResetError("the client closed the connection before its answer")
+        connection.on_unread = on_unread
+        if not request.keep_alive:
+            # After its own close the server would not learn of a client that resets the connection.
+            transport.write_eof()
+            await asyncio.wait({connection.lost}, timeout=_CLOSE_SECONDS)
 
     async def _accept(self, listener: socket.socket) -> None:
         """Accept connections until the task is cancelled."""
@@ -146,14 +176,18 @@ class _OpenConnections:
 
 
 class _Connection(asyncio.Protocol):
-    """Connection of a client, counted from its start to its end. `handler` is aiohttp's protocol."""
+    """Connection of a client, counted from its start to its end. `handler` is aiohttp's protocol.
+
+    `on_unread` is called if the connection ends before its client has read the last answer. `lost` is done at the end.
+    """
 
     def __init__(self, handler: asyncio.Protocol, connections: _OpenConnections) -> None:
         self._handler, self._connections = handler, connections
+        self.on_unread: Callable[[], object] | None = None
+        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._transport: asyncio.Transport | None = None
         self._deadline = asyncio.get_running_loop().call_later(HEAD_SECONDS, self.abort)
         self.data_received = handler.data_received
-        self.eof_received = handler.eof_received
         self.pause_writing = handler.pause_writing
         self.resume_writing = handler.resume_writing
 
@@ -163,7 +197,16 @@ class _Connection(asyncio.Protocol):
         self._connections.strangers[self] = None
         self._handler.connection_made(transport)
 
+    def eof_received(self) -> bool | None:
+        if self._transport is not None and _has_unsent(self._transport):
+            self._report_unread()
+        return self._handler.eof_received()
+
     def connection_lost(self, exc: Exception | None) -> None:
+        # The kernel resets a connection that its client closes with bytes unread.
+        if exc is not None:
+            self._report_unread()
+        self.lost.set_result(None)
         self._forget()
         self._handler.connection_lost(exc)
 
@@ -178,10 +221,22 @@ class _Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
+    def _report_unread(self) -> None:
+        if self.on_unread is not None:
+            self.on_unread()
+        self.on_unread = None
+
     def _forget(self) -> None:
         self._deadline.cancel()
         self._connections.strangers.pop(self, None)
         self._connections.admitted.discard(self)
+
+
+def _has_unsent(transport: asyncio.WriteTransport) -> bool:
+    """Return whether a connection has bytes that its other side has not acknowledged."""
+    num_in_kernel = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
+    # The end of a half-closed connection counts as one byte.
+    return transport.get_write_buffer_size() + int.from_bytes(num_in_kernel, "little") > 1
 
 
 class _BoundedLog(logging.Filter):

@@ -20,7 +20,7 @@ from megarl.rollout.engine_requests import Generates
 from megarl.rollout.stitch import ModelCall
 from megarl.serving.codec import Codec, too_long
 from megarl.serving.conversation import Conversation, answer_message
-from megarl.serving.history import Answered, History
+from megarl.serving.history import Answered, AnsweredText, History
 from megarl.serving.refusal import RequestError
 from megarl.types import Completion, Request, SamplingSettings
 
@@ -84,20 +84,27 @@ class Answer:
 class ModelCallUnderWay:
     """A model call in progress. Several HTTP requests may wait for it: the first one and its repeats.
 
-    `number` is its place in the order in which the session's calls started, from 1.
+    `number` is its place in the order in which the session's calls started, from 1. `num_received` requests got its
+    answer. `is_continued`: a later call holds the answer.
     """
 
     number: int
     task: asyncio.Task[Answer]
     remember: Callable[[Answer], None]
     num_waiting: int = 0
+    num_received: int = 0
     is_remembered: bool = False
-    is_delivered: bool = False
+    is_continued: bool = False
 
     @property
     def is_joinable(self) -> bool:
         """Whether a repeat of its request can still get its answer. An aborted call will have none."""
         return not self.task.cancelled() and not self.task.cancelling()
+
+    @property
+    def is_delivered(self) -> bool:
+        """Whether a client has received its answer."""
+        return self.num_received > 0 or self.is_continued
 
     @property
     def lacks_delivery(self) -> bool:
@@ -128,9 +135,8 @@ class Session:
         self._seed = seed
         self._pool, self._codec = pool, codec
         self._history = History()
-        self._delivered: list[Answer] = []
         self._by_body: dict[bytes, ModelCallUnderWay] = {}
-        self._under_way: set[ModelCallUnderWay] = set()
+        self._calls: dict[int, ModelCallUnderWay] = {}
         self._num_started = 0
         self._times_seen: Counter[bytes] = Counter()
 
@@ -138,12 +144,12 @@ class Session:
     def answers(self) -> list[Answer]:
         """Answers delivered to the agent, in the order of their calls' starts."""
         # Calls may overlap and answers arrive in any order; training needs a fixed one.
-        return sorted(self._delivered, key=lambda answer: answer.number)
+        return [call.task.result() for call in self._calls.values() if call.is_delivered]
 
     @property
     def num_under_way(self) -> int:
         """Number of model calls without an answer so far."""
-        return sum(not call.task.done() for call in self._under_way)
+        return sum(not call.task.done() for call in self._calls.values())
 
     def chat(
         self, conversation: Conversation, sampling: SamplingSettings, identity: bytes, *, is_retry: bool
@@ -155,7 +161,8 @@ class Session:
 
         def remember(answer: Answer) -> None:
             answered_conversation = conversation.followed_by([answer.message])
-            self._history.add(Answered(answered_conversation, answer.call.token_ids.astype(np.int32)))
+            token_ids = answer.call.token_ids.astype(np.int32)
+            self._history.add(Answered(answered_conversation, token_ids, answer.number))
 
         return self._begin(identity, is_retry, lambda number: self._chat(number, conversation, sampling), remember)
 
@@ -170,7 +177,8 @@ class Session:
 
         def remember(answer: Answer) -> None:
             if isinstance(prompt, str):
-                self._history.add_text(prompt + answer.text, answer.call.token_ids.astype(np.int32))
+                token_ids = answer.call.token_ids.astype(np.int32)
+                self._history.add_text(AnsweredText(prompt + answer.text, token_ids, answer.number))
 
         return self._begin(identity, is_retry, lambda number: self._complete(number, prompt, sampling), remember)
 
@@ -216,10 +224,20 @@ class Session:
     def deliver(self, call: ModelCallUnderWay) -> None:
         """Record that the answer of a model call was written to a client. Only such answers are trained."""
         # An answer after the end would add tokens to a finished trajectory.
-        if call.is_delivered or self.ended.is_set():
-            return
-        call.is_delivered = True
-        self._delivered.append(call.task.result())
+        if not self.ended.is_set():
+            call.num_received += 1
+
+    def withdraw(self, call: ModelCallUnderWay) -> None:
+        """Undo one `deliver`: the client's connection ended before it had read the answer.
+
+        If no client has the answer, a repeat of the request gets it. An answer continued by a later call was read.
+        """
+        if not self.ended.is_set():
+            call.num_received -= 1
+
+    def _continue(self, number: int) -> None:
+        """Record that a call holds the answer of the earlier call `number`, so its client has received it."""
+        self._calls[number].is_continued = True
 
     async def end(self, reward: float | None = None) -> None:
         """End the session and abort running model calls. Only the first call has an effect, including its reward."""
@@ -228,13 +246,13 @@ class Session:
         self.ended.set()
         self.reward = reward
         # Cancelling a call aborts its request in the engine.
-        tasks = [call.task for call in self._under_way if not call.task.done()]
+        tasks = [call.task for call in self._calls.values() if not call.task.done()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self.counts["untrained_tokens"] = sum(
             len(call.task.result().call.completion.token_ids)
-            for call in self._under_way
+            for call in self._calls.values()
             if not call.is_delivered and not call.task.cancelled() and call.task.exception() is None
         )
         # Removes the pool's record of the engine with this session's prefix cached.
@@ -268,7 +286,7 @@ class Session:
         number = self._num_started
         call = ModelCallUnderWay(number, asyncio.create_task(sample(number)), remember)
         self._by_body[identity] = call
-        self._under_way.add(call)
+        self._calls[number] = call
         return call
 
     async def prompt(self, conversation: Conversation) -> NDArray[np.int32]:
@@ -291,6 +309,8 @@ class Session:
         """Sample an answer to a conversation."""
         self._codec.check_tools(conversation.tools)
         answered = self._history.find(conversation)
+        if answered is not None:
+            self._continue(answered.number)
         if fork := self._history.fork(conversation, answered):
             self.counts["forks"] += 1
             self.counts[f"forks/{fork.reason}"] += 1
@@ -316,9 +336,9 @@ class Session:
         if not isinstance(prompt, str):
             token_ids = prompt
         elif (earlier := self._history.find_text(prompt)) is not None:
-            earlier_text, earlier_ids = earlier
-            added_ids = await self._codec.encode_text(prompt[len(earlier_text) :])
-            token_ids = np.concatenate([earlier_ids, added_ids])
+            self._continue(earlier.number)
+            added_ids = await self._codec.encode_text(prompt[len(earlier.text) :])
+            token_ids = np.concatenate([earlier.token_ids, added_ids])
         else:
             token_ids = await self._codec.encode_text(prompt)
         call = await self._sample(number, token_ids, sampling)

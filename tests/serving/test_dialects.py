@@ -66,7 +66,7 @@ class Server:
             self.forks.append(fork.text)
         answer = self.answers.pop(0)
         whole = conversation.followed_by([answer.message])
-        self.history.add(Answered(whole, np.zeros(1, np.int32)))
+        self.history.add(Answered(whole, np.zeros(1, np.int32), answer.number))
         reply = self.dialect.reply(f"t.{answer.number}", "policy", asked, body)
         if not asked.is_streamed:
             return httpx2.Response(200, json=reply.make_body(answer, None))

@@ -95,7 +95,7 @@ def test_a_connection_reset_before_the_answer_is_written_leaves_one_trained_answ
         client = await send(s, session, BODY | {"stream": is_streamed})
         while not session.num_under_way:
             await asyncio.sleep(0.001)
-        [call] = session._under_way
+        [call] = session._calls.values()
         # The answer is ready, and the handler has not gone on.
         call.task.add_done_callback(lambda task: reset(client))
         await asyncio.wait({call.task})

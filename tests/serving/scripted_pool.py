@@ -1,0 +1,90 @@
+"""An endpoint before a pool that answers from a list, without an engine: for counts over many calls."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+
+from megarl.config.sections.rollout import EndpointConfig
+from megarl.serving.codec import Codec
+from megarl.serving.endpoint import Endpoint
+from megarl.serving.sessions import Limits, Session, Sessions
+from megarl.types import Completion, Request, SamplingSettings
+from tests.serving.tool_model import TEMPLATE
+from tools.make_tiny_model import make_tokenizer
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
+TEXTS = ("The answer is 5.", "The sum of both numbers.", CALL, f"I add them.\n{CALL}\n{CALL}")
+CONTEXT_TOKENS = 20_000
+
+
+class ScriptedPool:
+    """Samples one of `texts` by the request's seed, after `seconds`. Log-probs are drawn from the seed too."""
+
+    seconds_paused = 0.0
+
+    def __init__(self, texts: Sequence[str] = TEXTS, seconds: float = 0.0) -> None:
+        self.tokenizer: Any = make_tokenizer(tool_words=True)
+        self.tokenizer.chat_template = TEMPLATE
+        self.seconds = seconds
+        self.version = 1
+        self.completions: list[Completion] = []
+        self.requests: Counter[str] = Counter()
+        self._texts = [self.tokenizer.encode(text + "<|im_end|>") for text in texts]
+        self._running: set[str] = set()
+
+    async def generate(self, request: Request, **_: Any) -> Completion:
+        if request.request_id in self._running:
+            raise ValueError(f"request id {request.request_id} is in use")
+        self.requests[request.request_id] += 1
+        self._running.add(request.request_id)
+        try:
+            await asyncio.sleep(self.seconds)
+        finally:
+            self._running.remove(request.request_id)
+        draw = random.Random(request.seed)
+        token_ids = np.array(draw.choice(self._texts)[: request.sampling.max_new_tokens], np.int64)
+        completion = Completion(
+            request.request_id,
+            token_ids,
+            np.array([-draw.random() for _ in token_ids], np.float32),
+            "stop",
+            np.full(len(token_ids), self.version, np.int32),
+        )
+        self.completions.append(completion)
+        return completion
+
+    def forget(self, affinity: str) -> None:
+        pass
+
+
+class Scripted:
+    """An endpoint, its sessions and the scripted pool behind them."""
+
+    def __init__(self, pool: ScriptedPool, endpoint: Endpoint, sessions: Sessions) -> None:
+        self.pool, self.endpoint, self.sessions = pool, endpoint, sessions
+
+    def open(self, name: str = "t", seed: str | None = "s", **limits: Any) -> Session:
+        known = {"context_tokens": CONTEXT_TOKENS, "max_calls": 100, "idle_seconds": 60.0}
+        sampling = SamplingSettings(200)
+        return self.sessions.open(name, seed, sampling, Limits(**(known | limits)), self.pool)
+
+
+@asynccontextmanager
+async def scripted_endpoint(pool: ScriptedPool | None = None, **config: Any) -> AsyncIterator[Scripted]:
+    pool = pool or ScriptedPool()
+    codec = Codec(pool.tokenizer, CONTEXT_TOKENS)
+    sessions = Sessions(codec)
+    endpoint = Endpoint(sessions, EndpointConfig(**config), model="policy")
+    await endpoint.start()
+    try:
+        yield Scripted(pool, endpoint, sessions)
+    finally:
+        await endpoint.close()
+        codec.close()
