@@ -248,7 +248,9 @@ def test_the_engines_of_a_dead_node_move_to_a_spare_one(cluster: Cluster) -> Non
     assert cluster.until_over(job) == "COMPLETED"
     steps = logged_steps(cluster.folder / "runs/moved")
     replicas = [int(step["rollout/replicas"]) for step in steps if step["step"]]
-    assert len(replicas) == 20 and replicas[0] == replicas[-1] == 3 and 1 in replicas, replicas
+    assert len(replicas) == 20 and replicas[0] == replicas[-1] == 3, replicas
+    # Engines may start again within one step, so a step with fewer replicas is not certain.
+    assert sum(step["rollout/lost_requests"] for step in steps if step["step"]) > 0
 
 
 @pytest.mark.long
