@@ -3,40 +3,65 @@
 from __future__ import annotations
 
 from contextlib import AsyncExitStack
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
 
 from megarl.config import Recipe
 from megarl.rollout.pool import EnginePool, PoolLoad
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.tracker import Tracker
 
-
-class RunMonitor:
-    """Engines that the monitor of a run observes, once they are started."""
-
-    def __init__(self) -> None:
-        self.pool: EnginePool | None = None
-
-    def load(self) -> PoolLoad | None:
-        """Return the load of the engines; None before their start."""
-        return None if self.pool is None else self.pool.load()
-
-
-async def start_monitor(recipe: Recipe, folder: RunFolder, tracker: Tracker, stack: AsyncExitStack) -> RunMonitor:
-    """Start the driver's HTTP server if the recipe has monitor.port; `stack` closes it.
-
-    Raises ConfigError if the port is in use.
-    """
-    observed = RunMonitor()
-    if recipe.monitor.port is None:
-        return observed
-    # Imported here: aiohttp takes a while to import, and few runs need it.
-    from megarl.serving.monitor import EngineLoad, Monitor, registry_of
+if TYPE_CHECKING:
     from megarl.tracking.prometheus import RunMetrics
 
-    metrics = RunMetrics(recipe.name, recipe.train.steps, lambda: folder.status)
-    monitor = Monitor(recipe.monitor, registry_of(metrics, EngineLoad(observed.load)), metrics.health)
-    await monitor.start()
-    stack.push_async_callback(monitor.close)
-    tracker.attach("monitor.port", metrics)
-    tracker.info(f"metrics at {monitor.base_url}/metrics, health at {monitor.base_url}/health")
-    return observed
+
+class RunMonitor:
+    """HTTP server of the driver, if the recipe has monitor.port. It runs from the first attempt to the run's end.
+
+    It keeps its port between two attempts: another program could take the port, and end a run that recovers.
+    """
+
+    def __init__(self, recipe: Recipe, folder: RunFolder) -> None:
+        self.pool: EnginePool | None = None
+        """Engines of the attempt; None before their start."""
+        self._recipe, self._folder = recipe, folder
+        self._metrics: RunMetrics | None = None
+        self._address = ""
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
+
+    async def begin_attempt(self, tracker: Tracker) -> None:
+        """Show the metrics that an attempt logs to its tracker. The first call starts the server.
+
+        Raises ConfigError if the port is in use.
+        """
+        self.pool = None
+        if self._recipe.monitor.port is None:
+            return
+        if self._metrics is None:
+            self._metrics = await self._start()
+        tracker.attach("monitor.port", self._metrics)
+        tracker.info(f"metrics at {self._address}/metrics, health at {self._address}/health")
+
+    async def _start(self) -> RunMetrics:
+        """Start the server. Returns the metrics that it shows."""
+        # Imported here: aiohttp takes a while to import, and few runs need it.
+        from megarl.serving.monitor import EngineLoad, Monitor, registry_of
+        from megarl.tracking.prometheus import RunMetrics
+
+        metrics = RunMetrics(self._recipe.name, self._recipe.train.steps, lambda: self._folder.status)
+        monitor = Monitor(self._recipe.monitor, registry_of(metrics, EngineLoad(self._load)), metrics.health)
+        await monitor.start()
+        self._stack.push_async_callback(monitor.close)
+        self._address = monitor.base_url
+        return metrics
+
+    def _load(self) -> PoolLoad | None:
+        return None if self.pool is None else self.pool.load()

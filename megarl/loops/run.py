@@ -16,7 +16,7 @@ from megarl.config.parallel import ParallelConfig
 from megarl.data.chat import tokenizer_of
 from megarl.loops import distillation, preference, rl, sft
 from megarl.loops.models import export, models_of, sharing_notices
-from megarl.loops.monitoring import start_monitor
+from megarl.loops.monitoring import RunMonitor
 from megarl.loops.observers.instabilities import spike_detector
 from megarl.loops.observers.selection import make_observers
 from megarl.loops.observers.step_checks import StepChecks
@@ -72,13 +72,13 @@ async def run(
         RunFolder(recipe, resume=resume is not None, restart=restart, on_wait=display.warn) as folder,
     ):
         faults.reach("start")
-        async with RankProcesses(recipe, parallel) as processes:
+        async with RankProcesses(recipe, parallel) as processes, RunMonitor(recipe, folder) as monitor:
             origin = find_origin(recipe, folder, resume, kept)
             stop = StopRequest()
             warn = partial(_warn, folder, display)
             while True:
                 try:
-                    async with _attempt(folder, origin, processes, stop, display) as started:
+                    async with _attempt(folder, origin, processes, monitor, stop, display) as started:
                         await LOOPS[started.recipe.loop](started)
                     return
                 except (PeerLostError, ResizeAskedError) as error:
@@ -104,7 +104,12 @@ def _warn(folder: RunFolder, display: Display, text: str) -> None:
 
 @asynccontextmanager
 async def _attempt(
-    folder: RunFolder, origin: Origin, processes: RankProcesses, stop: StopRequest, display: Display
+    folder: RunFolder,
+    origin: Origin,
+    processes: RankProcesses,
+    monitor: RunMonitor,
+    stop: StopRequest,
+    display: Display,
 ) -> AsyncIterator[Run]:
     """Enter a run that starts from the origin. After the loop, export the model. Raises PeerLostError if a rank is
     lost.
@@ -116,7 +121,7 @@ async def _attempt(
         display.logged_to(logs / DRIVER_LOG),
         stacks_on_quit(logs) as stacks,
     ):
-        async with _start_run(folder, origin, processes, stop, stacks, display) as run:
+        async with _start_run(folder, origin, processes, monitor, stop, stacks, display) as run:
             yield run
             # Complete all background work before the export, which needs the engines' memory.
             await run.complete_background_work()
@@ -150,6 +155,7 @@ async def _start_run(
     folder: RunFolder,
     origin: Origin,
     processes: RankProcesses,
+    monitor: RunMonitor,
     stop: StopRequest,
     stacks: StackRequest,
     display: Display,
@@ -165,7 +171,7 @@ async def _start_run(
         stack.callback(tracker.close)
         stack.enter_context(stop.listening(tracker.notice, folder.path))
         # Before all heavy work: a port that another program took since the checks ends the run at once.
-        monitor = await start_monitor(recipe, folder, tracker, stack)
+        await monitor.begin_attempt(tracker)
         checks = StepChecks(recipe, folder, tracker)
         checks.check_learning_rate()
         tokenizer = tokenizer_of(recipe.model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from megarl import faults
 from megarl.training.state import checkpoint
 from megarl.training.state import copies as state_copies
 from megarl.training.state.copies import FileFields, StateCopier
@@ -43,6 +44,7 @@ class ReplicatedState(TrainerPart):
 
         `files` are this rank's copies at its agent, by name. Returns the bytes received from other ranks.
         """
+        faults.reach("restore")
         state, copies = self._state, state_copies.open_copies(files)
         with state.saved_models() as models:
             driver, num_bytes = state_copies.restore(copies, models, str(state.parallel), state.topology)

@@ -50,6 +50,7 @@ POINTS = {
     "save_write": Point("rank", "before this rank's part of a checkpoint is written"),
     "save_finish": Point("rank", "before this rank reports its part of a checkpoint as written"),
     "load": Point("rank", "before a checkpoint is loaded"),
+    "restore": Point("rank", "before the state is loaded from copies in host memory"),
     "sample": Point("rank", "before an engine samples further tokens"),
     "reshard": Point("rank", "before weights are sent or received"),
     "resharded": Point("rank", "after weights were sent or received; tensors: the engine's", has_tensors=True),

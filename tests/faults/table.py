@@ -29,7 +29,7 @@ _HANGS, _TRAINERS, _SAVES = (
     "tests/faults/test_trainers.py::",
     "tests/faults/test_saves.py::",
 )
-_ENGINES = "tests/faults/test_engines.py::"
+_ENGINES, _RECOVERIES = "tests/faults/test_engines.py::", "tests/faults/test_recoveries.py::"
 _LOST = "processes and shared memory none; checkpoints intact"
 
 ROWS = (
@@ -257,7 +257,31 @@ ROWS = (
     Row(51, "random faults over one run", 50, "0", "done", "each fault's own", "nothing; metrics and weights equal", (
         "tests/faults/test_soak.py::test_row_51_random_faults",
     )),
+    Row(52, "ranks killed while the run recovers from a loss", 30, "", "running", "each lost rank", "the copies", (
+        f"{_RECOVERIES}test_rows_52_to_55_losses_and_a_signal_during_a_recovery",
+    )),
+    Row(53, "SIGTERM while the run recovers", 0, "75", "stopped", "the signal; saved after which step", "nothing", (
+        f"{_RECOVERIES}test_rows_52_to_55_losses_and_a_signal_during_a_recovery",
+        "tests/loops/test_stopping.py::test_a_signal_during_a_recovery_is_a_request_to_save",
+    )),
+    Row(54, "monitor's port wanted by others between attempts", 0, "", "running", "nothing: it stays open", "nothing", (
+        f"{_RECOVERIES}test_rows_52_to_55_losses_and_a_signal_during_a_recovery",
+    )),
+    Row(55, "recovery without a checkpoint", 0, "", "running", "the step, in status.json", "nothing", (
+        f"{_RECOVERIES}test_rows_52_to_55_losses_and_a_signal_during_a_recovery",
+        "tests/loops/test_resume.py::test_a_recovery_from_copies_reads_no_checkpoint",
+    )),
+    Row(56, "loss soon after a recovery", 30, "", "running", "the lost rank", "a new copy of the state, at once", (
+        "tests/loops/test_state_replication.py::test_a_restored_state_is_copied_again_at_once",
+    )),
+    Row(57, "bit flipped in a copy in memory", 0, "", "running", "the copy's node, rank and step", "other copies", (
+        f"{_CLUSTER}memory_files.py::test_files_outlive_their_rank_and_damaged_ones_are_found_and_dropped",
+        f"{_CLUSTER}memory_files.py::test_each_rank_reads_the_copies_of_its_node_also_those_of_a_node_that_leaves",
+    )),
+    Row(58, "data or model changed before a recovery", 0, "2 or 65", "failed", "the field or file", "nothing", (
+        "tests/loops/test_resume.py::test_a_recovery_refuses_what_a_resume_refuses",
+    )),
 )  # fmt: skip
-NUM_ROWS = 51
+NUM_ROWS = 58
 UNPROVED: dict[int, str] = {}
 """Rows without a test: the reason, by number."""
