@@ -1,4 +1,4 @@
-"""Defaults that the memory of the GPUs decides: offloading, recomputation, KV cache, rows without gradients, logits."""
+"""Defaults that memory decides: offloading, recomputation, KV cache, rows without gradients, logits, recovery."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from megarl.planner.memory.devices import MARGIN_GIB
 from megarl.planner.memory.memory_table import Phase
 from megarl.planner.memory.models import Built, Models
 from megarl.planner.predictions import models_of, planned_models
+from megarl.planner.recovery import leaves_recovery_open, recovery_defaults, with_recovery
 from megarl.planner.rows import forward_row_tokens
 from megarl.planner.savings import offloads, recomputations
 from megarl.planner.search import Change, Choice, Move, list_choices, search, with_field_values
@@ -39,16 +40,18 @@ def with_memory_defaults(recipe: Recipe, *, is_start: bool = False, is_trained: 
     """Return the recipe with the fields that it leaves out and the memory of its GPUs decides.
 
     They are the offloaded states, the recomputed activations, the KV cache, the row length of passes without gradients,
-    and whether updates keep their logits. A later check tests whether all fits. The recipe is returned unchanged if its
-    memory cannot be predicted, or if it starts (`is_start`) on a CPU. `is_trained` False: only engines start, on all
-    ranks.
+    whether updates keep their logits, and the recovery from copies in host memory. A later check tests whether all
+    fits. The recipe is returned unchanged if its memory cannot be predicted, or if it starts (`is_start`) on a CPU.
+    `is_trained` False: only engines start, on all ranks.
     """
     trainer = recipe.trainer
     wants_cache = recipe.has_engine and not is_cache_given(recipe)
     wants_rows = is_trained and trainer.max_tokens_per_forward is None
     wants_savings = is_trained and not (_sets_field(recipe, _OFFLOAD) and _sets_field(recipe, _RECOMPUTE))
     wants_logits = is_trained and trainer.keep_logits is None
-    if not (wants_cache or wants_rows or wants_savings or wants_logits) or (is_start and ranks_on_cpu(recipe)):
+    wants_recovery = is_trained and leaves_recovery_open(recipe)
+    wants_any = wants_cache or wants_rows or wants_savings or wants_logits or wants_recovery
+    if not wants_any or (is_start and ranks_on_cpu(recipe)):
         return recipe
     if (judge := _make_judge(recipe)) is None:
         return recipe
@@ -64,7 +67,8 @@ def with_memory_defaults(recipe: Recipe, *, is_start: bool = False, is_trained: 
     # Last: these rows may take the memory of an update.
     if wants_rows and (row_tokens := forward_row_tokens(recipe, judge)) is not None:
         recipe = with_field_values(recipe, {_ROWS: row_tokens})
-    return recipe
+    # Offloaded states take host memory too.
+    return with_recovery(recipe, judge) if wants_recovery else recipe
 
 
 def can_keep_logits(recipe: Recipe, judge: MemoryJudge) -> bool:
@@ -133,6 +137,7 @@ def memory_defaults(written: Recipe, completed: Recipe) -> Iterator[str]:
     chunk = completed.trainer.logprob_chunk_tokens
     if chunk != written.trainer.logprob_chunk_tokens:
         yield f"{_CHUNK} = {chunk} by default: by time and memory, at most 1 GiB of logits"
+    yield from recovery_defaults(written, completed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from megarl.config import Recipe
 from megarl.config.judges import judges_answers
 from megarl.config.sections.learning import OptimizerConfig
+from megarl.planner.recovery import describe_loss
 from megarl.preflight.learning import num_updates
 
 
@@ -23,6 +24,8 @@ def overview(recipe: Recipe) -> dict[str, str]:
         rows[name] = _learning_rate(optimizer, updates)
     rows["trackers"] = ", ".join(recipe.trackers) or "none: metrics.jsonl in the run folder"
     rows["evaluation"] = _evaluation(recipe)
+    if recipe.train.steps != 0:
+        rows["loss of a rank"] = describe_loss(recipe)
     return rows
 
 

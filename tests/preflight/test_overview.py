@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,6 +40,7 @@ def test_what_a_recipe_trains_with(recipe: Make, tmp_path: Path, capsys: pytest.
         "learning rate": "3e-05, cosine to 1e-06 after 5 of 20 updates of warm-up; adam",
         "trackers": "tensorboard, wandb",
         "evaluation": "math: every 5 steps, before the first step, after the last; 4 attempts a problem, temperature 1",
+        "loss of a rank": "the run ends; it costs all steps, because checkpoint.every_steps = 0",
     }
     print_sizes(made, parallel_of(made), {"train": 3, "math": 3}, {})
     printed = "".join(capsys.readouterr().out.split())
@@ -112,3 +114,31 @@ def test_the_file_of_an_agents_program_exists(
         return
     text = only_fault(rollout=rollout)
     assert text.startswith("rollout.agent.command = ") and "there is no file 'absent.py'" in text
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({}, ["the run ends", "all steps"]),
+        ({"checkpoint": {"every_steps": 20}}, ["the run ends", "checkpoint.every_steps = 20"]),
+        (
+            {"cluster": {"recover": "restart"}, "checkpoint": {"every_steps": 20}},
+            ["all ranks start again", "checkpoint.every_steps = 20"],
+        ),
+        (
+            {"cluster": {"recover": "shrink", "nodes": 2, "launcher": "slurm"}, "checkpoint": {"replicate": 3}},
+            ["with fewer ranks", "at most 6 steps"],
+        ),
+        # A single node takes its copies with it.
+        (
+            {"cluster": {"recover": "restart"}, "checkpoint": {"replicate": 1, "every_steps": 20}},
+            ["at most 2 steps", "the loss of the node", "checkpoint.every_steps = 20"],
+        ),
+        # Copies are of no use to a run that ends.
+        ({"checkpoint": {"replicate": 1}}, ["the run ends", "all steps"]),
+    ],
+)
+def test_the_cost_of_a_loss_is_named(recipe: Make, changed: dict[str, Any], words: list[str]) -> None:
+    text = overview(recipe(**changed))["loss of a rank"]
+    assert all(word in text for word in words), text
+    assert ("the loss of the node" in text) is ("the loss of the node" in words)

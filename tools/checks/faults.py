@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from tests.faults.table import NUM_ROWS, ROWS, UNPROVED, Row
 
 ROOT = Path(__file__).resolve().parents[2]
-DURATION = {"small": "20 s (rows 30 and 35)", "full": "1,230 s (51 rows)"}
+DURATION = {"small": "20 s (rows 30 and 35)", "full": "1,230 s (rows 1 to 51)"}
 SMALL = {"row": [30, 35]}
 # Names the marker of the tests left out elsewhere, and chooses all tests.
 _ALL_TESTS = "fault_runs or long or not fault_runs"

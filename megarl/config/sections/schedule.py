@@ -170,7 +170,8 @@ class CheckpointConfig(Section):
     replicate: Annotated[NonNegativeInt, UntriedOnGpu("a number above 0")] = 0
     """Every n steps, copy each rank's training state to host memory of its own node and of another one, if there is
     one. If a process or node is lost, cluster.recover (restart, shrink) continues from the copies. `megarl plan` shows
-    the memory. 0 (default): never."""
+    the memory. 0: never. Default: 1 if cluster.recover recovers by default or the recipe sets it, and the copies fit
+    into 3/4 of a node's memory; 10 in loops that do not sample; else 0."""
     export_every_steps: NonNegativeInt = 0
     """Export the model as a Hugging Face folder, hf_step_NNNNNN, every n steps. 0 (default): only at the end, as hf."""
     best: Annotated[str | None, OnlyIf(EVALUATED)] = None

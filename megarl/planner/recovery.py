@@ -1,0 +1,82 @@
+"""Recovery from lost ranks: its default, which the host memory of a node decides, and what a loss costs a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from megarl.config import Recipe
+from megarl.planner.gpus_of_run import uses_this_machine
+from megarl.planner.judge import MemoryJudge
+from megarl.planner.memory.node_bytes import fullest_node_bytes
+from megarl.planner.search import with_field_values
+from megarl.platform.memory.host_memory import machine_bytes
+
+RECOVER, REPLICATE = "cluster.recover", "checkpoint.replicate"
+_HOST_SHARE = 0.75
+"""Share of a node's host memory that ranks with copies may take: data, rewards and sandboxes need the rest."""
+_STEPS_WITHOUT_SAMPLING = 10
+"""Default of checkpoint.replicate in loops that only train: their steps are short, and each copy takes bandwidth of
+the host. Steps that sample take tens of seconds, so each of them is copied."""
+
+
+def leaves_recovery_open(recipe: Recipe) -> bool:
+    """Return whether a recipe leaves out cluster.recover or checkpoint.replicate, and the run could recover.
+
+    The run's nodes must be like this machine, because the memory of other machines is unknown. Runs on a CPU are short.
+    """
+    return bool(_open_fields(recipe)) and recipe.train.steps != 0 and uses_this_machine(recipe)
+
+
+def with_recovery(recipe: Recipe, judge: MemoryJudge) -> Recipe:
+    """Return the recipe with a recovery from copies in host memory, if a node has memory for them.
+
+    Fields that the recipe sets keep their values. The recipe is returned unchanged without enough memory.
+    """
+    changed = with_field_values(recipe, _open_fields(recipe))
+    return changed if fullest_node_bytes(changed, judge.predict(changed)) <= _HOST_SHARE * machine_bytes() else recipe
+
+
+def _open_fields(recipe: Recipe) -> dict[str, Any]:
+    """Return the fields that a recovery from copies needs and the recipe leaves out, with their values.
+
+    It is empty if a field that the recipe sets rules such a recovery out.
+    """
+    sets_recover = "recover" in recipe.cluster.model_fields_set
+    sets_copies = "replicate" in recipe.checkpoint.model_fields_set
+    is_refused = (sets_recover and recipe.cluster.recover == "stop") or (
+        sets_copies and not recipe.checkpoint.replicate
+    )
+    # The copies do not hold the experts recorded for each token.
+    if is_refused or recipe.trainer.router_replay:
+        return {}
+    every = 1 if recipe.is_on_policy else _STEPS_WITHOUT_SAMPLING
+    return ({} if sets_recover else {RECOVER: "restart"}) | ({} if sets_copies else {REPLICATE: every})
+
+
+def recovery_defaults(written: Recipe, completed: Recipe) -> Iterator[str]:
+    """Yield a line for each field that `with_recovery` added to the recipe `written`."""
+    share = f"the copies fit into {_HOST_SHARE:.0%} of a node's memory"
+    if completed.cluster.recover != written.cluster.recover:
+        yield f"{RECOVER} = {completed.cluster.recover} by default: {share}"
+    if completed.checkpoint.replicate != written.checkpoint.replicate:
+        yield f"{REPLICATE} = {completed.checkpoint.replicate} by default: {share}"
+
+
+def describe_loss(recipe: Recipe) -> str:
+    """Return in words what follows the loss of a trainer's rank or node, and the steps that it costs."""
+    checkpoint, recover = recipe.checkpoint, recipe.cluster.recover
+    outcomes = {
+        "stop": "the run ends",
+        "restart": "all ranks start again",
+        "shrink": "the run goes on with fewer ranks",
+    }
+    cost = "all steps, because checkpoint.every_steps = 0"
+    if checkpoint.every_steps:
+        cost = f"the steps since the newest checkpoint (checkpoint.every_steps = {checkpoint.every_steps})"
+    if recover != "stop" and checkpoint.replicate:
+        # A step's copy may still be on its way while the steps up to the next copied one are trained.
+        copied = f"at most {2 * checkpoint.replicate} steps (checkpoint.replicate = {checkpoint.replicate})"
+        # A single node takes its copies with it.
+        cost = copied if recipe.cluster.nodes > 1 else f"{copied}; the loss of the node costs {cost}"
+    return f"{outcomes[recover]}; it costs {cost}"
