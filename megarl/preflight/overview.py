@@ -25,7 +25,7 @@ def overview(recipe: Recipe) -> dict[str, str]:
     rows["trackers"] = ", ".join(recipe.trackers) or "none: metrics.jsonl in the run folder"
     rows["evaluation"] = _evaluation(recipe)
     if recipe.train.steps != 0:
-        rows["loss of a rank"] = describe_loss(recipe)
+        rows["lost rank"] = describe_loss(recipe)
     return rows
 
 

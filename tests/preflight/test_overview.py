@@ -40,7 +40,7 @@ def test_what_a_recipe_trains_with(recipe: Make, tmp_path: Path, capsys: pytest.
         "learning rate": "3e-05, cosine to 1e-06 after 5 of 20 updates of warm-up; adam",
         "trackers": "tensorboard, wandb",
         "evaluation": "math: every 5 steps, before the first step, after the last; 4 attempts a problem, temperature 1",
-        "loss of a rank": "the run ends; it costs all steps, because checkpoint.every_steps = 0",
+        "lost rank": "the run ends; it costs all steps, because checkpoint.every_steps = 0",
     }
     print_sizes(made, parallel_of(made), {"train": 3, "math": 3}, {})
     printed = "".join(capsys.readouterr().out.split())
@@ -139,6 +139,6 @@ def test_the_file_of_an_agents_program_exists(
     ],
 )
 def test_the_cost_of_a_loss_is_named(recipe: Make, changed: dict[str, Any], words: list[str]) -> None:
-    text = overview(recipe(**changed))["loss of a rank"]
+    text = overview(recipe(**changed))["lost rank"]
     assert all(word in text for word in words), text
     assert ("the loss of the node" in text) is ("the loss of the node" in words)
