@@ -51,6 +51,20 @@ def rloo(rewards: Tensor, groups: Tensor, *, lone_sample: str = "zero") -> Tenso
     return _with_lone_samples(advantages, rewards, sizes[group], lone_sample)
 
 
+def maxrl(rewards: Tensor, groups: Tensor, *, lone_sample: str = "zero") -> Tensor:
+    """Return (reward - group mean) / group mean, [samples]; zero in groups with a mean of zero or below.
+
+    Meant for rewards that are not negative. Hard prompts weigh more: for rewards 0 and 1 the gradient tends to that of
+    the log of the pass rate. With N samples of a prompt it is exact for the expansion of this logarithm truncated at
+    order N - 1: the sum of pass@k / k for k from 1 to N - 1. (Without subtracting the mean, the order would be N.)
+    Source: Maximum likelihood RL (arXiv 2602.02710).
+    """
+    group, sizes = _index_groups(groups, rewards)
+    means = (_sums(rewards, group, sizes) / sizes)[group]
+    advantages = torch.where(means > 0, _center(rewards, group, sizes) / means, 0.0)
+    return _with_lone_samples(advantages, rewards, sizes[group], lone_sample)
+
+
 def opo(rewards: Tensor, groups: Tensor, *, lengths: Tensor, lone_sample: str = "zero") -> Tensor:
     """Return each reward minus its group's length-weighted mean: [samples].
 
@@ -226,6 +240,7 @@ def _binomials(n: Tensor, k: int) -> Tensor:
 ADVANTAGES = {
     "grpo": grpo,
     "rloo": rloo,
+    "maxrl": maxrl,
     "opo": opo,
     "reinforce_plus_plus": reinforce_plus_plus,
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,

@@ -17,6 +17,7 @@ other ranks hold the rest of the sequence. The loss equals its paper's if all to
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from inspect import signature
 
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.log_ratio import log_ratio
-from megarl.algorithms.sequences import broadcast_to_tokens, sequence_means
+from megarl.algorithms.sequences import broadcast_to_tokens, sequence_means, sequence_sums
 from megarl.tracking.metric_rows import MetricRow
 
 METRICS = (
@@ -36,10 +37,20 @@ METRICS = (
     MetricRow(
         "train/clip_fraction",
         "share",
-        "fraction of tokens without gradient, because their ratio is beyond the clip bounds",
+        "fraction of tokens without policy gradient, because their ratio or probability is beyond the clip bounds",
     ),
     MetricRow("train/dual_clip_fraction", "share", "fraction of tokens with a loss limited by algorithm.dual_clip"),
+    MetricRow(
+        "train/sequence_weight",
+        "ratio",
+        "mean over tokens of the weight that policy_loss vespo gives to their sequence; 1 if the policy has not moved",
+    ),
 )
+
+_VESPO_LOG_RATIOS = (math.log(1e-8), 20.0)
+"""Bounds of a sequence's summed log-ratio in `vespo`, as in its authors' code and TRL."""
+_PROBABILITY_EPSILON = 1e-8
+"""Added to probabilities of all other tokens in `dppo_kl`, so that its logarithm is finite (verl has the same)."""
 
 LossAndMetrics = tuple[Tensor, dict[str, Tensor]]
 
@@ -184,6 +195,110 @@ def sapo(
     return -gate * advantages, {"ratio": ratios.detach()}
 
 
+def unclipped(policy_logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> LossAndMetrics:
+    """Return minus ratio times advantage, [tokens]: PPO's loss without its clip (arXiv 1707.06347, eq. 6)."""
+    ratios = ratio(policy_logprobs, old_logprobs)
+    return -ratios * advantages.detach(), {"ratio": ratios.detach()}
+
+
+def dppo_tv(
+    policy_logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    log_ratio_penalty: float = 0.0,
+) -> LossAndMetrics:
+    """Return minus ratio times advantage, masked where a token's probability moved too far: [tokens].
+
+    A token is masked if its probability rose by more than `clip_high` with a positive advantage, or fell by more than
+    `clip_low` with a negative one. Unlike PPO's clip, this spares rare tokens: from 0.01 to 0.05 the ratio is 5.
+    `log_ratio_penalty` times the squared log-ratio is added, also where masked. Metrics as in `clipped`.
+
+    Source: DPPO, total variation of the binary distribution (arXiv 2602.04879); penalty: Kimi K2.5 (arXiv 2602.02276).
+    """
+    change = policy_logprobs.detach().exp() - old_logprobs.detach().exp()
+    is_masked = ((advantages > 0) & (change > clip_high)) | ((advantages < 0) & (change < -clip_low))
+    return _masked_surrogate(policy_logprobs, old_logprobs, advantages, is_masked, log_ratio_penalty)
+
+
+def dppo_kl(
+    policy_logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    log_ratio_penalty: float = 0.0,
+) -> LossAndMetrics:
+    """Return minus ratio times advantage, masked where the KL divergence of a token's probability is large: [tokens].
+
+    The KL is that of two outcomes, this token or any other, under the old policy. A token is masked if its probability
+    rose with a positive advantage and the KL exceeds `clip_high`. It is also masked if its probability fell with a
+    negative advantage and the KL exceeds `clip_low`. Penalty, metrics and source as in `dppo_tv`.
+    """
+    policy, old = policy_logprobs.detach(), old_logprobs.detach()
+    # A log-prob of 0 may be rounded to slightly above 0.
+    other, old_other = ((-logprobs.expm1()).clamp(min=0) + _PROBABILITY_EPSILON for logprobs in (policy, old))
+    divergence = old.exp() * (old - policy) + (-old.expm1()) * (old_other / other).log()
+    is_masked = ((advantages > 0) & (policy > old) & (divergence > clip_high)) | (
+        (advantages < 0) & (policy < old) & (divergence > clip_low)
+    )
+    return _masked_surrogate(policy_logprobs, old_logprobs, advantages, is_masked, log_ratio_penalty)
+
+
+def dro(policy_logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, beta: float) -> LossAndMetrics:
+    """Return minus advantage times log-prob, plus `beta` / 2 times the squared log-ratio: [tokens].
+
+    The advantage is a reward minus a value or baseline. The penalty replaces ratio and clip, so that samples of another
+    policy can be trained. Source: Direct Reward Optimisation (arXiv 2405.19107).
+    """
+    log_ratios = log_ratio(policy_logprobs, old_logprobs.detach())
+    loss = -advantages.detach() * policy_logprobs + beta / 2 * log_ratios.square()
+    return loss, {"ratio": log_ratios.detach().exp()}
+
+
+def vespo(
+    policy_logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    cu_seqlens: Tensor,
+    mask: Tensor,
+    *,
+    power_positive: float = 2.0,
+    decay_positive: float = 3.0,
+    power_negative: float = 3.0,
+    decay_negative: float = 2.0,
+) -> LossAndMetrics:
+    """Return minus weight times advantage times log-prob, [tokens], with one smooth weight for each sequence.
+
+    The weight is exp(decay) * W^power * exp(-decay * W), without gradient. W is the product of the sequence's ratios.
+    The weight is 1 at W = 1, and fades far from W = power / decay. Power and decay differ for advantages below 0. Needs
+    one advantage for all tokens of a sequence. Metrics: `ratio` of each token, `sequence_weight`.
+
+    Source: Variational Sequence-Level Soft Policy Optimization (arXiv 2602.10693).
+    """
+    advantages = advantages.detach()
+    log_ratios = log_ratio(policy_logprobs.detach(), old_logprobs.detach())
+    log_products = sequence_sums(log_ratios, cu_seqlens, mask).clamp(*_VESPO_LOG_RATIOS)
+    log_products = broadcast_to_tokens(log_products, cu_seqlens, len(mask))
+    power = torch.where(advantages < 0, power_negative, power_positive).to(log_products.dtype)
+    decay = torch.where(advantages < 0, decay_negative, decay_positive).to(log_products.dtype)
+    weights = (decay + power * log_products - decay * log_products.exp()).exp()
+    return -weights * advantages * policy_logprobs, {"ratio": log_ratios.exp(), "sequence_weight": weights}
+
+
+def _masked_surrogate(
+    policy_logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, is_masked: Tensor, log_ratio_penalty: float
+) -> LossAndMetrics:
+    """Return minus ratio times advantage, zero where masked, plus the penalty everywhere; and metrics, all [tokens]."""
+    log_ratios = log_ratio(policy_logprobs, old_logprobs.detach())
+    ratios = log_ratios.exp()
+    loss = torch.where(is_masked, 0.0, -ratios * advantages.detach()) + log_ratio_penalty * log_ratios.square()
+    return loss, {"ratio": ratios.detach(), "clip_fraction": is_masked.to(loss.dtype)}
+
+
 def _surrogate(
     ratios: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None
 ) -> LossAndMetrics:
@@ -207,4 +322,9 @@ POLICY_LOSSES = {
     "gmpo": gmpo,
     "cispo": cispo,
     "sapo": sapo,
+    "unclipped": unclipped,
+    "dppo_tv": dppo_tv,
+    "dppo_kl": dppo_kl,
+    "dro": dro,
+    "vespo": vespo,
 }

@@ -12,6 +12,12 @@ if TYPE_CHECKING:
     from megarl.config import Recipe
 
 
+CORRECTING_LOSSES = ("dppo_tv", "dppo_kl", "vespo")
+"""Policy losses with the ratio to the engine's log-probs. A further importance weight would correct twice."""
+_SMOOTH_LOSSES = ("vespo", "dro")
+"""Policy losses for samples of another policy that have no clip: a weight fades with the ratio, or a penalty grows."""
+
+
 def lacks_correction(recipe: Recipe) -> bool:
     """Return whether the recipe trains on stale tokens without a correction, and does not say that this is intended."""
     if unmet(recipe, "rollout.max_staleness") is not None:
@@ -29,9 +35,10 @@ def nothing_corrects(recipe: Recipe) -> bool:
     """Return whether the loss has no correction for the sampling policy: no importance weight and no clipped ratio to
     it."""
     algorithm = recipe.algorithm
-    # Starting from the engine's log-probs, the clipped ratio itself is the correction.
-    is_clipped = algorithm.old_logprobs == "rollout" and "clip_low" in _settings_of_policy_loss(recipe)
-    return algorithm.importance_sampling is None and not is_clipped
+    # Starting from the engine's log-probs, the loss itself is the correction.
+    is_bounded = "clip_low" in _settings_of_policy_loss(recipe) or algorithm.policy_loss in _SMOOTH_LOSSES
+    corrects_in_loss = algorithm.old_logprobs == "rollout" and is_bounded
+    return algorithm.importance_sampling is None and not corrects_in_loss
 
 
 def _settings_of_policy_loss(recipe: Recipe) -> frozenset[str]:

@@ -42,6 +42,7 @@ def keywords(recipe: Recipe) -> Iterator[str]:
             yield from _own_function(recipe, field, further, name)
         else:
             yield from _unfit_kwargs(recipe, field, further, name, formulas(field)[name])
+            yield from _missing(recipe, field, further, name, formulas(field)[name])
 
 
 def _own_function(recipe: Recipe, field: str, further: str, name: str) -> Iterator[str]:
@@ -168,4 +169,5 @@ def _missing(recipe: Recipe, field: str, further: str, name: str, keywords: Keyw
     supplied = keyword_fields(field).keys() | set(formula_fields()[field].measured) | value_at(recipe, further).keys()
     for keyword, parameter in keywords.items():
         if parameter.is_required and keyword not in supplied:
-            yield f"{further}.{keyword}: missing; {name} needs it: give it, or a default in its definition"
+            remedy = "give it, or a default in its definition" if is_import_path(name) else "give it"
+            yield f"{further}.{keyword}: missing; {name} needs it: {remedy}"

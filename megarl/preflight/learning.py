@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megarl.config import AlgorithmConfig, OptimizerConfig, Recipe
+from megarl.config.corrections import CORRECTING_LOSSES
 from megarl.config.effects import unmet
 from megarl.config.formulas import either, taking
 from megarl.config.judges import REMEDY, judges_answers
@@ -325,7 +326,13 @@ def algorithm(recipe: Recipe) -> Iterator[str]:
             "before the update, but algorithm.old_logprobs = rollout skips this pass; set "
             "algorithm.old_logprobs=trainer"
         )
-    if algorithm.importance_sampling and algorithm.old_logprobs == "rollout":
+    if algorithm.importance_sampling and algorithm.policy_loss in CORRECTING_LOSSES:
+        yield (
+            f"algorithm.importance_sampling = {algorithm.importance_sampling}: algorithm.policy_loss = "
+            f"{algorithm.policy_loss} has the ratio to the engine's log-probs, so samples would be corrected twice; "
+            "leave out algorithm.importance_sampling, and set algorithm.old_logprobs=rollout"
+        )
+    elif algorithm.importance_sampling and algorithm.old_logprobs == "rollout":
         yield (
             f"algorithm.importance_sampling = {algorithm.importance_sampling}: corrects from the engine's to the "
             "trainer's log-probs, but the ratio already starts from the engine's; set algorithm.old_logprobs=trainer"

@@ -107,7 +107,7 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
     """
     policy_loss: Callable[..., LossAndMetrics] = function_of(config.policy_loss, POLICY_LOSSES, "algorithm.policy_loss")
     settings = supported_kwargs(
-        policy_loss, config.model_dump(include={"clip_low", "clip_high", "dual_clip", "max_ratio"})
+        policy_loss, config.model_dump(include={"clip_low", "clip_high", "dual_clip", "max_ratio", "log_ratio_penalty"})
     )
     settings |= config.policy_loss_kwargs
     is_of_trajectories = is_sequence_loss(policy_loss)

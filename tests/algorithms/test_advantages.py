@@ -9,6 +9,7 @@ from megarl.algorithms.advantages import (
     gae,
     global_baseline,
     grpo,
+    maxrl,
     opo,
     pass_at_k,
     reinforce_plus_plus,
@@ -196,3 +197,35 @@ def test_verls_reinforce_plus_plus_baseline_is_whitened_over_tokens():
     found = whiten(tokens, torch.ones(7, dtype=torch.bool))
     expected = [0.6097317, -0.1016220, -0.1016220, 1.6767623, 0.2540549, -1.1686525, -1.1686525]
     assert found.tolist() == pytest.approx(expected, abs=2e-7)
+
+
+def test_maxrl_of_groups_in_any_order() -> None:
+    rewards = torch.tensor([1.0, 0.0, 0.0, 2.0, 0.0, 0.0, 0.5, -1.0, 0.5], dtype=torch.float64)
+    groups = torch.tensor([3, 3, 7, 7, 3, 1, 9, 8, 8])
+    expected = [2.0, -1.0, -1.0, 1.0, -1.0, 0.0, 0.0, 0.0, 0.0]
+    assert maxrl(rewards, groups).tolist() == pytest.approx(expected)
+    alone = maxrl(rewards, groups, lone_sample="reward").tolist()
+    assert alone == pytest.approx([*expected[:6], 0.5, 0.0, 0.0])
+
+
+@pytest.mark.parametrize("num_samples", [2, 3, 5])
+def test_maxrl_is_the_log_of_the_pass_rate_truncated_at_one_less_than_the_samples(num_samples: int) -> None:
+    """By enumeration: one token of six, of which two are right. The mean of rewards / mean alone has one order more."""
+    scores = torch.tensor([0.3, -0.4, 0.1, 0.9, -1.0, 0.2], dtype=torch.float64, requires_grad=True)
+    is_right = torch.tensor([1, 0, 0, 1, 0, 0], dtype=torch.float64)
+    logprobs = scores.log_softmax(0)
+    draws = torch.cartesian_prod(*[torch.arange(6)] * num_samples)
+    chances = logprobs.detach()[draws].sum(1).exp()
+    rewards = is_right[draws]
+    groups = torch.arange(len(draws))[:, None].expand_as(draws)
+    centred = maxrl(rewards.flatten(), groups.flatten()).view_as(rewards)
+    means = rewards.mean(1, keepdim=True)
+    plain = torch.where(means > 0, rewards / means, 0.0)
+    for advantages, order in ((centred, num_samples - 1), (plain, num_samples)):
+        expectation = (chances[:, None] * advantages / num_samples * logprobs[draws]).sum()
+        failing = 1 - (logprobs.exp() * is_right).sum()
+        truncated = -sum(failing**k / k for k in range(1, order + 1))
+        gradient, expected = (
+            torch.autograd.grad(value, scores, retain_graph=True)[0] for value in (expectation, truncated)
+        )
+        torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-12)

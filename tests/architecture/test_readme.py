@@ -49,9 +49,10 @@ TRAINING_GUIDE = "megarl/training/README.md"
 TRACKING_GUIDE = "megarl/tracking/README.md"
 SLURM_GUIDE = "launch/slurm/README.md"
 CONTAINER_GUIDE = "launch/container/README.md"
+ALGORITHM_GUIDE = "megarl/algorithms/README.md"
 GUIDES = (
     RECIPES, REWARD_GUIDE, ENVIRONMENT_GUIDE, SANDBOX_GUIDE, RESHARD_GUIDE, LOOP_GUIDE, TRAINING_GUIDE, TRACKING_GUIDE,
-    SLURM_GUIDE, CONTAINER_GUIDE, MATHS_GUIDE,
+    SLURM_GUIDE, CONTAINER_GUIDE, MATHS_GUIDE, ALGORITHM_GUIDE,
 )  # fmt: skip
 PAGES = (README, *GUIDES)
 # README and guides aim at about 1,800 words. The margin is there so that no sentence is bent to fit a count.

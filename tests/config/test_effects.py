@@ -51,7 +51,7 @@ from tests.config.refusals import faults
             ["algorithm.policy_loss=policy_gradient", "algorithm.clip_low=0.1"],
             "algorithm.clip_low = 0.1",
             "under algorithm.policy_loss=policy_gradient",
-            "algorithm.policy_loss to clipped, gspo, gmpo or cispo",
+            "algorithm.policy_loss to clipped, gspo, gmpo, cispo, dppo_tv or dppo_kl",
             id="clip",
         ),
         pytest.param(

@@ -128,6 +128,48 @@ MISFITS = {
         "algorithm.importance_sampling = icepop",
         ["algorithm.old_logprobs=trainer"],
     ),
+    "DPPO and TIS": Misfit(
+        {"algorithm": {"preset": "dppo_tv", "importance_sampling": "tis"}},
+        "algorithm.importance_sampling = tis",
+        [
+            "algorithm.policy_loss = dppo_tv",
+            "leave out algorithm.importance_sampling",
+            "algorithm.old_logprobs=rollout",
+        ],
+    ),
+    "VESPO and a rejection of sequences": Misfit(
+        {"algorithm": {"policy_loss": "vespo", "importance_sampling": "sequence_rejection"}},
+        "algorithm.importance_sampling = sequence_rejection",
+        ["algorithm.policy_loss = vespo", "algorithm.old_logprobs=rollout"],
+    ),
+    "DPPO of the policy and itself": Misfit(
+        {"algorithm": {"policy_loss": "dppo_kl"}},
+        "algorithm.policy_loss = dppo_kl",
+        ["algorithm.old_logprobs = trainer", "algorithm.old_logprobs=rollout", "train.updates_per_step"],
+    ),
+    "DRO without a strength": Misfit(
+        {"algorithm": {"policy_loss": "dro", "old_logprobs": "rollout"}},
+        "algorithm.policy_loss_kwargs.beta",
+        ["dro"],
+    ),
+    "a weight of sequences with GAE": Misfit(
+        {"algorithm": {"preset": "vespo", "advantage": "gae"}},
+        "algorithm.policy_loss = vespo",
+        ["algorithm.advantage = gae", "algorithm.advantage=grpo", "dppo_tv"],
+    ),
+    "a weight of sequences with advantages of turns": Misfit(
+        {
+            "algorithm": {"preset": "vespo", "turn_discount": 0.9},
+            "rollout": {"environment": "calculator", "max_turns": 4},
+        },
+        "algorithm.policy_loss = vespo",
+        ["algorithm.turn_discount = 0.9", "leave out algorithm.turn_discount"],
+    ),
+    "a weight of sequences with a KL of tokens": Misfit(
+        {"algorithm": {"preset": "vespo", "kl_coefficient": 0.1, "kl_placement": "return"}},
+        "algorithm.policy_loss = vespo",
+        ["algorithm.kl_placement = return", "algorithm.kl_placement=loss"],
+    ),
     "no surplus": Misfit(
         {"rollout": {"stragglers": "abort"}}, "rollout.stragglers = abort", ["algorithm.oversampling=1.5"]
     ),

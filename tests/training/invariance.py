@@ -38,6 +38,8 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "gmpo": {"policy_loss": "gmpo", "clip_low": 0.6, "clip_high": 0.6, **BY_SEQUENCE},
     "cispo": {"policy_loss": "cispo", **CLIPS},
     "sapo": {"policy_loss": "sapo", **BY_SEQUENCE},
+    "dppo_kl": {"policy_loss": "dppo_kl", "clip_low": 0.001, "clip_high": 0.001, "log_ratio_penalty": 0.05},
+    "vespo": {"policy_loss": "vespo", "policy_loss_kwargs": {"decay_positive": 0.01, "decay_negative": 0.01}},
     "all added": {**CLIPS, "kl_coefficient": 0.1, "entropy_coefficient": 0.05},
     "kept sets": {**CLIPS, "dual_clip": 2.5, "kl_coefficient": 0.1, "entropy_coefficient": 0.05},
     "ptx": {**CLIPS, "ptx_coefficient": 0.4},

@@ -21,7 +21,7 @@ from tools.make_tiny_model import make_tiny_model
 from tools.make_tool_data import make_tool_data
 from tools.runs import heldout_accuracies, train
 
-DURATION = {"small": "minutes (grpo; not timed)", "full": "hours: a run for each of 30 methods (not timed)"}
+DURATION = {"small": "minutes (grpo; not timed)", "full": "hours: a run for each of 36 methods (not timed)"}
 SMALL = {"only": ["grpo"]}
 LEAST_GAIN = 0.15
 LEAST_WON = 0.9
@@ -64,6 +64,14 @@ METHODS: dict[str, tuple[str, ...]] = {
     "reinforce_plus_plus": ("rl", "algorithm.preset=reinforce_plus_plus"),
     "gspo": ("rl", "algorithm.preset=gspo", "train.updates_per_step=2"),
     "cispo": ("rl", "algorithm.preset=cispo", "train.updates_per_step=2"),
+    "luspo": ("rl", "algorithm.preset=luspo", "train.updates_per_step=2"),
+    "dppo_tv": ("rl", "algorithm.preset=dppo_tv", "train.updates_per_step=2"),
+    "dppo_kl": ("rl", "algorithm.preset=dppo_kl", "train.updates_per_step=2"),
+    "vespo": ("rl", "algorithm.preset=vespo", "train.updates_per_step=2"),
+    "dro": (
+        "rl", "algorithm.policy_loss=dro", "algorithm.policy_loss_kwargs={beta: 0.1}", "train.updates_per_step=2",
+    ),
+    "maxrl": ("rl", "algorithm.advantage=maxrl"),
     "opo": ("rl", "algorithm.advantage=opo"),
     "gmpo": ("rl", "algorithm.policy_loss=gmpo", "algorithm.clip_low=0.4", "algorithm.clip_high=0.4"),
     "sapo": ("rl", "algorithm.policy_loss=sapo", "train.updates_per_step=2"),

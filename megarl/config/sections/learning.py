@@ -190,6 +190,19 @@ PRESETS: dict[str, dict[str, Any]] = {
         "advantage": "grpo", "policy_loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4,
         "aggregation": "sequence_mean_token_mean",
     },
+    # LUSPO sums over a sequence's tokens, so that a long sequence weighs more, in proportion to its length.
+    "luspo": {
+        "advantage": "grpo", "policy_loss": "gspo", "clip_low": 2e-3, "clip_high": 2.5e-3,
+        "aggregation": "sequence_mean_token_sum",
+    },
+    # These three compare with the engine's log-probs, which corrects for staleness and rounding too.
+    "dppo_tv": {
+        "advantage": "grpo", "policy_loss": "dppo_tv", "clip_low": 0.2, "clip_high": 0.2, "old_logprobs": "rollout",
+    },
+    "dppo_kl": {
+        "advantage": "grpo", "policy_loss": "dppo_kl", "clip_low": 0.05, "clip_high": 0.05, "old_logprobs": "rollout",
+    },
+    "vespo": {"advantage": "grpo", "policy_loss": "vespo", "old_logprobs": "rollout"},
     # clip_low 1 puts the lower bound at ratio 0, so only large ratios are clipped.
     "cispo": {"advantage": "grpo", "policy_loss": "cispo", "clip_low": 1.0, "clip_high": 2.0},
     "ppo": {
@@ -217,6 +230,10 @@ class AlgorithmConfig(Section):
             "reinforce_plus_plus",
             "reinforce_plus_plus_baseline",
             "gspo",
+            "luspo",
+            "dppo_tv",
+            "dppo_kl",
+            "vespo",
             "cispo",
             "ppo",
         ]
@@ -251,8 +268,8 @@ class AlgorithmConfig(Section):
     their weighted sum within the group to mean 0, deviation 1. normalize_then_sum (GDPO): normalise each function's
     scores in the group, then their weighted sum over the step, so that no function dominates by its scale."""
     lone_sample: Annotated[Literal["zero", "reward"], KeywordOf("algorithm.advantage")] = "zero"
-    """Advantage of a sample that is alone in its group (grpo, rloo, opo, reinforce_plus_plus_baseline). zero (default):
-    0. reward: its reward, as in verl."""
+    """Advantage of a sample that is alone in its group (grpo, rloo, maxrl, opo, reinforce_plus_plus_baseline). zero
+    (default): 0. reward: its reward, as in verl."""
     pass_k: Annotated[PositiveInt, KeywordOf("algorithm.advantage", "k")] = 4
     """k of the objective pass@k: a draw of k samples passes if at least one of them does (advantage pass_at_k)."""
     advantage_kwargs: Annotated[Kwargs, OnlyIf(REWARDS_TRAINED)] = Field(default_factory=dict)
@@ -266,17 +283,22 @@ class AlgorithmConfig(Section):
     """Policy loss (default: clipped, as in PPO). All names: megarl/algorithms/policy_losses.py. For your own give its
     import path; launch/recipes/README.md shows the signature."""
     clip_low: Annotated[PositiveFloat, KeywordOf("algorithm.policy_loss")] = 0.2
-    """Lower clip range: the probability ratio is clipped at 1 - clip_low (policy_loss gmpo: the log-ratio at
-    -clip_low)."""
+    """Lower clip range: the probability ratio is clipped at 1 - clip_low. Policy_loss gmpo: the log-ratio at -clip_low.
+    dppo_tv and dppo_kl (DPPO, arXiv 2602.04879): the largest fall of a token's probability, and its largest KL then."""
     clip_high: Annotated[PositiveFloat, KeywordOf("algorithm.policy_loss")] = 0.2
-    """Upper clip range: the probability ratio is clipped at 1 + clip_high. DAPO's clip-higher uses 0.28."""
+    """Upper clip range: the probability ratio is clipped at 1 + clip_high. DAPO's clip-higher uses 0.28. dppo_tv and
+    dppo_kl: the largest rise of a token's probability (prime-rl: 0.2), and its largest KL then (0.05)."""
     dual_clip: Annotated[Annotated[float, Field(gt=1.0)] | None, KeywordOf("algorithm.policy_loss")] = None
     """Constant c of dual-clip PPO: with a negative advantage, a token's loss is at most c * |advantage|. Default:
     none."""
     max_ratio: Annotated[Annotated[float, Field(gt=1.0)] | None, KeywordOf("algorithm.policy_loss")] = None
     """Upper bound of the probability ratio, applied before clipping (ColossalChat uses 10). Default: none."""
+    log_ratio_penalty: Annotated[NonNegativeFloat, KeywordOf("algorithm.policy_loss")] = 0.0
+    """Coefficient of the squared log-ratio, added to the loss of every trained token to slow its drift (dppo_tv,
+    dppo_kl; Kimi K2.5, arXiv 2602.02276; prime-rl: 1e-3). Default: 0."""
     policy_loss_kwargs: Annotated[Kwargs, OnlyIf(*ADVANTAGES)] = Field(default_factory=dict)
-    """Further keyword arguments of the policy loss, for example {temperature_negative: 1.1} for sapo."""
+    """Further keyword arguments of the policy loss, for example {temperature_negative: 1.1} for sapo. dro needs
+    beta, the strength of its penalty, for example {beta: 0.1}."""
     skip_ratio: Annotated[Annotated[float, Field(gt=1.0)] | None, OnlyIf(*ADVANTAGES)] = None
     """Skip an update if its mean probability ratio over tokens is above this limit (ColossalRL's skip_threshold: 20).
     Default: never."""

@@ -1,0 +1,65 @@
+"""Checks of losses that compare the policy with the one that sampled, or that need one advantage per sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megarl.config import Recipe
+from megarl.config.corrections import CORRECTING_LOSSES
+from megarl.config.effects import unmet
+from megarl.preflight.registry import checks
+
+_SEQUENCE_LOSSES = ("vespo",)
+"""Policy losses with one weight for each sequence, chosen by the sign of its advantage."""
+
+
+@checks("algorithm")
+def without_drift(recipe: Recipe) -> Iterator[str]:
+    """Yield an error for each setting that compares the policy with itself, so that it would have no effect."""
+    algorithm, train = recipe.algorithm, recipe.train
+    if not recipe.has_advantages or algorithm.old_logprobs == "rollout" or train.num_updates > 1:
+        return
+    # Waiting groups keep the log-probs of the weights that sampled them.
+    if recipe.rollout.carries_groups:
+        return
+    # An importance weight with one of these losses has an error of its own, with the same remedy.
+    corrects_twice = algorithm.importance_sampling is not None and algorithm.policy_loss in CORRECTING_LOSSES
+    if algorithm.policy_loss in (*CORRECTING_LOSSES, "dro") and not corrects_twice:
+        yield (
+            f"algorithm.policy_loss = {algorithm.policy_loss}: compares the policy with the one before the step's "
+            "first update. With algorithm.old_logprobs = trainer and one update a step both are the same; set "
+            "algorithm.old_logprobs=rollout, or train.updates_per_step above 1"
+        )
+
+
+@checks("algorithm")
+def without_sequence_advantages(recipe: Recipe) -> Iterator[str]:
+    """Yield an error for each setting that needs one advantage per sequence, if tokens or turns have their own."""
+    algorithm = recipe.algorithm
+    if not recipe.has_advantages or (reason := _token_advantages(recipe)) is None:
+        return
+    if algorithm.policy_loss in _SEQUENCE_LOSSES:
+        yield (
+            f"algorithm.policy_loss = {algorithm.policy_loss}: needs one advantage for all tokens of a sequence, but "
+            f"{reason}; or set another algorithm.policy_loss, for example dppo_tv"
+        )
+
+
+def _token_advantages(recipe: Recipe) -> str | None:
+    """Return which setting gives the tokens of one sequence different advantages, and its remedy. None: no setting."""
+    algorithm = recipe.algorithm
+    if recipe.loop == "distillation":
+        return "loop = distillation gives each token its own; set loop=rl"
+    if algorithm.advantage == "gae":
+        return "algorithm.advantage = gae gives each token its own; set algorithm.advantage=grpo"
+    if algorithm.turn_discount is not None and unmet(recipe, "algorithm.turn_discount") is None:
+        return (
+            f"algorithm.turn_discount = {algorithm.turn_discount} gives each turn its own; leave out "
+            "algorithm.turn_discount"
+        )
+    if algorithm.kl_coefficient and algorithm.kl_placement in ("return", "advantage"):
+        return (
+            f"algorithm.kl_placement = {algorithm.kl_placement} gives each token its own; set "
+            "algorithm.kl_placement=loss"
+        )
+    return None
