@@ -19,14 +19,20 @@ from megarl.families.lora_rules import projections
 from megarl.reshard.layouts.lora import AdapterLayouts
 
 
-def adapter_config(layouts: AdapterLayouts, model: str, *, alpha: float, dropout: float) -> dict[str, Any]:
-    """Return the contents of PEFT's adapter_config.json. `model` is the base model's folder."""
+def adapter_config(
+    layouts: AdapterLayouts, model: str, *, alpha: float, dropout: float, is_rank_stabilised: bool = False
+) -> dict[str, Any]:
+    """Return the contents of PEFT's adapter_config.json. `model` is the base model's folder.
+
+    `is_rank_stabilised`: the scale is alpha / sqrt(rank) instead of alpha / rank.
+    """
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": model,
         "r": layouts.rank,
         "lora_alpha": alpha,
+        "use_rslora": is_rank_stabilised,
         "lora_dropout": dropout,
         "target_modules": projections(name for rule in layouts.rules for name, _ in rule.tensors),
         "bias": "none",

@@ -191,7 +191,10 @@ class Recipe(Section):
 
     @property
     def sends_adapter(self) -> bool:
-        """Return whether the engines keep the base weights and receive a LoRA adapter in each reshard."""
+        """Return whether the engines keep the base weights and receive a LoRA adapter in each reshard.
+
+        False before a start has replaced `lora.sync: auto` by a choice.
+        """
         return self.has_engine and self.lora.rank > 0 and self.lora.sync == "adapter"
 
     @property

@@ -53,8 +53,17 @@ METRICS = (
         "nats",
         "distance between the log-probs of an engine with converted weights and the trainer's, where compared",
     ),
+    MetricRow(
+        "lora/lost_in_merge",
+        "fraction",
+        "norm of what rounding the merged weights changed, relative to the norm of the adapters' update; at 1 the "
+        "engine gets as much noise as update",
+        condition="lora.sync=merged",
+    ),
 )
 """Metrics of a background reshard are logged with the step in which it ran."""
+_STATES = ("reshard/probe_gap", "lora/lost_in_merge")
+"""Metrics of the state after a reshard. Those of two reshards are not added."""
 
 
 class ReshardSchedule:
@@ -248,12 +257,23 @@ def reshard_metrics(reports: Reports) -> dict[str, float]:
         for kind in reports[0].num_bytes
     }
     gaps = [report.probe_gap for report in reports if report.probe_gap is not None]
-    return seconds | moved | ({"reshard/probe_gap": max(gaps)} if gaps else {})
+    return seconds | moved | ({"reshard/probe_gap": max(gaps)} if gaps else {}) | _rounding_metrics(reports)
+
+
+def _rounding_metrics(reports: Reports) -> dict[str, float]:
+    """Return the share of the merged update lost by rounding; nothing before the first update, which is zero."""
+    roundings = [report.rounding for report in reports if report.rounding is not None]
+    squared_update = sum(rounding.squared_update for rounding in roundings)
+    if not squared_update:
+        return {}
+    squared_error = sum(rounding.squared_error for rounding in roundings)
+    return {"lora/lost_in_merge": (squared_error / squared_update) ** 0.5}
 
 
 def _with_earlier(earlier: Mapping[str, float], metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the sums of the metrics of two reshards that ended in one step. `rollout/replicas` is the later one's."""
+    """Return the sums of the metrics of two reshards that ended in one step. States are those of the later one."""
     # Counter.update adds values, dict.update would replace them.
     total = Counter(earlier)
     total.update(metrics)
-    return {**total, "rollout/replicas": metrics["rollout/replicas"]} if earlier else dict(metrics)
+    states = {name: metrics[name] for name in _STATES if name in metrics}
+    return {**total, **states, "rollout/replicas": metrics["rollout/replicas"]} if earlier else dict(metrics)

@@ -1,8 +1,9 @@
 """LoRA (arXiv:2106.09685, section 4.1): low-rank adapters for Megatron's frozen linear layers, with any parallel sizes.
 
-y = W x + alpha / rank * B A dropout(x). An adapter is a submodule of its linear layer and adds to its output by a
-forward hook. (Transformer Engine's layers were not run yet.) The matrix on the split side, A or B, is split too; the
-other is replicated. Exact models multiply by the merged weights; A and B have the same gradients.
+y = W x + scale * B A dropout(x), where scale is alpha / rank or alpha / sqrt(rank). An adapter is a submodule of its
+linear layer and adds to its output by a forward hook. (Transformer Engine's layers were not run yet.) The matrix on the
+split side, A or B, is split too; the other is replicated. Exact models multiply by the merged weights; A and B have the
+same gradients.
 """
 
 from __future__ import annotations
@@ -123,10 +124,33 @@ class Adapter(nn.Module):
             return reduce_scatter_to_sequence_parallel_region(inner, group=self.group)
         return reduce_from_tensor_model_parallel_region(inner, group=self.group)
 
-    def merge_into(self, weight: Tensor, merged: Tensor) -> None:
-        """Set merged = weight + scale * B A, computed in float32 and rounded once; both [local out, local in]."""
+    @property
+    def is_first_replica(self) -> bool:
+        """Whether this rank's matrices are the first of their data-parallel copies."""
+        if self.is_expert:
+            return parallel_state.get_expert_data_parallel_rank() == 0
+        return parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+
+    def merge_into(self, weight: Tensor, merged: Tensor) -> Tensor:
+        """Set merged = weight + scale * B A, computed in float32 and rounded once; both [local out, local in].
+
+        Returns the float32 sum before it was rounded.
+        """
         b = self.b.detach().flatten(0, -2).float()
-        merged.copy_(torch.addmm(weight.detach().float(), b, self.a.detach().float(), alpha=self.scale))
+        unrounded = torch.addmm(weight.detach().float(), b, self.a.detach().float(), alpha=self.scale)
+        merged.copy_(unrounded)
+        return unrounded
+
+    def squared_norms(self, unrounded: Tensor, merged: Tensor) -> Tensor:
+        """Return the squared norms of the rounding error of a merge and of the update scale * B A: float32 [2].
+
+        Both arguments are those of `merge_into`. `unrounded` is overwritten.
+        """
+        error = torch.linalg.vector_norm(unrounded.sub_(merged)).square()
+        # The norm of B A from two small products [rank, rank], without the update itself.
+        a, b = self.a.detach().float(), self.b.detach().flatten(0, -2).float()
+        update = ((b.T @ b) * (a @ a.T)).sum() * self.scale**2
+        return torch.stack([error, update])
 
 
 def attach(

@@ -15,6 +15,7 @@ from megarl.config.reading.override_text import short_override
 from megarl.config.schema import value_at
 from megarl.families.logprob_chunks import logprob_chunk_tokens
 from megarl.planner import model_sizes, sizes
+from megarl.planner.adapter_sync import explain_sync, with_chosen_sync
 from megarl.planner.cache import default_cache_gib, is_cache_given
 from megarl.planner.gpus_of_run import gpu_memory, ranks_on_cpu
 from megarl.planner.judge import MemoryJudge
@@ -41,9 +42,11 @@ def with_memory_defaults(recipe: Recipe, *, is_start: bool = False, is_trained: 
 
     They are the offloaded states, the recomputed activations, the KV cache, the row length of passes without gradients,
     whether updates keep their logits, and the recovery from copies in host memory. A later check tests whether all
-    fits. The recipe is returned unchanged if its memory cannot be predicted, or if it starts (`is_start`) on a CPU.
-    `is_trained` False: only engines start, on all ranks.
+    fits. These fields are unchanged if the memory cannot be predicted, or if the recipe starts (`is_start`) on a CPU.
+    `is_trained` False: only engines start, on all ranks. A choice also replaces `lora.sync: auto`, because it decides
+    the memory of the engines.
     """
+    recipe = with_chosen_sync(recipe, is_trained=is_trained)
     trainer = recipe.trainer
     wants_cache = recipe.has_engine and not is_cache_given(recipe)
     wants_rows = is_trained and trainer.max_tokens_per_forward is None
@@ -117,6 +120,7 @@ def memory_defaults(written: Recipe, completed: Recipe) -> Iterator[str]:
     """Yield a line with the reason for each field that `with_memory_defaults` or `with_chunk_tokens` added to the
     recipe `written`.
     """
+    yield from explain_sync(written, completed)
     fields = [
         field for field in (_OFFLOAD, _RECOMPUTE) if _sets_field(completed, field) and not _sets_field(written, field)
     ]

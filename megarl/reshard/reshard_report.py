@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 # Only for annotations: imitated ranks of benchmarks report without torch.
 if TYPE_CHECKING:
     from megarl.reshard.checks.ledger import RankChanges, RankChecksums
+
+
+class MergeRounding(NamedTuple):
+    """Rounding of merged weights on one rank: squared norms of the rounding error and of the merged update."""
+
+    squared_error: float
+    squared_update: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +28,8 @@ class ReshardReport:
     """Bytes by kind of copy: `local`, `sent` and `received`."""
     probe_gap: float | None = None
     """Mean distance, in nats, between the log-probs of trainer and engine; None if they were not compared."""
+    rounding: MergeRounding | None = None
+    """Rounding of the sent weights; None if this rank merged none."""
     ledger: RankChecksums | None = None
     """Checksums of the engine's new weights; None if they are not due."""
     changes: RankChanges | None = None

@@ -183,6 +183,13 @@ RULES = (
         "train.max_logprob_gap",
     ),
     Rule(
+        "lost_in_merge",
+        ("lora/lost_in_merge",),
+        _always("lora/lost_in_merge", lambda value, health: value > health.lost_in_merge),
+        "rounding the merged weights hides the adapters' update from the engine, so samples are not the policy's",
+        "lora.sync=adapter if the engine can take it, a higher optimizer.learning_rate, or model.dtype=float32",
+    ),
+    Rule(
         "truncated",
         ("rollout/truncated",),
         _always("rollout/truncated", lambda value, health: value >= health.truncated),

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megarl.models.lora import Adapter, adapters_of
 from megarl.reshard.layouts.megatron import chunk_prefix
+from megarl.reshard.reshard_report import MergeRounding
 from megarl.training.host_arena import HostArena, HostCopy, aligned_bytes
 
 
@@ -85,22 +86,34 @@ class MergedWeights:
         merged = {name: torch.empty_like(weight) for name, (_, weight) in self._adapters.items()}
         base_weights = {name: value for name, value in tensors.items() if ".adapter." not in name}
         self.weights: dict[str, Tensor] = base_weights | merged
+        self._squared_norms: list[Tensor] = []
         self._offloadable = Offloadable(merged.values)
         self._offloadable.offload()
+
+    @property
+    def rounding(self) -> MergeRounding | None:
+        """The rounding error of the newest merge on this rank; None without adapters that this rank counts."""
+        if not self._squared_norms:
+            return None
+        return MergeRounding(*torch.stack(self._squared_norms).sum(0).tolist())
 
     @contextmanager
     def merging(self) -> Iterator[None]:
         """Context in which the merged weights are valid. The trainer's own weights must be on the device."""
         self._offloadable.onload()
+        self._squared_norms = []
         with torch.no_grad():
             for name, (adapter, weight) in self._adapters.items():
-                adapter.merge_into(weight, self.weights[name])
+                unrounded = adapter.merge_into(weight, self.weights[name])
+                # Data-parallel copies have the same error.
+                if adapter.is_first_replica:
+                    self._squared_norms.append(adapter.squared_norms(unrounded, self.weights[name]))
         yield
         self._offloadable.offload()
 
 
 class ScaledAdapters:
-    """The LoRA matrices as vLLM computes with them: A [rank, in], and B [*out, rank] times alpha / rank.
+    """The LoRA matrices as vLLM computes with them: A [rank, in], and B [*out, rank] times the scale.
 
     `weights` maps Megatron's names to tensors, valid within the context `valid`. The scaled copies of B exist within it
     only.
@@ -123,7 +136,7 @@ class ScaledAdapters:
         self._offloadable.onload()
         with torch.no_grad():
             for adapter, scaled in self._adapters:
-                # In float32, then rounded once. The usual alpha / rank is a power of two and rounds nothing.
+                # In float32, then rounded once. The usual scale is a power of two and rounds nothing.
                 scaled.copy_(adapter.b.float() * adapter.scale)
         yield
         self._offloadable.offload()

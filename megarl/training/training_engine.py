@@ -27,6 +27,7 @@ from megarl.models.configuration import accumulates_in_transformer_engine
 from megarl.models.layer_caches import drop_weight_copies
 from megarl.models.policy import PackedModel, accumulate_in_main_gradients
 from megarl.platform.spans import span
+from megarl.reshard.reshard_report import MergeRounding
 from megarl.tracking.metrics import Mean, Metric, Sum, merge
 from megarl.tracking.model_outputs import NotFinite
 from megarl.tracking.outcomes import Update, UpdateOutcome, merge_measured
@@ -197,6 +198,11 @@ class TrainingEngine(ModelShard):
     def merging(self) -> AbstractContextManager[None]:
         """Context in which `weights` are valid: trained parts are merged in."""
         return self._merged.merging()
+
+    @property
+    def rounding(self) -> MergeRounding | None:
+        """The rounding error of the newest `merging` on this rank; None if nothing was merged."""
+        return self._merged.rounding
 
     @contextmanager
     def in_memory(self) -> Iterator[None]:
@@ -394,6 +400,11 @@ class Snapshot:
         self._policy = policy
         self.weights: dict[str, Tensor] = {name: torch.empty_like(weight) for name, weight in policy.weights.items()}
         self.version: int | None = None
+
+    @property
+    def rounding(self) -> MergeRounding | None:
+        """The rounding error of the weights that `take` copied; None if nothing was merged."""
+        return self._policy.rounding
 
     @torch.no_grad()
     def take(self, version: int) -> None:

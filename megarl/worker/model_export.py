@@ -47,7 +47,13 @@ def export_model(
         # The adapter's folder has the export's name with `adapter` in place of `hf`.
         adapter = folder.with_name("adapter" + folder.name.removeprefix("hf"))
         cuts = adapter_layouts(layouts, lora.targets, lora.rank)
-        config = peft.adapter_config(cuts, recipe.model.path, alpha=lora.alpha, dropout=lora.dropout)
+        config = peft.adapter_config(
+            cuts,
+            recipe.model.path,
+            alpha=lora.alpha,
+            dropout=lora.dropout,
+            is_rank_stabilised=lora.rank_stabilised,
+        )
         with disk_full_named(adapter, num_bytes):
             peft.export(
                 adapter, config, cuts, builder.rank, trained.parameters, dtype=trained.dtype, bucket_bytes=bucket_bytes

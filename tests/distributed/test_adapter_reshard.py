@@ -124,7 +124,8 @@ def train_and_load(recipe: Recipe, parallel: ParallelConfig, exported: str) -> d
         ),
         pytest.param(
             ParallelConfig(tp=2, pp=1, dp=1, rollout_tp=2), "llama kv equal tp, untied, odd vocabulary",
-            {"targets": ["o_proj", "down_proj"]}, id="tp2 to tp2, row-parallel layers",
+            {"targets": ["o_proj", "down_proj"], "rank": 8, "rank_stabilised": True},
+            id="tp2 to tp2, row-parallel layers, rank-stabilised",
         ),
         pytest.param(
             ParallelConfig(tp=2, pp=1, dp=1, rollout_tp=2), "mistral kv above tp, untied",

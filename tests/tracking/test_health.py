@@ -75,6 +75,7 @@ BROKEN = {
     "entropy_exploding": (series("train/entropy", [0.3, 0.3, 0.4, 0.9, 2.0, 2.5, 3.0]), 6, 2.0),
     "grad_norm_rising": (series("train/grad_norm", [0.0, 0.2, 0.1, 0.2, 1.0, 5.0, 9.0, 7.0]), 7, 5.0),
     "mismatch_rising": (series("logprob_gap/mean", [1e-3, 1e-3, 2e-3, 1e-2, 2e-2, 9e-2]), 6, 2e-2),
+    "lost_in_merge": (series("lora/lost_in_merge", [0.99, 0.3, 0.31, 0.4, 0.5]), 5, 0.5),
     "truncated": (series("rollout/truncated", [0.9, 0.96, 1.0, 0.99]), 4, 0.99),
     "no_end_of_sequence": (series("rollout/ended/done", [0.1, 0.0, 0.0, 0.0]), 4, 0.0),
     "validation_falling": (hacked([0.5, 0.6, 0.5, 0.4], [0.5, 0.5, 0.6, 0.7, 0.8, 0.9]), 6, 0.4),
@@ -89,6 +90,7 @@ FINE = [
     ("entropy_exploding", series("train/entropy", [2.0, 2.0, 2.0, 3.0, 3.0, 3.0])),
     ("grad_norm_rising", series("train/grad_norm", [0.2, 0.2, 0.2, 1.9, 1.9, 90.0, 0.1])),
     ("mismatch_rising", series("logprob_gap/mean", [1e-6, 1e-6, 1e-6, 9e-3, 9e-3, 9e-3])),
+    ("lost_in_merge", series("lora/lost_in_merge", [0.9, 0.9, 0.3, 0.9, 0.9])),
     ("truncated", series("rollout/truncated", [1.0, 1.0, 0.9, 1.0, 1.0])),
     ("no_end_of_sequence", series("rollout/ended/done", [0.0, 0.0, 0.01, 0.0])),
     # One evaluation may be chance; where the reward does not rise, it is not earned at the answers' expense.

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.data.token_batch import TokenBatch
+from megarl.reshard.reshard_report import MergeRounding
 from megarl.types import TrainingSequence
 from tests.rank_pool import RankPool
 from tests.token_batches import by_sequence, row_batches
@@ -52,7 +53,10 @@ def export(recipe: Recipe, parallel: ParallelConfig, updates: Updates, folder: P
         )
     tensors = engine.tensors
     assert not any(w.untyped_storage().nbytes() for n, w in engine.weights.items() if w is not tensors[n])
-    config = peft.adapter_config(cuts, recipe.model.path, alpha=recipe.lora.alpha, dropout=0.0)
+    is_stabilised = recipe.lora.rank_stabilised
+    config = peft.adapter_config(
+        cuts, recipe.model.path, alpha=recipe.lora.alpha, dropout=0.0, is_rank_stabilised=is_stabilised
+    )
     peft.export(folder / "adapter", config, cuts, rank, engine.parameters, **settings)
     rows = rows_of(recipe, parallel, updates[0])
     logprobs = engine.forward(row_batches(updates[0], rows))
@@ -95,6 +99,7 @@ def assert_merged(exported: Path, source: Path, scale: float) -> None:
         pytest.param({}, {"tp": 2, "pp": 2}, {}, id="qwen3 tp2 pp2"),
         pytest.param({"num_kv_heads": 1}, {"tp": 2}, {}, id="kv heads below tp"),
         pytest.param({"family": "llama"}, {"pp": 2, "vpp": 2}, {"targets": ["down_proj", "qkv_proj"]}, id="llama vpp2"),
+        pytest.param({}, {}, {"rank": 4, "rank_stabilised": True}, id="rank-stabilised"),
         pytest.param({"family": "qwen2_moe"}, {"tp": 2, "etp": 2, "ep": 2, "dp": 2}, {}, id="qwen2_moe"),
     ],
 )
@@ -114,7 +119,8 @@ def test_transformers_and_peft_compute_what_the_trainer_does(
     results = ranks.run(export, recipe, parallel, updates, tmp_path, world_size=parallel.world_size)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float64, experts_implementation="eager")
     assert_same_logprobs(merged, updates[0], results)
-    assert_merged(tmp_path, Path(recipe.model.path), recipe.lora.alpha / recipe.lora.rank)
+    power = 0.5 if recipe.lora.rank_stabilised else 1.0
+    assert_merged(tmp_path, Path(recipe.model.path), recipe.lora.alpha / recipe.lora.rank**power)
     if "moe" in shape.get("family", ""):
         return
     peft = pytest.importorskip("peft")
@@ -140,6 +146,45 @@ def test_new_adapters_change_no_bit(ranks: RankPool, folder: Callable[..., Path]
         assert result["equal"] and result["merged"] == 4 * 4
         for mine, theirs in zip(result["policy"] or (), result["reference"] or (), strict=True):
             assert np.array_equal(mine, theirs)
+
+
+def merge_rounded(recipe: Recipe, parallel: ParallelConfig) -> tuple[Any, list[float]]:
+    """The rounding of a merge as reported, and in float64: squared norms of error and update."""
+    from megarl.models.lora import adapters_of
+
+    engine, _, _ = build(recipe, parallel)
+    for _, _, adapter in adapters_of(engine.chunks):
+        adapter.b.data.mul_(1e-2)
+    squares = [0.0, 0.0]
+    with engine.merging():
+        for name, merged in engine.weights.items():
+            if (base := engine.tensors[name]) is merged or dist.get_rank() >= parallel.tp * parallel.pp:
+                continue
+            adapter = engine.tensors[name.removesuffix("weight") + "adapter.a"].double()
+            update = recipe.lora.scale * (
+                engine.tensors[name.removesuffix("weight") + "adapter.b"].double().flatten(0, -2) @ adapter
+            )
+            squares[0] += float((merged.double() - base.double() - update).square().sum())
+            squares[1] += float(update.square().sum())
+    return engine.rounding, squares
+
+
+def test_the_share_lost_in_a_merge_is_exact_in_every_layout(ranks: RankPool, folder: Callable[..., Path]) -> None:
+    from megarl.loops.reshard_schedule import reshard_metrics
+    from megarl.reshard.reshard_report import ReshardReport
+
+    recipe = lora_recipe(folder())
+    recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"dtype": "bfloat16"})})
+    for sizes in ({}, {"tp": 2, "dp": 2}):
+        parallel = parallel_of(sizes)
+        results = ranks.run(merge_rounded, recipe, parallel, world_size=parallel.world_size)
+        [share] = reshard_metrics([ReshardReport(rounding=rounding) for rounding, _ in results]).values()
+        error, update = (sum(column) for column in zip(*(squares for _, squares in results), strict=True))
+        assert share == pytest.approx((error / update) ** 0.5, rel=1e-5)
+        assert 0.05 < share < 1
+        # Data-parallel copies are counted once.
+        assert [rounding is not None for rounding, _ in results] == [n < parallel.tp for n in range(len(results))]
+    assert reshard_metrics([ReshardReport(rounding=MergeRounding(0.0, 0.0))]) == {}
 
 
 def replaying(recipe: Recipe, parallel: ParallelConfig, sequences: list[TrainingSequence]) -> list[np.ndarray]:

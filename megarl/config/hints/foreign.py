@@ -478,6 +478,7 @@ OPTIONS: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("override_transformer_config tf_config", "trainer.megatron"),
         ("lora_rank lora_r lora_dim -r", "lora.rank"),
         ("lora_alpha", "lora.alpha"),
+        ("use_rslora rslora use_rs_lora", "lora.rank_stabilised"),
         ("lora_dropout linear_lora_dropout", "lora.dropout"),
         ("lora_target_modules target_modules", "lora.targets"),
         ("optim.lr actor_learning_rate actor_lr max_lr", "optimizer.learning_rate"),

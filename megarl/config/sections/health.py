@@ -8,14 +8,14 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_
 from pydantic_core import PydanticCustomError
 
 from megarl.config.annotations import OnlyIf
-from megarl.config.conditions import ON_POLICY, RL
+from megarl.config.conditions import LORA, ON_POLICY, RL
 from megarl.config.section import Section
 
 Share = Annotated[float, Field(gt=0.0, le=1.0)]
 Factor = Annotated[float, Field(gt=1.0)]
 RuleName = Literal[
     "no_gradient", "constant_reward", "entropy_collapsed", "entropy_exploding", "grad_norm_rising", "mismatch_rising",
-    "truncated", "no_end_of_sequence", "validation_falling", "learning_rate",
+    "lost_in_merge", "truncated", "no_end_of_sequence", "validation_falling", "learning_rate",
 ]  # fmt: skip
 
 
@@ -27,6 +27,9 @@ class HealthConfig(Section):
     window: PositiveInt = 3
     """Number n of consecutive logged steps that must break a health rule before it warns. Rules about a rising metric
     compare the median of the last n steps with the median of the first n."""
+    lost_in_merge: Annotated[Share, OnlyIf(*LORA, ON_POLICY)] = 0.3
+    """Metric lora/lost_in_merge above which the health rule `lost_in_merge` warns. It is the share of the adapters'
+    update that the rounding of merged weights changes."""
     truncated: Annotated[Share, OnlyIf(ON_POLICY)] = 0.95
     """Share of attempts cut at the length limit (metric rollout/truncated) from which the health rule `truncated`
     warns."""

@@ -107,6 +107,9 @@ class LoraConfig(Section):
     """Rank of the LoRA adapters. 0 (default): no adapters, all weights are trained."""
     alpha: Annotated[PositiveFloat, OnlyIf(*LORA)] = 32.0
     """LoRA alpha: the adapters' output is scaled by alpha / rank."""
+    rank_stabilised: Annotated[bool, OnlyIf(*LORA)] = False
+    """Scale the adapters' output by alpha / sqrt(rank) instead (rsLoRA, arXiv:2312.03732), so that high ranks learn as
+    fast as low ones. PEFT's name is use_rslora."""
     dropout: Annotated[Decay, OnlyIf(*LORA)] = 0.0
     """Dropout probability of the LoRA adapters' inputs during updates."""
     targets: Annotated[
@@ -124,12 +127,18 @@ class LoraConfig(Section):
     """Linear layers with LoRA adapters, in experts too. Fused projections (q, k, v or gate, up) share one A matrix.
     PEFT's names also work: q_proj, k_proj and v_proj together mean qkv_proj; gate_proj and up_proj together mean
     gate_up_proj; all-linear means all four."""
-    sync: Annotated[Literal["merged", "adapter"], OnlyIf(*LORA, SAMPLES)] = "merged"
-    """Weights sent to the engines by a reshard. merged (default): all weights, with the adapters merged in. adapter:
-    the matrices A and B alone; the engines keep the base weights (megarl/reshard/README.md#lora)."""
+    sync: Annotated[Literal["auto", "merged", "adapter"], OnlyIf(*LORA, SAMPLES)] = "auto"
+    """Weights sent to the engines by a reshard. adapter: the matrices A and B alone, beside the base weights. merged:
+    all weights with the adapters merged in, which rounds small updates away in bfloat16. auto (default): adapter if
+    the engines can take it, else merged, with a notice (megarl/reshard/README.md#lora)."""
     export_adapter: Annotated[bool, OnlyIf(*LORA)] = True
     """Also export the LoRA adapters alone, as a PEFT folder: adapter/ (or adapter_step_NNNNNN/), next to the merged
     model in hf/."""
+
+    @property
+    def scale(self) -> float:
+        """Return the factor of the adapters' output: alpha / rank, or alpha / sqrt(rank) if rank-stabilised."""
+        return self.alpha / (self.rank**0.5 if self.rank_stabilised else self.rank)
 
 
 class OptimizerConfig(Section):

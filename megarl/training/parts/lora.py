@@ -23,7 +23,7 @@ class LoraPart(EnginePart):
                 chunk,
                 [linear for name in lora.targets for linear in LINEARS[name]],
                 rank=lora.rank,
-                scale=lora.alpha / lora.rank,
+                scale=lora.scale,
                 dropout=lora.dropout,
                 seed=shard.recipe.seed,
                 is_exact=shard.parts.exact_blocks > 0,

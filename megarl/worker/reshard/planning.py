@@ -22,6 +22,7 @@ from megarl.reshard.layouts.placed import Ends, reshard_ends
 from megarl.reshard.layouts.vllm_slots import AdapterSlots, without_adapters
 from megarl.reshard.live import DirectReshard, GatheredReshard, LiveReshard, LoadTensors, record
 from megarl.reshard.plan import RankTopology
+from megarl.reshard.reshard_report import MergeRounding
 from megarl.reshard.staging import gather_values
 from megarl.training.parts.lora import LoraPart
 from megarl.types import ConfigError
@@ -58,6 +59,12 @@ class ReshardEnds:
         assert self.policy is not None
         adapters = self.policy.find_part(LoraPart) if self.recipe.sends_adapter else None
         return self.policy.merging() if adapters is None else adapters.scaled_adapters.valid()
+
+    @property
+    def rounding(self) -> MergeRounding | None:
+        """The rounding error of the weights that this rank sends; None if it merges none."""
+        source = self.policy or self.snapshot
+        return None if source is None or self.recipe.sends_adapter else source.rounding
 
 
 class ReshardPlan(NamedTuple):

@@ -54,6 +54,7 @@ class RankReshard:
             seconds={**copies.seconds, "verify": verify_seconds},
             num_bytes=copies.num_bytes,
             probe_gap=probe_gap,
+            rounding=ends.rounding,
             ledger=ledger,
         )
         """The report of the first copy."""
@@ -81,7 +82,13 @@ class RankReshard:
             started = time.perf_counter()
             probe_gap = self.checks.finish_probe()
             seconds["verify"] = verify_seconds + time.perf_counter() - started
-        return ReshardReport(seconds=seconds, num_bytes=copies.num_bytes, probe_gap=probe_gap, ledger=ledger)
+        return ReshardReport(
+            seconds=seconds,
+            num_bytes=copies.num_bytes,
+            probe_gap=probe_gap,
+            rounding=self._ends.rounding,
+            ledger=ledger,
+        )
 
     def compare_weights(self) -> RankChanges | None:
         """Return the changes of this rank's engine since the last copy; None if they were not recorded.

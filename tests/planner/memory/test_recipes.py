@@ -22,7 +22,7 @@ PLANNED = {
     "qwen3_1_7b_gsm8k": ("h100", 68.4),
     "qwen3_4b_gsm8k": ("h200", 127.9),
     "qwen3_8b_gsm8k": ("h200", 126.4),
-    "qwen3_8b_lora": ("h100", 69.1),
+    "qwen3_8b_lora": ("h100", 69.2),
     "qwen3_8b_tools": ("h100", 70.6),
     "qwen3_8b_distillation": ("h100", 69.3),
     "qwen3_8b_sft": ("h100", 62.0),

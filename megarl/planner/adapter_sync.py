@@ -1,0 +1,85 @@
+"""Choice of what a reshard sends to the engines in a run with LoRA: adapters alone, or merged weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from megarl.config import Recipe
+from megarl.families.registry import FAMILIES
+from megarl.families.shape import ModelShape, planned_shape
+from megarl.planner.gpus_of_run import ranks_on_cpu
+from megarl.planner.search import with_field_values
+from megarl.reshard.layouts.vllm_adapters import SLOT_RANKS
+from megarl.types import DataError
+
+_SYNC = "lora.sync"
+
+
+class Objection(NamedTuple):
+    """A reason why engines cannot receive adapters. `remedy` is an alternative to merged weights; "": there is none."""
+
+    reason: str
+    remedy: str = ""
+
+
+def find_objections(recipe: Recipe, shape: ModelShape) -> Iterator[Objection]:
+    """Yield each reason why the engines of a recipe cannot receive LoRA adapters. `shape` is the policy's."""
+    lora, rollout = recipe.lora, recipe.rollout
+    if not FAMILIES[shape.family].has_adapter_slots:
+        families = sorted(name for name, family in FAMILIES.items() if family.has_adapter_slots)
+        yield Objection(
+            f"megarl cannot write adapters of a {shape.family} model into vLLM, only of {', '.join(families)}"
+        )
+    experts = sorted({"gate_up_proj", "down_proj"} & set(lora.targets)) if shape.num_experts else []
+    if experts:
+        yield Objection(
+            f"{' and '.join(experts)} in lora.targets are experts in this model, and megarl cannot send adapters of "
+            "experts to vLLM",
+            "set lora.targets=[qkv_proj,o_proj]",
+        )
+    if lora.rank > SLOT_RANKS[-1]:
+        yield Objection(f"lora.rank = {lora.rank} exceeds vLLM's limit for adapters, {SLOT_RANKS[-1]}")
+    if recipe.model.dtype == "float32" and not ranks_on_cpu(recipe):
+        yield Objection(
+            "vLLM's kernels for adapters on GPUs need 16-bit weights, but model.dtype is float32",
+            "set model.dtype=bfloat16",
+        )
+    if rollout.quantization != "none":
+        yield Objection(f"rollout.quantization = {rollout.quantization} would quantise the weights next to the adapter")
+    if recipe.drafts_with_mtp:
+        yield Objection("rollout.vllm.speculative_config drafts with layers that have no adapter", "leave it out")
+    if recipe.weights.overlap:
+        yield Objection("an adapter is sent too fast to overlap with training", "set weights.overlap=false")
+
+
+def with_chosen_sync(recipe: Recipe, *, is_trained: bool = True) -> Recipe:
+    """Return the recipe with a choice in place of `lora.sync: auto`: adapter without any objection, else merged.
+
+    The recipe is returned unchanged if it has no adapters, or if the model cannot be read, which checks report. Engines
+    that are not trained (`is_trained` False) have merged weights: they load an exported model.
+    """
+    if recipe.lora.sync != "auto" or not recipe.lora.rank or not recipe.has_engine:
+        return recipe
+    if not is_trained:
+        return with_field_values(recipe, {_SYNC: "merged"})
+    try:
+        shape = planned_shape(recipe.model.folder, recipe.model.override_config)
+    except DataError:
+        return recipe
+    return with_field_values(recipe, {_SYNC: "merged" if _first_reason(recipe, shape) else "adapter"})
+
+
+def explain_sync(written: Recipe, completed: Recipe) -> Iterator[str]:
+    """Yield a line with the reason if `with_chosen_sync` chose merged weights for the recipe `written`."""
+    if written.lora.sync == "auto" and completed.lora.sync == "merged":
+        shape = planned_shape(completed.model.folder, completed.model.override_config)
+        if reason := _first_reason(completed, shape):
+            yield f"{_SYNC} = merged by default: {reason}"
+
+
+def _first_reason(recipe: Recipe, shape: ModelShape) -> str:
+    """Return the first reason against adapters; "" if there is none."""
+    if recipe.exact_blocks:
+        return "under trainer.exact, an engine with separate adapters would round otherwise than the trainer"
+    return next((objection.reason for objection in find_objections(recipe, shape)), "")
