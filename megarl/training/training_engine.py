@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -57,6 +57,7 @@ from megarl.training.rows.metrics import (
 from megarl.types import MegarlError
 
 Part = TypeVar("Part", bound=EnginePart)
+Row = TypeVar("Row")
 
 
 class TrainingEngine(ModelShard):
@@ -98,7 +99,9 @@ class TrainingEngine(ModelShard):
             host_fraction=trainer.optimizer_offload_fraction,
         )
         self.schedule = build_schedule(self.role.optimizer, self.optimizer, num_updates=self.role.num_updates)
-        self.config.finalize_model_grads_func = _sum_gradients
+        self._reduce: Callable[[], None] | None = None
+        """Reduction of the gradients that passes have added since the last step; None: there are none."""
+        self.config.finalize_model_grads_func = self._defer_reduction
         if self.overlaps_reduction:
             # Megatron's schedules reduce nothing within this context: gradients of all microbatches except the last are
             # only summed.
@@ -261,20 +264,9 @@ class TrainingEngine(ModelShard):
             kl_coefficient = self.recipe.algorithm.kl_coefficient
         objective = partial(self.role.objective, numbers=StepNumbers(kl_coefficient, kto_kl))
         with self.in_memory():
-            for model in self.models:
-                model.zero_grad_buffer()
-            self.optimizer.zero_grad()
-            for part in self.engine_parts:
-                part.prepare_update(replica_rows)
-            with self._update_context(), torch.enable_grad(), span("forward and backward"):
-                rows_metrics = get_forward_backward_func()(**self.passes(replica_rows, objective))
-            self.release_feeds()
-            faults.reach("gradients", self._gradients)
-            with span("optimizer"):
-                update = self._step(read(rows_metrics), limits or UpdateLimits())
-            faults.reach("updated", self.parameters.values)
-            for part in self.engine_parts:
-                update.metrics.update(part.update_metrics())
+            self.clear_gradients()
+            rows_metrics = self.accumulate(replica_rows, objective)
+            update = self.apply(read(rows_metrics), limits or UpdateLimits())
             if self.skipped_in_a_row == 1:
                 with self._update_context():
                     self._not_finite = find_not_finite(self, replica_rows, objective)
@@ -284,6 +276,54 @@ class TrainingEngine(ModelShard):
     def last_not_finite(self) -> NotFinite | None:
         """Return the first tensor of the newest update that was not finite; None if all were. The same on all ranks."""
         return self._not_finite
+
+    def clear_gradients(self) -> None:
+        """Set all gradients to zero."""
+        self._reduce = None
+        for model in self.models:
+            model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def accumulate(self, rows: Sequence[TokenBatch], objective: Callable[..., tuple[Tensor, Tensor, Row]]) -> list[Row]:
+        """Add the gradients of this replica's rows to those of earlier calls, and return what was measured of each row.
+
+        `objective(output, batch=Microbatch)` returns a row's loss, a token count required by Megatron, and what it
+        measures. Gradients are reduced over the ranks once, by `apply`.
+        """
+        for part in self.engine_parts:
+            part.prepare_update(rows)
+        with self._update_context(), torch.enable_grad(), span("forward and backward"):
+            results = get_forward_backward_func()(**self.passes(rows, objective))
+        self.release_feeds()
+        return results
+
+    def apply(self, rows: Sequence[Mapping[str | Signal, Metric]], limits: UpdateLimits) -> Update:
+        """Reduce the gradients of all passes since the last step, and run the optimizer's step on them.
+
+        `rows` are the metrics of the passes' rows. They and `limits` decide whether parameters change, as in `update`.
+        """
+        self.reduce_gradients()
+        with span("optimizer"):
+            update = self._step(rows, limits)
+        faults.reach("updated", self.parameters.values)
+        for part in self.engine_parts:
+            update.metrics.update(part.update_metrics())
+        return update
+
+    def reduce_gradients(self) -> None:
+        """Reduce the gradients of all passes since the last step over Megatron's ranks, once. A collective."""
+        if self._reduce is not None:
+            with span("reduce gradients"):
+                self._reduce()
+            self._reduce = None
+        faults.reach("gradients", self._gradients)
+
+    def _defer_reduction(self, *args: Any, **kwargs: Any) -> None:
+        """Keep the reduction that ends a pass of Megatron's schedule for the next step.
+
+        Passes add to the same buffers: reducing in each of them would sum earlier gradients over the ranks again.
+        """
+        self._reduce = partial(_sum_gradients, *args, **kwargs)
 
     @contextmanager
     def _update_context(self) -> Iterator[None]:

@@ -38,18 +38,18 @@ def learnt(recipe: Recipe, parallel: ParallelConfig) -> dict[str, Any]:
     groups = [
         group for model in engine.models for group in (*model.bucket_groups, *model.expert_parallel_bucket_groups)
     ]
-    finalize = engine.config.finalize_model_grads_func
+    reduce = module._sum_gradients
     under_way: list[list[bool]] = []
     gradients: list[dict[str, torch.Tensor]] = []
 
     def noted(*args: Any, **kwargs: Any) -> None:
         under_way.append([group.grad_reduce_handle is not None for group in groups])
-        finalize(*args, **kwargs)
+        reduce(*args, **kwargs)
         found: Any = {} if recipe.trainer.distributed_optimizer else engine.parameters
         gradients.append({name: parameter.main_grad.clone() for name, parameter in found.items()})
 
-    engine.config.finalize_model_grads_func = noted
-    steps = [update(engine, parallel, step) for step in range(3)]
+    with patch.object(module, "_sum_gradients", noted):
+        steps = [update(engine, parallel, step) for step in range(3)]
     return {
         "norms": [step["train/grad_norm"].number for step in steps if step],
         "gradients": gradients,
