@@ -153,8 +153,9 @@ def train(
     # Imports create many objects, and collections during them only take time.
     with disable_collector():
         with checking(display):
+            from megarl.datasets.counts import with_steps
             from megarl.planner.defaults import memory_defaults, with_memory_defaults
-            from megarl.preflight import check_disk, download_missing, load, with_steps
+            from megarl.preflight import check_disk, download_missing, load
 
             written = load(path, override_texts, is_start=not dry_run, is_of_run=is_of_run)
             check_disk(written)

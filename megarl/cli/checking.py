@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from megarl.config import Recipe
     from megarl.config.parallel import ParallelConfig
-    from megarl.preflight import Dropped, RecordDigests
+    from megarl.datasets.counts import RecordDigests
+    from megarl.datasets.reading import Dropped
     from megarl.tracking.display import Display
 
 
@@ -29,7 +30,8 @@ def check_completely(
     Returns four things: the parallel layout, the number of records per data source, of those left out as too long, and
     the remaining training records. `is_start`: see `preflight.check`.
     """
-    from megarl.preflight import check, check_rewards, count_records, resource_warnings
+    from megarl.datasets.counts import count_records
+    from megarl.preflight import check, check_rewards, resource_warnings
     from megarl.terminal import Terminal
 
     # Before the checks: if one raises, the notices may explain its error.

@@ -156,7 +156,7 @@ def _check_of_recipe(path: str, source: str | None, heldout: list[str], conflict
     `heldout`.
     """
     from megarl.config.recipe import load
-    from megarl.preflight.files import survey_as_training, surveys
+    from megarl.datasets.surveys import survey_as_training, surveys
 
     # An option would silently contradict the recipe, so both together are refused.
     if conflicting:

@@ -37,8 +37,9 @@ def submit(recipe: RecipePath, overrides: Overrides = None, option: SbatchOption
     check_options(option or ())
     # Before the checks, which take half a minute.
     require_sbatch()
+    from megarl.datasets.counts import with_steps
     from megarl.planner.defaults import with_memory_defaults
-    from megarl.preflight import load, with_steps
+    from megarl.preflight import load
     from megarl.tracking.display import Display
 
     override_texts = list(overrides or ())

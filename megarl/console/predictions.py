@@ -25,7 +25,8 @@ def print_sizes(recipe: Recipe, parallel: ParallelConfig, records: dict[str, int
     """Print the sizes following from a recipe, the recognised data formats, and the training settings."""
     from rich.table import Table
 
-    from megarl.preflight import overview, recognised_formats, shortened_warmups, uncorrected_staleness
+    from megarl.datasets.counts import recognised_formats
+    from megarl.preflight import overview, shortened_warmups, uncorrected_staleness
     from megarl.preflight.learning import learning_rate_finding
     from megarl.terminal import Console
 

@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from megarl.data.kinds.preferences import Answers
 from megarl.data.token_batch import TokenBatch
+from megarl.datasets.reading import collect_for, read_preferences
 from megarl.loops.models import move_reference
 from megarl.loops.start_comparison import compare_start
 from megarl.loops.started_run import Run
-from megarl.preflight import collect_for, read_preferences
 from megarl.rollout.step.rl_batch import assign_token_weights
 from megarl.types import TrainingSequence
 

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 from megarl.config import Recipe
 from megarl.data.token_batch import TokenBatch
+from megarl.datasets.reading import Dropped, read_conversations
 from megarl.loops.models import move_reference, retain_experts
 from megarl.loops.on_policy import on_policy_rollout
 from megarl.loops.saving.data_position import DataPosition
 from megarl.loops.started_run import Run
 from megarl.loops.step import StepSamples
-from megarl.preflight import Dropped, off_policy_notices, read_conversations
+from megarl.preflight import off_policy_notices
 from megarl.rollout.step.advantages import penalty_kl, weigh
 from megarl.rollout.step.scoring import forward_of, score
 from megarl.rollout.step.updates import PolicyUpdates, update_critic

@@ -14,6 +14,8 @@ from megarl.cluster.sbatch import reporting_bad_nodes
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.data.chat import tokenizer_of
+from megarl.datasets.counts import RecordDigests
+from megarl.datasets.reading import Dropped
 from megarl.loops import distillation, preference, rl, sft
 from megarl.loops.models import export, models_of, sharing_notices
 from megarl.loops.monitoring import RunMonitor
@@ -34,7 +36,6 @@ from megarl.loops.sources import make_sources, read_data, start_rewards
 from megarl.loops.started_run import Run, StepWatch
 from megarl.loops.stopping import DRIVER_LOG, StackRequest, StopRequest, stacks_on_quit, stopping_at_once
 from megarl.planner.predictions import predicted_memory
-from megarl.preflight import Dropped, RecordDigests
 from megarl.report.model_card import write_card
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.stragglers import StragglerDetector

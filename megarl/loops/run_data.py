@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.data.sampler import DataOrder
+from megarl.datasets.reading import Dropped
 from megarl.files.atomic import storage_faults_named
-from megarl.preflight import Dropped
 from megarl.rollout.source import Source
 from megarl.tracking.draws import DrawEvents, rewind
 

@@ -9,10 +9,10 @@ import numpy as np
 
 from megarl.data.kinds.conversations import Conversation
 from megarl.data.token_batch import TokenBatch
+from megarl.datasets.reading import collect_for, read_conversations
 from megarl.loops.start_comparison import compare_start
 from megarl.loops.started_run import Run
 from megarl.platform.spans import span
-from megarl.preflight import collect_for, read_conversations
 from megarl.rollout.step.rl_batch import assign_token_weights
 from megarl.tracking.metric_rows import MetricRow
 

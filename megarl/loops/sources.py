@@ -15,10 +15,10 @@ from megarl.config.mixture import SourceRecipe
 from megarl.data.dialogue import Dialogue
 from megarl.data.templates.history import history_faults, history_notice
 from megarl.data.templates.turn_ends import added_turn_ends, turn_ends_notice
+from megarl.datasets.reading import Dropped, collect_for, read_problems
 from megarl.environments import environment_maker, is_agent, num_processes, with_sandbox
 from megarl.environments.environment_pool import EnvironmentPool, process_settings
 from megarl.environments.shared import close_shared
-from megarl.preflight import Dropped, collect_for, read_problems
 from megarl.rewards.scoring.reward_pool import RewardPool
 from megarl.rewards.scoring.reward_process import WorkerSettings, worker_settings
 from megarl.rollout.accuracy import Answers, had_ended, unjudged_text

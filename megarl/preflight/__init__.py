@@ -17,17 +17,6 @@ from megarl.planner.defaults import with_memory_defaults
 from megarl.planner.model_sizes import model_fit
 from megarl.planner.sizes import align_parallel, parallel_of, ranks
 from megarl.preflight.downloads import download_missing, download_model
-from megarl.preflight.files import (
-    Dropped,
-    RecordDigests,
-    collect_for,
-    count_records,
-    read_conversations,
-    read_preferences,
-    read_problems,
-    recognised_formats,
-    with_steps,
-)
 from megarl.preflight.learning import shortened_warmups
 from megarl.preflight.memory.disk_space import check_disk
 from megarl.preflight.memory.memory_fit import memory_faults
@@ -39,30 +28,21 @@ from megarl.preflight.rewards import check_rewards
 from megarl.types import ConfigError, DataError
 
 __all__ = [
-    "Dropped",
-    "RecordDigests",
     "check",
     "check_disk",
     "check_plan",
     "check_rewards",
-    "collect_for",
-    "count_records",
     "download_missing",
     "download_model",
     "kept_kv",
     "load",
     "off_policy_notices",
     "overview",
-    "read_conversations",
-    "read_preferences",
-    "read_problems",
-    "recognised_formats",
     "resource_warnings",
     "shortened_warmups",
     "slower_layout",
     "small_cache",
     "uncorrected_staleness",
-    "with_steps",
 ]
 
 

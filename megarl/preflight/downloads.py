@@ -9,9 +9,9 @@ from pathlib import Path
 from megarl.config import Recipe
 from megarl.data.kinds.problems import num_made
 from megarl.data.sources.rows import missing_data_set
+from megarl.datasets.fields import data_paths
 from megarl.files.hub import Kind, Patterns, cached_folder, download, download_command, names_repository
 from megarl.files.model_folder import UNREAD, check_model_folder, download_commands
-from megarl.preflight.files import data_paths
 from megarl.types import DataError
 
 

@@ -17,8 +17,8 @@ from megarl.data.dialogue import Dialogue
 from megarl.data.kinds.problems import MADE
 from megarl.data.templates.history import REFUSES, history_faults
 from megarl.data.tools.schemas import check_tools
-from megarl.preflight.environment_tools import environment_errors, environment_factory
-from megarl.preflight.files import data_paths, takes_problems
+from megarl.datasets.environment_tools import environment_errors, environment_factory
+from megarl.datasets.fields import data_paths, takes_problems
 from megarl.preflight.registry import Cost, checks
 from megarl.types import ConfigError, MegarlError
 

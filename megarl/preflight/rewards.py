@@ -18,9 +18,9 @@ from megarl.data.formats import value_at
 from megarl.data.kinds.problems import num_made
 from megarl.data.reader import read_records
 from megarl.data.records import Record
+from megarl.datasets.fields import field_names, system_prompt
 from megarl.files.import_path import import_object
 from megarl.files.private_folder import PrivateFolder
-from megarl.preflight.files import field_names, system_prompt
 from megarl.preflight.registry import Cost, checks
 from megarl.rewards import RECORD_CHECKS, kind_of, locate, metric_name
 from megarl.rewards.scoring.calling import Sample, example_definition

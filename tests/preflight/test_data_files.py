@@ -11,8 +11,9 @@ import pytest
 
 from megarl.config import Recipe
 from megarl.data.chat import load_tokenizer
-from megarl.preflight import count_records
-from megarl.preflight.files import read_problems, system_prompt
+from megarl.datasets.counts import count_records
+from megarl.datasets.fields import system_prompt
+from megarl.datasets.reading import read_problems
 from megarl.rewards import FORM_PROMPTS, SYSTEM_PROMPTS
 from megarl.types import ConfigError, DataError
 from tests.preflight.records import RECORD

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from megarl.config import Recipe
+from megarl.datasets.counts import count_records
 from megarl.families.shape import read_model_shape
-from megarl.preflight import check, check_rewards, count_records
+from megarl.preflight import check, check_rewards
 from megarl.types import ConfigError, DataError
 from tests.preflight.test_models import with_value_head
 

@@ -11,8 +11,9 @@ import pytest
 
 from megarl.config import OptimizerConfig, Recipe
 from megarl.config.recipe import load, to_yaml
+from megarl.datasets.counts import with_steps
 from megarl.files import hub
-from megarl.preflight import check, with_steps
+from megarl.preflight import check
 from megarl.types import ConfigError, DataError
 from tests.preflight.records import RECORD
 

@@ -15,8 +15,9 @@ import pytest
 from megarl.config import DataConfig, Recipe
 from megarl.data.chat import load_tokenizer
 from megarl.data.formats import FORMATS, RecordFormat
-from megarl.preflight import check, check_rewards, count_records, recognised_formats
-from megarl.preflight.files import read_conversations, read_preferences, read_problems
+from megarl.datasets.counts import count_records, recognised_formats
+from megarl.datasets.reading import read_conversations, read_preferences, read_problems
+from megarl.preflight import check, check_rewards
 from megarl.types import DataError
 
 USER = {"role": "user", "content": "1 + 2"}

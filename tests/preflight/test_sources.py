@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from megarl.config import Recipe
-from megarl.preflight import check, count_records
+from megarl.datasets.counts import count_records
+from megarl.preflight import check
 from megarl.types import ConfigError, DataError
 
 

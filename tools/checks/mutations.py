@@ -47,6 +47,7 @@ PACKAGES = {
     "cluster": ("cluster",),
     "rewards/maths": ("rewards",),
     "planner": ("planner", "preflight"),
+    "datasets": ("preflight",),
     "tracking": ("tracking", "loops"),
     "worker": ("worker", "training"),
 }

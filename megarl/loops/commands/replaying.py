@@ -30,6 +30,8 @@ from megarl.config.reading.override_text import override_text
 from megarl.config.recipe import load, recipe_changes
 from megarl.data.chat import tokenizer_of
 from megarl.data.token_batch import TokenBatch
+from megarl.datasets.counts import with_steps
+from megarl.datasets.reading import Dropped
 from megarl.files.temporary_folder import temporary_folder
 from megarl.loops.models import models_of, move_reference
 from megarl.loops.observers.step_recorder import layout_values, make_record
@@ -41,7 +43,7 @@ from megarl.loops.sources import read_data, start_rewards
 from megarl.loops.step import StepSamples
 from megarl.loops.stopping import leaving_on_signals
 from megarl.planner.defaults import with_memory_defaults
-from megarl.preflight import Dropped, check, with_steps
+from megarl.preflight import check
 from megarl.rewards.scoring.calling import Sample
 from megarl.rewards.scoring.reward_pool import RewardPool
 from megarl.rollout.state import flatten, problem_lookup

@@ -19,11 +19,12 @@ from megarl.config.recipe import error_page, recipe_changes
 from megarl.data.chat import template_text
 from megarl.data.kinds.problems import num_made
 from megarl.data.sources.rows import data_files
+from megarl.datasets.counts import RecordDigests
+from megarl.datasets.fields import data_paths
 from megarl.files.atomic import storage_faults_named
 from megarl.files.model_folder import read_object
 from megarl.loops.saving.checkpointing import Survey, plain_recipe, remove_incomplete_saves, survey
 from megarl.loops.saving.data_position import DataPosition
-from megarl.preflight.files import RecordDigests, data_paths
 from megarl.terminal import Console
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.run_record import DRIVER, checkpoint_step, refuse_other_schema

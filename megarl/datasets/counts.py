@@ -1,0 +1,155 @@
+"""Numbers of records that a recipe's run reads, and the steps that its epochs take."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from fractions import Fraction
+from functools import partial
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+from megarl.config import Recipe
+from megarl.config.recipe import error_page
+from megarl.data.formats import first_name_with_value
+from megarl.data.kinds.problems import num_made
+from megarl.data.reader import OnLong, collect_count, read_records
+from megarl.data.records import Record
+from megarl.data.sources.rows import data_files
+from megarl.datasets.fields import data_sets, field_names, kind_of_set
+from megarl.datasets.reading import Dropped, read_conversations, read_preferences, read_problems
+from megarl.types import DataError, MegarlError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
+
+
+RecordDigests = dict[str, str]
+"""Number and digest of the training records remaining after leaving out long ones, keyed by recipe field."""
+
+
+def count_records(
+    recipe: Recipe, dropped: Dropped | None = None, digests: RecordDigests | None = None
+) -> dict[str, int]:
+    """Count the records of each data source, parsed and tokenised as in a run. Keys are `train` and the validation
+    names.
+
+    Records left out as too long are counted in `dropped`. Digests of the remaining training records go into `digests`.
+    Raises one DataError with the first wrong line of each source.
+    """
+    dropped = Counter() if dropped is None else dropped
+    digests = {} if digests is None else digests
+    # Importing the tokenizer library is slow, so commands that only need the paths of data do not pay for it.
+    from megarl.data.chat import tokenizer_of
+
+    tokenizer = tokenizer_of(recipe.model)
+    counts: dict[str, int] = {}
+    broken: list[str] = []
+    for source in recipe.sources:
+        source_digests: RecordDigests = {}
+        source_counts = _count_of_source(source.recipe, tokenizer, broken, dropped, source_digests)
+        digests |= {
+            f"mixture.{source.name}.{name}" if recipe.mixture else name: text for name, text in source_digests.items()
+        }
+        named_counts = {
+            f"{source.name} train" if recipe.mixture and name == "train" else name: n
+            for name, n in source_counts.items()
+        }
+        counts |= named_counts
+    if broken:
+        raise DataError(error_page(f"data of recipe {recipe.name}", list(dict.fromkeys(broken))))
+    return counts
+
+
+def with_steps(recipe: Recipe) -> Recipe:
+    """Return the recipe with train.steps computed from train.epochs and the number of training records.
+
+    If the data cannot be read, the recipe is returned unchanged, and the checks of data report the error.
+    """
+    epochs, data = recipe.train.epochs, recipe.data
+    if epochs is None:
+        return recipe
+    try:
+        records = num_made(data.train)
+        # Records are counted after dropping too long ones, which needs the tokenizer. Otherwise lines are enough.
+        if records is None and data.overlong == "drop":
+            records = count_records(recipe)["train"]
+        elif records is None:
+            records = sum(1 for _ in read_records(data.train))
+    except (MegarlError, ValueError):
+        return recipe
+    # Compute with the decimal as written: in floating point 1.1 epochs of 100 records exceed 110.
+    steps = math.ceil(Fraction(str(epochs)) * records / recipe.train.prompts_per_step)
+    resolved = recipe.train.model_copy(update={"steps": steps})
+    # `steps` is derived here, so it must not count as given by the user.
+    resolved.model_fields_set.discard("steps")
+    return recipe.model_copy(update={"train": resolved})
+
+
+def _count_of_source(
+    recipe: Recipe, tokenizer: Tokenizer, broken: list[str], dropped: Dropped, digests: RecordDigests
+) -> dict[str, int]:
+    """Count the records by recipe field, and add the errors of unreadable files to `broken`."""
+    counts: dict[str, int] = {}
+    for field, data_set in data_sets(recipe).items():
+        name = _count_name(field)
+        digest = blake2b(digest_size=16)
+        collect = partial(_count_and_hash, digest)
+        kind = kind_of_set(recipe, field)
+        try:
+            if kind in ("pairs", "judged"):
+                counts[name] = len(read_preferences(recipe, tokenizer, data_set, dropped, collect=collect))
+            elif kind == "conversations":
+                counts[name] = len(read_conversations(recipe, tokenizer, data_set, dropped, collect=collect))
+            else:
+                is_heldout = field != "data.train"
+                problems = read_problems(recipe, tokenizer, data_set, dropped, is_heldout=is_heldout, collect=collect)
+                counts[name] = len(problems)
+        except DataError as error:
+            broken.append(str(error))
+            continue
+        # A resumed run compares these digests, because its record numbers must not shift. Validation data may change.
+        if field in ("data.train", "data.ptx"):
+            digests[field] = f"{counts[name]} records, {digest.hexdigest()}"
+    return counts
+
+
+def _count_and_hash(
+    digest: blake2b, records: Iterable[Record], make: Callable[[int, Record], object], on_long: OnLong | None
+) -> Sequence[int]:
+    """Count the records, and hash the position of each one that is not dropped."""
+
+    def noting(index: int, record: Record) -> None:
+        make(index, record)
+        digest.update(index.to_bytes(8, "little"))
+
+    return collect_count(records, noting, on_long)
+
+
+def _count_name(field: str) -> str:
+    """Return the name of a recipe field's data set in a table of counts."""
+    kind, _, name = field.removeprefix("data.").partition(".")
+    return f"{name} (conversations)" if kind == "validation_conversations" else name or kind
+
+
+def recognised_formats(recipe: Recipe) -> dict[str, str]:
+    """Return each training source's recognised format with the names of its record fields: `verl (prompt prompt, ...)`.
+
+    If a source has several files, their number follows.
+    """
+    formats: dict[str, str] = {}
+    for source in recipe.sources:
+        if num_made(source.recipe.data.train) is None:
+            train = source.recipe.data.train
+            record = next(read_records(train, field_names(source.recipe, train)))
+            roles = ("answer",) if recipe.is_on_policy else ("response", "chosen", "rejected")
+            names = {
+                role: first_name_with_value(record.fields, getattr(record.format, role))
+                for role in ("prompt", "input", *roles)
+            }
+            fields = ", ".join(f"{role} {name}" for role, name in names.items() if name)
+            files = len(data_files(source.recipe.data.train))
+            num_files = f", {files} files" if files > 1 else ""
+            formats[source.place("data.train")] = f"{record.format.name} ({fields}){num_files}"
+    return formats

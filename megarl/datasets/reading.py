@@ -1,0 +1,140 @@
+"""Reading of a recipe's data sets: problems, conversations and preferences, tokenised as in a run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megarl.config import Recipe
+from megarl.config.sections.data_sets import DataSet, path_of
+from megarl.data.kinds.conversations import Conversations
+from megarl.data.kinds.preferences import Judged, Pairs
+from megarl.data.kinds.problems import Problems, made_problems, num_made
+from megarl.data.reader import Collect, Example, Kind, in_memory, read_examples
+from megarl.data.records import TooLongError
+from megarl.data.streamed import Streamed
+from megarl.datasets.environment_tools import tools_of_environment
+from megarl.datasets.fields import field_names, kind_of_set, max_tokens, system_prompt
+from megarl.types import DataError, Problem
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
+
+    from megarl.data.kinds.conversations import Conversation
+    from megarl.data.kinds.preferences import Answers
+
+
+Dropped = Counter[str]
+"""Number of records left out as too long, keyed by data source."""
+
+
+def collect_for(recipe: Recipe, folder: Path) -> Collect:
+    """Return a function that collects training records: in memory, or with `data.streaming` in files of a folder."""
+    return partial(Streamed, folder=folder) if recipe.data.streaming else in_memory
+
+
+def _read_examples(
+    recipe: Recipe, data_set: DataSet, kind: Kind[Example], dropped: Dropped | None, collect: Collect
+) -> Sequence[Example]:
+    """Return the training examples of a data set.
+
+    A record that is too long raises an error. With `data.overlong` = drop, it is left out and counted in `dropped`.
+    Raises DataError if no record is left.
+    """
+    source = path_of(data_set)
+
+    def drop(_: TooLongError) -> None:
+        if dropped is not None:
+            dropped[source] += 1
+
+    examples = read_examples(
+        source,
+        kind,
+        names=field_names(recipe, data_set),
+        on_long=drop if recipe.data.overlong == "drop" else None,
+        collect=collect,
+    )
+    if not examples:
+        raise DataError(
+            f"{source}: every record is too long, so data.overlong = drop leaves none; raise data.max_prompt_tokens or "
+            "trainer.max_tokens_per_microbatch"
+        )
+    return examples
+
+
+def read_problems(
+    recipe: Recipe,
+    tokenizer: Tokenizer,
+    data_set: DataSet,
+    dropped: Dropped | None = None,
+    *,
+    name: str = "",
+    is_heldout: bool = False,
+    collect: Collect = in_memory,
+) -> Sequence[Problem]:
+    """Read the problems (prompts with gold answers) of a data source, tokenised as in a run of this recipe.
+
+    If the source is `environment:COUNT`, the environment makes them; `is_heldout` asks it for validation problems.
+    `name` is the name of the source in messages. Prompts left out as too long are counted in `dropped`. DataError names
+    a wrong line.
+    """
+    path = path_of(data_set)
+    if (count := num_made(path)) is not None:
+        generated = made_problems(count, tokenizer, system_prompt=system_prompt(recipe), is_heldout=is_heldout)
+        return [replace(problem, source=name) for problem in generated] if name else generated
+    curriculum = recipe.data.curriculum
+    # The curriculum groups training problems by this field, so each record must have it. Validation has none.
+    by = curriculum.by if curriculum.band is not None and not is_heldout else None
+    kind = Problems(
+        tokenizer=tokenizer,
+        system_prompt=system_prompt(recipe),
+        max_tokens=max_tokens(recipe, "problems"),
+        has_answers=bool(recipe.reward.functions),
+        source_name=name,
+        required_field=by,
+        # Once for all records: an environment may load much when it is made.
+        environment_tools=cache(partial(tools_of_environment, recipe)),
+    )
+    return _read_examples(recipe, data_set, kind, dropped, collect)
+
+
+def read_conversations(
+    recipe: Recipe,
+    tokenizer: Tokenizer,
+    data_set: DataSet,
+    dropped: Dropped | None = None,
+    *,
+    collect: Collect = in_memory,
+) -> Sequence[Conversation]:
+    """Read the conversations of a data source for supervised training. Raises DataError if one exceeds a microbatch."""
+    kind = Conversations(
+        tokenizer=tokenizer, system_prompt=system_prompt(recipe), max_tokens=max_tokens(recipe, "conversations")
+    )
+    return _read_examples(recipe, data_set, kind, dropped, collect)
+
+
+def read_preferences(
+    recipe: Recipe,
+    tokenizer: Tokenizer,
+    data_set: DataSet,
+    dropped: Dropped | None = None,
+    *,
+    collect: Collect = in_memory,
+) -> Sequence[Answers]:
+    """Read the answer pairs of a data source (kto: single labelled answers). Raises DataError if one exceeds a
+    microbatch.
+
+    In loop reward_model each answer is scored at its last token only (see `data.kinds.preferences.with_score_mask`).
+    """
+    longest, prompt = max_tokens(recipe, "pairs"), system_prompt(recipe)
+    kind: Judged | Pairs
+    if kind_of_set(recipe, "data.train") == "judged":
+        kind = Judged(tokenizer=tokenizer, system_prompt=prompt, max_tokens=longest)
+    else:
+        is_scored = recipe.loop == "reward_model"
+        kind = Pairs(tokenizer=tokenizer, system_prompt=prompt, max_tokens=longest, is_scored=is_scored)
+    return _read_examples(recipe, data_set, kind, dropped, collect)
