@@ -18,7 +18,7 @@ from megarl.cluster.worker_group import WorkerGroup
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.files.private_folder import PrivateFolder
-from megarl.loops.resizing import ResizeAskedError, shrunk
+from megarl.loops.resizing import ResizeAskedError, can_grow, shrunk
 from megarl.loops.saving.resume import Origin
 from megarl.loops.saving.state_replication import StateReplication
 from megarl.loops.stopping import StopRequest
@@ -187,8 +187,7 @@ class RankProcesses:
             self.recipe, self.parallel, chosen_ranks = shrunk(self.recipe, self.parallel, alive)
         except MegarlError as refusal:
             raise error from refusal
-        # On this machine a lost rank means a fault of this machine, and no node can come back.
-        self._full = full if self.recipe.cluster.launcher != "local" else None
+        self._full = full if can_grow(self.recipe) else None
         self._places = [self._places[rank] for rank in chosen_ranks] if self._places else []
         notify(
             f"{error}. {len(alive)} of {num_before} ranks are left; the run continues on {len(chosen_ranks)} of them: "

@@ -118,15 +118,35 @@ def _is_size(recipe: Recipe, field: str, value: Any) -> bool:
 
 def resized(recipe: Recipe, values: Mapping[str, Any]) -> tuple[Recipe, ParallelConfig]:
     """Return the recipe with other parallel sizes, and their layout. Raises ConfigError if they do not fit."""
-    changed = with_sizes(recipe, values)
-    return changed, check(changed, is_start=False)
+    _refuse_incomplete_copies(recipe)
+    return _with_checked_sizes(recipe, values)
 
 
 def with_sizes(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
     """Return the recipe with other parallel sizes, not checked. Raises ConfigError if a run of it cannot change."""
-    if recipe.trainer.router_replay:
-        raise ConfigError("trainer.router_replay = true: copies of the state lack the recorded experts; no resize")
+    _refuse_incomplete_copies(recipe)
     return with_field_values(recipe, values)
+
+
+def _refuse_incomplete_copies(recipe: Recipe) -> None:
+    """Raise ConfigError if the copies of a run's state, from which a resize continues, lack a part of it."""
+    if not _is_copied_whole(recipe):
+        raise ConfigError("trainer.router_replay = true: copies of the state lack the recorded experts; no resize")
+
+
+def _is_copied_whole(recipe: Recipe) -> bool:
+    return not recipe.trainer.router_replay
+
+
+def can_grow(recipe: Recipe) -> bool:
+    """Return whether a run that a loss made smaller can return to its size between two steps."""
+    # On this machine a lost rank means a fault of this machine, and no node can come back.
+    return recipe.cluster.launcher != "local" and _is_copied_whole(recipe)
+
+
+def _with_checked_sizes(recipe: Recipe, values: Mapping[str, Any]) -> tuple[Recipe, ParallelConfig]:
+    changed = with_field_values(recipe, values)
+    return changed, check(changed, is_start=False)
 
 
 def shrunk(
@@ -169,8 +189,9 @@ def _with_replicas(recipe: Recipe, max_replicas: int, size: int) -> tuple[Recipe
             nodes, rest = divmod(num_ranks, per_node)
             if rest:
                 continue
+            sizes = {"cluster.nodes": nodes, "cluster.ranks_per_node": per_node, **dp}
             try:
-                return resized(recipe, {"cluster.nodes": nodes, "cluster.ranks_per_node": per_node, **dp})
+                return _with_checked_sizes(recipe, sizes)
             except ConfigError as error:
                 refusal = error
     raise refusal

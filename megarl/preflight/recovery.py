@@ -11,8 +11,8 @@ from megarl.preflight.registry import checks
 @checks("cluster", training_only=True)
 def recovery(recipe: Recipe) -> Iterator[str]:
     """Yield errors if the run could not recover from a lost rank in the way that cluster.recover asks for."""
-    recover, launcher = recipe.cluster.recover, recipe.cluster.launcher
-    if recipe.cluster.spare_nodes and (recover != "restart" or launcher != "slurm"):
+    is_replaced = recipe.cluster.recover == "restart" and recipe.cluster.launcher == "slurm"
+    if recipe.cluster.spare_nodes and not is_replaced:
         yield (
             f"cluster.spare_nodes = {recipe.cluster.spare_nodes}: spare nodes need cluster.recover=restart and "
             "cluster.launcher=slurm; set both, or set cluster.spare_nodes=0"
@@ -21,13 +21,6 @@ def recovery(recipe: Recipe) -> Iterator[str]:
         yield (
             f"cluster.spare_nodes = {recipe.cluster.spare_nodes}: a job with cluster.groups.engines has no spare "
             "nodes; set cluster.spare_nodes=0"
-        )
-    if recover == "stop":
-        return
-    if recover == "shrink" and recipe.trainer.router_replay:
-        yield (
-            "cluster.recover = shrink: the experts that trainer.router_replay recorded stay with their ranks; set "
-            "cluster.recover=restart"
         )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megarl.config import Recipe
-from megarl.loops.resizing import request, resized, shrunk, take_request
+from megarl.loops.resizing import can_grow, request, resized, shrunk, take_request
 from megarl.preflight import check
 from megarl.types import ConfigError, DataError
 from tests.preflight.conftest import recipe as recipe
@@ -101,6 +101,19 @@ def test_a_run_whose_copies_lack_a_part_is_refused(recipe: Callable[..., Recipe]
     made = recipe(trainer={"router_replay": True})
     with pytest.raises(ConfigError, match=r"trainer\.router_replay = true"):
         resized(made, json.loads('{"trainer.tp": 1}'))
+
+
+def test_a_run_with_recorded_experts_shrinks_from_a_checkpoint_and_does_not_grow(
+    recipe: Callable[..., Recipe], tiny_model: Callable[..., Path]
+) -> None:
+    """Growth continues from copies in memory, which lack the experts. A checkpoint has them."""
+    model = {"path": str(tiny_model(family="qwen3_moe"))}
+    made = recipe(model=model, trainer={"router_replay": True}, cluster={"ranks_per_node": 2, "recover": "shrink"})
+    changed, parallel, chosen = shrunk(made, check(made), [1])
+    assert (changed.cluster.ranks_per_node, parallel.dp, chosen) == (1, 1, [1])
+    on_slurm = {"launcher": "slurm", "ranks_per_node": 2, "recover": "shrink"}
+    assert can_grow(recipe(cluster=on_slurm)) and not can_grow(recipe(cluster={"recover": "shrink"}))
+    assert not can_grow(recipe(cluster=on_slurm, trainer={"router_replay": True}))
 
 
 def test_a_job_has_more_nodes_than_a_run_that_became_smaller(

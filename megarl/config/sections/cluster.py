@@ -133,9 +133,10 @@ class ClusterConfig(Section):
     recover: Annotated[Literal["stop", "restart", "shrink"], UntriedOnGpu("restart or shrink")] = "stop"
     """Reaction to the death of a trainer process. stop: the run ends with exit code 76. restart: all ranks start again,
     on another node if theirs is dead. shrink: they start again with fewer data-parallel replicas. With the launchers
-    slurm and ray, a shrunk run grows back between two steps once there are nodes. The new ranks restore the state from
-    copies in host memory (checkpoint.replicate), or without copies from the last checkpoint. Default: restart on GPUs
-    if the copies fit into 3/4 of a node's memory, else stop. On a CPU and with trainer.router_replay: stop."""
+    slurm and ray, a shrunk run grows back between two steps once there are nodes (not with trainer.router_replay). The
+    new ranks restore the state from copies in host memory (checkpoint.replicate), or without copies from the last
+    checkpoint. Default: restart on GPUs if the copies fit into 3/4 of a node's memory, else stop. On a CPU and with
+    trainer.router_replay: stop."""
     spare_nodes: NonNegativeInt = 0
     """Number of nodes in the Slurm job beyond cluster.nodes. A spare node replaces a dead one; this needs
     cluster.recover=restart. `megarl slurm` requests these nodes. A batch script of your own must request them, and set
