@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from megarl.cluster.row_packing import RowPacking
 from megarl.cluster.worker_group import WorkerGroup
 from megarl.config.parallel import ParallelConfig
+from megarl.data.packing import Costs, count_tokens
 from megarl.data.token_batch import TokenBatch
-from megarl.families.flops import forward_flops, update_only_flops
+from megarl.families.flops import forward_flops, sequence_flops, update_only_flops
 from megarl.families.shape import ModelShape
 from megarl.tracking.outcomes import Update, merge_ranks
 from megarl.tracking.spikes import SpikeDetector
@@ -75,8 +76,6 @@ class RankModel:
     """The same limit for passes without gradients. None: `max_tokens_per_microbatch`."""
     row_multiple: int = 1
     """The capacity of a row is rounded down to a multiple of this number of tokens."""
-    attention_ratio: float = 65536.0
-    """Parameter of the cost of a sequence of l tokens in packing: l * (1 + l / attention_ratio)."""
     together: int = 1
     """Number of consecutive sequences that must share a row: 2 for preference pairs."""
     keeps_samples: bool = False
@@ -84,7 +83,7 @@ class RankModel:
     name: str = "policy"
     """Name of the model on the ranks: policy, reference, critic and others."""
     shape: ModelShape | None = None
-    """Sizes of the model, from which FLOPs are counted. None: they are not counted."""
+    """Sizes of the model, from which FLOPs are counted and rows are balanced. None: tokens are counted instead."""
     update_passes: float = 3.0
     """FLOPs of an update as a multiple of a forward pass: 3, or 2 if the model's own weights have no gradients."""
     packing: RowPacking = ONE_AFTER_THE_OTHER
@@ -183,7 +182,7 @@ class RankModel:
             row,
             sequence_multiple=self.parallel.sequence_multiple,
             capacity=capacity,
-            attention_ratio=self.attention_ratio,
+            costs=self._costs,
         )
         is_counted = np.asarray(sequences) < num_counted
         lengths = row.lengths[is_counted]
@@ -235,10 +234,15 @@ class RankModel:
             "num_ranks": parallel.dp,
             "multiple": parallel.sequence_multiple,
             "rows_multiple": parallel.rows_multiple,
-            "attention_ratio": self.attention_ratio,
+            "costs": self._costs,
             "together": together,
         }
         return self.packing.assign(batch, **settings)
+
+    @property
+    def _costs(self) -> Costs:
+        """Return the cost of sequences by length, in FLOPs of a forward pass if the model's sizes are known."""
+        return count_tokens if self.shape is None else sequence_flops(self.shape)
 
     def _capacity(self, max_tokens: int | None) -> int:
         """Return the number of tokens that a row may hold before it is padded to a multiple.

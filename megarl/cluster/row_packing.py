@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
 
-from megarl.data.packing import pack
+from megarl.data.packing import Costs, pack
 from megarl.data.token_batch import TokenBatch
 
 
@@ -26,12 +26,10 @@ class RowPacking:
         """Assign a batch's sequences to rows: indices by replica and row. `settings` are those of `packing.pack`."""
         return pack(batch.lengths, **settings)
 
-    def arrange(
-        self, row: TokenBatch, *, sequence_multiple: int, capacity: int, attention_ratio: float
-    ) -> Savings | None:
+    def arrange(self, row: TokenBatch, *, sequence_multiple: int, capacity: int, costs: Costs) -> Savings | None:
         """Choose how a row is stored, and return what that saves; None if this packing never saves.
 
         Each sequence is padded to `sequence_multiple` tokens, and `capacity` limits the tokens of the row.
-        `attention_ratio` is that of `RankModel`.
+        `costs` gives the cost of a sequence for its length.
         """
         return None

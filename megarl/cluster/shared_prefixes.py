@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from megarl.cluster.row_packing import RowPacking, Savings
+from megarl.data.packing import Costs
 from megarl.data.prefixes import shared_lengths
 from megarl.data.token_batch import TokenBatch
 from megarl.data.tree_packing import WORTH_SHARING, pack_trees, saved_share
@@ -25,10 +26,10 @@ class SharedPrefixes(RowPacking):
             return RowPacking.assign(self, batch, **settings)
         return pack_trees(batch.prefix_keys, batch.cu_seqlens, **settings)
 
-    def arrange(self, row: TokenBatch, *, sequence_multiple: int, capacity: int, attention_ratio: float) -> Savings:
+    def arrange(self, row: TokenBatch, *, sequence_multiple: int, capacity: int, costs: Costs) -> Savings:
         """Store the row as a tree if this saves enough, or if it exceeds the capacity otherwise."""
         shared = shared_lengths(row.prefix_keys, row.cu_seqlens)
-        is_worth = bool(saved_share(row.lengths, shared, attention_ratio) > WORTH_SHARING)
+        is_worth = bool(saved_share(row.lengths, shared, costs) > WORTH_SHARING)
         apart = int((-(-row.lengths // sequence_multiple) * sequence_multiple).sum())
         row.shares_prefixes = (is_worth or apart > capacity) and self.problem is None
         return Savings(

@@ -8,16 +8,15 @@ microbatch. So packing first minimises the number of rows, then the sum of the r
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.families.flops import attention_flops, matrix_flops
-from megarl.families.shape import ModelShape
-
 Bins = list[list[int]]
+Costs = Callable[[NDArray[np.int64]], NDArray[np.float64]]
+"""Function from the lengths of sequences to their costs, in any unit: both [sequences]."""
 MOST_EXCHANGES = 70
 """Number of exchanges of sequences tried for one packing. It bounds the time; more exchanges improve little."""
 MOST_PARTNERS = 12
@@ -26,12 +25,9 @@ WORTH_ANOTHER_START = 0.0075
 """Share of the ranks' time spent waiting. Above it, a second packing is balanced too, and the better one is used."""
 
 
-def attention_ratio(shape: ModelShape) -> float:
-    """Return the sequence length, in tokens, at which causal attention costs as many FLOPs as all matrix products.
-
-    Matrix products include the output head.
-    """
-    return matrix_flops(shape) / attention_flops(shape)
+def count_tokens(lengths: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return the cost of sequences of a model without known sizes, their tokens: both [sequences]."""
+    return lengths.astype(np.float64)
 
 
 def pack(
@@ -40,7 +36,7 @@ def pack(
     max_tokens: int,
     num_ranks: int,
     multiple: int = 1,
-    attention_ratio: float = 65536.0,
+    costs: Costs = count_tokens,
     rows_multiple: int = 1,
     together: int | NDArray[np.int64] = 1,
 ) -> list[list[list[int]]]:
@@ -48,7 +44,7 @@ def pack(
 
     Every sequence is in exactly one microbatch. Every rank has the same number of microbatches, a multiple of
     `rows_multiple`. No microbatch exceeds `max_tokens`, with each length rounded up to `multiple`. No microbatch is
-    empty while another holds two sequences. A sequence of l tokens (rounded up) costs l * (1 + l / attention_ratio).
+    empty while another holds two sequences. `costs` gives the cost of a sequence for its length, rounded up.
 
     `together` keeps adjacent sequences in one microbatch: n for sets of n, or an array [sets] of set sizes. The same
     arguments give the same packing.
@@ -59,7 +55,7 @@ def pack(
     padded_lengths = -(-np.asarray(lengths, dtype=np.int64) // multiple) * multiple
     sizes = np.full(len(padded_lengths) // together, together) if isinstance(together, int) else together
     starts = np.cumsum(sizes) - sizes
-    costs = np.add.reduceat(padded_lengths * (1.0 + padded_lengths / attention_ratio), starts)
+    set_costs = np.add.reduceat(costs(padded_lengths), starts)
     tokens = np.add.reduceat(padded_lengths, starts)
     if tokens.size and tokens.max() > max_tokens:
         longest = int(tokens.argmax())
@@ -70,7 +66,7 @@ def pack(
             "trainer.max_tokens_per_microbatch"
         )
     described = f"{len(lengths)} sequences{_order_key(together)}"
-    rows, _ = assign(tokens, costs, max_tokens, num_ranks, rows_multiple, described)
+    rows, _ = assign(tokens, set_costs, max_tokens, num_ranks, rows_multiple, described)
     return expand(rows, [range(start, start + size) for start, size in zip(starts, sizes, strict=True)])
 
 

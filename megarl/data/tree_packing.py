@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.data.packing import assign, expand, pack
+from megarl.data.packing import Costs, assign, count_tokens, expand, pack
 from megarl.data.prefixes import lexicographic_order
 
 WORTH_SHARING = 0.05
@@ -23,21 +23,13 @@ _CLUSTERS_PER_RANK = (0, 1, 4, 16)
 """Tried limits of a cluster's cost: the cost of all sequences, divided by this number of clusters per rank. 0: none."""
 
 
-def sequence_costs(lengths: NDArray[np.int64], attention_ratio: float) -> NDArray[np.float64]:
-    """Return the cost of sequences with these lengths [sequences]: that of a token without attention is 1.
-
-    At a length of `attention_ratio` tokens, attention costs as much as all else.
-    """
-    return lengths * (1.0 + lengths / attention_ratio)
-
-
-def saved_share(lengths: NDArray[np.int64], shared: NDArray[np.int64], attention_ratio: float) -> float:
+def saved_share(lengths: NDArray[np.int64], shared: NDArray[np.int64], costs: Costs) -> float:
     """Return the share of the cost that a tree saves, if it stores the first `shared` tokens of each sequence once.
 
     Both are [sequences].
     """
-    full_cost = sequence_costs(lengths, attention_ratio).sum()
-    return float(sequence_costs(shared, attention_ratio).sum() / max(full_cost, 1.0))
+    full_cost = costs(lengths).sum()
+    return float(costs(shared).sum() / max(full_cost, 1.0))
 
 
 def pack_trees(
@@ -47,7 +39,7 @@ def pack_trees(
     max_tokens: int,
     num_ranks: int,
     multiple: int = 1,
-    attention_ratio: float = 65536.0,
+    costs: Costs = count_tokens,
     rows_multiple: int = 1,
     together: int | NDArray[np.int64] = 1,
 ) -> list[list[list[int]]]:
@@ -62,7 +54,7 @@ def pack_trees(
     lengths = np.diff(cu_seqlens)
     sizes = np.full(len(lengths) // together, together) if isinstance(together, int) else together
     sets = np.split(np.arange(len(lengths)), np.cumsum(sizes)[:-1])
-    prefixes = _Prefixes(lengths, *lexicographic_order(keys, cu_seqlens), attention_ratio)
+    prefixes = _Prefixes(lengths, *lexicographic_order(keys, cu_seqlens), costs)
     total_cost = sum(prefixes.cost_of(members) for members in sets)
     best: tuple[float, list[list[list[int]]]] | None = None
     tried: set[int] = set()
@@ -76,9 +68,9 @@ def pack_trees(
         # A set of its own too large is reported by `pack`, below.
         if tokens.max() > max_tokens or len(clusters) < num_ranks * rows_multiple:
             continue
-        costs = np.array([cluster.cost for cluster in clusters])
+        cluster_costs = np.array([cluster.cost for cluster in clusters])
         try:
-            rows, makespan = assign(tokens, costs, max_tokens, num_ranks, rows_multiple, "")
+            rows, makespan = assign(tokens, cluster_costs, max_tokens, num_ranks, rows_multiple, "")
         except ValueError:
             continue
         is_filled = all(bin for row in rows for bin in row)
@@ -93,7 +85,7 @@ def pack_trees(
         max_tokens=max_tokens,
         num_ranks=num_ranks,
         multiple=multiple,
-        attention_ratio=attention_ratio,
+        costs=costs,
         rows_multiple=rows_multiple,
         together=together,
     )
@@ -103,16 +95,17 @@ class _Prefixes:
     """Lengths of prefixes shared by any two sequences, from the lexicographic order of all."""
 
     def __init__(
-        self, lengths: NDArray[np.int64], order: NDArray[np.int64], shared: NDArray[np.int64], attention_ratio: float
+        self, lengths: NDArray[np.int64], order: NDArray[np.int64], shared: NDArray[np.int64], costs: Costs
     ) -> None:
         self.lengths, self.shared = lengths, shared
-        self.attention_ratio = attention_ratio
+        self.cost_of_length = costs(np.arange(lengths.max(initial=0) + 1))
+        """Cost of a prefix by its number of tokens, up to the longest sequence."""
         self.rank = np.empty(len(order), np.int64)
         self.rank[order] = np.arange(len(order))
 
     def cost_of(self, members: NDArray[np.int64]) -> float:
         """Return the cost of these sequences, each stored apart."""
-        return float(sequence_costs(self.lengths[members], self.attention_ratio).sum())
+        return float(self.cost_of_length[self.lengths[members]].sum())
 
     def common(self, low: int, high: int) -> int:
         """Return the prefix shared by the sequences at two places of the order, the lower one first, in tokens."""
@@ -141,8 +134,7 @@ class _Cluster:
                 shared = max(shared, prefixes.common(place, places[index]))
             places.insert(index, place)
             tokens += length - shared
-            ratio = prefixes.attention_ratio
-            cost += length * (1.0 + length / ratio) - shared * (1.0 + shared / ratio)
+            cost += float(prefixes.cost_of_length[length] - prefixes.cost_of_length[shared])
         return _Cluster([*self.sequences, *members.tolist()], tokens, cost, places)
 
 

@@ -8,6 +8,8 @@ Source: PaLM (arXiv 2204.02311, appendix B).
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,35 +46,43 @@ def _mixer_weights(shape: ModelShape, kind: LayerKind) -> int:
     return linear.projection_elements(shape.hidden_size) + rule
 
 
-def attention_flops(shape: ModelShape) -> float:
-    """Return the FLOPs of causal attention divided by the squared length of the sequence in tokens.
-
-    Scores and their weighted sum take two FLOPs for each channel, attended token and layer. A token of a sequence of
-    length l attends to l / 2 tokens on average.
-    """
-    layers = sum(kind.mixer == "attention" for kind in shape.layers)
-    return float(layers * _pair_flops(shape)) / 2
-
-
 def _pair_flops(shape: ModelShape) -> int:
+    """Return the FLOPs of a token's attention to one token in a layer: two for each channel of score and value."""
     return 2 * (shape.attention.score_channels + shape.attention.value_channels)
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceFlops:
+    """FLOPs of a forward pass over a sequence, as a function of its length."""
+
+    token_flops: float
+    """FLOPs of a token's matrix products."""
+    pair_flops: tuple[tuple[int, float], ...]
+    """For each different window, 0 for none: its tokens, and the FLOPs of a pair of tokens in the layers that have it.
+    """
+
+    def __call__(self, lengths: NDArray[np.integer]) -> NDArray[np.float64]:
+        """Return the FLOPs of each sequence of these lengths: both [sequences]."""
+        tokens = np.asarray(lengths, np.float64)
+        flops = self.token_flops * tokens
+        for window, pair_flops in self.pair_flops:
+            reach = np.minimum(tokens, window) if window else tokens
+            # Up to the window a token attends to half of its predecessors on average, then to the whole window.
+            flops += pair_flops * (reach * tokens - np.square(reach) / 2)
+        return flops
+
+
+@cache
+def sequence_flops(shape: ModelShape) -> SequenceFlops:
+    """Return the FLOPs of a model's forward pass as a function of a sequence's length."""
+    windows = Counter(kind.window for kind in shape.layers if kind.mixer == "attention")
+    pairs = tuple((window, float(count * _pair_flops(shape))) for window, count in windows.items())
+    return SequenceFlops(matrix_flops(shape), pairs)
 
 
 def forward_flops(shape: ModelShape, lengths: NDArray[np.integer]) -> float:
     """Return the FLOPs of a forward pass over sequences with these lengths, int [sequences]."""
-    tokens = np.asarray(lengths, np.float64)
-    matrices = matrix_flops(shape) * tokens.sum()
-    if not shape.windows:
-        return float(matrices + attention_flops(shape) * np.square(tokens).sum())
-    # Every window appears in many layers, so its pairs of tokens are counted once.
-    pairs = sum(count * _count_pairs(tokens, window) for window, count in Counter(shape.windows).items())
-    return float(matrices + _pair_flops(shape) * pairs)
-
-
-def _count_pairs(tokens: NDArray[np.float64], window: int) -> float:
-    """Return the pairs of a token and an attended one over sequences of these lengths [sequences]; window 0 is none."""
-    reach = np.minimum(tokens, window) if window else tokens
-    return float((reach * tokens - np.square(reach) / 2).sum())
+    return float(sequence_flops(shape)(lengths).sum())
 
 
 def update_only_flops(shape: ModelShape, lengths: NDArray[np.integer]) -> float:

@@ -13,7 +13,6 @@ from megarl.cluster.teacher_model import TeacherRankModel
 from megarl.cluster.worker_group import WorkerGroup
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
-from megarl.data.packing import attention_ratio
 from megarl.families.parts import Latent
 from megarl.families.shape import ModelShape, read_model_shape
 from megarl.files.import_path import function_of
@@ -65,7 +64,6 @@ def models_of(
         max_tokens_per_microbatch=recipe.trainer.max_tokens_per_microbatch,
         max_tokens_per_forward=recipe.trainer.max_tokens_per_forward,
         row_multiple=row_multiple(recipe),
-        attention_ratio=attention_ratio(shape),
         together=recipe.sequences_per_example,
         shape=trained_shape(recipe, shape),
         # A backward pass costs two forward passes. With LoRA the base weights need no gradients, which saves one.

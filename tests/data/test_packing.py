@@ -1,15 +1,20 @@
 import time
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.data.packing import attention_ratio, pack
-from megarl.families.shape import shape_from_config
+from megarl.data.packing import pack
+from megarl.families.flops import sequence_flops
+from megarl.families.shape import planned_shape
 
 RATIO = 65536.0
+
+
+def quadratic(lengths, ratio=RATIO):
+    """Costs of sequences whose attention costs as much as all else at `ratio` tokens."""
+    return lengths * (1 + lengths / ratio)
 
 
 def check(packing, lengths, max_tokens, num_ranks, multiple, rows_multiple=1):
@@ -26,7 +31,7 @@ def check(packing, lengths, max_tokens, num_ranks, multiple, rows_multiple=1):
 
 def lockstep(packing, lengths):
     """Work divided by what the ranks could have done while they waited for each row's costliest microbatch."""
-    cost = np.asarray(lengths) * (1 + np.asarray(lengths) / RATIO)
+    cost = quadratic(np.asarray(lengths))
     loads = np.array([[cost[bin].sum() for bin in microbatches] for microbatches in packing])
     return cost.sum() / (len(packing) * loads.max(axis=0).sum())
 
@@ -61,7 +66,9 @@ def test_small_cases(lengths, max_tokens, num_ranks, multiple, expected):
 
 def test_work_is_balanced_not_tokens():
     # Bins of equal tokens, 12 against 4 * 3, would cost 12 * 13 = 156 against 4 * 3 * 4 = 48.
-    packing = pack([12, 3, 3, 3, 3, 3, 3, 3, 3], max_tokens=40, num_ranks=2, attention_ratio=1.0)
+    packing = pack(
+        [12, 3, 3, 3, 3, 3, 3, 3, 3], max_tokens=40, num_ranks=2, costs=lambda lengths: quadratic(lengths, 1.0)
+    )
     assert packing == [[[0]], [[1, 2, 3, 4, 5, 6, 7, 8]]]
 
 
@@ -80,7 +87,7 @@ def test_ranks_seldom_wait_and_rows_are_few(median, spread, longest, max_tokens,
     draw = np.random.default_rng(seed).lognormal(np.log(median), spread, num_sequences)
     lengths = np.clip(draw, 16, longest).astype(int).tolist()
     started = time.process_time()
-    packing = pack(lengths, max_tokens=max_tokens, num_ranks=8, attention_ratio=RATIO)
+    packing = pack(lengths, max_tokens=max_tokens, num_ranks=8, costs=quadratic)
     assert time.process_time() - started < 1.0
     check(packing, lengths, max_tokens, 8, 1)
     assert lockstep(packing, lengths) >= 0.99
@@ -106,15 +113,16 @@ def test_too_few_sequences_for_the_rows_are_refused():
         pack([1] * 7, max_tokens=8, num_ranks=2, rows_multiple=4)
 
 
-def test_attention_ratio_is_the_length_of_equal_work():
-    sizes = dict(hidden_size=5120, num_hidden_layers=40, num_attention_heads=40, num_key_value_heads=8, head_dim=128)
-    dense = dict(architectures=["Qwen3ForCausalLM"], intermediate_size=17408, vocab_size=151936)
-    # Qwen3-14B: a layer's 330,301,440 weights and a fortieth of the head's 777,912,320, over 5,120 channels.
-    assert attention_ratio(shape_from_config(sizes | dense)) == pytest.approx(64512 + 3798.4)
-    routed = dict(architectures=["Qwen3MoeForCausalLM"], num_experts=16, num_experts_per_tok=2, vocab_size=1)
-    routed |= dict(moe_intermediate_size=1024, intermediate_size=1)
-    # Attention's 62,914,560, two experts' 31,457,280 and the router's 81,920.
-    assert attention_ratio(replace(shape_from_config(sizes | routed), vocab_size=0)) == pytest.approx(94_453_760 / 5120)
+def test_attention_within_windows_is_cheap():
+    shape = planned_shape("openai/gpt-oss-120b")
+    costs = sequence_flops(shape)
+    longest = 32768
+    price = costs(np.array([longest]))[0] / (longest * costs.token_flops)
+    assert price == pytest.approx(1.47, abs=0.01)
+    # One sequence of 32,768 tokens and 44 of 1,024 cost the same within their windows, so each gets a rank.
+    short = round(price * longest / 1024 / (costs(np.array([1024]))[0] / (1024 * costs.token_flops)))
+    packing = pack([longest, *[1024] * short], max_tokens=1 << 17, num_ranks=2, costs=costs)
+    assert packing == [[[0]], [list(range(1, short + 1))]]
 
 
 def test_a_sequence_above_the_cap_is_refused():

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megarl.families.flops import attention_flops, forward_flops, matrix_flops
+from megarl.families.flops import forward_flops, matrix_flops, sequence_flops
 from megarl.families.shape import read_model_shape, shape_from_config
 
 SIZES = {
@@ -22,7 +22,7 @@ def test_the_flops_of_a_small_model_are_those_counted_by_hand() -> None:
     # Queries and output 7 x 20 each, keys and values 7 x 10 each, three matrices of 7 x 11; in the end 7 x 13.
     assert matrix_flops(shape) == 2 * (3 * (280 + 140 + 231) + 91)
     # Four heads of five channels, twice, for half of the pairs of tokens, in three layers.
-    assert attention_flops(shape) == 2 * 3 * 20
+    assert sequence_flops(shape).pair_flops == ((0, 4 * 3 * 20),)
     assert forward_flops(shape, np.array([2, 17])) == 19 * 4088 + 120 * (4 + 289)
     assert matrix_flops(shape.with_value_head()) == 2 * (3 * 651 + 7)
 
@@ -40,7 +40,8 @@ def test_they_are_what_torch_counts_in_transformers_model(tiny_model: Callable[.
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(torch.arange(length)[None])
     shape = read_model_shape(folder)
-    expected = length * matrix_flops(shape) + 2 * attention_flops(shape) * length**2
+    [(_, pair_flops)] = sequence_flops(shape).pair_flops
+    expected = length * matrix_flops(shape) + pair_flops * length**2
     # The angles of the rotary embeddings are a product too.
     assert counter.get_total_flops() == pytest.approx(expected, rel=2e-3)
 

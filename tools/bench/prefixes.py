@@ -91,7 +91,6 @@ def measure(options: argparse.Namespace, folder: Path) -> bool:
     from megarl.cluster.rank_model import RankModel
     from megarl.cluster.row_packing import RowPacking
     from megarl.cluster.shared_prefixes import SharedPrefixes
-    from megarl.data.packing import attention_ratio
     from megarl.families.shape import padded_vocab_size, read_model_shape
     from megarl.reshard.layouts.megatron import megatron_layouts
     from megarl.training.training_engine import TrainingEngine
@@ -109,8 +108,7 @@ def measure(options: argparse.Namespace, folder: Path) -> bool:
     pieces = megatron_layouts(shape, parallel, padded_vocab_size=padded_vocab_size(shape.vocab_size, 1))[0]
     engine = TrainingEngine(recipe, parallel, shape, lambda tensors: safetensors.load(str(folder), pieces, tensors))
     rank: Any = OneRank(engine)
-    ratio = attention_ratio(shape)
-    auto = RankModel(rank, parallel, 1 << 20, attention_ratio=ratio, shape=shape, packing=SharedPrefixes())
+    auto = RankModel(rank, parallel, 1 << 20, shape=shape, packing=SharedPrefixes())
     ways = {"off": replace(auto, packing=RowPacking()), "auto": auto}
     is_met = True
     batches = cases(options.prompt, options.answer, options.group, shape.vocab_size)
