@@ -99,7 +99,7 @@ class TrainingEngine(ModelShard):
             host_fraction=trainer.optimizer_offload_fraction,
         )
         self.schedule = build_schedule(self.role.optimizer, self.optimizer, num_updates=self.role.num_updates)
-        self._reduce: Callable[[], None] | None = None
+        self.pending_reduction: Callable[[], None] | None = None
         """Reduction of the gradients that passes have added since the last step; None: there are none."""
         self.config.finalize_model_grads_func = self._defer_reduction
         if self.overlaps_reduction:
@@ -112,7 +112,7 @@ class TrainingEngine(ModelShard):
         self._merged = MergedWeights(self.chunks, self.tensors)
         self._offloadable = {
             "parameters": Offloadable(lambda: self.parameters.values(), self.arena),
-            "gradients": Offloadable(self._gradients),
+            "gradients": Offloadable(self.gradient_buffers),
             "optimizer": Offloadable(self._optimizer_state, self.arena),
         }
 
@@ -173,7 +173,7 @@ class TrainingEngine(ModelShard):
         for name in names:
             self._offloadable[name].onload()
 
-    def _gradients(self) -> Iterator[Tensor]:
+    def gradient_buffers(self) -> Iterator[Tensor]:
         """Yield the gradient buffers of dense and expert parameters."""
         for model in self.models:
             buffers: Any = model.buffers  # Megatron's list of gradient buffers hides torch's method of this name.
@@ -181,7 +181,7 @@ class TrainingEngine(ModelShard):
 
     def _optimizer_state(self) -> Iterator[Tensor]:
         """Yield moments and master weights, without tensors shared with parameters or gradients."""
-        shared_storages = {t.untyped_storage()._cdata for t in (*self.parameters.values(), *self._gradients())}
+        shared_storages = {t.untyped_storage()._cdata for t in (*self.parameters.values(), *self.gradient_buffers())}
         for part in self.optimizer.chained_optimizers:
             inner: Any = part.optimizer
             tensors = [parameter for group in inner.param_groups for parameter in group["params"]]
@@ -279,7 +279,7 @@ class TrainingEngine(ModelShard):
 
     def clear_gradients(self) -> None:
         """Set all gradients to zero."""
-        self._reduce = None
+        self.pending_reduction = None
         for model in self.models:
             model.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -287,8 +287,8 @@ class TrainingEngine(ModelShard):
     def accumulate(self, rows: Sequence[TokenBatch], objective: Callable[..., tuple[Tensor, Tensor, Row]]) -> list[Row]:
         """Add the gradients of this replica's rows to those of earlier calls, and return what was measured of each row.
 
-        `objective(output, batch=Microbatch)` returns a row's loss, a token count required by Megatron, and what it
-        measures. Gradients are reduced over the ranks once, by `apply`.
+        `objective(output, batch=Microbatch)` returns a row's loss [], a token count [] required by Megatron, and what
+        it measures. Gradients are reduced over the ranks once, by `apply`.
         """
         for part in self.engine_parts:
             part.prepare_update(rows)
@@ -312,18 +312,18 @@ class TrainingEngine(ModelShard):
 
     def reduce_gradients(self) -> None:
         """Reduce the gradients of all passes since the last step over Megatron's ranks, once. A collective."""
-        if self._reduce is not None:
+        if self.pending_reduction is not None:
             with span("reduce gradients"):
-                self._reduce()
-            self._reduce = None
-        faults.reach("gradients", self._gradients)
+                self.pending_reduction()
+            self.pending_reduction = None
+        faults.reach("gradients", self.gradient_buffers)
 
     def _defer_reduction(self, *args: Any, **kwargs: Any) -> None:
         """Keep the reduction that ends a pass of Megatron's schedule for the next step.
 
         Passes add to the same buffers: reducing in each of them would sum earlier gradients over the ranks again.
         """
-        self._reduce = partial(_sum_gradients, *args, **kwargs)
+        self.pending_reduction = partial(_sum_gradients, *args, **kwargs)
 
     @contextmanager
     def _update_context(self) -> Iterator[None]:

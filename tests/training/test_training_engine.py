@@ -431,7 +431,7 @@ def offloading(recipe: Recipe, parallel: ParallelConfig, updates: list[list[Trai
         engine.onload()
         engine.update(row_batches(sequences, rows_of(recipe, parallel, sequences)))
         engine.offload()
-        held = [*engine.parameters.values(), *engine._gradients(), *engine._optimizer_state()]
+        held = [*engine.parameters.values(), *engine.gradient_buffers(), *engine._optimizer_state()]
         stayed += sum(tensor.untyped_storage().nbytes() for tensor in held)
     away = [size for name in ("parameters", "optimizer") for _, size in engine._offloadable[name]._away]
     engine.onload(["parameters"])
