@@ -216,8 +216,9 @@ class RankModel:
         except ValueError as error:
             raise MegarlError(
                 f"trainer.max_tokens_per_microbatch = {self.max_tokens_per_microbatch}: {error}. This "
-                "algorithm.policy_loss needs all segments of a trajectory in one microbatch. Raise the limit, or use "
-                "a loss of single tokens, such as clipped."
+                "algorithm.policy_loss, or algorithm.off_policy_limit, needs all segments of a trajectory in one "
+                "microbatch. Raise the limit, or use a loss of single tokens, such as clipped, without "
+                "algorithm.off_policy_limit."
             ) from error
 
     def _pack(

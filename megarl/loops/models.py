@@ -81,7 +81,8 @@ def models_of(
         models[name] = replace(teacher, name=name, shape=_shape_of(recipe, folder))
     if recipe.has_advantages:
         policy_loss = function_of(recipe.algorithm.policy_loss, POLICY_LOSSES, "algorithm.policy_loss")
-        models["policy"] = replace(models["policy"], keeps_samples=is_sequence_loss(policy_loss))
+        keeps_samples = is_sequence_loss(policy_loss) or recipe.algorithm.off_policy_limit is not None
+        models["policy"] = replace(models["policy"], keeps_samples=keeps_samples)
     if recipe.trainer.share_prefixes != "auto":
         return models
     return {

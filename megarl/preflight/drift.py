@@ -12,6 +12,11 @@ from megarl.preflight.registry import checks
 _SEQUENCE_LOSSES = ("vespo",)
 """Policy losses with one weight for each sequence, chosen by the sign of its advantage."""
 
+_SAME_POLICY = (
+    "compares the policy with the one before the step's first update. With algorithm.old_logprobs = trainer and one "
+    "update a step both are the same; set algorithm.old_logprobs=rollout, or train.updates_per_step above 1"
+)
+
 
 @checks("algorithm")
 def without_drift(recipe: Recipe) -> Iterator[str]:
@@ -25,11 +30,9 @@ def without_drift(recipe: Recipe) -> Iterator[str]:
     # An importance weight with one of these losses has an error of its own, with the same remedy.
     corrects_twice = algorithm.importance_sampling is not None and algorithm.policy_loss in CORRECTING_LOSSES
     if algorithm.policy_loss in (*CORRECTING_LOSSES, "dro") and not corrects_twice:
-        yield (
-            f"algorithm.policy_loss = {algorithm.policy_loss}: compares the policy with the one before the step's "
-            "first update. With algorithm.old_logprobs = trainer and one update a step both are the same; set "
-            "algorithm.old_logprobs=rollout, or train.updates_per_step above 1"
-        )
+        yield f"algorithm.policy_loss = {algorithm.policy_loss}: {_SAME_POLICY}"
+    if algorithm.off_policy_limit is not None:
+        yield f"algorithm.off_policy_limit = {algorithm.off_policy_limit}: {_SAME_POLICY}"
 
 
 @checks("algorithm")
@@ -38,11 +41,14 @@ def without_sequence_advantages(recipe: Recipe) -> Iterator[str]:
     algorithm = recipe.algorithm
     if not recipe.has_advantages or (reason := _token_advantages(recipe)) is None:
         return
+    needs_one = f"needs one advantage for all tokens of a sequence, but {reason}; or"
     if algorithm.policy_loss in _SEQUENCE_LOSSES:
         yield (
-            f"algorithm.policy_loss = {algorithm.policy_loss}: needs one advantage for all tokens of a sequence, but "
-            f"{reason}; or set another algorithm.policy_loss, for example dppo_tv"
+            f"algorithm.policy_loss = {algorithm.policy_loss}: {needs_one} set another algorithm.policy_loss, for "
+            "example dppo_tv"
         )
+    if algorithm.off_policy_limit is not None:
+        yield f"algorithm.off_policy_limit = {algorithm.off_policy_limit}: {needs_one} leave it out"
 
 
 def _token_advantages(recipe: Recipe) -> str | None:

@@ -13,8 +13,9 @@ from torch import Tensor
 from megarl.algorithms.importance import importance_weights, mismatch_moments, unbounded_weights, weight_metrics
 from megarl.algorithms.keywords import supported_kwargs
 from megarl.algorithms.kl import KL_ESTIMATORS, k3
-from megarl.algorithms.policy_losses import POLICY_LOSSES, LossAndMetrics, is_sequence_loss
+from megarl.algorithms.policy_losses import POLICY_LOSSES, LossAndMetrics, is_sequence_loss, ratio
 from megarl.algorithms.preference_losses import PREFERENCE_LOSSES, bradley_terry, kto
+from megarl.algorithms.sequence_masks import drop_off_policy
 from megarl.algorithms.sequences import sequence_of_tokens, sequence_sums
 from megarl.algorithms.trial import ResultError, checked_policy_loss, refuse_missing_metrics
 from megarl.algorithms.value_losses import clipped_value_loss
@@ -110,9 +111,12 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
         policy_loss, config.model_dump(include={"clip_low", "clip_high", "dual_clip", "max_ratio", "log_ratio_penalty"})
     )
     settings |= config.policy_loss_kwargs
+    if config.off_policy_limit is not None:
+        policy_loss = drop_off_policy(policy_loss, limit=config.off_policy_limit)
     is_of_trajectories = is_sequence_loss(policy_loss)
     estimate: Callable[..., Tensor] = KL_ESTIMATORS[config.kl_estimator]
     estimate_settings = supported_kwargs(estimate, {"k3_max": config.k3_max})
+    weigh_kl: Callable[[Tensor, Tensor], Tensor | float] = ratio if config.kl_unbiased else lambda policy, old: 1.0
 
     def objective(output: Tensor, batch: Microbatch, numbers: StepNumbers) -> RowLoss:
         per_token, is_supervised = batch.per_token, batch.per_token.get("supervised")
@@ -143,7 +147,7 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
             of_tokens["kl/update"] = k3(old_logprobs, policy_logprobs.detach())
         if config.kl_placement == "loss" and config.kl_coefficient:
             divergence = estimate(policy_logprobs, per_token["reference_logprobs"], **estimate_settings)
-            loss = loss + numbers.kl_coefficient * divergence
+            loss = loss + numbers.kl_coefficient * weigh_kl(policy_logprobs, old_logprobs) * divergence
             of_tokens[KL] = divergence
             if config.k3_max is not None:
                 of_tokens["kl/capped"] = (divergence >= config.k3_max).float()

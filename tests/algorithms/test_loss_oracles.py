@@ -14,8 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.algorithms.policy_losses import POLICY_LOSSES, is_sequence_loss
+from megarl.algorithms.kl import KL_ESTIMATORS
+from megarl.algorithms.policy_losses import POLICY_LOSSES, is_sequence_loss, ratio
 from megarl.algorithms.reduction import AGGREGATIONS, token_weights
+from megarl.algorithms.sequence_masks import drop_off_policy
 
 NUM_CASES = 50
 
@@ -37,15 +39,15 @@ def minibatches(case: int) -> Iterator[Tokens]:
     aggregation = AGGREGATIONS[case % len(AGGREGATIONS)]
     for _ in range(1 + case % 3):
         # A sample's segments lie one after the other: a mask with untrained parts between its turns.
-        lengths = torch.randint(2, 12, (5,), generator=random)
+        lengths = torch.randint(2, 12, (3,), generator=random)
         total = int(lengths.sum())
         mask = torch.rand(total, generator=random) < 0.7
         if case % 4 == 0:
             mask[: int(lengths[0])] = False
         old = torch.rand(total, generator=random, dtype=torch.float64).log() * (0.1 if case % 5 == 0 else 1.0)
         moved = torch.randn(total, generator=random, dtype=torch.float64) * (0.05, 0.4, 2.0)[case % 3]
-        advantages = torch.randn(5, generator=random, dtype=torch.float64)
-        advantages[case % 5] = 0.0
+        advantages = torch.randn(3, generator=random, dtype=torch.float64)
+        advantages[0 if case % 7 == 0 else 1] *= case % 2
         cu_samples = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
         weights = token_weights(cu_samples, mask, aggregation, constant_length=9)
         yield Tokens(
@@ -201,3 +203,55 @@ def test_the_weight_of_vespo_is_one_on_policy_and_largest_at_power_over_decay() 
         assert weight(1.0, advantage) == pytest.approx(1.0)
         assert weight(peak, advantage) > max(weight(peak * 1.01, advantage), weight(peak * 0.99, advantage))
     assert weight(1e30, 1.0) == 0.0
+
+
+@pytest.mark.parametrize("name", ["clipped", "gspo", "policy_gradient"])
+def test_dropped_sequences_have_no_loss_and_stay_in_the_denominator(name: str) -> None:
+    """Sequences of several segments, from a loop over their trained tokens."""
+    loss, limit = POLICY_LOSSES[name], 0.3
+    settings = {} if name == "policy_gradient" else {"clip_low": 0.2, "clip_high": 0.3}
+    masked_loss = drop_off_policy(loss, limit=limit)
+    num_dropped = 0
+    for case in range(NUM_CASES):
+        for tokens in minibatches(case):
+            ours, theirs = (tokens.policy.clone().requires_grad_() for _ in range(2))
+            of_tokens, metrics = masked_loss(
+                ours, tokens.old, tokens.advantages, tokens.cu_samples, tokens.mask, **settings
+            )
+            total = (tokens.weights * of_tokens).sum()
+            of_sequences = (tokens.cu_samples, tokens.mask) if name == "gspo" else ()
+            plain, _ = loss(theirs, tokens.old, tokens.advantages, *of_sequences, **settings)
+            factors = []
+            for start, end in zip(tokens.cu_samples.tolist(), tokens.cu_samples.tolist()[1:], strict=False):
+                differences = [
+                    (tokens.old[token] - theirs[token]).item() for token in range(start, end) if tokens.mask[token]
+                ]
+                left_by = sum(differences) / max(len(differences), 1)
+                factors += [float(tokens.advantages[start].item() >= 0 or left_by <= limit)] * (end - start)
+            factor = torch.tensor(factors, dtype=torch.float64)
+            expected = (tokens.weights * factor * plain).sum()
+            gradients = [torch.autograd.grad(value, leaf)[0] for value, leaf in ((total, ours), (expected, theirs))]
+            torch.testing.assert_close(total, expected, rtol=1e-6, atol=1e-9)
+            torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-9)
+            assert metrics["off_policy_fraction"].tolist() == (1 - factor).tolist()
+            num_dropped += int((1 - factor).sum())
+    assert num_dropped > 100
+
+
+@pytest.mark.parametrize("name", ["k1", "k3"])
+def test_a_kl_with_the_ratio_has_the_gradient_of_the_divergence(name: str) -> None:
+    """By enumeration of six tokens drawn from an older policy; without the ratio's gradient it is another."""
+    scores, old_scores, reference_scores = torch.randn(3, 6, generator=torch.Generator().manual_seed(4)).double()
+    scores.requires_grad_()
+    policy, old, reference = (values.log_softmax(0) for values in (scores, old_scores, reference_scores))
+    divergence = KL_ESTIMATORS[name](policy, reference)
+
+    def gradient(value: Tensor) -> Tensor:
+        return torch.autograd.grad(value, scores, retain_graph=True)[0]
+
+    expected = gradient((policy.exp() * (policy - reference)).sum())
+    exact = gradient((old.exp() * ratio(policy, old) * divergence).sum())
+    torch.testing.assert_close(exact, expected, rtol=1e-10, atol=1e-12)
+    assert not torch.allclose(
+        gradient((old.exp() * ratio(policy, old).detach() * divergence).sum()), expected, rtol=0.05
+    )

@@ -55,6 +55,20 @@ from tests.config.refusals import faults
             id="clip",
         ),
         pytest.param(
+            ["algorithm.kl_coefficient=0.1", "algorithm.kl_placement=reward", "algorithm.kl_unbiased=true"],
+            "algorithm.kl_unbiased = True",
+            "under algorithm.kl_placement=reward",
+            "algorithm.kl_placement to loss",
+            id="unbiased KL outside of the loss",
+        ),
+        pytest.param(
+            ["algorithm.kl_coefficient=0.1", "algorithm.kl_estimator=k2", "algorithm.kl_unbiased=true"],
+            "algorithm.kl_unbiased = True",
+            "under algorithm.kl_estimator=k2",
+            "algorithm.kl_estimator to k3 or k1",
+            id="unbiased KL by k2",
+        ),
+        pytest.param(
             ["algorithm.policy_loss=cispo", "algorithm.dual_clip=3"],
             "algorithm.dual_clip = 3.0",
             "under algorithm.policy_loss=cispo",

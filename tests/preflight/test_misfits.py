@@ -170,6 +170,24 @@ MISFITS = {
         "algorithm.policy_loss = vespo",
         ["algorithm.kl_placement = return", "algorithm.kl_placement=loss"],
     ),
+    "a mask of sequences of the policy and itself": Misfit(
+        {"algorithm": {"off_policy_limit": 0.5}},
+        "algorithm.off_policy_limit = 0.5",
+        ["algorithm.old_logprobs = trainer", "algorithm.old_logprobs=rollout", "train.updates_per_step"],
+    ),
+    "a mask of sequences with GAE": Misfit(
+        {"algorithm": PPO | {"off_policy_limit": 0.5, "old_logprobs": "rollout"}},
+        "algorithm.off_policy_limit = 0.5",
+        ["algorithm.advantage = gae", "algorithm.advantage=grpo", "leave it out"],
+    ),
+    "a mask of sequences with advantages of turns": Misfit(
+        {
+            "algorithm": {"off_policy_limit": 0.5, "old_logprobs": "rollout", "turn_discount": 1.0},
+            "rollout": {"environment": "calculator", "max_turns": 4},
+        },
+        "algorithm.off_policy_limit = 0.5",
+        ["algorithm.turn_discount = 1.0", "leave out algorithm.turn_discount"],
+    ),
     "no surplus": Misfit(
         {"rollout": {"stragglers": "abort"}}, "rollout.stragglers = abort", ["algorithm.oversampling=1.5"]
     ),

@@ -197,6 +197,44 @@ def test_a_loss_of_the_user_s_own_that_returns_another_form_is_named(
 
 
 @pytest.mark.parametrize("cp", [1, 2])
+def test_a_trajectory_that_the_policy_left_is_dropped_as_a_whole(ranks: RankPool, cp: int) -> None:
+    """The first one has a positive advantage. The mean of the second, 0.2, is above the limit of 0.15."""
+    algorithm = {"policy_loss": "unclipped", "aggregation": "sequence_mean_token_mean", "off_policy_limit": 0.15}
+    kept, dropped = (
+        ranks.run(loss_on_rank, cp, algorithm | {"off_policy_limit": limit}, world_size=cp) for limit in (0.25, 0.15)
+    )
+    loss_of_second = np.exp(-0.2) / 2
+    assert sum(part["loss"] for part in kept) - sum(part["loss"] for part in dropped) == pytest.approx(
+        loss_of_second, abs=1e-6
+    )
+    slopes = sorted(slope for part in dropped for slope in part["slopes"])
+    assert slopes[:2] == [(-1.0, 0.0)] * 2 and all(slope < 0 for _, slope in slopes[2:])
+
+
+def test_an_unbiased_kl_has_the_ratio_in_value_and_gradient() -> None:
+    """Against autograd of the formula in float64."""
+    random = np.random.default_rng(8)
+    config = AlgorithmConfig(kl_coefficient=0.3, kl_unbiased=True)
+    names = ("policy", "old_logprobs", "reference_logprobs")
+    values = {name: random.normal(-2, 0.4, 6).astype(np.float32) for name in names}
+    batch = TokenBatch.from_sequences([TrainingSequence(np.arange(6), np.arange(6) > 1)])
+    batch.per_token |= values | {"advantages": np.zeros(6, np.float32)}
+    assign_token_weights(batch, config)
+    row = make_microbatch(batch, multiple=1, qkv_format="packed", device=torch.device("cpu"))
+    output = torch.stack([row.per_token["policy"], torch.zeros(6)]).requires_grad_()
+    loss, _, _ = policy_objective(config)(output, row, StepNumbers(config.kl_coefficient))
+    loss.backward()
+    policy, old, reference = (torch.from_numpy(values[name][2:]).double().requires_grad_() for name in names)
+    difference = reference - policy
+    expected = 0.3 * ((policy - old).exp() * (difference.exp() - difference - 1)).mean()
+    [slopes] = torch.autograd.grad(expected, policy)
+    assert output.grad is not None
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    # Position t of a row predicts token t + 1.
+    assert output.grad[0, 1:5].tolist() == pytest.approx(slopes.tolist(), rel=1e-5)
+
+
+@pytest.mark.parametrize("cp", [1, 2])
 def test_the_ratio_of_gspo_is_the_trajectory_s(ranks: RankPool, cp: int) -> None:
     found = ranks.run(loss_on_rank, cp, ALGORITHM, world_size=cp)
     # The first trajectory is within the clip, minus its ratio; the second, exp(-0.2), is held at 0.9.

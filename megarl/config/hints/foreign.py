@@ -374,6 +374,8 @@ OPTIONS: dict[str, tuple[tuple[str, str] | tuple[str, str, str], ...]] = {
         ("dataset_name", "data.train=train@trl-lib/DeepMath-103K", "from the Hub"),
         ("loss_type=grpo", "algorithm.aggregation=sequence_mean_token_mean"),
         ("loss_type=dapo", "algorithm.aggregation=token_mean"),
+        ("off_policy_mask_threshold", "algorithm.off_policy_limit=0.5 algorithm.old_logprobs=rollout"),
+        ("use_bias_correction_kl", "algorithm.kl_unbiased=true"),
         ("loss_type=luspo", "algorithm.preset=luspo"),
         ("loss_type=vespo", "algorithm.preset=vespo"),
         ("loss_type=dr_grpo", "algorithm.aggregation=constant_length algorithm.normalize_by_std=false",

@@ -308,6 +308,10 @@ class AlgorithmConfig(Section):
     policy_loss_kwargs: Annotated[Kwargs, OnlyIf(*ADVANTAGES)] = Field(default_factory=dict)
     """Further keyword arguments of the policy loss, for example {temperature_negative: 1.1} for sapo. dro needs
     beta, the strength of its penalty, for example {beta: 0.1}."""
+    off_policy_limit: Annotated[PositiveFloat | None, OnlyIf(*ADVANTAGES)] = None
+    """Drop the policy loss of sequences with a negative advantage that the policy has left: the mean of old minus new
+    log-probs is above this limit, in nats (off-policy sequence masking, DeepSeek-V3.2, arXiv 2512.02556; TRL: 0.5).
+    Denominators still count them. Default: none. Metric: train/off_policy_fraction."""
     skip_ratio: Annotated[Annotated[float, Field(gt=1.0)] | None, OnlyIf(*ADVANTAGES)] = None
     """Skip an update if its mean probability ratio over tokens is above this limit (ColossalRL's skip_threshold: 20).
     Default: never."""
@@ -331,6 +335,11 @@ class AlgorithmConfig(Section):
     k3_max: Annotated[PositiveFloat | None, OnlyIf(KL, one_of("algorithm.kl_estimator", "k3"))] = None
     """Upper bound of a token's KL by the estimator k3 (verl: 10). Default: none. Metric: kl/capped, the share of
     bounded tokens."""
+    kl_unbiased: Annotated[
+        bool, OnlyIf(KL, one_of("algorithm.kl_placement", "loss"), one_of("algorithm.kl_estimator", "k3", "k1"))
+    ] = False
+    """Multiply a token's KL in the loss by its probability ratio, gradient included (DeepSeek-V3.2, arXiv 2512.02556).
+    The gradient is then the KL's, for samples of old_logprobs too; that of k3 alone is biased. Default: false."""
     kl_target: Annotated[PositiveFloat | None, OnlyIf(KL)] = None
     """Target of the adaptive KL controller, in nats per token. Default: none, kl_coefficient stays constant."""
     kl_horizon: Annotated[PositiveFloat, OnlyIf(KL, non_empty("algorithm.kl_target"))] = 10000.0

@@ -1,0 +1,60 @@
+"""Masks of whole sequences, around any policy loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.policy_losses import LossAndMetrics, is_sequence_loss
+from megarl.algorithms.sequences import broadcast_to_tokens, sequence_means
+from megarl.algorithms.trial import checked_policy_loss
+from megarl.tracking.metric_rows import MetricRow
+
+METRICS = (
+    MetricRow(
+        "train/off_policy_fraction",
+        "share",
+        "fraction of tokens without policy loss, because their sequence has a negative advantage and left the policy",
+        condition="algorithm.off_policy_limit",
+    ),
+)
+
+
+def is_off_policy(
+    policy_logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, cu_seqlens: Tensor, mask: Tensor, *, limit: float
+) -> Tensor:
+    """Return whether each token's sequence has a negative advantage and left the policy: bool [tokens].
+
+    Arguments are those of a policy loss of sequences. A sequence left the policy if the mean of old minus policy
+    log-probs over its trained tokens is above `limit`, in nats. Such failures would push the policy away from texts
+    that it no longer writes. Source: off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556, section 3.1).
+    """
+    left_by = sequence_means((old_logprobs - policy_logprobs).detach(), cu_seqlens, mask)
+    return (advantages < 0) & (broadcast_to_tokens(left_by, cu_seqlens, len(mask)) > limit)
+
+
+def drop_off_policy(policy_loss: Callable[..., LossAndMetrics], *, limit: float) -> Callable[..., LossAndMetrics]:
+    """Return a policy loss of sequences: `policy_loss`, with zero on the tokens of `is_off_policy`.
+
+    Token weights stay as they are, so dropped sequences count in the loss's denominator (as in TRL and slime).
+    """
+    is_of_sequences = is_sequence_loss(policy_loss)
+
+    def masked_loss(
+        policy_logprobs: Tensor,
+        old_logprobs: Tensor,
+        advantages: Tensor,
+        cu_seqlens: Tensor,
+        mask: Tensor,
+        **settings: Any,
+    ) -> LossAndMetrics:
+        further = (cu_seqlens, mask) if is_of_sequences else ()
+        result = policy_loss(policy_logprobs, old_logprobs, advantages, *further, **settings)
+        loss, metrics = checked_policy_loss(result, policy_logprobs)
+        is_dropped = is_off_policy(policy_logprobs, old_logprobs, advantages, cu_seqlens, mask, limit=limit)
+        return torch.where(is_dropped, 0.0, loss), metrics | {"off_policy_fraction": is_dropped.to(loss.dtype)}
+
+    return masked_loss
